@@ -1,0 +1,33 @@
+"""unisono: distributed training for PyTorch in which the number of ranks is a resource, not a hyperparameter.
+
+Start reading at `unisono.trainer.trainer.Trainer`, or at docs/architecture.md for the layers. Names are loaded on first
+use, so that the launcher, which lives in this package too, starts without importing torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from unisono.state.policy import Checkpoints
+    from unisono.trainer.metric import Metric
+    from unisono.trainer.trainer import Trainer
+
+__all__ = ["Checkpoints", "Metric", "Trainer"]
+
+_HOMES = {
+    "Checkpoints": "unisono.state.policy",
+    "Metric": "unisono.trainer.metric",
+    "Trainer": "unisono.trainer.trainer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'unisono' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,58 @@
+"""Every error that unisono raises for what is not a plain wrong argument.
+
+    UnisonoError
+    ├── DataError              a dataset or loader cannot give what the plan asks for
+    ├── LossError              a loss function returned something that cannot be trained on
+    │   └── NonFiniteLossError the loss of a step is NaN or infinite; the weights kept their last good value
+    ├── RankMismatchError      ranks disagree about the model, the data or the settings
+    ├── CheckpointError        a checkpoint cannot be written, read or applied
+    │   └── CorruptCheckpointError  its bytes are not those that were written
+    └── LaunchError            a job cannot be started
+
+A wrong argument is a ValueError or TypeError. All messages say what was found, with the numbers, and what to do.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CheckpointError",
+    "CorruptCheckpointError",
+    "DataError",
+    "LaunchError",
+    "LossError",
+    "NonFiniteLossError",
+    "RankMismatchError",
+    "UnisonoError",
+]
+
+
+class UnisonoError(Exception):
+    """Root of the errors that unisono raises on purpose."""
+
+
+class DataError(UnisonoError):
+    """A dataset or loader cannot give what the plan asks for."""
+
+
+class LossError(UnisonoError):
+    """A loss function returned something that cannot be trained on."""
+
+
+class NonFiniteLossError(LossError):
+    """The loss of a step is NaN or infinite. The step did not happen: weights and buffers are those before it."""
+
+
+class RankMismatchError(UnisonoError):
+    """Ranks disagree about something that must be equal on all of them."""
+
+
+class CheckpointError(UnisonoError):
+    """A checkpoint cannot be written, read or applied."""
+
+
+class CorruptCheckpointError(CheckpointError):
+    """The bytes of a checkpoint are not those that were written."""
+
+
+class LaunchError(UnisonoError):
+    """A job cannot be started."""

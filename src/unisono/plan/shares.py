@@ -1,0 +1,62 @@
+"""Who has what: which positions of an epoch belong to a step, to a virtual rank of it, and to a real rank.
+
+All functions are arithmetic on integers. A position is a place in the epoch's order; `plan.permutation` says which
+sample lies there.
+"""
+
+from __future__ import annotations
+
+__all__ = ["num_steps", "rank_block", "share_positions", "step_size"]
+
+
+def num_steps(num_samples: int, batch_size: int) -> int:
+    """Count the steps of an epoch; the last one may be smaller.
+
+    >>> num_steps(10, 4)
+    3
+    """
+    return -(-num_samples // batch_size)
+
+
+def step_size(step: int, *, num_samples: int, batch_size: int) -> int:
+    """Count the samples of one step, over all virtual ranks.
+
+    >>> [step_size(s, num_samples=10, batch_size=4) for s in range(3)]
+    [4, 4, 2]
+    """
+    return max(0, min(batch_size, num_samples - step * batch_size))
+
+
+def share_positions(step: int, virtual_rank: int, *, num_samples: int, batch_size: int, virtual_ranks: int) -> range:
+    """Deal one step's positions of the epoch to one virtual rank, as cards are dealt.
+
+    Virtual rank v has positions v, v + V, v + 2V, … of the step, so that with batch_size a multiple of V it has what
+    `torch.utils.data.DistributedSampler` deals to rank v of V over the whole epoch.
+    Raises: ValueError if virtual_rank is outside [0, virtual_ranks).
+
+    >>> share_positions(1, 1, num_samples=100, batch_size=8, virtual_ranks=4)
+    range(9, 16, 4)
+    """
+    if not 0 <= virtual_rank < virtual_ranks:
+        raise ValueError(f"virtual_rank={virtual_rank} is outside [0, {virtual_ranks})")
+    start = step * batch_size
+    return range(start + virtual_rank, min(start + batch_size, num_samples), virtual_ranks)
+
+
+def rank_block(rank: int, *, world_size: int, virtual_ranks: int) -> range:
+    """Give one real rank its contiguous block of virtual ranks; blocks differ in length by at most one.
+
+    Raises: ValueError if there are more ranks than virtual ranks, or rank is outside [0, world_size).
+
+    >>> [rank_block(r, world_size=3, virtual_ranks=8) for r in range(3)]
+    [range(0, 2), range(2, 5), range(5, 8)]
+    """
+    if world_size > virtual_ranks:
+        idle = world_size - virtual_ranks
+        raise ValueError(
+            f"world_size={world_size} exceeds virtual_ranks={virtual_ranks}: {idle} rank{'s' * (idle > 1)} would be "
+            f"idle. Start at most {virtual_ranks} ranks, or raise virtual_ranks, which changes the result of the run."
+        )
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank={rank} is outside [0, {world_size})")
+    return range(rank * virtual_ranks // world_size, (rank + 1) * virtual_ranks // world_size)

@@ -1,0 +1,88 @@
+"""The one order in which things are summed: a fixed binary tree over the leaves 0, 1, … n-1.
+
+A node covers an aligned run of leaves [k·2^j, (k+1)·2^j), cut off at n. Its value is left + right, or the left value
+where nothing lies to the right. Any contiguous block of leaves is a few whole nodes (`nodes_of`): a rank sums those, and
+the rest of the tree (`fold`) gives the same bits whoever computes which node. This is pairwise summation, whose rounding
+error grows with log n (N. J. Higham, "The accuracy of floating point summation", SIAM J. Sci. Comput. 14(4), 1993).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, TypeVar
+
+__all__ = ["Node", "fold", "merges_after", "nodes_of"]
+
+T = TypeVar("T")
+
+
+class Node(NamedTuple):
+    """A node of the tree, by the leaves below it: start <= leaf < stop."""
+
+    start: int
+    stop: int
+
+
+def nodes_of(block: range, *, leaves: int) -> list[Node]:
+    """List the largest whole nodes that make up a contiguous block of leaves, in order.
+
+    Leaves from `leaves` on do not exist: a block that holds all existing leaves of a node holds the node.
+
+    >>> nodes_of(range(2, 5), leaves=8)
+    [Node(start=2, stop=4), Node(start=4, stop=5)]
+    >>> nodes_of(range(4, 8), leaves=7)
+    [Node(start=4, stop=7)]
+    """
+    nodes: list[Node] = []
+    start, stop = block.start, min(block.stop, leaves)
+    while start < stop:
+        size = 1
+        while start % (2 * size) == 0 and min(start + 2 * size, leaves) <= stop and start + size < leaves:
+            size *= 2
+        nodes.append(Node(start, min(start + size, leaves)))
+        start += size
+    return nodes
+
+
+def merges_after(leaf: int, node: Node) -> int:
+    """Count the additions that leaf number `leaf` of a node makes possible when leaves come in order.
+
+    Keep a stack; push each leaf; then replace the top two entries by their sum this many times. One entry is left at
+    the end, the node's value, and the stack never holds more than log2(leaves) + 1 entries.
+
+    >>> [merges_after(leaf, Node(0, 8)) for leaf in range(8)]
+    [0, 1, 0, 2, 0, 1, 0, 3]
+    >>> [merges_after(leaf, Node(4, 7)) for leaf in (4, 5, 6)]
+    [0, 1, 1]
+    """
+    index = leaf - node.start
+    if leaf == node.stop - 1:
+        return index.bit_count()
+    return ((index + 1) & -(index + 1)).bit_length() - 1
+
+
+def fold(values: Mapping[Node, T], *, leaves: int, add: Callable[[T, T], T]) -> T:
+    """Finish the tree from the values of nodes that together cover all leaves.
+
+    Args: add(left, right) may work in place on left; each value is used once.
+    Raises: ValueError if the nodes do not cover all leaves.
+
+    >>> fold({Node(0, 2): "(0 1)", Node(2, 3): "2", Node(3, 4): "3"}, leaves=4, add=lambda a, b: f"({a} {b})")
+    '((0 1) (2 3))'
+    """
+
+    def value(start: int, size: int) -> T:
+        stop = min(start + size, leaves)
+        known = values.get(Node(start, stop))
+        if known is not None:
+            return known
+        half = size // 2
+        if half == 0:
+            raise ValueError(f"no given node covers leaf {start} of {leaves}")
+        if start + half >= leaves:
+            return value(start, half)
+        return add(value(start, half), value(start + half, half))
+
+    if leaves < 1:
+        raise ValueError(f"leaves={leaves}: a tree has at least one leaf")
+    return value(0, 1 << (leaves - 1).bit_length())
