@@ -1,0 +1,7 @@
+"""How the gradient of a step is summed over virtual ranks, and with it what else a forward pass changes."""
+
+from unisono.engine.base import Engine, Totals, Trained
+from unisono.engine.buffers import BufferTransaction
+from unisono.engine.choose import choose_engine
+
+__all__ = ["BufferTransaction", "Engine", "Totals", "Trained", "choose_engine"]

@@ -1,0 +1,86 @@
+"""What the trainer asks of an engine.
+
+An engine sums the gradients of one step over its virtual ranks (the leaves of the plan's tree) and leaves the sum in
+`p.grad` on every rank. The calls of a step are `start`; then for each leaf of this rank `close_forward` before the last
+backward of the leaf and `close_leaf` after it; then `finish`, or `abort` where the step fails on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from unisono.errors import LossError
+
+__all__ = ["Engine", "Totals", "Trained", "refuse_sparse", "totals_row", "weight_of_row"]
+
+# A float32 counts exactly up to 2^24. Two of them, high and low part, count the tokens of any global batch.
+_WEIGHT_BASE = 4096.0
+
+
+class Trained(NamedTuple):
+    """The parameters that a step trains, with their plain names."""
+
+    names: tuple[str, ...]
+    parameters: tuple[Tensor, ...]
+
+
+class Totals(NamedTuple):
+    """Sums over all leaves of a step, in tree order: equal on all ranks and on any number of them."""
+
+    loss: float
+    """Sum of the losses."""
+    weight: float
+    """Sum of the weights: samples, or tokens."""
+    surprised: bool
+    """Whether some leaf changed a buffer that no step before it had changed."""
+
+
+class Engine(Protocol):
+    """Sums the gradients of a step; the module's text gives the order of calls."""
+
+    def start(self, trained: Trained, *, leaves: int) -> None:
+        """Begin a step over leaves 0 … leaves - 1. All p.grad become None."""
+
+    def close_forward(self, leaf: int, loss: Tensor, weight: float, *, surprised: bool) -> None:
+        """Tell a leaf's loss sum (float32 scalar), weight and surprise, just before the leaf's last backward."""
+
+    def close_leaf(self, leaf: int) -> None:
+        """Take the gradients of one leaf, whose last backward has ended."""
+
+    def finish(self) -> Totals:
+        """Complete the sum over all ranks: p.grad is the sum, or None where no leaf gave a gradient.
+
+        Every rank must call it, also one without leaves.
+        """
+
+    def abort(self) -> None:
+        """Forget the step; all p.grad become None. Local: the other ranks must learn of it by other means."""
+
+    def close(self) -> None:
+        """Let go of the parameters."""
+
+
+def totals_row(loss: Tensor, weight: float, *, surprised: bool) -> Tensor:
+    """Lay a leaf's totals out as float32, shape [4], so that they can be summed like a gradient."""
+    high = float(weight // _WEIGHT_BASE)
+    row = torch.tensor([0.0, high, weight - high * _WEIGHT_BASE, float(surprised)], device=loss.device)
+    row[0] = loss.detach()
+    return row
+
+
+def weight_of_row(high: float, low: float) -> float:
+    """Join the two parts of a weight."""
+    return high * _WEIGHT_BASE + low
+
+
+def refuse_sparse(name: str, gradient: Tensor | None) -> None:
+    """Raise LossError for a sparse gradient, which no engine of this version sums."""
+    if gradient is not None and gradient.layout != torch.strided:
+        raise LossError(
+            f"parameter {name!r} of shape {list(gradient.shape)} got a sparse gradient ({gradient.layout}). Gradients are "
+            "summed as dense tensors here: build the embedding with sparse=False and use a dense optimizer."
+        )

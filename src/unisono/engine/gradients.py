@@ -1,0 +1,68 @@
+"""Sums of gradients, as lists of tensors with one entry a parameter, in the order of the plan's tree.
+
+A parameter that got no gradient has the entry None. Beside a leaf that did give one, None counts as +0.0 on every world
+size alike: adding zero turns -0.0 into 0.0, so leaving the addition out on some world sizes would change bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from unisono.plan import Node, merges_after
+
+__all__ = ["Gradients", "NodeSum", "add", "add_one", "take"]
+
+Gradients = list[Tensor | None]
+
+
+def add_one(left: Tensor | None, right: Tensor | None) -> Tensor | None:
+    """Add two gradients of one parameter, in place on one of them."""
+    if left is None:
+        return None if right is None else right.add_(0.0)
+    return left.add_(0.0) if right is None else left.add_(right)
+
+
+def add(left: Gradients, right: Gradients) -> Gradients:
+    """Add two gradients entry by entry, in place on either: both arguments are used up."""
+    lefts, rights = [], []
+    for i, (a, b) in enumerate(zip(left, right, strict=True)):
+        if a is not None and b is not None:
+            lefts.append(a)
+            rights.append(b)
+        else:
+            left[i] = add_one(a, b)
+    if lefts:
+        torch._foreach_add_(lefts, rights)
+    return left
+
+
+class NodeSum:
+    """The running sum of one node's leaves, which come in order."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.stack: list[Gradients] = []
+        """Sums of finished subtrees, the leftmost first; at most log2(leaves) + 1 of them."""
+
+    def push(self, leaf: int, gradients: Gradients) -> None:
+        """Add the gradient of one leaf, using it up."""
+        for _ in range(merges_after(leaf, self.node)):
+            gradients = add(self.stack.pop(), gradients)
+        self.stack.append(gradients)
+
+    def total(self) -> Gradients:
+        """Return the node's value, all of whose leaves have been pushed."""
+        (value,) = self.stack
+        return value
+
+
+def take(parameters: Iterable[Tensor]) -> Gradients:
+    """Take the gradients off the parameters, leaving None."""
+    gradients: Gradients = []
+    for p in parameters:
+        gradients.append(p.grad)
+        p.grad = None
+    return gradients

@@ -1,0 +1,65 @@
+"""The engine of a run with one rank: all leaves are here and nothing travels."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from unisono.engine.base import Totals, Trained, refuse_sparse, totals_row, weight_of_row
+from unisono.engine.gradients import NodeSum, take
+from unisono.plan import Node
+
+__all__ = ["LocalEngine"]
+
+
+class LocalEngine:
+    """Sums the leaves of one process. With one leaf, p.grad stays what autograd made: no copy, no extra memory."""
+
+    def __init__(self) -> None:
+        self._trained = Trained((), ())
+        self._leaves = 0
+        self._gradients = NodeSum(Node(0, 0))
+        self._totals = NodeSum(Node(0, 0))
+        self._loss: Tensor | None = None
+        self._weight = 0.0
+        self._surprised = False
+
+    def start(self, trained: Trained, *, leaves: int) -> None:
+        """Begin a step; see `Engine`."""
+        self._trained, self._leaves = trained, leaves
+        self._gradients, self._totals = NodeSum(Node(0, leaves)), NodeSum(Node(0, leaves))
+        for p in trained.parameters:
+            p.grad = None
+
+    def close_forward(self, leaf: int, loss: Tensor, weight: float, *, surprised: bool) -> None:
+        """Keep a leaf's totals; see `Engine`."""
+        if self._leaves == 1:
+            self._loss, self._weight, self._surprised = loss.detach(), weight, surprised
+        else:
+            self._totals.push(leaf, [totals_row(loss, weight, surprised=surprised)])
+
+    def close_leaf(self, leaf: int) -> None:
+        """Add one leaf; see `Engine`."""
+        for name, p in zip(*self._trained, strict=True):
+            refuse_sparse(name, p.grad)
+        if self._leaves > 1:
+            self._gradients.push(leaf, take(self._trained.parameters))
+
+    def finish(self) -> Totals:
+        """Complete the sum; see `Engine`."""
+        if self._leaves == 1:
+            assert self._loss is not None
+            return Totals(self._loss.item(), self._weight, self._surprised)
+        for p, gradient in zip(self._trained.parameters, self._gradients.total(), strict=True):
+            p.grad = gradient
+        (row,) = self._totals.total()
+        assert row is not None
+        loss, high, low, surprised = row.tolist()
+        return Totals(loss, weight_of_row(high, low), surprised > 0)
+
+    def abort(self) -> None:
+        """Forget the step; see `Engine`."""
+        take(self._trained.parameters)
+
+    def close(self) -> None:
+        """Let go of the parameters; see `Engine`."""
+        self._trained = Trained((), ())

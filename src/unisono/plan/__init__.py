@@ -1,0 +1,19 @@
+"""Pure functions: what is computed, by whom and in which order."""
+
+from unisono.plan.keys import derive_key
+from unisono.plan.permutation import permute
+from unisono.plan.shares import num_steps, rank_block, share_positions, step_size
+from unisono.plan.tree import Node, fold, merges_after, nodes_of
+
+__all__ = [
+    "Node",
+    "derive_key",
+    "fold",
+    "merges_after",
+    "nodes_of",
+    "num_steps",
+    "permute",
+    "rank_block",
+    "share_positions",
+    "step_size",
+]

@@ -1,0 +1,56 @@
+"""Evaluation: every sample once, whatever the number of ranks, and a mean that is exact."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from unisono.data.batch import Batch
+from unisono.plan import Node, fold
+from unisono.trainer.loss import weighted_sum
+from unisono.trainer.metric import Metric
+from unisono.trainer.modules import to_device
+from unisono.trainer.run import Run
+from unisono.trainer.step import Loss
+
+__all__ = ["evaluate"]
+
+_Sums = dict[str, tuple[float, float]]
+
+
+def evaluate(run: Run, function: Loss, models: Any, batches: Iterator[Batch]) -> Metric | dict[str, Metric]:
+    """Average what a function says of each sample over all ranks' batches.
+
+    Sums are float64, per virtual rank and then in tree order, so the result is the same on any number of ranks. One small
+    exchange at the end; every rank must call it.
+    """
+    own: dict[int, _Sums] = {virtual_rank: {} for virtual_rank in run.block}
+    single = True
+    for batch in batches:
+        for share in batch.shares:
+            sums = own[share.virtual_rank]
+            for micro_batch in share.micro_batches:
+                result = function(models, to_device(micro_batch.items, run.device))
+                single = not isinstance(result, Mapping)
+                for name, value in ({"": result} if single else result).items():
+                    what = "evaluated function" + (f" (entry {name!r})" if name else "")
+                    total, weight = weighted_sum(_as_number(value), samples=len(micro_batch.indices), what=what)
+                    before = sums.get(name, (0.0, 0.0))
+                    sums[name] = (before[0] + total.double().item(), before[1] + weight)
+    everyone: dict[int, _Sums] = {}
+    for single_there, part in run.world.gather((single, own)):
+        everyone |= part
+        single = single and single_there
+    names = list(dict.fromkeys(name for _, sums in sorted(everyone.items()) for name in sums))
+    metrics = {name: Metric(*_total(everyone, name)) for name in names}
+    return metrics[""] if single else metrics
+
+
+def _total(everyone: Mapping[int, _Sums], name: str) -> tuple[float, float]:
+    values = {Node(v, v + 1): sums.get(name, (0.0, 0.0)) for v, sums in everyone.items()}
+    return fold(values, leaves=len(everyone), add=lambda a, b: (a[0] + b[0], a[1] + b[1]))
+
+
+def _as_number(value: Any) -> Any:
+    """Let truth values count as 0 and 1; everything else is read like a loss."""
+    return value.float() if hasattr(value, "dtype") and str(value.dtype) == "torch.bool" else value

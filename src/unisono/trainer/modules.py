@@ -1,0 +1,94 @@
+"""Small things done to modules and to nested batches: plain names, devices, evaluation mode, lonely samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+__all__ = ["evaluating", "lone_sample", "plain_modules", "plain_name", "to_device"]
+
+
+def plain_name(name: str) -> str:
+    """Strip what torch.compile adds to the names of parameters and buffers.
+
+    >>> plain_name("_orig_mod.layers.0._orig_mod.weight")
+    'layers.0.weight'
+    """
+    return name.replace("_orig_mod.", "")
+
+
+def plain_modules(model: nn.Module | Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """List the models with the prefix that their names get: none for a single model, "key." for several.
+
+    Compiled models are given as the modules under them, which hold the same parameters.
+    """
+    models = {f"{key}.": module for key, module in model.items()} if isinstance(model, Mapping) else {"": model}
+    return {prefix: getattr(module, "_orig_mod", module) for prefix, module in models.items()}
+
+
+def to_device(items: Any, device: torch.device) -> Any:
+    """Copy the tensors of nested tuples, lists and dicts to a device; a no-op on the CPU."""
+    if device.type == "cpu":
+        return items
+    if isinstance(items, Tensor) or (hasattr(items, "to") and not isinstance(items, type)):
+        return items.to(device, non_blocking=True)
+    if isinstance(items, Mapping):
+        return type(items)({key: to_device(value, device) for key, value in items.items()})  # type: ignore[call-arg]
+    if isinstance(items, tuple) and hasattr(items, "_fields"):
+        return type(items)(*(to_device(value, device) for value in items))
+    if isinstance(items, (list, tuple)):
+        return type(items)(to_device(value, device) for value in items)
+    return items
+
+
+@contextmanager
+def evaluating(modules: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Put modules into evaluation mode and without gradients, and each of them back into its own mode afterwards."""
+    modes = [(m, m.training) for module in modules.values() for m in module.modules()]
+    for module in modules.values():
+        module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for m, training in modes:
+            m.training = training
+
+
+@contextmanager
+def lone_sample(modules: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Let BatchNorm use its running statistics where it would see one value per channel, which has no variance.
+
+    torch refuses such input in training. It occurs in the last batch of an epoch, when a virtual rank has one sample;
+    the running statistics do not learn from it.
+    """
+
+    def before(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        values = inputs[0]
+        if module.training and values.numel() == values.shape[1]:
+            module.training = False
+            switched.append(module)
+
+    def after(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        if module in switched:
+            module.training = True
+            switched.remove(module)
+
+    switched: list[nn.Module] = []
+    hooks = []
+    for root in modules.values():
+        for module in root.modules():
+            if isinstance(module, _BatchNorm) and module.track_running_stats:
+                hooks += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module in switched:
+            module.training = True

@@ -1,0 +1,188 @@
+"""What is settled and checked before the first step: devices, constants, and that all ranks agree."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import LBFGS, Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from unisono.comm import World
+from unisono.data.loader import LoaderSettings
+from unisono.errors import RankMismatchError
+from unisono.plan import rank_block
+from unisono.state.digest import digest
+from unisono.trainer.snapshot import model_tensors
+
+__all__ = [
+    "AverageUpdates",
+    "check_equal_data",
+    "check_equal_models",
+    "check_schedulers",
+    "choose_device",
+    "choose_virtual_ranks",
+    "named_optimizers",
+    "start_averages",
+]
+
+
+def named_optimizers(optimizer: Optimizer | Mapping[str, Optimizer]) -> dict[str, Optimizer]:
+    """Give the optimizers by name, "" for a single one. Raises: TypeError for what cannot serve as one."""
+    optimizers = dict(optimizer) if isinstance(optimizer, Mapping) else {"": optimizer}
+    for each in optimizers.values():
+        if not isinstance(each, Optimizer):
+            raise TypeError(
+                f"optimizer is a {type(each).__name__}; expected a torch.optim.Optimizer, or a dict of them"
+            )
+        if isinstance(each, LBFGS):
+            raise TypeError(
+                "LBFGS evaluates the loss several times within a step, which a step here does once: use another optimizer"
+            )
+    if not optimizers:
+        raise ValueError("Trainer was given no optimizer")
+    return optimizers
+
+
+def check_schedulers(
+    scheduler: Any, interval: Literal["step", "epoch"], optimizers: Mapping[str, Optimizer]
+) -> dict[str, LRScheduler]:
+    """Give the schedulers by the names of their optimizers. Raises: TypeError or ValueError where they do not fit."""
+    if interval not in ("step", "epoch"):
+        raise ValueError(f'scheduler_interval={interval!r} must be "step" or "epoch"')
+    if scheduler is None:
+        return {}
+    schedulers = dict(scheduler) if isinstance(scheduler, Mapping) else {"": scheduler}
+    for name, each in schedulers.items():
+        if isinstance(each, ReduceLROnPlateau):
+            raise TypeError(
+                "ReduceLROnPlateau needs a metric: call its step(metric) in your loop after trainer.evaluate, and give it to "
+                'Trainer as stateful={"scheduler": ...} so that it is saved.'
+            )
+        if name not in optimizers:
+            raise ValueError(f"scheduler {name!r} belongs to none of the optimizers {', '.join(map(repr, optimizers))}")
+    return schedulers
+
+
+def choose_device(device: str | torch.device, modules: Mapping[str, nn.Module], *, local_rank: int) -> torch.device:
+    """Decide where this rank computes, and make its GPU the current one."""
+    if device == "auto":
+        if torch.cuda.is_available():
+            device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        else:
+            tensors = (t for module in modules.values() for t in module.parameters())
+            device = next(tensors, torch.empty(0)).device
+    device = torch.device(device)
+    if device.type == "cuda":
+        if device.index is None:
+            device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        # Algorithms chosen by timing, and those that add in any order, would give other bits each time.
+        torch.backends.cudnn.benchmark = False
+        torch.backends.cudnn.deterministic = True
+    return device
+
+
+def choose_virtual_ranks(
+    virtual_ranks: int | None,
+    *,
+    seed: int,
+    world: World,
+    facts: Mapping[str, Any] | None,
+    directory: Path | None,
+) -> int:
+    """Settle V: what the checkpoint says, else the argument, else the number of ranks.
+
+    Raises: ValueError if V is too small, or the arguments contradict the run that is to be resumed.
+    """
+    if virtual_ranks is not None and virtual_ranks < 1:
+        raise ValueError(f"virtual_ranks={virtual_ranks} must be at least 1")
+    if facts is not None:
+        saved = facts["virtual_ranks"]
+        if virtual_ranks not in (None, saved):
+            raise ValueError(
+                f"virtual_ranks={virtual_ranks}, but the run in {directory} has virtual_ranks={saved}, which it keeps for "
+                "life since it changes the result: leave the argument out, or start anew in another directory."
+            )
+        if seed != facts["seed"]:
+            raise ValueError(
+                f"seed={seed}, but the run in {directory} has seed={facts['seed']}: give that one, or start anew in another "
+                "directory."
+            )
+        virtual_ranks = saved
+    chosen = virtual_ranks or world.size
+    rank_block(world.rank, world_size=world.size, virtual_ranks=chosen)
+    return chosen
+
+
+def check_equal_models(world: World, modules: Mapping[str, nn.Module]) -> None:
+    """Compare the models of all ranks by hashes. Every rank must call it.
+
+    Raises: RankMismatchError on all ranks, naming a tensor that differs.
+    """
+    if world.group is None:
+        return
+    hashes = {name: digest({"": tensor}) for name, tensor in model_tensors(modules).items()}
+    everyone = world.gather(hashes)
+    for rank, theirs in enumerate(everyone):
+        differing = [name for name, value in everyone[0].items() if theirs.get(name) != value]
+        differing += [name for name in theirs if name not in everyone[0]]
+        if differing:
+            raise RankMismatchError(
+                f"the model differs between ranks: {differing[0]!r} of rank {rank} is not that of rank 0 "
+                f"({len(differing)} of {len(everyone[0])} tensors differ). Every rank must build the same model: call "
+                "torch.manual_seed with the same number on every rank before building it, or load the same file."
+            )
+
+
+def check_equal_data(world: World, num_samples: int | None, settings: LoaderSettings) -> None:
+    """Compare what the ranks were given to deal out. Every rank must call it.
+
+    Raises: RankMismatchError on all ranks.
+    """
+    given = {
+        "number of samples": num_samples,
+        "batch_size": settings.batch_size,
+        "micro_batch_size": settings.micro_batch_size,
+        "shuffle": settings.shuffle,
+        "drop_last": settings.drop_last,
+    }
+    everyone = world.gather(given)
+    for what in given:
+        values = [theirs[what] for theirs in everyone]
+        if any(value != values[0] for value in values):
+            listed = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+            raise RankMismatchError(
+                f"the dataset's {what} differs between ranks ({listed}). Give every rank the whole dataset, the same one: it "
+                "is divided here."
+            )
+
+
+def start_averages(modules: Mapping[str, nn.Module], decay: float | None) -> dict[str, AveragedModel]:
+    """Start an exponential moving average of each model's weights."""
+    if decay is None:
+        return {}
+    if not 0 <= decay < 1:
+        raise ValueError(f"ema_decay={decay} must be at least 0 and below 1; 0.999 is common")
+    return {
+        prefix: AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(decay))  # type: ignore[no-untyped-call] for prefix, module in modules.items()
+    }
+
+
+class AverageUpdates:
+    """The count of updates of an averaged model, which its first update depends on, as state to save."""
+
+    def __init__(self, average: AveragedModel) -> None:
+        self._average = average
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the count."""
+        return {"updates": int(self._average.n_averaged)}
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        """Set the count."""
+        self._average.n_averaged.fill_(state["updates"])

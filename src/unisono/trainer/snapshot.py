@@ -1,0 +1,245 @@
+"""The whole state of a run as named tensors and one document, and back. No file is touched here.
+
+A snapshot holds nothing that depends on the number of ranks, and names everything by the plain names of parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from unisono.errors import CheckpointError
+from unisono.state.codec import decode, encode
+from unisono.trainer.modules import plain_name
+
+__all__ = ["Cursor", "Stateful", "Subjects", "capture", "model_tensors", "optimizer_state", "restore"]
+
+_EXTRA_STATE = "_extra_state"
+
+
+class Stateful(Protocol):
+    """Anything that gives and takes its state as plain values, such as a learning-rate scheduler."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state."""
+
+    def load_state_dict(self, state: dict[str, Any], /) -> Any:
+        """Take a state back."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Cursor:
+    """How far a run has come."""
+
+    epoch: int = 0
+    """The epoch that is under way, or comes next."""
+    step: int = 0
+    """The next step of that epoch."""
+    total_steps: int = 0
+    """Steps done since the start of the run."""
+    batch_size: int | None = None
+    """Global batch size of the epoch under way."""
+    num_samples: int | None = None
+    """Samples of the epoch under way."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Subjects:
+    """The objects whose state makes up a run."""
+
+    modules: Mapping[str, nn.Module]
+    """Models by the prefix of their names."""
+    optimizers: Mapping[str, Optimizer]
+    """Optimizers by name; "" for a single one."""
+    averages: Mapping[str, nn.Module] = field(default_factory=dict)
+    """Averaged models by prefix."""
+    others: Mapping[str, Stateful] = field(default_factory=dict)
+    """Everything else by name."""
+
+
+def model_tensors(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    """Name all parameters and persistent buffers; the tensors share memory with the models."""
+    return {
+        prefix + plain_name(name): value
+        for prefix, module in modules.items()
+        for name, value in module.state_dict().items()
+        if isinstance(value, Tensor)
+    }
+
+
+def optimizer_state(modules: Mapping[str, nn.Module], optimizer: Optimizer) -> dict[str, dict[str, Any]]:
+    """Give the optimizer's state by parameter name: {"layer.weight": {"exp_avg": tensor, …}}."""
+    names = _parameter_names(modules)
+    state = {names[id(p)]: dict(values) for p, values in optimizer.state.items() if isinstance(p, Tensor)}
+    return dict(sorted(state.items()))
+
+
+def capture(subjects: Subjects, facts: Mapping[str, Any]) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    """Describe a run as groups of tensors, which share memory with it, and a JSON document.
+
+    Args: facts are the run's constants and its cursor.
+    Raises: CheckpointError if some object's state holds a thing that cannot be written without pickle.
+    """
+    names = _parameter_names(subjects.modules)
+    optimizers, hyperparameters = {}, {}
+    for key, optimizer in subjects.optimizers.items():
+        optimizers[key] = optimizer_state(subjects.modules, optimizer)
+        hyperparameters[key] = [
+            {**group, "params": [names[id(p)] for p in group["params"]]} for group in optimizer.param_groups
+        ]
+    single = [*optimizers] == [""]
+    optimizer_document, optimizer_tensors = encode(optimizers[""] if single else optimizers)
+    others = {
+        "hyperparameters": hyperparameters,
+        "extra": _extra_state(subjects.modules),
+        "others": {name: other.state_dict() for name, other in subjects.others.items()},
+    }
+    other_document, other_tensors = encode(others)
+    groups = {"model": model_tensors(subjects.modules), "optimizer": optimizer_tensors, "other": other_tensors}
+    if subjects.averages:
+        groups["ema"] = model_tensors(subjects.averages)
+    return groups, {"facts": dict(facts), "optimizer": optimizer_document, "other": other_document}
+
+
+def restore(
+    subjects: Subjects, groups: Mapping[str, Mapping[str, Tensor]], document: Mapping[str, Any], *, source: str
+) -> None:
+    """Give a run the state that `capture` described.
+
+    Everything is compared before anything is changed.
+    Raises: CheckpointError if the checkpoint is of another model, optimizer or set of objects.
+    """
+    own = model_tensors(subjects.modules)
+    _compare(own, groups["model"], source, "model")
+    averages = model_tensors(subjects.averages)
+    if averages:
+        if "ema" not in groups:
+            raise CheckpointError(
+                f"{source} holds no averaged weights, but Trainer was given ema_decay: leave ema_decay out, or start anew "
+                "in another directory."
+            )
+        _compare(averages, groups["ema"], source, "averaged model")
+    others = decode(document["other"], groups["other"])
+    single = [*subjects.optimizers] == [""]
+    state = decode(document["optimizer"], groups["optimizer"])
+    states: dict[str, Any] = {"": state} if single else state
+    _compare_optimizers(subjects, others["hyperparameters"], source)
+    missing = sorted(subjects.others.keys() ^ others["others"].keys())
+    if missing:
+        raise CheckpointError(
+            f"{source} holds the state of {_listed(others['others'])}, but Trainer was given {_listed(subjects.others)}: "
+            "give it the same scheduler, autocast and stateful objects, or start anew in another directory."
+        )
+
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(groups["model"][name])
+        for name, tensor in averages.items():
+            tensor.copy_(groups["ema"][name])
+    for prefix, module in subjects.modules.items():
+        for path, value in others["extra"].get(prefix, {}).items():
+            module.get_submodule(path).set_extra_state(value)
+    for key, optimizer in subjects.optimizers.items():
+        _restore_optimizer(subjects.modules, optimizer, states[key], others["hyperparameters"][key])
+    for name, other in subjects.others.items():
+        other.load_state_dict(others["others"][name])
+
+
+def facts_of(run_constants: Mapping[str, Any], cursor: Cursor) -> dict[str, Any]:
+    """Join what a checkpoint says about its run."""
+    return {**run_constants, "cursor": asdict(cursor)}
+
+
+def _parameter_names(modules: Mapping[str, nn.Module]) -> dict[int, str]:
+    return {
+        id(p): prefix + plain_name(name) for prefix, module in modules.items() for name, p in module.named_parameters()
+    }
+
+
+def _extra_state(modules: Mapping[str, nn.Module]) -> dict[str, dict[str, Any]]:
+    return {
+        prefix: {
+            path: module.get_extra_state()
+            for path, module in root.named_modules()
+            if type(module).get_extra_state is not nn.Module.get_extra_state
+        }
+        for prefix, root in modules.items()
+    }
+
+
+def _compare(own: Mapping[str, Tensor], saved: Mapping[str, Tensor], source: str, what: str) -> None:
+    missing, unknown = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
+    differing = [
+        f"{name} is {_kind(saved[name])} there and {_kind(own[name])} here"
+        for name in sorted(own.keys() & saved.keys())
+        if _kind(own[name]) != _kind(saved[name])
+    ]
+    if not (missing or unknown or differing):
+        return
+    found = []
+    if missing:
+        found.append(f"{len(missing)} tensors of this {what} are not in it ({_listed(missing)})")
+    if unknown:
+        found.append(f"{len(unknown)} of its tensors are not in this {what} ({_listed(unknown)})")
+    if differing:
+        found.append(f"{len(differing)} differ ({_listed(differing)})")
+    raise CheckpointError(
+        f"{source} is a checkpoint of another {what}: {'; '.join(found)}. Build the model as it was, or start anew in "
+        "another directory."
+    )
+
+
+def _compare_optimizers(subjects: Subjects, saved: Mapping[str, list[dict[str, Any]]], source: str) -> None:
+    names = _parameter_names(subjects.modules)
+    own = {
+        key: [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+        for key, optimizer in subjects.optimizers.items()
+    }
+    there = {key: [group["params"] for group in groups] for key, groups in saved.items()}
+    if own != there:
+        raise CheckpointError(
+            f"{source} was made with other optimizers or parameter groups: {_shape(there)} there, {_shape(own)} here. Build "
+            "the optimizer as it was, or start anew in another directory."
+        )
+
+
+def _restore_optimizer(
+    modules: Mapping[str, nn.Module], optimizer: Optimizer, state: dict[str, Any], hyperparameters: list[dict[str, Any]]
+) -> None:
+    # Not by load_state_dict, which would cast the state to the parameters' dtype and so lose bits.
+    parameters = {
+        prefix + plain_name(name): p for prefix, module in modules.items() for name, p in module.named_parameters()
+    }
+    optimizer.state.clear()
+    for name, values in state.items():
+        p = parameters[name]
+        # torch keeps `step` on the CPU unless the optimizer is fused or capturable; shape tells the others' device.
+        optimizer.state[p] = {
+            key: value.to(p.device) if isinstance(value, Tensor) and value.dim() else value
+            for key, value in values.items()
+        }
+    for group, saved in zip(optimizer.param_groups, hyperparameters, strict=True):
+        group.update({key: value for key, value in saved.items() if key != "params"})
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _listed(names: Any, *, most: int = 3) -> str:
+    names = list(names)
+    return (
+        ", ".join(map(str, names[:most])) + (f", … {len(names) - most} more" if len(names) > most else "") or "nothing"
+    )
+
+
+def _shape(groups: Mapping[str, list[list[str]]]) -> str:
+    return ", ".join(
+        (f"{key!r}: " if key else "") + "+".join(str(len(names)) for names in lists) + " parameters"
+        for key, lists in groups.items()
+    )

@@ -1,0 +1,226 @@
+"""One step as a transaction: compute this rank's shares, sum over all ranks, check, and only then update.
+
+Until the summed loss is known to be finite nothing is changed that could not be put back: gradients are thrown away and
+buffers restored if anything fails, and the weights are written last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from unisono.data.batch import Batch, Share
+from unisono.engine import BufferTransaction, Engine, Totals, Trained
+from unisono.errors import LossError, NonFiniteLossError
+from unisono.trainer.loss import weighted_sum
+from unisono.trainer.modules import lone_sample, plain_name, to_device
+from unisono.trainer.run import Run
+
+__all__ = ["Loss", "StepRunner"]
+
+Loss = Callable[[Any, Any], Any]
+_SHOWN_SAMPLES = 16
+
+
+class _BadShare(NamedTuple):
+    """A virtual rank whose loss was not finite, as ranks tell each other."""
+
+    virtual_rank: int
+    rank: int
+    loss: float
+    indices: list[int]
+
+
+class StepRunner:
+    """Runs the steps of one optimizer."""
+
+    def __init__(
+        self,
+        run: Run,
+        *,
+        models: Any,
+        modules: Mapping[str, nn.Module],
+        optimizer: Optimizer,
+        engine: Engine,
+        buffers: BufferTransaction,
+        autocast: Literal["bf16", "fp16"] | None,
+        clip_grad_norm: float | None,
+    ) -> None:
+        self._run, self._models, self._modules = run, models, modules
+        self._optimizer, self._engine, self._buffers = optimizer, engine, buffers
+        self._clip_grad_norm = clip_grad_norm
+        self._autocast = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}[autocast]
+        self.scaler: torch.amp.GradScaler | None = None
+        """Scales the loss of a float16 step, so that small gradients do not vanish."""
+        if autocast == "fp16":
+            self.scaler = torch.amp.GradScaler(run.device.type)
+            # A rank without a share of some batch scales no loss, but must unscale like the others.
+            self.scaler.scale(torch.zeros((), device=run.device))
+        self._trained = Trained((), ())
+        self._restricted = False
+        self._losses: list[tuple[Share, Tensor]] = []
+
+    def run(self, loss: Loss, batch: Batch, *, call: int) -> float:
+        """Do one step and return the mean loss of the global batch, equal on all ranks.
+
+        Args: call counts the steps taken with this batch before.
+        Raises: NonFiniteLossError or LossError, after which weights and buffers are those from before the step.
+        """
+        leaves = min(self._run.virtual_ranks, batch.size)
+        self._find_trained()
+        self._losses = []
+        self._buffers.start(leaves=leaves)
+        self._engine.start(self._trained, leaves=leaves)
+        try:
+            for share in batch.shares:
+                self._run.set_generators("model", batch.epoch, batch.step, call, share.virtual_rank)
+                self._compute(loss, share, batch)
+            totals = self._engine.finish()
+            self._check(totals, batch)
+            self._finish_gradients(totals, batch)
+            self._buffers.commit(surprised=totals.surprised)
+        except BaseException:
+            self._engine.abort()
+            self._buffers.roll_back()
+            raise
+        finally:
+            self._run.set_generators("loop", batch.epoch, batch.step, call + 1)
+        if self.scaler is None:
+            self._optimizer.step()
+        else:
+            self.scaler.step(self._optimizer)
+            self.scaler.update()
+        return totals.loss / totals.weight
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the optimizer's first parameter group."""
+        return float(self._optimizer.param_groups[0]["lr"])
+
+    def trains(self, module: nn.Module) -> bool:
+        """Whether the last step trained a parameter of this module."""
+        trained = {id(p) for p in self._trained.parameters}
+        return any(id(p) in trained for p in module.parameters())
+
+    def _compute(self, loss: Loss, share: Share, batch: Batch) -> None:
+        """Compute the gradient of one virtual rank's share, divided by the size of the global batch."""
+        share_loss, share_weight = None, 0.0
+        for micro_batch in share.micro_batches:
+            samples = len(micro_batch.indices)
+            items = to_device(micro_batch.items, self._run.device)
+            with self._forward_context(samples):
+                result = loss(self._models, items)
+            value = weighted_sum(result, samples=samples)
+            if not value.total.requires_grad:
+                raise LossError(
+                    "the loss has no gradient: it was detached (by .item(), .detach(), torch.no_grad() or argmax), or "
+                    "depends on no parameter that requires one. Return the loss as the tensor that the model's output "
+                    "led to."
+                )
+            total = value.total.detach().float()
+            share_loss = total if share_loss is None else share_loss + total
+            share_weight += value.weight
+            if micro_batch is share.micro_batches[-1]:
+                self._losses.append((share, share_loss))
+                self._engine.close_forward(
+                    share.virtual_rank, share_loss, share_weight, surprised=self._buffers.surprised()
+                )
+            objective = value.total / batch.size
+            if self.scaler is not None:
+                objective = self.scaler.scale(objective)
+            objective.backward(inputs=self._trained.parameters if self._restricted else None)  # type: ignore[no-untyped-call]
+        self._engine.close_leaf(share.virtual_rank)
+        self._buffers.close_leaf(share.virtual_rank)
+
+    def _forward_context(self, samples: int) -> contextlib.AbstractContextManager[Any]:
+        stack = contextlib.ExitStack()
+        if self._autocast is not None:
+            stack.enter_context(torch.autocast(self._run.device.type, dtype=self._autocast))
+        if samples == 1:
+            stack.enter_context(lone_sample(self._modules))
+        return stack
+
+    def _find_trained(self) -> None:
+        """List the parameters to train; users may freeze, unfreeze and add some between steps."""
+        parameters = tuple(p for group in self._optimizer.param_groups for p in group["params"] if p.requires_grad)
+        if [*map(id, parameters)] == [*map(id, self._trained.parameters)]:
+            return
+        names = {
+            id(p): prefix + plain_name(name)
+            for prefix, module in self._modules.items()
+            for name, p in module.named_parameters()
+        }
+        for p in parameters:
+            if id(p) not in names:
+                raise ValueError(
+                    f"the optimizer has a parameter of shape {list(p.shape)} that belongs to no model given to Trainer. "
+                    'Give Trainer all models, for example {"generator": g, "discriminator": d}, and build the optimizer '
+                    "from their parameters."
+                )
+        if not parameters:
+            raise ValueError("the optimizer has no parameter that requires a gradient: there is nothing to train")
+        self._trained = Trained(tuple(names[id(p)] for p in parameters), parameters)
+        trained = {id(p) for p in parameters}
+        others = [p for m in self._modules.values() for p in m.parameters() if p.requires_grad and id(p) not in trained]
+        # Gradients of parameters that this step does not train would only pile up.
+        self._restricted = bool(others)
+
+    def _check(self, totals: Totals, batch: Batch) -> None:
+        """Refuse to go on with a loss that is NaN or infinite, or with nothing to divide it by, on all ranks alike."""
+        where = f"epoch {batch.epoch}, step {batch.step}"
+        if not math.isfinite(totals.loss):
+            bad = [
+                _BadShare(
+                    share.virtual_rank,
+                    self._run.world.rank,
+                    value.item(),
+                    [i for micro_batch in share.micro_batches for i in micro_batch.indices],
+                )
+                for share, value in self._losses
+                if not math.isfinite(value.item())
+            ]
+            found = [share for shares in self._run.world.gather(bad) for share in shares]
+            raise NonFiniteLossError(_describe_bad(totals.loss, where, found))
+        if totals.weight == 0:
+            raise LossError(
+                f"the weights of all {batch.size} samples of {where} add up to 0, so the loss has no mean: give at least one "
+                "token or sample a weight above zero."
+            )
+
+    def _finish_gradients(self, totals: Totals, batch: Batch) -> None:
+        """Divide by the weight, take the scale out, and clip: on every rank alike, as all have the whole gradient."""
+        gradients = [p.grad for p in self._trained.parameters if p.grad is not None]
+        if totals.weight != batch.size:
+            torch._foreach_mul_(gradients, batch.size / totals.weight)
+        if self.scaler is not None:
+            self.scaler.unscale_(self._optimizer)
+        if self._clip_grad_norm is None:
+            return
+        norm = nn.utils.clip_grad_norm_(self._trained.parameters, self._clip_grad_norm)
+        if self.scaler is None and not math.isfinite(norm.item()):
+            raise NonFiniteLossError(
+                f"the norm of the gradient is {norm.item()} at epoch {batch.epoch}, step {batch.step}, though the loss, "
+                f"{totals.loss / totals.weight:.6g}, is finite. The step did not happen: weights and buffers keep their "
+                "values from before it. Look for roots or logarithms of zero, or lower the learning rate."
+            )
+
+
+def _describe_bad(loss: float, where: str, bad: list[_BadShare]) -> str:
+    lines = []
+    for share in bad:
+        shown = ", ".join(map(str, share.indices[:_SHOWN_SAMPLES]))
+        more = f", … ({len(share.indices)} samples)" if len(share.indices) > _SHOWN_SAMPLES else ""
+        lines.append(
+            f"\n  virtual rank {share.virtual_rank} (rank {share.rank}): loss {share.loss}, samples {shown}{more}"
+        )
+    culprits = "".join(lines) or "\n  each virtual rank's own loss is finite; their sum is not"
+    return (
+        f"the loss is {loss} at {where}. The step did not happen: weights and buffers keep their values from before it."
+        f"{culprits}\nLook at those samples, or lower the learning rate."
+    )

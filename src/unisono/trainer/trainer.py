@@ -1,0 +1,513 @@
+"""The Trainer: a training loop that stays the user's, in which each step is a transaction on all ranks or on none.
+
+This file is the public face and the order of things; the work is done in the files beside it: `step` (one step),
+`evaluation`, `snapshot` (what is saved), `keeping` (when and where), `setup` (what is checked before the first step).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import IterableDataset
+
+from unisono.comm import World, detect_placement
+from unisono.data.batch import Batch
+from unisono.data.fetch import Collate
+from unisono.data.loader import Loader, LoaderSettings
+from unisono.data.stream import StreamLoader
+from unisono.engine import BufferTransaction, choose_engine
+from unisono.state.digest import digest
+from unisono.state.policy import Checkpoints
+from unisono.trainer.display import open_log
+from unisono.trainer.evaluation import evaluate
+from unisono.trainer.keeping import Keeper, Resume
+from unisono.trainer.metric import EpochResult, Metric
+from unisono.trainer.modules import evaluating, plain_modules
+from unisono.trainer.run import Run
+from unisono.trainer.setup import (
+    AverageUpdates,
+    check_equal_data,
+    check_equal_models,
+    check_schedulers,
+    choose_device,
+    choose_virtual_ranks,
+    named_optimizers,
+    start_averages,
+)
+from unisono.trainer.snapshot import (
+    Cursor,
+    Stateful,
+    Subjects,
+    capture,
+    facts_of,
+    model_tensors,
+    optimizer_state,
+    restore,
+)
+from unisono.trainer.step import Loss, StepRunner
+
+__all__ = ["Trainer"]
+
+Models = nn.Module | Mapping[str, nn.Module]
+
+
+class Trainer:
+    """Train a model with the same result on any number of ranks.
+
+    Every rank builds the same model and optimizer and makes the same calls. All arguments but the first two are
+    keyword-only.
+    Args:
+        model: a module, or several by name (for GANs); what the loss function gets as its first argument. Not wrapped.
+        optimizer: its optimizer, or several by name; then `step` is told which.
+        seed: root of all random numbers: order of samples, augmentation, dropout. It does not initialise the model.
+        virtual_ranks: fixed shares of every global batch; more ranks than that cannot be used. None: the number of
+            ranks at the first start. It is stored in checkpoints and stays.
+        directory: where checkpoints and events.jsonl go. None: nothing is kept.
+        resume: "auto" continues where the directory ends, or starts anew; "never" refuses a directory that holds a
+            run; "must" refuses one that holds none.
+        checkpoints: how often to save, and how many to keep.
+        scheduler: learning-rate scheduler, stepped here; with several optimizers, by the same names.
+        scheduler_interval: after every "step" or every "epoch".
+        clip_grad_norm: largest global norm of the gradient. None: no clipping.
+        autocast: compute in "bf16" or "fp16" where torch deems it safe; "fp16" scales the loss.
+        ema_decay: keep an average of the weights with this decay, for `evaluate(..., ema=True)`. None: no average.
+        stateful: further objects with state_dict and load_state_dict to save and restore, by name.
+        device: "auto" is this rank's GPU if there is one, else where the model lies.
+        threads: torch threads of this process on a CPU. More than one changes bits, so it is a constant and not the
+            number of cores: use more ranks instead.
+        overlap: send gradients while backward still runs. Changes no bit.
+        progress: show progress on the terminal.
+    Raises: ValueError for contradicting arguments, RankMismatchError if ranks have different models, CheckpointError if
+        the directory cannot be used or holds another model's run.
+    """
+
+    def __init__(
+        self,
+        model: Models,
+        optimizer: Optimizer | Mapping[str, Optimizer],
+        *,
+        seed: int = 0,
+        virtual_ranks: int | None = None,
+        directory: str | os.PathLike[str] | None = None,
+        resume: Resume = "auto",
+        checkpoints: Checkpoints | None = None,
+        scheduler: LRScheduler | Mapping[str, LRScheduler] | None = None,
+        scheduler_interval: Literal["step", "epoch"] = "step",
+        clip_grad_norm: float | None = None,
+        autocast: Literal["bf16", "fp16"] | None = None,
+        ema_decay: float | None = None,
+        stateful: Mapping[str, Stateful] | None = None,
+        device: str | torch.device = "auto",
+        threads: int = 1,
+        overlap: bool = True,
+        progress: bool = True,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self._modules = plain_modules(model)
+        optimizers = named_optimizers(optimizer)
+        self._schedulers = check_schedulers(scheduler, scheduler_interval, optimizers)
+        self._scheduler_interval = scheduler_interval
+        placement = detect_placement(os.environ, parent=os.getppid())
+        chosen = choose_device(device, self._modules, local_rank=placement.local_rank)
+        if chosen.type == "cpu":
+            torch.set_num_threads(threads)
+        for module in self._modules.values():
+            module.to(chosen)
+        world = World.connect(chosen)
+
+        self.directory = None if directory is None else Path(directory)
+        self._keeper = Keeper(self.directory, checkpoints or Checkpoints(), world)
+        found = self._keeper.find(resume)
+        facts = None if found is None else found.document["facts"]
+        virtual_ranks = choose_virtual_ranks(
+            virtual_ranks, seed=seed, world=world, facts=facts, directory=self.directory
+        )
+        self._run = Run(seed=seed, virtual_ranks=virtual_ranks, world=world, device=chosen)
+        self._engine = choose_engine(world, virtual_ranks=virtual_ranks, overlap=overlap)
+        buffers = BufferTransaction(self._modules.values(), world, virtual_ranks=virtual_ranks)
+        self._runners = {
+            name: StepRunner(
+                self._run,
+                models=model,
+                modules=self._modules,
+                optimizer=each,
+                engine=self._engine,
+                buffers=buffers,
+                autocast=autocast,
+                clip_grad_norm=clip_grad_norm,
+            )
+            for name, each in optimizers.items()
+        }
+        self._averages = start_averages(self._modules, ema_decay)
+        self._subjects = Subjects(
+            modules=self._modules,
+            optimizers=optimizers,
+            averages={prefix: average.module for prefix, average in self._averages.items()},
+            others=self._others(stateful or {}),
+        )
+        self._cursor = Cursor()
+        if found is None:
+            check_equal_models(world, self._modules)
+        else:
+            restore(self._subjects, found.groups, found.document, source=found.source)
+            self._cursor = Cursor(**found.document["facts"]["cursor"])
+        self._loaders: dict[tuple[int, LoaderSettings], Loader | StreamLoader] = {}
+        self._batch: Batch | None = None
+        self._calls = 0
+        self._epochs: int | None = None
+        self._last_step: int | None = None
+        self._batch_size: int | None = self._cursor.batch_size
+        self._loss_sum = self._loss_weight = 0.0
+        self._started_s = self._step_ended_s = time.monotonic()
+        self._run.set_generators("loop", self._cursor.epoch, self._cursor.step, 0)
+        self._log = open_log(self.directory, is_main=self.is_main, progress=progress)
+        self._log.emit(
+            "run",
+            version=version("unisono"),
+            world_size=world.size,
+            virtual_ranks=virtual_ranks,
+            seed=seed,
+            parameters=sum(p.numel() for module in self._modules.values() for p in module.parameters()),
+            device=str(chosen),
+            threads=torch.get_num_threads(),
+            directory=None if self.directory is None else str(self.directory),
+            torch=str(torch.__version__),
+        )
+        if found is not None:
+            for message in found.warnings:
+                self._log.emit("warning", message=message)
+            cursor = self._cursor
+            self._log.emit(
+                "resume", path=found.source, epoch=cursor.epoch, step=cursor.step, total_steps=cursor.total_steps
+            )
+        self._keeper.begin(self._log, total_steps=self._cursor.total_steps)
+
+    @property
+    def rank(self) -> int:
+        """Global rank of this process."""
+        return self._run.world.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self._run.world.size
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which writes files and talks."""
+        return self._run.world.rank == 0
+
+    @property
+    def virtual_ranks(self) -> int:
+        """Fixed shares of every global batch."""
+        return self._run.virtual_ranks
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self._run.device
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that is under way or comes next, from 0."""
+        return self._cursor.epoch
+
+    @property
+    def steps(self) -> int:
+        """Steps done since the start of the run, before and after resumes."""
+        return self._cursor.total_steps
+
+    def print(self, *values: object) -> None:
+        """Print on rank 0."""
+        if self.is_main:
+            print(*values, flush=True)
+
+    def epochs(self, epochs: int, *, steps: int | None = None) -> Iterator[int]:
+        """Yield the epochs that are left of so many, and save at the end.
+
+        After a resume it begins with the epoch that was under way, whose `batches` begin where it stopped.
+        Args: steps ends the run after so many steps in all, also in mid-epoch; a later start can go on from there.
+        Raises: CheckpointError at the end if the last checkpoint cannot be written.
+        """
+        if epochs < 0 or (steps is not None and steps < 0):
+            raise ValueError(f"epochs={epochs} and steps={steps} must not be negative")
+        return self._epochs_left(epochs, steps)
+
+    def _epochs_left(self, epochs: int, steps: int | None) -> Iterator[int]:
+        self._epochs, self._last_step = epochs, steps
+        cursor = self._cursor
+        while cursor.epoch < epochs and not self._is_over():
+            yield cursor.epoch
+            if self._is_over():
+                break  # Where exactly it stopped, in mid-epoch or at its end, is for the next start to see.
+            cursor.epoch, cursor.step = cursor.epoch + 1, 0
+            if self._scheduler_interval == "epoch":
+                for scheduler in self._schedulers.values():
+                    scheduler.step()
+            self._keeper.save_if_due(cursor.total_steps, self._capture, epoch_ended=True)
+        self._epochs = self._last_step = None
+        self._keeper.finish(cursor.total_steps, self._capture)
+        self._log.emit("end", total_steps=cursor.total_steps, seconds=round(time.monotonic() - self._started_s, 3))
+
+    def batches(
+        self,
+        dataset: Any,
+        *,
+        batch_size: int,
+        shuffle: bool | None = None,
+        micro_batch_size: int | None = None,
+        workers: int = 0,
+        collate_fn: Collate | None = None,
+        drop_last: bool = False,
+    ) -> Iterator[Batch]:
+        """Yield the batches that are left of the current epoch, as this rank sees them.
+
+        Every rank must call it with an equal dataset. Every sample occurs once per epoch.
+        Args:
+            dataset: map-style (with __len__ and __getitem__), or an IterableDataset: see `data.stream` for its price.
+            batch_size: samples of the global batch, over all ranks; at least virtual_ranks.
+            shuffle: a new order each epoch. None: yes, but not for an iterable dataset, which has its own order.
+            micro_batch_size: at most so many samples go through the model at once; a larger share is done in parts
+                whose gradients are accumulated. None: whole shares.
+            workers: DataLoader processes of this rank; 0 reads in this process. Changes no bit.
+            collate_fn: makes a micro-batch of a list of samples. None: torch's default_collate.
+            drop_last: leave out the last batch if it is smaller.
+        Raises: ValueError, TypeError or DataError for a dataset or numbers that cannot be; RankMismatchError if ranks
+            were given different ones.
+        """
+        loader = self._loader(
+            dataset,
+            stream="train",
+            batch_size=batch_size,
+            shuffle=not isinstance(dataset, IterableDataset) if shuffle is None else shuffle,
+            micro_batch_size=micro_batch_size,
+            workers=workers,
+            collate_fn=collate_fn,
+            drop_last=drop_last,
+        )
+        cursor = self._cursor
+        now, before = (batch_size, loader.num_samples), (cursor.batch_size, cursor.num_samples)
+        if cursor.step and now != before:
+            raise ValueError(
+                f"the run stopped in epoch {cursor.epoch} before step {cursor.step}, with batch_size={before[0]} and "
+                f"{before[1]} samples; the epoch cannot go on with batch_size={now[0]} and {now[1]} samples, or samples "
+                "would be missed or seen twice. Give the same as before until the epoch ends."
+            )
+        cursor.batch_size, cursor.num_samples = now
+        self._batch_size = batch_size
+        return self._batches_left(loader)
+
+    def _batches_left(self, loader: Loader | StreamLoader) -> Iterator[Batch]:
+        cursor = self._cursor
+        within_epochs = self._epochs is not None
+        self._loss_sum = self._loss_weight = 0.0
+        self._log.emit(
+            "epoch",
+            epoch=cursor.epoch,
+            epochs=self._epochs,
+            steps=loader.steps,
+            first_step=cursor.step,
+            num_samples=loader.num_samples,
+        )
+        self._step_ended_s = time.monotonic()
+        for batch in loader.batches(epoch=cursor.epoch, first_step=cursor.step):
+            if self._is_over():
+                return
+            self._batch, self._calls = batch, 0
+            self._run.set_generators("loop", batch.epoch, batch.step, 0)
+            yield batch
+            if self._calls:
+                self._keeper.save_if_due(cursor.total_steps, self._capture)
+        self._batch = None
+        if not within_epochs:
+            cursor.epoch, cursor.step = cursor.epoch + 1, 0
+
+    def step(self, loss: Loss, batch: Batch, *, optimizer: str | None = None) -> float:
+        """Take one optimizer step on a global batch, on all ranks or on none, and return the batch's mean loss.
+
+        Args:
+            loss: called as loss(model, micro_batch) for each micro-batch of this rank. It returns one loss per sample,
+                the micro-batch's mean as a scalar, or (sum, weight) for a mean over tokens or weighted samples.
+            batch: from `batches`, the one given last.
+            optimizer: which one, if Trainer was given several; a batch may be used for one step of each.
+        Raises: NonFiniteLossError if the loss is NaN or infinite: on all ranks, naming virtual rank and samples;
+            LossError if the function returned something else. Weights and buffers are then those from before.
+        """
+        if batch is not self._batch:
+            raise ValueError("step takes the batch that trainer.batches gave last, once it is in your loop")
+        runner = self._runner(optimizer)
+        mean = runner.run(loss, batch, call=self._calls)
+        for prefix, average in self._averages.items():
+            if runner.trains(self._modules[prefix]):
+                average.update_parameters(self._modules[prefix])
+        if self._scheduler_interval == "step" and (scheduler := self._schedulers.get(optimizer or "")) is not None:
+            scheduler.step()
+        cursor = self._cursor
+        if not self._calls:
+            cursor.step, cursor.total_steps = batch.step + 1, cursor.total_steps + 1
+        self._calls += 1
+        self._loss_sum, self._loss_weight = self._loss_sum + mean * batch.size, self._loss_weight + batch.size
+        now = time.monotonic()
+        self._log.emit(
+            "step",
+            epoch=batch.epoch,
+            step=batch.step,
+            total_steps=cursor.total_steps,
+            loss=mean,
+            samples=batch.size,
+            lr=float(runner.learning_rate),
+            step_s=round(now - self._step_ended_s, 6),
+        )
+        self._step_ended_s = now
+        return mean
+
+    def evaluate(
+        self,
+        function: Loss,
+        dataset: Any,
+        *,
+        batch_size: int | None = None,
+        micro_batch_size: int | None = None,
+        workers: int = 0,
+        collate_fn: Collate | None = None,
+        ema: bool = False,
+        name: str = "evaluation",
+    ) -> Any:
+        """Average what a function says of each sample of a dataset, every sample once. Every rank must call it.
+
+        Args:
+            function: called as function(model, micro_batch), without gradients and in evaluation mode; returns one
+                value per sample (numbers or truth values), a scalar mean, (sum, weight), or a dict of such.
+            batch_size: as in `batches`. None: that of the last training batches.
+            ema: use the averaged weights.
+            name: how the result is called in events and on the terminal.
+        Returns: a `Metric`, a float that knows its sum and count; a dict of them if the function returned a dict.
+        """
+        started_s = time.monotonic()
+        loader = self._loader(
+            dataset,
+            stream="evaluate",
+            batch_size=batch_size or self._batch_size or 32 * self.virtual_ranks,
+            shuffle=False,
+            micro_batch_size=micro_batch_size,
+            workers=workers,
+            collate_fn=collate_fn,
+            drop_last=False,
+        )
+        models = self._averaged_model() if ema else self.model
+        with evaluating(self._subjects.averages if ema else self._modules):
+            result = evaluate(self._run, function, models, loader.batches(epoch=0))
+        self._run.set_generators("loop", self._cursor.epoch, self._cursor.step, 0)
+        metrics = {name: result} if isinstance(result, Metric) else result
+        self._log.emit(
+            "evaluation",
+            epoch=self._cursor.epoch,
+            name=name,
+            values={key: {"value": float(m), "total": m.total, "count": m.count} for key, m in metrics.items()},
+            seconds=round(time.monotonic() - started_s, 3),
+        )
+        return result
+
+    def fit(
+        self,
+        train: Any,
+        loss: Loss,
+        *,
+        batch_size: int,
+        epochs: int,
+        steps: int | None = None,
+        validation: Any = None,
+        metrics: Mapping[str, Loss] | None = None,
+        **options: Any,
+    ) -> list[EpochResult]:
+        """Train for some epochs and evaluate after each: the short form of the loop.
+
+        Args:
+            validation: a dataset to evaluate on after each epoch. None: no evaluation.
+            metrics: functions to evaluate there, by name. None: the loss.
+            options: further arguments of `batches`.
+        Returns: what each epoch of this call came to; none if the directory's run was over already.
+        """
+        results = []
+        for epoch in self.epochs(epochs, steps=steps):
+            for batch in self.batches(train, batch_size=batch_size, **options):
+                self.step(loss, batch)
+            values = {}
+            if validation is not None:
+                shared = {key: options[key] for key in ("micro_batch_size", "workers", "collate_fn") if key in options}
+                for name, function in (metrics or {"validation loss": loss}).items():
+                    values[name] = self.evaluate(function, validation, name=name, **shared)
+            mean = self._loss_sum / self._loss_weight if self._loss_weight else float("nan")
+            results.append(EpochResult(epoch=epoch, loss=mean, validation=values))
+        return results
+
+    def save(self) -> None:
+        """Save a checkpoint now, in the background. Call it after the last step of a batch, on every rank."""
+        self._keeper.save(self._cursor.total_steps, self._capture)
+
+    def digest(self) -> str:
+        """Return the SHA-256 of all parameters, buffers and optimizer state, 64 hex digits: the identity of a result.
+
+        Local: equal on all ranks, and any rank may ask alone.
+        """
+        optimizers = {
+            name: optimizer_state(self._modules, optimizer) for name, optimizer in self._subjects.optimizers.items()
+        }
+        return digest({"model": model_tensors(self._modules), "optimizer": optimizers})
+
+    def _loader(self, dataset: Any, **settings: Any) -> Loader | StreamLoader:
+        full = LoaderSettings(
+            virtual_ranks=self.virtual_ranks,
+            seed=self._run.seed,
+            block=self._run.block,
+            pin_memory=self.device.type == "cuda",
+            **settings,
+        )
+        key = (id(dataset), full)
+        if key not in self._loaders:
+            kind = StreamLoader if isinstance(dataset, IterableDataset) else Loader
+            loader = kind(dataset, full)
+            check_equal_data(self._run.world, loader.num_samples, full)
+            self._loaders[key] = loader
+        return self._loaders[key]
+
+    def _runner(self, name: str | None) -> StepRunner:
+        if name is None and len(self._runners) == 1:
+            return next(iter(self._runners.values()))
+        if name not in self._runners:
+            raise ValueError(
+                f"optimizer={name!r}: Trainer was given several optimizers; name one of {', '.join(map(repr, self._runners))}"
+            )
+        return self._runners[name]
+
+    def _is_over(self) -> bool:
+        return self._last_step is not None and self._cursor.total_steps >= self._last_step
+
+    def _averaged_model(self) -> Any:
+        if not self._averages:
+            raise ValueError("ema=True needs averaged weights: give Trainer ema_decay, for example 0.999")
+        modules = [average.module for average in self._averages.values()]
+        return dict(zip(self.model, modules, strict=True)) if isinstance(self.model, Mapping) else modules[0]
+
+    def _others(self, stateful: Mapping[str, Stateful]) -> dict[str, Stateful]:
+        others: dict[str, Stateful] = {f"stateful/{name}": each for name, each in stateful.items()}
+        others |= {f"scheduler/{name}": each for name, each in self._schedulers.items()}
+        others |= {
+            f"scaler/{name}": runner.scaler for name, runner in self._runners.items() if runner.scaler is not None
+        }
+        others |= {f"average/{prefix}": AverageUpdates(average) for prefix, average in self._averages.items()}
+        return others
+
+    def _capture(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        constants = {"seed": self._run.seed, "virtual_ranks": self.virtual_ranks}
+        return capture(self._subjects, facts_of(constants, self._cursor))
