@@ -168,9 +168,8 @@ def start_averages(modules: Mapping[str, nn.Module], decay: float | None) -> dic
         return {}
     if not 0 <= decay < 1:
         raise ValueError(f"ema_decay={decay} must be at least 0 and below 1; 0.999 is common")
-    return {
-        prefix: AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(decay))  # type: ignore[no-untyped-call] for prefix, module in modules.items()
-    }
+    average = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
+    return {prefix: AveragedModel(module, multi_avg_fn=average) for prefix, module in modules.items()}
 
 
 class AverageUpdates:

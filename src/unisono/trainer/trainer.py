@@ -408,11 +408,14 @@ class Trainer:
         with evaluating(self._subjects.averages if ema else self._modules):
             result = evaluate(self._run, function, models, loader.batches(epoch=0))
         self._run.set_generators("loop", self._cursor.epoch, self._cursor.step, 0)
-        metrics = {name: result} if isinstance(result, Metric) else result
+        single = isinstance(result, Metric)
+        metrics = {name: result} if single else result
+        cursor = self._cursor
         self._log.emit(
             "evaluation",
-            epoch=self._cursor.epoch,
-            name=name,
+            # Between two epochs the result is the last one's.
+            epoch=max(0, cursor.epoch - (cursor.step == 0)),
+            name="evaluation" if single else name,
             values={key: {"value": float(m), "total": m.total, "count": m.count} for key, m in metrics.items()},
             seconds=round(time.monotonic() - started_s, 3),
         )

@@ -1,0 +1,42 @@
+# make demo | test | lint | bench | soak | clean      (all but the last install what they need into .venv)
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+TESTS ?= tests
+
+.PHONY: demo test lint bench soak clean
+
+demo: $(VENV)/.stamp-examples
+	$(BIN)/unisono run -n 2 examples/digits.py
+
+test: $(VENV)/.stamp-dev
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not soak" $(TESTS)
+
+soak: $(VENV)/.stamp-dev
+	$(BIN)/python -m pytest -m soak --timeout 3600 $(TESTS)
+
+lint: $(VENV)/.stamp-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.stamp-dev
+	$(BIN)/python -m bench --all
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
+
+# Installed editable, so that the sources in this folder are the ones that run.
+$(VENV)/.stamp-examples: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "Installing unisono and PyTorch into $(VENV); this takes a while the first time."
+	$(PIP) install --quiet --constraint constraints.txt --editable ".[examples]"
+	@touch $@
+
+$(VENV)/.stamp-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "Installing unisono, PyTorch and the tools for development into $(VENV); this takes a while the first time."
+	$(PIP) install --quiet --constraint constraints.txt --editable ".[dev]"
+	@touch $@ $(VENV)/.stamp-examples
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)

@@ -1,0 +1,5 @@
+"""Which samples a rank reads, and in which order."""
+
+from unisono.data.sampler import DistributedSampler
+
+__all__ = ["DistributedSampler"]

@@ -1,0 +1,384 @@
+"""Values as bytes, and back, exactly and without pickle: Python values as JSON, tensors as safetensors.
+
+JSON has no tuples, no integer keys, no infinities. What JSON has stands for itself; all else is an object with a tag:
+`{"~": "tuple", "items": [...]}`. Types come back too: a tuple is a tuple, the key 0 is an int, -0.0 keeps its sign.
+Nothing in a document can name code: decoding makes the types listed here and no others. Tensors go into the open
+safetensors format, which other tools read. Pure: no files, no clock. Start reading at `encode` and `lay_out`.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import pathlib
+import struct
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from unisono.errors import CheckpointError, CorruptCheckpointError
+from unisono.state.digest import check_storable, same_memory
+
+__all__ = ["Json", "Piece", "decode", "encode", "lay_out", "rebuild", "render"]
+
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
+Piece: TypeAlias = bytes | tuple[str, Tensor]
+"""A part of a file: bytes, or a tensor by name, whose memory is the part."""
+
+_TAG = "~"
+# Levels of nesting: above any real state and below Python's own limit, so that a loop is an error and not a crash.
+_MAX_DEPTH = 60
+# Other readers of JSON hold numbers as float64. Greater integers are tagged and in hexadecimal, which also avoids
+# Python's limit of 4,300 decimal digits.
+_EXACT_IN_ALL_READERS = 2**53
+
+# Types that every supported safetensors reads. Others are stored under a type of the same width, and the manifest says
+# which they are; complex numbers as pairs.
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_PATHS: dict[str, Callable[[str], pathlib.PurePath]] = {
+    "Path": pathlib.Path,
+    "PurePosixPath": pathlib.PurePosixPath,
+    "PureWindowsPath": pathlib.PureWindowsPath,
+}
+
+
+def encode(value: object) -> tuple[Json, dict[str, Tensor]]:
+    """Split a nested value into a JSON document and the tensors in it.
+
+    Accepts dict, OrderedDict, Counter, list, tuple, set, frozenset, str, int, float, bool, None, bytes, complex,
+    torch.dtype, torch.device, torch.Size, pathlib paths, tensors, and scalars of NumPy, which become plain numbers.
+    Subclasses of these are refused: their type would be lost. Tensors are detached, not copied; their names are their
+    paths ("param_groups.0.lr"), made unique by a suffix where two paths read alike.
+    Raises: CheckpointError naming the path and the type of the first value of another type.
+
+    >>> encode({"betas": (0.9, 0.999), "step": 3})
+    ({'betas': {'~': 'tuple', 'items': [0.9, 0.999]}, 'step': 3}, {})
+    """
+    tensors: dict[str, Tensor] = {}
+    return _encode(value, (), tensors), tensors
+
+
+def render(document: Json) -> bytes:
+    """Write a document as JSON text that reads back equal.
+
+    Raises: TypeError where it would not: other types than JSON's, tuples, keys that are not strings, infinities.
+    """
+    try:
+        text = json.dumps(document, indent=1, allow_nan=False)
+        same = json.loads(text) == document
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TypeError(f"the document is not JSON: {error}. Pass it through encode.") from error
+    if not same:
+        # json.dumps makes lists of tuples and strings of other keys without a word.
+        raise TypeError(
+            "the document would not come back equal: it holds tuples, or keys that are not strings. Pass it through "
+            "encode."
+        )
+    return text.encode() + b"\n"
+
+
+def decode(document: Json, tensors: Mapping[str, Tensor]) -> Any:
+    """Rebuild the value that `encode` split.
+
+    Tensors are handed out as they are in `tensors`, without a copy.
+    Raises: CorruptCheckpointError naming the path where the document is not one that `encode` makes.
+
+    >>> decode(*encode([{0: float("-inf")}, {1, 2}, b"ab"]))
+    [{0: -inf}, {1, 2}, b'ab']
+    """
+    return _decode(document, (), tensors)
+
+
+def _name(path: tuple[object, ...]) -> str:
+    return ".".join(str(part) for part in path) or "value"
+
+
+def _encode(value: object, path: tuple[object, ...], tensors: dict[str, Tensor]) -> Json:
+    if len(path) > _MAX_DEPTH:
+        raise CheckpointError(
+            f"{_name(path[:6])}… is nested more than {_MAX_DEPTH} levels deep: it may contain itself. Store "
+            f"flat values."
+        )
+    # By exact type: a subclass (Enum, namedtuple, TorchVersion) would come back as something else.
+    kind = type(value)
+    if value is None or kind is bool or kind is str:
+        return value  # type: ignore[return-value]
+    if isinstance(value, Tensor):
+        return _encode_tensor(value, path, tensors)
+    if kind in _ENCODERS:
+        return _ENCODERS[kind](value, path, tensors)
+    if isinstance(value, pathlib.PurePath):
+        plain = "Path" if isinstance(value, pathlib.Path) else kind.__name__
+        if plain in _PATHS:
+            return {_TAG: "path", "kind": plain, "path": str(value)}
+    # NumPy's scalars, without importing NumPy: float64 is a subclass of float, so exact types were asked first.
+    item = getattr(value, "item", None)
+    if kind.__module__ == "numpy" and getattr(value, "shape", None) == () and callable(item):
+        plain_value = item()
+        if type(plain_value) in (bool, int, float, complex, str, bytes):
+            return _encode(plain_value, path, tensors)
+    raise CheckpointError(f"{_name(path)} is a {kind}, which a checkpoint cannot hold. {_remedy(value)}")
+
+
+def _remedy(value: object) -> str:
+    if callable(getattr(value, "state_dict", None)):
+        return "Put its state_dict() here instead of the object."
+    if callable(value):
+        return "Code is never stored: leave it out, or give its owner a state_dict() that skips it."
+    if isinstance(value, (str, int, float, dict, list, tuple)):
+        base = next(base for base in (str, int, float, dict, list, tuple) if isinstance(value, base))
+        return f"Convert it with {base.__name__}(...)."
+    if callable(getattr(value, "tolist", None)):
+        return "Convert it with torch.as_tensor(...) or .tolist()."
+    return "Convert it to numbers, strings, tensors, or lists and dicts of them."
+
+
+def _encode_tensor(value: Tensor, path: tuple[object, ...], tensors: dict[str, Tensor]) -> Json:
+    name = _name(path)
+    suffix = 2
+    while name in tensors:  # {"a.b": t, "a": {"b": t}}
+        name = f"{_name(path)}~{suffix}"
+        suffix += 1
+    tensors[name] = value.detach()
+    return {_TAG: "tensor", "name": name}
+
+
+def _encode_float(value: float) -> Json:
+    if not math.isfinite(value):  # JSON has none of these, and a NaN has a sign and a payload
+        return {_TAG: "float", "bits": struct.pack(">d", value).hex(), "reads": repr(value)}
+    return value
+
+
+def _encode_int(value: int) -> Json:
+    return value if abs(value) <= _EXACT_IN_ALL_READERS else {_TAG: "int", "hex": hex(value)}
+
+
+def _encode_items(values: Iterable[object], path: tuple[object, ...], tensors: dict[str, Tensor]) -> list[Json]:
+    return [_encode(value, (*path, index), tensors) for index, value in enumerate(values)]
+
+
+def _encode_key(value: object, path: tuple[object, ...]) -> Json:
+    """Encode a dict's key or a set's element: hashable values only, and no tensors, which hash by identity."""
+    found: dict[str, Tensor] = {}
+    document = _encode(value, path, found)
+    if found:
+        raise CheckpointError(
+            f"{_name(path)} has a tensor as a key or as an element of a set. Tensors hash by identity, which a "
+            f"checkpoint cannot keep: use names or numbers as keys, and a list in place of the set."
+        )
+    return document
+
+
+def _encode_dict(value: dict[Any, Any], path: tuple[object, ...], tensors: dict[str, Tensor]) -> Json:
+    if all(type(key) is str for key in value) and _TAG not in value:
+        return {key: _encode(item, (*path, key), tensors) for key, item in value.items()}
+    return {_TAG: "dict", "items": _encode_pairs(value, path, tensors)}
+
+
+def _encode_pairs(value: dict[Any, Any], path: tuple[object, ...], tensors: dict[str, Tensor]) -> list[Json]:
+    return [
+        [_encode_key(key, (*path, f"key {index}")), _encode(item, (*path, key), tensors)]
+        for index, (key, item) in enumerate(value.items())
+    ]
+
+
+def _encode_set(tag: str, value: Iterable[object], path: tuple[object, ...]) -> Json:
+    # Sets of strings iterate in another order in each process; sorted, equal states give equal files.
+    elements = [_encode_key(element, (*path, "element")) for element in value]
+    return {_TAG: tag, "items": sorted(elements, key=repr)}
+
+
+_ENCODERS: dict[type, Callable[[Any, tuple[object, ...], dict[str, Tensor]], Json]] = {
+    int: lambda value, path, tensors: _encode_int(value),
+    float: lambda value, path, tensors: _encode_float(value),
+    complex: lambda value, path, tensors: {
+        _TAG: "complex",
+        "parts": [_encode_float(value.real), _encode_float(value.imag)],
+    },
+    bytes: lambda value, path, tensors: {_TAG: "bytes", "base64": base64.b64encode(value).decode()},
+    list: _encode_items,
+    tuple: lambda value, path, tensors: {_TAG: "tuple", "items": _encode_items(value, path, tensors)},
+    dict: _encode_dict,
+    OrderedDict: lambda value, path, tensors: {_TAG: "OrderedDict", "items": _encode_pairs(value, path, tensors)},
+    # MultiStepLR.state_dict() has its milestones in a Counter.
+    Counter: lambda value, path, tensors: {_TAG: "Counter", "items": _encode_pairs(value, path, tensors)},
+    set: lambda value, path, tensors: _encode_set("set", value, path),
+    frozenset: lambda value, path, tensors: _encode_set("frozenset", value, path),
+    torch.Size: lambda value, path, tensors: {_TAG: "size", "items": list(value)},
+    torch.dtype: lambda value, path, tensors: {_TAG: "dtype", "name": str(value).removeprefix("torch.")},
+    torch.device: lambda value, path, tensors: {_TAG: "device", "name": str(value)},
+}
+
+
+def _decode(document: Json, path: tuple[object, ...], tensors: Mapping[str, Tensor]) -> Any:
+    if len(path) > 3 * _MAX_DEPTH:
+        raise CorruptCheckpointError(f"{_name(path[:6])}… of the stored state is nested more than {_MAX_DEPTH} levels.")
+    if isinstance(document, list):
+        return [_decode(item, (*path, index), tensors) for index, item in enumerate(document)]
+    if not isinstance(document, dict):
+        return document
+    if _TAG not in document:
+        return {key: _decode(item, (*path, key), tensors) for key, item in document.items()}
+    tag = document[_TAG]
+    decoder = _DECODERS.get(tag) if isinstance(tag, str) else None
+    if decoder is None:
+        raise CorruptCheckpointError(
+            f"{_name(path)} of the stored state has the tag {tag!r}, and this unisono knows {sorted(_DECODERS)}. The "
+            f"checkpoint is damaged or comes from a newer unisono: take an older checkpoint, or upgrade."
+        )
+    try:
+        return decoder(document, path, tensors)
+    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, struct.error) as error:
+        raise CorruptCheckpointError(
+            f"{_name(path)} of the stored state is not a valid {tag!r}: {type(error).__name__}: {error}. The "
+            f"checkpoint is damaged: take an older one."
+        ) from error
+
+
+def _items(document: dict[str, Any], path: tuple[object, ...], tensors: Mapping[str, Tensor]) -> list[Any]:
+    if not isinstance(document["items"], list):
+        raise TypeError(f"items is a {type(document['items']).__name__}, not a list")
+    return [_decode(item, (*path, index), tensors) for index, item in enumerate(document["items"])]
+
+
+def _pairs(document: dict[str, Any], path: tuple[object, ...], tensors: Mapping[str, Tensor]) -> list[tuple[Any, Any]]:
+    return [(key, value) for key, value in _items(document, path, tensors)]
+
+
+def _decode_tensor(document: dict[str, Any], path: tuple[object, ...], tensors: Mapping[str, Tensor]) -> Tensor:
+    name = document["name"]
+    if name not in tensors:
+        raise KeyError(f"no tensor {name!r} among the {len(tensors)} stored")
+    return tensors[name]
+
+
+def _decode_float(bits: str) -> float:
+    (value,) = struct.unpack(">d", bytes.fromhex(bits))
+    return float(value)
+
+
+def _decode_complex(document: dict[str, Any]) -> complex:
+    real, imag = (_decode(part, (), {}) for part in document["parts"])
+    return complex(real, imag)
+
+
+def _decode_dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"torch.{name} is not a dtype")
+    return dtype
+
+
+_DECODERS: dict[str, Callable[[Any, tuple[object, ...], Mapping[str, Tensor]], Any]] = {
+    "int": lambda document, path, tensors: int(document["hex"], 16),
+    "float": lambda document, path, tensors: _decode_float(document["bits"]),
+    "complex": lambda document, path, tensors: _decode_complex(document),
+    "bytes": lambda document, path, tensors: base64.b64decode(document["base64"], validate=True),
+    "tuple": lambda document, path, tensors: tuple(_items(document, path, tensors)),
+    "dict": lambda document, path, tensors: dict(_pairs(document, path, tensors)),
+    "OrderedDict": lambda document, path, tensors: OrderedDict(_pairs(document, path, tensors)),
+    "Counter": lambda document, path, tensors: Counter(dict(_pairs(document, path, tensors))),
+    "set": lambda document, path, tensors: set(_items(document, path, tensors)),
+    "frozenset": lambda document, path, tensors: frozenset(_items(document, path, tensors)),
+    "size": lambda document, path, tensors: torch.Size(document["items"]),
+    "dtype": lambda document, path, tensors: _decode_dtype(document["name"]),
+    "device": lambda document, path, tensors: torch.device(document["name"]),
+    "path": lambda document, path, tensors: _PATHS[document["kind"]](document["path"]),
+    "tensor": _decode_tensor,
+}
+
+
+def lay_out(tensors: Mapping[str, Tensor], group: str) -> tuple[list[Piece], dict[str, Json]]:
+    """Plan a safetensors file: its parts in order, and what `rebuild` must know besides. Copies nothing.
+
+    Names that see the same memory are stored once. A part that is a tensor stands for `digest.exact` of it.
+    Raises: CheckpointError naming group and tensor where one cannot be stored.
+    """
+    # The container is written by hand and read by the library. The library's save_file needs NumPy; its serialize_file
+    # takes copies of all data before version 0.8, and tells of a full disk without an errno. The format: 8 bytes with
+    # the header's length, the header as JSON, the data (https://huggingface.co/docs/safetensors).
+    first: dict[tuple[object, ...], str] = {}
+    aliases: dict[str, str] = {}
+    dtypes: dict[str, str] = {}
+    kept: list[tuple[int, str, Json]] = []
+    for name, tensor in tensors.items():
+        check_storable(tensor, f"{group}.{name}")
+        if name == "__metadata__" or not _is_text(name):
+            raise CheckpointError(f"{group} has a tensor named {name!r}, which safetensors cannot hold. Rename it.")
+        owner = first.setdefault(same_memory(tensor), name)
+        if owner != name:
+            aliases[name] = owner
+            continue
+        dtype, shape = tensor.dtype, [*tensor.shape]
+        if dtype.is_complex:
+            dtype, shape = dtype.to_real(), [*shape, 2]
+        elif dtype not in _DTYPES:
+            dtype = _CARRIERS[dtype.itemsize]
+        if dtype != tensor.dtype:
+            dtypes[name] = str(tensor.dtype).removeprefix("torch.")
+        kept.append((-dtype.itemsize, name, {"dtype": _DTYPES[dtype], "shape": [*shape]}))
+    # Wide types first, as the library does: every tensor is then aligned in the file, and can be mapped.
+    kept.sort(key=lambda entry: entry[:2])
+    # Other readers find tied names where the library's save_model puts them; unisono's are in the manifest.
+    header: dict[str, Json] = {"__metadata__": {**aliases, "format": "pt"}}
+    offset = 0
+    for _, name, described in kept:
+        end = offset + tensors[name].numel() * tensors[name].element_size()
+        header[name] = {**described, "data_offsets": [offset, end]}  # type: ignore[dict-item]
+        offset = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    data: list[Piece] = [(name, tensors[name]) for _, name, _ in kept]
+    return [len(text).to_bytes(8, "little") + text, *data], {
+        "names": [*tensors],
+        "aliases": {**aliases},
+        "dtypes": {**dtypes},
+    }
+
+
+def rebuild(data: bytes, described: Mapping[str, Any], name: str) -> dict[str, Tensor]:
+    """Rebuild the tensors of a file that `lay_out` planned: new CPU memory, tied names share a tensor again.
+
+    Raises: CorruptCheckpointError with the file's name where the bytes are not such a file.
+    """
+    try:
+        tensors = safetensors.torch.load(data)
+        for key, dtype in described["dtypes"].items():
+            stored, wanted = tensors[key], _decode_dtype(dtype)
+            tensors[key] = torch.view_as_complex(stored) if wanted.is_complex else stored.view(wanted)
+        return {key: tensors[described["aliases"].get(key, key)] for key in described["names"]}
+    # A type that the installed safetensors does not know is a KeyError or an AssertionError there.
+    except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError, AttributeError, AssertionError) as error:
+        raise CorruptCheckpointError(
+            f"{name} does not hold the tensors that its manifest describes: {type(error).__name__}: {error}. It was "
+            f"not written by unisono, or by a newer one. Take an older checkpoint, or upgrade."
+        ) from error
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,0 +1,69 @@
+"""When a run is saved, and how many checkpoints stay.
+
+Settings and one pure function; clock and counters are the caller's. What is due by minutes depends on a clock, so in a
+job with several ranks one rank asks and tells the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Checkpoints", "is_due"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoints:
+    """When a run is saved, and how many checkpoints stay. Each rule that is set applies by itself.
+
+    With every rule off, a run is saved only where its code says so.
+    """
+
+    every_steps: int | None = None
+    """Save once this many steps have happened since the last save. None: not by steps."""
+    every_minutes: float | None = 10.0
+    """Save once this many minutes have passed since the last save: the most work that a power cut can cost. None: not
+    by time."""
+    every_epoch: bool = True
+    """Save at the end of each epoch."""
+    keep: int = 3
+    """Checkpoints that stay on disk, the newest ones. The disk holds keep + 1 of them while one is written. More than
+    one, so that a damaged newest checkpoint costs an interval and not the run."""
+
+    def __post_init__(self) -> None:
+        if self.every_steps is not None:
+            if isinstance(self.every_steps, bool) or not isinstance(self.every_steps, int):
+                raise TypeError(f"every_steps={self.every_steps!r} must be a whole number of steps, or None")
+            if self.every_steps < 1:
+                raise ValueError(
+                    f"every_steps={self.every_steps} must be at least 1; None saves by the other rules only"
+                )
+        if self.every_minutes is not None and not self.every_minutes > 0:
+            raise ValueError(
+                f"every_minutes={self.every_minutes} must be positive; None saves by the other rules only, and "
+                f"every_steps=1 saves after every step"
+            )
+        if isinstance(self.keep, bool) or not isinstance(self.keep, int):
+            raise TypeError(f"keep={self.keep!r} must be a whole number of checkpoints")
+        if self.keep < 1:
+            raise ValueError(
+                f"keep={self.keep} must be at least 1: a run without any checkpoint cannot be resumed. To write none, "
+                f"give the run no directory"
+            )
+
+
+def is_due(policy: Checkpoints, *, steps_since: int, seconds_since: float, epoch_ended: bool) -> bool:
+    """Tell whether a run should be saved now. Pure.
+
+    Args: steps_since and seconds_since count from the last save, or from the start. Without a step there is nothing
+        new to save, so nothing is due.
+
+    >>> is_due(Checkpoints(every_steps=100), steps_since=100, seconds_since=5.0, epoch_ended=False)
+    True
+    >>> is_due(Checkpoints(every_minutes=10), steps_since=1, seconds_since=599.0, epoch_ended=False)
+    False
+    """
+    if steps_since < 1:
+        return False
+    by_steps = policy.every_steps is not None and steps_since >= policy.every_steps
+    by_time = policy.every_minutes is not None and seconds_since >= 60.0 * policy.every_minutes
+    return by_steps or by_time or (policy.every_epoch and epoch_ended)

@@ -1,0 +1,157 @@
+"""Checkpoints written while training goes on.
+
+`BackgroundWriter.submit` copies the tensors, which takes a memory copy, and returns; a thread writes the copy to disk.
+Price: memory for one more copy of the state while a write is under way. One write at a time: the next submit waits.
+
+A failed write does not stop training by itself: a run should not lose its work because a disk is full. The error is
+handed out once, by `poll` or `wait` or, to a caller who asks neither, by the next `submit`, which raises it. `close`
+raises if the last write failed, asked or not. The caller who wants to warn and go on therefore does:
+
+    if (error := writer.wait()) is not None:
+        warn(error)                          # the checkpoints before it are untouched
+    writer.submit(step, groups, document)    # tries again with the newer state
+
+Start reading at `BackgroundWriter`.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from unisono.errors import CheckpointError
+from unisono.state.codec import Json, render
+from unisono.state.digest import exact, same_memory
+from unisono.state.store import CheckpointInfo, Store
+
+__all__ = ["BackgroundWriter"]
+
+
+class BackgroundWriter:
+    """Writes checkpoints in a thread, one at a time, and keeps the newest few. Used from one thread, on one rank.
+
+    Args:
+        keep: checkpoints that stay after each write; see `Store.prune`.
+        on_written: called in the writing thread after each checkpoint is safe on disk, with the seconds the write took.
+
+    A thread lives as long as one write. It is not a daemon: an interpreter that ends without `close` first finishes the
+    write, and never waits longer than that.
+    """
+
+    def __init__(
+        self, store: Store, keep: int, on_written: Callable[[CheckpointInfo, float], None] | None = None
+    ) -> None:
+        if keep < 1:
+            raise ValueError(f"keep={keep} must be at least 1: a run without any checkpoint cannot be resumed")
+        self._store = store
+        self._keep = keep
+        self._on_written = on_written
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._error: CheckpointError | None = None  # of the last write
+        self._told = True  # the caller has that error
+
+    def submit(self, step: int, groups: Mapping[str, Mapping[str, Tensor]], document: Json) -> None:
+        """Copy the state and write it in the background. Training may change the tensors once this returns.
+
+        Waits for the write before, if that is still under way. Not a collective. Cost: a copy of all tensors to CPU
+        memory; those that see the same memory are copied once.
+        Raises: CheckpointError of an earlier write that `poll` and `wait` have not handed out; this state is then not
+            submitted, and the same call again submits it. CheckpointError at once for a tensor that cannot be stored,
+            TypeError for a document that is not JSON, ValueError after `close`.
+        """
+        if self._closed:
+            raise ValueError(f"step {step} was submitted to a writer that is closed; submit before close()")
+        error = self.wait()
+        if error is not None:
+            raise error
+        copies = _copy(groups)
+        document = json.loads(render(document))  # the caller's lists may change while the thread works
+        self._error, self._told = None, True
+        # One thread for each write, not one that waits for work: that one would keep a process from ending.
+        thread = threading.Thread(target=self._run, args=(step, copies, document), name=f"checkpoint of step {step}")
+        thread.start()
+        self._thread = thread
+
+    def poll(self) -> CheckpointError | None:
+        """Hand out the error of a finished write, once. Never waits: None also while a write is under way."""
+        if self.is_writing or self._told:
+            return None
+        self._told = True
+        return self._error
+
+    def wait(self) -> CheckpointError | None:
+        """Wait until no write is under way, then do as `poll`."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        return self.poll()
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a write is under way: a submit would wait."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def close(self) -> None:
+        """Wait for the write under way and take no more. May be called again.
+
+        Raises: CheckpointError if the last write failed, even where `poll` or `wait` told it before: without an error
+            here, the state that was submitted last is on disk. Raised once.
+        """
+        self._closed = True
+        self.wait()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def __enter__(self) -> BackgroundWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:  # the error under way says more than one of a checkpoint
+            self._closed = True
+            self.wait()
+
+    def _run(self, step: int, groups: dict[str, dict[str, Tensor]], document: Json) -> None:
+        start = time.monotonic()
+        try:
+            info = self._store.write(step, groups, document)
+            if self._on_written is not None:
+                self._on_written(info, time.monotonic() - start)
+            self._store.prune(self._keep)
+        except CheckpointError as error:
+            self._error, self._told = error, False
+        except Exception as error:  # nothing above a thread's function would see it: hand it over, whatever it is
+            failure = CheckpointError(
+                f"the write of the checkpoint of step {step} ended by {type(error).__name__}: {error}. See the cause "
+                f"above; if it is not in on_written, it is an error of unisono."
+            )
+            failure.__cause__ = error
+            self._error, self._told = failure, False
+
+
+def _copy(groups: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+    """Copy tensors to the CPU, contiguous, once for each piece of memory, so that the store too sees what is tied."""
+    copies: dict[tuple[object, ...], Tensor] = {}
+    result: dict[str, dict[str, Tensor]] = {}
+    for group, tensors in groups.items():
+        result[group] = {}
+        for name, tensor in tensors.items():
+            key = same_memory(tensor)
+            if key not in copies:
+                plain = exact(tensor, f"{group}.{name}")
+                # `exact` gives the tensor itself where it is plain memory already.
+                shared = plain.numel() > 0 and plain.data_ptr() == tensor.data_ptr()
+                copies[key] = plain.clone(memory_format=torch.contiguous_format) if shared else plain
+            result[group][name] = copies[key]
+    return result

@@ -1,0 +1,81 @@
+"""What tests of several layers share: running a script on N ranks, and finding what a test left behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+TIMEOUT_S = 120
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job that has ended: its exit code, and its standard output without and with the ranks' prefixes."""
+
+    code: int
+    out: str
+    err: str
+
+    def lines(self, rank: int = 0) -> list[str]:
+        """What one rank printed on standard output."""
+        return [line.split("] ", 1)[1] for line in self.out.splitlines() if line.startswith(f"[{rank}] ")]
+
+    def sha(self) -> str:
+        """The digest that the job printed last."""
+        return re.findall(r"weights sha256: ([0-9a-f]{64})", self.out)[-1]
+
+
+Runner = Callable[..., Job]
+
+
+@pytest.fixture
+def run_ranks(tmp_path: Path) -> Runner:
+    """Run a script on N ranks with `unisono run`, and check its exit code."""
+
+    def run(n: int, script: str | Path, *args: object, code: int | None = 0) -> Job:
+        if isinstance(script, str):
+            path = tmp_path / "script.py"
+            path.write_text(script)
+            script = path
+        command = [sys.executable, "-m", "unisono", "run", "-n", str(n), str(script), *map(str, args)]
+        environ = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "OMP_"))}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environ, check=False)
+        job = Job(done.returncode, done.stdout, done.stderr)
+        assert code is None or job.code == code, f"exit code {job.code}\n{job.out[-3000:]}\n{job.err[-6000:]}"
+        return job
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """Fail a test that leaves a child process, a thread or a variable behind."""
+    threads, environ, children = set(threading.enumerate()), dict(os.environ), _children()
+    yield
+    left = {t.name for t in set(threading.enumerate()) - threads if t.is_alive() and not t.daemon}
+    assert not left, f"threads left running: {left}"
+    ignored = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}  # torch sets the latter
+    changed = {k for k in {*environ, *os.environ} - ignored if environ.get(k) != os.environ.get(k)}
+    assert not changed, f"environment variables left changed: {changed}"
+    assert _children() <= children, f"processes left running: {_children() - children}"
+
+
+def _children() -> set[int]:
+    found = set()
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            found |= {int(pid) for pid in (task / "children").read_text().split()}
+        except FileNotFoundError:
+            continue
+    return found

@@ -1,0 +1,79 @@
+"""A writer that is killed at any moment leaves a readable newest checkpoint; a full disk leaves the older ones."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from unisono.state.store import Store, parse
+
+CAMPAIGN = str(Path(__file__).with_name("crash_campaign.py"))
+
+
+def run(*arguments):
+    done = subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_kills_at_random_moments_lose_nothing_committed(tmp_path):
+    assert json.loads(run(CAMPAIGN, tmp_path / "c", "random", 15, 1))["kills"] == 15
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seed", range(5))
+def test_many_kills_at_random_moments_lose_nothing_committed(tmp_path, seed):
+    assert json.loads(run(CAMPAIGN, tmp_path / "c", "random", 500, seed))["kills"] == 500
+
+
+def test_kills_around_every_call_that_changes_the_disk_lose_nothing_committed(tmp_path):
+    assert json.loads(run(CAMPAIGN, tmp_path / "c", "calls"))["kills"] > 40
+
+
+LIMITED = """
+import resource, sys, torch
+from pathlib import Path
+from unisono.errors import CheckpointError
+from unisono.state.store import Store
+store = Store(Path(sys.argv[1]))
+store.write(1, {"model": {"w": torch.ones(10)}}, {"step": 1})
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+try:
+    store.write(2, {"model": {"w": torch.ones(100_000)}}, {"step": 2})
+except CheckpointError as error:
+    print(error)
+"""
+
+
+def test_a_full_disk_is_explained_and_leaves_the_older_checkpoints(tmp_path):
+    message = run("-c", LIMITED, tmp_path)
+    assert message.startswith(f"the checkpoint of step 2 was not written to {tmp_path}: [Errno 27] File too large")
+    assert "while writing model.safetensors. It needs 400," in message
+    assert (
+        "bytes are free there. Older checkpoints are untouched. Raise the limit on file sizes (`ulimit -f`)" in message
+    )
+    store = Store(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000000001"]
+    info, errors = store.newest_good()
+    assert errors == []
+    assert torch.equal(parse(store.read(info))[0]["model"]["w"], torch.ones(10))
+
+
+UNCLOSED = """
+import sys, torch
+from pathlib import Path
+from unisono.state.store import Store
+from unisono.state.writer import BackgroundWriter
+writer = BackgroundWriter(Store(Path(sys.argv[1])), keep=2)
+writer.submit(5, {"model": {"w": torch.ones(3_000_000)}}, {})
+"""
+
+
+def test_an_interpreter_that_ends_finishes_the_checkpoint_and_ends(tmp_path):
+    run("-c", UNCLOSED, tmp_path)
+    info, errors = Store(tmp_path).newest_good()
+    assert (info.step, errors) == (5, [])

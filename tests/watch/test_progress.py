@@ -1,0 +1,501 @@
+"""The display: golden text of the plain look, and what a terminal shows of the live one."""
+
+import errno
+import io
+import os
+import pty
+import re
+import subprocess
+import sys
+
+import pytest
+
+from unisono.watch import EventLog, Progress
+
+
+class Clock:
+    def __init__(self):
+        self.now_s = 0.0
+
+    def __call__(self):
+        return self.now_s
+
+
+class Script:
+    """Plays events to a display, with event times and the clock in step."""
+
+    def __init__(self, stream, **options):
+        self.clock = Clock()
+        self.stream = stream
+        self.progress = Progress(stream, clock=self.clock, **options)
+
+    def __call__(self, kind, after_s=0.0, **fields):
+        self.clock.now_s += after_s
+        self.progress.handle({"time": 1.7e9 + self.clock.now_s, "event": kind, **fields})
+
+    def run(self, **fields):
+        figures = {"world_size": 2, "virtual_ranks": 8, "parameters": 27098, "device": "cpu", "threads": 1}
+        self(
+            "run", **{"version": "0.1.0", "seed": 0, "directory": "runs/digits", "torch": "2.13.0", **figures, **fields}
+        )
+
+    def epoch(self, epoch, *, epochs=5, steps=12, first_step=0):
+        self("epoch", epoch=epoch, epochs=epochs, steps=steps, first_step=first_step, num_samples=None)
+
+    def steps(self, epoch, steps, *, step_s=0.1, loss=0.8123, samples=100):
+        for step in steps:
+            fields = {"total_steps": 12 * epoch + step + 1, "loss": loss, "samples": samples, "lr": 0.1}
+            self("step", step_s, epoch=epoch, step=step, step_s=step_s, **fields)
+
+    def evaluation(self, epoch, name="evaluation", **values):
+        self("evaluation", 0.5, epoch=epoch, name=name, values=values, seconds=0.5)
+
+    def checkpoint(self, total_steps):
+        self("checkpoint", path="x", total_steps=total_steps, nbytes=1, seconds=0.1)
+
+
+ACCURACY = {"value": 328 / 360, "total": 328.0, "count": 360}
+LOSS = {"value": 2.1034, "total": 26925.1306, "count": 12800}
+
+
+@pytest.fixture
+def plain():
+    return Script(io.StringIO(), interactive=False)
+
+
+def text_of(script):
+    return script.stream.getvalue()
+
+
+def test_plain_look_of_a_run(plain):
+    plain.run()
+    for epoch in range(2):
+        plain.epoch(epoch, epochs=2)
+        plain.steps(epoch, range(12), loss=0.8123 if epoch == 0 else 0.00012)
+        plain.checkpoint(12 * epoch + 12)
+        plain.evaluation(epoch, accuracy=ACCURACY, loss=LOSS)
+    plain("end", total_steps=24, seconds=3.4)
+    plain.progress.close()
+    assert text_of(plain) == (
+        "unisono: 2 ranks, 8 virtual ranks, 27,098 parameters, cpu, runs/digits\n"
+        "epoch 1/2   12/12 steps   loss 0.8123       1,000 samples/s     1.2 s\n"
+        "epoch 1/2   accuracy 0.9111 (328/360)   loss 2.1034 (26925.1/12800)\n"
+        "epoch 2/2   12/12 steps   loss 1.20e-04     1,000 samples/s     1.2 s\n"
+        "epoch 2/2   accuracy 0.9111 (328/360)   loss 2.1034 (26925.1/12800)\n"
+        "finished at step 24 after 3.4 s, 1,000 samples/s\n"
+    )
+
+
+def test_plain_look_of_a_resumed_long_epoch_has_a_line_every_ten_seconds(plain):
+    plain.run(directory=None, world_size=1)
+    plain("resume", path="runs/digits/7", epoch=2, step=7, total_steps=31)
+    plain.epoch(2, epochs=10, first_step=7)
+    plain.steps(2, range(7, 12), step_s=6.0)
+    plain("end", total_steps=36, seconds=31.0)
+    assert text_of(plain) == (
+        "unisono: 1 rank, 8 virtual ranks, 27,098 parameters, cpu\n"
+        "resumed after step 31, in epoch 3: runs/digits/7\n"
+        "epoch  3/10    9/12 steps   loss 0.8123        16.7 samples/s    12.0 s   0:00:18 left\n"
+        "epoch  3/10   11/12 steps   loss 0.8123        16.7 samples/s    24.0 s   0:00:06 left\n"
+        "epoch  3/10   12/12 steps   loss 0.8123        16.7 samples/s    30.0 s\n"
+    )
+
+
+def test_plain_look_without_known_totals(plain):
+    plain.epoch(0, epochs=None, steps=None)
+    plain.steps(0, range(3))
+    plain.evaluation(0, "validation", accuracy=ACCURACY)
+    plain.epoch(1, epochs=None, steps=None)
+    plain.steps(1, range(2), loss="nan")
+    plain("warning", message="3 workers on 2 cores")
+    plain.progress.close()
+    assert text_of(plain) == (
+        "epoch 1       3 steps   loss 0.8123       1,000 samples/s     0.3 s\n"
+        "epoch 1   validation   accuracy 0.9111 (328/360)\n"
+        "warning: 3 workers on 2 cores\n"
+        "epoch 2       2 steps   loss nan          1,000 samples/s     0.2 s\n"
+    )
+
+
+def test_an_evaluation_within_an_epoch_says_where_and_once(plain):
+    plain.epoch(0)
+    plain.steps(0, range(6))
+    plain.evaluation(0, accuracy=ACCURACY)
+    plain.evaluation(0, "train", accuracy=ACCURACY)
+    plain.steps(0, range(6, 12))
+    lines = text_of(plain).splitlines()
+    assert [line[:25].rstrip() for line in lines] == [
+        "epoch 1/5    6/12 steps",
+        "epoch 1/5   accuracy 0.91",
+        "epoch 1/5   train   accur",
+        "epoch 1/5   12/12 steps",
+    ]
+
+
+def test_an_evaluation_after_the_last_epoch_belongs_to_it(plain):
+    plain.epoch(4)
+    plain.evaluation(5, accuracy=ACCURACY)
+    assert text_of(plain) == "epoch 5/5   accuracy 0.9111 (328/360)\n"
+
+
+def test_a_run_that_is_cut_off_says_where_it_stood(plain):
+    plain.epoch(0)
+    plain.steps(0, range(4))
+    plain.run()  # its process was replaced, there was no `end`
+    plain.epoch(0)
+    plain.steps(0, range(2))
+    plain.progress.close()
+    plain.progress.close()
+    assert [line[:23] for line in text_of(plain).splitlines()] == [
+        "epoch 1/5    4/12 steps",
+        "unisono: 2 ranks, 8 vir",
+        "epoch 1/5    2/12 steps",
+    ]
+
+
+@pytest.mark.parametrize("interactive", [False, True])
+def test_unknown_kinds_and_missing_fields_do_no_harm(interactive):
+    progress = Progress(io.StringIO(), interactive=interactive)
+    progress.handle({})
+    progress.handle({"event": "melody", "time": 3})
+    kinds = ("run", "resume", "epoch", "step", "evaluation", "checkpoint", "warning", "end")
+    for kind in (*kinds, *reversed(kinds)):
+        progress.handle({"event": kind})
+        progress.handle({"event": kind, "epoch": None, "steps": 0, "values": {"a": 0.5, "b": None, "c": {}}})
+    progress.close()
+    progress.handle({"event": "run"})
+    progress.print("nobody listens")
+
+
+def test_a_display_that_joins_late_shows_what_it_can(plain):
+    plain.steps(3, range(5, 8))
+    plain.progress.close()
+    assert text_of(plain) == "epoch 4       8 steps   loss 0.8123       1,000 samples/s     0.3 s\n"
+
+
+def test_the_plain_look_does_not_import_rich(tmp_path):
+    code = "import sys, unisono.watch as w; w.Progress(sys.stdout).close(); print('rich' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_lines_that_the_encoding_does_not_have_are_escaped():
+    raw = io.BytesIO()
+    progress = Progress(io.TextIOWrapper(raw, encoding="ascii"), interactive=False)
+    progress.print("Größe \udcff")
+    assert raw.getvalue() == b"Gr\\xf6\\xdfe \\udcff\n"
+
+
+class Gone(io.StringIO):
+    def write(self, text):
+        raise self.error
+
+
+@pytest.mark.parametrize("interactive", [False, True])
+@pytest.mark.parametrize("error", [BrokenPipeError(errno.EPIPE, "pipe"), OSError(errno.EIO, "terminal")])
+def test_a_lost_stream_mutes_the_display_and_no_more(interactive, error):
+    stream = Gone()
+    stream.error = error
+    script = Script(stream, interactive=interactive)
+    with EventLog(listeners=[script.progress.handle]) as log:
+        log.emit("warning", message="lost")
+    script.epoch(0)
+    script.steps(0, range(12))
+    script.progress.print("x")
+    script.progress.close()
+
+
+def test_a_closed_stream_mutes_the_display(plain):
+    plain.stream.close()
+    plain.epoch(0)
+    plain.steps(0, range(12))
+    plain.progress.close()
+
+
+# --- the terminal ---------------------------------------------------------------------------------------------------
+
+CONTROL = re.compile(r"\x1b\[(\??[\d;]*)([A-Za-z])")
+
+
+class Screen:
+    """The little of a terminal that the live look uses."""
+
+    def __init__(self, output, width):
+        self.lines, self.row, self.column, self.cursor = [""], 0, 0, True
+        self.wrapped = False
+        place = 0
+        while place < len(output):
+            control = CONTROL.match(output, place)
+            if control:
+                self.control(*control.groups())
+                place = control.end()
+            else:
+                self.put(output[place])
+                place += 1
+        self.wrapped = any(len(line) > width for line in self.lines)
+
+    def control(self, argument, letter):
+        if letter == "K":
+            assert argument == "2"
+            self.lines[self.row] = ""
+        elif letter == "A":
+            self.row -= int(argument)
+        elif letter in "lh":
+            assert argument == "?25"
+            self.cursor = letter == "h"
+        else:
+            assert letter == "m"
+
+    def put(self, sign):
+        if sign == "\r":
+            self.column = 0
+        elif sign == "\n":
+            self.row, self.column = self.row + 1, 0
+            self.lines += [""] * (self.row + 1 - len(self.lines))
+        else:
+            line = self.lines[self.row].ljust(self.column)
+            self.lines[self.row] = line[: self.column] + sign + line[self.column + 1 :]
+            self.column += 1
+
+    @property
+    def text(self):
+        return "\n".join(line.rstrip() for line in self.lines).rstrip("\n")
+
+
+@pytest.fixture
+def live(monkeypatch):
+    def start(width):
+        monkeypatch.setenv("TERM", "xterm-256color")
+        monkeypatch.setenv("COLUMNS", str(width))
+        monkeypatch.delenv("NO_COLOR", raising=False)
+        script = Script(io.StringIO(), interactive=True)
+        script.screen = lambda: Screen(text_of(script), width)
+        scripts.append(script)
+        return script
+
+    scripts = []
+    yield start
+    for script in scripts:
+        script.progress.close()
+
+
+def play(script):
+    script.run()
+    script.epoch(0)
+    script.steps(0, range(12))
+    script.evaluation(0, accuracy=ACCURACY, loss=LOSS)
+    script.epoch(1)
+    script.steps(1, range(8), step_s=1.0, loss=0.4132, samples=8412)
+    return script
+
+
+def test_live_look_at_80_columns(live):
+    assert play(live(80)).screen().text == (
+        "unisono  2 ranks · 8 virtual ranks · 27,098 parameters · cpu · runs/digits\n"
+        "epoch 1/5  12/12  loss 0.8123    1,000 samples/s    1.2 s\n"
+        "           accuracy 0.9111 (328/360)  loss 2.1034 (26925.1/12800)\n"
+        "epoch 2/5   8/12  loss 0.4132    8,412 samples/s  0:00:04 left  ━━━━━━━━╸━━━━"
+    )
+
+
+def test_live_look_at_60_columns_breaks_between_figures(live):
+    screen = play(live(60)).screen()
+    assert not screen.wrapped
+    assert screen.text == (
+        "unisono  2 ranks · 8 virtual ranks · 27,098 parameters · cpu\n"
+        "         runs/digits\n"
+        "epoch 1/5  12/12  loss 0.8123    1,000 samples/s    1.2 s\n"
+        "           accuracy 0.9111 (328/360)\n"
+        "           loss 2.1034 (26925.1/12800)\n"
+        "epoch 2/5   8/12  loss 0.4132    8,412 samples/s  ━━━━╸━━"
+    )
+
+
+@pytest.mark.parametrize("width", [20, 30, 40, 50, 70, 100, 120, 200])
+def test_the_live_row_fits_any_width_and_leaves_room_for_an_echo(live, width):
+    script = play(live(width))
+    script.checkpoint(20)
+    script.steps(1, [8], step_s=1.0)
+    screen = script.screen()
+    assert len(screen.lines[-1].rstrip()) <= width - 3
+    assert screen.lines[-1].startswith("epoch 2/5   9/12"[: width - 3])
+
+
+def test_a_checkpoint_shows_for_a_moment(live):
+    script = play(live(120))
+    script.checkpoint(20)
+    script.steps(1, [8], step_s=1.0)
+    assert script.screen().text.endswith("left  ━━━━━━━━━━━━━━━━━━━━━━╸━━━━━━━  saved step 20")
+    script.steps(1, [9], step_s=3.0)
+    assert "saved" not in script.screen().text
+
+
+def test_a_checkpoint_takes_the_place_of_the_time_where_there_is_no_room(live):
+    script = play(live(80))
+    script.checkpoint(20)
+    script.steps(1, [8], step_s=1.0)
+    assert script.screen().text.splitlines()[-1] == (
+        "epoch 2/5   9/12  loss 0.8123    7,488 samples/s  saved step 20  ━━━━━━━━━━━━"
+    )
+
+
+def test_live_look_without_known_totals(live):
+    script = live(80)
+    script.epoch(0, epochs=None, steps=None)
+    script.steps(0, range(3), step_s=1.0)
+    assert script.screen().text == "epoch 1      3 steps  loss 0.8123      100 samples/s  0:00:03"
+
+
+def test_the_cursor_is_hidden_while_live_and_restored_by_close(live):
+    script = play(live(80))
+    assert not script.screen().cursor
+    script.progress.close()
+    screen = script.screen()
+    assert screen.cursor
+    assert screen.text.splitlines()[-1] == "epoch 2/5   8/12  loss 0.4132    8,412 samples/s    8.0 s"
+
+
+def test_steps_between_redraws_write_nothing(live):
+    script = live(80)
+    script.epoch(0, steps=1000)
+    before = len(text_of(script))
+    script.steps(0, range(100), step_s=0.001)
+    assert len(text_of(script)) == before
+
+
+def test_lines_of_ranks_stand_above_the_row_untouched(live):
+    script = play(live(60))
+    line = "[bold]3.14[/bold] {'a': True} :smile: https://x.y \x1b[31mred\x1b[0m\ttab " + "long " * 20
+    script.progress.print(line + "\n")
+    assert line + "\n" in text_of(script)
+    shown = script.screen().text.splitlines()
+    assert shown[-2] == CONTROL.sub("", line).rstrip()
+    assert shown[-1].startswith("epoch 2/5   8/12")
+
+
+def test_remarks_and_warnings_stand_above_the_row(live):
+    script = play(live(80))
+    script("warning", message="[red]3 workers[/red] on 2 cores")
+    script("resume", path="runs/7", epoch=1, step=8, total_steps=20)
+    shown = script.screen().text.splitlines()
+    assert shown[-3:-1] == [
+        "warning: [red]3 workers[/red] on 2 cores",
+        "resumed after step 20, in epoch 2: runs/7",
+    ]
+    assert shown[-1].startswith("epoch 2/5   8/12")
+
+
+def test_an_epoch_becomes_a_row_in_one_write(live):
+    script = play(live(80))
+    script.steps(1, range(8, 11), step_s=1.0)
+    writes = []
+    write = script.stream.write
+    script.stream.write = lambda text: (writes.append(text), write(text))
+    script.steps(1, [11], step_s=1.0)
+    assert CONTROL.sub("", writes[0]).strip().startswith("epoch 2/5  12/12")
+    assert not any("━" in text for text in writes)
+
+
+def test_two_runs_one_after_another(live):
+    script = live(80)
+    for _ in range(2):
+        script.run()
+        for epoch in range(2):
+            script.epoch(epoch, epochs=2)
+            script.steps(epoch, range(12))
+        script("end", total_steps=24, seconds=2.4)
+        assert script.screen().text.count("━") == 0
+    row = "  12/12  loss 0.8123    1,000 samples/s    1.2 s\n"
+    one = (
+        "unisono  2 ranks · 8 virtual ranks · 27,098 parameters · cpu · runs/digits\n"
+        f"epoch 1/2{row}epoch 2/2{row}finished at step 24 after 2.4 s, 1,000 samples/s"
+    )
+    assert script.screen().text == f"{one}\n{one}"
+
+
+def test_no_color_leaves_no_colour_and_a_readable_bar(live, monkeypatch):
+    script = live(80)
+    monkeypatch.setenv("NO_COLOR", "1")
+    script = Script(io.StringIO(), interactive=True)
+    play(script)
+    codes = {code for sgr in re.findall(r"\x1b\[([\d;]*)m", text_of(script)) for code in sgr.split(";")}
+    assert codes <= {"0", "1", "2", ""}
+    assert text_of(script).rstrip(" ").endswith("━━━━━━━━╸")
+    script.progress.close()
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """A stream to a pseudo-terminal, and a function that reads what it shows."""
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.delenv("CI", raising=False)
+    master, slave = pty.openpty()
+    with os.fdopen(slave, "w", buffering=1) as stream, os.fdopen(master, "rb", buffering=0) as reader:
+
+        def screen():
+            # The kernel passes bytes on when it likes: all have come when the mark has.
+            stream.write("\0")
+            stream.flush()
+            output = b""
+            while not output.endswith(b"\0"):
+                output += reader.read(1 << 16)
+            return Screen(output[:-1].decode().replace("\r\n", "\n"), 80)
+
+        yield stream, screen
+
+
+def test_prints_of_this_process_stand_above_the_row(terminal, monkeypatch):
+    stream, screen = terminal
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setattr(sys, "stderr", stream)
+    script = Script(stream)
+    script.epoch(0, epochs=1)
+    print("one\ntwo")
+    print(".", end="", flush=True)
+    print("done", file=sys.stderr)
+    print(".")
+    print("  5%\r 50%\r100% bar")
+    print(" end", end="")
+    script.steps(0, range(3), step_s=1.0)
+    script.progress.close()
+    print(" of the line")
+    assert sys.stdout is stream
+    assert sys.stderr is stream
+    shown = screen()
+    assert shown.cursor
+    assert shown.text.splitlines() == [
+        "one",
+        "two",
+        "done",
+        "..",
+        "100% bar",
+        "epoch 1/1   3/12  loss 0.8123      100 samples/s    3.0 s",
+        " end of the line",
+    ]
+
+
+@pytest.mark.parametrize(("variable", "value"), [("TERM", "dumb"), ("CI", "true")])
+def test_a_dumb_terminal_and_ci_get_the_plain_look(terminal, monkeypatch, variable, value):
+    stream, screen = terminal
+    monkeypatch.setenv(variable, value)
+    Script(stream).run()
+    assert screen().text.startswith("unisono: 2 ranks, ")
+
+
+INTERRUPTED = """
+import sys
+from unisono.watch import Progress
+progress = Progress(sys.stderr)
+progress.handle({"time": 1.0, "event": "epoch", "epoch": 0, "epochs": 1, "steps": 9})
+raise KeyboardInterrupt
+"""
+
+
+def test_an_interrupt_that_nobody_catches_restores_the_cursor(terminal):
+    stream, screen = terminal
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], stdout=stream, stderr=stream, check=False)
+    assert done.returncode != 0
+    shown = screen()
+    assert shown.cursor
+    assert shown.text.splitlines()[-1] == "KeyboardInterrupt"
