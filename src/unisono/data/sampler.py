@@ -38,8 +38,6 @@ class _Cursor:
     """Whether an iterator has taken it up; each serves one."""
     given: int = 0
     """Indices that this rank has handed out."""
-    ended: bool = False
-    """Whether this rank has come to its end."""
 
 
 class DistributedSampler(TorchDistributedSampler[int]):
@@ -118,7 +116,6 @@ class DistributedSampler(TorchDistributedSampler[int]):
             for index in block.tolist():
                 cursor.given += 1
                 yield index
-        cursor.ended = True
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration. To set the epoch that was just loaded keeps the place in it."""
@@ -130,7 +127,8 @@ class DistributedSampler(TorchDistributedSampler[int]):
         """Say where the epoch stands, in a form that any number of ranks can go on from.
 
         No communication: it takes for granted that all ranks have come equally far, as they have after a step of
-        synchronous training. Save that of rank 0, which never has fewer samples than others.
+        synchronous training. **Save that of rank 0**: where lengths differ it has the longest share, and a rank that
+        has come to its end cannot know whether the others have.
 
         The sampler knows which indices it has handed out. They have all been trained on if nothing is read ahead: in a
         loop over the sampler, or over a DataLoader without workers. **A DataLoader with workers is ahead by**
@@ -149,17 +147,17 @@ class DistributedSampler(TorchDistributedSampler[int]):
         Raises: ValueError if more is said to be consumed than was handed out.
         """
         cursor = self._cursor
-        given = cursor.given
+        given, share = cursor.given, self._share(cursor.start)
         if consumed is not None:
-            if consumed < 0 or (consumed > given and not cursor.ended):
+            if consumed < 0 or given < min(consumed, share):
                 raise ValueError(
                     f"consumed={consumed} is outside [0, {given}]: rank {self.rank} has handed out {given} indices in "
                     "this iteration. Count samples, not batches, of this rank alone, from the start of the iteration."
                 )
             given = min(given, consumed)
-        # With its last index a rank may be one short of others, and only the end says that theirs are done too.
-        at_end = cursor.ended and given == cursor.given
-        position = self._length if at_end else min(cursor.start + given * self.num_replicas, self._length)
+        position = min(cursor.start + given * self.num_replicas, self._length)
+        if self.drop_last and given == share:
+            position = self._length  # the tail is done with, too
         return {
             "epoch": cursor.epoch,
             "position": position,

@@ -15,12 +15,13 @@ def derive_key(seed: int, stream: str, *coordinates: int) -> int:
     """Derive the 63-bit key of one point of one stream of random numbers.
 
     Pure. Keys of different points are independent: BLAKE2b (RFC 7693) of the exact text of all arguments.
-    Args: seed is the run's, any integer; stream names the use, for example "model"; coordinates are any integers.
+    Args: seed is the run's, any integer; stream names the use, without spaces; coordinates are any integers.
 
     >>> derive_key(0, "model", 3, 1) == derive_key(0, "model", 3, 1)
     True
     >>> derive_key(0, "model", 3, 1) == derive_key(0, "model", 1, 3)
     False
     """
-    text = repr((seed, stream, coordinates)).encode()
+    # ":d" because repr differs between int, bool and NumPy's integers that are equal.
+    text = " ".join([f"{seed:d}", stream, *(f"{c:d}" for c in coordinates)]).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1

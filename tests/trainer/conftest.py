@@ -1,0 +1,41 @@
+"""Reference runs that several tests compare with, each made once in a session and worker process."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def plain_python(*command: object) -> list[str]:
+    """Run a script without any launcher; return its lines of standard output."""
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
+    done = subprocess.run(
+        [sys.executable, *map(str, command)], capture_output=True, text=True, timeout=120, env=environ, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout.splitlines()
+
+
+@pytest.fixture(scope="session")
+def digits_on_one_rank() -> list[str]:
+    return plain_python(ROOT / "examples" / "digits.py", "--epochs", 3)
+
+
+@pytest.fixture(scope="session")
+def language_model_on_one_rank() -> list[str]:
+    return plain_python(ROOT / "examples" / "language_model.py", "--steps", 4)
+
+
+@pytest.fixture(scope="session")
+def variants_on_one_rank() -> dict[str, str]:
+    lines = plain_python(Path(__file__).parent / "programs" / "variants.py")
+    found = dict(re.findall(r"^(.+) = ([0-9a-f]{64})$", "\n".join(lines), re.MULTILINE))
+    assert len(found) > 25
+    return found

@@ -1,0 +1,158 @@
+"""A run that was stopped anywhere goes on with another number of ranks, to the same bits."""
+
+from __future__ import annotations
+
+import ast
+import json
+import random
+import shutil
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+PROGRAM = Path(__file__).parent / "programs" / "resumable.py"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> dict[str, list[str]]:
+    """The last two lines of a run that nobody stopped, for 4 virtual ranks."""
+    return {}
+
+
+def finish(run_ranks, directory: Path, n: int, *args: object) -> list[str]:
+    return run_ranks(n, PROGRAM, directory, "--virtual-ranks", 4, *args).lines()[-2:]
+
+
+@pytest.fixture
+def expected(run_ranks, tmp_path: Path, undisturbed) -> list[str]:
+    if not undisturbed:
+        (tmp_path / "calm").mkdir()
+        undisturbed["lines"] = finish(run_ranks, tmp_path / "calm", 2)
+    return undisturbed["lines"]
+
+
+@pytest.mark.parametrize(
+    ("die_at", "phase", "before", "after"),
+    [(1, "loss", 2, 3), (3, "after", 3, 1), (7, "loss", 1, 4), (10, "save", 4, 2), (14, "after", 2, 1)],
+)
+def test_killed_run_goes_on_to_the_same_bits(run_ranks, tmp_path, expected, die_at, phase, before, after):
+    hurt = run_ranks(
+        before, PROGRAM, tmp_path, "--virtual-ranks", 4, "--die-at", die_at, "--phase", phase, code=137
+    )
+    assert "weights sha256" not in hurt.out
+    assert finish(run_ranks, tmp_path, after) == expected
+    assert_each_sample_once(tmp_path / "dealt.txt")
+
+
+def test_stopping_after_any_step_changes_nothing(run_ranks, tmp_path, expected):
+    """Stopped on purpose, again and again, each time with another number of ranks; saved at the end only."""
+    for n, steps in [(1, 2), (4, 5), (2, 5), (3, 11)]:
+        job = run_ranks(n, PROGRAM, tmp_path, "--virtual-ranks", 4, "--steps", steps, "--every", 1000)
+        assert job.lines()[-2].startswith(f"total {steps} ")
+    assert finish(run_ranks, tmp_path, 2) == expected
+    assert_each_sample_once(tmp_path / "dealt.txt")
+
+
+def test_a_finished_run_does_nothing_more(run_ranks, tmp_path, expected):
+    shutil.rmtree(tmp_path, ignore_errors=True)
+    tmp_path.mkdir()
+    assert finish(run_ranks, tmp_path, 2) == expected
+    before = (tmp_path / "dealt.txt").read_text()
+    assert finish(run_ranks, tmp_path, 3) == expected
+    assert (tmp_path / "dealt.txt").read_text() == before
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(run_ranks, tmp_path, expected):
+    run_ranks(1, PROGRAM, tmp_path, "--virtual-ranks", 4, "--steps", 7)
+    newest = sorted((tmp_path / "checkpoints").iterdir())[-1]
+    assert newest.name == "step-000000007"
+    content = bytearray((newest / "model.safetensors").read_bytes())
+    content[-5] ^= 1
+    (newest / "model.safetensors").write_bytes(content)
+    assert finish(run_ranks, tmp_path, 2) == expected
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    (warning,) = [event["message"] for event in events if event["event"] == "warning"]
+    assert "step-000000007" in warning
+    assert "model.safetensors" in warning
+    assert [event["total_steps"] for event in events if event["event"] == "resume"] == [6]
+
+
+def test_all_damaged_is_an_error_and_not_a_fresh_start(run_ranks, tmp_path):
+    run_ranks(1, PROGRAM, tmp_path, "--virtual-ranks", 4, "--steps", 4)
+    for folder in (tmp_path / "checkpoints").iterdir():
+        (folder / "state.json").write_text("{")
+    job = run_ranks(2, PROGRAM, tmp_path, "--virtual-ranks", 4, code=1)
+    assert "are damaged" in job.err
+    assert "state.json" in job.err
+
+
+def test_checkpoints_are_kept_to_the_last_two_and_have_plain_names(run_ranks, tmp_path):
+    job = run_ranks(2, PROGRAM, tmp_path, "--virtual-ranks", 4, "--steps", 9)
+    folders = sorted(folder.name for folder in (tmp_path / "checkpoints").iterdir())
+    assert folders == ["step-000000008", "step-000000009"]
+    model = load_file(tmp_path / "checkpoints" / "step-000000009" / "model.safetensors")
+    assert set(model) == {
+        *("0.weight", "0.bias", "1.weight", "1.bias", "3.weight", "3.bias"),
+        *("1.running_mean", "1.running_var", "1.num_batches_tracked"),
+    }
+    optimizer = load_file(tmp_path / "checkpoints" / "step-000000009" / "optimizer.safetensors")
+    assert optimizer["0.weight.exp_avg"].shape == torch.Size([16, 8])
+    assert job.sha()
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--width", 17], ["another model", "0.weight is float32[16, 8] there and float32[17, 8] here"]),
+        (["--virtual-ranks", 2], ["virtual_ranks=2", "virtual_ranks=4", "another directory"]),
+        (["--seed", 5], ["seed=5", "seed=0"]),
+        (["--batch-size", 30], ["batch_size=20", "batch_size=30", "before step 3"]),
+        (["--resume", "never"], ["already holds a run, up to step 3", "another directory"]),
+    ],
+)
+def test_another_run_does_not_take_a_directory_over(run_ranks, tmp_path, args, words):
+    run_ranks(1, PROGRAM, tmp_path, "--virtual-ranks", 4, "--steps", 3)
+    job = run_ranks(2, PROGRAM, tmp_path, *args, code=1)
+    for word in words:
+        assert word in job.err
+
+
+def test_resume_must_needs_a_checkpoint(run_ranks, tmp_path):
+    job = run_ranks(2, PROGRAM, tmp_path, "--resume", "must", code=1)
+    assert "holds no checkpoint" in job.err
+
+
+def test_virtual_ranks_are_the_ranks_of_the_first_start_and_stay(run_ranks, tmp_path):
+    run_ranks(2, PROGRAM, tmp_path, "--steps", 3)
+    run_ranks(1, PROGRAM, tmp_path, "--steps", 6)
+    job = run_ranks(3, PROGRAM, tmp_path, code=1)
+    assert "world_size=3 exceeds virtual_ranks=2" in job.err
+    assert "Start at most 2 ranks" in job.err
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(25))
+def test_killed_again_and_again(run_ranks, tmp_path, expected, seed):
+    """Many deaths at random steps and phases, with a random number of ranks each time."""
+    rng = random.Random(seed)
+    for _ in range(6):
+        die_at, phase = rng.randrange(1, 15), rng.choice(["loss", "after", "save"])
+        n, every = rng.randint(1, 4), rng.choice([1, 2, 5])
+        args = ["--virtual-ranks", 4, "--die-at", die_at, "--phase", phase, "--every", every]
+        assert run_ranks(n, PROGRAM, tmp_path, *args, code=None).code in (0, 137)
+    assert finish(run_ranks, tmp_path, rng.randint(1, 4)) == expected
+    assert_each_sample_once(tmp_path / "dealt.txt")
+
+
+def assert_each_sample_once(dealt: Path) -> None:
+    """Steps that were redone dealt the same samples as before, and each epoch has each sample in one step."""
+    steps: dict[tuple[int, int], set[int]] = defaultdict(set)
+    for line in dealt.read_text().splitlines():
+        epoch, step, _, indices = line.split(" ", 3)
+        steps[int(epoch), int(step)] |= set(ast.literal_eval(indices))
+    for epoch in range(3):
+        seen = [i for (e, _), indices in steps.items() if e == epoch for i in indices]
+        assert sorted(seen) == list(range(90)), f"epoch {epoch}"

@@ -1,0 +1,44 @@
+"""The promise: one digest on any number of ranks."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+VARIANTS = Path(__file__).parent / "programs" / "variants.py"
+RANKS = [1, 2, 3, 4, 8]
+
+
+@pytest.mark.parametrize("n", RANKS)
+def test_digits_have_one_digest_on_any_number_of_ranks(run_ranks, digits_on_one_rank, n):
+    job = run_ranks(n, EXAMPLES / "digits.py", "--epochs", 3)
+    assert job.lines()[-2:] == digits_on_one_rank[-2:]
+
+
+@pytest.mark.parametrize("n", RANKS[1:])
+def test_language_model_has_one_digest_on_any_number_of_ranks(run_ranks, language_model_on_one_rank, n):
+    job = run_ranks(n, EXAMPLES / "language_model.py", "--steps", 4)
+    assert job.lines()[-2:] == language_model_on_one_rank[-2:]
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_every_way_to_train_has_one_digest(run_ranks, variants_on_one_rank, n):
+    assert variants_of(run_ranks(n, VARIANTS).lines()) == variants_on_one_rank
+
+
+def test_what_must_not_matter_does_not_matter(variants_on_one_rank):
+    """Overlap, worker processes, and the kind of activation checkpointing change no bit; a different order does."""
+    sha = variants_on_one_rank
+    assert sha["plain"] == sha["no overlap"]
+    assert sha["augmented"] == sha["augmented, 1 worker"] == sha["augmented, 3 workers"]
+    assert sha["stream"] == sha["stream, worker"]
+    assert sha["checkpointed"] == sha["re-entrant"]
+    different = [sha[name] for name in ("plain", "unshuffled", "clipped", "augmented", "bf16", "weighted")]
+    assert len(set(different)) == len(different)
+
+
+def variants_of(lines: list[str]) -> dict[str, str]:
+    return dict(re.findall(r"^(.+) = ([0-9a-f]{64})$", "\n".join(lines), re.MULTILINE))
