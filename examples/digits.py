@@ -19,7 +19,7 @@ import unisono
 parser = argparse.ArgumentParser(description="Recognise handwritten digits.")
 parser.add_argument("--epochs", type=int, default=10)
 parser.add_argument("--batch-size", type=int, default=128, help="samples of all ranks together")
-parser.add_argument("--virtual-ranks", type=int, default=8, help="fixed shares of a batch; at least the number of ranks")
+parser.add_argument("--virtual-ranks", type=int, default=8, help="fixed shares of a batch, at least one a rank")
 parser.add_argument("--directory", help="keep checkpoints and events here, and continue from here")
 parser.add_argument("--checkpoint-every", type=int, metavar="STEPS", help="also save every so many steps")
 parser.add_argument("--workers", type=int, default=0, help="processes that read data, for each rank")

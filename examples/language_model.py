@@ -20,7 +20,7 @@ import unisono
 parser = argparse.ArgumentParser(description="Learn to write Python, byte by byte.")
 parser.add_argument("--epochs", type=int, default=2)
 parser.add_argument("--batch-size", type=int, default=64, help="sequences of all ranks together")
-parser.add_argument("--virtual-ranks", type=int, default=8, help="fixed shares of a batch; at least the number of ranks")
+parser.add_argument("--virtual-ranks", type=int, default=8, help="fixed shares of a batch, at least one a rank")
 parser.add_argument("--directory", help="keep checkpoints and events here, and continue from here")
 parser.add_argument("--checkpoint-every", type=int, metavar="STEPS", help="also save every so many steps")
 parser.add_argument("--workers", type=int, default=0, help="processes that read data, for each rank")
@@ -48,8 +48,7 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(0.1))
 
     def forward(self, x):
-        n, length, width = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(n, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        q, k, v = self.qkv(self.norm1(x)).view(*x.shape[:2], 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape))
         return x + self.mlp(self.norm2(x))
 

@@ -39,9 +39,7 @@ def expected(run_ranks, tmp_path: Path, undisturbed) -> list[str]:
     [(1, "loss", 2, 3), (3, "after", 3, 1), (7, "loss", 1, 4), (10, "save", 4, 2), (14, "after", 2, 1)],
 )
 def test_killed_run_goes_on_to_the_same_bits(run_ranks, tmp_path, expected, die_at, phase, before, after):
-    hurt = run_ranks(
-        before, PROGRAM, tmp_path, "--virtual-ranks", 4, "--die-at", die_at, "--phase", phase, code=137
-    )
+    hurt = run_ranks(before, PROGRAM, tmp_path, "--virtual-ranks", 4, "--die-at", die_at, "--phase", phase, code=137)
     assert "weights sha256" not in hurt.out
     assert finish(run_ranks, tmp_path, after) == expected
     assert_each_sample_once(tmp_path / "dealt.txt")

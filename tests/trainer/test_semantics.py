@@ -180,7 +180,9 @@ def test_unshuffled_dealing_is_that_of_distributed_sampler(n):
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-@pytest.mark.parametrize(("n", "batch_size", "virtual_ranks"), [(1, 1, 1), (2, 8, 8), (37, 16, 8), (64, 10, 3), (101, 50, 7)])
+@pytest.mark.parametrize(
+    ("n", "batch_size", "virtual_ranks"), [(1, 1, 1), (2, 8, 8), (37, 16, 8), (64, 10, 3), (101, 50, 7)]
+)
 def test_every_sample_once_per_epoch(shuffle, n, batch_size, virtual_ranks):
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

@@ -1,7 +1,7 @@
 """Where a process stands in a job, read from the environment that its launcher left.
 
-Pure: `detect_placement` maps an environment to a `Placement`. It knows `unisono run` and torchrun (RANK, WORLD_SIZE, …),
-Slurm's srun, and mpirun of Open MPI, MPICH and Intel MPI; anything else is one process by itself. Meeting the other
+Pure: `detect_placement` maps an environment to a `Placement`. It knows `unisono run` and torchrun (RANK, WORLD_SIZE,
+…), Slurm's srun, and mpirun of Open MPI, MPICH and Intel MPI; anything else is one process by itself. Meeting the other
 ranks is `comm.world`'s.
 """
 
@@ -31,7 +31,7 @@ class Placement:
     node_rank: int = 0
     """Number of this host in the job."""
     meeting: str = ""
-    """How ranks meet: "env://", "tcp://host:port", "file:NAME" (one host; a file of that name), or "" for one process."""
+    """How ranks meet: "env://", "tcp://host:port", "file:NAME" (ranks of one host), or "" (one process)."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:

@@ -11,7 +11,7 @@ import ctypes
 import os
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ class World:
     """Rank among the processes of this host."""
     group: dist.ProcessGroup | None = None
     """The group that all ranks share; None with one process."""
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     """Where tensors must lie to travel: this rank's GPU under nccl, else the CPU."""
 
     @classmethod

@@ -142,8 +142,8 @@ def check_settings(settings: LoaderSettings) -> None:
     """Refuse settings that cannot be meant. Raises: ValueError."""
     if settings.batch_size < settings.virtual_ranks:
         raise ValueError(
-            f"batch_size={settings.batch_size} is smaller than virtual_ranks={settings.virtual_ranks}: batch_size counts "
-            "the samples of all ranks together, and each virtual rank needs at least one. Raise batch_size to "
+            f"batch_size={settings.batch_size} is smaller than virtual_ranks={settings.virtual_ranks}: batch_size "
+            "counts the samples of all ranks together, and each virtual rank needs at least one. Raise batch_size to "
             f"{settings.virtual_ranks} or more, or give Trainer fewer virtual_ranks."
         )
     if settings.micro_batch_size is not None and settings.micro_batch_size < 1:
@@ -159,8 +159,8 @@ def usable_length(dataset: Any, settings: LoaderSettings) -> int:
     """
     if isinstance(dataset, (DataLoader, IterableDataset)) or not hasattr(dataset, "__getitem__"):
         raise TypeError(
-            f"a {type(dataset).__name__} is no map-style dataset: give the dataset itself, with __len__ and __getitem__, or "
-            "an IterableDataset; batches, order, workers and ranks are looked after here."
+            f"a {type(dataset).__name__} is no map-style dataset: give the dataset itself, with __len__ and "
+            "__getitem__, or an IterableDataset; batches, order, workers and ranks are looked after here."
         )
     if not hasattr(dataset, "__len__"):
         raise TypeError(f"{type(dataset).__name__} has no __len__: add it, or make the dataset an IterableDataset")
@@ -170,8 +170,8 @@ def usable_length(dataset: Any, settings: LoaderSettings) -> int:
     if settings.drop_last:
         if length < settings.batch_size:
             raise DataError(
-                f"the dataset has {length} samples, fewer than batch_size={settings.batch_size}, and drop_last=True leaves "
-                "none. Lower batch_size, or leave drop_last out: the last batch may be smaller here."
+                f"the dataset has {length} samples, fewer than batch_size={settings.batch_size}, and drop_last=True "
+                "leaves none. Lower batch_size, or leave drop_last out: the last batch may be smaller here."
             )
         length -= length % settings.batch_size
     return length

@@ -1,10 +1,10 @@
 """An iterable dataset, dealt out in global batches like a map-style one.
 
-Every rank iterates over the whole stream and keeps what belongs to its virtual ranks. That costs each rank the reading of
-all samples, and gives what a stream cut up by rank cannot: the same bits on any number of ranks, every sample once, no
-ranks that run dry before others. It holds if the stream yields the same samples in the same order wherever it is
-iterated; random numbers drawn on the way are set from (seed, epoch) at the start and from (seed, epoch, position) before
-each sample. There is no shuffling, and a resume in mid-epoch reads up to its place again.
+Every rank iterates over the whole stream and keeps what belongs to its virtual ranks. That costs each rank the reading
+of all samples, and gives what a stream cut up by rank cannot: the same bits on any number of ranks, every sample once,
+no ranks that run dry before others. It holds if the stream yields the same samples in the same order wherever it is
+iterated; random numbers drawn on the way are set from (seed, epoch) at the start and from (seed, epoch, position)
+before each sample. There is no shuffling, and a resume in mid-epoch reads up to its place again.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class StreamLoader:
         check_settings(settings)
         if settings.shuffle:
             raise ValueError(
-                f"shuffle=True cannot be done for {type(dataset).__name__}: an iterable dataset has the order that it has. "
-                "Shuffle inside it (random numbers there follow seed and epoch), and pass shuffle=False."
+                f"shuffle=True cannot be done for {type(dataset).__name__}: an iterable dataset has the order that it "
+                "has. Shuffle inside it (random numbers there follow seed and epoch), and pass shuffle=False."
             )
         length = len(dataset) if hasattr(dataset, "__len__") else None
         self.num_samples: int | None = length

@@ -7,7 +7,6 @@ backward of the leaf and `close_leaf` after it; then `finish`, or `abort` where 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -81,6 +80,6 @@ def refuse_sparse(name: str, gradient: Tensor | None) -> None:
     """Raise LossError for a sparse gradient, which no engine of this version sums."""
     if gradient is not None and gradient.layout != torch.strided:
         raise LossError(
-            f"parameter {name!r} of shape {list(gradient.shape)} got a sparse gradient ({gradient.layout}). Gradients are "
-            "summed as dense tensors here: build the embedding with sparse=False and use a dense optimizer."
+            f"parameter {name!r} of shape {list(gradient.shape)} got a sparse gradient ({gradient.layout}). Gradients "
+            "are summed as dense tensors here: build the embedding with sparse=False and use a dense optimizer."
         )

@@ -99,8 +99,8 @@ class BufferTransaction:
                 assert value is not None
                 if value.is_complex():
                     raise UnisonoError(
-                        f"buffer {tracked.name!r} of {type(tracked.module).__name__} is complex and changes in the forward "
-                        "pass: its mean over virtual ranks is not defined here. Keep its real and imaginary parts apart."
+                        f"buffer {tracked.name!r} of {type(tracked.module).__name__} is complex and changes in the "
+                        "forward pass; its mean over virtual ranks is not defined here. Keep its parts as real buffers."
                     )
                 changes[i] = value.detach().clone()
                 tracked.put(tracked.before)

@@ -1,10 +1,10 @@
 """The engine of a run with several ranks: gradients travel in buckets while backward still runs.
 
 Parameters are packed into buckets from the last to the first, about the order in which backward reaches them. Hooks on
-the parameters add each gradient of a rank's last leaf to what its earlier leaves left, write the sum into its bucket, and
-let full buckets go, always in the same order on every rank. What bucket a parameter lies in changes no bit: each element
-is summed by itself (`engine.exchange`). Hooks sit on parameters, so the model needs no wrapper (the idea is DDP's; Li et
-al., "PyTorch Distributed", VLDB 2020, section 3.2).
+the parameters add each gradient of a rank's last leaf to what its earlier leaves left, write the sum into its bucket,
+and let full buckets go, always in the same order on every rank. What bucket a parameter lies in changes no bit: each
+element is summed by itself (`engine.exchange`). Hooks sit on parameters, so the model needs no wrapper (the idea is
+DDP's; Li et al., "PyTorch Distributed", VLDB 2020, section 3.2).
 """
 
 from __future__ import annotations
@@ -196,8 +196,8 @@ class CollectiveEngine:
             return
         if self._settled[index]:
             raise LossError(
-                f"parameter {self._trained.names[index]!r} got its gradient twice in one backward, the second time after "
-                "the first had been sent. Re-entrant activation checkpointing does that: call checkpoint with "
+                f"parameter {self._trained.names[index]!r} got its gradient twice in one backward, the second time "
+                "after the first had been sent. Re-entrant activation checkpointing does that: call checkpoint with "
                 "use_reentrant=False, or give Trainer overlap=False."
             )
         gradient, parameter.grad = parameter.grad, None

@@ -46,7 +46,7 @@ class Layout:
 
 
 class Exchange:
-    """The sum of one vector over ranks: fill the rows, `launch`, `advance`, `finish`. Buffers are kept between steps."""
+    """The sum of one vector over ranks: fill the rows, `launch`, `advance`, `finish`. Its buffers are kept."""
 
     def __init__(self, world: World, numel: int, *, widest: Layout, dtype: torch.dtype, device: torch.device) -> None:
         """Allocate the rows. `widest` is the layout with all virtual ranks, which has the most nodes on every rank."""

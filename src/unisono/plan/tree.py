@@ -1,9 +1,10 @@
 """The one order in which things are summed: a fixed binary tree over the leaves 0, 1, … n-1.
 
 A node covers an aligned run of leaves [k·2^j, (k+1)·2^j), cut off at n. Its value is left + right, or the left value
-where nothing lies to the right. Any contiguous block of leaves is a few whole nodes (`nodes_of`): a rank sums those, and
-the rest of the tree (`fold`) gives the same bits whoever computes which node. This is pairwise summation, whose rounding
-error grows with log n (N. J. Higham, "The accuracy of floating point summation", SIAM J. Sci. Comput. 14(4), 1993).
+where nothing lies to the right. Any contiguous block of leaves is a few whole nodes (`nodes_of`): a rank sums those,
+and the rest of the tree (`fold`) gives the same bits whoever computes which node. This is pairwise summation, whose
+rounding error grows with log n (N. J. Higham, "The accuracy of floating point summation", SIAM J. Sci.
+Comput. 14(4), 1993).
 """
 
 from __future__ import annotations

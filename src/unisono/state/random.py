@@ -1,7 +1,7 @@
 """Setting every generator that training code draws from: torch's, Python's and NumPy's.
 
-State is never saved or restored: it is set from a key of the plan wherever random numbers are about to be drawn, so it is
-a function of the place in the run and not of what was drawn before.
+State is never saved or restored: it is set from a key of the plan wherever random numbers are about to be drawn, so it
+is a function of the place in the run and not of what was drawn before.
 """
 
 from __future__ import annotations

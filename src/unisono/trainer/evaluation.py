@@ -21,8 +21,8 @@ _Sums = dict[str, tuple[float, float]]
 def evaluate(run: Run, function: Loss, models: Any, batches: Iterator[Batch]) -> Metric | dict[str, Metric]:
     """Average what a function says of each sample over all ranks' batches.
 
-    Sums are float64, per virtual rank and then in tree order, so the result is the same on any number of ranks. One small
-    exchange at the end; every rank must call it.
+    Sums are float64, per virtual rank and then in tree order, so the result is the same on any number of ranks. One
+    small exchange at the end; every rank must call it.
     """
     own: dict[int, _Sums] = {virtual_rank: {} for virtual_rank in run.block}
     single = True

@@ -134,21 +134,21 @@ class Keeper:
             store.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CheckpointError(
-                f"the directory {directory} cannot be used for this run: {error.strerror} ({error.filename}). Give Trainer a "
-                "directory that can be written to, or directory=None to keep nothing."
+                f"the directory {directory} cannot be used for this run: {error.strerror} ({error.filename}). Give "
+                "Trainer a directory that can be written to, or directory=None to keep nothing."
             ) from error
         store.clean()
         listed = store.list()
         if resume == "never" and listed:
             raise CheckpointError(
-                f'{directory} already holds a run, up to step {listed[0].step}, and resume="never": choose another directory, '
-                'remove this one, or let resume="auto" continue it.'
+                f'{directory} already holds a run, up to step {listed[0].step}, and resume="never": choose another '
+                'directory, remove this one, or let resume="auto" continue it.'
             )
         info, damaged = store.newest_good()
         if info is None and damaged:
             raise CheckpointError(
-                f"all {len(damaged)} checkpoints in {directory} are damaged; the newest: {damaged[0]} Remove them to start "
-                "anew, or restore them from a copy."
+                f"all {len(damaged)} checkpoints in {directory} are damaged; the newest: {damaged[0]} Remove them to "
+                "start anew, or restore them from a copy."
             )
         if info is None:
             if resume == "must":

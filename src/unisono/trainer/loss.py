@@ -1,7 +1,7 @@
 """What a user's function returned for a micro-batch, turned into a sum and its weight.
 
-The mean is taken over the global batch and not over the micro-batch. So accumulation, ragged last batches and ranks with
-fewer samples come out as if one process had computed the batch at once.
+The mean is taken over the global batch and not over the micro-batch. So accumulation, ragged last batches and ranks
+with fewer samples come out as if one process had computed the batch at once.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ def weighted_sum(result: Any, *, samples: int, what: str = "loss function") -> W
         return WeightedSum(_widened(total), float(weight))
     if not isinstance(result, Tensor):
         raise LossError(
-            f"the {what} returned {_describe(result)}; return a tensor: one loss per sample (shape [{samples}] here), the "
-            "mean as a scalar, or (sum, weight)."
+            f"the {what} returned {_describe(result)}; return a tensor: one loss per sample (shape [{samples}] here), "
+            "the mean as a scalar, or (sum, weight)."
         )
     if result.dim() == 0:
         return WeightedSum(_widened(result) * samples, float(samples))
     if result.shape != (samples,):
         raise LossError(
-            f"the {what} returned shape {list(result.shape)} for a micro-batch of {samples} samples; expected one loss per "
-            f"sample, shape [{samples}] (reduction='none', and .mean over other dimensions), the mean as a scalar, or "
-            "(sum, weight)."
+            f"the {what} returned shape {list(result.shape)} for a micro-batch of {samples} samples; expected one loss "
+            f"per sample, shape [{samples}] (reduction='none', and .mean over other dimensions), the mean as a scalar, "
+            "or (sum, weight)."
         )
     return WeightedSum(_widened(result).sum(), float(samples))
 

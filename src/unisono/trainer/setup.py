@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from unisono.trainer.snapshot import model_tensors
 
 __all__ = [
     "AverageUpdates",
+    "check_arguments",
     "check_equal_data",
     "check_equal_models",
     "check_schedulers",
@@ -29,6 +30,34 @@ __all__ = [
     "named_optimizers",
     "start_averages",
 ]
+
+
+def check_arguments(
+    *,
+    virtual_ranks: int | None,
+    resume: str,
+    scheduler_interval: str,
+    clip_grad_norm: float | None,
+    autocast: str | None,
+    ema_decay: float | None,
+    threads: int,
+) -> None:
+    """Refuse arguments that cannot be meant, before anything is started. Raises: ValueError."""
+    for name, value, choices in (
+        ("resume", resume, ("auto", "never", "must")),
+        ("scheduler_interval", scheduler_interval, ("step", "epoch")),
+        ("autocast", autocast, ("bf16", "fp16", None)),
+    ):
+        if value not in choices:
+            raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}")
+    if virtual_ranks is not None and virtual_ranks < 1:
+        raise ValueError(f"virtual_ranks={virtual_ranks} must be at least 1")
+    if clip_grad_norm is not None and not clip_grad_norm > 0:
+        raise ValueError(f"clip_grad_norm={clip_grad_norm} must be positive; None does not clip")
+    if ema_decay is not None and not 0 <= ema_decay < 1:
+        raise ValueError(f"ema_decay={ema_decay} must be at least 0 and below 1; 0.999 is common")
+    if threads < 1:
+        raise ValueError(f"threads={threads} must be at least 1")
 
 
 def named_optimizers(optimizer: Optimizer | Mapping[str, Optimizer]) -> dict[str, Optimizer]:
@@ -41,27 +70,23 @@ def named_optimizers(optimizer: Optimizer | Mapping[str, Optimizer]) -> dict[str
             )
         if isinstance(each, LBFGS):
             raise TypeError(
-                "LBFGS evaluates the loss several times within a step, which a step here does once: use another optimizer"
+                "LBFGS evaluates the loss several times within a step; a step here does once: use another optimizer"
             )
     if not optimizers:
         raise ValueError("Trainer was given no optimizer")
     return optimizers
 
 
-def check_schedulers(
-    scheduler: Any, interval: Literal["step", "epoch"], optimizers: Mapping[str, Optimizer]
-) -> dict[str, LRScheduler]:
+def check_schedulers(scheduler: Any, optimizers: Mapping[str, Optimizer]) -> dict[str, LRScheduler]:
     """Give the schedulers by the names of their optimizers. Raises: TypeError or ValueError where they do not fit."""
-    if interval not in ("step", "epoch"):
-        raise ValueError(f'scheduler_interval={interval!r} must be "step" or "epoch"')
     if scheduler is None:
         return {}
     schedulers = dict(scheduler) if isinstance(scheduler, Mapping) else {"": scheduler}
     for name, each in schedulers.items():
         if isinstance(each, ReduceLROnPlateau):
             raise TypeError(
-                "ReduceLROnPlateau needs a metric: call its step(metric) in your loop after trainer.evaluate, and give it to "
-                'Trainer as stateful={"scheduler": ...} so that it is saved.'
+                "ReduceLROnPlateau needs a metric: call its step(metric) in your loop after trainer.evaluate, and give "
+                'it to Trainer as stateful={"scheduler": ...} so that it is saved.'
             )
         if name not in optimizers:
             raise ValueError(f"scheduler {name!r} belongs to none of the optimizers {', '.join(map(repr, optimizers))}")
@@ -78,7 +103,7 @@ def choose_device(device: str | torch.device, modules: Mapping[str, nn.Module], 
             device = next(tensors, torch.empty(0)).device
     device = torch.device(device)
     if device.type == "cuda":
-        if device.index is None:
+        if str(device) == "cuda":
             device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
         # Algorithms chosen by timing, and those that add in any order, would give other bits each time.
@@ -99,19 +124,17 @@ def choose_virtual_ranks(
 
     Raises: ValueError if V is too small, or the arguments contradict the run that is to be resumed.
     """
-    if virtual_ranks is not None and virtual_ranks < 1:
-        raise ValueError(f"virtual_ranks={virtual_ranks} must be at least 1")
     if facts is not None:
         saved = facts["virtual_ranks"]
         if virtual_ranks not in (None, saved):
             raise ValueError(
-                f"virtual_ranks={virtual_ranks}, but the run in {directory} has virtual_ranks={saved}, which it keeps for "
-                "life since it changes the result: leave the argument out, or start anew in another directory."
+                f"virtual_ranks={virtual_ranks}, but the run in {directory} has virtual_ranks={saved}, which it keeps "
+                "for life since it changes the result: leave the argument out, or start anew in another directory."
             )
         if seed != facts["seed"]:
             raise ValueError(
-                f"seed={seed}, but the run in {directory} has seed={facts['seed']}: give that one, or start anew in another "
-                "directory."
+                f"seed={seed}, but the run in {directory} has seed={facts['seed']}: give that one, or start anew in "
+                "another directory."
             )
         virtual_ranks = saved
     chosen = virtual_ranks or world.size
@@ -157,8 +180,8 @@ def check_equal_data(world: World, num_samples: int | None, settings: LoaderSett
         if any(value != values[0] for value in values):
             listed = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
             raise RankMismatchError(
-                f"the dataset's {what} differs between ranks ({listed}). Give every rank the whole dataset, the same one: it "
-                "is divided here."
+                f"the dataset's {what} differs between ranks ({listed}). Give every rank the whole dataset, the same "
+                "one: it is divided here."
             )
 
 
@@ -166,8 +189,6 @@ def start_averages(modules: Mapping[str, nn.Module], decay: float | None) -> dic
     """Start an exponential moving average of each model's weights."""
     if decay is None:
         return {}
-    if not 0 <= decay < 1:
-        raise ValueError(f"ema_decay={decay} must be at least 0 and below 1; 0.999 is common")
     average = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
     return {prefix: AveragedModel(module, multi_avg_fn=average) for prefix, module in modules.items()}
 

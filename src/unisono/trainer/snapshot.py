@@ -120,8 +120,8 @@ def restore(
     if averages:
         if "ema" not in groups:
             raise CheckpointError(
-                f"{source} holds no averaged weights, but Trainer was given ema_decay: leave ema_decay out, or start anew "
-                "in another directory."
+                f"{source} holds no averaged weights, but Trainer was given ema_decay: leave ema_decay out, or start "
+                "anew in another directory."
             )
         _compare(averages, groups["ema"], source, "averaged model")
     others = decode(document["other"], groups["other"])
@@ -132,8 +132,9 @@ def restore(
     missing = sorted(subjects.others.keys() ^ others["others"].keys())
     if missing:
         raise CheckpointError(
-            f"{source} holds the state of {_listed(others['others'])}, but Trainer was given {_listed(subjects.others)}: "
-            "give it the same scheduler, autocast and stateful objects, or start anew in another directory."
+            f"{source} holds the state of {_listed(others['others'])}, but Trainer was given "
+            f"{_listed(subjects.others)}: give it the same scheduler, autocast and stateful objects, or start "
+            "anew in another directory."
         )
 
     with torch.no_grad():
@@ -203,8 +204,8 @@ def _compare_optimizers(subjects: Subjects, saved: Mapping[str, list[dict[str, A
     there = {key: [group["params"] for group in groups] for key, groups in saved.items()}
     if own != there:
         raise CheckpointError(
-            f"{source} was made with other optimizers or parameter groups: {_shape(there)} there, {_shape(own)} here. Build "
-            "the optimizer as it was, or start anew in another directory."
+            f"{source} was made with other optimizers or parameter groups: {_shape(there)} there, {_shape(own)} here. "
+            "Build the optimizer as it was, or start anew in another directory."
         )
 
 

@@ -159,9 +159,9 @@ class StepRunner:
         for p in parameters:
             if id(p) not in names:
                 raise ValueError(
-                    f"the optimizer has a parameter of shape {list(p.shape)} that belongs to no model given to Trainer. "
-                    'Give Trainer all models, for example {"generator": g, "discriminator": d}, and build the optimizer '
-                    "from their parameters."
+                    f"the optimizer has a parameter of shape {list(p.shape)} that belongs to no model given to "
+                    'Trainer. Give Trainer all models, for example {"generator": g, "discriminator": d}, and build the '
+                    "optimizer from their parameters."
                 )
         if not parameters:
             raise ValueError("the optimizer has no parameter that requires a gradient: there is nothing to train")
@@ -189,8 +189,8 @@ class StepRunner:
             raise NonFiniteLossError(_describe_bad(totals.loss, where, found))
         if totals.weight == 0:
             raise LossError(
-                f"the weights of all {batch.size} samples of {where} add up to 0, so the loss has no mean: give at least one "
-                "token or sample a weight above zero."
+                f"the weights of all {batch.size} samples of {where} add up to 0, so the loss has no mean: give at "
+                "least one token or sample a weight above zero."
             )
 
     def _finish_gradients(self, totals: Totals, batch: Batch) -> None:
@@ -205,9 +205,9 @@ class StepRunner:
         norm = nn.utils.clip_grad_norm_(self._trained.parameters, self._clip_grad_norm)
         if self.scaler is None and not math.isfinite(norm.item()):
             raise NonFiniteLossError(
-                f"the norm of the gradient is {norm.item()} at epoch {batch.epoch}, step {batch.step}, though the loss, "
-                f"{totals.loss / totals.weight:.6g}, is finite. The step did not happen: weights and buffers keep their "
-                "values from before it. Look for roots or logarithms of zero, or lower the learning rate."
+                f"the norm of the gradient is {norm.item()} at epoch {batch.epoch}, step {batch.step}, though the "
+                f"loss, {totals.loss / totals.weight:.6g}, is finite. The step did not happen: weights and buffers "
+                "keep their values from before it. Look for roots or logarithms of zero, or lower the learning rate."
             )
 
 

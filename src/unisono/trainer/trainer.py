@@ -17,16 +17,16 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import IterableDataset
 
 from unisono.comm import World, detect_placement
 from unisono.data.batch import Batch
 from unisono.data.fetch import Collate
-from unisono.data.loader import Loader, LoaderSettings
+from unisono.data.loader import Loader
 from unisono.data.stream import StreamLoader
 from unisono.engine import BufferTransaction, choose_engine
 from unisono.state.digest import digest
 from unisono.state.policy import Checkpoints
+from unisono.trainer.dealing import Dealer
 from unisono.trainer.display import open_log
 from unisono.trainer.evaluation import evaluate
 from unisono.trainer.keeping import Keeper, Resume
@@ -35,7 +35,7 @@ from unisono.trainer.modules import evaluating, plain_modules
 from unisono.trainer.run import Run
 from unisono.trainer.setup import (
     AverageUpdates,
-    check_equal_data,
+    check_arguments,
     check_equal_models,
     check_schedulers,
     choose_device,
@@ -111,11 +111,20 @@ class Trainer:
         overlap: bool = True,
         progress: bool = True,
     ) -> None:
+        check_arguments(
+            virtual_ranks=virtual_ranks,
+            resume=resume,
+            scheduler_interval=scheduler_interval,
+            clip_grad_norm=clip_grad_norm,
+            autocast=autocast,
+            ema_decay=ema_decay,
+            threads=threads,
+        )
         self.model = model
         self.optimizer = optimizer
         self._modules = plain_modules(model)
         optimizers = named_optimizers(optimizer)
-        self._schedulers = check_schedulers(scheduler, scheduler_interval, optimizers)
+        self._schedulers = check_schedulers(scheduler, optimizers)
         self._scheduler_interval = scheduler_interval
         placement = detect_placement(os.environ, parent=os.getppid())
         chosen = choose_device(device, self._modules, local_rank=placement.local_rank)
@@ -161,7 +170,7 @@ class Trainer:
         else:
             restore(self._subjects, found.groups, found.document, source=found.source)
             self._cursor = Cursor(**found.document["facts"]["cursor"])
-        self._loaders: dict[tuple[int, LoaderSettings], Loader | StreamLoader] = {}
+        self._dealer = Dealer(self._run)
         self._batch: Batch | None = None
         self._calls = 0
         self._epochs: int | None = None
@@ -285,11 +294,11 @@ class Trainer:
         Raises: ValueError, TypeError or DataError for a dataset or numbers that cannot be; RankMismatchError if ranks
             were given different ones.
         """
-        loader = self._loader(
+        loader = self._dealer.loader(
             dataset,
             stream="train",
             batch_size=batch_size,
-            shuffle=not isinstance(dataset, IterableDataset) if shuffle is None else shuffle,
+            shuffle=shuffle,
             micro_batch_size=micro_batch_size,
             workers=workers,
             collate_fn=collate_fn,
@@ -300,8 +309,8 @@ class Trainer:
         if cursor.step and now != before:
             raise ValueError(
                 f"the run stopped in epoch {cursor.epoch} before step {cursor.step}, with batch_size={before[0]} and "
-                f"{before[1]} samples; the epoch cannot go on with batch_size={now[0]} and {now[1]} samples, or samples "
-                "would be missed or seen twice. Give the same as before until the epoch ends."
+                f"{before[1]} samples; the epoch cannot go on with batch_size={now[0]} and {now[1]} samples, or "
+                "samples would be missed or seen twice. Give the same as before until the epoch ends."
             )
         cursor.batch_size, cursor.num_samples = now
         self._batch_size = batch_size
@@ -394,7 +403,7 @@ class Trainer:
         Returns: a `Metric`, a float that knows its sum and count; a dict of them if the function returned a dict.
         """
         started_s = time.monotonic()
-        loader = self._loader(
+        loader = self._dealer.loader(
             dataset,
             stream="evaluate",
             batch_size=batch_size or self._batch_size or 32 * self.virtual_ranks,
@@ -409,7 +418,7 @@ class Trainer:
             result = evaluate(self._run, function, models, loader.batches(epoch=0))
         self._run.set_generators("loop", self._cursor.epoch, self._cursor.step, 0)
         single = isinstance(result, Metric)
-        metrics = {name: result} if single else result
+        metrics: dict[str, Metric] = {name: result} if isinstance(result, Metric) else result
         cursor = self._cursor
         self._log.emit(
             "evaluation",
@@ -468,28 +477,12 @@ class Trainer:
         }
         return digest({"model": model_tensors(self._modules), "optimizer": optimizers})
 
-    def _loader(self, dataset: Any, **settings: Any) -> Loader | StreamLoader:
-        full = LoaderSettings(
-            virtual_ranks=self.virtual_ranks,
-            seed=self._run.seed,
-            block=self._run.block,
-            pin_memory=self.device.type == "cuda",
-            **settings,
-        )
-        key = (id(dataset), full)
-        if key not in self._loaders:
-            kind = StreamLoader if isinstance(dataset, IterableDataset) else Loader
-            loader = kind(dataset, full)
-            check_equal_data(self._run.world, loader.num_samples, full)
-            self._loaders[key] = loader
-        return self._loaders[key]
-
     def _runner(self, name: str | None) -> StepRunner:
         if name is None and len(self._runners) == 1:
             return next(iter(self._runners.values()))
         if name not in self._runners:
             raise ValueError(
-                f"optimizer={name!r}: Trainer was given several optimizers; name one of {', '.join(map(repr, self._runners))}"
+                f"optimizer={name!r}, but Trainer was given several: name one of {', '.join(map(repr, self._runners))}"
             )
         return self._runners[name]
 

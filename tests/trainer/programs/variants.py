@@ -6,8 +6,8 @@ from functools import partial
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import unisono
 from unisono.state.digest import digest
@@ -46,7 +46,13 @@ class Stream(IterableDataset):
 def mlp(**options):
     torch.manual_seed(1)
     return nn.Sequential(
-        nn.Linear(FEATURES, 33), nn.BatchNorm1d(33), nn.ReLU(), nn.Dropout(0.3), nn.Linear(33, 17), nn.ReLU(), nn.Linear(17, CLASSES)
+        nn.Linear(FEATURES, 33),
+        nn.BatchNorm1d(33),
+        nn.ReLU(),
+        nn.Dropout(0.3),
+        nn.Linear(33, 17),
+        nn.ReLU(),
+        nn.Linear(17, CLASSES),
     )
 
 
@@ -74,7 +80,8 @@ def simple(**options):
 def scheduler():
     model = mlp()
     optimizer = adamw(model)
-    return train(model, optimizer, scheduler=torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)).digest()
+    cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)
+    return train(model, optimizer, scheduler=cycle).digest()
 
 
 def sgd(**options):
@@ -194,7 +201,7 @@ def gan():
 def big():
     """Parameters larger than a bucket, and many small ones."""
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(FEATURES, 1500), nn.ReLU(), nn.Linear(1500, 1500), *(nn.Linear(1500, 3) for _ in range(1)))
+    model = nn.Sequential(nn.Linear(FEATURES, 1500), nn.ReLU(), nn.Linear(1500, 1500), nn.Linear(1500, 3))
     last = lambda m, b: F.cross_entropy(m(b[0]), b[1] % 3, reduction="none")  # noqa: E731
     return train(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=last, epochs=1).digest()
 

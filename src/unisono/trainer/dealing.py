@@ -1,0 +1,53 @@
+"""Loaders of a run: the training and test sets that a trainer was given, made ready to deal out.
+
+A loader is kept between epochs, so that worker processes are started once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from unisono.data.loader import Loader, LoaderSettings
+from unisono.data.stream import StreamLoader
+from unisono.trainer.run import Run
+from unisono.trainer.setup import check_equal_data
+
+__all__ = ["Dealer"]
+
+# A script that makes a new dataset each epoch must not keep all of them alive.
+_KEPT_LOADERS = 4
+
+
+class Dealer:
+    """Makes and keeps the loaders of one run."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._loaders: dict[tuple[int, LoaderSettings], Loader | StreamLoader] = {}
+
+    def loader(self, dataset: Any, *, shuffle: bool | None, **settings: Any) -> Loader | StreamLoader:
+        """Give the loader of a dataset; a new one is compared between ranks, so every rank must call it.
+
+        Args: shuffle None means yes for a map-style dataset and no for an iterable one; settings are further fields of
+            LoaderSettings.
+        """
+        stream = isinstance(dataset, IterableDataset)
+        full = LoaderSettings(
+            virtual_ranks=self._run.virtual_ranks,
+            seed=self._run.seed,
+            block=self._run.block,
+            pin_memory=self._run.device.type == "cuda",
+            shuffle=not stream if shuffle is None else shuffle,
+            **settings,
+        )
+        # The loader keeps the dataset alive, so its id belongs to no other while the entry is here.
+        key = (id(dataset), full)
+        if key not in self._loaders:
+            loader = StreamLoader(dataset, full) if stream else Loader(dataset, full)
+            check_equal_data(self._run.world, loader.num_samples, full)
+            self._loaders[key] = loader
+            if len(self._loaders) > _KEPT_LOADERS:
+                del self._loaders[next(iter(self._loaders))]
+        return self._loaders[key]

@@ -1,0 +1,323 @@
+"""A mistake gets one clear sentence with the numbers and the remedy, and nothing is lost."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+import unisono
+from unisono.errors import CheckpointError, DataError, LossError, NonFiniteLossError
+
+
+def make_trainer(model=None, **options):
+    torch.manual_seed(0)
+    model = model or nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    optimizer = options.pop("optimizer", None) or torch.optim.AdamW(model.parameters(), lr=0.1)
+    return unisono.Trainer(model, optimizer, **{"virtual_ranks": 4, "progress": False, **options})
+
+
+def make_data(n=40):
+    return TensorDataset(torch.randn(n, 4, generator=torch.Generator().manual_seed(1)), torch.arange(n) % 3)
+
+
+def per_sample(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def first_batch(trainer, data=None, **options):
+    return next(trainer.batches(data if data is not None else make_data(), **{"batch_size": 8, **options}))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"batch_size": 3}, ValueError, ["batch_size=3", "virtual_ranks=4", "Raise batch_size to 4"]),
+        ({"micro_batch_size": 0}, ValueError, ["micro_batch_size=0", "at least 1"]),
+        ({"workers": -1}, ValueError, ["workers=-1"]),
+        ({"data": make_data(0)}, DataError, ["empty", "TensorDataset"]),
+        ({"data": make_data(5), "drop_last": True}, DataError, ["5 samples", "batch_size=8", "drop_last"]),
+        ({"data": DataLoader(make_data())}, TypeError, ["DataLoader", "the dataset itself"]),
+        ({"data": 7}, TypeError, ["int", "map-style"]),
+        ({"data": iter(())}, TypeError, ["map-style"]),
+    ],
+)
+def test_batches_refuse_what_cannot_be(options, error, words):
+    with pytest.raises(error) as caught:
+        first_batch(make_trainer(), **options)
+    assert_says(caught, *words)
+
+
+def test_a_dataset_without_length_and_an_empty_stream():
+    class Endless(Dataset):
+        def __getitem__(self, index):
+            return index
+
+    class Nothing(IterableDataset):
+        def __iter__(self):
+            return iter(())
+
+    with pytest.raises(TypeError, match=r"Endless has no __len__: add it, or make the dataset an IterableDataset"):
+        first_batch(make_trainer(), Endless())
+    with pytest.raises(DataError, match="yielded nothing in epoch 0"):
+        first_batch(make_trainer(), Nothing())
+    with pytest.raises(ValueError, match="shuffle=True cannot be done for Nothing"):
+        first_batch(make_trainer(), Nothing(), shuffle=True)
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (lambda m, b: per_sample(m, b).detach(), ["no gradient", "detached"]),
+        (lambda m, b: m(b[0]), [r"shape [2, 3]", "micro-batch of 2 samples", "shape [2]", "reduction='none'"]),
+        (lambda m, b: per_sample(m, b).sum().item(), ["float", "one loss per sample (shape [2] here)"]),
+        (lambda m, b: None, ["None", "return a tensor"]),
+        (lambda m, b: (per_sample(m, b), 2), ["a tensor of shape [2]", "(sum, weight)"]),
+        (lambda m, b: (per_sample(m, b).sum(), "2"), ["'2'", "(sum, weight)"]),
+        (lambda m, b: (per_sample(m, b).sum(), -1.0), ["weight -1.0", "zero or more"]),
+        (lambda m, b: (per_sample(m, b).sum(), 0), ["add up to 0", "8 samples"]),
+    ],
+)
+def test_a_loss_that_cannot_be_trained_on_changes_nothing(loss, words):
+    trainer = make_trainer()
+    before = trainer.digest()
+    batch = first_batch(trainer)
+    with pytest.raises(LossError) as caught:
+        trainer.step(loss, batch)
+    assert_says(caught, *words)
+    assert trainer.digest() == before
+    assert trainer.step(per_sample, batch) > 0  # and one can go on
+
+
+def test_nan_loss_is_named_with_step_virtual_rank_and_samples_and_changes_nothing():
+    trainer = make_trainer()
+    data = make_data()
+    data.tensors[0][13] = torch.nan
+    for batch in trainer.batches(data, batch_size=8, shuffle=False):
+        before = trainer.digest()
+        if batch.step < 1:
+            trainer.step(per_sample, batch)
+            continue
+        with pytest.raises(NonFiniteLossError) as caught:
+            trainer.step(per_sample, batch)
+        break
+    assert trainer.digest() == before
+    # Position 13 is the sixth of step 1, so virtual rank 1 has it, with position 9.
+    assert_says(caught, "loss is nan at epoch 0, step 1", "virtual rank 1 (rank 0): loss nan, samples 9, 13", "rate")
+    assert "virtual rank 0" not in str(caught.value)
+
+
+def test_infinite_gradient_under_a_finite_loss_is_refused_when_clipping():
+    trainer = make_trainer(clip_grad_norm=1.0)
+    before = trainer.digest()
+    batch = first_batch(trainer)
+    with pytest.raises(NonFiniteLossError, match=r"norm of the gradient is (inf|nan)"):
+        trainer.step(lambda m, b: (m(b[0]) * 0).sum(1).sqrt(), batch)
+    assert trainer.digest() == before
+
+
+def test_an_exception_in_the_loss_function_is_the_users_own_and_changes_nothing():
+    trainer = make_trainer()
+    before, calls = trainer.digest(), []
+
+    def fails_late(model, batch):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyError("mine")
+        return per_sample(model, batch)
+
+    batch = first_batch(trainer)
+    with pytest.raises(KeyError, match="mine"):
+        trainer.step(fails_late, batch)
+    assert trainer.digest() == before
+
+
+def test_sparse_gradients_are_refused_by_name():
+    model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Flatten(), nn.Linear(8, 3))
+    trainer = make_trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    data = TensorDataset(torch.arange(80).view(40, 2) % 10, torch.arange(40) % 3)
+    with pytest.raises(LossError, match=r"'0.weight' of shape \[10, 4\] got a sparse gradient.*sparse=False"):
+        trainer.step(per_sample, first_batch(trainer, data))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"virtual_ranks": 0}, ValueError, ["virtual_ranks=0", "at least 1"]),
+        ({"ema_decay": 1.0}, ValueError, ["ema_decay=1.0", "below 1"]),
+        ({"scheduler_interval": "batch"}, ValueError, ["'batch'", "'step', 'epoch'"]),
+        ({"resume": "must"}, ValueError, ["directory"]),
+        ({"autocast": "fp8"}, ValueError, ["'fp8'", "bf16"]),
+        ({"clip_grad_norm": -1.0}, ValueError, ["clip_grad_norm=-1.0"]),
+        ({"threads": 0}, ValueError, ["threads=0"]),
+        ({"resume": "maybe"}, ValueError, ["'maybe'", "auto"]),
+    ],
+)
+def test_trainer_refuses_arguments_that_cannot_be(options, error, words):
+    with pytest.raises(error) as caught:
+        make_trainer(**options)
+    assert_says(caught, *words)
+
+
+def test_trainer_refuses_optimizers_and_schedulers_that_cannot_serve():
+    model = nn.Linear(4, 3)
+    with pytest.raises(TypeError, match="LBFGS evaluates the loss several times"):
+        make_trainer(model, optimizer=torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(TypeError, match=r"expected a torch\.optim\.Optimizer"):
+        make_trainer(model, optimizer=model.parameters())
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(TypeError, match=r"ReduceLROnPlateau needs a metric: .* stateful="):
+        make_trainer(model, scheduler=plateau)
+    stranger = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    trainer = make_trainer(model, optimizer=stranger)
+    with pytest.raises(ValueError, match=r"parameter of shape \[2, 2\] that belongs to no model"):
+        trainer.step(per_sample, first_batch(trainer))
+
+
+def test_a_batch_is_used_in_its_turn():
+    trainer = make_trainer()
+    batches = trainer.batches(make_data(), batch_size=8)
+    stale = next(batches)
+    next(batches)
+    with pytest.raises(ValueError, match=r"the batch that trainer\.batches gave last"):
+        trainer.step(per_sample, stale)
+
+
+def test_several_optimizers_must_be_named():
+    models = {"a": nn.Linear(4, 3), "b": nn.Linear(4, 3)}
+    optimizers = {name: torch.optim.SGD(m.parameters(), lr=0.1) for name, m in models.items()}
+    trainer = unisono.Trainer(models, optimizers, virtual_ranks=2, progress=False)
+    with pytest.raises(ValueError, match="name one of 'a', 'b'"):
+        trainer.step(lambda m, b: per_sample(m["a"], b), first_batch(trainer))
+
+
+def test_a_directory_that_cannot_be_used(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError) as caught:
+        make_trainer(directory=tmp_path / "file" / "run")
+    assert_says(caught, "cannot be used", "Not a directory", "directory=None")
+    with pytest.raises(CheckpointError, match="cannot be used"):
+        make_trainer(directory="/proc/nothing/run")
+
+
+def test_state_that_would_need_pickle_is_named(tmp_path):
+    class Odd:
+        def state_dict(self):
+            return {"inner": [object()]}
+
+        def load_state_dict(self, state):
+            pass
+
+    trainer = make_trainer(directory=tmp_path, stateful={"odd": Odd()})
+    with pytest.raises(CheckpointError) as caught:
+        trainer.save()
+    assert_says(caught, "odd.inner.0", "object")
+
+
+FULL_DISK = """
+import resource, sys, torch, unisono
+from torch import nn
+from torch.utils.data import TensorDataset
+model = nn.Linear(1000, 100)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+trainer = unisono.Trainer(model, optimizer, virtual_ranks=2, directory=sys.argv[1],
+                          checkpoints=unisono.Checkpoints(every_steps=1), progress=False)
+data = TensorDataset(torch.randn(40, 1000))
+for epoch in trainer.epochs(2):
+    for batch in trainer.batches(data, batch_size=8):
+        trainer.step(lambda m, b: m(b[0]).square().sum(1), batch)
+        if trainer.steps == 3:
+            # No file may grow beyond 100 kB from here on: what a full disk does, without one.
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+        if trainer.steps == int(sys.argv[2]):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+print("weights sha256:", trainer.digest())
+"""
+
+
+def test_a_disk_that_fills_up_does_not_end_the_run_and_is_told(run_ranks, tmp_path):
+    job = run_ranks(1, FULL_DISK, tmp_path / "run", 7)
+    steps = sorted(int(folder.name[5:]) for folder in (tmp_path / "run" / "checkpoints").iterdir())
+    assert steps == [8, 9, 10]  # room again after step 7
+    assert "checkpoint not written" in (tmp_path / "run" / "events.jsonl").read_text()
+    assert job.sha()
+
+
+def test_a_disk_that_stays_full_is_an_error_at_the_end_and_older_checkpoints_stay(run_ranks, tmp_path):
+    job = run_ranks(1, FULL_DISK, tmp_path / "run", 100, code=1)
+    assert "step 10 was not written" in job.err
+    assert "Older checkpoints are untouched" in job.err
+    kept = sorted(folder.name for folder in (tmp_path / "run" / "checkpoints").iterdir())
+    assert [name for name in kept if name.startswith("step")] == ["step-000000001", "step-000000002", "step-000000003"][
+        : len(kept)
+    ]
+    assert kept
+
+
+PREAMBLE = """
+import os, torch, unisono
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+RANK = int(os.environ["RANK"])
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+n, batch_size = 40, 8
+data = TensorDataset(torch.randn(60, 4), torch.arange(60) % 3)
+def loss(m, b): return F.cross_entropy(m(b[0]), b[1], reduction="none")
+"""
+RUN = """
+trainer = unisono.Trainer(model, torch.optim.AdamW(model.parameters()), virtual_ranks=4, progress=False)
+before = trainer.digest()
+try:
+    for batch in trainer.batches(TensorDataset(*(t[:n] for t in data.tensors)), batch_size=batch_size, shuffle=False):
+        trainer.step(loss, batch)
+        before = trainer.digest()
+finally:
+    print("unchanged", trainer.digest() == before, flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            "torch.manual_seed(RANK); model = nn.Linear(4, 3)",
+            ["model differs", "'weight' of rank 1", "torch.manual_seed"],
+        ),
+        ("model = nn.Linear(4, 3 + RANK)", ["model differs between ranks", "rank 1"]),
+        ("n = 40 - RANK", ["number of samples differs between ranks", "rank 0: 40, rank 1: 39"]),
+        ("batch_size = 8 + RANK", ["batch_size differs between ranks", "rank 0: 8, rank 1: 9"]),
+    ],
+)
+def test_ranks_that_differ_are_told_so_on_all_ranks(run_ranks, change, words):
+    job = run_ranks(2, PREAMBLE + change + RUN, code=1)
+    for word in words:
+        assert word in job.err
+    assert "RankMismatchError" in job.err
+
+
+def test_nan_on_one_rank_is_named_on_all_ranks(run_ranks):
+    handler = "except unisono.errors.NonFiniteLossError as error:\n    print(error)\nfinally:"
+    catch = RUN.replace("finally:", handler)
+    job = run_ranks(3, PREAMBLE + "import unisono.errors\ndata.tensors[0][11] = torch.inf" + catch)
+    for rank in range(3):
+        said = "\n".join(job.lines(rank))
+        assert "epoch 0, step 1" in said
+        assert re.search(r"virtual rank 3 \(rank 2\): loss (nan|inf), samples 11, 15", said)
+        assert "unchanged True" in said
+
+
+def test_more_ranks_than_virtual_ranks_says_what_to_change(run_ranks):
+    job = run_ranks(5, PREAMBLE + RUN, code=1)
+    assert "world_size=5 exceeds virtual_ranks=4: 1 rank would be idle" in job.err
+    assert "Start at most 4 ranks, or raise virtual_ranks" in job.err
+
+
+def assert_says(caught, *words):
+    for word in words:
+        assert word in str(caught.value)
