@@ -38,15 +38,15 @@ class Placement:
             raise ValueError(f"rank={self.rank} is outside [0, {self.world_size}): check what {self.launcher} set")
 
 
-def detect_placement(environ: Mapping[str, str], *, parent: int) -> Placement:
+def detect_placement(environ: Mapping[str, str], *, parent: str) -> Placement:
     """Read the placement of this process from its environment.
 
-    Args: parent is the id of the parent process; under MPICH on one host it names the job, for lack of anything better.
+    Args: parent names the parent process; under MPICH on one host it names the job, for lack of anything better.
     Raises: ValueError if variables contradict each other, or if several hosts cannot find each other.
 
-    >>> detect_placement({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, parent=1).rank
+    >>> detect_placement({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, parent="1").rank
     1
-    >>> detect_placement({}, parent=1).launcher
+    >>> detect_placement({}, parent="1").launcher
     'none'
     """
     if "RANK" in environ and "WORLD_SIZE" in environ:
@@ -103,7 +103,7 @@ def _from_mpi(
     local_rank_name: str,
     local_size_name: str,
     *,
-    parent: int,
+    parent: str,
 ) -> Placement:
     rank, world_size = _integer(environ, rank_name), _integer(environ, size_name)
     local_world_size = _integer(environ, local_size_name, default=world_size)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from unisono.comm.placement import Placement, detect_placement
 from unisono.errors import LaunchError
 
-__all__ = ["World"]
+__all__ = ["World", "own_placement"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +48,7 @@ class World:
         has started itself is used as it is. A group started here is ended at exit.
         Raises: LaunchError if the other ranks cannot be reached, ValueError if the environment contradicts itself.
         """
-        placement = detect_placement(os.environ, parent=os.getppid())
+        placement = own_placement()
         if not dist.is_initialized():
             if placement.world_size == 1:
                 return cls(local_rank=placement.local_rank)
@@ -87,12 +87,28 @@ class World:
         return ctypes.string_at(received.data_ptr(), received.numel())
 
 
+def own_placement() -> Placement:
+    """Find the placement of this process."""
+    return detect_placement(os.environ, parent=_parent_identity())
+
+
+def _parent_identity() -> str:
+    """Name the parent process so that no other, also a later one with the same id, has the name."""
+    parent = os.getppid()
+    try:
+        started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:  # not Linux, or a parent that is hidden from us
+        started = "0"
+    return f"{parent}-{started}"
+
+
 def _start_group(placement: Placement, device: torch.device, *, timeout_s: float) -> None:
     backend = "nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_s)
     try:
         if placement.meeting.startswith("file:"):
             path = _meeting_folder() / placement.meeting.removeprefix("file:")
+            atexit.register(path.unlink, missing_ok=True)  # runs after the group has ended: last in, first out
             store = dist.FileStore(str(path), placement.world_size)  # type: ignore[attr-defined]
             dist.init_process_group(
                 backend, store=store, rank=placement.rank, world_size=placement.world_size, timeout=timeout

@@ -7,7 +7,6 @@ class holds a list of the whole dataset. Start reading at `DistributedSampler`.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from torch.utils.data import Dataset
 from torch.utils.data.distributed import DistributedSampler as TorchDistributedSampler
 
-from unisono.comm.placement import detect_placement
+from unisono.comm import own_placement
 from unisono.errors import DataError
 from unisono.plan.permutation import permute
 
@@ -225,7 +224,7 @@ def _place(rank: int | None, num_replicas: int | None) -> tuple[int, int]:
         if dist.is_available() and dist.is_initialized():
             own_rank, world_size, found = dist.get_rank(), dist.get_world_size(), "from torch.distributed"
         else:
-            placement = detect_placement(os.environ, parent=os.getppid())
+            placement = own_placement()
             own_rank, world_size, found = (
                 placement.rank,
                 placement.world_size,

@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from unisono.comm import World, detect_placement
+from unisono.comm import World, own_placement
 from unisono.data.batch import Batch
 from unisono.data.fetch import Collate
 from unisono.data.loader import Loader
@@ -126,7 +126,7 @@ class Trainer:
         optimizers = named_optimizers(optimizer)
         self._schedulers = check_schedulers(scheduler, optimizers)
         self._scheduler_interval = scheduler_interval
-        placement = detect_placement(os.environ, parent=os.getppid())
+        placement = own_placement()
         chosen = choose_device(device, self._modules, local_rank=placement.local_rank)
         if chosen.type == "cpu":
             torch.set_num_threads(threads)
