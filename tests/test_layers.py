@@ -1,0 +1,108 @@
+"""The structure that docs/architecture.md draws: imports point down the layers in no circle; names are documented."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import subprocess
+import sys
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import unisono
+
+ROOT = Path(unisono.__file__).parent
+# From the top. The launcher and the trainer do not need each other.
+LAYERS = ["cli", "launch", "trainer", "engine", "data", "state", "comm", "plan", "watch"]
+APART = {("launch", "trainer"), ("launch", "engine"), ("launch", "data"), ("launch", "state"), ("launch", "comm")}
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(path: Path) -> set[str]:
+    """The modules of unisono that a file imports, wherever in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return {name for name in found if name.startswith("unisono.")}
+
+
+MODULES = {module_name(path): imports_of(path) for path in ROOT.rglob("*.py")}
+
+
+def layer_of(module: str) -> str | None:
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 and parts[1] in LAYERS else None
+
+
+def test_every_folder_is_a_layer():
+    folders = {path.name for path in ROOT.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert folders == set(LAYERS)
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_imports_point_down(module):
+    own = layer_of(module)
+    for imported in MODULES[module]:
+        other = layer_of(imported)
+        if own is None or other is None or own == other:
+            continue
+        assert LAYERS.index(own) < LAYERS.index(other), f"{module} imports {imported}, which is above it"
+        assert (own, other) not in APART, f"{module} imports {imported}: the launcher must not need the trainer's side"
+
+
+def test_no_module_is_in_a_circle():
+    graph = {
+        name: {found for found in imports if found in MODULES and found != name} - _own_package(name)
+        for name, imports in MODULES.items()
+        if name != "unisono"
+    }
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+
+
+def _own_package(module: str) -> set[str]:
+    # A package's __init__ re-exports its modules, which name each other in full.
+    return {module.rpartition(".")[0]}
+
+
+@pytest.mark.parametrize("module", ["unisono", "unisono.cli.main", "unisono.watch", "unisono.launch"])
+def test_the_launchers_side_starts_without_torch(module):
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'rich' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+def test_importing_changes_nothing():
+    code = """
+import os, random, threading, torch
+before = dict(os.environ), random.getstate(), torch.get_rng_state(), threading.active_count(), torch.get_num_threads()
+from unisono import Trainer, Checkpoints, Metric
+import unisono.data, unisono.comm, unisono.engine
+after = dict(os.environ), random.getstate(), torch.get_rng_state(), threading.active_count(), torch.get_num_threads()
+assert before[:2] == after[:2] and before[3:] == after[3:] and torch.equal(before[2], after[2])
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("package", ["unisono", *(f"unisono.{layer}" for layer in LAYERS)])
+def test_all_names_exist_and_are_documented(package):
+    module = importlib.import_module(package)
+    assert module.__doc__
+    for name in getattr(module, "__all__", []):
+        value = getattr(module, name)
+        if inspect.isroutine(value) or inspect.isclass(value):
+            assert value.__doc__, f"{package}.{name} has no docstring"
+
+
+def test_public_names_stand_in_the_docs():
+    docs = "\n".join(path.read_text() for path in (ROOT.parents[1] / "docs").glob("*.md"))
+    for name in unisono.__all__:
+        assert f"unisono.{name}" in docs or f"`{name}" in docs, f"unisono.{name} is in no page of docs/"
