@@ -178,7 +178,9 @@ class Progress:
             seconds = max(0.0, self._latest_s - self._started_s) if seconds is None else seconds
             rate = f", {format_rate(self._samples / self._trained_s)} samples/s" if self._trained_s > 0 else ""
             look.remark(f"finished at step {steps:,} after {format_duration(seconds)}{rate}")
+        epochs = self._epochs
         self._reset()
+        self._epochs = epochs  # an evaluation that follows is still of this run
 
     def _enter(self, look: Look, event: Event, *, first: int, started_s: float) -> EpochView:
         number = _whole(event, "epoch") or 0
