@@ -45,6 +45,17 @@ def test_killed_run_goes_on_to_the_same_bits(run_ranks, tmp_path, expected, die_
     assert_each_sample_once(tmp_path / "dealt.txt")
 
 
+@pytest.mark.parametrize(("phase", "code", "saved"), [("error", 1, 7), ("interrupt", 130, 7), ("update", 1, None)])
+def test_an_error_or_ctrl_c_loses_no_step(run_ranks, tmp_path, expected, phase, code, saved):
+    """The last step that was done is saved when the process ends; but not a state that was being written."""
+    args = ["--virtual-ranks", 4, "--every", 1000, "--die-at", 7, "--phase", phase]
+    run_ranks(2, PROGRAM, tmp_path, *args, code=code)
+    assert finish(run_ranks, tmp_path, 3) == expected
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    resumed = [event["total_steps"] for event in events if event["event"] == "resume"]
+    assert resumed == [saved or 5]  # the end of the first epoch has been saved before
+
+
 def test_stopping_after_any_step_changes_nothing(run_ranks, tmp_path, expected):
     """Stopped on purpose, again and again, each time with another number of ranks; saved at the end only."""
     for n, steps in [(1, 2), (4, 5), (2, 5), (3, 11)]:

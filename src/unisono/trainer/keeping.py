@@ -113,6 +113,23 @@ class Keeper:
         if error is not None:
             raise error
 
+    def rescue(self, total_steps: int, capture: Callable[[], Snapshot]) -> None:
+        """Write what is newer than every checkpoint, in this thread, while the process ends. A failure is only told."""
+        if self._store is None or self._writer is None or total_steps <= self._last_steps:
+            return
+        self._writer.wait()
+        if any(info.step >= total_steps for info in self._store.list()):
+            return  # A later trainer of this process went on from here.
+        started_s = time.monotonic()
+        try:
+            groups, document = capture()
+            info = self._store.write(total_steps, groups, document)
+            self._store.prune(self._policy.keep)
+        except CheckpointError as error:
+            self._log.emit("warning", message=f"checkpoint not written: {error}")
+        else:
+            self._on_written(info, time.monotonic() - started_s)
+
     def _on_written(self, info: CheckpointInfo, seconds: float) -> None:
         self._log.emit(
             "checkpoint", path=str(info.path), total_steps=info.step, nbytes=info.nbytes, seconds=round(seconds, 3)

@@ -62,6 +62,8 @@ class StepRunner:
             self.scaler = torch.amp.GradScaler(run.device.type)
             # A rank without a share of some batch scales no loss, but must unscale like the others.
             self.scaler.scale(torch.zeros((), device=run.device))
+        self.updating = False
+        """Whether the state is being written: between here and the caller's setting it back, it is of no step."""
         self._trained = Trained((), ())
         self._restricted = False
         self._losses: list[tuple[Share, Tensor]] = []
@@ -84,6 +86,7 @@ class StepRunner:
             totals = self._engine.finish()
             self._check(totals, batch)
             self._finish_gradients(totals, batch)
+            self.updating = True
             self._buffers.commit(surprised=totals.surprised)
         except BaseException:
             self._engine.abort()

@@ -6,8 +6,10 @@ This file is the public face and the order of things; the work is done in the fi
 
 from __future__ import annotations
 
+import atexit
 import os
 import time
+import weakref
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -200,6 +202,8 @@ class Trainer:
                 "resume", path=found.source, epoch=cursor.epoch, step=cursor.step, total_steps=cursor.total_steps
             )
         self._keeper.begin(self._log, total_steps=self._cursor.total_steps)
+        if self.directory is not None and self.is_main:
+            atexit.register(_rescue, weakref.ref(self))
 
     @property
     def rank(self) -> int:
@@ -365,6 +369,7 @@ class Trainer:
         if not self._calls:
             cursor.step, cursor.total_steps = batch.step + 1, cursor.total_steps + 1
         self._calls += 1
+        runner.updating = False
         self._loss_sum, self._loss_weight = self._loss_sum + mean * batch.size, self._loss_weight + batch.size
         now = time.monotonic()
         self._log.emit(
@@ -507,3 +512,16 @@ class Trainer:
     def _capture(self) -> tuple[dict[str, Any], dict[str, Any]]:
         constants = {"seed": self._run.seed, "virtual_ranks": self.virtual_ranks}
         return capture(self._subjects, facts_of(constants, self._cursor))
+
+    def _rescue(self) -> None:
+        # In the middle of an update, or between the steps of several optimizers, the state is of no step.
+        if any(runner.updating for runner in self._runners.values()) or self._calls not in (0, len(self._runners)):
+            return
+        self._keeper.rescue(self._cursor.total_steps, self._capture)
+
+
+def _rescue(reference: weakref.ref[Trainer]) -> None:
+    """Save the last step that was done when the process ends by Ctrl-C or an error."""
+    trainer = reference()
+    if trainer is not None:
+        trainer._rescue()

@@ -18,7 +18,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("directory")
 parser.add_argument("--steps", type=int)
 parser.add_argument("--die-at", type=int, default=-1)
-parser.add_argument("--phase", choices=["loss", "after", "save"])
+parser.add_argument("--phase", choices=["loss", "after", "save", "error", "interrupt", "update"])
 parser.add_argument("--every", type=int, default=1)
 parser.add_argument("--width", type=int, default=16)
 parser.add_argument("--virtual-ranks", type=int)
@@ -44,6 +44,10 @@ data = TensorDataset(torch.randn(90, 8, generator=generator), torch.randint(0, 4
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(8, args.width), nn.BatchNorm1d(args.width), nn.Dropout(0.2), nn.Linear(args.width, 4))
 optimizer = getattr(torch.optim, args.optimizer)(model.parameters(), lr=0.01)
+if args.phase == "update":
+    steps_left = iter(range(args.die_at, -1, -1))
+    optimizer.register_step_post_hook(lambda *_: next(steps_left) or 1 / 0)  # fails when the weights are written
+
 trainer = unisono.Trainer(
     model,
     optimizer,
@@ -64,6 +68,10 @@ with open(f"{args.directory}/dealt.txt", "a") as dealt:  # noqa: PTH123
             indices = [i for share in batch.shares for m in share.micro_batches for i in m.indices]
             os.write(dealt.fileno(), f"{epoch} {batch.step} {trainer.rank} {indices}\n".encode())
             die("after")
+            if trainer.steps == args.die_at and args.phase == "error":
+                raise RuntimeError("the user's own")
+            if trainer.steps == args.die_at and args.phase == "interrupt":
+                raise KeyboardInterrupt
             if args.phase == "save" and trainer.steps == args.die_at:
                 trainer.save()
                 die("save")
