@@ -2,7 +2,7 @@
 
 An engine sums the gradients of one step over its virtual ranks (the leaves of the plan's tree) and leaves the sum in
 `p.grad` on every rank. The calls of a step are `start`; then for each leaf of this rank `close_forward` before the last
-backward of the leaf and `close_leaf` after it; then `finish`, or `abort` where the step fails on the way.
+backward of the leaf and `close_leaf` after it; then `flush` and `finish`, or `abort` where the step fails on the way.
 """
 
 from __future__ import annotations
@@ -50,6 +50,9 @@ class Engine(Protocol):
     def close_leaf(self, leaf: int) -> None:
         """Take the gradients of one leaf, whose last backward has ended."""
 
+    def flush(self) -> None:
+        """Send what has not been sent yet. Every rank must call it, also one without leaves."""
+
     def finish(self) -> Totals:
         """Complete the sum over all ranks: p.grad is the sum, or None where no leaf gave a gradient.
 
@@ -66,8 +69,11 @@ class Engine(Protocol):
 def totals_row(loss: Tensor, weight: float, *, surprised: bool) -> Tensor:
     """Lay a leaf's totals out as float32, shape [4], so that they can be summed like a gradient."""
     high = float(weight // _WEIGHT_BASE)
-    row = torch.tensor([0.0, high, weight - high * _WEIGHT_BASE, float(surprised)], device=loss.device)
-    row[0] = loss.detach()
+    low = weight - high * _WEIGHT_BASE
+    if loss.device.type == "cpu":
+        return torch.tensor([loss.item(), high, low, surprised], dtype=torch.float32)
+    row = torch.tensor([0.0, high, low, surprised], dtype=torch.float32, device=loss.device)
+    row[0] = loss.detach()  # without waiting for the device
     return row
 
 

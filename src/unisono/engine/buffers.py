@@ -59,7 +59,10 @@ class _Tracked:
 
 
 class BufferTransaction:
-    """The buffers of a model over one step: `start`, then for each leaf `close_leaf`, then `commit` or `roll_back`."""
+    """The buffers of a model over one step.
+
+    The calls are `start`, then for each leaf `close_leaf`, then `launch`, `receive`, and `commit` or `roll_back`.
+    """
 
     def __init__(self, modules: Iterable[nn.Module], world: World, *, virtual_ranks: int) -> None:
         self._world, self._virtual_ranks = world, virtual_ranks
@@ -74,6 +77,8 @@ class BufferTransaction:
         self._leaves = 0
         self._changes: dict[int, dict[int, Tensor]] = {}
         self._exchange: Exchange | None = None
+        self._sent: Exchange | None = None
+        self._total: Tensor | None = None
 
     def start(self, *, leaves: int) -> None:
         """Begin a step: what the user wrote into buffers since the last one counts as their value before it."""
@@ -112,6 +117,18 @@ class BufferTransaction:
             if tracked.changed():
                 tracked.put(tracked.before)
 
+    def launch(self) -> None:
+        """Send the changes while gradients are still on their way. Every rank must call it, after its leaves."""
+        if self._known and self._world.group is not None:
+            self._send()
+
+    def receive(self) -> None:
+        """Wait for what was sent. Every rank must call it, also if the step is going to fail."""
+        if self._sent is not None:
+            self._sent.advance()
+            self._total = self._sent.finish()
+            self._sent = None
+
     def commit(self, *, surprised: bool) -> None:
         """Give every buffer its value after the step, equal on all ranks. Every rank must call it.
 
@@ -121,12 +138,30 @@ class BufferTransaction:
             found = self._world.gather(sorted({i for changes in self._changes.values() for i in changes}))
             self._known = sorted({*self._known, *(i for indices in found for i in indices)})
             self._exchange = None
-        if self._known:
-            self._apply(self._sum())
+            if self._world.group is not None:
+                self._send()
+                self.receive()
+        if not self._known:
+            return
+        if self._world.group is None:
+            (self._total,) = self._node_sums(Layout.of(leaves=self._leaves, world_size=1, virtual_ranks=self._leaves))
+        assert self._total is not None
+        self._apply(self._total)
 
-    def _sum(self) -> Tensor:
-        """Sum the changes of all leaves: float64, a flag for each known buffer and then their values."""
+    def _send(self) -> None:
         layout = self._layout_of(self._leaves)
+        if self._exchange is None:
+            numel = len(self._known) + sum(self._tracked[i].tensor.numel() for i in self._known)
+            widest = self._layout_of(self._virtual_ranks)
+            self._exchange = Exchange(self._world, numel, widest=widest, dtype=torch.float64, device=self._world.device)
+        self._exchange.start(layout)
+        for row, vector in zip(self._exchange.rows, self._node_sums(layout), strict=False):
+            row[: vector.numel()] = vector
+        self._exchange.launch()
+        self._sent = self._exchange
+
+    def _node_sums(self, layout: Layout) -> list[Tensor]:
+        """Sum the changes of this rank's leaves: float64, a flag for each known buffer and then their values."""
         sums = []
         for node in layout.nodes[self._world.rank]:
             total = NodeSum(node)
@@ -135,18 +170,7 @@ class BufferTransaction:
             (vector,) = total.total()
             assert vector is not None
             sums.append(vector)
-        if self._world.group is None:
-            return sums[0]
-        if self._exchange is None:
-            numel = len(self._known) + sum(self._tracked[i].tensor.numel() for i in self._known)
-            widest = self._layout_of(self._virtual_ranks)
-            self._exchange = Exchange(self._world, numel, widest=widest, dtype=torch.float64, device=self._world.device)
-        self._exchange.start(layout)
-        for row, vector in zip(self._exchange.rows, sums, strict=False):
-            row[: vector.numel()] = vector
-        self._exchange.launch()
-        self._exchange.advance()
-        return self._exchange.finish()
+        return sums
 
     def _vector(self, leaf: int) -> Tensor:
         changes = self._changes[leaf]

@@ -127,13 +127,16 @@ class CollectiveEngine:
         if leaf == self._sums[i].node.stop - 1:
             self._write_row(i, self._sums[i].total())
 
-    def finish(self) -> Totals:
-        """Send what is left, wait for the sums, and show them as p.grad; see `Engine`."""
+    def flush(self) -> None:
+        """Send what is left; see `Engine`."""
         if not self._sums:
             for bucket in self._buckets:
                 bucket.waiting = 0
             self._launch_full_buckets()
         assert self._launched == len(self._buckets), "a leaf of this rank was not closed"
+
+    def finish(self) -> Totals:
+        """Wait for the sums, and show them as p.grad; see `Engine`."""
         self._buckets[-1].exchange.advance()
         results = [bucket.exchange.finish() for bucket in self._buckets]
         start = self._totals_offset
@@ -238,11 +241,15 @@ class CollectiveEngine:
         self._write_totals(i)
 
     def _write_totals(self, i: int) -> None:
-        row = self._buckets[-1].exchange.rows[i][self._totals_offset :]
+        start, used = self._totals_offset, self._used[i]
+        row = self._buckets[-1].exchange.rows[i][start : start + _TOTALS + len(used)]
         (totals,) = self._totals[i].total()
         assert totals is not None
+        if all(used):
+            row.fill_(1.0)  # the common case, without a tensor of its own
+        else:
+            row[_TOTALS:] = torch.tensor(used, device=row.device)
         row[:_TOTALS] = totals
-        row[_TOTALS : _TOTALS + len(self._used[i])] = torch.tensor(self._used[i], device=row.device)
 
     def _launch_full_buckets(self) -> None:
         """Let full buckets go, in their order; one bucket's second phase follows the next one's first."""

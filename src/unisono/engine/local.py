@@ -44,6 +44,9 @@ class LocalEngine:
         if self._leaves > 1:
             self._gradients.push(leaf, take(self._trained.parameters))
 
+    def flush(self) -> None:
+        """Nothing travels; see `Engine`."""
+
     def finish(self) -> Totals:
         """Complete the sum; see `Engine`."""
         if self._leaves == 1:

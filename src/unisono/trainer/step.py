@@ -83,7 +83,10 @@ class StepRunner:
             for share in batch.shares:
                 self._run.set_generators("model", batch.epoch, batch.step, call, share.virtual_rank)
                 self._compute(loss, share, batch)
+            self._engine.flush()
+            self._buffers.launch()
             totals = self._engine.finish()
+            self._buffers.receive()
             self._check(totals, batch)
             self._finish_gradients(totals, batch)
             self.updating = True

@@ -1,0 +1,40 @@
+"""The list of benchmarks. A new one is a file beside this one and a line here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import NamedTuple
+
+from bench import checkpoint, ddp, exchange, loading, permutation, start, step
+from bench.measure import Effort
+from bench.rows import Row
+
+__all__ = ["BENCHMARKS", "Benchmark"]
+
+
+class Benchmark(NamedTuple):
+    """One benchmark."""
+
+    name: str
+    line: str
+    """What it compares, in a line."""
+    run: Callable[[Effort], Iterator[Row]]
+    """Measures one row after the other. Raises: CannotRun where this machine or tree lacks what it needs."""
+    notes: str
+    """What a reader of the table should know: the text of the module."""
+
+
+def _benchmark(module: ModuleType, line: str) -> Benchmark:
+    return Benchmark(module.__name__.rpartition(".")[2], line, module.run, module.__doc__ or "")
+
+
+BENCHMARKS: tuple[Benchmark, ...] = (
+    _benchmark(permutation, "the order of an epoch against a shuffled list"),
+    _benchmark(step, "Trainer.step against a hand-written loop, one process"),
+    _benchmark(ddp, "Trainer.step against DistributedDataParallel over gloo"),
+    _benchmark(exchange, "the exact sum over ranks against gloo's all_reduce"),
+    _benchmark(loading, "Trainer.batches against DataLoader + DistributedSampler"),
+    _benchmark(checkpoint, "Trainer.save against torch.save in the foreground"),
+    _benchmark(start, "unisono run against torchrun, to the first all_reduce"),
+)

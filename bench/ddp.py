@@ -1,0 +1,107 @@
+"""Trainer.step on several ranks against DistributedDataParallel, both over gloo and loopback, in the same processes.
+
+The peer: DDP(gradient_as_bucket_view=True) in a process group of its own, with zero_grad(set_to_none=True), backward,
+step and the rank's own loss.item(); the Trainer gives the loss of the global batch. Both have fused AdamW and the same
+batches. Sides take turns in blocks of steps that begin with a barrier; rank 0's time counts. Four ranks on two cores
+say little about four cores. The last rows compare the Trainer with itself, without overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from bench.measure import Effort, Pairs, alternate
+from bench.models import MLP_4M, MLP_25M, MLP_66K, TINY, Subject, conv_net, transformer
+from bench.ranks import run_ranks
+from bench.rows import Goal, Row, summarise
+from bench.sides import ByHand, TrainerSide, check_equal
+
+__all__ = ["run"]
+
+
+def run(effort: Effort) -> Iterator[Row]:
+    """Measure the models against DDP, then what overlap gives."""
+    if effort.quick:
+        yield from run_ranks(_against_ddp, 2, effort, "tiny")
+        yield from run_ranks(_against_no_overlap, 2, effort, "tiny")
+        return
+    for world_size in (2, 4):
+        for key in _SUBJECTS:
+            if key != "tiny":
+                yield from run_ranks(_against_ddp, world_size, effort, key)
+    for key in ("4m", "25m"):
+        yield from run_ranks(_against_no_overlap, 2, effort, key)
+
+
+# By name, since functions that build models cannot be sent to another process.
+_SUBJECTS: dict[str, Callable[[], Subject]] = {
+    "tiny": lambda: TINY,
+    "66k": lambda: MLP_66K,
+    "4m": lambda: MLP_4M,
+    "25m": lambda: MLP_25M,
+    "transformer": transformer,
+    "cnn": conv_net,
+}
+
+
+def _against_ddp(effort: Effort, key: str) -> list[Row]:
+    subject, world_size = _SUBJECTS[key](), dist.get_world_size()
+    group = dist.new_group(backend="gloo")
+
+    def distributed(model: nn.Module) -> nn.Module:
+        return DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
+
+    ours = TrainerSide(subject, virtual_ranks=world_size, shares=world_size)
+    peer = ByHand(subject, wrap=distributed)
+    loss, _ = ours.step()
+    peer_loss, _ = peer.step(ours.batch)
+    losses: list[float] = [0.0] * world_size
+    dist.all_gather_object(losses, peer_loss)
+    if not subject.is_random:
+        check_equal(loss, sum(losses) / world_size, what=subject.name)
+    pairs = _in_blocks(effort, subject.block, ours=lambda: ours.step()[1], peer=lambda: peer.step(ours.batch)[1])
+    return [
+        summarise(
+            "ddp",
+            f"{subject.name}, {world_size} ranks x {subject.batch_size}",
+            **pairs._asdict(),
+            peer_name="DDP over gloo",
+            unit="ms",
+            goal=Goal(of="ratio", bound=1.0) if world_size == 2 else None,
+            model=subject.name,
+            ranks=world_size,
+        )
+    ]
+
+
+def _against_no_overlap(effort: Effort, key: str) -> list[Row]:
+    subject, world_size = _SUBJECTS[key](), dist.get_world_size()
+    ours = TrainerSide(subject, virtual_ranks=world_size, shares=world_size)
+    peer = TrainerSide(subject, virtual_ranks=world_size, shares=world_size, overlap=False)
+    pairs = _in_blocks(effort, subject.block, ours=lambda: ours.step()[1], peer=lambda: peer.step()[1])
+    return [
+        summarise(
+            "ddp",
+            f"{subject.name}, {world_size} ranks x {subject.batch_size}, what overlap gives",
+            **pairs._asdict(),
+            peer_name="Trainer(overlap=False)",
+            unit="ms",
+            model=subject.name,
+            ranks=world_size,
+        )
+    ]
+
+
+def _in_blocks(effort: Effort, block: int, *, ours: Callable[[], float], peer: Callable[[], float]) -> Pairs:
+    def side(step: Callable[[], float]) -> Callable[[], float]:
+        def measure() -> float:
+            dist.barrier()
+            return sum(step() for _ in range(block)) / block
+
+        return measure
+
+    return alternate(side(ours), side(peer), rounds=effort.rounds(40)).scaled(1e3)

@@ -1,0 +1,63 @@
+"""The command `unisono` and how it reports what the user got wrong. Start reading at `main`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+import click
+
+from unisono.cli.run import run
+from unisono.errors import LaunchError
+
+__all__ = ["cli", "main"]
+
+
+@click.group(
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}, invoke_without_command=True
+)
+@click.version_option(package_name="unisono", message="unisono %(version)s")
+@click.pass_context
+def cli(context: click.Context) -> None:
+    """Distributed training for PyTorch in which the number of ranks is a resource.
+
+    \b
+    unisono run -n 4 train.py --lr 0.1    # an unmodified script on 4 ranks
+    unisono run --help
+    """
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+
+
+cli.add_command(run)
+
+
+def main() -> None:
+    """Run the command line and exit: 2 for what the user got wrong, in one line, else what the command returns."""
+    _open_missing_streams()
+    try:
+        code = cli.main(prog_name="unisono", standalone_mode=False)
+    except click.UsageError as error:
+        command = error.ctx.command_path if error.ctx else "unisono"
+        message = error.format_message().rstrip(".")
+        click.echo(f"unisono: {message[:1].lower()}{message[1:]}; see `{command} --help`", err=True)
+        code = 2
+    except LaunchError as error:
+        click.echo(f"unisono: {error}", err=True)
+        code = 2
+    except (KeyboardInterrupt, click.Abort):
+        code = 128 + signal.SIGINT
+    sys.exit(code)
+
+
+def _open_missing_streams() -> None:
+    """Put the null device where a standard stream is closed, so that no file of ours takes its number."""
+    for file in range(3):
+        try:
+            os.fstat(file)
+        except OSError:
+            # An opened file gets the lowest free number, which is this one.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115  stays open as long as the process
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115

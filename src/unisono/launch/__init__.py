@@ -1,0 +1,7 @@
+"""Processes of a job on one machine: the agent that owns it, the fork server, the ranks."""
+
+from unisono.launch.agent import run_job
+from unisono.launch.job import Job, check_target
+from unisono.launch.linux import usable_cores
+
+__all__ = ["Job", "check_target", "run_job", "usable_cores"]

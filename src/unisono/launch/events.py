@@ -1,0 +1,60 @@
+"""Progress events of rank 0 on their way to the display.
+
+Rank 0 writes them as JSON lines into a pipe (docs/architecture.md). The display is loaded with the first event: a
+program that sends none pays nothing. Start reading at `EventRelay`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TextIO
+
+from unisono.launch.output import LineSplitter
+
+if TYPE_CHECKING:
+    from unisono.watch.progress import Progress
+
+__all__ = ["EventRelay"]
+
+
+class EventRelay:
+    """Turns the bytes of the pipe into what the display shows.
+
+    Args: stream is where the display draws; complain is called with one sentence if a line is no event.
+    """
+
+    def __init__(self, stream: TextIO, *, complain: Callable[[str], None]) -> None:
+        self._stream = stream
+        self._complain = complain
+        self._complained = False
+        self._splitter = LineSplitter()
+        self.display: Progress | None = None
+        """The display, once there was an event."""
+
+    def feed(self, data: bytes) -> None:
+        """Show the events that these bytes complete."""
+        for line in self._splitter.feed(data):
+            try:
+                event = json.loads(line)
+            except ValueError:
+                event = None
+            if isinstance(event, dict):
+                self._open().handle(event)
+            elif not self._complained:
+                self._complained = True
+                shown = line[:80].decode(errors="replace")
+                self._complain(f"rank 0 wrote a progress event that is not a JSON object: {shown!r}; ignored")
+
+    def close(self) -> None:
+        """Take the display off the terminal."""
+        if self.display is not None:
+            self.display.close()
+            self.display = None
+
+    def _open(self) -> Progress:
+        if self.display is None:
+            from unisono.watch.progress import Progress  # noqa: PLC0415  only a program with events pays for it
+
+            self.display = Progress(self._stream)
+        return self.display

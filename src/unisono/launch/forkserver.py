@@ -1,0 +1,221 @@
+"""The process that imports torch once and forks the ranks, in milliseconds each.
+
+The agent starts it and talks to it over a channel. It runs no operation of torch, starts no thread and touches no GPU:
+a fork copies only the calling thread, and CUDA does not survive one. It is the parent of the ranks, so it sees
+them end; it is the subreaper of all they start, so it can leave nothing behind, also when the agent is killed.
+
+From the agent: `fork` (rank, environment; files: stdout, stderr), `signal` (ranks, signal, group) and `end`.
+To the agent: `ready` (port), `failing` and `exited` (rank, code, time_ns), `lost` (message).
+Start reading at `main`.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from contextlib import suppress
+from datetime import timedelta
+from importlib import import_module
+from typing import Any, NoReturn
+
+from unisono.launch.channel import Channel, Message
+from unisono.launch.environment import EVENTS_VARIABLE
+from unisono.launch.failure import name_signal
+from unisono.launch.linux import become_subreaper, end_descendants, set_parent_death_signal
+from unisono.launch.rank import Program, RankProcess, run_program, settle
+
+__all__ = ["main"]
+
+_HELD_BACK = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that a batch system or a container sends to every process. The agent decides what they mean."""
+
+
+def main() -> None:
+    """Serve the agent; in a forked process, become a rank and run the user's program. Called by the interpreter."""
+    file, agent = map(int, sys.argv[1:])
+    set_parent_death_signal(signal.SIGKILL)
+    if os.getppid() != agent:
+        os._exit(1)
+    channel = Channel(socket.socket(fileno=file))
+    os.set_inheritable(file, False)
+    server = _Server(channel)
+    process = server.serve()
+    # Only a rank gets here. Its call stack holds nothing of the server.
+    del server, channel
+    run_program(process)
+
+
+class _Server:
+    """The loop of the fork server and what it holds; a rank gives all of it up."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._ranks: dict[int, int] = {}  # by process id
+        self._store = 0
+        self._reports, self._report = os.pipe2(os.O_CLOEXEC)
+        self._wakeups, self._wakeup = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        os.set_blocking(self._reports, False)
+        self._dispositions = {signum: signal.signal(signum, signal.SIG_IGN) for signum in _HELD_BACK}
+
+    def serve(self) -> RankProcess:
+        """Answer the agent until it is done or gone, then end this process. Returns in forked ranks only."""
+        self._start()
+        poll = select.poll()
+        for file in (self._channel.fileno(), self._reports, self._wakeups):
+            poll.register(file, select.POLLIN)
+        while True:
+            ready = {file for file, _ in poll.poll()}
+            # What ranks told comes before what is seen of them: an error before the exit it led to.
+            if self._reports in ready:
+                self._read_reports()
+            if self._wakeups in ready:
+                os.read(self._wakeups, 1024)
+                self._reap()
+            if self._channel.fileno() in ready:
+                for message, files in self._channel.receive():
+                    process = self._obey(message, files)
+                    if process is not None:
+                        return process
+            if self._channel.closed:
+                self._end()
+
+    def _start(self) -> None:
+        while not (received := self._channel.receive()):
+            if self._channel.closed:
+                os._exit(1)
+        message = received[0][0]
+        self._program = Program(
+            target=message["target"], module=message["module"], arguments=tuple(message["arguments"])
+        )
+        for name in ("torch", "torch.distributed", *message["preload"]):
+            import_module(name)
+        # Objects that every rank shares: out of the collector's sight, ranks neither visit nor copy them.
+        gc.collect()
+        gc.freeze()
+        become_subreaper()
+        # From here on the closed channel tells that the agent is gone, and there is something to clean up.
+        set_parent_death_signal(0)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
+        listener = socket.socket()
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(socket.SOMAXCONN)
+        self._fork_store(listener)
+        self._channel.send({"type": "ready", "port": listener.getsockname()[1]})
+        listener.close()
+
+    def _obey(self, message: Message, files: list[int]) -> RankProcess | None:
+        kind = message["type"]
+        if kind == "fork":
+            return self._fork_rank(message["rank"], message["environment"], files)
+        if kind == "signal":
+            ranks = set(message["ranks"])
+            for pid, rank in self._ranks.items():  # none of them is reaped, so no number has a new owner
+                if rank in ranks:
+                    with suppress(ProcessLookupError, PermissionError):
+                        (os.killpg if message["group"] else os.kill)(pid, message["signal"])
+            return None
+        if kind == "end":
+            self._end()
+        raise AssertionError(f"the agent sent {message}")
+
+    def _fork_rank(self, rank: int, environment: dict[str, str], files: list[int]) -> RankProcess | None:
+        stdout, stderr, *events = files
+        # A signal for the rank waits until it has its own handlers.
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)
+        server = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            self._channel.send({"type": "lost", "message": f"rank {rank} could not be started: {error.strerror}"})
+            pid = -1
+        if pid != 0:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+            for file in files:
+                os.close(file)
+            if pid > 0:
+                # Here too: a signal for the group may be the next message, and the rank may not have run at all yet.
+                with suppress(ProcessLookupError):
+                    os.setpgid(pid, pid)
+                self._ranks[pid] = rank
+            return None
+        self._give_up()
+        if events:
+            environment = {**environment, EVENTS_VARIABLE: str(events[0])}
+        settle(parent=server, stdout=stdout, stderr=stderr, environment=environment)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        return RankProcess(rank=rank, program=self._program, report=self._report)
+
+    def _fork_store(self, listener: socket.socket) -> None:
+        """Start the process that hosts the job's store.
+
+        A process of its own, because the store runs threads and the server must have none. It listens on a socket
+        bound beforehand: no other process can take the port, and none outside this machine can reach it.
+        """
+        server = os.getpid()
+        self._store = os.fork()
+        if self._store == 0:
+            set_parent_death_signal(signal.SIGKILL)
+            if os.getppid() != server:
+                os._exit(1)
+            self._close_files()
+            _host_store(listener)
+
+    def _read_reports(self) -> None:
+        with suppress(BlockingIOError):
+            for line in os.read(self._reports, 1 << 16).splitlines():
+                rank, code, time_ns = map(int, line.split())
+                self._channel.send({"type": "failing", "rank": rank, "code": code, "time_ns": time_ns})
+
+    def _reap(self) -> None:
+        with suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                pid, code = ended[0], os.waitstatus_to_exitcode(ended[1])
+                if pid in self._ranks:
+                    # A report written before the end must arrive before it, also if it came after the last poll.
+                    self._read_reports()
+                    message: dict[str, Any] = {"rank": self._ranks.pop(pid), "code": code}
+                    self._channel.send({"type": "exited", **message, "time_ns": time.monotonic_ns()})
+                elif pid == self._store:
+                    how = f"was killed by {name_signal(-code)}" if code < 0 else f"exited with code {code}"
+                    self._channel.send({"type": "lost", "message": f"the process of the job's store {how}"})
+
+    def _give_up(self) -> None:
+        """Close and reset in a rank what belongs to the server."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for signum, disposition in self._dispositions.items():
+            signal.signal(signum, disposition)
+        self._close_files()
+
+    def _close_files(self) -> None:
+        """Close the server's files in a process that it forked. A rank keeps the pipe for its report."""
+        self._channel.close()
+        for file in (self._reports, self._wakeups, self._wakeup):
+            os.close(file)
+
+    def _end(self) -> NoReturn:
+        end_descendants()
+        # Unloading torch takes 0.1 s, and there is nothing here to flush.
+        os._exit(0)
+
+
+def _host_store(listener: socket.socket) -> NoReturn:
+    from torch import distributed as dist  # noqa: PLC0415  importing this module must not import torch
+
+    _store = dist.TCPStore(  # type: ignore[attr-defined]  # it serves as long as this frame lives
+        "127.0.0.1",
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=60),
+        master_listen_fd=listener.detach(),
+        use_libuv=True,
+    )
+    while True:
+        signal.pause()

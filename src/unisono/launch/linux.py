@@ -1,0 +1,111 @@
+"""What the launcher asks of the Linux kernel: who dies with whom, who is left, how many cores there are.
+
+Python has no calls for `prctl`, so they go through ctypes. Start reading at `set_parent_death_signal`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import signal
+import time
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
+
+__all__ = ["become_subreaper", "descendants", "end_descendants", "set_parent_death_signal", "usable_cores"]
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def set_parent_death_signal(signum: int) -> None:
+    """Have the kernel send this process a signal when its parent dies; 0 takes that back.
+
+    A parent that died before the call sends nothing: compare `os.getppid()` with the expected parent afterwards.
+    """
+    _prctl(_PR_SET_PDEATHSIG, signum)
+
+
+def become_subreaper() -> None:
+    """Make this process the new parent of descendants whose own parent ends, so that none gets out of reach."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def descendants(root: int) -> list[int]:
+    """List the children of a process, their children and so on, parents first; zombies count."""
+    children: dict[int, list[int]] = {}
+    for folder in os.scandir("/proc"):
+        if folder.name.isdigit() and (parent := _parent(int(folder.name))) is not None:
+            children.setdefault(parent, []).append(int(folder.name))
+    found = list(children.get(root, ()))
+    for pid in found:  # the list grows while it is read
+        found += children.get(pid, ())
+    return found
+
+
+def end_descendants(*, spare: Collection[int] = (), timeout_s: float = 5.0) -> list[int]:
+    """Kill and reap all that descends from this process, and what it starts meanwhile.
+
+    Only a subreaper reaches orphans. Children in `spare` are left alone, with what descends from them.
+    Returns: what is still there at the timeout: processes of another user, or ones stuck in the kernel.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    pause_s = 0.0005
+    while True:
+        spared = {*spare, *(pid for kept in spare for pid in descendants(kept))}
+        left = [pid for pid in descendants(os.getpid()) if pid not in spared]
+        for pid in left:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+            with suppress(ChildProcessError):  # a grandchild: its parent dies in this round, so it is ours in the next
+                os.waitpid(pid, os.WNOHANG)
+        if not left or time.monotonic() > deadline_s:
+            return left
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.02)
+
+
+def usable_cores() -> int:
+    """Count the cores that this process may use: its affinity, cut by the CPU quota of its control group."""
+    cores = len(os.sched_getaffinity(0))
+    quota = _quota()
+    return cores if quota is None else max(1, min(cores, math.ceil(quota)))
+
+
+def _quota() -> float | None:
+    """Find the tightest CPU quota of version 2 control groups above this process, in cores."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    root = Path("/sys/fs/cgroup")
+    quotas: list[float] = []
+    for path in (line.removeprefix("0::").lstrip("/") for line in lines if line.startswith("0::")):
+        for group in (root / path, *(root / path).parents):
+            if not group.is_relative_to(root):
+                break
+            try:
+                limit, period = (group / "cpu.max").read_text().split()
+            except (OSError, ValueError):  # the root group has no such file
+                continue
+            if limit != "max":
+                quotas.append(int(limit) / int(period))
+    return min(quotas, default=None)
+
+
+def _parent(pid: int) -> int | None:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return None
+    # The name of the program stands in parentheses and may hold spaces and parentheses itself.
+    return int(text.rpartition(")")[2].split()[1])
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"prctl({option}, {value}): {os.strerror(code)}")

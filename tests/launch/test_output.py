@@ -1,0 +1,110 @@
+"""What ranks print arrives whole, in order and with the rank in front."""
+
+import os
+import random
+
+from unisono.launch.output import LineSplitter, Prefix, Sink, wants_colour
+
+
+def test_lines_do_not_depend_on_the_pieces():
+    text = b"one\n\ntwo \xff\xfe\r\n 1%\r 2%\r100%\nlast"
+    generator = random.Random(0)
+    for _ in range(200):
+        splitter, lines, start = LineSplitter(), [], 0
+        while start < len(text):
+            size = generator.randint(1, 9)
+            lines += splitter.feed(text[start : start + size])
+            start += size
+        assert lines + splitter.finish() == [b"one", b"", b"two \xff\xfe", b"100%", b"last"]
+        assert splitter.finish() == []
+
+
+def test_a_progress_bar_that_never_ends_its_line_takes_no_memory():
+    splitter = LineSplitter(limit=100)
+    for percent in range(1000):
+        assert splitter.feed(b"\r%d%%" % percent) == []
+    assert splitter.finish() == [b"999%"]
+
+
+def test_a_line_without_end_is_given_in_parts():
+    splitter = LineSplitter(limit=10)
+    assert splitter.feed(b"x" * 11) == [b"x" * 11]
+    assert splitter.feed(b"y\n") == [b"y"]
+
+
+def test_colour_is_for_terminals():
+    assert Prefix(0, colour=True).join([b"a"]) == b"\x1b[36m[0]\x1b[0m a\n"
+    assert not wants_colour({}, terminal=False)
+    assert not wants_colour({"TERM": "dumb"}, terminal=True)
+    assert wants_colour({"NO_COLOR": ""}, terminal=True)
+
+
+def test_a_stream_that_is_not_read_does_not_block():
+    read, write = os.pipe()
+    sink = Sink(write)
+    data = b"".join(b"%d\n" % number for number in range(300_000))
+    sink.write(data)
+    assert sink.waiting and sink.full
+    received = b""
+    while sink.waiting:
+        received += os.read(read, 1 << 16)
+        sink.pump()
+    os.close(write)
+    while piece := os.read(read, 1 << 16):
+        received += piece
+    os.close(read)
+    assert received == data
+
+
+def test_a_stream_without_reader_is_broken():
+    read, write = os.pipe()
+    os.close(read)
+    sink = Sink(write)
+    sink.write(b"a\n")
+    assert sink.broken and not sink.waiting
+    sink.write(b"b\n")
+    os.close(write)
+
+
+def test_lines_of_four_ranks_are_whole_and_in_order(launcher):
+    result = launcher.run_script(
+        """
+        import os, sys
+        rank = os.environ["RANK"]
+        for number in range(2000):
+            sys.stdout.write(f"{rank}:")
+            if number % 100 == 0:
+                sys.stdout.flush()
+            print(number, "x" * (number % 200))
+            if number % 2 == 0:
+                print(rank, number, file=sys.stderr)
+        os.write(1, b"bytes \\xff\\n")
+        os.write(2, b"no line end")
+        """,
+        ranks=4,
+    )
+    assert result.returncode == 0
+    out, err = result.stdout.splitlines(), result.stderr.splitlines()
+    for rank in range(4):
+        expected = [f"[{rank}] {rank}:{number} {'x' * (number % 200)}" for number in range(2000)]
+        assert [line for line in out if line.startswith(f"[{rank}] ")] == [*expected, f"[{rank}] bytes \udcff"]
+        expected = [f"[{rank}] {rank} {number}" for number in range(0, 2000, 2)]
+        assert [line for line in err if line.startswith(f"[{rank}] ")] == [*expected, f"[{rank}] no line end"]
+    assert (len(out), len(err)) == (4 * 2001, 4 * 1001)
+
+
+def test_a_print_appears_at_once(launcher):
+    script = launcher.write("script.py", "import sys, time\nprint('here')\ntime.sleep(100)")
+    with launcher.start("run", script) as job:
+        assert job.stdout.readline() == b"[0] here\n"
+        job.terminate()
+        assert job.wait(timeout=30) == 143
+
+
+def test_the_job_ends_with_the_reader_of_its_output(launcher):
+    script = launcher.write("script.py", "import time\nwhile True:\n    print('line')\n    time.sleep(0.001)")
+    with launcher.start("run", "-n", "2", script) as job:
+        job.stdout.readline()
+        job.stdout.close()
+        assert job.stderr.read() == b"unisono: standard output was closed; 2 ranks ended\n"
+        assert job.wait(timeout=30) == 141

@@ -1,0 +1,147 @@
+"""The user's program finds itself run as Python runs it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+
+def test_arguments_after_the_script_are_the_scripts(launcher):
+    launcher.write("lib/helper.py", "WORD = 'found'")
+    script = launcher.write(
+        "lib/script.py",
+        """
+        import json, sys
+        import __main__, helper
+        print(json.dumps([sys.argv, __name__, __main__.__file__, helper.WORD, __spec__, sys.stdin.read()]))
+        """,
+    )
+    result = launcher.run("run", "--nproc_per_node", "1", script, "-n", "3", "--help", "--", "-x=ü \udcff")
+    expected = [[script, "-n", "3", "--help", "--", "-x=ü \udcff"], "__main__", str(launcher.folder / script)]
+    assert launcher.told(result) == {0: [*expected, "found", None, ""]}
+
+
+def test_a_module_runs_like_python_m(launcher):
+    launcher.write("package/__init__.py", "")
+    launcher.write("package/part.py", "WORD = 'found'")
+    launcher.write(
+        "package/__main__.py",
+        """
+        import json, sys
+        from .part import WORD
+        print(json.dumps([sys.argv, __name__, __package__, __spec__.name, WORD]))
+        """,
+    )
+    result = launcher.run("run", "-n", "1", "-m", "package", "-m", "x")
+    path = str(launcher.folder / "package/__main__.py")
+    assert launcher.told(result) == {0: [[path, "-m", "x"], "__main__", "package", "package.__main__", "found"]}
+
+
+def test_a_traceback_starts_in_the_users_code(launcher):
+    result = launcher.run_script("def divide(x):\n    return x / 0\n\ndivide(1)\n", ranks=1)
+    lines = result.stderr.splitlines()
+    assert lines[:2] == [
+        "[0] Traceback (most recent call last):",
+        f'[0]   File "{launcher.folder}/script.py", line 4, in <module>',
+    ]
+    assert lines[-2:] == ["[0] ZeroDivisionError: division by zero", "unisono: rank 0 exited with code 1"]
+    assert result.stderr.count("File") == 2
+
+
+def test_a_module_that_fails_to_import_shows_the_users_frames_only(launcher):
+    launcher.write("package/__init__.py", "import no_such_thing")
+    launcher.write("package/__main__.py", "")
+    result = launcher.run("run", "-m", "package")
+    assert result.stderr.splitlines() == [
+        "[0] Traceback (most recent call last):",
+        f'[0]   File "{launcher.folder}/package/__init__.py", line 1, in <module>',
+        "[0]     import no_such_thing",
+        "[0] ModuleNotFoundError: No module named 'no_such_thing'",
+        "unisono: rank 0 exited with code 1",
+    ]
+
+
+def test_a_missing_submodule_is_said_once(launcher):
+    result = launcher.run("run", "-n", "2", "-m", "json.nothing")
+    assert result.returncode == 2
+    said, blamed = result.stderr.splitlines()
+    assert "no module named 'json.nothing'" in said
+    assert "exited with code 2" in blamed
+
+
+def test_a_syntax_error_is_said_once_in_pythons_words(launcher):
+    result = launcher.run_script("x = = 1\n")
+    assert result.returncode == 1
+    path = launcher.folder / "script.py"
+    assert result.stderr.splitlines() == [
+        f'  File "{path}", line 1',
+        "    x = = 1",
+        "        ^",
+        "SyntaxError: invalid syntax",
+    ]
+
+
+def test_classes_of_the_program_can_be_pickled_and_sent_to_spawned_processes(launcher):
+    result = launcher.run_script(
+        """
+        import multiprocessing, pickle
+        from torch.utils.data import DataLoader, Dataset
+
+        class Squares(Dataset):
+            def __len__(self):
+                return 6
+            def __getitem__(self, index):
+                return index * index
+
+        if __name__ == "__main__":
+            assert type(pickle.loads(pickle.dumps(Squares()))) is Squares
+            loader = DataLoader(Squares(), batch_size=3, num_workers=1, multiprocessing_context="spawn")
+            print([batch.tolist() for batch in loader])
+        """,
+        ranks=1,
+    )
+    assert (result.stdout, result.stderr) == ("[0] [[0, 1, 4], [9, 16, 25]]\n", "")
+
+
+def test_ranks_differ_where_separate_processes_differ(launcher):
+    result = launcher.run_script(
+        """
+        import atexit, json, os, random, sys
+        import numpy as np
+        import torch
+        if os.environ["RANK"] == "0":
+            assert os.getpgrp() == os.getpid() != os.getsid(0)
+        atexit.register(lambda: print(json.dumps([random.random(), np.random.rand(), os.getpid()])))
+        sys.exit()
+        """
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    first, second = launcher.told(result).values()
+    assert all(a != b for a, b in zip(first, second, strict=True))
+
+
+def test_modules_are_preloaded_once(launcher):
+    launcher.write("heavy.py", "import os\nPID = os.getpid()")
+    launcher.environment["PYTHONPATH"] = str(launcher.folder)
+    script = launcher.write("script.py", "import heavy, os, json\nprint(json.dumps([heavy.PID, os.getppid()]))")
+    result = launcher.run("run", "-n", "2", "--preload", "heavy", script)
+    for imported, parent in launcher.told(result).values():
+        assert imported == parent
+
+
+def test_a_module_that_cannot_be_preloaded_stops_the_job(launcher):
+    result = launcher.run("run", "--preload", "no_such_thing", launcher.write("script.py", "print('ran')"))
+    assert (result.returncode, result.stdout) == (1, "")
+    lines = result.stderr.splitlines()
+    assert "ModuleNotFoundError: No module named 'no_such_thing'" in lines
+    assert lines[-1].startswith("unisono: ")
+
+
+def test_files_of_the_user_do_not_hide_modules_that_torch_needs(launcher):
+    launcher.write("random.py", "raise SystemExit('the wrong random')")
+    script = launcher.write("elsewhere/script.py", "print('ran')")
+    # The installed command: `python -m` looks into the working directory before anything of ours runs.
+    command = Path(sys.executable).with_name("unisono")
+    done = subprocess.run(
+        [command, "run", script], cwd=launcher.folder, env=launcher.environment, capture_output=True, check=True
+    )
+    assert (done.stdout, done.stderr) == (b"[0] ran\n", b"")
