@@ -24,7 +24,7 @@ __all__ = ["CollectiveEngine"]
 
 # Where a parameter begins in its bucket: a multiple of this many elements, 64 bytes in every dtype.
 _ALIGNMENT = 64
-_BUCKET_NBYTES = 8 * 1024 * 1024
+_BUCKET_NBYTES = 12 * 1024 * 1024
 _TOTALS = 4
 
 

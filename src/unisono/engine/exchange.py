@@ -4,7 +4,7 @@ Each rank holds a row for every node of the tree that lies whole within its bloc
 finished in one of two ways, with the same bits. *Direct*: everyone sends its rows to everyone and sums all of it; one
 phase, best for two ranks and for short vectors. *Segmented*: rank j gets segment j of all rows, sums it, and sends the
 result to all; two phases, with the traffic of a ring all-reduce, 2(W-1)/W of the vector each way (where every rank has
-one row). Neither uses the backend's own reduction, whose order of additions is its own affair.
+one row). The backend's own all-reduce adds in an order of its own, so it serves only two ranks with one row each.
 """
 
 from __future__ import annotations
@@ -23,6 +23,10 @@ __all__ = ["Exchange", "Layout"]
 
 # Below this size latency decides, and the second phase costs more than sending everything to everyone.
 _DIRECT_NBYTES = 64 * 1024
+
+# Above this size two ranks with a row each leave the sum to the backend: a + b has one order only, and its all-reduce
+# adds half of the vector on each rank, where a direct exchange adds all of it on both (25M parameters: step 1.2 times).
+_PAIR_NBYTES = 2 * 1024 * 1024
 
 # Segments are cut at multiples of this many elements, so that SIMD bodies see the same elements on any world size.
 _ALIGNMENT = 64
@@ -57,14 +61,10 @@ class Exchange:
         self.numel = -(-max(numel, 1) // unit) * unit
         """Length of the vector, padded so that it divides into aligned segments."""
         self._direct = world.size == 2 or self.numel * dtype.itemsize <= _DIRECT_NBYTES
-        counts = [len(nodes) for nodes in widest.nodes]
-        width = self.numel if self._direct else self.numel // world.size
-        self.rows = torch.zeros(counts[world.rank], self.numel, dtype=dtype, device=device).unbind()
+        self._counts = [len(nodes) for nodes in widest.nodes]
+        self.rows = torch.zeros(self._counts[world.rank], self.numel, dtype=dtype, device=device).unbind()
         """This rank's rows, each of shape [numel]; unused padding stays zero."""
-        self._peer_rows = [
-            () if r == world.rank else torch.empty(count, width, dtype=dtype, device=device).unbind()
-            for r, count in enumerate(counts)
-        ]
+        self._peer_rows: list[tuple[Tensor, ...]] = []
         self._segments = [self.rows[0][self._segment(r)] for r in range(world.size)]
         self._plans: dict[int, _Plan] = {}
         self._plan = self._plan_for(widest)
@@ -78,7 +78,10 @@ class Exchange:
 
     def launch(self) -> None:
         """Send this rank's rows. They must not be touched until `finish`. Every rank launches in the same order."""
-        self._transfer(self._plan.sends, self._plan.receives)
+        if self._plan.by_backend:
+            self._works = [self._group.allreduce([self.rows[0]])]
+        else:
+            self._transfer(self._plan.sends, self._plan.receives)
 
     def advance(self) -> None:
         """Sum this rank's segment and send it to all; nothing to do in a direct exchange."""
@@ -98,6 +101,10 @@ class Exchange:
         return self._plan.add_up() if self._direct else self.rows[0]
 
     def _plan_for(self, layout: Layout) -> _Plan:
+        if self._size == 2 and self.rows[0].nbytes > _PAIR_NBYTES and all(len(nodes) == 1 for nodes in layout.nodes):
+            plan = self._plans[layout.leaves] = _Plan([], [], [], self.rows[0], by_backend=True)
+            return plan
+        self._allocate_peer_rows()
         own = self.rows[: len(layout.nodes[self._rank])]
         kept = slice(None) if self._direct else self._segment(self._rank)
         sends: list[_Transfer] = []
@@ -112,6 +119,15 @@ class Exchange:
             values.update(zip(nodes, rows, strict=True))
         plan = self._plans[layout.leaves] = _Plan(sends, receives, *_additions(values, leaves=layout.leaves))
         return plan
+
+    def _allocate_peer_rows(self) -> None:
+        if self._peer_rows:
+            return
+        width = self.numel if self._direct else self.numel // self._size
+        self._peer_rows = [
+            () if rank == self._rank else self.rows[0].new_empty(count, width).unbind()
+            for rank, count in enumerate(self._counts)
+        ]
 
     def _peers(self) -> list[int]:
         # Each rank begins with its right neighbour, so that not everyone talks to rank 0 first.
@@ -149,7 +165,11 @@ class _Plan:
     sends: list[_Transfer]
     receives: list[_Transfer]
     additions: list[tuple[Tensor, Tensor]]
+    """What to add, in place on the left, once all has been received."""
     total: Tensor
+    """Where the sum lies then."""
+    by_backend: bool = False
+    """Whether the backend's all-reduce does all of it."""
 
     def add_up(self) -> Tensor:
         for left, right in self.additions:

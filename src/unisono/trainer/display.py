@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import sys
 from pathlib import Path
 
@@ -22,6 +23,14 @@ def open_log(directory: Path | None, *, is_main: bool, progress: bool) -> EventL
     fd = os.environ.get("UNISONO_EVENTS_FD")
     if not progress:
         return EventLog(path)
-    if fd is not None:
+    if fd is not None and _is_pipe(int(fd)):
         return EventLog(path, fd=int(fd))
     return EventLog(path, listeners=[Progress(sys.stderr).handle])
+
+
+def _is_pipe(fd: int) -> bool:
+    """Whether the launcher's pipe is open here: a program that rank 0 starts inherits the variable but not the pipe."""
+    try:
+        return stat.S_ISFIFO(os.fstat(fd).st_mode)
+    except OSError:
+        return False

@@ -42,6 +42,7 @@ from unisono.trainer.setup import (
     check_schedulers,
     choose_device,
     choose_virtual_ranks,
+    keep_freed_memory,
     named_optimizers,
     start_averages,
 )
@@ -132,6 +133,7 @@ class Trainer:
         chosen = choose_device(device, self._modules, local_rank=placement.local_rank)
         if chosen.type == "cpu":
             torch.set_num_threads(threads)
+            keep_freed_memory()
         for module in self._modules.values():
             module.to(chosen)
         world = World.connect(chosen)
