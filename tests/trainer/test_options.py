@@ -123,6 +123,17 @@ def test_fp16_skips_a_step_whose_scaled_gradient_overflows_and_lowers_the_scale(
     assert trainer.digest() != before
 
 
+def test_a_skipped_fp16_step_moves_neither_schedule_nor_average():
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    trainer = make_trainer(model, optimizer, autocast="fp16", scheduler=scheduler, ema_decay=0.5)
+    batch = next(trainer.batches(make_data(), batch_size=8))
+    trainer.step(lambda m, b: m(b[0]).float().sum(1) * 1e36, batch)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert trainer._averages[""].n_averaged == 0
+
+
 def test_compiled_models_train_and_keep_plain_names(tmp_path):
     plain, compiled = make_model(), make_model()
     expected = train(make_trainer(plain), epochs=1).digest()
@@ -244,6 +255,41 @@ def test_events_tell_the_run(tmp_path):
     saved = [e["total_steps"] for e in events if e["event"] == "checkpoint"]
     assert saved == [4, 5, 9, 10]  # every four steps, and at the end of each epoch
     assert all(json.dumps(event) for event in events)
+
+
+def test_step_events_tell_the_learning_rate_that_was_used(tmp_path):
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    train(make_trainer(model, optimizer, scheduler=scheduler, directory=tmp_path), epochs=1)
+    events = read_events(tmp_path / "events.jsonl")
+    assert [event["lr"] for event in events if event["event"] == "step"] == [1.0, 0.5, 0.25, 0.125, 0.0625]
+
+
+def test_batch_norm_that_can_never_learn_is_warned_of_once(tmp_path):
+    trainer = make_trainer(directory=tmp_path)
+    train(trainer, batch_size=4)
+    warnings = [event["message"] for event in read_events(tmp_path / "events.jsonl") if event["event"] == "warning"]
+    assert len(warnings) == 1
+    assert "BatchNorm1d" in warnings[0]
+    assert "one sample" in warnings[0]
+
+
+def test_a_dataset_that_grows_between_epochs_is_dealt_as_it_is():
+    class Growing(Dataset):
+        n = 8
+
+        def __len__(self):
+            return self.n
+
+        def __getitem__(self, index):
+            return make_data()[index]
+
+    data, trainer, seen = Growing(), make_trainer(), []
+    for _ in trainer.epochs(2):
+        seen.append(sum(len(batch) for batch in trainer.batches(data, batch_size=8)))
+        data.n = 20
+    assert seen == [8, 20]
 
 
 def test_steps_end_a_run_in_mid_epoch(tmp_path):

@@ -119,6 +119,7 @@ def test_checkpoints_are_kept_to_the_last_two_and_have_plain_names(run_ranks, tm
         (["--virtual-ranks", 2], ["virtual_ranks=2", "virtual_ranks=4", "another directory"]),
         (["--seed", 5], ["seed=5", "seed=0"]),
         (["--batch-size", 30], ["batch_size=20", "batch_size=30", "before step 3"]),
+        (["--optimizer", "SGD"], ["AdamW there", "SGD here"]),
         (["--resume", "never"], ["already holds a run, up to step 3", "another directory"]),
     ],
 )

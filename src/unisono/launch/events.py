@@ -1,6 +1,6 @@
 """Progress events of rank 0 on their way to the display.
 
-Rank 0 writes them as JSON lines into a pipe (docs/architecture.md). The display is loaded with the first event: a
+Rank 0 writes them as JSON lines into a pipe (docs/events.md). The display is loaded with the first event: a
 program that sends none pays nothing. Start reading at `EventRelay`.
 """
 

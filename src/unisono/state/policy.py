@@ -1,7 +1,7 @@
 """When a run is saved, and how many checkpoints stay.
 
-Settings and one pure function; clock and counters are the caller's. What is due by minutes depends on a clock, so in a
-job with several ranks one rank asks and tells the others.
+Settings and one pure function; clock and counters are the caller's. What is due by minutes depends on a clock; ranks
+need not agree, since rank 0 alone writes.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class Dealer:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._loaders: dict[tuple[int, LoaderSettings], Loader | StreamLoader] = {}
+        self._loaders: dict[tuple[int, int | None, LoaderSettings], Loader | StreamLoader] = {}
 
     def loader(self, dataset: Any, *, shuffle: bool | None, **settings: Any) -> Loader | StreamLoader:
         """Give the loader of a dataset; a new one is compared between ranks, so every rank must call it.
@@ -42,8 +42,8 @@ class Dealer:
             shuffle=not stream if shuffle is None else shuffle,
             **settings,
         )
-        # The loader keeps the dataset alive, so its id belongs to no other while the entry is here.
-        key = (id(dataset), full)
+        # The loader keeps the dataset alive, so its id belongs to no other while the entry is here. It may have grown.
+        key = (id(dataset), len(dataset) if hasattr(dataset, "__len__") else None, full)
         if key not in self._loaders:
             loader = StreamLoader(dataset, full) if stream else Loader(dataset, full)
             check_equal_data(self._run.world, loader.num_samples, full)

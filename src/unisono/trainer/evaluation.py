@@ -29,7 +29,8 @@ def evaluate(run: Run, function: Loss, models: Any, batches: Iterator[Batch]) ->
     for batch in batches:
         for share in batch.shares:
             sums = own[share.virtual_rank]
-            for micro_batch in share.micro_batches:
+            for part, micro_batch in enumerate(share.micro_batches):
+                run.set_generators("evaluate/model", batch.step, share.virtual_rank, part)
                 result = function(models, to_device(micro_batch.items, run.device))
                 single = not isinstance(result, Mapping)
                 for name, value in ({"": result} if single else result).items():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-__all__ = ["evaluating", "lone_sample", "plain_modules", "plain_name", "to_device"]
+__all__ = ["evaluating", "lone_sample", "lone_samples_warning", "plain_modules", "plain_name", "to_device"]
 
 
 def plain_name(name: str) -> str:
@@ -58,6 +58,21 @@ def evaluating(modules: Mapping[str, nn.Module]) -> Iterator[None]:
     finally:
         for m, training in modes:
             m.training = training
+
+
+def lone_samples_warning(
+    modules: Mapping[str, nn.Module], *, batch_size: int, virtual_ranks: int, micro_batch_size: int | None
+) -> str | None:
+    """Say so if BatchNorm would never see more than one sample at once, and so never learn its statistics."""
+    largest = min(micro_batch_size or batch_size, -(-batch_size // virtual_ranks))
+    norms = (m for root in modules.values() for m in root.modules() if isinstance(m, nn.BatchNorm1d))
+    if largest > 1 or next(norms, None) is None:
+        return None
+    return (
+        f"every micro-batch has one sample (batch_size={batch_size}, virtual_ranks={virtual_ranks}, "
+        f"micro_batch_size={micro_batch_size}), from which BatchNorm1d learns no statistics: it uses its running ones. "
+        "Raise batch_size or micro_batch_size, or give Trainer fewer virtual_ranks."
+    )
 
 
 @contextmanager

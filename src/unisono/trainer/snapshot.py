@@ -96,6 +96,7 @@ def capture(subjects: Subjects, facts: Mapping[str, Any]) -> tuple[dict[str, dic
     optimizer_document, optimizer_tensors = encode(optimizers[""] if single else optimizers)
     others = {
         "hyperparameters": hyperparameters,
+        "kinds": {key: type(optimizer).__name__ for key, optimizer in subjects.optimizers.items()},
         "extra": _extra_state(subjects.modules),
         "others": {name: other.state_dict() for name, other in subjects.others.items()},
     }
@@ -128,7 +129,7 @@ def restore(
     single = [*subjects.optimizers] == [""]
     state = decode(document["optimizer"], groups["optimizer"])
     states: dict[str, Any] = {"": state} if single else state
-    _compare_optimizers(subjects, others["hyperparameters"], source)
+    _compare_optimizers(subjects, others["kinds"], others["hyperparameters"], source)
     missing = sorted(subjects.others.keys() ^ others["others"].keys())
     if missing:
         raise CheckpointError(
@@ -195,7 +196,15 @@ def _compare(own: Mapping[str, Tensor], saved: Mapping[str, Tensor], source: str
     )
 
 
-def _compare_optimizers(subjects: Subjects, saved: Mapping[str, list[dict[str, Any]]], source: str) -> None:
+def _compare_optimizers(
+    subjects: Subjects, kinds: Mapping[str, str], saved: Mapping[str, list[dict[str, Any]]], source: str
+) -> None:
+    here = {key: type(optimizer).__name__ for key, optimizer in subjects.optimizers.items()}
+    if here != kinds:
+        raise CheckpointError(
+            f"{source} was made with another optimizer: {', '.join(kinds.values())} there, {', '.join(here.values())} "
+            "here. Build the optimizer as it was, or start anew in another directory."
+        )
     names = _parameter_names(subjects.modules)
     own = {
         key: [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]

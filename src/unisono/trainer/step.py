@@ -62,6 +62,8 @@ class StepRunner:
             self.scaler = torch.amp.GradScaler(run.device.type)
             # A rank without a share of some batch scales no loss, but must unscale like the others.
             self.scaler.scale(torch.zeros((), device=run.device))
+        self.skipped = False
+        """Whether the last step left the weights alone because its scaled gradient overflowed, as float16 may."""
         self.updating = False
         """Whether the state is being written: between here and the caller's setting it back, it is of no step."""
         self._trained = Trained((), ())
@@ -97,11 +99,14 @@ class StepRunner:
             raise
         finally:
             self._run.set_generators("loop", batch.epoch, batch.step, call + 1)
+        self.skipped = False
         if self.scaler is None:
             self._optimizer.step()
         else:
+            scale = self.scaler.get_scale()
             self.scaler.step(self._optimizer)
             self.scaler.update()
+            self.skipped = self.scaler.get_scale() < scale
         return totals.loss / totals.weight
 
     @property

@@ -33,7 +33,7 @@ from unisono.trainer.display import open_log
 from unisono.trainer.evaluation import evaluate
 from unisono.trainer.keeping import Keeper, Resume
 from unisono.trainer.metric import EpochResult, Metric
-from unisono.trainer.modules import evaluating, plain_modules
+from unisono.trainer.modules import evaluating, lone_samples_warning, plain_modules
 from unisono.trainer.run import Run
 from unisono.trainer.setup import (
     AverageUpdates,
@@ -177,6 +177,7 @@ class Trainer:
         self._dealer = Dealer(self._run)
         self._batch: Batch | None = None
         self._calls = 0
+        self._warned = False
         self._epochs: int | None = None
         self._last_step: int | None = None
         self._batch_size: int | None = self._cursor.batch_size
@@ -320,6 +321,15 @@ class Trainer:
             )
         cursor.batch_size, cursor.num_samples = now
         self._batch_size = batch_size
+        warning = lone_samples_warning(
+            self._modules,
+            batch_size=batch_size,
+            virtual_ranks=self.virtual_ranks,
+            micro_batch_size=micro_batch_size,
+        )
+        if warning and not self._warned:
+            self._warned = True
+            self._log.emit("warning", message=warning)
         return self._batches_left(loader)
 
     def _batches_left(self, loader: Loader | StreamLoader) -> Iterator[Batch]:
@@ -362,11 +372,13 @@ class Trainer:
             raise ValueError("step takes the batch that trainer.batches gave last, once it is in your loop")
         runner = self._runner(optimizer)
         mean = runner.run(loss, batch, call=self._calls)
-        for prefix, average in self._averages.items():
-            if runner.trains(self._modules[prefix]):
-                average.update_parameters(self._modules[prefix])
-        if self._scheduler_interval == "step" and (scheduler := self._schedulers.get(optimizer or "")) is not None:
-            scheduler.step()
+        learning_rate = runner.learning_rate
+        if not runner.skipped:
+            for prefix, average in self._averages.items():
+                if runner.trains(self._modules[prefix]):
+                    average.update_parameters(self._modules[prefix])
+            if self._scheduler_interval == "step" and (scheduler := self._schedulers.get(optimizer or "")) is not None:
+                scheduler.step()
         cursor = self._cursor
         if not self._calls:
             cursor.step, cursor.total_steps = batch.step + 1, cursor.total_steps + 1
@@ -381,7 +393,7 @@ class Trainer:
             total_steps=cursor.total_steps,
             loss=mean,
             samples=batch.size,
-            lr=float(runner.learning_rate),
+            lr=learning_rate,
             step_s=round(now - self._step_ended_s, 6),
         )
         self._step_ended_s = now

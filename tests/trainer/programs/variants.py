@@ -100,6 +100,14 @@ def ema():
     return digest({"average": dict(trainer._averages[""].module.state_dict()), "value": [value.total, value.count]})
 
 
+def evaluated():
+    """What a user's function draws in an evaluation belongs to the virtual rank, too."""
+    model = mlp()
+    trainer = train(model, adamw(model), epochs=1)
+    value = trainer.evaluate(lambda m, b: torch.randn(len(b[0])), data(), micro_batch_size=2)
+    return digest({"value": [value.total, value.count]})
+
+
 class Routed(nn.Module):
     """Uses one of two branches, by the data: some virtual ranks give some parameters no gradient."""
 
@@ -220,6 +228,7 @@ VARIANTS = {
     "sgd": sgd,
     "sgd fused": partial(sgd, fused=True),
     "ema": ema,
+    "evaluated": evaluated,
     "routed": routed,
     "frozen": frozen,
     "checkpointed": partial(checkpointed, reentrant=False),

@@ -1,0 +1,96 @@
+"""What the README and docs/ say is so: Python blocks run, links lead somewhere, the layers are those of the code.
+
+A block that begins with three backquotes and `python` runs, unless its first line is `# fragment`. The blocks of a page
+are one script, each line at its place in the page, so that a traceback gives the page's line.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from test_layers import LAYERS
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+# Pages whose blocks are about files that a reader has and a test does not.
+NOT_RUN = {"events.md", "launch.md", "benchmarks.md"}
+README_LINES = 25
+TIMEOUT_S = 120
+
+
+def script_of(page: Path) -> str:
+    """Give the page with everything but its runnable blocks blanked out."""
+    kept, lines = [], page.read_text().splitlines()
+    inside = runs = False
+    for number, line in enumerate(lines):
+        fence = line.startswith("```")
+        if fence:
+            inside = not inside
+            runs = inside and line == "```python" and not lines[number + 1].startswith("# fragment")
+        kept.append(line if runs and not fence else "")
+    assert not inside, f"{page.name}: a block is not closed"
+    return "\n".join(kept)
+
+
+def run_python(script: Path) -> list[str]:
+    """Run a script in its own folder, with warnings as errors; return what it printed."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(script)],
+        cwd=script.parent,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout.splitlines()
+
+
+PAGES_WITH_BLOCKS = [page for page in PAGES if page.name not in NOT_RUN and script_of(page).strip()]
+
+
+def test_pages_with_blocks_are_found():
+    names = {page.name for page in PAGES_WITH_BLOCKS}
+    assert names >= {"README.md", "training.md", "same-bits.md", "data.md", "checkpoints.md", "errors.md"}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES_WITH_BLOCKS if page != README], ids=lambda page: page.name)
+def test_python_blocks_run(page, tmp_path):
+    script = tmp_path / f"{page.stem}.py"
+    script.write_text(script_of(page))
+    run_python(script)
+
+
+def test_the_readmes_script_is_short_and_has_one_digest_with_and_without_ranks(run_ranks, tmp_path):
+    (script,) = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
+    assert len(script.splitlines()) <= README_LINES
+    path = tmp_path / "digits.py"
+    path.write_text(script)
+    alone = run_python(path)
+    assert re.fullmatch("weights sha256: [0-9a-f]{64}", alone[-1])
+    assert run_ranks(2, path).lines()[-1] == alone[-1]
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_relative_links_lead_to_files(page):
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" in target or target.startswith("#"):
+            continue
+        assert (page.parent / target.partition("#")[0]).exists(), f"{page.name} links to {target}, which is not there"
+
+
+def test_the_layers_in_the_architecture_are_those_of_the_code():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    section = page.partition("## Layers")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) == LAYERS
+    assert {word for word in LAYERS if not re.search(rf"\b{word}\b", section.split("```")[1])} == set()
