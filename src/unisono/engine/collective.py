@@ -172,7 +172,7 @@ class CollectiveEngine:
         for index in reversed(range(len(trained.parameters))):
             p = trained.parameters[index]
             bucket = open_buckets.get((p.dtype, p.device))
-            if bucket is None or (bucket.numel + p.numel()) * p.dtype.itemsize > _BUCKET_NBYTES:
+            if bucket is None or bucket.numel * p.dtype.itemsize >= _BUCKET_NBYTES:
                 bucket = open_buckets[p.dtype, p.device] = _Bucket(p.dtype, p.device)
                 self._buckets.append(bucket)
             self._home[index] = (bucket, len(bucket.members))
