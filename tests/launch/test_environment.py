@@ -3,7 +3,7 @@
 import pytest
 
 from unisono.launch.environment import job_environment, rank_environment
-from unisono.launch.linux import usable_cores
+from unisono.machine import usable_cores
 
 REPORT = """
     import json, os

@@ -4,7 +4,8 @@ import os
 import subprocess
 import sys
 
-from unisono.launch.linux import descendants, usable_cores
+from unisono.launch.linux import descendants
+from unisono.machine import usable_cores
 
 
 def test_descendants_are_found_through_generations():

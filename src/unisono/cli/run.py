@@ -8,7 +8,8 @@ import traceback
 
 import click
 
-from unisono.launch import Job, check_target, run_job, usable_cores
+from unisono.launch import Job, check_target, run_job
+from unisono.machine import usable_cores
 
 __all__ = ["run"]
 

@@ -20,7 +20,9 @@ import torch
 import torch.distributed as dist
 
 from unisono.comm.placement import Placement, detect_placement
+from unisono.comm.waiting import Waiter
 from unisono.errors import LaunchError
+from unisono.machine import usable_cores
 
 __all__ = ["World", "own_placement"]
 
@@ -39,6 +41,8 @@ class World:
     """The group that all ranks share; None with one process."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     """Where tensors must lie to travel: this rank's GPU under nccl, else the CPU."""
+    waiter: Waiter = field(default_factory=lambda: Waiter(polls=False))
+    """Waits for transfers."""
 
     @classmethod
     def connect(cls, device: torch.device, *, timeout_s: float = 1800.0) -> World:
@@ -57,7 +61,15 @@ class World:
         if size == 1:
             return cls(local_rank=placement.local_rank)
         wire = device if "nccl" in dist.get_backend() and device.type == "cuda" else torch.device("cpu")
-        return cls(rank=rank, size=size, local_rank=placement.local_rank, group=dist.group.WORLD, device=wire)
+        ranks_here = size if placement.launcher == "none" else placement.local_world_size
+        return cls(
+            rank=rank,
+            size=size,
+            local_rank=placement.local_rank,
+            group=dist.group.WORLD,
+            device=wire,
+            waiter=Waiter(polls=wire.type == "cpu" and ranks_here <= usable_cores()),
+        )
 
     def gather(self, value: Any) -> list[Any]:
         """Collect one picklable value of each rank, in rank order, on every rank. Every rank must call it."""

@@ -88,7 +88,7 @@ class CollectiveEngine:
                 "an earlier step failed while its gradients were on their way to other ranks, so ranks no longer agree "
                 "on what comes next. End the job and start it again; it resumes from the last checkpoint."
             )
-        if [*map(id, trained.parameters)] != [*map(id, self._trained.parameters)]:
+        if trained is not self._trained:
             self._build(trained)
         self._layout = self._layout_of(leaves)
         nodes = self._layout.nodes[self._world.rank]
@@ -138,14 +138,21 @@ class CollectiveEngine:
     def finish(self) -> Totals:
         """Wait for the sums, and show them as p.grad; see `Engine`."""
         self._buckets[-1].exchange.advance()
-        results = [bucket.exchange.finish() for bucket in self._buckets]
+        parameters = self._trained.parameters
+        for bucket in self._buckets:
+            # Before the wait, during which this process has nothing else to do.
+            for index, view in zip(bucket.members, bucket.views(bucket.exchange.total, parameters), strict=True):
+                parameters[index].grad = view
+        for bucket in self._buckets:
+            bucket.exchange.finish()
         start = self._totals_offset
-        tail = results[-1][start : start + _TOTALS + len(self._trained.parameters)].tolist()
-        loss, high, low, surprised = tail[:_TOTALS]
-        used = tail[_TOTALS:]
-        for bucket, result in zip(self._buckets, results, strict=True):
-            for index, view in zip(bucket.members, bucket.views(result, self._trained.parameters), strict=True):
-                self._trained.parameters[index].grad = view if used[index] else None
+        loss, high, low, surprised, *used = (
+            self._buckets[-1].exchange.total[start : start + _TOTALS + len(parameters)].tolist()
+        )
+        if not all(used):
+            for p, count in zip(parameters, used, strict=True):
+                if not count:
+                    p.grad = None
         self._launched = 0
         return Totals(loss, weight_of_row(high, low), surprised > 0)
 
@@ -212,14 +219,16 @@ class CollectiveEngine:
         bucket, slot = self._home[index]
         last = len(self._sums) - 1
         view = bucket.views(bucket.exchange.rows[last], self._trained.parameters)[slot]
-        stack = self._sums[last].stack
-        for lefts in reversed(stack[1:]):
-            gradient = add_one(lefts[index], gradient)
-        left = stack[0][index] if stack else None
-        if left is not None and gradient is not None:
-            torch.add(left, gradient, out=view)
+        if stack := self._sums[last].stack:
+            for lefts in reversed(stack[1:]):
+                gradient = add_one(lefts[index], gradient)
+            left = stack[0][index]
+            if left is not None and gradient is not None:
+                torch.add(left, gradient, out=view)
+            else:
+                gradient = add_one(left, gradient)
+                view.zero_() if gradient is None else view.copy_(gradient)
         else:
-            gradient = add_one(left, gradient) if stack else gradient
             view.zero_() if gradient is None else view.copy_(gradient)
         self._used[last][index] = float(gradient is not None)
         self._settled[index] = True

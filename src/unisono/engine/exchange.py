@@ -52,6 +52,7 @@ class Exchange:
         """Allocate the rows. `widest` is the layout with all virtual ranks, which has the most nodes on every rank."""
         assert world.group is not None
         self._group, self._rank, self._size = world.group, world.rank, world.size
+        self._waiter = world.waiter
         # torch's batch of sends and receives costs 50 µs more than posting them, and only nccl needs it.
         self._batched = world.device.type != "cpu"
         unit = _ALIGNMENT * world.size
@@ -92,10 +93,17 @@ class Exchange:
         peers = self._peers()
         self._transfer([(peer, mine) for peer in peers], [(peer, self._segments[peer]) for peer in peers])
 
+    @property
+    def total(self) -> Tensor:
+        """Where the sum of this step lies after `finish` and until the next `start`: one of the buffers, [numel]."""
+        return self._plan.total if self._direct else self.rows[0]
+
     def finish(self) -> Tensor:
-        """Wait for the sum, shape [numel]. It lies in one of the buffers and is valid until the next `start`."""
+        """Wait for the sum and give it."""
         self._wait()
-        return self._plan.add_up() if self._direct else self.rows[0]
+        if self._direct:
+            self._plan.add_up()
+        return self.total
 
     def _plan_for(self, layout: Layout) -> _Plan:
         # The backend's all-reduce adds half of the vector on each rank, where a direct exchange adds all of it on both:
@@ -150,7 +158,7 @@ class Exchange:
 
     def _wait(self) -> None:
         for work in self._works:
-            work.wait()
+            self._waiter.wait(work)
         self._works = []
 
 

@@ -2,6 +2,5 @@
 
 from unisono.launch.agent import run_job
 from unisono.launch.job import Job, check_target
-from unisono.launch.linux import usable_cores
 
-__all__ = ["Job", "check_target", "run_job", "usable_cores"]
+__all__ = ["Job", "check_target", "run_job"]

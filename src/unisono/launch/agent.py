@@ -26,8 +26,9 @@ from unisono.launch.channel import Channel, Message
 from unisono.launch.environment import job_environment, rank_environment
 from unisono.launch.failure import Failure, exit_status, first_failure, name_ranks, name_signal
 from unisono.launch.job import Job
-from unisono.launch.linux import become_subreaper, descendants, end_descendants, usable_cores
+from unisono.launch.linux import become_subreaper, descendants, end_descendants
 from unisono.launch.relay import Relay
+from unisono.machine import usable_cores
 
 __all__ = ["run_job"]
 

@@ -1,4 +1,4 @@
-"""What the launcher asks of the Linux kernel: who dies with whom, who is left, how many cores there are.
+"""What the launcher asks of the Linux kernel: who dies with whom, and who is left.
 
 Python has no calls for `prctl`, so they go through ctypes. Start reading at `set_parent_death_signal`.
 """
@@ -6,7 +6,6 @@ Python has no calls for `prctl`, so they go through ctypes. Start reading at `se
 from __future__ import annotations
 
 import ctypes
-import math
 import os
 import signal
 import time
@@ -14,7 +13,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["become_subreaper", "descendants", "end_descendants", "set_parent_death_signal", "usable_cores"]
+__all__ = ["become_subreaper", "descendants", "end_descendants", "set_parent_death_signal"]
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -65,34 +64,6 @@ def end_descendants(*, spare: Collection[int] = (), timeout_s: float = 5.0) -> l
             return left
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.02)
-
-
-def usable_cores() -> int:
-    """Count the cores that this process may use: its affinity, cut by the CPU quota of its control group."""
-    cores = len(os.sched_getaffinity(0))
-    quota = _quota()
-    return cores if quota is None else max(1, min(cores, math.ceil(quota)))
-
-
-def _quota() -> float | None:
-    """Find the tightest CPU quota of version 2 control groups above this process, in cores."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return None
-    root = Path("/sys/fs/cgroup")
-    quotas: list[float] = []
-    for path in (line.removeprefix("0::").lstrip("/") for line in lines if line.startswith("0::")):
-        for group in (root / path, *(root / path).parents):
-            if not group.is_relative_to(root):
-                break
-            try:
-                limit, period = (group / "cpu.max").read_text().split()
-            except (OSError, ValueError):  # the root group has no such file
-                continue
-            if limit != "max":
-                quotas.append(int(limit) / int(period))
-    return min(quotas, default=None)
 
 
 def _parent(pid: int) -> int | None:

@@ -87,6 +87,7 @@ class StepRunner:
                 self._compute(loss, share, batch)
             self._engine.flush()
             self._buffers.launch()
+            self._run.set_generators("loop", batch.epoch, batch.step, call + 1)  # while sums are on their way
             totals = self._engine.finish()
             self._buffers.receive()
             self._check(totals, batch)
@@ -96,9 +97,8 @@ class StepRunner:
         except BaseException:
             self._engine.abort()
             self._buffers.roll_back()
-            raise
-        finally:
             self._run.set_generators("loop", batch.epoch, batch.step, call + 1)
+            raise
         self.skipped = False
         if self.scaler is None:
             self._optimizer.step()
@@ -150,6 +150,8 @@ class StepRunner:
         self._buffers.close_leaf(share.virtual_rank)
 
     def _forward_context(self, samples: int) -> contextlib.AbstractContextManager[Any]:
+        if self._autocast is None and samples > 1:
+            return contextlib.nullcontext()
         stack = contextlib.ExitStack()
         if self._autocast is not None:
             stack.enter_context(torch.autocast(self._run.device.type, dtype=self._autocast))
