@@ -28,8 +28,14 @@ class Job:
     err: str
 
     def lines(self, rank: int = 0) -> list[str]:
-        """What one rank printed on standard output."""
-        return [line.split("] ", 1)[1] for line in self.out.splitlines() if line.startswith(f"[{rank}] ")]
+        """What one rank printed on standard output, alone or together with others."""
+        found = [re.match(r"\[([0-9,-]+)\] (.*)", line) for line in self.out.splitlines()]
+        return [match[2] for match in found if match and _holds(match[1], rank)]
+
+    @property
+    def said(self) -> str:
+        """Standard error as running text: where a report breaks its lines is another test's business."""
+        return " ".join(self.err.split())
 
     def sha(self) -> str:
         """The digest that the job printed last."""
@@ -69,6 +75,12 @@ def nothing_left_behind() -> Iterator[None]:
     changed = {k for k in {*environ, *os.environ} - ignored if environ.get(k) != os.environ.get(k)}
     assert not changed, f"environment variables left changed: {changed}"
     assert _children() <= children, f"processes left running: {_children() - children}"
+
+
+def _holds(ranks: str, rank: int) -> bool:
+    """Say whether a rank is among those of a prefix, such as 0-2,5."""
+    spans = [span.split("-") for span in ranks.split(",")]
+    return any(int(span[0]) <= rank <= int(span[-1]) for span in spans)
 
 
 def _children() -> set[int]:

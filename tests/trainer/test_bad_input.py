@@ -249,8 +249,8 @@ def test_a_disk_that_fills_up_does_not_end_the_run_and_is_told(run_ranks, tmp_pa
 
 def test_a_disk_that_stays_full_is_an_error_at_the_end_and_older_checkpoints_stay(run_ranks, tmp_path):
     job = run_ranks(1, FULL_DISK, tmp_path / "run", 100, code=1)
-    assert "step 10 was not written" in job.err
-    assert "Older checkpoints are untouched" in job.err
+    assert "step 10 was not written" in job.said
+    assert "Older checkpoints are untouched" in job.said
     kept = sorted(folder.name for folder in (tmp_path / "run" / "checkpoints").iterdir())
     assert [name for name in kept if name.startswith("step")] == ["step-000000001", "step-000000002", "step-000000003"][
         : len(kept)
@@ -297,8 +297,8 @@ finally:
 def test_ranks_that_differ_are_told_so_on_all_ranks(run_ranks, change, words):
     job = run_ranks(2, PREAMBLE + change + RUN, code=1)
     for word in words:
-        assert word in job.err
-    assert "RankMismatchError" in job.err
+        assert word in job.said
+    assert "RankMismatchError" in job.said
 
 
 def test_nan_on_one_rank_is_named_on_all_ranks(run_ranks):
@@ -314,8 +314,8 @@ def test_nan_on_one_rank_is_named_on_all_ranks(run_ranks):
 
 def test_more_ranks_than_virtual_ranks_says_what_to_change(run_ranks):
     job = run_ranks(5, PREAMBLE + RUN, code=1)
-    assert "world_size=5 exceeds virtual_ranks=4: 1 rank would be idle" in job.err
-    assert "Start at most 4 ranks, or raise virtual_ranks" in job.err
+    assert "world_size=5 exceeds virtual_ranks=4: 1 rank would be idle" in job.said
+    assert "Start at most 4 ranks, or raise virtual_ranks" in job.said
 
 
 def assert_says(caught, *words):

@@ -45,9 +45,12 @@ def test_killed_run_goes_on_to_the_same_bits(run_ranks, tmp_path, expected, die_
     assert_each_sample_once(tmp_path / "dealt.txt")
 
 
-@pytest.mark.parametrize(("phase", "code", "saved"), [("error", 1, 7), ("interrupt", 130, 7), ("update", 1, None)])
-def test_an_error_or_ctrl_c_loses_no_step(run_ranks, tmp_path, expected, phase, code, saved):
-    """The last step that was done is saved when the process ends; but not a state that was being written."""
+@pytest.mark.parametrize(
+    ("phase", "code", "saved"),
+    [("error", 1, 7), ("interrupt", 130, 7), ("update", 1, None), ("term", 143, 7), ("late-term", 143, 8)],
+)
+def test_an_error_ctrl_c_or_sigterm_loses_no_step(run_ranks, tmp_path, expected, phase, code, saved):
+    """The last step that was done is saved when the process ends; but not a state that is being written."""
     args = ["--virtual-ranks", 4, "--every", 1000, "--die-at", 7, "--phase", phase]
     run_ranks(2, PROGRAM, tmp_path, *args, code=code)
     assert finish(run_ranks, tmp_path, 3) == expected
@@ -94,8 +97,8 @@ def test_all_damaged_is_an_error_and_not_a_fresh_start(run_ranks, tmp_path):
     for folder in (tmp_path / "checkpoints").iterdir():
         (folder / "state.json").write_text("{")
     job = run_ranks(2, PROGRAM, tmp_path, "--virtual-ranks", 4, code=1)
-    assert "are damaged" in job.err
-    assert "state.json" in job.err
+    assert "are damaged" in job.said
+    assert "state.json" in job.said
 
 
 def test_checkpoints_are_kept_to_the_last_two_and_have_plain_names(run_ranks, tmp_path):
@@ -127,20 +130,20 @@ def test_another_run_does_not_take_a_directory_over(run_ranks, tmp_path, args, w
     run_ranks(1, PROGRAM, tmp_path, "--virtual-ranks", 4, "--steps", 3)
     job = run_ranks(2, PROGRAM, tmp_path, *args, code=1)
     for word in words:
-        assert word in job.err
+        assert word in job.said
 
 
 def test_resume_must_needs_a_checkpoint(run_ranks, tmp_path):
     job = run_ranks(2, PROGRAM, tmp_path, "--resume", "must", code=1)
-    assert "holds no checkpoint" in job.err
+    assert "holds no checkpoint" in job.said
 
 
 def test_virtual_ranks_are_the_ranks_of_the_first_start_and_stay(run_ranks, tmp_path):
     run_ranks(2, PROGRAM, tmp_path, "--steps", 3)
     run_ranks(1, PROGRAM, tmp_path, "--steps", 6)
     job = run_ranks(3, PROGRAM, tmp_path, code=1)
-    assert "world_size=3 exceeds virtual_ranks=2" in job.err
-    assert "Start at most 2 ranks" in job.err
+    assert "world_size=3 exceeds virtual_ranks=2" in job.said
+    assert "Start at most 2 ranks" in job.said
 
 
 @pytest.mark.soak

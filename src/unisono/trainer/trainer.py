@@ -16,51 +16,28 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from unisono.comm import World, own_placement
 from unisono.data.batch import Batch
 from unisono.data.fetch import Collate
 from unisono.data.loader import Loader
 from unisono.data.stream import StreamLoader
-from unisono.engine import BufferTransaction, choose_engine
 from unisono.state.digest import digest
 from unisono.state.policy import Checkpoints
+from unisono.trainer.assembly import Models, assemble
 from unisono.trainer.dealing import Dealer
 from unisono.trainer.display import open_log
+from unisono.trainer.ending import Terminator
 from unisono.trainer.evaluation import evaluate
-from unisono.trainer.keeping import Keeper, Resume
+from unisono.trainer.keeping import Found, Resume
 from unisono.trainer.metric import EpochResult, Metric
-from unisono.trainer.modules import evaluating, lone_samples_warning, plain_modules
-from unisono.trainer.run import Run
-from unisono.trainer.setup import (
-    AverageUpdates,
-    check_arguments,
-    check_equal_models,
-    check_schedulers,
-    choose_device,
-    choose_virtual_ranks,
-    keep_freed_memory,
-    named_optimizers,
-    start_averages,
-)
-from unisono.trainer.snapshot import (
-    Cursor,
-    Stateful,
-    Subjects,
-    capture,
-    facts_of,
-    model_tensors,
-    optimizer_state,
-    restore,
-)
+from unisono.trainer.modules import evaluating, lone_samples_warning
+from unisono.trainer.setup import check_arguments
+from unisono.trainer.snapshot import Stateful, capture, facts_of, model_tensors, optimizer_state
 from unisono.trainer.step import Loss, StepRunner
 
 __all__ = ["Trainer"]
-
-Models = nn.Module | Mapping[str, nn.Module]
 
 
 class Trainer:
@@ -125,55 +102,28 @@ class Trainer:
         )
         self.model = model
         self.optimizer = optimizer
-        self._modules = plain_modules(model)
-        optimizers = named_optimizers(optimizer)
-        self._schedulers = check_schedulers(scheduler, optimizers)
-        self._scheduler_interval = scheduler_interval
-        placement = own_placement()
-        chosen = choose_device(device, self._modules, local_rank=placement.local_rank)
-        if chosen.type == "cpu":
-            torch.set_num_threads(threads)
-            keep_freed_memory()
-        for module in self._modules.values():
-            module.to(chosen)
-        world = World.connect(chosen)
-
         self.directory = None if directory is None else Path(directory)
-        self._keeper = Keeper(self.directory, checkpoints or Checkpoints(), world)
-        found = self._keeper.find(resume)
-        facts = None if found is None else found.document["facts"]
-        virtual_ranks = choose_virtual_ranks(
-            virtual_ranks, seed=seed, world=world, facts=facts, directory=self.directory
+        parts = assemble(
+            model,
+            optimizer,
+            seed=seed,
+            virtual_ranks=virtual_ranks,
+            directory=self.directory,
+            resume=resume,
+            checkpoints=checkpoints or Checkpoints(),
+            scheduler=scheduler,
+            clip_grad_norm=clip_grad_norm,
+            autocast=autocast,
+            ema_decay=ema_decay,
+            stateful=stateful or {},
+            device=device,
+            threads=threads,
+            overlap=overlap,
         )
-        self._run = Run(seed=seed, virtual_ranks=virtual_ranks, world=world, device=chosen)
-        self._engine = choose_engine(world, virtual_ranks=virtual_ranks, overlap=overlap)
-        buffers = BufferTransaction(self._modules.values(), world, virtual_ranks=virtual_ranks)
-        self._runners = {
-            name: StepRunner(
-                self._run,
-                models=model,
-                modules=self._modules,
-                optimizer=each,
-                engine=self._engine,
-                buffers=buffers,
-                autocast=autocast,
-                clip_grad_norm=clip_grad_norm,
-            )
-            for name, each in optimizers.items()
-        }
-        self._averages = start_averages(self._modules, ema_decay)
-        self._subjects = Subjects(
-            modules=self._modules,
-            optimizers=optimizers,
-            averages={prefix: average.module for prefix, average in self._averages.items()},
-            others=self._others(stateful or {}),
-        )
-        self._cursor = Cursor()
-        if found is None:
-            check_equal_models(world, self._modules)
-        else:
-            restore(self._subjects, found.groups, found.document, source=found.source)
-            self._cursor = Cursor(**found.document["facts"]["cursor"])
+        self._run, self._keeper, self._modules = parts.run, parts.keeper, parts.modules
+        self._runners, self._subjects, self._averages = parts.runners, parts.subjects, parts.averages
+        self._schedulers, self._scheduler_interval = parts.schedulers, scheduler_interval
+        self._cursor = parts.cursor
         self._dealer = Dealer(self._run)
         self._batch: Batch | None = None
         self._calls = 0
@@ -185,28 +135,11 @@ class Trainer:
         self._started_s = self._step_ended_s = time.monotonic()
         self._run.set_generators("loop", self._cursor.epoch, self._cursor.step, 0)
         self._log = open_log(self.directory, is_main=self.is_main, progress=progress)
-        self._log.emit(
-            "run",
-            version=version("unisono"),
-            world_size=world.size,
-            virtual_ranks=virtual_ranks,
-            seed=seed,
-            parameters=sum(p.numel() for module in self._modules.values() for p in module.parameters()),
-            device=str(chosen),
-            threads=torch.get_num_threads(),
-            directory=None if self.directory is None else str(self.directory),
-            torch=str(torch.__version__),
-        )
-        if found is not None:
-            for message in found.warnings:
-                self._log.emit("warning", message=message)
-            cursor = self._cursor
-            self._log.emit(
-                "resume", path=found.source, epoch=cursor.epoch, step=cursor.step, total_steps=cursor.total_steps
-            )
+        self._announce(parts.found)
         self._keeper.begin(self._log, total_steps=self._cursor.total_steps)
         if self.directory is not None and self.is_main:
             atexit.register(_rescue, weakref.ref(self))
+        self._terminator = None if self.directory is None else Terminator.install(self._is_writing)
 
     @property
     def rank(self) -> int:
@@ -384,6 +317,8 @@ class Trainer:
             cursor.step, cursor.total_steps = batch.step + 1, cursor.total_steps + 1
         self._calls += 1
         runner.updating = False
+        if self._terminator is not None:
+            self._terminator.check()
         self._loss_sum, self._loss_weight = self._loss_sum + mean * batch.size, self._loss_weight + batch.size
         now = time.monotonic()
         self._log.emit(
@@ -514,28 +449,43 @@ class Trainer:
         modules = [average.module for average in self._averages.values()]
         return dict(zip(self.model, modules, strict=True)) if isinstance(self.model, Mapping) else modules[0]
 
-    def _others(self, stateful: Mapping[str, Stateful]) -> dict[str, Stateful]:
-        others: dict[str, Stateful] = {f"stateful/{name}": each for name, each in stateful.items()}
-        others |= {f"scheduler/{name}": each for name, each in self._schedulers.items()}
-        others |= {
-            f"scaler/{name}": runner.scaler for name, runner in self._runners.items() if runner.scaler is not None
-        }
-        others |= {f"average/{prefix}": AverageUpdates(average) for prefix, average in self._averages.items()}
-        return others
+    def _announce(self, found: Found | None) -> None:
+        self._log.emit(
+            "run",
+            version=version("unisono"),
+            world_size=self.world_size,
+            virtual_ranks=self.virtual_ranks,
+            seed=self._run.seed,
+            parameters=sum(p.numel() for module in self._modules.values() for p in module.parameters()),
+            device=str(self.device),
+            threads=torch.get_num_threads(),
+            directory=None if self.directory is None else str(self.directory),
+            torch=str(torch.__version__),
+        )
+        if found is not None:
+            for message in found.warnings:
+                self._log.emit("warning", message=message)
+            cursor = self._cursor
+            self._log.emit(
+                "resume", path=found.source, epoch=cursor.epoch, step=cursor.step, total_steps=cursor.total_steps
+            )
 
     def _capture(self) -> tuple[dict[str, Any], dict[str, Any]]:
         constants = {"seed": self._run.seed, "virtual_ranks": self.virtual_ranks}
         return capture(self._subjects, facts_of(constants, self._cursor))
 
+    def _is_writing(self) -> bool:
+        return any(runner.updating for runner in self._runners.values())
+
     def _rescue(self) -> None:
         # In the middle of an update, or between the steps of several optimizers, the state is of no step.
-        if any(runner.updating for runner in self._runners.values()) or self._calls not in (0, len(self._runners)):
+        if self._is_writing() or self._calls not in (0, len(self._runners)):
             return
         self._keeper.rescue(self._cursor.total_steps, self._capture)
 
 
 def _rescue(reference: weakref.ref[Trainer]) -> None:
-    """Save the last step that was done when the process ends by Ctrl-C or an error."""
+    """Save the last step that was done when the process ends by Ctrl-C, SIGTERM or an error."""
     trainer = reference()
     if trainer is not None:
         trainer._rescue()

@@ -1,6 +1,7 @@
 """A run that can be stopped anywhere: `resumable.py DIRECTORY [--steps N] [--die-at STEP --phase PHASE] [--every N]`.
 
-Every rank dies by SIGKILL at the given step and phase. Each rank appends what it trained on to DIRECTORY/dealt.txt.
+Every rank dies by SIGKILL (or SIGTERM) at the given step and phase. Each rank appends what it trained on to
+DIRECTORY/dealt.txt.
 """
 
 import argparse
@@ -18,7 +19,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("directory")
 parser.add_argument("--steps", type=int)
 parser.add_argument("--die-at", type=int, default=-1)
-parser.add_argument("--phase", choices=["loss", "after", "save", "error", "interrupt", "update"])
+parser.add_argument("--phase", choices=["loss", "after", "save", "error", "interrupt", "update", "term", "late-term"])
 parser.add_argument("--every", type=int, default=1)
 parser.add_argument("--width", type=int, default=16)
 parser.add_argument("--virtual-ranks", type=int)
@@ -31,11 +32,12 @@ args = parser.parse_args()
 
 def die(phase):
     if args.phase == phase and trainer.steps == args.die_at:
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGTERM if "term" in phase else signal.SIGKILL)
 
 
 def loss(model, batch):
     die("loss")
+    die("term")
     return F.cross_entropy(model(batch[0] + 0.1 * torch.randn_like(batch[0])), batch[1], reduction="none")
 
 
@@ -47,6 +49,8 @@ optimizer = getattr(torch.optim, args.optimizer)(model.parameters(), lr=0.01)
 if args.phase == "update":
     steps_left = iter(range(args.die_at, -1, -1))
     optimizer.register_step_post_hook(lambda *_: next(steps_left) or 1 / 0)  # fails when the weights are written
+
+optimizer.register_step_post_hook(lambda *_: die("late-term"))
 
 trainer = unisono.Trainer(
     model,

@@ -1,0 +1,138 @@
+"""The parts of a Trainer and how they are put together: ranks, engine, steps, and the state of a run that is resumed.
+
+Nothing here is called again once a run goes on. Start reading at `assemble`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel
+
+from unisono.comm import World, own_placement
+from unisono.engine import BufferTransaction, choose_engine
+from unisono.state.policy import Checkpoints
+from unisono.trainer.keeping import Found, Keeper, Resume
+from unisono.trainer.modules import plain_modules
+from unisono.trainer.run import Run
+from unisono.trainer.setup import (
+    AverageUpdates,
+    check_equal_models,
+    check_schedulers,
+    choose_device,
+    choose_virtual_ranks,
+    keep_freed_memory,
+    named_optimizers,
+    start_averages,
+)
+from unisono.trainer.snapshot import Cursor, Stateful, Subjects, restore
+from unisono.trainer.step import StepRunner
+
+__all__ = ["Models", "Parts", "assemble"]
+
+Models = nn.Module | Mapping[str, nn.Module]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """What a Trainer is made of."""
+
+    run: Run
+    keeper: Keeper
+    modules: dict[str, nn.Module]
+    runners: dict[str, StepRunner]
+    schedulers: dict[str, LRScheduler]
+    averages: dict[str, AveragedModel]
+    subjects: Subjects
+    cursor: Cursor
+    found: Found | None
+    """The checkpoint that the run goes on from."""
+
+
+def assemble(
+    model: Models,
+    optimizer: Optimizer | Mapping[str, Optimizer],
+    *,
+    seed: int,
+    virtual_ranks: int | None,
+    directory: Path | None,
+    resume: Resume,
+    checkpoints: Checkpoints,
+    scheduler: LRScheduler | Mapping[str, LRScheduler] | None,
+    clip_grad_norm: float | None,
+    autocast: Literal["bf16", "fp16"] | None,
+    ema_decay: float | None,
+    stateful: Mapping[str, Stateful],
+    device: str | torch.device,
+    threads: int,
+    overlap: bool,
+) -> Parts:
+    """Join the ranks, move the models to their device, and give all parts the state with which the run begins.
+
+    Every rank must call it with equal arguments; they are those of `Trainer`, which also says what is raised.
+    """
+    modules = plain_modules(model)
+    optimizers = named_optimizers(optimizer)
+    schedulers = check_schedulers(scheduler, optimizers)
+    chosen = choose_device(device, modules, local_rank=own_placement().local_rank)
+    if chosen.type == "cpu":
+        torch.set_num_threads(threads)
+        keep_freed_memory()
+    for module in modules.values():
+        module.to(chosen)
+    world = World.connect(chosen)
+    keeper = Keeper(directory, checkpoints, world)
+    found = keeper.find(resume)
+    facts = None if found is None else found.document["facts"]
+    virtual_ranks = choose_virtual_ranks(virtual_ranks, seed=seed, world=world, facts=facts, directory=directory)
+    run = Run(seed=seed, virtual_ranks=virtual_ranks, world=world, device=chosen)
+    engine = choose_engine(world, virtual_ranks=virtual_ranks, overlap=overlap)
+    buffers = BufferTransaction(modules.values(), world, virtual_ranks=virtual_ranks)
+    runners = {
+        name: StepRunner(
+            run,
+            models=model,
+            modules=modules,
+            optimizer=each,
+            engine=engine,
+            buffers=buffers,
+            autocast=autocast,
+            clip_grad_norm=clip_grad_norm,
+        )
+        for name, each in optimizers.items()
+    }
+    averages = start_averages(modules, ema_decay)
+    others: dict[str, Stateful] = {f"stateful/{name}": each for name, each in stateful.items()}
+    others |= {f"scheduler/{name}": each for name, each in schedulers.items()}
+    others |= {f"scaler/{name}": runner.scaler for name, runner in runners.items() if runner.scaler is not None}
+    others |= {f"average/{prefix}": AverageUpdates(average) for prefix, average in averages.items()}
+    subjects = Subjects(
+        modules=modules,
+        optimizers=optimizers,
+        averages={prefix: average.module for prefix, average in averages.items()},
+        others=others,
+    )
+    cursor = Cursor()
+    if found is None:
+        check_equal_models(world, modules)
+    else:
+        restore(subjects, found.groups, found.document, source=found.source)
+        cursor = Cursor(**found.document["facts"]["cursor"])
+    return Parts(
+        run=run,
+        keeper=keeper,
+        modules=modules,
+        runners=runners,
+        schedulers=schedulers,
+        averages=averages,
+        subjects=subjects,
+        cursor=cursor,
+        found=found,
+    )
