@@ -1,12 +1,14 @@
-"""What this machine gives to this process. Without torch, for the launcher needs it too."""
+"""What this machine gives to this process, and what its threads do. Without torch, for the launcher needs it too."""
 
 from __future__ import annotations
 
 import math
 import os
+import time
+from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["usable_cores"]
+__all__ = ["let_threads_finish", "usable_cores"]
 
 
 def usable_cores() -> int:
@@ -14,6 +16,30 @@ def usable_cores() -> int:
     cores = len(os.sched_getaffinity(0))
     quota = _quota()
     return cores if quota is None else max(1, min(cores, math.ceil(quota)))
+
+
+def let_threads_finish(timeout_s: float = 0.2) -> None:
+    """Let the other threads of this process do what they are about to do; call it last before the interpreter ends.
+
+    A thread of gloo that drops its last tensor just then needs the interpreter, does not get it any more, and aborts
+    the process, though the program has succeeded. Returns when all other threads have been seen asleep twice.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    calm = 0
+    while calm < 2 and time.monotonic() < deadline_s:
+        time.sleep(0.001)  # the interpreter is free meanwhile
+        calm = calm + 1 if _all_others_sleep() else 0
+
+
+def _all_others_sleep() -> bool:
+    own = os.getpid()  # also the number of the main thread
+    for task in Path("/proc/self/task").iterdir() if Path("/proc/self/task").is_dir() else ():
+        if int(task.name) != own:
+            with suppress(OSError):  # it has just ended
+                # After the name, which stands in parentheses and may hold anything.
+                if (task / "stat").read_text(errors="replace").rpartition(") ")[2][0] not in "SDTZ":
+                    return False
+    return True
 
 
 def _quota() -> float | None:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from unisono.comm.placement import Placement, detect_placement
 from unisono.comm.waiting import Waiter
 from unisono.errors import LaunchError
-from unisono.machine import usable_cores
+from unisono.machine import let_threads_finish, usable_cores
 
 __all__ = ["World", "own_placement"]
 
@@ -144,6 +144,7 @@ def _start_group(placement: Placement, device: torch.device, *, timeout_s: float
 def _end_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+    let_threads_finish()
 
 
 def _meeting_folder() -> Path:
