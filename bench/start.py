@@ -1,12 +1,17 @@
-"""From the command to the first all_reduce, and to the end of the command: unisono run against torchrun --standalone.
+"""Starting: unisono run against torchrun --standalone, and both against one bare import of torch.
 
 Both start the same script, which joins a gloo group, sums one number over all ranks and ends. Rank 0 writes down the
 time at which it had the sum; the clock is the machine's monotonic one, which all processes share. Files are in the page
-cache after the warm-up.
+cache after the warm-up. `python -c "import torch"` is measured before each start; the goal beside it is that floor and
+0.3 s, at 8 ranks 0.5 s.
+A restart is measured from just before a rank kills itself to the first sum of the next generation, inside one command.
+torchrun's own restart meets at the addresses of the dead generation and does not come back in most tries, so the peer
+is torchrun started anew.
 """
 
 from __future__ import annotations
 
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -16,48 +21,99 @@ from pathlib import Path
 
 from bench.errors import CannotRun
 from bench.measure import Effort, Pairs, alternate
-from bench.rows import Row, summarise
+from bench.rows import Goal, Row, summarise
 
 __all__ = ["run"]
 
 _SCRIPT = Path(__file__).parent / "scripts" / "first_all_reduce.py"
+_RESTART = Path(__file__).parent / "scripts" / "restart.py"
+_UNISONO = [sys.executable, "-m", "unisono"]
+_TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+# The peer's time over ours, at least; and seconds above a bare import, at most.
+_RATIO = {1: 1 / 0.70, 4: 1 / 0.40, 8: 1 / 0.25}
+_ABOVE_IMPORT_S = {1: 0.3, 2: 0.3, 4: 0.3, 8: 0.5}
 _TIMEOUT_S = 120
 
 
 def run(effort: Effort) -> Iterator[Row]:
-    """Measure 1, 2, 4 and 8 ranks. Raises: CannotRun if the launcher does not work in this tree."""
+    """Measure 1, 2, 4 and 8 ranks, a restart, and the help text. Raises: CannotRun if the launcher does not work."""
     with tempfile.TemporaryDirectory() as folder:
         stamp = Path(folder, "stamp")
         for ranks in (1,) if effort.quick else (1, 2, 4, 8):
-            ours = [sys.executable, "-m", "unisono", "run", "-n", str(ranks), str(_SCRIPT), str(stamp)]
-            peer = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-            peer += [str(_SCRIPT), str(stamp)]
+            ours = [*_UNISONO, "run", "-n", str(ranks), str(_SCRIPT), str(stamp)]
+            peer = [*_TORCHRUN, f"--nproc-per-node={ranks}", str(_SCRIPT), str(stamp)]
             if not _works(ours):
                 raise CannotRun("`unisono run` does not work in this tree yet")
-            yield from _rows(effort, ranks, ours, peer, stamp)
+            yield from _starts(effort, ranks, ours, peer, stamp)
+        yield _restart(effort, 2 if effort.quick else 4, Path(folder))
+    helps = alternate(
+        lambda: _seconds([*_UNISONO, "--help"]), lambda: _seconds([*_TORCHRUN, "--help"]), rounds=effort.rounds(9)
+    )
+    goal = Goal(of="ours", bound=0.3)
+    yield summarise("start", "--help", **helps._asdict(), peer_name="torchrun", unit="s", goal=goal)
 
 
-def _rows(effort: Effort, ranks: int, ours: Sequence[str], peer: Sequence[str], stamp: Path) -> Iterator[Row]:
-    lasts = Pairs([], [])
+def _starts(effort: Effort, ranks: int, ours: Sequence[str], peer: Sequence[str], stamp: Path) -> Iterator[Row]:
+    ends, imports = Pairs([], []), []
 
-    def side(command: Sequence[str], last: list[float]) -> float:
+    def side(command: Sequence[str], end: list[float]) -> float:
+        imports.append(_seconds([sys.executable, "-c", "import torch"]))
         start = time.monotonic()
-        subprocess.run(command, check=True, capture_output=True, timeout=_TIMEOUT_S)
-        last.append(time.monotonic() - start)
+        end.append(_seconds(command))
         return float(stamp.read_text()) - start
 
     rounds = effort.rounds(7)
-    firsts = alternate(lambda: side(ours, lasts.ours), lambda: side(peer, lasts.peer), rounds=rounds, warmup=1)
-    ends = Pairs(lasts.ours[-rounds:], lasts.peer[-rounds:])  # without the warm-up
-    for case, pairs in (("to the first all_reduce", firsts), ("to the end of the command", ends)):
+    firsts = alternate(lambda: side(ours, ends.ours), lambda: side(peer, ends.peer), rounds=rounds, warmup=1)
+    who = f"{ranks} rank{'s' if ranks > 1 else ''}"
+    floors = [min(pair) for pair in zip(imports[2::2], imports[3::2], strict=True)]
+    last = Pairs(ends.ours[-rounds:], ends.peer[-rounds:])  # without the warm-up
+    for case, pairs, peer_name, goal in (
+        ("to the first all_reduce", firsts, "torchrun --standalone", _ratio_goal(ranks)),
+        ("to the first all_reduce", Pairs(firsts.ours, floors), "import torch", _floor_goal(ranks, floors)),
+        ("to the end of the command", last, "torchrun --standalone", None),
+    ):
         yield summarise(
-            "start",
-            f"{ranks} rank{'s' if ranks > 1 else ''}, {case}",
-            **pairs._asdict(),
-            peer_name="torchrun --standalone",
-            unit="s",
-            ranks=ranks,
+            "start", f"{who}, {case}", **pairs._asdict(), peer_name=peer_name, unit="s", goal=goal, ranks=ranks
         )
+
+
+def _ratio_goal(ranks: int) -> Goal | None:
+    return Goal(of="ratio", bound=round(_RATIO[ranks], 2)) if ranks in _RATIO else None
+
+
+def _floor_goal(ranks: int, floors: Sequence[float]) -> Goal:
+    return Goal(of="ours", bound=round(statistics.median(floors) + _ABOVE_IMPORT_S[ranks], 2))
+
+
+def _restart(effort: Effort, ranks: int, folder: Path) -> Row:
+    lost, back, stamp = folder / "lost", folder / "back", folder / "stamp"
+
+    def ours() -> float:
+        restarting = ["run", "-n", str(ranks), "--max-restarts", "1", str(_RESTART), str(lost), str(back)]
+        _seconds([*_UNISONO, *restarting])
+        return float(back.read_text()) - float(lost.read_text())
+
+    def peer() -> float:
+        start = time.monotonic()
+        _seconds([*_TORCHRUN, f"--nproc-per-node={ranks}", str(_SCRIPT), str(stamp)])
+        return float(stamp.read_text()) - start
+
+    pairs = alternate(ours, peer, rounds=effort.rounds(7), warmup=1)
+    return summarise(
+        "start",
+        f"{ranks} ranks, from a killed rank to the next generation's first all_reduce",
+        **pairs._asdict(),
+        peer_name="torchrun started anew",
+        unit="s",
+        goal=Goal(of="ours", bound=1.0),
+        ranks=ranks,
+    )
+
+
+def _seconds(command: Sequence[str]) -> float:
+    start = time.monotonic()
+    subprocess.run(command, check=True, capture_output=True, timeout=_TIMEOUT_S)
+    return time.monotonic() - start
 
 
 def _works(command: Sequence[str]) -> bool:

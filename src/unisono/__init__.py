@@ -10,16 +10,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from unisono.launch.spawning import spawn
     from unisono.state.policy import Checkpoints
     from unisono.trainer.metric import Metric
     from unisono.trainer.trainer import Trainer
 
-__all__ = ["Checkpoints", "Metric", "Trainer"]
+__all__ = ["Checkpoints", "Metric", "Trainer", "spawn"]
 
 _HOMES = {
     "Checkpoints": "unisono.state.policy",
     "Metric": "unisono.trainer.metric",
     "Trainer": "unisono.trainer.trainer",
+    "spawn": "unisono.launch.spawning",
 }
 
 

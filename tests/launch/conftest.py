@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from screen import ranks_of
 
 TIMEOUT_S = 60
 
@@ -59,9 +60,9 @@ class Launcher:
 
     @staticmethod
     def told(result: subprocess.CompletedProcess[str]) -> dict[int, object]:
-        """Read the JSON line that each rank printed."""
-        pairs = [line.split(" ", 1) for line in result.stdout.splitlines()]
-        return {int(prefix[1:-1]): json.loads(text) for prefix, text in pairs}
+        """Read the JSON line that each rank printed, alone or together with others."""
+        lines = result.stdout.splitlines()
+        return {rank: json.loads(line.split("] ", 1)[1]) for line in lines for rank in ranks_of(line)}
 
     def processes(self) -> list[int]:
         """List what runs with our mark, zombies left out."""

@@ -1,8 +1,13 @@
 """What ranks find in their environment, and that it is enough for torch.distributed."""
 
-import pytest
+import inspect
+import re
+import signal
 
-from unisono.launch.environment import job_environment, rank_environment
+import pytest
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+from unisono.launch.environment import job_environment, program_arguments, rank_environment
 from unisono.machine import usable_cores
 
 REPORT = """
@@ -43,6 +48,9 @@ def test_ranks_find_torchruns_variables_and_each_other(launcher, ranks):
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "OMP_NUM_THREADS": str(threads),
             "GLOO_SOCKET_IFNAME": "lo",
+            "NCCL_SOCKET_IFNAME": "lo",
+            "TP_SOCKET_IFNAME": "lo",
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         }
         assert {name: variables.get(name) for name in expected} == expected
         assert variables["threads"] == threads
@@ -59,12 +67,48 @@ def test_jobs_side_by_side_do_not_meet(launcher):
 
 
 def test_the_users_settings_stay():
-    mine = {"OMP_NUM_THREADS": "3", "GLOO_SOCKET_IFNAME": "eth0", "OTHER": "x"}
+    mine = {"OMP_NUM_THREADS": "3", "GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "ib0", "OTHER": "x"}
     assert job_environment(mine, ranks=2, cores=8).items() >= mine.items()
 
 
-def test_an_outer_launchers_pipe_is_not_passed_on():
-    assert "UNISONO_EVENTS_FD" not in job_environment({"UNISONO_EVENTS_FD": "5"}, ranks=1, cores=1)
+@pytest.mark.parametrize("name", ["UNISONO_EVENTS_FD", "UNISONO_RANK_FILES", "TORCHELASTIC_ERROR_FILE"])
+def test_what_belongs_to_an_outer_launchers_rank_is_not_passed_on(name):
+    assert name not in job_environment({name: "5"}, ranks=1, cores=1)
+
+
+def test_every_variable_of_torchruns_agent_is_set():
+    source = inspect.getsource(LocalElasticAgent._start_workers)
+    names = set(re.findall(r'^ {16}"([A-Z_]+)":', source, re.MULTILINE))
+    assert {"RANK", "MASTER_PORT", "ROLE_WORLD_SIZE"} <= names
+    ours = {**job_environment({}, ranks=2, cores=2), **rank_environment(0, ranks=2, port=1, run_id="a")}
+    assert names | {"LOCAL_RANK", "OMP_NUM_THREADS"} <= ours.keys()
+
+
+@pytest.mark.parametrize(
+    ("visible", "devices"), [(None, ["0", "1", "2"]), ("4, 6,7", ["4", "6", "7"]), ("GPU-a,GPU-b,GPU-c", None)]
+)
+def test_under_virtual_local_rank_each_rank_sees_its_gpu_as_the_only_one(visible, devices):
+    for rank in range(3):
+        variables = rank_environment(rank, ranks=3, port=1, run_id="a", virtual_local_rank=True, visible_gpus=visible)
+        assert (variables["RANK"], variables["LOCAL_RANK"]) == (str(rank), "0")
+        assert variables["CUDA_VISIBLE_DEVICES"] == (devices or visible.split(","))[rank]
+    assert "CUDA_VISIBLE_DEVICES" not in rank_environment(0, ranks=3, port=1, run_id="a", visible_gpus="4,6,7")
+
+
+def test_what_a_job_sets_is_passed_on():
+    signals = (signal.SIGTERM, signal.SIGUSR1)
+    variables = rank_environment(
+        0, ranks=1, port=1, run_id="a", role="x", signals=signals, error_file="/logs/error.json"
+    )
+    assert variables["ROLE_NAME"] == "x"
+    assert variables["TORCHELASTIC_SIGNALS_TO_HANDLE"] == "SIGTERM,SIGUSR1"
+    assert variables["TORCHELASTIC_ERROR_FILE"] == "/logs/error.json"
+
+
+def test_a_local_rank_is_filled_in_where_the_arguments_ask_for_it():
+    given = ["--log=out.${local_rank}.txt", "$HOME", "$$"]
+    assert program_arguments(given, local_rank="3", passed=False) == ["--log=out.3.txt", "$HOME", "$$"]
+    assert program_arguments(["--lr"], local_rank="3", passed=True) == ["--local-rank=3", "--lr"]
 
 
 def test_restarts_are_counted():

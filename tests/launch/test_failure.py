@@ -1,8 +1,13 @@
 """A rank that fails ends the job, is named, and gives its exit code."""
 
+import json
+import os
+import subprocess
+import sys
+
 import pytest
 
-from unisono.launch.failure import Failure, first_failure
+from unisono.launch.failure import Failure, first_failure, judge, name_ranks
 
 MS = 1_000_000
 
@@ -24,6 +29,153 @@ def test_a_library_that_aborts_because_a_peer_is_lost_is_not_the_cause():
     assert first_failure([failure(0, 10), failure(1, 11, code=-6, reported=False)]).rank == 0
 
 
+LOST = "[../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:41003"
+LATE = "[../gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 5000ms for recv operation to complete"
+
+
+def told(rank: int, ms: float, message: str, kind: str = "RuntimeError", *, line: int = 7, **more: object) -> Failure:
+    """A failure with an account."""
+    frames = [{"file": "train.py", "line": line}]
+    account = {"type": kind, "message": message, "frames": frames, "chain": [], **more}
+    return Failure(rank=rank, code=1, time_ns=int(ms * MS), reported=True, account=account)
+
+
+def ranks(failures) -> list[int]:
+    return [failure.rank for failure in failures]
+
+
+@pytest.mark.parametrize(
+    ("message", "kind"),
+    [
+        (LOST, "RuntimeError"),
+        ("Read error [127.0.0.1]:37303: Connection reset by peer", "RuntimeError"),
+        ("writev [127.0.0.1]:5: Broken pipe", "RuntimeError"),
+        ("failed to recv, got 0 bytes. Connection was likely closed.", "torch.distributed.DistNetworkError"),
+        ("The client socket has failed to connect to localhost:5", "torch.distributed.DistNetworkError"),
+        ("NCCL error: remote process exited or there was a network error", "torch.distributed.DistBackendError"),
+        (LATE, "RuntimeError"),
+        ("[Errno 104] Connection reset by peer", "ConnectionResetError"),
+        ("", "EOFError"),
+    ],
+)
+def test_a_rank_that_only_lost_a_peer_is_a_victim_also_if_it_was_first(message, kind):
+    verdict = judge([told(0, 10, message, kind), told(1, 50, "bad batch", "ValueError")])
+    assert (verdict.rank, ranks(verdict.victims), verdict.sure) == (1, [0], True)
+
+
+def test_an_error_raised_while_a_lost_peer_was_handled_is_a_victims():
+    lost = {"type": "RuntimeError", "message": LOST, "link": "context"}
+    verdict = judge([told(0, 10, "cannot save", "OSError", chain=[lost]), told(1, 50, "bad batch", "ValueError")])
+    assert (verdict.rank, ranks(verdict.victims)) == (1, [0])
+
+
+def test_a_library_that_aborts_with_words_of_a_lost_peer_is_a_victim():
+    words = ("[rank0]: ncclRemoteError: A call failed possibly due to a network error or a remote process exiting",)
+    aborted = Failure(rank=0, code=-6, time_ns=1, reported=False, tail=words)
+    verdict = judge([aborted, failure(1, 20, code=-9, reported=False)])
+    assert (verdict.rank, ranks(verdict.victims), verdict.code) == (1, [0], 137)
+
+
+def test_words_of_another_kind_of_error_are_not_mistaken_for_a_lost_peer():
+    refused = told(0, 10, "upload: Connection reset by peer", "botocore.UploadError")
+    assert judge([refused, told(1, 50, LOST)]).rank == 0
+    assert judge([refused, told(1, 50, "bad batch", "ValueError")]).rank == 0
+
+
+def test_a_connection_lost_by_the_users_code_comes_before_the_peers_it_cost():
+    verdict = judge([told(0, 10, LOST), told(1, 20, "[Errno 104] Connection reset by peer", "ConnectionResetError")])
+    assert (verdict.rank, ranks(verdict.victims)) == (1, [0])
+
+
+def test_ranks_with_the_same_error_in_the_same_place_are_named_together():
+    failures = [told(rank, 10 + rank, "no file", "FileNotFoundError") for rank in range(3)]
+    verdict = judge([*failures, told(3, 5, LOST), told(4, 40, "no file", "FileNotFoundError", line=9)])
+    assert verdict.ranks == (0, 1, 2)
+    assert (ranks(verdict.victims), ranks(verdict.others)) == ([3], [4])
+
+
+def test_ranks_that_the_launcher_ended_are_not_among_the_failed():
+    ended = Failure(rank=1, code=-15, time_ns=30 * MS, reported=False)
+    handled = Failure(rank=2, code=1, time_ns=40 * MS, reported=True, account={"type": "SystemExit", "message": "1"})
+    verdict = judge([told(0, 10, "bad batch", "ValueError"), ended, handled], ended_ns=20 * MS)
+    assert (verdict.rank, verdict.ended, verdict.victims, verdict.others) == (0, (1, 2), (), ())
+
+
+def test_a_rank_ended_by_somebody_else_is_the_cause():
+    verdict = judge([Failure(rank=1, code=-15, time_ns=10, reported=False), told(0, 1, LOST)])
+    assert (verdict.rank, verdict.code) == (1, 143)
+
+
+def test_a_rank_that_finished_while_others_needed_it_is_the_cause_with_an_exit_code_of_theirs():
+    verdict = judge([told(0, 10, LOST), told(2, 11, LOST)], finished=[1])
+    assert (verdict.rank, verdict.ranks, verdict.absent_finished, verdict.code) == (1, (1,), True, 1)
+
+
+def test_a_rank_that_finished_is_not_blamed_for_an_error_of_another_kind():
+    assert judge([told(0, 10, "disk full", "OSError")], finished=[1]).rank == 0
+
+
+def test_a_rank_that_never_came_is_named_when_the_others_have_timed_out():
+    # The first that gives up closes its connections, which is what the others see.
+    failures = [told(0, 10, LATE), told(2, 11, LOST)]
+    verdict = judge(failures, running=[1])
+    assert (verdict.ranks, verdict.absent_finished, verdict.sure) == ((1,), False, False)
+    ended = Failure(rank=1, code=-15, time_ns=90 * MS, reported=False)
+    assert judge([*failures, ended], ended_ns=50 * MS).ranks == (1,)
+
+
+def test_a_lost_connection_alone_is_not_a_sure_cause_while_others_run():
+    assert not judge([told(0, 10, LOST)], running=[1]).sure
+    assert judge([told(0, 10, LOST)]).sure
+    assert judge([failure(0, 10)], running=[1]).sure
+
+
+PEERS = """
+import json, os, sys, time
+from datetime import timedelta
+import torch, torch.distributed as dist
+from unisono.launch.account import account_of
+rank, fault, file = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+store = dist.FileStore(file, 2)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=1 + 60 * rank))
+dist.all_reduce(torch.ones(1))
+if rank == 1:
+    if fault == "exit":
+        os._exit(3)
+    if fault == "raise":
+        raise ValueError("bad batch")
+    sys.stdin.read()
+try:
+    dist.all_reduce(torch.ones(1))
+except RuntimeError as error:
+    print(json.dumps(account_of(error)))
+"""
+
+
+@pytest.mark.parametrize("fault", ["exit", "raise", "wait"])
+def test_what_torch_says_of_a_lost_peer_is_understood(tmp_path, fault):
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "env": environment}
+    command = [sys.executable, "-c", PEERS]
+    both = [subprocess.Popen([*command, str(rank), fault, str(tmp_path / "store")], **pipes) for rank in range(2)]
+    try:
+        out = both[0].stdout.read()
+    finally:
+        for process in both:
+            process.kill()
+            process.communicate()
+    account = json.loads(out)
+    victim = Failure(rank=0, code=1, time_ns=10 * MS, reported=True, account=account)
+    assert judge([victim, told(1, 50, "bad batch", "ValueError")]).rank == 1
+    if fault == "wait":
+        assert judge([victim], running=[1]).ranks == (1,)
+
+
+def test_many_ranks_are_named_briefly():
+    assert name_ranks([*range(64)]) == "ranks 0-63"
+    assert name_ranks([1, 2, 5, 6, 7]) == "ranks 1, 2 and 5-7"
+
+
 # All ranks meet in a collective; rank 1 does not come to the second one, so its peers fail as well.
 MEET = """
     import ctypes, os, sys
@@ -40,7 +192,7 @@ MEET = """
     ("fault", "code", "said"),
     [
         ("sys.exit(3)", 3, "rank 1 exited with code 3"),
-        ("raise ValueError('bad batch')", 1, "rank 1 exited with code 1"),
+        ("raise ValueError('bad batch')", 1, "rank 1 failed: ValueError: bad batch"),
         ("os._exit(4)", 4, "rank 1 exited with code 4"),
         ("os.kill(os.getpid(), 9)", 137, "rank 1 was killed by SIGKILL"),
         ("ctypes.string_at(0)", 139, "rank 1 was killed by SIGSEGV"),
@@ -50,7 +202,7 @@ def test_the_cause_is_named_and_its_code_returned(launcher, fault, code, said):
     result = launcher.run_script(MEET.format(fault=fault), ranks=3)
     assert result.returncode == code
     ours = [line for line in result.stderr.splitlines() if line.startswith("unisono:")]
-    assert ours == [f"unisono: {said}; ending the other 2 ranks"]
+    assert ours == [f"unisono: {said}"]
 
 
 def test_ranks_that_do_not_listen_are_killed(launcher):
@@ -69,8 +221,9 @@ def test_ranks_that_do_not_listen_are_killed(launcher):
     )
     result = launcher.run("run", "-n", "2", "--shutdown-timeout", "0.2", script)
     assert result.returncode == 1
-    assert result.stderr.splitlines() == [
+    said, killed, blamed, *_ = result.stderr.splitlines()
+    assert [said, killed, blamed] == [
         "[1] no data",
-        "unisono: rank 1 exited with code 1; ending the other rank",
         "unisono: rank 0 did not end within 0.2 s; killed",
+        "unisono: rank 1 exited with code 1: no data",
     ]

@@ -4,9 +4,11 @@ import os
 import re
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from screen import ranks_of
 
 WAIT = """
     import time
@@ -21,8 +23,17 @@ WAIT = """
 def start(launcher, source, *options, ranks=2):
     """Start a job and wait until every rank has printed a line."""
     job = launcher.start("run", "-n", str(ranks), *options, launcher.write("script.py", source))
-    lines = [job.stdout.readline().decode() for _ in range(ranks)]
-    return job, lines
+    return job, read_lines(job, ranks)
+
+
+def read_lines(job, ranks):
+    """Read until every rank has printed a line, alone or together with others."""
+    lines, seen = [], set()
+    while len(seen) < ranks:
+        lines.append(job.stdout.readline().decode())
+        assert lines[-1], "the job has ended"
+        seen |= ranks_of(lines[-1])
+    return lines
 
 
 def finish(job):
@@ -50,11 +61,8 @@ def test_ranks_may_clean_up_after_ctrl_c(launcher):
     )
     job.send_signal(signal.SIGINT)
     out, err, code = finish(job)
-    assert (sorted(out.splitlines()), err, code) == (
-        ["[0] saved", "[1] saved"],
-        "unisono: interrupted; 2 ranks ended\n",
-        130,
-    )
+    assert set().union(*map(ranks_of, out.splitlines())) == {0, 1} and "saved" in out
+    assert (err, code) == ("unisono: interrupted; 2 ranks ended\n", 130)
 
 
 def test_a_second_ctrl_c_kills(launcher):
@@ -71,7 +79,7 @@ def test_a_second_ctrl_c_kills(launcher):
         "1000",
     )
     job.send_signal(signal.SIGINT)
-    assert sorted(job.stdout.readline() for _ in range(2)) == [b"[0] no\n", b"[1] no\n"]
+    assert all(line.endswith("] no\n") for line in read_lines(job, 2))
     job.send_signal(signal.SIGINT)
     assert finish(job) == ("", "unisono: interrupted; 2 ranks ended\n", 130)
 
@@ -79,7 +87,8 @@ def test_a_second_ctrl_c_kills(launcher):
 def test_ranks_that_have_only_just_started_end_with_the_job(launcher):
     # Rank 0 fails at once, while the last ranks are still being forked.
     result = launcher.run_script("import os, time\nif os.environ['RANK'] == '0': os._exit(3)\ntime.sleep(100)", ranks=8)
-    assert (result.stderr, result.returncode) == ("unisono: rank 0 exited with code 3; ending the other 7 ranks\n", 3)
+    assert result.stderr.startswith("unisono: rank 0 exited with code 3\n")
+    assert result.returncode == 3
 
 
 def test_ctrl_c_before_there_are_ranks(launcher):
@@ -90,11 +99,184 @@ def test_ctrl_c_before_there_are_ranks(launcher):
     assert (result.stdout, result.stderr, result.returncode) == ("", "unisono: interrupted\n", 130)
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_the_end_of_the_session_ends_the_job(launcher, signum, code):
-    job, _ = start(launcher, "import time\nprint('up')\ntime.sleep(100)")
+EVERYTHING = """
+    import os, socket, subprocess, time
+    import torch.distributed as dist
+    from torch.utils.data import DataLoader
+
+    dist.init_process_group("gloo")
+    subprocess.Popen(["sleep", "1000"])
+    subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    listener = socket.create_server(("127.0.0.1", 0))
+    batches = iter(DataLoader(list(range(1000)), batch_size=4, num_workers=2))
+    next(batches)
+    dist.barrier()
+    print(listener.getsockname()[1], os.environ["MASTER_PORT"])
+    time.sleep(1000)
+"""
+
+
+def traces(launcher, job, lines):
+    """Collect what a running job has outside of its processes: shared memory, ports, its name for `unisono ps`."""
+    ours = launcher.processes()
+    mapped = set()
+    for pid in ours:
+        with suppress(OSError):  # it has just ended
+            mapped |= set(re.findall(r"/dev/shm/\S+$", Path(f"/proc/{pid}/maps").read_text(), re.MULTILINE))
+    makers = tuple(f"torch_{pid}_" for pid in ours)
+    named = {str(path) for path in Path("/dev/shm").iterdir() if path.name.startswith(makers)}
+    ports = {int(port) for line in lines for port in re.findall(r"\d+", line.partition("] ")[2])}
+    return mapped | named, ports, f"@unisono/{os.getuid()}/{job.pid}"
+
+
+def assert_no_trace(launcher, found):
+    """Check that all of it is gone, and that the temporary folder is empty."""
+    files, ports, name = found
+    assert launcher.processes() == []
+    assert [path for path in files if Path(path).exists()] == []
+    assert list((launcher.folder / "temporary").iterdir()) == []
+    listening = [line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines() if " 0A " in line]
+    assert not {int(address.rpartition(":")[2], 16) for address in listening} & ports
+    assert name not in Path("/proc/net/unix").read_text().split()
+
+
+@pytest.fixture
+def temporary(launcher):
+    """Give the job a temporary folder of its own."""
+    (launcher.folder / "temporary").mkdir()
+    launcher.environment["TMPDIR"] = str(launcher.folder / "temporary")
+
+
+@pytest.mark.parametrize(
+    ("signum", "code", "verdict"),
+    [
+        (signal.SIGINT, 130, "interrupted"),
+        (signal.SIGTERM, 143, "SIGTERM received"),
+        (signal.SIGHUP, 129, "SIGHUP received"),
+        (signal.SIGQUIT, 131, "SIGQUIT received"),
+    ],
+)
+@pytest.mark.usefixtures("temporary")
+def test_a_signal_leaves_nothing(launcher, signum, code, verdict):
+    job, lines = start(launcher, EVERYTHING)
+    found = traces(launcher, job, lines)
+    assert len(found[1]) == 3
     job.send_signal(signum)
-    assert finish(job) == ("", f"unisono: {signum.name} received; 2 ranks ended\n", code)
+    assert finish(job) == ("", f"unisono: {verdict}; 2 ranks ended\n", code)
+    assert_no_trace(launcher, found)
+
+
+def kill_launcher(launcher):
+    """Kill the launcher of 4 ranks with 2 workers each. Returns: after how many seconds nothing was left."""
+    job, lines = start(launcher, EVERYTHING, ranks=4)
+    found = traces(launcher, job, lines)
+    assert len(launcher.processes()) == 1 + 1 + 1 + 4 * (1 + 2 + 2)  # agent, fork server, store; workers and sleepers
+    begin_s = time.monotonic()
+    job.kill()
+    assert launcher.wait_until_gone() == []
+    took_s = time.monotonic() - begin_s
+    job.communicate()
+    assert_no_trace(launcher, found)
+    return took_s
+
+
+@pytest.mark.parametrize("attempt", range(3))
+@pytest.mark.usefixtures("temporary")
+def test_a_killed_launcher_leaves_nothing(launcher, attempt):
+    kill_launcher(launcher)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("temporary")
+def test_a_second_after_the_launcher_was_killed_nothing_is_left(launcher):
+    times_s = [kill_launcher(launcher) for _ in range(50)]
+    print(f"50 tries: at most {max(times_s):.3f} s, median {sorted(times_s)[25]:.3f} s")
+    assert max(times_s) <= 1
+
+
+SHARING = """
+    import time
+    from multiprocessing.shared_memory import SharedMemory
+    import torch, torch.multiprocessing
+    from torch.utils.data import DataLoader
+
+    if __name__ == "__main__":
+        torch.multiprocessing.set_sharing_strategy("file_system")
+        block = SharedMemory(create=True, size=64)
+        started_otherwise = iter(DataLoader(list(range(1000)), num_workers=1, multiprocessing_context="spawn"))
+        batches = iter(DataLoader(list(range(1000)), num_workers=1))
+        kept = [next(batches), next(started_otherwise)]
+        print(f"{block.name} up")
+        time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.usefixtures("temporary")
+def test_shared_memory_with_a_name_is_removed_when_the_launcher_is_killed(launcher, method):
+    job, lines = start(launcher, SHARING, "--start-method", method, ranks=1)
+    files, _, name = traces(launcher, job, lines)
+    kinds = {Path(path).name.partition("_")[0].partition("-")[0] for path in files}
+    assert kinds == {"psm", "sem.mp", "torch"}
+    job.kill()
+    assert launcher.wait_until_gone() == []
+    job.communicate()
+    assert_no_trace(launcher, (files, set(), name))
+
+
+def test_ranks_may_save_after_sigterm_with_their_workers(launcher):
+    job, _ = start(
+        launcher,
+        """
+        import signal, sys, time
+        from torch.utils.data import DataLoader
+        batches = iter(DataLoader(list(range(100)), batch_size=10, num_workers=2, prefetch_factor=1))
+        def save(*_):
+            print("saved", sum(int(batch.sum()) for batch in batches))
+            sys.exit()
+        next(batches)
+        signal.signal(signal.SIGTERM, save)
+        print("up")
+        while True:
+            time.sleep(100)
+        """,
+    )
+    job.send_signal(signal.SIGTERM)
+    out, err, code = finish(job)
+    assert {rank for line in out.splitlines() for rank in ranks_of(line)} == {0, 1}
+    assert all(line.endswith(f"] saved {sum(range(10, 100))}") for line in out.splitlines())
+    assert (err, code) == ("unisono: SIGTERM received; 2 ranks ended\n", 143)
+
+
+def test_a_rank_that_does_not_end_is_killed_after_the_timeout(launcher):
+    job, _ = start(
+        launcher,
+        """
+        import os, signal, time
+        if os.environ["RANK"] == "1":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print("up")
+        time.sleep(1000)
+        """,
+        "--shutdown-timeout",
+        "0.5",
+    )
+    job.send_signal(signal.SIGTERM)
+    lines = ["unisono: rank 1 did not end within 0.5 s; killed", "unisono: SIGTERM received; 2 ranks ended", ""]
+    assert finish(job) == ("", "\n".join(lines), 143)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_rank_ends_with_the_job(launcher, signum):
+    source = "import os, time\nprint(os.getpid())\ntime.sleep(1000)"
+    job, lines = start(launcher, source, "--shutdown-timeout", "1000")
+    (stopped,) = [int(line.split()[1]) for line in lines if line.startswith("[1] ")]
+    os.kill(stopped, signal.SIGSTOP)
+    job.send_signal(signum)
+    _, err, code = finish(job)
+    assert code == 128 + signum
+    assert len(err.splitlines()) == 1
 
 
 FAMILY = """
@@ -139,7 +321,7 @@ def test_the_loss_of_the_store_ends_the_job(launcher):
         time.sleep(100)
         """,
     )
-    server = re.fullmatch(r"\[\d] (\d+)\n", lines[0])[1]
+    server = re.fullmatch(r"\[[\d-]+] (\d+)\n", lines[0])[1]
     # The store was forked before the ranks.
     store = int(Path(f"/proc/{server}/task/{server}/children").read_text().split()[0])
     os.kill(store, signal.SIGKILL)

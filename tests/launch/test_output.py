@@ -1,39 +1,13 @@
 """What ranks print arrives whole, in order and with the rank in front."""
 
 import os
-import random
 
-from unisono.launch.output import LineSplitter, Prefix, Sink, wants_colour
-
-
-def test_lines_do_not_depend_on_the_pieces():
-    text = b"one\n\ntwo \xff\xfe\r\n 1%\r 2%\r100%\nlast"
-    generator = random.Random(0)
-    for _ in range(200):
-        splitter, lines, start = LineSplitter(), [], 0
-        while start < len(text):
-            size = generator.randint(1, 9)
-            lines += splitter.feed(text[start : start + size])
-            start += size
-        assert lines + splitter.finish() == [b"one", b"", b"two \xff\xfe", b"100%", b"last"]
-        assert splitter.finish() == []
-
-
-def test_a_progress_bar_that_never_ends_its_line_takes_no_memory():
-    splitter = LineSplitter(limit=100)
-    for percent in range(1000):
-        assert splitter.feed(b"\r%d%%" % percent) == []
-    assert splitter.finish() == [b"999%"]
-
-
-def test_a_line_without_end_is_given_in_parts():
-    splitter = LineSplitter(limit=10)
-    assert splitter.feed(b"x" * 11) == [b"x" * 11]
-    assert splitter.feed(b"y\n") == [b"y"]
+from unisono.launch.output import Prefixes, Sink, wants_colour
 
 
 def test_colour_is_for_terminals():
-    assert Prefix(0, colour=True).join([b"a"]) == b"\x1b[36m[0]\x1b[0m a\n"
+    assert Prefixes(colour=True).of({0}) == b"\x1b[36m[0]\x1b[0m "
+    assert Prefixes(colour=True).of({0, 1, 2}) == b"\x1b[1m[0-2]\x1b[0m "
     assert not wants_colour({}, terminal=False)
     assert not wants_colour({"TERM": "dumb"}, terminal=True)
     assert wants_colour({"NO_COLOR": ""}, terminal=True)
@@ -78,8 +52,8 @@ def test_lines_of_four_ranks_are_whole_and_in_order(launcher):
             print(number, "x" * (number % 200))
             if number % 2 == 0:
                 print(rank, number, file=sys.stderr)
-        os.write(1, b"bytes \\xff\\n")
-        os.write(2, b"no line end")
+        os.write(1, b"bytes \\xff of %d\\n" % int(rank))
+        os.write(2, b"no line end in %d" % int(rank))
         """,
         ranks=4,
     )
@@ -87,9 +61,12 @@ def test_lines_of_four_ranks_are_whole_and_in_order(launcher):
     out, err = result.stdout.splitlines(), result.stderr.splitlines()
     for rank in range(4):
         expected = [f"[{rank}] {rank}:{number} {'x' * (number % 200)}" for number in range(2000)]
-        assert [line for line in out if line.startswith(f"[{rank}] ")] == [*expected, f"[{rank}] bytes \udcff"]
+        assert [line for line in out if line.startswith(f"[{rank}] ")] == [
+            *expected,
+            f"[{rank}] bytes \udcff of {rank}",
+        ]
         expected = [f"[{rank}] {rank} {number}" for number in range(0, 2000, 2)]
-        assert [line for line in err if line.startswith(f"[{rank}] ")] == [*expected, f"[{rank}] no line end"]
+        assert [line for line in err if line.startswith(f"[{rank}] ")] == [*expected, f"[{rank}] no line end in {rank}"]
     assert (len(out), len(err)) == (4 * 2001, 4 * 1001)
 
 

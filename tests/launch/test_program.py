@@ -36,36 +36,38 @@ def test_a_module_runs_like_python_m(launcher):
     assert launcher.told(result) == {0: [[path, "-m", "x"], "__main__", "package", "package.__main__", "found"]}
 
 
-def test_a_traceback_starts_in_the_users_code(launcher):
+def test_a_report_starts_in_the_users_code(launcher):
     result = launcher.run_script("def divide(x):\n    return x / 0\n\ndivide(1)\n", ranks=1)
-    lines = result.stderr.splitlines()
-    assert lines[:2] == [
-        "[0] Traceback (most recent call last):",
-        f'[0]   File "{launcher.folder}/script.py", line 4, in <module>',
+    lines = [line.rstrip() for line in result.stderr.splitlines()]
+    assert lines[:6] == [
+        "unisono: rank 0 failed: ZeroDivisionError: division by zero",
+        "",
+        "  script.py:4 in <module>",
+        "      divide(1)",
+        "  script.py:2 in divide",
+        "      return x / 0",
     ]
-    assert lines[-2:] == ["[0] ZeroDivisionError: division by zero", "unisono: rank 0 exited with code 1"]
-    assert result.stderr.count("File") == 2
+    assert lines[-1].split() == ["exit", "code", "1"]
 
 
 def test_a_module_that_fails_to_import_shows_the_users_frames_only(launcher):
     launcher.write("package/__init__.py", "import no_such_thing")
     launcher.write("package/__main__.py", "")
     result = launcher.run("run", "-m", "package")
-    assert result.stderr.splitlines() == [
-        "[0] Traceback (most recent call last):",
-        f'[0]   File "{launcher.folder}/package/__init__.py", line 1, in <module>',
-        "[0]     import no_such_thing",
-        "[0] ModuleNotFoundError: No module named 'no_such_thing'",
-        "unisono: rank 0 exited with code 1",
+    lines = [line.rstrip() for line in result.stderr.splitlines()]
+    assert lines[:4] == [
+        "unisono: rank 0 failed: ModuleNotFoundError: No module named 'no_such_thing'",
+        "",
+        "  package/__init__.py:1 in <module>",
+        "      import no_such_thing",
     ]
+    assert not any("unisono/" in line for line in lines)
 
 
-def test_a_missing_submodule_is_said_once(launcher):
+def test_a_missing_submodule_is_reported(launcher):
     result = launcher.run("run", "-n", "2", "-m", "json.nothing")
     assert result.returncode == 2
-    said, blamed = result.stderr.splitlines()
-    assert "no module named 'json.nothing'" in said
-    assert "exited with code 2" in blamed
+    assert result.stderr.startswith("unisono: rank 0 failed: ModuleNotFoundError: no module named 'json.nothing'")
 
 
 def test_a_syntax_error_is_said_once_in_pythons_words(launcher):
@@ -129,10 +131,16 @@ def test_modules_are_preloaded_once(launcher):
 
 
 def test_a_module_that_cannot_be_preloaded_stops_the_job(launcher):
-    result = launcher.run("run", "--preload", "no_such_thing", launcher.write("script.py", "print('ran')"))
+    script = launcher.write("script.py", "print('ran')")
+    result = launcher.run("run", "--preload", "no_such_thing", script)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "no module named 'no_such_thing'" in result.stderr
+    launcher.write("broken.py", "raise RuntimeError('cannot be imported')")
+    launcher.environment["PYTHONPATH"] = str(launcher.folder)
+    result = launcher.run("run", "--preload", "broken", script)
     assert (result.returncode, result.stdout) == (1, "")
     lines = result.stderr.splitlines()
-    assert "ModuleNotFoundError: No module named 'no_such_thing'" in lines
+    assert "RuntimeError: cannot be imported" in lines
     assert lines[-1].startswith("unisono: ")
 
 

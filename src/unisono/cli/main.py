@@ -8,6 +8,7 @@ import sys
 
 import click
 
+from unisono.cli.ps import ps, stacks
 from unisono.cli.run import run
 from unisono.errors import LaunchError
 
@@ -30,7 +31,8 @@ def cli(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-cli.add_command(run)
+for command in (run, ps, stacks):
+    cli.add_command(command)
 
 
 def main() -> None:

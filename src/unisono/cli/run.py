@@ -1,68 +1,240 @@
-"""`unisono run`: start a program on several ranks of this machine."""
+"""`unisono run`: start a program on several ranks of this machine. The flags are torchrun's and a few of our own.
+
+`FLAGS` lists them in the order of the help; `job_of` makes a job of what was given. Start reading at `run`.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
 import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import click
 
+from unisono.cli import reading
+from unisono.cli.flags import Flag, FlagCommand, Reader
 from unisono.launch import Job, check_target, run_job
+from unisono.launch.gpus import usable_gpus
+from unisono.launch.job import Output
+from unisono.launch.preflight import check_machine, with_log_folder
 from unisono.machine import usable_cores
 
-__all__ = ["run"]
+__all__ = ["FLAGS", "job_of", "run"]
+
+_RANKS, _PROGRAM, _ENDS, _OUTPUT, _MEETING, _IGNORED = (
+    "Ranks",
+    "Program",
+    "Failures, hangs and the end",
+    "Output",
+    "Where ranks meet",
+    "Accepted for torchrun's sake, without effect on one machine",
+)
 
 
-def _read_ranks(context: click.Context, _option: click.Parameter, value: str) -> int:
-    if value == "auto":
-        return usable_cores()
-    if not (value.isascii() and value.isdigit() and len(value) < 10 and int(value) > 0):
-        raise click.UsageError(
-            f"-n {value!r} is not a number of ranks: give 1 or more, or auto for one per core", context
+def _read_ranks(text: str) -> int:
+    return reading.read_ranks(text, cores=usable_cores, gpus=lambda: usable_gpus(os.environ))
+
+
+def _refuse_log_plugin(_text: str) -> None:
+    raise ValueError("is a plugin of torchrun: use --log-dir, --redirects and --tee")
+
+
+FLAGS = (
+    Flag(
+        ["-n", "--nproc-per-node"],
+        section=_RANKS,
+        type=Reader(_read_ranks),
+        default="1",
+        metavar="N",
+        help="Number of ranks; cpu: one per core, gpu: one per GPU, auto: GPUs if there are any, else cores.  [1]",
+    ),
+    Flag(["--role"], section=_RANKS, default="default", metavar="NAME", help="ROLE_NAME that ranks find."),
+    Flag(
+        ["--virtual-local-rank"],
+        section=_RANKS,
+        is_flag=True,
+        help="Each rank sees one GPU, as number 0, and has LOCAL_RANK 0.",
+    ),
+    Flag(
+        ["--numa-binding"],
+        section=_RANKS,
+        torchruns=False,
+        type=click.Choice(["node", "socket", "exclusive", "core-complex"]),
+        help="Bind ranks to cores near their GPU.",
+    ),
+    Flag(["-m", "--module"], section=_PROGRAM, is_flag=True, help="PROGRAM is a module, as for python -m."),
+    Flag(["--no-python"], section=_PROGRAM, is_flag=True, help="PROGRAM is not Python: execute it as it is."),
+    Flag(
+        ["--pass-local-rank"],
+        section=_PROGRAM,
+        torchruns=False,
+        is_flag=True,
+        help="Give PROGRAM --local-rank=N as its first argument, as torch.distributed.launch does.",
+    ),
+    Flag(
+        ["--start-method"],
+        section=_PROGRAM,
+        type=click.Choice(["fork", "spawn", "forkserver"]),
+        default="fork",
+        help="fork (the same as forkserver): ranks are copies of a process that has imported torch. spawn: each starts "
+        "an interpreter.  [fork]",
+    ),
+    Flag(
+        ["--preload"],
+        section=_PROGRAM,
+        torchruns=False,
+        multiple=True,
+        metavar="MODULE",
+        help="Import this module once, before ranks are forked. May be given again. It must start no thread and touch "
+        "no GPU.",
+    ),
+    Flag(
+        ["--max-restarts"],
+        section=_ENDS,
+        type=Reader(reading.read_count),
+        default="0",
+        metavar="K",
+        help="How often all ranks are started anew after a failure.  [0]",
+    ),
+    Flag(
+        ["--hang-report"],
+        section=_ENDS,
+        torchruns=False,
+        type=Reader(reading.read_seconds),
+        default="30",
+        metavar="SECONDS",
+        help="Say who waits for whom when a rank has waited so long in a collective; 0: never.  [30]",
+    ),
+    Flag(
+        ["--hang-abort"],
+        section=_ENDS,
+        torchruns=False,
+        type=Reader(reading.read_seconds),
+        metavar="SECONDS",
+        help="End the job after such a wait.  [never]",
+    ),
+    Flag(
+        ["--shutdown-timeout"],
+        section=_ENDS,
+        envvar=["PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"],
+        type=Reader(reading.read_seconds),
+        default="30",
+        metavar="SECONDS",
+        help="Time that ranks have to end by themselves when the job is ended, before they are killed.  [30]",
+    ),
+    Flag(
+        ["--signals-to-handle"],
+        section=_ENDS,
+        type=Reader(reading.read_signals),
+        default="SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+        metavar="NAMES",
+        help="Signals that are passed to ranks and end the job.  [SIGTERM,SIGINT,SIGHUP,SIGQUIT]",
+    ),
+    Flag(
+        ["--log-dir"],
+        section=_OUTPUT,
+        metavar="DIR",
+        help="Keep what ranks print in DIR/ID/attempt_0/RANK/stdout.log and stderr.log.",
+    ),
+    Flag(
+        ["-r", "--redirects"],
+        section=_OUTPUT,
+        type=Reader(reading.read_streams),
+        metavar="STREAMS",
+        help="Print to log files only: 0 nothing, 1 stdout, 2 stderr, 3 both; or by rank, such as 0:1,1:3.",
+    ),
+    Flag(
+        ["-t", "--tee"],
+        section=_OUTPUT,
+        type=Reader(reading.read_streams),
+        metavar="STREAMS",
+        help="Print to log files and here; written as for --redirects.  [with --log-dir: 3]",
+    ),
+    Flag(
+        ["--local-ranks-filter"],
+        section=_OUTPUT,
+        type=Reader(reading.read_rank_list),
+        metavar="RANKS",
+        help="Show the output of these ranks only, such as 0,2.",
+    ),
+    *(
+        Flag(
+            [f"--duplicate-{stream}-filters"],
+            section=_OUTPUT,
+            type=Reader(reading.read_filters),
+            default="",
+            metavar="TEXTS",
+            help=f"Copy teed lines that hold one of these texts to filtered_{stream}.log.",
         )
-    return int(value)
+        for stream in ("stdout", "stderr")
+    ),
+    Flag(
+        ["--master-port"],
+        section=_MEETING,
+        type=Reader(reading.read_port),
+        metavar="PORT",
+        help="Port of the job's store on the loopback address.  [a free one]",
+    ),
+    Flag(
+        ["--rdzv-endpoint"],
+        section=_MEETING,
+        type=Reader(reading.read_endpoint),
+        metavar="HOST:PORT",
+        help="The same in other words. HOST must be this machine.",
+    ),
+    Flag(
+        ["--rdzv-id"],
+        section=_MEETING,
+        metavar="ID",
+        help="Name of the job: TORCHELASTIC_RUN_ID, and a folder in the log folder.  [drawn]",
+    ),
+    Flag(
+        ["--standalone"],
+        section=_MEETING,
+        is_flag=True,
+        help="Take a free port and a drawn ID, whatever the three flags above say.",
+    ),
+    Flag(
+        ["--master-addr"],
+        section=_MEETING,
+        type=Reader(reading.read_host),
+        metavar="HOST",
+        help="Must be this machine. Ranks meet at 127.0.0.1.",
+    ),
+    Flag(["--nnodes"], section=_IGNORED, type=Reader(reading.read_nodes), metavar="1", help="Must be 1 or 1:1."),
+    Flag(["--node-rank"], section=_IGNORED, type=Reader(reading.read_node_rank), metavar="0", help="Must be 0."),
+    Flag(
+        ["--rdzv-backend"],
+        section=_IGNORED,
+        type=Reader(reading.read_rendezvous),
+        metavar="NAME",
+        help="Must be c10d or static.",
+    ),
+    Flag(["--rdzv-conf"], section=_IGNORED, metavar="TEXT"),
+    Flag(["--local-addr"], section=_IGNORED, metavar="HOST"),
+    Flag(["--monitor-interval"], section=_IGNORED, type=Reader(reading.read_seconds), metavar="SECONDS"),
+    Flag(["--event-log-handler"], section=_IGNORED, metavar="NAME"),
+    Flag(["--run-path"], section=_IGNORED, is_flag=True, help="PROGRAM is a script, also with --no-python or -m."),
+    Flag(["--use-env"], section=_IGNORED, torchruns=False, is_flag=True, help="LOCAL_RANK is always there."),
+    Flag(["--logs-specs"], section=_IGNORED, torchruns=False, type=Reader(_refuse_log_plugin), hidden=True),
+)
 
 
 @click.command(
-    # What follows the program belongs to it, also if it looks like an option of ours.
-    context_settings={"allow_interspersed_args": False},
-    options_metavar="[OPTIONS]",
+    cls=FlagCommand,
     short_help="Run a program on several ranks of this machine.",
+    params=[*FLAGS, click.Argument(["command"], nargs=-1, type=click.UNPROCESSED, metavar="PROGRAM [ARGUMENTS]...")],
 )
-@click.option(
-    "-n",
-    "--nproc-per-node",
-    "--nproc_per_node",
-    "ranks",
-    callback=_read_ranks,
-    default="1",
-    metavar="N",
-    show_default=True,
-    help="Number of ranks, or auto: one per core that this process may use.",
-)
-@click.option("-m", "--module", is_flag=True, help="PROGRAM is a module, as for python -m.")
-@click.option(
-    "--preload",
-    multiple=True,
-    metavar="MODULE",
-    help="Import this module once, before ranks are forked. May be given again. It must start no thread and touch no "
-    "GPU.",
-)
-@click.option(
-    "--shutdown-timeout",
-    type=float,
-    default=5.0,
-    metavar="SECONDS",
-    show_default=True,
-    help="Time that ranks have to end by themselves when the job is ended, before they are killed.",
-)
-@click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="PROGRAM [ARGUMENTS]...")
-def run(ranks: int, module: bool, preload: tuple[str, ...], shutdown_timeout: float, command: tuple[str, ...]) -> int:
+def run(command: tuple[str, ...], **given: Any) -> int:
     """Run a program on several ranks of this machine.
 
     PROGRAM is a Python script, or a module with -m; it finds its rank in the environment, as under torchrun. Each line
     that a rank prints gets the rank in front. If a rank fails, the others are ended and its exit code is returned.
+
+    Flags are torchrun's, with hyphens or underscores, and its variables PET_NPROC_PER_NODE and so on give defaults.
 
     \b
     unisono run -n 4 train.py --lr 0.1
@@ -71,14 +243,7 @@ def run(ranks: int, module: bool, preload: tuple[str, ...], shutdown_timeout: fl
     if not command:
         raise click.UsageError("no program given, for example: unisono run -n 4 train.py")
     try:
-        job = Job(
-            target=command[0],
-            arguments=command[1:],
-            module=module,
-            ranks=ranks,
-            preload=preload,
-            shutdown_timeout_s=shutdown_timeout,
-        )
+        job = job_of(given, command)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     try:
@@ -86,4 +251,67 @@ def run(ranks: int, module: bool, preload: tuple[str, ...], shutdown_timeout: fl
     except SyntaxError as error:
         traceback.print_exception(type(error), error, None)
         return 1
+    check_machine(job, environment=os.environ)
+    if job.output.directory is None and (job := with_log_folder(job)).output.directory is not None:
+        click.echo(f"unisono: log files in {job.output.directory}; --log-dir chooses another folder", err=True)
     return run_job(job, environment=os.environ, stdout=sys.stdout, stderr=sys.stderr)
+
+
+def job_of(given: Mapping[str, Any], command: tuple[str, ...]) -> Job:
+    """Make a job of the values of all flags, and the program with its arguments.
+
+    Raises: ValueError if the flags contradict each other.
+    """
+    if given["hang_abort"] == 0:
+        raise ValueError("--hang-abort 0 would end every job: give more than 0 seconds, or leave it out")
+    as_path = given["run_path"]
+    return Job(
+        target=command[0],
+        arguments=command[1:],
+        module=given["module"] and not as_path,
+        python=as_path or not given["no_python"],
+        ranks=given["nproc_per_node"],
+        run_id="" if given["standalone"] else given["rdzv_id"] or "",
+        role=given["role"],
+        start_method="spawn" if given["start_method"] == "spawn" else "fork",
+        preload=given["preload"],
+        pass_local_rank=given["pass_local_rank"],
+        virtual_local_rank=given["virtual_local_rank"],
+        master_port=0 if given["standalone"] else _port(given["rdzv_endpoint"], given["master_port"]),
+        max_restarts=given["max_restarts"],
+        shutdown_timeout_s=given["shutdown_timeout"],
+        hang_report_s=given["hang_report"],
+        hang_abort_s=given["hang_abort"],
+        signals=given["signals_to_handle"],
+        numa_binding=given["numa_binding"],
+        output=_output(given, ranks=given["nproc_per_node"]),
+    )
+
+
+def _port(endpoint: reading.Endpoint | None, master_port: int | None) -> int:
+    """Choose between two ways to say the same. An endpoint with a port comes first, as in torchrun."""
+    if endpoint is not None and endpoint.port is not None:
+        return endpoint.port
+    return master_port or 0
+
+
+def _output(given: Mapping[str, Any], *, ranks: int) -> Output:
+    folder = given["log_dir"]
+    shown = given["local_ranks_filter"]
+    if folder == os.devnull:  # torchrun's way to say that there are no log files
+        return Output(shown=shown)
+    redirects, tee = given["redirects"], given["tee"]
+    if folder is not None and redirects is None and tee is None:
+        tee = reading.read_streams("3")
+    none = reading.read_streams("0")
+    teed = reading.streams_of(tee or none, ranks=ranks)
+    redirected = reading.streams_of(redirects or none, ranks=ranks)
+    return Output(
+        directory=None if folder is None else Path(folder),
+        # A stream that is redirected and teed is shown, as in torchrun.
+        redirected={rank: streams - teed[rank] for rank, streams in redirected.items()},
+        teed=teed,
+        shown=shown,
+        stdout_filters=given["duplicate_stdout_filters"],
+        stderr_filters=given["duplicate_stderr_filters"],
+    )

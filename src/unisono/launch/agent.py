@@ -1,11 +1,13 @@
 """The process that owns a job: it starts the fork server, passes on what ranks print, and ends the job as a whole.
 
-One loop waits for everything: messages of the fork server, output of ranks, signals, the deadline of a shutdown. The
-agent does not import torch, so it is there at once. Start reading at `Agent.run`.
+One loop waits for everything: messages of the fork server, output of ranks, signals, questions of other commands, the
+deadlines of a shutdown and of a hang. The agent does not import torch, so it is there at once. What one generation of
+ranks does is in `launch.generation`. Start reading at `Agent.run`.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import secrets
@@ -15,19 +17,28 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TextIO
+from pathlib import Path
+from typing import Any, TextIO
 
 from unisono.errors import LaunchError
 from unisono.launch.channel import Channel, Message
+from unisono.launch.control import Control
 from unisono.launch.environment import job_environment, rank_environment
-from unisono.launch.failure import Failure, exit_status, first_failure, name_ranks, name_signal
+from unisono.launch.failure import name_ranks, name_signal
+from unisono.launch.generation import Generation
+from unisono.launch.hang_report import render_stacks
 from unisono.launch.job import Job
+from unisono.launch.leftovers import remove_scratch
 from unisono.launch.linux import become_subreaper, descendants, end_descendants
+from unisono.launch.memory import read_counters
+from unisono.launch.output import wants_colour
+from unisono.launch.postmortem import Postmortem
 from unisono.launch.relay import Relay
+from unisono.launch.restarts import Ending, decide
 from unisono.machine import usable_cores
 
 __all__ = ["run_job"]
@@ -38,47 +49,79 @@ _SERVER = (
     "from unisono.launch.forkserver import main; main()"
 )
 
-_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_PATIENCE_S = 1.0
+"""How long ranks may take to end after a failure before it is said whom the job waits for."""
+
+_DOUBT_S = 0.5
+"""How long to wait, when all that is known is a lost connection, for the failure of the rank that closed it."""
+
+OnFailure = Callable[[int, int], bool]
 
 
-def run_job(job: Job, *, environment: Mapping[str, str], stdout: TextIO, stderr: TextIO) -> int:
+def run_job(
+    job: Job,
+    *,
+    environment: Mapping[str, str],
+    stdout: TextIO,
+    stderr: TextIO,
+    on_failure: OnFailure = lambda rank, code: False,
+) -> int:
     """Run a job to its end and return the exit code of the launcher.
 
-    That is 0 if all ranks returned 0, else the code of the rank that failed first; 128 + n where signal n ended that
+    That is 0 if all ranks returned 0, else the code of the rank that was the cause; 128 + n where signal n ended that
     rank, or this process. Leaves no process behind. Call it from the main thread: it handles signals while it runs.
-    Raises: LaunchError if the system's limits do not allow so many ranks.
+    Args: on_failure gets the rank that was the cause of a failure and its exit code, and tells whether it takes the
+        report upon itself.
+    Raises: LaunchError if the system's limits do not allow so many ranks, or log files cannot be made.
     """
-    return _Agent(job, environment=environment, stdout=stdout, stderr=stderr).run()
+    return _Agent(job, environment=environment, stdout=stdout, stderr=stderr, on_failure=on_failure).run()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Stop:
-    """Why and how a job is being ended early."""
+    """Why and how the ranks are being ended early."""
 
     code: int
-    """The exit code that follows from the reason."""
+    """The exit code that follows from the reason; of a failure, that is known when all ranks have ended."""
+    failed: bool = False
+    """Whether a rank failed: then there is a report at the end, or a restart."""
     verdict: str = ""
     """What is said at the end, when the number of ranks is known."""
     ranks: int = 0
     """How many ranks were running."""
-    deadline_s: float = 0.0
+    begins_s: float | None = None
+    """When ranks are asked to end, which they have not been yet."""
+    deadline_s: float = math.inf
     """When ranks that are still there are killed, by the monotonic clock."""
+    waited_for_s: float | None = None
+    """When it is said whom the job waits for. None: it has been said."""
     killed: bool = False
-    """Whether that has happened."""
+    """Whether ranks have been killed."""
 
 
 class _Agent:
     """One job from start to end."""
 
-    def __init__(self, job: Job, *, environment: Mapping[str, str], stdout: TextIO, stderr: TextIO) -> None:
-        self._job = job
+    def __init__(
+        self, job: Job, *, environment: Mapping[str, str], stdout: TextIO, stderr: TextIO, on_failure: OnFailure
+    ) -> None:
+        self._job = job = replace(job, run_id=job.run_id or secrets.token_hex(4))
         self._environment = environment
+        self._on_failure = on_failure
         # Not epoll: it refuses regular files, which a stream of ours may be.
         self._selector = selectors.PollSelector()
-        self._relay = Relay(self._selector, stdout=stdout, stderr=stderr, environment=environment)
-        self._running: set[int] = set()
-        self._failures: dict[int, Failure] = {}
-        self._ready = False
+        self._relay = Relay(
+            self._selector, stdout=stdout, stderr=stderr, environment=environment, output=job.output, run_id=job.run_id
+        )
+        self._colour = wants_colour(environment, terminal=stderr.isatty())
+        self._started_s = time.time()
+        self._memory = read_counters()
+        self._port = 0
+        self._scratch = ""
+        self._restarts = 0
+        self._generation: Generation | None = None
+        self._ending: Ending | None = None
+        self._postmortem: Postmortem | None = None
         self._stop: _Stop | None = None
 
     def run(self) -> int:
@@ -86,12 +129,13 @@ class _Agent:
         _check_limits(self._job)
         become_subreaper()
         with ExitStack() as stack:
-            signals = stack.enter_context(_signals_as_bytes())
+            signals = stack.enter_context(_signals_as_bytes(self._job.signals))
             # A caller's other children are none of ours.
-            stack.callback(end_descendants, spare=descendants(os.getpid()))
+            stack.callback(self._clean_up, spare=descendants(os.getpid()))
             self._server, self._channel = self._start_server()
             stack.callback(self._server.wait)
             stack.callback(self._channel.close)  # ends the server, whatever brought us here
+            stack.callback(Control(self._selector, self._answer).close)
             self._selector.register(self._channel, selectors.EVENT_READ, self._on_message)
             self._selector.register(signals, selectors.EVENT_READ, partial(self._on_signal, signals))
             while not self._channel.closed:
@@ -102,6 +146,11 @@ class _Agent:
         self._relay.flush()
         return code
 
+    def _clean_up(self, spare: Collection[int]) -> None:
+        """End what is left and remove its files: after a fork server that was killed, everything."""
+        end_descendants(spare=spare)
+        remove_scratch(self._scratch)
+
     def _start_server(self) -> tuple[subprocess.Popen[bytes], Channel]:
         ours, theirs = socket.socketpair()
         job = self._job
@@ -110,109 +159,249 @@ class _Agent:
                 [sys.executable, "-c", _SERVER, str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 env=job_environment(self._environment, ranks=job.ranks, cores=usable_cores()),
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), *job.files],
                 start_new_session=True,
             )
         channel = Channel(ours)
-        program = {"target": job.target, "module": job.module, "arguments": job.arguments}
-        channel.send({"type": "start", **program, "preload": job.preload})
+        program = {
+            "target": job.target,
+            "module": job.module,
+            "python": job.python,
+            "forked": job.python and job.start_method == "fork",
+            "arguments": job.arguments,
+            "pass_local_rank": job.pass_local_rank,
+            "numa_binding": job.numa_binding,
+        }
+        channel.send({"type": "start", "program": program, "preload": job.preload, "port": job.master_port})
         return server, channel
 
     def _turn(self) -> None:
-        stop = self._stop
-        timeout_s = None if stop is None or stop.killed else max(0.0, stop.deadline_s - time.monotonic())
-        for key, _ in self._selector.select(timeout_s):
+        for key, _ in self._selector.select(self._timeout_s()):
             key.data()
         if self._relay.broken and self._stop is None:
             self._end_for_signal(signal.SIGPIPE, "standard output was closed")
+        self._relay.tick()
         self._relay.balance()
-        if (stop := self._stop) and not stop.killed and time.monotonic() >= stop.deadline_s:
+        if (generation := self._generation) is not None:
+            for text in generation.observer.tick():
+                self._relay.show(text)
+            if generation.observer.abort and self._stop is None:
+                self._end_for_hang(generation.observer.abort)
+        self._watch_stop()
+
+    def _timeout_s(self) -> float | None:
+        """Find how long the loop may sleep."""
+        deadlines = [self._relay.next_deadline_s()]
+        if self._generation is not None:
+            deadlines.append(self._generation.observer.next_deadline_s())
+        if (stop := self._stop) is not None and not stop.killed:
+            deadlines += [stop.begins_s, stop.waited_for_s, stop.deadline_s]
+        soonest_s = min((deadline_s for deadline_s in deadlines if deadline_s is not None), default=math.inf)
+        return None if soonest_s == math.inf else max(0.0, soonest_s - time.monotonic())
+
+    def _watch_stop(self) -> None:
+        """Do what is due while ranks are ended: ask them, say whom the job waits for, kill them."""
+        stop, now_s = self._stop, time.monotonic()
+        if stop is None or stop.killed:
+            return
+        if stop.begins_s is not None and now_s >= stop.begins_s:
+            self._end_failed()
+        elif stop.waited_for_s is not None and now_s >= stop.waited_for_s:
+            self._stop = replace(stop, waited_for_s=None)
             if self._running:
-                names, grace = name_ranks(self._running), f"{self._job.shutdown_timeout_s:g} s"
-                self._relay.say(f"{names} did not end within {grace}; killed")
+                grace = f"{self._job.shutdown_timeout_s:g} s"
+                cause = self._now.judge().cause.describe()
+                self._relay.say(f"{cause}; waiting up to {grace} for {name_ranks(self._running)} to end")
+        elif now_s >= stop.deadline_s:
+            if deaf := self._running - self._now.failed if self._generation is not None else set():
+                grace = f"{self._job.shutdown_timeout_s:g} s"
+                self._relay.say(f"{name_ranks(deaf)} did not end within {grace}; killed")
             self._kill()
+
+    @property
+    def _running(self) -> set[int]:
+        return self._generation.running if self._generation is not None else set()
 
     def _on_message(self) -> None:
         for message, _ in self._channel.receive():
             kind = message.pop("type")
             if kind == "ready":
-                self._start_ranks(message["port"])
+                self._port, self._scratch = message["port"], message["scratch"]
+                self._start_ranks()
+            elif kind == "started":
+                self._now.started(**message)
             elif kind == "failing":
-                self._failures[message["rank"]] = Failure(**message, reported=True)
+                self._now.failing(**message)
+                self._on_failed()
             elif kind == "exited":
                 self._on_exit(message)
             else:
                 self._end_for_loss(message["message"])
 
-    def _start_ranks(self, port: int) -> None:
-        self._ready = True
-        run_id = secrets.token_hex(8)
-        for rank in range(self._job.ranks):
-            environment = rank_environment(rank, ranks=self._job.ranks, port=port, run_id=run_id)
-            files = self._relay.open(rank)
-            self._channel.send({"type": "fork", "rank": rank, "environment": environment}, files)
-            for file in files:
+    @property
+    def _now(self) -> Generation:
+        assert self._generation is not None, "a rank spoke before there was one"
+        return self._generation
+
+    def _start_ranks(self) -> None:
+        job, attempt = self._job, self._restarts
+        self._generation = generation = Generation(job, attempt=attempt, relay=self._relay)
+        for rank in range(job.ranks):
+            files = generation.open(rank)
+            folder = self._relay.rank_folder(rank, attempt=attempt)
+            environment = rank_environment(
+                rank,
+                ranks=job.ranks,
+                port=self._port,
+                run_id=job.run_id,
+                role=job.role,
+                restarts=attempt,
+                max_restarts=job.max_restarts,
+                virtual_local_rank=job.virtual_local_rank,
+                visible_gpus=self._environment.get("CUDA_VISIBLE_DEVICES"),
+                signals=job.signals,
+                error_file=None if folder is None else str(folder / "error.json"),
+            )
+            message = {"type": "fork", "rank": rank, "environment": environment, "names": [*files]}
+            self._channel.send(message, [*files.values()])
+            for file in files.values():
                 os.close(file)
-            self._running.add(rank)
 
     def _on_exit(self, message: Message) -> None:
-        rank, code = message["rank"], message["code"]
-        self._running.discard(rank)
         # What it printed belongs before what is said about it.
-        self._relay.drain({rank})
-        if code != 0 and self._stop is None:
-            told = self._failures.get(rank)
-            self._failures[rank] = replace(told, code=code) if told else Failure(**message, reported=False)
-            self._end_for_failure(first_failure(self._failures.values()))
+        self._relay.drain({message["rank"]})
+        if self._stop is not None or message["code"] != 0:
+            self._relay.shut(message["rank"])
+        self._now.ended(**message)
+        if message["code"] != 0:
+            self._on_failed()
         if not self._running:
-            self._channel.send({"type": "end"})
+            self._on_generation_end()
 
-    def _end_for_failure(self, cause: Failure) -> None:
-        others = self._running - {cause.rank}  # the cause may still be on its way out, with its own exit code
-        self._begin_stop(_Stop(code=exit_status(cause.code)), signal.SIGTERM, others)
-        if len(others) == self._job.ranks - 1:
-            ending = f"the other {len(others)} ranks" if len(others) > 1 else "the other rank"
+    def _on_failed(self) -> None:
+        """Some rank has failed: end the others, at once if the cause is sure."""
+        stop = self._stop
+        if stop is None:
+            self._stop = stop = _Stop(code=1, failed=True, begins_s=time.monotonic() + _DOUBT_S)
+        if stop.begins_s is not None and self._now.judge().sure:
+            self._end_failed()
+
+    def _end_failed(self) -> None:
+        """Ask the ranks to end that have not failed; one that has may still be on its way out."""
+        assert self._stop is not None
+        self._begin_stop(self._stop, signal.SIGTERM, self._running - self._now.failed)
+        if self._running:
+            self._stop = replace(self._stop, waited_for_s=time.monotonic() + _PATIENCE_S)
+
+    def _on_generation_end(self) -> None:
+        """All ranks have ended: start again, or finish with a report if they have failed."""
+        stop, generation = self._stop, self._now
+        if stop is None or not stop.failed:
+            self._channel.send({"type": "end"})
+            return
+        verdict = generation.judge()
+        ending = Ending(code=verdict.cause.code, account=verdict.cause.account, met=generation.observer.has_met())
+        # One who wants the job to end does not want it to start again.
+        most = self._restarts if stop.verdict else self._job.max_restarts
+        decision = decide(ending, self._ending, restarts=self._restarts, max_restarts=most)
+        self._ending = ending
+        postmortem = Postmortem(
+            self._job,
+            generation,
+            relay=self._relay,
+            memory=self._memory,
+            restarts=self._restarts,
+            remark=decision.reason,
+        )
+        postmortem.write()
+        generation.observer.close()
+        if decision.restart:
+            self._restarts += 1
+            ranks = f"all {self._job.ranks} ranks" if self._job.ranks > 1 else "it"
+            used = f"restart {self._restarts} of {self._job.max_restarts}"
+            self._relay.say(f"{postmortem.headline}; starting {ranks} again ({used})")
+            self._stop = None
+            self._channel.send({"type": "sweep"})
+            self._start_ranks()
         else:
-            ending = f"{name_ranks(others)}, still running" if others else ""
-        self._relay.say(cause.describe() + (f"; ending {ending}" if others else ""))
+            self._stop = replace(stop, code=verdict.code)
+            self._postmortem = postmortem
+            self._channel.send({"type": "end"})
 
     def _end_for_loss(self, loss: str) -> None:
         if self._stop is None:
             self._begin_stop(_Stop(code=1), signal.SIGTERM, self._running)
             self._relay.say(f"{loss}; ending the job")
 
+    def _end_for_hang(self, hang: str) -> None:
+        self._begin_stop(_Stop(code=1), signal.SIGTERM, self._running)
+        self._relay.say(f"{hang}; ending the job")
+
     def _on_signal(self, signals: int) -> None:
         for signum in os.read(signals, 1):
-            if self._stop is not None or not self._ready:
-                self._stop = self._stop or _Stop(code=128 + signum, verdict=_verdict(signum))
+            if self._stop is not None or self._generation is None:
+                self._stop = self._stop or _Stop(code=128 + signum)
+                # After a failure too: then there is no restart.
+                self._stop = replace(self._stop, verdict=self._stop.verdict or _verdict(signum))
                 self._kill()
             else:
                 self._end_for_signal(signum, _verdict(signum))
 
     def _end_for_signal(self, signum: int, verdict: str) -> None:
         stop = _Stop(code=128 + signum, verdict=verdict, ranks=len(self._running))
-        if signum == signal.SIGINT:
-            # Only the ranks, not what they started: worker processes would answer with tracebacks of their own.
-            self._begin_stop(stop, signum, self._running, group=False)
-        else:
-            self._begin_stop(stop, signal.SIGTERM, self._running)
+        # A hangup or a quit would end Python without a chance to save; what else was asked for is passed on as it is.
+        as_term = (signal.SIGHUP, signal.SIGQUIT, signal.SIGPIPE)
+        self._begin_stop(stop, signal.SIGTERM if signum in as_term else signum, self._running)
 
-    def _begin_stop(self, stop: _Stop, signum: int, ranks: set[int], *, group: bool = True) -> None:
-        self._stop = replace(stop, deadline_s=time.monotonic() + self._job.shutdown_timeout_s)
-        self._channel.send({"type": "signal", "signal": signum, "ranks": sorted(ranks), "group": group})
+    def _begin_stop(self, stop: _Stop, signum: int, ranks: Iterable[int]) -> None:
+        self._stop = replace(stop, begins_s=None, deadline_s=time.monotonic() + self._job.shutdown_timeout_s)
+        if self._generation is None:
+            self._server.kill()
+            return
+        self._generation.ends()
+        # Only the ranks, not what they started: a rank that saves its work still needs its worker processes, and they
+        # would answer with tracebacks of their own. A program that is not Python may be a shell that passes nothing on.
+        group = not self._job.python
+        for sent in (signum, signal.SIGCONT):  # a rank that is stopped would not notice
+            self._channel.send({"type": "signal", "signal": sent, "ranks": sorted(ranks), "group": group})
 
     def _kill(self) -> None:
         assert self._stop is not None
         self._stop = replace(self._stop, killed=True)
-        if self._ready:
+        if self._generation is not None:
             ranks = sorted(self._running)
-            self._channel.send({"type": "signal", "signal": signal.SIGKILL, "ranks": ranks, "group": True})
+            # Only the ranks: what they started is ended with the generation, and helpers among it clean up before.
+            self._channel.send({"type": "signal", "signal": signal.SIGKILL, "ranks": ranks, "group": False})
         else:
             self._server.kill()
+
+    def _answer(self, question: dict[str, Any]) -> dict[str, Any] | None:
+        """Reply to `unisono ps` and `unisono stacks`."""
+        job, kind = self._job, question.get("ask")
+        if kind == "job":
+            return {
+                "pid": os.getpid(),
+                "name": Path(job.target).name,
+                "run_id": job.run_id,
+                "ranks": job.ranks,
+                "running": len(self._running),
+                "restarts": self._restarts,
+                "started_s": self._started_s,
+                "directory": str(Path.cwd()),
+                "step": self._relay.step,
+            }
+        if kind == "stacks":
+            situations = self._generation.observer.snapshot() if self._generation is not None else []
+            full = bool(question.get("full"))
+            folder = str(Path.cwd())
+            return {"text": render_stacks(situations, now_ns=time.monotonic_ns(), folder=folder, full=full)}
+        return None
 
     def _conclude(self) -> int:
         """Say how the job ended, if that is not said yet. Returns: the exit code."""
         stop, server = self._stop, self._server.returncode
+        if (postmortem := self._postmortem) is not None and not self._on_failure(*postmortem.blamed):
+            self._relay.show(postmortem.text(colour=self._colour))
         if stop is not None:
             if stop.verdict:
                 count = f"; {stop.ranks} rank{'s' * (stop.ranks > 1)} ended" if stop.ranks else ""
@@ -226,11 +415,11 @@ class _Agent:
 
 
 @contextmanager
-def _signals_as_bytes() -> Iterator[int]:
+def _signals_as_bytes(signals: Iterable[int]) -> Iterator[int]:
     """Turn signals into bytes of a pipe for the loop. One that was ignored at the start, as under nohup, stays so."""
     read, write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     earlier_file = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-    handled = [signum for signum in _HANDLED if signal.getsignal(signum) is not signal.SIG_IGN]
+    handled = [signum for signum in signals if signal.getsignal(signum) is not signal.SIG_IGN]
     earlier = {signum: signal.signal(signum, lambda *_: None) for signum in handled}
     try:
         yield read
@@ -243,12 +432,13 @@ def _signals_as_bytes() -> Iterator[int]:
 
 
 def _check_limits(job: Job) -> None:
-    needed = 2 * job.ranks + 32  # two pipes per rank, and what the interpreter and the agent have open
+    per_rank, ours = 8, 48  # pipes, pages and log files of a rank; what the interpreter and the agent have open
+    needed = per_rank * job.ranks + ours
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit != resource.RLIM_INFINITY and needed > limit:
         raise LaunchError(
             f"{job.ranks} ranks need {needed} open files, and the limit is {limit}; "
-            f"raise it with `ulimit -n {needed}`, or start at most {max(1, (limit - 32) // 2)} ranks"
+            f"raise it with `ulimit -n {needed}`, or start at most {max(1, (limit - ours) // per_rank)} ranks"
         )
 
 

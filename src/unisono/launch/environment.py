@@ -1,17 +1,26 @@
 """The environment variables of a job's ranks: those of torchrun, so that scripts and libraries find what they expect.
 
 Pure functions. `job_environment` is the same for all ranks and must be in place before torch is imported;
-`rank_environment` belongs to one rank.
+`rank_environment` belongs to one rank, and so do its arguments (`program_arguments`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import signal
+from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["EVENTS_VARIABLE", "job_environment", "rank_environment"]
+__all__ = ["EVENTS_VARIABLE", "FILES_VARIABLE", "job_environment", "program_arguments", "rank_environment"]
 
 EVENTS_VARIABLE = "UNISONO_EVENTS_FD"
 """Holds the number of the open pipe to which rank 0 writes progress events, one JSON object per line."""
+
+FILES_VARIABLE = "UNISONO_RANK_FILES"
+"""Holds the numbers of the open files that an executed rank shares with the launcher."""
+
+_OUTER = frozenset({EVENTS_VARIABLE, FILES_VARIABLE, "TORCHELASTIC_ERROR_FILE"})
+"""What belongs to the rank of an outer launcher, inside which this job may run."""
+
+_LOCAL_RANK = "${local_rank}"
 
 
 def job_environment(inherited: Mapping[str, str], *, ranks: int, cores: int) -> dict[str, str]:
@@ -27,32 +36,49 @@ def job_environment(inherited: Mapping[str, str], *, ranks: int, cores: int) -> 
     defaults = {
         "OMP_NUM_THREADS": str(max(1, cores // ranks)),
         # All ranks are on this machine, so nothing has to be reachable from outside, and a host name that resolves
-        # to an address the machine does not have cannot stop the job.
+        # to an address the machine does not have cannot stop the job. gloo, NCCL, TensorPipe (torch RPC):
         "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "TP_SOCKET_IFNAME": "lo",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     }
-    # An outer launcher's pipe is not ours to write to.
-    kept = {name: value for name, value in inherited.items() if name != EVENTS_VARIABLE}
+    kept = {name: value for name, value in inherited.items() if name not in _OUTER}
     return {**defaults, **kept}
 
 
 def rank_environment(
-    rank: int, *, ranks: int, port: int, run_id: str, restarts: int = 0, max_restarts: int = 0
+    rank: int,
+    *,
+    ranks: int,
+    port: int,
+    run_id: str,
+    role: str = "default",
+    restarts: int = 0,
+    max_restarts: int = 0,
+    virtual_local_rank: bool = False,
+    visible_gpus: str | None = None,
+    signals: Iterable[int] = (),
+    error_file: str | None = None,
 ) -> dict[str, str]:
     """Give the variables of one rank of a job on one machine.
 
-    Args: port is where the job's store listens on the loopback address; restarts counts how often ranks were replaced.
+    Args: port is where the job's store listens on the loopback address; restarts counts how often ranks were replaced;
+        visible_gpus is CUDA_VISIBLE_DEVICES as the user set it, None if not, and is used with virtual_local_rank;
+        signals are those that reach ranks; error_file is where elastic's `@record` writes an exception.
 
     >>> variables = rank_environment(1, ranks=4, port=29500, run_id="a")
     >>> variables["RANK"], variables["LOCAL_RANK"], variables["WORLD_SIZE"], variables["MASTER_PORT"]
     ('1', '1', '4', '29500')
+    >>> variables = rank_environment(1, ranks=2, port=1, run_id="a", virtual_local_rank=True, visible_gpus="4,6")
+    >>> variables["RANK"], variables["LOCAL_RANK"], variables["CUDA_VISIBLE_DEVICES"]
+    ('1', '0', '6')
     """
-    return {
+    variables = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "ROLE_RANK": str(rank),
         "GROUP_RANK": "0",
-        "ROLE_NAME": "default",
+        "ROLE_NAME": role,
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "ROLE_WORLD_SIZE": str(ranks),
@@ -65,3 +91,23 @@ def rank_environment(
         # Rank 0 must not listen on the port too: the job's store does.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
+    if virtual_local_rank:
+        gpu = str(rank) if visible_gpus is None else visible_gpus.split(",")[rank].strip()
+        variables |= {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": gpu}
+    if names := ",".join(signal.Signals(signum).name for signum in signals):
+        variables["TORCHELASTIC_SIGNALS_TO_HANDLE"] = names
+    if error_file is not None:
+        variables["TORCHELASTIC_ERROR_FILE"] = error_file
+    return variables
+
+
+def program_arguments(arguments: Sequence[str], *, local_rank: str, passed: bool) -> list[str]:
+    """Give one rank's arguments: `${local_rank}` is filled in as by torchrun, and passed if the program expects it.
+
+    Args: local_rank is LOCAL_RANK as the rank finds it.
+
+    >>> program_arguments(["--log", "out.${local_rank}"], local_rank="1", passed=True)
+    ['--local-rank=1', '--log', 'out.1']
+    """
+    first = [f"--local-rank={local_rank}"] if passed else []
+    return first + [argument.replace(_LOCAL_RANK, local_rank) for argument in arguments]

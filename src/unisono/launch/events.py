@@ -10,12 +10,13 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TextIO
 
-from unisono.launch.output import LineSplitter
-
 if TYPE_CHECKING:
     from unisono.watch.progress import Progress
 
 __all__ = ["EventRelay"]
+
+_LONGEST = 1 << 24
+"""Bytes of an event. More without a line end is no event, and must not fill the memory."""
 
 
 class EventRelay:
@@ -28,29 +29,46 @@ class EventRelay:
         self._stream = stream
         self._complain = complain
         self._complained = False
-        self._splitter = LineSplitter()
+        self._rest = bytearray()
         self.display: Progress | None = None
         """The display, once there was an event."""
+        self.step: int | None = None
+        """Steps of the run that are done, if rank 0 has told."""
 
     def feed(self, data: bytes) -> None:
         """Show the events that these bytes complete."""
-        for line in self._splitter.feed(data):
-            try:
-                event = json.loads(line)
-            except ValueError:
-                event = None
-            if isinstance(event, dict):
-                self._open().handle(event)
-            elif not self._complained:
-                self._complained = True
-                shown = line[:80].decode(errors="replace")
-                self._complain(f"rank 0 wrote a progress event that is not a JSON object: {shown!r}; ignored")
+        *complete, rest = data.split(b"\n")
+        for piece in complete:
+            self._rest += piece
+            self._take(bytes(self._rest))
+            self._rest.clear()
+        self._rest += rest
+        if len(self._rest) > _LONGEST:
+            self._rest.clear()
+
+    def restart(self) -> None:
+        """Forget what is left of an event that was not written to its end: another process goes on."""
+        self._rest.clear()
 
     def close(self) -> None:
         """Take the display off the terminal."""
         if self.display is not None:
             self.display.close()
             self.display = None
+
+    def _take(self, line: bytes) -> None:
+        try:
+            event = json.loads(line)
+        except ValueError:
+            event = None
+        if isinstance(event, dict):
+            if isinstance(step := event.get("total_steps"), int):
+                self.step = step
+            self._open().handle(event)
+        elif not self._complained:
+            self._complained = True
+            shown = line[:80].decode(errors="replace")
+            self._complain(f"rank 0 wrote a progress event that is not a JSON object: {shown!r}; ignored")
 
     def _open(self) -> Progress:
         if self.display is None:

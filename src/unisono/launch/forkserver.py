@@ -4,9 +4,12 @@ The agent starts it and talks to it over a channel. It runs no operation of torc
 a fork copies only the calling thread, and CUDA does not survive one. It is the parent of the ranks, so it sees
 them end; it is the subreaper of all they start, so it can leave nothing behind, also when the agent is killed.
 
-From the agent: `fork` (rank, environment; files: stdout, stderr), `signal` (ranks, signal, group) and `end`.
-To the agent: `ready` (port), `failing` and `exited` (rank, code, time_ns), `lost` (message).
-Start reading at `main`.
+Under `--start-method spawn`, and for programs that are not Python, it imports nothing: what it forks executes an
+interpreter of its own, or the program.
+
+From the agent: `start` (the program), `fork` (rank, environment; files by name), `signal` (ranks, signal, group),
+`sweep` (end what ranks that have ended left behind) and `end`. To the agent: `ready` (port, scratch), `started` (rank,
+pid), `failing` and `exited` (rank, code, time_ns), `lost` (message). Start reading at `main`.
 """
 
 from __future__ import annotations
@@ -26,8 +29,9 @@ from typing import Any, NoReturn
 from unisono.launch.channel import Channel, Message
 from unisono.launch.environment import EVENTS_VARIABLE
 from unisono.launch.failure import name_signal
-from unisono.launch.linux import become_subreaper, end_descendants, set_parent_death_signal
-from unisono.launch.rank import Program, RankProcess, run_program, settle
+from unisono.launch.leftovers import Leftovers, make_scratch, remove_scratch
+from unisono.launch.linux import become_subreaper, end_descendants, ends_at_once, set_parent_death_signal
+from unisono.launch.rank import Program, RankFiles, RankProcess, execute, run_program, settle
 
 __all__ = ["main"]
 
@@ -56,7 +60,9 @@ class _Server:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._ranks: dict[int, int] = {}  # by process id
+        self._leftovers = Leftovers()
         self._store = 0
+        self._scratch = ""
         self._reports, self._report = os.pipe2(os.O_CLOEXEC)
         self._wakeups, self._wakeup = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         os.set_blocking(self._reports, False)
@@ -89,11 +95,10 @@ class _Server:
             if self._channel.closed:
                 os._exit(1)
         message = received[0][0]
-        self._program = Program(
-            target=message["target"], module=message["module"], arguments=tuple(message["arguments"])
-        )
-        for name in ("torch", "torch.distributed", *message["preload"]):
-            import_module(name)
+        self._program = Program(**message["program"])
+        if self._program.forked:
+            for name in ("torch", "torch.distributed", *message["preload"]):
+                import_module(name)
         # Objects that every rank shares: out of the collector's sight, ranks neither visit nor copy them.
         gc.collect()
         gc.freeze()
@@ -103,29 +108,44 @@ class _Server:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
         listener = socket.socket()
-        listener.bind(("127.0.0.1", 0))
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that a job before has just left
+            listener.bind(("127.0.0.1", message["port"]))
+        except OSError as error:
+            problem = f"port {message['port']} of 127.0.0.1 cannot be used: {error.strerror}"
+            self._channel.send({"type": "lost", "message": problem})
+            self._end()
         listener.listen(socket.SOMAXCONN)
         self._fork_store(listener)
-        self._channel.send({"type": "ready", "port": listener.getsockname()[1]})
+        self._scratch = make_scratch() if self._program.python else ""
+        self._channel.send({"type": "ready", "port": listener.getsockname()[1], "scratch": self._scratch})
         listener.close()
 
     def _obey(self, message: Message, files: list[int]) -> RankProcess | None:
         kind = message["type"]
         if kind == "fork":
-            return self._fork_rank(message["rank"], message["environment"], files)
+            return self._fork_rank(
+                message["rank"], message["environment"], RankFiles(**dict(zip(message["names"], files, strict=True)))
+            )
         if kind == "signal":
-            ranks = set(message["ranks"])
-            for pid, rank in self._ranks.items():  # none of them is reaped, so no number has a new owner
-                if rank in ranks:
-                    with suppress(ProcessLookupError, PermissionError):
-                        (os.killpg if message["group"] else os.kill)(pid, message["signal"])
+            self._signal(message["signal"], set(message["ranks"]), group=message["group"])
+            return None
+        if kind == "sweep":
+            end_descendants(spare=[self._store], leftovers=self._leftovers)
             return None
         if kind == "end":
             self._end()
         raise AssertionError(f"the agent sent {message}")
 
-    def _fork_rank(self, rank: int, environment: dict[str, str], files: list[int]) -> RankProcess | None:
-        stdout, stderr, *events = files
+    def _signal(self, signum: int, ranks: set[int], *, group: bool) -> None:
+        for pid, rank in self._ranks.items():  # none of them is reaped, so no number has a new owner
+            if rank in ranks:
+                # The workers of a rank that just vanishes would complain of that, so they go with it.
+                asked = signum not in (signal.SIGKILL, signal.SIGCONT)
+                with suppress(ProcessLookupError, PermissionError):
+                    (os.killpg if group or (asked and ends_at_once(pid, signum)) else os.kill)(pid, signum)
+
+    def _fork_rank(self, rank: int, environment: dict[str, str], files: RankFiles) -> RankProcess | None:
         # A signal for the rank waits until it has its own handlers.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)
         server = os.getpid()
@@ -136,20 +156,23 @@ class _Server:
             pid = -1
         if pid != 0:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-            for file in files:
-                os.close(file)
+            files.close()
             if pid > 0:
                 # Here too: a signal for the group may be the next message, and the rank may not have run at all yet.
-                with suppress(ProcessLookupError):
+                with suppress(ProcessLookupError, PermissionError):  # it has ended, or executes its program already
                     os.setpgid(pid, pid)
                 self._ranks[pid] = rank
+                self._channel.send({"type": "started", "rank": rank, "pid": pid})
             return None
         self._give_up()
-        if events:
-            environment = {**environment, EVENTS_VARIABLE: str(events[0])}
-        settle(parent=server, stdout=stdout, stderr=stderr, environment=environment)
+        if files.events is not None:
+            environment = {**environment, EVENTS_VARIABLE: str(files.events)}
+        settle(parent=server, files=files, environment=environment)
+        process = RankProcess(rank=rank, program=self._program, report=self._report, files=files, scratch=self._scratch)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        return RankProcess(rank=rank, program=self._program, report=self._report)
+        if not self._program.forked:
+            execute(process)
+        return process
 
     def _fork_store(self, listener: socket.socket) -> None:
         """Start the process that hosts the job's store.
@@ -176,6 +199,7 @@ class _Server:
         with suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 pid, code = ended[0], os.waitstatus_to_exitcode(ended[1])
+                self._leftovers.note(pid)
                 if pid in self._ranks:
                     # A report written before the end must arrive before it, also if it came after the last poll.
                     self._read_reports()
@@ -200,7 +224,8 @@ class _Server:
             os.close(file)
 
     def _end(self) -> NoReturn:
-        end_descendants()
+        end_descendants(leftovers=self._leftovers, hurry=self._channel.closed)
+        remove_scratch(self._scratch)
         # Unloading torch takes 0.1 s, and there is nothing here to flush.
         os._exit(0)
 

@@ -8,14 +8,40 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import math
+import signal
+import stat
+import sys
 import warnings
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import Literal
 
 from unisono.errors import LaunchError
 
-__all__ = ["Job", "check_target"]
+__all__ = ["Job", "Output", "check_target"]
+
+_PORTS = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Output:
+    """Where what the ranks print goes."""
+
+    directory: Path | None = None
+    """Folder for log files. None: no files."""
+    redirected: Mapping[int, frozenset[str]] = field(default_factory=dict)
+    """By local rank, which of "stdout" and "stderr" go to log files only."""
+    teed: Mapping[int, frozenset[str]] = field(default_factory=dict)
+    """By local rank, which of them go to log files and to the terminal."""
+    shown: frozenset[int] | None = None
+    """Local ranks whose output is shown. None: all."""
+    stdout_filters: tuple[str, ...] = ()
+    """Lines of standard output that hold one of these texts also go to one common file, filtered_stdout.log."""
+    stderr_filters: tuple[str, ...] = ()
+    """The same for standard error."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,50 +49,90 @@ class Job:
     """One program run by several ranks on this machine."""
 
     target: str
-    """The path of a script or, with `module`, the name of a module."""
+    """The path of a script or, with `module`, the name of a module; without `python`, a program."""
     arguments: tuple[str, ...] = ()
     """What the program finds in `sys.argv[1:]`."""
     module: bool = False
     """Whether the target is a module, as for `python -m`."""
+    python: bool = True
+    """Whether the target is Python, and not a program to execute as it is."""
     ranks: int = 1
     """How many processes run the program."""
+    run_id: str = ""
+    """Name of the job for ranks, log folders and `unisono ps`. Empty: one is drawn."""
+    role: str = "default"
+    """ROLE_NAME of the ranks."""
+    start_method: Literal["fork", "spawn"] = "fork"
+    """Whether ranks are forked from a process that has imported torch, or each start an interpreter."""
     preload: tuple[str, ...] = ()
     """Modules to import once, before ranks are forked. They must start no thread and touch no GPU."""
-    shutdown_timeout_s: float = 5.0
+    pass_local_rank: bool = False
+    """Whether the program also gets `--local-rank=N` as its first argument."""
+    virtual_local_rank: bool = False
+    """Whether every rank sees one GPU, as number 0, and LOCAL_RANK 0."""
+    master_port: int = 0
+    """Port of the job's store on the loopback address. 0: a free one."""
+    max_restarts: int = 0
+    """How often all ranks may be started anew after a failure."""
+    shutdown_timeout_s: float = 30.0
     """Seconds between asking a rank to end and killing it: time to save, for ranks that handle the signal."""
+    hang_report_s: float = 30.0
+    """Seconds after which ranks that wait in a collective for others are reported. 0: never."""
+    hang_abort_s: float | None = None
+    """Seconds after which the job is ended because of such a wait. None: never."""
+    signals: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    """Signals that are passed to ranks, which then have `shutdown_timeout_s` to end."""
+    numa_binding: str | None = None
+    """How ranks are bound to the cores near their GPU: "node", "socket", "exclusive" or "core-complex"; None: not."""
+    output: Output = field(default_factory=Output)
+    """Where what the ranks print goes."""
+    files: tuple[int, ...] = ()
+    """Open files of this process that ranks keep, by number."""
 
     def __post_init__(self) -> None:
         if self.ranks < 1:
             raise ValueError(f"ranks={self.ranks}: a job has at least one rank")
-        if not (math.isfinite(self.shutdown_timeout_s) and self.shutdown_timeout_s >= 0):
+        if self.max_restarts < 0:
+            raise ValueError(f"max_restarts={self.max_restarts} must be 0 or more")
+        if not 0 <= self.master_port < _PORTS:
+            raise ValueError(f"master_port={self.master_port} must lie between 0 (a free one) and {_PORTS - 1}")
+        for name in ("shutdown_timeout_s", "hang_report_s"):
+            if not (math.isfinite(seconds := getattr(self, name)) and seconds >= 0):
+                raise ValueError(f"{name}={seconds} must be a finite number of seconds, 0 or more")
+        if self.hang_abort_s is not None and not (math.isfinite(self.hang_abort_s) and self.hang_abort_s > 0):
+            raise ValueError(f"hang_abort_s={self.hang_abort_s} must be a finite number of seconds above 0, or None")
+        if self.start_method not in ("fork", "spawn"):
+            raise ValueError(f"start_method={self.start_method!r} must be 'fork' or 'spawn'")
+        if self.module and not self.python:
+            raise ValueError("--module and --no-python exclude each other: a module is Python")
+        if self.preload and (self.start_method == "spawn" or not self.python):
+            other = "--start-method spawn" if self.python else "--no-python"
             raise ValueError(
-                f"shutdown_timeout_s={self.shutdown_timeout_s} must be a finite number of seconds, 0 or more"
+                f"--preload imports modules before ranks are forked, and with {other} none is: leave one out"
             )
+        if self.output.directory is not None and ("/" in self.run_id or self.run_id in (".", "..")):
+            raise ValueError(f"run_id={self.run_id!r} cannot be the name of a log folder: leave out '/', '.' and '..'")
 
 
 def check_target(job: Job) -> None:
     """Raise what would stop the program on every rank, so that it is said once.
 
-    A submodule is not looked for: that would run code of its package in this process.
+    A submodule is not looked for: that would run code of its package in this process. A program that is not Python is
+    not looked at.
     Raises: LaunchError if there is no such script or module, SyntaxError if Python cannot compile the script.
     """
+    for name in job.preload:
+        _check_module(name, folder=None)
+    if not job.python:
+        return
     if job.module:
-        _check_module(job.target)
+        _check_module(job.target, folder=Path.cwd())
     else:
         _check_script(Path(job.target))
 
 
 def _check_script(script: Path) -> None:
-    if script.is_dir():
-        inside = script / "__main__.py"
-        remedy = f"run {str(inside)!r}" if inside.is_file() else "name a script inside it"
-        raise LaunchError(f"{str(script)!r} is a directory, not a script; {remedy}, or a module with -m")
-    if not script.exists():
-        raise LaunchError(f"no such file: {str(script)!r} (in {str(Path.cwd())!r}); {_suggestion(script)}")
-    try:
-        source = script.read_bytes()
-    except OSError as error:
-        raise LaunchError(f"cannot read {str(script)!r}: {error.strerror}; make it a file that you may read") from error
+    source = _read(script)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # every rank gives them too
         try:
@@ -75,14 +141,37 @@ def _check_script(script: Path) -> None:
             raise LaunchError(f"{str(script)!r} is not Python source: {error}; name a .py file") from error
 
 
-def _check_module(name: str) -> None:
-    if Path(name).is_file():
+def _read(script: Path) -> bytes:
+    try:
+        mode = script.stat().st_mode
+        if stat.S_ISDIR(mode):
+            inside = script / "__main__.py"
+            remedy = f"run {str(inside)!r}" if inside.is_file() else "name a script inside it"
+            raise LaunchError(f"{str(script)!r} is a directory, not a script; {remedy}, or a module with -m")
+        if not stat.S_ISREG(mode):
+            raise LaunchError(
+                f"{str(script)!r} is not a regular file, and every rank has to read it; save it as a .py file"
+            )
+        return script.read_bytes()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise LaunchError(f"no such file: {str(script)!r} (in {str(Path.cwd())!r}); {_suggestion(script)}") from error
+    except (OSError, ValueError) as error:  # a ValueError: a NUL in the name
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise LaunchError(f"cannot read {str(script)!r}: {reason}; make it a file that you may read") from error
+
+
+def _check_module(name: str, *, folder: Path | None) -> None:
+    """Look for the package of a module, first in the folder. None: where installed modules are."""
+    if folder is not None and Path(name).is_file():
         raise LaunchError(f"{name!r} is a file, not the name of a module; leave out -m to run it as a script")
     top = name.partition(".")[0]
     found = None
     # A module that was put into sys.modules without a spec, or an empty name.
     with suppress(ValueError):
-        found = importlib.util.find_spec(top)
+        if folder is not None and not getattr(sys.flags, "safe_path", False):
+            # This process was started from elsewhere: the folder need not be on its search path.
+            found = PathFinder.find_spec(top, [str(folder)]) if top else None
+        found = found or importlib.util.find_spec(top)
     if found is None:
         raise LaunchError(f"no module named {top!r}; install it, or start from the folder that holds it")
 

@@ -13,7 +13,9 @@ from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["become_subreaper", "descendants", "end_descendants", "set_parent_death_signal"]
+from unisono.launch.leftovers import Leftovers
+
+__all__ = ["become_subreaper", "descendants", "end_descendants", "ends_at_once", "set_parent_death_signal"]
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -44,23 +46,43 @@ def descendants(root: int) -> list[int]:
     return found
 
 
-def end_descendants(*, spare: Collection[int] = (), timeout_s: float = 5.0) -> list[int]:
-    """Kill and reap all that descends from this process, and what it starts meanwhile.
+def ends_at_once(pid: int, signum: int) -> bool:
+    """Tell whether a signal that asks to end ends the process without a word: it neither handles nor ignores it."""
+    try:
+        text = Path(f"/proc/{pid}/status").read_text(errors="replace")
+    except OSError:
+        return False
+    fields = dict(line.split(":\t", 1) for line in text.splitlines() if ":\t" in line)
+    return not any(int(fields.get(name, "0"), 16) >> (signum - 1) & 1 for name in ("SigCgt", "SigIgn"))
 
-    Only a subreaper reaches orphans. Children in `spare` are left alone, with what descends from them.
+
+def end_descendants(
+    *,
+    spare: Collection[int] = (),
+    leftovers: Leftovers | None = None,
+    hurry: bool = False,
+    timeout_s: float = 5.0,
+) -> list[int]:
+    """Kill and reap all that descends from this process, and what it starts meanwhile; leave no files of them.
+
+    Only a subreaper reaches orphans. Children in `spare` are left alone, with what descends from them. Helpers that
+    clean up after the others get the time for that, less in a hurry.
     Returns: what is still there at the timeout: processes of another user, or ones stuck in the kernel.
     """
-    deadline_s = time.monotonic() + timeout_s
+    begin_s = time.monotonic()
     pause_s = 0.0005
+    leftovers = leftovers or Leftovers()
     while True:
         spared = {*spare, *(pid for kept in spare for pid in descendants(kept))}
         left = [pid for pid in descendants(os.getpid()) if pid not in spared]
         for pid in left:
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+            if leftovers.note(pid, hurry=hurry) <= time.monotonic() - begin_s:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
             with suppress(ChildProcessError):  # a grandchild: its parent dies in this round, so it is ours in the next
                 os.waitpid(pid, os.WNOHANG)
-        if not left or time.monotonic() > deadline_s:
+        if not left or time.monotonic() - begin_s > timeout_s:
+            leftovers.remove()
             return left
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.02)

@@ -1,6 +1,6 @@
-"""What ranks print: whole lines, each with its rank in front, passed on without blocking.
+"""The launcher's own streams: what stands in front of a rank's line, and how lines are written without blocking.
 
-`LineSplitter` and `Prefix` are pure. `Sink` writes to a stream of the launcher only what it takes at once, so a reader
+`Prefixes` is pure. `Sink` writes to a stream of the launcher only what it takes at once, so a reader
 that has stopped (a pager, a terminal after Ctrl-S) cannot keep the launcher from seeing a signal or a lost rank.
 """
 
@@ -9,66 +9,46 @@ from __future__ import annotations
 import os
 import select
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 
-__all__ = ["LineSplitter", "Prefix", "Sink", "wants_colour"]
+from unisono.launch.folding import format_ranks
+
+__all__ = ["Prefixes", "Sink", "wants_colour"]
 
 _COLOURS = (36, 33, 35, 32, 34, 31)
+_BOLD = 1
+
+_MOST_PREFIXES = 1000
+"""Sets of ranks whose prefix is remembered."""
 
 
-class LineSplitter:
-    """Cut a stream of bytes into lines, whatever the pieces in which it arrives.
+class Prefixes:
+    """What stands in front of a line: the ranks that printed it, in colour where that helps.
 
-    Of a line that was overwritten with carriage returns, as progress bars do, the last version remains. A line longer
-    than `limit` bytes is given in parts, so that a stream without line ends cannot fill the memory.
-
-    >>> splitter = LineSplitter()
-    >>> splitter.feed(b"one\\r\\ntw"), splitter.feed(b"o\\n 10%\\r 20%"), splitter.finish()
-    ([b'one'], [b'two'], [b' 20%'])
+    >>> Prefixes(colour=False).of({3}), Prefixes(colour=False).of({0, 1, 2})
+    (b'[3] ', b'[0-2] ')
     """
 
-    def __init__(self, *, limit: int = 1 << 24) -> None:
-        self._rest = bytearray()
-        self._limit = limit
+    def __init__(self, *, colour: bool) -> None:
+        self._colour = colour
+        self._known: dict[Hashable, bytes] = {}
 
-    def feed(self, data: bytes) -> list[bytes]:
-        """Take the next bytes and return the lines that they complete, without line ends."""
-        *complete, rest = data.split(b"\n")
-        lines = []
-        for piece in complete:
-            self._rest += piece
-            lines.append(_last_version(self._rest))
-            self._rest.clear()
-        self._rest += rest
-        # The last carriage return stays, because the line end of Windows may follow it.
-        if (start := self._rest.rstrip(b"\r").rfind(b"\r") + 1) > 0:
-            del self._rest[:start]
-        if len(self._rest) > self._limit:
-            lines.append(_last_version(self._rest))
-            self._rest.clear()
-        return lines
+    def of(self, ranks: Collection[int]) -> bytes:
+        """Give the prefix for a line of these ranks."""
+        key = frozenset(ranks)
+        prefix = self._known.get(key)
+        if prefix is None:
+            if len(self._known) > _MOST_PREFIXES:
+                self._known.clear()
+            prefix = self._known[key] = self._make(ranks)
+        return prefix
 
-    def finish(self) -> list[bytes]:
-        """Return the last line if it has no end."""
-        lines = [_last_version(self._rest)] if self._rest else []
-        self._rest.clear()
-        return lines
-
-
-class Prefix:
-    """Puts the rank in front of every line, in colour where that helps.
-
-    >>> Prefix(3, colour=False).join([b"loss 0.5", b"saved"])
-    b'[3] loss 0.5\\n[3] saved\\n'
-    """
-
-    def __init__(self, rank: int, *, colour: bool) -> None:
-        text = f"[{rank}]"
-        self._start = (f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m{text}\x1b[0m " if colour else f"{text} ").encode()
-
-    def join(self, lines: Iterable[bytes]) -> bytes:
-        """Give the lines with prefixes and line ends, ready to be written at once."""
-        return b"".join(self._start + line + b"\n" for line in lines)
+    def _make(self, ranks: Collection[int]) -> bytes:
+        text = f"[{format_ranks(ranks)}]"
+        if not self._colour:
+            return f"{text} ".encode()
+        colour = _COLOURS[min(ranks) % len(_COLOURS)] if len(ranks) == 1 else _BOLD
+        return f"\x1b[{colour}m{text}\x1b[0m ".encode()
 
 
 class Sink:
@@ -132,7 +112,3 @@ def wants_colour(environment: Mapping[str, str], *, terminal: bool) -> bool:
     (True, False)
     """
     return terminal and not environment.get("NO_COLOR") and environment.get("TERM") != "dumb"
-
-
-def _last_version(line: bytearray) -> bytes:
-    return bytes(line.rstrip(b"\r").rpartition(b"\r")[2])

@@ -6,21 +6,30 @@ ends as any Python program does: exit handlers, threads, flushed streams. Start 
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
+import json
 import os
 import signal
+import subprocess
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
+from unisono.launch import meeting, recorder, stacks
+from unisono.launch.account import account_of
+from unisono.launch.environment import program_arguments
+from unisono.launch.leftovers import use_scratch
 from unisono.launch.linux import set_parent_death_signal
+from unisono.launch.page import Page
+from unisono.machine import let_threads_finish
 
-__all__ = ["Program", "RankProcess", "run_program", "settle"]
+__all__ = ["Program", "RankFiles", "RankProcess", "execute", "main", "run_program", "settle"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,11 +37,41 @@ class Program:
     """The user's program, as all ranks run it."""
 
     target: str
-    """The path of a script or the name of a module."""
-    module: bool
+    """The path of a script, the name of a module, or a program that is not Python."""
+    module: bool = False
     """Whether the target is a module."""
-    arguments: tuple[str, ...]
+    python: bool = True
+    """Whether the target is Python."""
+    forked: bool = True
+    """Whether a forked rank runs it as it is; else the rank executes an interpreter of its own, or the program."""
+    arguments: Sequence[str] = ()
     """What follows in `sys.argv`."""
+    pass_local_rank: bool = False
+    """Whether `--local-rank=N` is put in front of the arguments."""
+    numa_binding: str | None = None
+    """How the rank is bound to the cores near its GPU."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankFiles:
+    """The open files that a rank gets from the agent, by number."""
+
+    stdout: int
+    stderr: int
+    page: int
+    """Shared memory in which the rank says what it does (`launch.page`)."""
+    dump: int
+    """Where Python's fault handler writes stacks."""
+    ask: int
+    """A pipe: a byte asks for the collectives that are not finished."""
+    events: int | None = None
+    """Where rank 0 writes progress events."""
+
+    def close(self) -> None:
+        """Close all of them in this process."""
+        for file in asdict(self).values():
+            if file is not None:
+                os.close(file)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,10 +82,13 @@ class RankProcess:
     program: Program
     report: int
     """An open pipe to the fork server: one line `rank code nanoseconds` when the program fails."""
+    files: RankFiles
+    scratch: str = ""
+    """The job's folder for sockets of multiprocessing, "" for none."""
 
 
-def settle(*, parent: int, stdout: int, stderr: int, environment: Mapping[str, str]) -> None:
-    """Turn this copy of the fork server into a process of its own. Closes the given files after use.
+def settle(*, parent: int, files: RankFiles, environment: Mapping[str, str]) -> None:
+    """Turn this copy of the fork server into a process of its own. Closes stdout and stderr of the files after use.
 
     Ends the process at once if its parent is already gone.
     """
@@ -54,7 +96,7 @@ def settle(*, parent: int, stdout: int, stderr: int, environment: Mapping[str, s
     set_parent_death_signal(signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
-    for source, target in ((stdout, 1), (stderr, 2)):
+    for source, target in ((files.stdout, 1), (files.stderr, 2)):
         os.dup2(source, target)
         os.close(source)
     # A pipe is block-buffered by default: what a rank prints would appear late, and be lost when it is killed.
@@ -66,33 +108,119 @@ def settle(*, parent: int, stdout: int, stderr: int, environment: Mapping[str, s
         sys.modules["numpy.random"].seed()
 
 
+_INTERPRETER = (
+    "import sys; getattr(sys.flags, 'safe_path', False) or sys.path.pop(0); "
+    "from unisono.launch.rank import main; main()"
+)
+
+
+def execute(process: RankProcess) -> NoReturn:
+    """Replace this process by an interpreter that runs the program, or by the program if it is not Python."""
+    program = process.program
+    if not program.python:
+        try:
+            os.execvp(program.target, [program.target, *_arguments(program)])
+        except OSError as error:
+            _refuse(f"unisono: cannot execute {program.target!r}: {error.strerror}; give a program that is executable")
+    kept = [
+        file for name, file in asdict(process.files).items() if name not in ("stdout", "stderr") and file is not None
+    ]
+    for file in (*kept, process.report):
+        os.set_inheritable(file, True)
+    os.environ["PYTHONUNBUFFERED"] = os.environ.get("PYTHONUNBUFFERED", "1")
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # what multiprocessing uses too
+    os.execv(sys.executable, [sys.executable, *flags, "-c", _INTERPRETER, json.dumps(asdict(process))])
+
+
+def main() -> None:
+    """Run the program in an interpreter of its own. Called by that interpreter, with the rank as JSON."""
+    facts = json.loads(sys.argv[1])
+    files = RankFiles(**facts["files"])
+    process = RankProcess(**{**facts, "program": Program(**facts["program"]), "files": files})
+    for file in (files.page, files.dump, files.ask, process.report):
+        os.set_inheritable(file, False)
+    run_program(process)
+
+
 def run_program(process: RankProcess) -> None:
     """Run the program as `__main__` and end the interpreter as Python would.
 
     Raises: SystemExit, always unless the program came to its end.
     """
     program = process.program
+    # Registered first, so that it runs last.
+    atexit.register(let_threads_finish)
+    page = _open_up(process)
     try:
         try:
             _execute(program)
+        except _NoProgramError as error:
+            _tell(process, page, ModuleNotFoundError(*error.args), 2)
+            raise SystemExit(2) from None
         except SystemExit as end:
-            _report(process, _exit_code(end))
+            if code := _exit_code(end):
+                _tell(process, page, end, code)
+            else:
+                _finish(page)
             raise
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as interrupt:
+            _tell(process, page, interrupt, 128 + signal.SIGINT)
             raise
-        # This is the top level of the user's program: whatever it did not catch is shown here, as Python does.
+        # This is the top level of the user's program: whatever it did not catch ends here.
         except BaseException as error:
-            _report(process, 1)
-            trace = _without_frames(error.__traceback__)
-            sys.excepthook(type(error), error.with_traceback(trace), trace)
+            error.__traceback__ = _without_frames(error.__traceback__)
+            if not _tell(process, page, error, 1) or _shows_errors_itself():
+                sys.excepthook(type(error), error, error.__traceback__)
             raise SystemExit(1) from None
+        _finish(page)
     except KeyboardInterrupt:
         # Also while the failure of a peer, interrupted a moment earlier, was being shown.
         raise SystemExit(128 + signal.SIGINT) from None
 
 
+def _open_up(process: RankProcess) -> Page:
+    """Let the agent see what this rank does: its stacks on request, its collectives, its error."""
+    stacks.install(process.files.dump)
+    page = Page(process.files.page)
+    recorder.install(page, ask=process.files.ask)
+    meeting.install(os.environ)
+    use_scratch(process.scratch)
+    if process.program.numa_binding is not None:
+        _bind_to_gpu(process.program.numa_binding, gpu=int(os.environ["LOCAL_RANK"]))
+    return page
+
+
+def _tell(process: RankProcess, page: Page, error: BaseException, code: int) -> bool:
+    """Tell of an error, now. Until the interpreter has shut down, peers that fail because of us may end first.
+
+    Returns: False in a process that the program has forked; its end is not the rank's.
+    """
+    time_ns = time.monotonic_ns()
+    if page.pid != os.getpid():
+        return False
+    page.write_failure({**account_of(error), "printed": _shows_errors_itself()})
+    os.write(process.report, f"{process.rank} {code} {time_ns}\n".encode())
+    return True
+
+
+def _finish(page: Page) -> None:
+    """Tell that the program is at its end. Peers that still need this rank may fail before its process has ended."""
+    if page.pid == os.getpid():
+        page.note_finish()
+
+
+def _shows_errors_itself() -> bool:
+    """Whether the program has a way of its own to show errors. If not (torch's is like Python's), the agent does."""
+    hook = sys.excepthook
+    return hook is not sys.__excepthook__ and not (hook.__module__ or "").startswith("torch.distributed")
+
+
+class _NoProgramError(Exception):
+    """There is no such program."""
+
+
 def _execute(program: Program) -> None:
-    sys.argv = [program.target, *program.arguments]
+    sys.argv = [program.target, *_arguments(program)]
     main = ModuleType("__main__")
     main.__dict__["__builtins__"] = sys.modules["builtins"]
     code = _load_module(main, program) if program.module else _load_script(main, program)
@@ -114,9 +242,9 @@ def _load_module(main: ModuleType, program: Program) -> CodeType:
     _search_first(str(Path.cwd()))
     spec = _find_module(program.target)
     if spec is None or (code := _code_of(spec)) is None:
-        _refuse(
-            f"unisono: no module named {program.target!r} that can be run; check the name, and that a package has a "
-            "file __main__.py"
+        raise _NoProgramError(
+            f"no module named {program.target!r} that can be run; check the name, and that a package has a file "
+            "__main__.py"
         )
     main.__file__ = spec.origin
     main.__loader__ = spec.loader
@@ -159,16 +287,22 @@ def _refuse(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
+def _bind_to_gpu(binding: str, *, gpu: int) -> None:
+    """Bind this process to cores near a GPU, by torch's rules. Warns where torch cannot."""
+    from torch.numa import binding as numa  # noqa: PLC0415  only those who ask for it
+
+    options = numa.NumaOptions(affinity_mode=numa.AffinityMode(binding))
+    numa._maybe_apply_numa_binding_to_current_process(gpu_index=gpu, numa_options=options)
+
+
+def _arguments(program: Program) -> list[str]:
+    return program_arguments(program.arguments, local_rank=os.environ["LOCAL_RANK"], passed=program.pass_local_rank)
+
+
 def _exit_code(end: SystemExit) -> int:
     if end.code is None:
         return 0
     return end.code & 0xFF if isinstance(end.code, int) else 1
-
-
-def _report(process: RankProcess, code: int) -> None:
-    """Tell the fork server now. Until the interpreter has shut down, peers that fail because of us may end first."""
-    if code != 0:
-        os.write(process.report, f"{process.rank} {code} {time.monotonic_ns()}\n".encode())
 
 
 def _without_frames(trace: TracebackType | None) -> TracebackType | None:

@@ -1,33 +1,59 @@
-"""The way of the ranks' output through the agent: pipes in, the launcher's own streams and the progress display out.
+"""The way of the ranks' output through the agent: pipes in; the launcher's streams, log files and the display out.
 
-All in the agent's one loop, no thread per rank. Start reading at `Relay.open`.
+All in the agent's one loop, no thread per rank. Bytes come in at `Relay._take`, become lines (`live.py`), wait for
+equal lines of other ranks (`folding.py`) and leave at `Relay._pass_on`. Start reading at `Relay.open`.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import selectors
-from collections.abc import Collection, Mapping
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
+from operator import attrgetter
+from pathlib import Path
 from typing import TextIO
 
 from unisono.launch.events import EventRelay
-from unisono.launch.output import LineSplitter, Prefix, Sink, wants_colour
+from unisono.launch.folding import Fold, Folder
+from unisono.launch.job import Output
+from unisono.launch.live import LiveArea, LiveLines, plain_text
+from unisono.launch.logs import STREAMS, LogFile, Route, RunLogs, route
+from unisono.launch.output import Prefixes, Sink, wants_colour
 
 __all__ = ["Relay"]
 
 _READ = 1 << 16
+_TAIL = 20
+_LONGEST_IN_TAIL = 2000
+_REDRAW_S = 0.05
+"""How long a change of a live line waits: most partial lines are complete by then."""
+_MOST_LIVE = 8
 
 
 @dataclass(eq=False, slots=True)
 class _Stream:
     """One of the launcher's own streams."""
 
+    number: int
     sink: Sink
     terminal: bool
-    colour: bool
+    prefixes: Prefixes
+
+
+@dataclass(eq=False, slots=True)
+class _Rank:
+    """What one rank has printed in one attempt."""
+
+    rank: int
+    logs: dict[str, LogFile]
+    tail: deque[bytes] = field(default_factory=lambda: deque(maxlen=_TAIL))
 
 
 @dataclass(eq=False, slots=True)
@@ -35,60 +61,154 @@ class _Pipe:
     """The read end of what one rank writes; `stream` is None for progress events."""
 
     file: int
-    rank: int
+    writer: _Rank
+    attempt: int
     stream: _Stream | None
-    prefix: Prefix
-    splitter: LineSplitter = field(default_factory=LineSplitter)
+    route: Route
+    log: LogFile | None
+    lines: LiveLines = field(default_factory=LiveLines)
 
 
 class Relay:
     """Passes on what ranks print and what rank 0 tells about its progress.
 
-    Args: selector is the agent's; the data of each key is the function to call when the file is ready.
+    Lines are held back for a tenth of a second at most: call `tick` when `next_deadline_s` has come.
+    Args: selector is the agent's; the data of each key is the function to call when the file is ready. run_id names the
+    folder of log files. clock is the monotonic one.
+    Raises: LaunchError if the folder of log files cannot be made.
     """
 
     def __init__(
-        self, selector: selectors.BaseSelector, *, stdout: TextIO, stderr: TextIO, environment: Mapping[str, str]
+        self,
+        selector: selectors.BaseSelector,
+        *,
+        stdout: TextIO,
+        stderr: TextIO,
+        environment: Mapping[str, str],
+        output: Output,
+        run_id: str = "",
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._selector = selector
-        self._stdout, self._stderr = (_open_stream(stream, environment) for stream in (stdout, stderr))
+        self._clock = clock
+        self._streams = self._stdout, self._stderr = _open_streams(stdout, stderr, environment)
         self._events = EventRelay(stderr, complain=self.say)
+        self._folder = Folder()
+        self._ranks: dict[int, _Rank] = {}
         self._pipes: list[_Pipe] = []
+        self._holding: dict[_Pipe, None] = {}
         self._reading = True
         self._writing: set[Sink] = set()
+        # Rank 0 has the foot of the terminal or, if it is not shown, the first rank that is.
+        self._live_rank = min(output.shown or {0})
+        self._area = LiveArea()
+        can_draw = environment.get("TERM") not in ("dumb", "unknown")
+        self._foot = next((s for s in (self._stderr, self._stdout) if s.terminal and can_draw), None)
+        self._redraw_s: float | None = None
+        self._output = output
+        self._logs = RunLogs(output, run_id=run_id, complain=self.say)
 
     @property
     def broken(self) -> bool:
         """Whether the reader of standard output is gone."""
         return self._stdout.sink.broken
 
-    def open(self, rank: int) -> list[int]:
-        """Make the pipes of one rank. Returns: the ends to write to (stdout, stderr; events for rank 0)."""
+    @property
+    def folder(self) -> Path | None:
+        """The folder of this run's log files, if there are any."""
+        return self._logs.folder
+
+    @property
+    def step(self) -> int | None:
+        """How many steps of the run are done, if rank 0 tells."""
+        return self._events.step
+
+    def open(self, rank: int, *, attempt: int = 0) -> list[int]:
+        """Make the pipes of one rank. Returns: the ends to write to (stdout, stderr; events for rank 0).
+
+        In a later attempt, what is left of the rank's earlier pipes is still passed on, but goes to no log file.
+        """
+        if rank in self._ranks:
+            _close_all(self._ranks[rank].logs.values())
+        writer = self._ranks[rank] = _Rank(rank, self._logs.open(rank, attempt))
         ends = []
-        for stream in (self._stdout, self._stderr, *([None] if rank == 0 else [])):
+        for stream in (*self._streams, *([None] if rank == 0 else [])):
             read, write = os.pipe2(os.O_CLOEXEC)
             os.set_blocking(read, False)
-            prefix = Prefix(rank, colour=stream is not None and stream.colour)
-            self._pipes.append(pipe := _Pipe(read, rank, stream, prefix))
+            name = STREAMS[stream.number] if stream else ""
+            way = route(self._output, rank, name)
+            self._pipes.append(pipe := _Pipe(read, writer, attempt, stream, way, writer.logs.get(name)))
             if self._reading:
                 self._selector.register(read, selectors.EVENT_READ, partial(self._read, pipe))
             ends.append(write)
+        self._expect()
         return ends
 
     def drain(self, ranks: Collection[int]) -> None:
         """Pass on at once what these ranks, which have ended, had written before."""
-        for pipe in [pipe for pipe in self._pipes if pipe.rank in ranks]:
+        for pipe in [pipe for pipe in self._pipes if pipe.writer.rank in ranks]:
             with suppress(BlockingIOError):  # something that the rank started still has the pipe
                 while pipe in self._pipes:
                     self._take(pipe)
+            if pipe in self._pipes:
+                self._settle(pipe, math.inf)
+
+    def shut(self, rank: int) -> None:
+        """Take no more of a rank that has failed or was ended: what it has started would only complain of its loss."""
+        for pipe in [pipe for pipe in self._pipes if pipe.writer.rank == rank]:
+            self._close(pipe)
+
+    def tail(self, rank: int) -> list[str]:
+        """Give the last lines that a rank has printed in its latest attempt, the newest last, shown or not."""
+        writer = self._ranks.get(rank)
+        if writer is None:
+            return []
+        unfinished = [line for pipe in self._pipes if pipe.writer is writer for line in pipe.lines.live]
+        return [plain_text(line[:_LONGEST_IN_TAIL]) for line in (*writer.tail, *unfinished)][-_TAIL:]
+
+    def log_files(self, rank: int) -> list[Path]:
+        """Give the log files of a rank in its latest attempt."""
+        return [file.path for file in self._ranks[rank].logs.values()] if rank in self._ranks else []
+
+    def rank_folder(self, rank: int, *, attempt: int = 0) -> Path | None:
+        """Give the folder of a rank's log files, if there is one: torchrun's TORCHELASTIC_ERROR_FILE lies there."""
+        return self._logs.rank_folder(rank, attempt)
+
+    def log(self, rank: int, text: str) -> None:
+        """Append text to the log file of a rank's standard error that the rank has not printed: its traceback."""
+        if rank in self._ranks and (file := self._ranks[rank].logs.get("stderr")):
+            file.write(text.encode(errors="backslashreplace"))
 
     def say(self, text: str) -> None:
-        """Print a line of the launcher's own on standard error."""
-        self._pass_on(self._stderr, f"unisono: {text}\n".encode(errors="backslashreplace"))
+        """Print a line of the launcher's own on standard error, below all that has been printed."""
+        self.show(f"unisono: {text}")
+
+    def show(self, text: str) -> None:
+        """Print lines of the launcher's own on standard error, as they are, below all that has been printed."""
+        self._print(self._folder.flush())
+        self._pass_on(self._stderr, f"{text.rstrip()}\n".encode(errors="backslashreplace"))
+
+    def next_deadline_s(self) -> float | None:
+        """Tell when `tick` has something to do, by the monotonic clock."""
+        candidates = [self._folder.deadline_s, self._redraw_s, *(pipe.lines.deadline_s for pipe in self._holding)]
+        return min((deadline_s for deadline_s in candidates if deadline_s is not None), default=None)
+
+    def tick(self) -> None:
+        """Print what has been held back long enough. Cheap if nothing is due."""
+        now_s = self._clock()
+        due_s = self.next_deadline_s()
+        if due_s is None or due_s > now_s:
+            return
+        for pipe in sorted(self._holding, key=lambda pipe: pipe.lines.deadline_s or 0.0):
+            self._settle(pipe, now_s)
+        self._print(self._folder.due(now_s))
+        if self._redraw_s is not None and self._redraw_s <= now_s:
+            self._redraw(now_s)
 
     def balance(self) -> None:
         """Wait for streams that take no more, and stop reading while one of them is far behind. Call once per turn."""
-        for sink in (self._stdout.sink, self._stderr.sink):
+        sinks = {self._stdout.sink, self._stderr.sink}
+        for sink in sinks:
             if sink.waiting != (sink in self._writing):
                 if sink.waiting:
                     self._writing.add(sink)
@@ -96,7 +216,7 @@ class Relay:
                 else:
                     self._writing.remove(sink)
                     self._selector.unregister(sink)
-        reading = not (self._stdout.sink.full or self._stderr.sink.full)
+        reading = not any(sink.full for sink in sinks)
         if reading != self._reading:
             self._reading = reading
             for pipe in self._pipes:
@@ -107,15 +227,21 @@ class Relay:
 
     def finish(self) -> None:
         """Pass on partial last lines and take the display off the terminal. The ranks have ended."""
-        self.drain({pipe.rank for pipe in self._pipes})
+        self.drain({pipe.writer.rank for pipe in self._pipes})
         for pipe in list(self._pipes):
             self._close(pipe)
+        self._print(self._folder.flush())
+        if self._foot is not None:
+            self._foot.sink.write(self._area.erase())
         self._events.close()
 
     def flush(self) -> None:
-        """Wait until the launcher's streams have taken all."""
-        self._stdout.sink.flush()
-        self._stderr.sink.flush()
+        """Wait until the launcher's streams have taken all, and close the log files. Nothing is printed after that."""
+        for stream in self._streams:
+            stream.sink.flush()
+        for writer in self._ranks.values():
+            _close_all(writer.logs.values())
+        self._logs.close()
 
     def _read(self, pipe: _Pipe) -> None:
         with suppress(BlockingIOError):
@@ -127,27 +253,120 @@ class Relay:
         if not data:
             self._close(pipe)
         elif pipe.stream is None:
+            self._erase()  # the display may open now, and needs the foot of the terminal
             self._events.feed(data)
-        elif lines := pipe.splitter.feed(data):
-            self._pass_on(pipe.stream, pipe.prefix.join(lines))
+        else:
+            if pipe.log is not None:
+                pipe.log.write(data)
+            now_s = self._clock()
+            self._pass_lines(pipe, pipe.lines.feed(data, now_s), now_s)
+            self._watch(pipe, now_s)
+
+    def _settle(self, pipe: _Pipe, now_s: float) -> None:
+        """Print the lines of a rank that were held back in case it went back to them. They have waited enough."""
+        if lines := pipe.lines.settle(now_s):
+            self._pass_lines(pipe, lines, self._clock())
+            self._print(self._folder.release(pipe.writer.rank))
+        self._watch(pipe, self._clock())
 
     def _close(self, pipe: _Pipe) -> None:
         self._pipes.remove(pipe)
+        self._holding.pop(pipe, None)
         if self._reading:
             self._selector.unregister(pipe.file)
         os.close(pipe.file)
-        if pipe.stream is not None and (lines := pipe.splitter.finish()):
-            self._pass_on(pipe.stream, pipe.prefix.join(lines))
+        if pipe.stream is None:
+            self._events.restart()
+        else:
+            self._pass_lines(pipe, pipe.lines.finish(), self._clock())
+            self._watch(pipe, self._clock())
+            self._expect()
+
+    def _expect(self) -> None:
+        """Hold lines back only for ranks that may still print."""
+        ranks = {pipe.writer.rank for pipe in self._pipes if pipe.stream is not None and pipe.route.shown}
+        self._print(self._folder.expect(ranks))
+
+    def _pass_lines(self, pipe: _Pipe, lines: list[bytes], now_s: float) -> None:
+        assert pipe.stream is not None
+        if not lines:
+            return
+        rank, number = pipe.writer.rank, pipe.stream.number
+        pipe.writer.tail.extend(lines[-_TAIL:])
+        if pipe.route.shown:
+            self._logs.filter(STREAMS[number], pipe.attempt, lines, prefix=f"[{rank}] ".encode())
+            self._print(self._folder.add(rank, number, lines, now_s))
+
+    def _watch(self, pipe: _Pipe, now_s: float) -> None:
+        """Keep track of lines that are not final: when they will be, and whether the terminal shows them."""
+        if pipe.lines.deadline_s is not None:
+            self._holding[pipe] = None
+        else:
+            self._holding.pop(pipe, None)
+        if self._redraw_s is None and self._is_live(pipe) and (self._area.rows or pipe.lines.live):
+            self._redraw_s = now_s + _REDRAW_S
+
+    def _is_live(self, pipe: _Pipe) -> bool:
+        foot, stream = self._foot, pipe.stream
+        if foot is None or stream is None or self._events.display is not None:
+            return False
+        return stream.sink is foot.sink and pipe.writer.rank == self._live_rank and pipe.route.shown
+
+    def _print(self, folds: Iterable[Fold]) -> None:
+        for number, group in groupby(folds, key=attrgetter("stream")):
+            stream = self._streams[number]
+            self._pass_on(stream, b"".join(stream.prefixes.of(fold.ranks) + fold.line + b"\n" for fold in group))
 
     def _pass_on(self, stream: _Stream, data: bytes) -> None:
         display = self._events.display
         if display is not None and stream.terminal and self._stderr.terminal:
             stream.sink.flush()
             display.print(data.decode(errors="replace"))
+        elif self._foot is not None and stream.sink is self._foot.sink and self._area.rows:
+            stream.sink.write(self._area.erase() + data + self._draw())
         else:
             stream.sink.write(data)
 
+    def _redraw(self, now_s: float) -> None:
+        if self._foot is None:
+            return
+        if self._foot.sink.waiting:  # a terminal that takes no more: draw what is there when it does
+            self._redraw_s = now_s + _REDRAW_S
+        else:
+            self._redraw_s = None
+            self._foot.sink.write(self._area.erase() + self._draw())
 
-def _open_stream(stream: TextIO, environment: Mapping[str, str]) -> _Stream:
-    terminal = stream.isatty()
-    return _Stream(Sink(stream.fileno()), terminal, wants_colour(environment, terminal=terminal))
+    def _draw(self) -> bytes:
+        assert self._foot is not None
+        prefix = self._foot.prefixes.of({self._live_rank})
+        lines = [prefix + line for pipe in self._pipes if self._is_live(pipe) for line in pipe.lines.live]
+        return self._area.draw(lines[-_MOST_LIVE:], columns=_columns(self._foot.sink)) if lines else b""
+
+    def _erase(self) -> None:
+        if self._foot is not None and self._area.rows:
+            self._foot.sink.write(self._area.erase())
+            self._foot.sink.flush()
+
+
+def _open_streams(stdout: TextIO, stderr: TextIO, environment: Mapping[str, str]) -> tuple[_Stream, _Stream]:
+    streams, sinks = [], [Sink(stdout.fileno())]
+    terminals = [stream.isatty() for stream in (stdout, stderr)]
+    # On one terminal, order and the lines at its foot need one writer.
+    devices = [os.fstat(stream.fileno()).st_rdev for stream in (stdout, stderr)]
+    sinks.append(sinks[0] if all(terminals) and devices[0] == devices[1] else Sink(stderr.fileno()))
+    for number, (sink, terminal) in enumerate(zip(sinks, terminals, strict=True)):
+        prefixes = Prefixes(colour=wants_colour(environment, terminal=terminal))
+        streams.append(_Stream(number, sink, terminal, prefixes))
+    return streams[0], streams[1]
+
+
+def _columns(terminal: Sink) -> int:
+    try:
+        return os.get_terminal_size(terminal.fileno()).columns or 80
+    except OSError:
+        return 80
+
+
+def _close_all(files: Iterable[LogFile]) -> None:
+    for file in files:
+        file.close()

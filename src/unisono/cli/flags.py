@@ -1,0 +1,140 @@
+"""How flags look to the user: torchrun's spellings and variables, sections in the help, one sentence for a mistake.
+
+`Flag` is an option with its section and the function that reads its value; `FlagCommand` takes underscores for
+hyphens and beginnings for whole names, as torchrun does, and names the nearest flag for one that does not exist.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+__all__ = ["Flag", "FlagCommand", "Reader"]
+
+_TYPED = "unisono.cli.flags.typed"
+_ALIKE = 0.65
+_ELSEWHERE = {"--num-processes": "--nproc-per-node", "--ranks": "--nproc-per-node", "--np": "--nproc-per-node"}
+"""What other launchers call a flag."""
+
+
+class Reader(click.ParamType):  # type: ignore[type-arg]  # no parameter before click 8.2
+    """Reads a value by a function that raises ValueError with the end of a sentence: what was expected."""
+
+    name = "text"
+
+    def __init__(self, read: Callable[[str], Any]) -> None:
+        self._read = read
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Read the value. Raises: UsageError."""
+        if not isinstance(value, str):
+            return value
+        try:
+            return self._read(value)
+        except ValueError as error:
+            assert param is not None and ctx is not None
+            raise click.UsageError(f"{_source(param, ctx)} {value!r} {error}", ctx) from error
+
+
+class Flag(click.Option):
+    """An option of `unisono run`.
+
+    Args: section is the heading under which the help lists it; torchruns says whether the variable PET_NAME that
+        torchrun reads gives its default.
+    """
+
+    def __init__(self, names: Sequence[str], *, section: str, torchruns: bool = True, **settings: Any) -> None:
+        longest = max((name for name in names if name.startswith("--")), key=len)
+        if torchruns:
+            settings.setdefault("envvar", "PET_" + longest.removeprefix("--").replace("-", "_").upper())
+        super().__init__([*names, settings.pop("into", longest.removeprefix("--").replace("-", "_"))], **settings)
+        self.section = section
+
+    def resolve_envvar_value(self, ctx: click.Context) -> str | None:
+        """Give the value of the variable; as in torchrun, any number but 0 raises a flag that takes no value."""
+        value = super().resolve_envvar_value(ctx)
+        if self.is_flag and value is not None and value.isdigit():
+            return str(min(int(value), 1))
+        return value
+
+
+class FlagCommand(click.Command):
+    """A command whose flags are read as leniently as torchrun's. What follows the program belongs to the program."""
+
+    def __init__(self, name: str, **settings: Any) -> None:
+        settings["context_settings"] = {"allow_interspersed_args": False, "token_normalize_func": _hyphens}
+        settings["options_metavar"] = "[FLAGS]"
+        super().__init__(name, **settings)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse, with beginnings of names completed. Raises: UsageError with the nearest flag for an unknown one."""
+        ctx.meta[_TYPED] = tuple(args)
+        while True:
+            try:
+                return super().parse_args(ctx, list(args))
+            except click.NoSuchOption as error:
+                args = self._complete(ctx, args, error.option_name)
+            except click.UsageError as error:
+                error.ctx = error.ctx or ctx  # click leaves it out where a value is missing
+                raise
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the flags under their headings."""
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            if isinstance(param, click.Option) and (record := param.get_help_record(ctx)) is not None:
+                sections.setdefault(getattr(param, "section", "Help"), []).append(record)
+        for title, records in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+    def _complete(self, ctx: click.Context, args: list[str], name: str) -> list[str]:
+        """Give the arguments with the full name in place of a beginning of one."""
+        known = [name for param in self.get_params(ctx) for name in param.opts if name.startswith("--")]
+        possible = [flag for flag in known if name.startswith("--") and len(name) > len("--") and flag.startswith(name)]
+        if len(possible) == 1:
+            at = next(i for i, word in enumerate(args) if _hyphens(word.partition("=")[0]) == name)
+            _, equals, value = args[at].partition("=")
+            return [*args[:at], possible[0] + equals + value, *args[at + 1 :]]
+        if possible:
+            *first, last = sorted(possible)
+            raise click.UsageError(f"flag {name} could be {', '.join(first)} or {last}", ctx)
+        near = _ELSEWHERE.get(name) or _nearest(name, known)
+        hint = f"did you mean {near}?" if near else "flags of the program go behind it"
+        raise click.UsageError(f"no flag {name}: {hint}", ctx)
+
+
+def _hyphens(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def _nearest(name: str, known: Sequence[str]) -> str | None:
+    """Find the flag that was meant, also if only its beginning was mistyped; None if nothing is alike.
+
+    >>> _nearest("--nprok", ["--nproc-per-node", "--preload"]), _nearest("--lr", ["--log-dir"])
+    ('--nproc-per-node', None)
+    """
+
+    def likeness(flag: str) -> float:
+        return max(
+            difflib.SequenceMatcher(None, name.strip("-"), part.strip("-")).ratio()
+            for part in (flag, flag[: len(name)])
+        )
+
+    best = max(known, key=likeness)
+    return best if likeness(best) >= _ALIKE else None
+
+
+def _source(param: click.Parameter, ctx: click.Context) -> str:
+    """Name where a value came from: the flag, or the variable that holds its default."""
+    if param.name is not None and ctx.get_parameter_source(param.name) is ParameterSource.ENVIRONMENT:
+        variables = [param.envvar] if isinstance(param.envvar, str) else list(param.envvar or ())
+        return "variable " + next((name for name in variables if os.environ.get(name)), variables[0])
+    typed = [_hyphens(word) for word in ctx.meta.get(_TYPED, ())]
+    long_first = sorted(param.opts, key=len, reverse=True)
+    return next((name for name in long_first if any(word.startswith(name) for word in typed)), long_first[0])

@@ -1,0 +1,117 @@
+"""One generation of ranks: the processes from one start to their common end, and what is known of each.
+
+A job has one generation, and one more after each restart. The agent's loop calls; nothing here waits.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+from unisono.launch.failure import Failure, Verdict, judge
+from unisono.launch.job import Job
+from unisono.launch.observer import Observer
+from unisono.launch.relay import Relay
+
+__all__ = ["Generation"]
+
+
+class Generation:
+    """The ranks of one attempt.
+
+    Args: attempt counts the restarts before it; relay takes what its ranks print.
+    """
+
+    def __init__(self, job: Job, *, attempt: int, relay: Relay) -> None:
+        self._relay, self.attempt = relay, attempt
+        self.observer = Observer(
+            job.ranks,
+            hang_report_s=job.hang_report_s,
+            hang_abort_s=job.hang_abort_s,
+            job=str(job.run_id),
+            folder=str(Path.cwd()),
+        )
+        self.running: set[int] = set()
+        """Ranks that have been started and have not ended."""
+        self._pids: dict[int, int] = {}
+        self._failures: dict[int, Failure] = {}
+        self._finished: set[int] = set()
+        self._ended_ns: int | None = None
+
+    def open(self, rank: int) -> dict[str, int]:
+        """Make the files of a rank, by name, to be sent to it and then closed."""
+        page, dump, ask = self.observer.files(rank)
+        stdout, stderr, *events = self._relay.open(rank, attempt=self.attempt)
+        self.running.add(rank)
+        files = {"stdout": stdout, "stderr": stderr, "page": page, "dump": dump, "ask": ask}
+        return files | ({"events": events[0]} if events else {})
+
+    def started(self, rank: int, pid: int) -> None:
+        """Note the process of a rank."""
+        self._pids[rank] = pid
+        self.observer.started(rank, pid)
+
+    def failing(self, rank: int, code: int, time_ns: int) -> None:
+        """Note that a rank has said it fails; its process still runs."""
+        self._failures[rank] = self._describe(rank, code=code, time_ns=time_ns, reported=True)
+
+    def ended(self, rank: int, code: int, time_ns: int) -> None:
+        """Note that the process of a rank has ended."""
+        self.running.discard(rank)
+        self.observer.ended(rank, code)
+        told = self._failures.pop(rank, None)
+        if told is not None and self._ended_ns is not None and code in (-signal.SIGTERM, -signal.SIGKILL):
+            code = told.code  # it was on its way out and took too long
+        elif code in (-signal.SIGTERM, -signal.SIGKILL) and self._has_finished(rank):
+            code = 0  # only its process was still there
+        if code != 0:
+            time_ns = time_ns if told is None else told.time_ns
+            self._failures[rank] = self._describe(rank, code=code, time_ns=time_ns, reported=told is not None)
+        elif self._ended_ns is None:
+            # Also just after peers have failed: that is how they notice that it is gone.
+            self._finished.add(rank)
+
+    def ends(self) -> None:
+        """Note that the launcher begins to end the ranks: from now on they fail because of that."""
+        if self._ended_ns is None:
+            self._ended_ns = time.monotonic_ns()
+
+    @property
+    def failed(self) -> set[int]:
+        """Ranks that have failed or said that they fail."""
+        return set(self._failures)
+
+    @property
+    def failures(self) -> list[Failure]:
+        """Their failures."""
+        return list(self._failures.values())
+
+    def judge(self) -> Verdict:
+        """Find the cause among the failures so far, of which there is one at least."""
+        # An interpreter takes some time to end, and peers notice before it has.
+        finished = self._finished | {rank for rank in self._pids.keys() - self.failed if self._has_finished(rank)}
+        return judge(
+            self._failures.values(),
+            finished=finished,
+            running=self.running - self.failed - finished,
+            ended_ns=self._ended_ns,
+        )
+
+    def _has_finished(self, rank: int) -> bool:
+        """Whether the program of a rank came to its end before the launcher began to end ranks."""
+        finished_ns = self.observer.finished_ns(rank)
+        return finished_ns is not None and (self._ended_ns is None or finished_ns < self._ended_ns)
+
+    def _describe(self, rank: int, *, code: int, time_ns: int, reported: bool) -> Failure:
+        return Failure(
+            rank=rank,
+            code=code,
+            time_ns=time_ns,
+            reported=reported,
+            pid=self._pids.get(rank),
+            account=self.observer.failure(rank),
+            crash_stack=self.observer.crash(rank) if code < 0 else "",
+            tail=tuple(self._relay.tail(rank)),
+            doing=self.observer.doing(rank),
+        )

@@ -1,0 +1,119 @@
+"""What killed processes leave in /dev/shm and in the temporary folder, and how a job gets rid of it.
+
+Python's named semaphores and shared memory are removed by a helper that outlives the processes that made them, if one
+lets it. Torch's shared memory is named after processes. Sockets of multiprocessing lie in a folder of the job's own.
+Start reading at `Leftovers`.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from pathlib import Path
+
+__all__ = ["Leftovers", "make_scratch", "remove_scratch", "use_scratch"]
+
+_SHARED_MEMORY = Path("/dev/shm")
+_TRACKER_S = 0.4
+_MANAGER_S = 2.5
+"""Torch's helper waits for two seconds whether somebody else needs it."""
+
+
+class Leftovers:
+    """Files of a job that go with its processes. Make it before the job starts."""
+
+    def __init__(self) -> None:
+        self._begin_s = time.time()
+        self._pids: set[int] = set()
+        self._sockets: set[Path] = set()
+
+    def note(self, pid: int, *, hurry: bool = False) -> float:
+        """Remember a process that is to be killed or has ended. Returns: the seconds for which it should live on.
+
+        For helpers wait for the end of those that use them, remove what they have left, and end: Python's resource
+        tracker, of which joblib has a copy, and torch's manager for the sharing strategy "file_system". In a hurry,
+        the latter has not enough time.
+        """
+        self._pids.add(pid)
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:
+            return 0.0
+        if command.partition(b"\0")[0].rpartition(b"/")[2] == b"torch_shm_manager":
+            self._sockets |= _bound_sockets(pid)
+            return _MANAGER_S if not hurry and self._has_unknown() else 0.0
+        return _TRACKER_S if b"resource_tracker import main" in command else 0.0
+
+    def remove(self) -> None:
+        """Remove the files. The processes have ended."""
+        for path in self._sockets:
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+                path.parent.rmdir()
+        # Also of a tensor that a DataLoader worker was about to send: its file has a name for a moment.
+        for file, maker in _tensor_files():
+            if maker in self._pids:
+                with suppress(OSError):
+                    file.unlink()
+
+    def _has_unknown(self) -> bool:
+        """Tell whether there are files of processes that ended unnoticed, and may have been of this job."""
+        for file, maker in _tensor_files():
+            if maker not in self._pids and not Path(f"/proc/{maker}").exists():
+                with suppress(OSError):
+                    if file.stat().st_ctime >= self._begin_s:
+                        return True
+        return False
+
+
+def make_scratch() -> str:
+    """Make the folder for sockets of multiprocessing. Returns: its path; "" if it cannot be made."""
+    import tempfile  # noqa: PLC0415  only the fork server needs it
+
+    try:
+        return tempfile.mkdtemp(prefix="pymp-")  # no longer than Python's own: a socket's path has 108 bytes at most
+    except OSError:
+        return ""
+
+
+def use_scratch(folder: str) -> None:
+    """Have multiprocessing use the folder in this process and its children. Else each makes its own, and leaves it."""
+    from multiprocessing import process  # noqa: PLC0415  only ranks need it
+
+    if folder:
+        process.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
+
+
+def remove_scratch(folder: str) -> None:
+    """Remove the folder with all that is in it. It may be gone already."""
+    if folder and Path(folder).is_dir():
+        import shutil  # noqa: PLC0415  rarely needed
+
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _tensor_files() -> list[tuple[Path, int]]:
+    """List the files of torch's shared memory on this machine, each with the process that made it."""
+    try:
+        found = [(file, file.name.split("_")[1]) for file in _SHARED_MEMORY.iterdir() if file.name.startswith("torch_")]
+    except OSError:
+        return []
+    return [(file, int(maker)) for file, maker in found if maker.isdigit()]
+
+
+def _bound_sockets(pid: int) -> set[Path]:
+    """Find the files of the Unix sockets that a process has bound."""
+    numbers = set()
+    with suppress(OSError):
+        for file in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                target = str(file.readlink())
+                if target.startswith("socket:["):
+                    numbers.add(target[8:-1])
+    found = set()
+    with suppress(OSError):
+        for line in Path("/proc/net/unix").read_text(errors="replace").splitlines():
+            fields = line.split(maxsplit=7)
+            if len(fields) == 8 and fields[6] in numbers and fields[7].startswith("/"):
+                found.add(Path(fields[7]))
+    return found

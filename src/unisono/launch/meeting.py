@@ -1,0 +1,150 @@
+"""How the ranks of a job meet, also more than once: torch's rendezvous, mended for scripts that know nothing of it.
+
+Torch names the first process group alike every time, so a group that is made after another was destroyed reads the
+addresses of the dead one in the job's store. Here the n-th meeting of so many ranks has keys of its own, and so has
+every generation of ranks. An address that the script itself has chosen is not the job's store: rank 0 hosts a store
+there, as without a launcher. Start reading at `install`.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, suppress
+from datetime import timedelta
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlparse
+
+from unisono.launch.imports import when_imported
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+__all__ = ["address_of", "install", "is_job_store"]
+
+_LOOPBACK = "127.0.0.1"
+_LOCAL = ("localhost", _LOOPBACK)
+
+Meeting = tuple["Store", int, int]
+"""What torch's rendezvous gives: a store, the rank, the number of ranks."""
+
+
+def install(environment: Mapping[str, str]) -> None:
+    """Have `torch.distributed` meet as this module says, whether it is imported already or later.
+
+    Args: environment holds the variables that the launcher gave this rank, before the script could change them.
+    """
+    meetings = _Meetings(dict(environment))
+    when_imported("torch.distributed.rendezvous", meetings.mend_store)
+    when_imported("torch.distributed.distributed_c10d", meetings.mend_rendezvous)
+
+
+def address_of(url: str, environment: Mapping[str, str]) -> tuple[str, int] | None:
+    """Give host and port of the store that an `init_method` names, or None if it names none.
+
+    >>> address_of("tcp://localhost:23456?rank=0", {})
+    ('localhost', 23456)
+    >>> address_of("env://", {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"})
+    ('127.0.0.1', 29500)
+    >>> address_of("file:///tmp/meeting", {})
+    """
+    parts = urlparse(url)
+    host: str | None
+    if parts.scheme == "env":
+        host, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT", "")
+        return (host, int(port)) if host and port.isdigit() else None
+    if parts.scheme == "tcp" and parts.hostname and parts.port:
+        return parts.hostname, parts.port
+    return None
+
+
+def is_job_store(host: str, port: int, given: Mapping[str, str]) -> bool:
+    """Tell whether an address is that of the job's store: a script may write another name for the same machine.
+
+    >>> given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "40001"}
+    >>> is_job_store("localhost", 40001, given), is_job_store("localhost", 12355, given)
+    (True, False)
+    """
+    return str(port) == given.get("MASTER_PORT") and host in (given.get("MASTER_ADDR"), *_LOCAL)
+
+
+class _Meetings:
+    """The meetings of one rank."""
+
+    def __init__(self, given: Mapping[str, str]) -> None:
+        self._given = given
+        self._generation = given.get("TORCHELASTIC_RESTART_COUNT", "0")
+        # By number of ranks: some ranks may have a group of their own before all meet.
+        self._counts: Counter[int] = Counter()
+
+    def mend_store(self, rendezvous: ModuleType) -> None:
+        """Change who hosts the store at an address; groups and RPC both come here."""
+        rendezvous._create_c10d_store = self._open_store  # type: ignore[attr-defined]
+
+    def mend_rendezvous(self, c10d: ModuleType) -> None:
+        """Number the meetings of `init_process_group`. RPC numbers its own."""
+        rendezvous: Callable[..., Iterator[Meeting]] = c10d.rendezvous
+
+        def numbered(url: str, *arguments: Any, **options: Any) -> Iterator[Meeting]:
+            return self._number(url, rendezvous(url, *arguments, **options))
+
+        c10d.rendezvous = numbered  # type: ignore[attr-defined]
+
+    def _number(self, url: str, meetings: Iterator[Meeting]) -> Iterator[Meeting]:
+        # Not at the top: this module is there before torch is.
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # noqa: PLC0415
+
+        address = address_of(url, os.environ)
+        for store, rank, ranks in meetings:
+            kept = store
+            if address is not None and is_job_store(*address, self._given):
+                self._counts[ranks] += 1
+                # The first meeting of all has plain keys: a process that knows nothing of this can take part.
+                if self._counts[ranks] > 1 or str(ranks) != self._given.get("WORLD_SIZE"):
+                    kept = PrefixStore(f"meeting_{self._counts[ranks]}_of_{ranks}", store)
+            yield kept, rank, ranks
+
+    def _open_store(  # noqa: PLR0917  torch's signature
+        self, hostname: str, port: int, rank: int, world_size: int, timeout: timedelta, use_libuv: bool = True
+    ) -> Store:
+        """Do what torch's `_create_c10d_store` does, but look at the address to tell who hosts the store."""
+        from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # noqa: PLC0415
+
+        if not 0 <= port < 1 << 16:
+            raise ValueError(f"port must have value from 0 to 65535 but was {port}.")
+        host = _LOOPBACK if hostname in _LOCAL else hostname
+        if is_job_store(host, port, self._given):
+            store = TCPStore(host, port, world_size, is_master=False, timeout=timeout)
+            return store if self._generation == "0" else PrefixStore(f"generation_{self._generation}", store)
+        with ExitStack() as stack:
+            listener = _listen(port) if rank == 0 and host == _LOOPBACK else None
+            if listener is not None:
+                stack.enter_context(listener)
+            store = TCPStore(
+                host,
+                port,
+                world_size,
+                is_master=rank == 0,
+                timeout=timeout,
+                multi_tenant=True,
+                use_libuv=use_libuv,
+                master_listen_fd=None if listener is None else listener.fileno(),
+            )
+            if listener is not None:
+                listener.detach()  # the store has it now
+            return store
+
+
+def _listen(port: int) -> socket.socket | None:
+    """Listen on the loopback address only. None if the port is taken: by a store of ours, or torch will say by whom."""
+    listener = socket.socket()
+    with suppress(OSError):
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((_LOOPBACK, port))
+        listener.listen(socket.SOMAXCONN)
+        return listener
+    listener.close()
+    return None

@@ -1,0 +1,333 @@
+"""The agent's eyes: what every rank does, who waits for whom, and when that has to be said.
+
+Looks at the ranks' pages a few times a second; asks for flight recorders and stacks only when a rank seems to stand
+still. Never blocks the agent's loop for long: stacks are collected over several turns. Start reading at
+`Observer.tick`.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from unisono.launch.frames import short_path
+from unisono.launch.hang import Finding, Pending, Situation, find_mismatch, judge
+from unisono.launch.hang_report import render_finding, render_mismatch, summarize
+from unisono.launch.page import Page, create, expand_ranks
+from unisono.launch.stacks import StackRequest, crash_text, create_dump, read_state
+
+__all__ = ["Observer"]
+
+_TICK_S = 0.25
+_COLLECTING_TICK_S = 0.03
+_JUDGING_S = 1.0
+_MOST_STACKS = 16
+_GAP_S = 5.0
+"""A longer time between two looks means that this process was stopped, and the ranks probably too."""
+
+
+@dataclass(eq=False, slots=True)
+class _Watched:
+    """One rank of the present generation."""
+
+    page: Page
+    page_file: int
+    dump: int
+    ask: int
+    """The end of the pipe that is written to."""
+    pid: int = 0
+    exit_code: int | None = None
+    mark: tuple[int, int] = (0, 0)
+    mark_s: float = 0.0
+    """Since when the mark has been what it is."""
+    asked_s: float = 0.0
+    cpu: tuple[float, float] = (0.0, 0.0)
+    """When the process was looked at, and how long it had computed by then."""
+    load: float | None = None
+    met: bool = False
+
+    @property
+    def alive(self) -> bool:
+        return self.pid != 0 and self.exit_code is None
+
+    def ask_recorder(self, now_s: float) -> None:
+        self.asked_s = now_s
+        with suppress(BlockingIOError, BrokenPipeError):
+            os.write(self.ask, b"?")
+
+    def close(self) -> None:
+        self.page.close()
+        for file in (self.page_file, self.dump, self.ask):
+            os.close(file)
+
+
+class Observer:
+    """Watches the ranks of a job. Use it from the agent's loop: `tick` when `next_deadline_s` has come.
+
+    Args: ranks is their number; hang_report_s, after how many seconds ranks that wait in vain are reported, 0 for
+    never; hang_abort_s, after how many `abort` is set; job, what `unisono stacks` takes to name the job; folder, the
+    working directory, by which paths are shortened.
+    """
+
+    def __init__(
+        self, ranks: int, *, hang_report_s: float, hang_abort_s: float | None, job: str = "", folder: str = ""
+    ) -> None:
+        self._num_ranks = ranks
+        self._report_s = hang_report_s
+        self._abort_s = hang_abort_s
+        self._job = job
+        self._folder = folder
+        self._ranks: dict[int, _Watched] = {}
+        self._deadline_s = 0.0
+        self._judged_s = 0.0
+        self._ticked_s = 0.0
+        self._quiet_until_s = 0.0
+        self._next_age_ns: dict[tuple[object, ...], float] = {}
+        self._reported_s = -1e9
+        self._requests: dict[int, StackRequest] = {}
+        self._finding: Finding | None = None
+        self.abort: str | None = None
+        """Why the job should be ended, once ranks have waited in vain for `hang_abort_s`."""
+
+    def files(self, rank: int) -> tuple[int, int, int]:
+        """Make the page, the file for stacks and the pipe for questions of a new rank, in place of an earlier one's.
+
+        Returns: numbers for the rank (page, dump, read end of ask), which the caller closes after passing them on.
+        """
+        if rank in self._ranks:
+            self._ranks.pop(rank).close()
+        self._requests.pop(rank, None)
+        page_file, dump = create(), create_dump()
+        read, write = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(write, False)
+        self._ranks[rank] = _Watched(page=Page(page_file), page_file=page_file, dump=dump, ask=write)
+        return os.dup(page_file), os.dup(dump), read
+
+    def started(self, rank: int, pid: int) -> None:
+        """Take note of a rank's process."""
+        watched = self._ranks[rank]
+        watched.pid, watched.exit_code, watched.mark_s = pid, None, time.monotonic()
+        self._ticked_s = time.monotonic()
+
+    def ended(self, rank: int, code: int) -> None:
+        """Take note of a rank's end; what it has written can still be read."""
+        if rank in self._ranks:
+            self._ranks[rank].exit_code = code
+            self._requests.pop(rank, None)
+
+    def next_deadline_s(self) -> float | None:
+        """Say when `tick` has something to do, by the monotonic clock. None: not before a rank is started."""
+        return self._deadline_s if any(watched.alive for watched in self._ranks.values()) else None
+
+    def tick(self) -> list[str]:
+        """Look at the ranks if it is time. Returns: reports to show."""
+        now_s = time.monotonic()
+        if now_s < self._deadline_s or self.next_deadline_s() is None:
+            return []
+        if now_s - self._ticked_s > _GAP_S:
+            self._quiet_until_s = now_s + self._patience_s
+        self._ticked_s = now_s
+        self._deadline_s = now_s + _TICK_S
+        if self._requests:
+            return self._collect(now_s)
+        standing = self._look(now_s)
+        if standing and now_s >= self._quiet_until_s and now_s - self._judged_s >= _JUDGING_S:
+            self._judged_s = now_s
+            self._judge(now_s)
+        return []
+
+    def snapshot(self, *, wait_s: float = 0.3) -> list[Situation]:
+        """Give what every rank does now, with its stacks, for `hang_report.render_stacks`. Takes up to `wait_s`."""
+        self._requests.clear()
+        for watched in self._ranks.values():
+            if watched.alive:
+                watched.ask_recorder(time.monotonic())
+        requests = self._request(self._ranks)
+        end_s = time.monotonic() + wait_s
+        while not _poll(requests) and time.monotonic() < end_s:
+            time.sleep(0.005)
+        linecache.checkcache()
+        return self._situations(time.monotonic(), requests)
+
+    def explain(self) -> str | None:
+        """Say which collectives of the ranks did not match, if any. For failure reports: ranks may have ended."""
+        situations = [replace(situation, pending=()) for situation in self._situations(time.monotonic(), {})]
+        mismatch = find_mismatch(situations, now_ns=time.monotonic_ns(), settled_ns=-1)
+        return None if mismatch is None else render_mismatch(mismatch, ranks=self._num_ranks, folder=self._folder)
+
+    def has_met(self, *, wait_s: float = 0.1) -> bool:
+        """Tell whether a collective of this generation was completed. Asks running ranks if no page says so."""
+        if any(watched.met or watched.page.met for watched in self._ranks.values()):
+            return True
+        asked = [watched for watched in self._ranks.values() if watched.alive and watched.page.begun]
+        for watched in asked:
+            watched.ask_recorder(time.monotonic())
+        end_s = time.monotonic() + wait_s
+        while asked and time.monotonic() < end_s:
+            if any(watched.page.met for watched in asked):
+                return True
+            time.sleep(0.005)
+        return False
+
+    def doing(self, rank: int) -> str:
+        """Name the collective that a rank is in, or has called last, as words: "in all_reduce at train.py:7"."""
+        calls = self._ranks[rank].page.calls() if rank in self._ranks else []
+        if not calls:
+            return ""
+        call = next((call for call in reversed(calls) if call.running), calls[-1])
+        where = f"{call.name} at {short_path(call.file, folder=self._folder)}:{call.line}"
+        return f"in {where}" if call.running else f"past its last collective, {where}"
+
+    def finished_ns(self, rank: int) -> int | None:
+        """Tell when the program of a rank came to its end without an error; its process may still be there."""
+        return self._ranks[rank].page.finished_ns if rank in self._ranks else None
+
+    def failure(self, rank: int) -> dict[str, Any] | None:
+        """Give the account that a rank has written of its failure."""
+        return self._ranks[rank].page.read_failure() if rank in self._ranks else None
+
+    def crash(self, rank: int) -> str:
+        """Give the stacks that a rank, or a child of it, has written when a signal such as SIGSEGV ended it."""
+        return crash_text(self._ranks[rank].dump) if rank in self._ranks else ""
+
+    def close(self) -> None:
+        """Give up all files."""
+        for watched in self._ranks.values():
+            watched.close()
+        self._ranks.clear()
+        self._requests.clear()
+
+    @property
+    def _patience_s(self) -> float:
+        return min([seconds for seconds in (self._report_s, self._abort_s) if seconds], default=0.0)
+
+    def _look(self, now_s: float) -> bool:
+        """Read the pages' counters and ask flight recorders. Returns: whether some rank stands still."""
+        standing = False
+        for watched in self._ranks.values():
+            if not watched.alive:
+                continue
+            mark = watched.page.mark
+            if mark != watched.mark:
+                watched.mark, watched.mark_s = mark, now_s
+            still_s = now_s - watched.mark_s
+            standing |= still_s >= _JUDGING_S
+            if not watched.met:
+                watched.met = watched.page.met if mark != (0, 0) else False
+            # A rank that only uses DDP tells nowhere else that it has met its peers.
+            curious = mark[1] > 0 and not watched.met and now_s - watched.asked_s >= _JUDGING_S
+            patience_s = self._patience_s
+            idle = patience_s > 0 and mark[0] > 0 and still_s >= patience_s / 3
+            if curious or (idle and now_s - watched.asked_s >= max(_COLLECTING_TICK_S, patience_s / 6)):
+                watched.ask_recorder(now_s)
+        return standing and self._patience_s > 0
+
+    def _judge(self, now_s: float) -> None:
+        self._finding = finding = self._find(self._situations(now_s, {}))
+        if finding is None:
+            return
+        age_ns = time.monotonic_ns() - finding.since_ns
+        key = finding.key()
+        soon = now_s - self._reported_s < self._patience_s / 2
+        told = key in self._next_age_ns
+        if told and self._abort_s is not None and age_ns >= self._abort_s * 1e9:
+            cause = summarize(finding, ranks=self._num_ranks, now_ns=time.monotonic_ns())
+            self.abort = f"{cause}, and --hang-abort is {self._abort_s:g} s"
+        elif age_ns >= self._next_age_ns.get(key, 0.0) and not soon:
+            self._next_age_ns[key] = 2 * max(age_ns, self._patience_s * 1e9)
+            self._requests = self._request(finding.involved)
+            self._deadline_s = now_s + _COLLECTING_TICK_S
+
+    def _collect(self, now_s: float) -> list[str]:
+        """Go on collecting stacks; when all are there, make the report."""
+        if not _poll(self._requests):
+            self._deadline_s = now_s + _COLLECTING_TICK_S
+            return []
+        requests, self._requests = self._requests, {}
+        linecache.checkcache()
+        situations = self._situations(now_s, requests)
+        # With stacks, places are known; what has dissolved in the meantime is not reported.
+        self._finding = finding = self._find(situations)
+        if finding is None:
+            return []
+        self._reported_s = now_s
+        now_ns = time.monotonic_ns()
+        text = render_finding(finding, situations, now_ns=now_ns, folder=self._folder, remedy=self._remedy(finding))
+        return [f"unisono: {text}"]
+
+    def _find(self, situations: list[Situation]) -> Finding | None:
+        return judge(situations, now_ns=time.monotonic_ns(), patience_ns=int(self._patience_s * 1e9))
+
+    def _remedy(self, finding: Finding) -> str:
+        if self._abort_s is not None:
+            left_s = max(0.0, self._abort_s - (time.monotonic_ns() - finding.since_ns) / 1e9)
+            return f"The job is ended in {left_s:.0f} s if nothing changes (--hang-abort)."
+        command = f"unisono stacks {self._job}".rstrip()
+        return f"The job goes on. `{command}` shows where all ranks are; --hang-abort SECONDS would end it."
+
+    def _request(self, ranks: Iterable[int]) -> dict[int, StackRequest]:
+        found: dict[int, StackRequest] = {}
+        for rank in ranks:
+            watched = self._ranks.get(rank)
+            if watched is not None and watched.alive and len(found) < _MOST_STACKS:
+                found[rank] = StackRequest(watched.pid, watched.dump)
+        return found
+
+    def _situations(self, now_s: float, requests: dict[int, StackRequest]) -> list[Situation]:
+        return [self._situation(rank, now_s, requests.get(rank)) for rank in sorted(self._ranks)]
+
+    def _situation(self, rank: int, now_s: float, request: StackRequest | None) -> Situation:
+        watched = self._ranks[rank]
+        state = read_state(watched.pid) if watched.alive else None
+        if state is not None and now_s - watched.cpu[0] >= _TICK_S:
+            if watched.cpu[0]:
+                watched.load = (state.cpu_s - watched.cpu[1]) / (now_s - watched.cpu[0])
+            watched.cpu = now_s, state.cpu_s
+        stacks = request.stacks if request else {}
+        return Situation(
+            rank=rank,
+            pid=watched.pid,
+            state=state.state if state else "ended",
+            exit_code=watched.exit_code,
+            load=watched.load,
+            calls=tuple(watched.page.calls()),
+            main_thread=watched.page.main_thread,
+            threads=stacks.get(watched.pid, ()),
+            children=tuple((pid, read_state(pid).name, found) for pid, found in stacks.items() if pid != watched.pid),
+            **self._recorded(watched),
+        )
+
+    @staticmethod
+    def _recorded(watched: _Watched) -> dict[str, Any]:
+        """Read what the rank's flight recorder has answered last."""
+        answer = watched.page.read_answer()
+        if answer is None:
+            return {}
+        _, told = answer
+        # An answer from before the latest call says nothing about what the rank does now.
+        fresh = told["time_ns"] / 1e9 >= watched.mark_s and watched.alive
+        return {
+            "enqueued": {group: counts["enqueued"] for group, counts in told["status"].items()},
+            "groups": {group: expand_ranks(ranks) for group, ranks in told["groups"].items()},
+            "pending": tuple(
+                Pending(
+                    group=entry["group"],
+                    sequence=entry["sequence"],
+                    name=entry["name"],
+                    tensors=entry["tensors"],
+                    point_to_point=entry["point_to_point"],
+                    since_ns=told["time_ns"] - int(entry["age_s"] * 1e9),
+                )
+                for entry in (told["pending"] if fresh else ())
+            ),
+        }
+
+
+def _poll(requests: dict[int, StackRequest]) -> bool:
+    """Look for answers to all requests. Returns: whether there is nothing more to wait for."""
+    return not [request for request in requests.values() if not request.poll()]

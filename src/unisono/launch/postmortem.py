@@ -1,0 +1,73 @@
+"""What is made of a generation that failed: a report for the terminal, report.json and tracebacks for the log files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from unisono.launch.generation import Generation
+from unisono.launch.job import Job
+from unisono.launch.memory import MemoryCounters, evidence, read_counters
+from unisono.launch.relay import Relay
+from unisono.launch.report import Circumstances, headline, render, to_json
+
+__all__ = ["Postmortem"]
+
+
+class Postmortem:
+    """Everything that is known when all ranks of a failed generation have ended.
+
+    Args: memory is what the kernel had counted at the job's start; remark says why there is no restart, if that needs
+        saying.
+    """
+
+    def __init__(
+        self, job: Job, generation: Generation, *, relay: Relay, memory: MemoryCounters, restarts: int, remark: str
+    ) -> None:
+        self._relay, self._generation = relay, generation
+        self._verdict = verdict = generation.judge()
+        # Where ranks were missed that ran on: what they did then.
+        missed = () if verdict.absent_finished else verdict.absent[:3]
+        doing = [(rank, words) for rank in missed if (words := generation.observer.doing(rank))]
+        remarks = [*(f"rank {rank} was {words}" for rank, words in doing), *([remark] if remark else [])]
+        self._circumstances = Circumstances(
+            ranks=job.ranks,
+            folder=str(Path.cwd()),
+            evidence=evidence(verdict.cause.code, memory, read_counters()),
+            log_files={rank: relay.log_files(rank) for rank in range(job.ranks)},
+            restarts=restarts,
+            max_restarts=job.max_restarts,
+            mismatch=generation.observer.explain() or "",
+            remarks=remarks,
+            run_id=job.run_id,
+        )
+
+    @property
+    def headline(self) -> str:
+        """Which rank was the cause, and what happened to it, in a line."""
+        return headline(self._verdict, self._circumstances, most=100)
+
+    @property
+    def blamed(self) -> tuple[int, int]:
+        """The rank that was the cause, and its exit code."""
+        return self._verdict.rank, self._verdict.cause.code
+
+    def text(self, *, colour: bool) -> str:
+        """The report, one screen."""
+        return render(self._verdict, self._circumstances, colour=colour)
+
+    def write(self) -> None:
+        """Complete the log files: tracebacks that ranks have not printed themselves, and report.json of the attempt."""
+        for failure in self._generation.failures:
+            if failure.account is not None and not failure.account.get("printed"):
+                self._relay.log(failure.rank, failure.account["traceback"])
+        if self._relay.folder is None:
+            return
+        target = self._relay.folder / f"attempt_{self._generation.attempt}" / "report.json"
+        partial = target.with_suffix(".partial")
+        try:
+            target.parent.mkdir(exist_ok=True)
+            partial.write_text(json.dumps(to_json(self._verdict, self._circumstances), indent=2) + "\n")
+            partial.replace(target)
+        except OSError as error:
+            self._relay.say(f"{target} could not be written: {error.strerror}")

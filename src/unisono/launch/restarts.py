@@ -1,0 +1,62 @@
+"""Whether a job whose ranks failed starts them anew. Pure; start reading at `decide`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Decision", "Ending", "decide"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ending:
+    """How one generation of ranks ended."""
+
+    code: int
+    """Exit code of the rank that was the cause; negative for a signal."""
+    account: Mapping[str, Any] | None
+    """What that rank told of its error."""
+    met: bool
+    """Whether the ranks had done a collective together."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """Whether to start again, and if not although restarts are left, why."""
+
+    restart: bool
+    reason: str = ""
+
+
+def decide(ending: Ending, before: Ending | None, *, restarts: int, max_restarts: int) -> Decision:
+    """Decide after a failure, given how the generation before ended and how many restarts have been used.
+
+    A program that fails by the same error before its first collective has a mistake that no restart mends: it gets one
+    second chance and not all of them.
+
+    >>> failed = Ending(code=1, account={"type": "ImportError", "message": "no x"}, met=False)
+    >>> decide(failed, None, restarts=0, max_restarts=3)
+    Decision(restart=True, reason='')
+    >>> decide(failed, failed, restarts=1, max_restarts=3).restart
+    False
+    """
+    if restarts >= max_restarts:
+        return Decision(restart=False)
+    if before is not None and not ending.met and not before.met and _same(ending, before):
+        left = max_restarts - restarts
+        return Decision(
+            restart=False,
+            reason=f"the same error twice before any collective: not restarted again ({left} of {max_restarts} left)",
+        )
+    return Decision(restart=True)
+
+
+def _same(one: Ending, other: Ending) -> bool:
+    if one.code != other.code or one.code < 0:
+        return False
+    return _identity(one.account) == _identity(other.account)
+
+
+def _identity(account: Mapping[str, Any] | None) -> tuple[Any, Any] | None:
+    return None if account is None else (account.get("type"), account.get("message"))

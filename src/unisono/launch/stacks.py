@@ -1,0 +1,223 @@
+"""The Python stacks of a running rank, without root and without ptrace.
+
+In the rank, faulthandler writes them to a file in memory on a real-time signal, also when the rank is stuck in C code,
+and by itself on a crash. The agent asks for them and reads them. Start reading at `install` and `StackRequest`.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import linecache
+import os
+import re
+import signal
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from unisono.launch.frames import library_of
+from unisono.launch.linux import descendants
+
+__all__ = [
+    "STACK_SIGNAL",
+    "Frame",
+    "ProcessState",
+    "StackRequest",
+    "Thread",
+    "crash_text",
+    "create_dump",
+    "install",
+    "parse_stacks",
+    "read_state",
+    "request_stacks",
+]
+
+STACK_SIGNAL = signal.SIGRTMAX - 5
+"""Real-time signals have no other meaning, and libraries that use some take them from the lower end."""
+
+_LONGEST_DUMP = 1 << 20
+_PAUSE_S = 0.02
+"""A dump is complete when it has not grown for so long; its end has no mark."""
+
+_THREAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+)[^(]*\(most recent call first\):")
+_FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Frame:
+    """One call of a stack."""
+
+    file: str
+    line: int
+    """0 if it is not known."""
+    function: str
+    library: bool
+    """Whether it belongs to Python or an installed package, and not to the user's program."""
+
+    @property
+    def source(self) -> str:
+        """The line of source, "" if it cannot be read."""
+        return linecache.getline(self.file, self.line).strip()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Thread:
+    """The stack of one thread, innermost call first."""
+
+    ident: int
+    """As `threading.get_ident()` gives it."""
+    frames: tuple[Frame, ...]
+
+    @property
+    def place(self) -> Frame | None:
+        """The innermost frame of the user's program; of any code if there is none."""
+        return next((frame for frame in self.frames if not frame.library), self.frames[0] if self.frames else None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessState:
+    """What the kernel says of a process."""
+
+    state: Literal["running", "sleeping", "in the kernel", "stopped", "ended"]
+    cpu_s: float
+    """Time that it has computed, with all its threads."""
+    name: str = ""
+
+
+def create_dump() -> int:
+    """Make the file in memory for a rank's stacks. Returns: its number, not inherited by programs."""
+    import fcntl  # noqa: PLC0415  only the agent needs it
+
+    file = os.memfd_create("unisono-stacks", os.MFD_CLOEXEC)
+    # Written at the end always, so that the agent can empty it, and processes of one rank can share it.
+    fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)
+    return file
+
+
+def install(dump: int) -> None:
+    """Have this process write its stacks to the file on the signal and on a crash. Processes that it forks do too."""
+    faulthandler.enable(file=dump, all_threads=True)
+    faulthandler.register(STACK_SIGNAL, file=dump, all_threads=True, chain=False)
+
+
+class StackRequest:
+    """The stacks of a rank and of the Python processes that it forked, collected without waiting.
+
+    Call `poll` now and then until `done`. Processes without the handler, which the signal would kill, are not asked.
+    Args: pid is the rank's; dump is the file that its handler writes to; children are asked too, after the rank.
+    """
+
+    def __init__(self, pid: int, dump: int, *, children: bool = True, timeout_s: float = 1.0) -> None:
+        self._dump = dump
+        self._timeout_s = timeout_s
+        self._waiting = [pid]
+        self._children = children
+        self._asked = 0
+        self._size, self._size_s, self._deadline_s = 0, 0.0, 0.0
+        self.stacks: dict[int, tuple[Thread, ...]] = {}
+        """By process, what has been collected; a process that did not answer has none."""
+        self._ask_next()
+
+    @property
+    def done(self) -> bool:
+        """Whether there is nothing more to wait for."""
+        return not self._asked
+
+    def poll(self) -> bool:
+        """Look for the answer. Returns: `done`."""
+        if self.done:
+            return True
+        now_s, size = time.monotonic(), os.fstat(self._dump).st_size
+        if size != self._size:
+            self._size, self._size_s = size, now_s
+        if (size and now_s - self._size_s >= _PAUSE_S) or now_s > self._deadline_s:
+            threads = parse_stacks(os.pread(self._dump, _LONGEST_DUMP, 0).decode(errors="replace"))
+            if threads:
+                self.stacks[self._asked] = threads
+            first = len(self.stacks) == 1 and self._children
+            if first:
+                self._children = False
+                self._waiting += descendants(self._asked)[:8]
+            self._ask_next()
+        return self.done
+
+    def _ask_next(self) -> None:
+        self._asked = 0
+        while self._waiting and not self._asked:
+            pid = self._waiting.pop(0)
+            if _can_answer(pid):
+                os.ftruncate(self._dump, 0)
+                self._size, self._size_s = 0, time.monotonic()
+                self._deadline_s = self._size_s + self._timeout_s
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, STACK_SIGNAL)
+                    self._asked = pid
+
+
+def request_stacks(
+    pid: int, dump: int, *, timeout_s: float = 1.0, children: bool = False
+) -> dict[int, tuple[Thread, ...]]:
+    """Collect the stacks of a process, waiting for them. Returns: threads by process; empty if it cannot answer."""
+    request = StackRequest(pid, dump, children=children, timeout_s=timeout_s)
+    while not request.poll():
+        time.sleep(_PAUSE_S / 4)
+    return request.stacks
+
+
+def crash_text(dump: int) -> str:
+    """Give what the rank wrote when a signal such as SIGSEGV ended it; "" if there is nothing of that kind."""
+    text = os.pread(dump, _LONGEST_DUMP, 0).decode(errors="replace")
+    start = text.find("Fatal Python error")
+    return text[start:].strip() if start >= 0 else ""
+
+
+def parse_stacks(text: str) -> tuple[Thread, ...]:
+    """Read what faulthandler has written.
+
+    >>> text = 'Current thread 0x0a (most recent call first):\\n  File "/home/me/train.py", line 7 in step\\n'
+    >>> [(thread.ident, thread.frames[0].function, thread.frames[0].library) for thread in parse_stacks(text)]
+    [(10, 'step', False)]
+    """
+    threads: list[tuple[int, list[Frame]]] = []
+    for line in text.splitlines():
+        if found := _THREAD.match(line):
+            threads.append((int(found[1], 16), []))
+        elif (found := _FRAME.match(line)) and threads:
+            number = int(found[2]) if found[2].isdigit() else 0
+            threads[-1][1].append(
+                Frame(file=found[1], line=number, function=found[3], library=bool(library_of(found[1])))
+            )
+    return tuple(Thread(ident=ident, frames=tuple(frames)) for ident, frames in threads)
+
+
+def read_state(pid: int) -> ProcessState:
+    """Ask the kernel what a process does."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return ProcessState(state="ended", cpu_s=0.0)
+    name, _, rest = text.partition("(")[2].rpartition(")")
+    fields = rest.split()
+    cpu_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    letters: dict[str, Literal["running", "sleeping", "in the kernel", "stopped", "ended"]] = {
+        "R": "running",
+        "D": "in the kernel",
+        "T": "stopped",
+        "t": "stopped",
+        "Z": "ended",
+        "X": "ended",
+    }
+    return ProcessState(state=letters.get(fields[0], "sleeping"), cpu_s=cpu_s, name=name)
+
+
+def _can_answer(pid: int) -> bool:
+    """Tell whether the process has the handler, and gets to run it."""
+    try:
+        text = Path(f"/proc/{pid}/status").read_text(errors="replace")
+    except OSError:
+        return False
+    fields = dict(line.split(":\t", 1) for line in text.splitlines() if ":\t" in line)
+    caught = int(fields.get("SigCgt", "0"), 16) >> (STACK_SIGNAL - 1) & 1
+    return bool(caught) and fields.get("State", "Z")[0] not in "TtZX"

@@ -1,0 +1,21 @@
+"""Scripts of libraries that are started by torchrun otherwise. They come with the extra `compat`."""
+
+from pathlib import Path
+
+import pytest
+from printed import printed
+
+PROGRAMS = Path(__file__).with_name("programs")
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        ("accelerate_script.py", {0: ["trained on 2"]}),
+        ("fabric_script.py", {0: ["trained as 0"], 1: ["trained as 1"]}),
+    ],
+)
+def test_a_training_script(launcher, name, lines):
+    result = launcher.run("run", "-n", "2", str(PROGRAMS / name))
+    assert result.returncode == 0, result.stderr
+    assert printed(result.stdout) == lines

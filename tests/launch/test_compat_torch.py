@@ -1,0 +1,67 @@
+"""Scripts written for torchrun run unmodified: what torch.distributed offers, as its users call it."""
+
+import socket
+from pathlib import Path
+
+import pytest
+from printed import printed
+
+PROGRAMS = Path(__file__).with_name("programs")
+
+
+def run(launcher, name, *arguments, ranks=2):
+    result = launcher.run("run", "-n", str(ranks), str(PROGRAMS / name), *arguments)
+    assert result.returncode == 0, result.stderr
+    return result
+
+
+def free_ports(count):
+    """Ask the system for ports. Between here and their use another process could take one; few do."""
+    with_port = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [str(listener.getsockname()[1]) for listener in with_port]
+    for listener in with_port:
+        listener.close()
+    return ports
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [("ddp.py", ["trained"]), ("fsdp2.py", ["same weights"]), ("tensor_parallel.py", ["same output"])],
+)
+def test_parallel_training(launcher, name, lines):
+    result = run(launcher, name)
+    assert (printed(result.stdout), result.stderr) == ({0: lines, 1: lines}, "")
+
+
+def test_pipelining(launcher):
+    result = run(launcher, "pipelining.py")
+    assert (printed(result.stdout), result.stderr) == ({0: ["stage 0 done"], 1: ["stage 1 done"]}, "")
+
+
+def test_distributed_checkpoints(launcher, tmp_path):
+    result = run(launcher, "checkpoint.py", str(tmp_path / "saved"))
+    assert (printed(result.stdout), result.stderr) == ({0: ["loaded step 7"], 1: ["loaded step 7"]}, "")
+
+
+def test_rpc_twice_and_a_group_beside_it(launcher):
+    result = run(launcher, "rpc.py")  # torch itself warns on standard error
+    assert printed(result.stdout) == {0: ["sum [2.0, 2.0]"] * 2}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_groups_made_and_destroyed_and_made_again(launcher, ranks):
+    result = run(launcher, "remade_groups.py", ranks=ranks)
+    sums = [f"sum {sum(rank + meeting for rank in range(ranks))}" for meeting in range(4)]
+    assert (printed(result.stdout), result.stderr) == (dict.fromkeys(range(ranks), sums), "")
+
+
+def test_addresses_of_the_scripts_own(launcher):
+    result = run(launcher, "own_address.py", *free_ports(2))
+    assert (printed(result.stdout), result.stderr) == ({0: ["sum 4.0"], 1: ["sum 4.0"]}, "")
+
+
+def test_elastics_record(launcher):
+    result = launcher.run("run", "-n", "2", str(PROGRAMS / "recorded.py"))
+    assert result.returncode == 1
+    assert "ValueError: a bad batch" in result.stderr
+    assert "rank 1" in result.stderr

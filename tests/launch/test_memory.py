@@ -1,0 +1,148 @@
+"""A rank killed for lack of memory is told from one that somebody killed."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from unisono.launch.memory import MemoryCounters, evidence, read_counters
+
+LIMIT = 64 << 20
+V1 = Path("/sys/fs/cgroup/memory")
+
+
+class Machine:
+    """The files of a kernel, below a folder."""
+
+    def __init__(self, root):
+        self.root = root
+        self.write("proc/vmstat", "nr_free_pages 5\noom_kill 3\n")
+        self.write("proc/meminfo", "MemTotal:       16777216 kB\nMemFree: 1 kB\n")
+
+    def write(self, path, text):
+        file = self.root / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+    def evidence(self, before, code=-9):
+        return evidence(code, before, read_counters(self.root))
+
+
+@pytest.fixture
+def machine(tmp_path):
+    return Machine(tmp_path)
+
+
+def events(kills, refusals):
+    return f"low 0\nhigh 0\nmax 9\noom {refusals}\noom_kill {kills}\noom_group_kill 0\n"
+
+
+@pytest.mark.parametrize("mount", ["sys/fs/cgroup", "sys/fs/cgroup/unified"])
+@pytest.mark.parametrize("limited", ["job", "."])
+def test_a_limit_of_cgroup_v2_is_named_also_one_further_out(machine, mount, limited):
+    machine.write("proc/self/cgroup", "0::/slice/job\n")
+    for folder in ("job", "."):
+        machine.write(f"{mount}/slice/{folder}/memory.max", f"{LIMIT}\n" if folder == limited else "max\n")
+        machine.write(f"{mount}/slice/{folder}/memory.events", events(0, 0))
+    before = read_counters(machine.root)
+    assert machine.evidence(before) is None
+    machine.write(f"{mount}/slice/job/memory.events", events(1, int(limited == "job")))
+    machine.write(f"{mount}/slice/memory.events", events(1, 1))
+    assert (
+        machine.evidence(before)
+        == "out of memory: the kernel killed 1 process of this control group; the limit of 64 MiB was reached"
+    )
+
+
+@pytest.mark.parametrize("counter", ["failcnt", "max_usage_in_bytes"])
+def test_a_limit_of_cgroup_v1_is_named_where_the_path_is_hidden(machine, counter):
+    # In a container the path is that of the host, and the group lies at the mount itself.
+    machine.write("proc/self/cgroup", "5:cpu:/docker/1f\n4:memory:/docker/1f\n0::/\n")
+    files = {
+        "oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 0\n",
+        "limit_in_bytes": f"{LIMIT}\n",
+        "failcnt": "0\n",
+        "max_usage_in_bytes": "4096\n",
+    }
+    for name, text in files.items():
+        machine.write(f"sys/fs/cgroup/memory/memory.{name}", text)
+    before = read_counters(machine.root)
+    machine.write("sys/fs/cgroup/memory/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n")
+    machine.write(f"sys/fs/cgroup/memory/memory.{counter}", f"{LIMIT}\n")
+    assert (
+        machine.evidence(before)
+        == "out of memory: the kernel killed 2 processes of this control group; the limit of 64 MiB was reached"
+    )
+
+
+def test_a_full_machine_is_named_where_no_limit_was_reached(machine):
+    machine.write("proc/self/cgroup", "0::/job\n")
+    machine.write("sys/fs/cgroup/job/memory.max", "max\n")
+    machine.write("sys/fs/cgroup/job/memory.events", events(0, 0))
+    before = read_counters(machine.root)
+    machine.write("sys/fs/cgroup/job/memory.events", events(1, 0))
+    assert machine.evidence(before).endswith("the memory of the machine (16 GiB) was full")
+
+
+def test_a_kill_of_another_control_group_is_no_evidence(machine):
+    machine.write("proc/self/cgroup", "0::/job\n")
+    machine.write("sys/fs/cgroup/job/memory.events", events(0, 0))
+    before = read_counters(machine.root)
+    machine.write("proc/vmstat", "oom_kill 4\n")
+    assert machine.evidence(before) is None
+
+
+def test_without_control_groups_the_machines_counter_speaks(machine):
+    before = read_counters(machine.root)
+    machine.write("proc/vmstat", "oom_kill 4\n")
+    assert (
+        machine.evidence(before) == "out of memory: the kernel killed 1 process of this machine (16 GiB) during the job"
+    )
+
+
+def test_where_nothing_can_be_read_nothing_is_said(tmp_path):
+    assert read_counters(tmp_path) == MemoryCounters()
+    assert evidence(-9, MemoryCounters(), read_counters(tmp_path)) is None
+
+
+def test_the_size_of_shared_memory_is_said_for_a_bus_error_alone():
+    counters = MemoryCounters(shared_bytes=LIMIT)
+    assert "/dev/shm has 64 MiB" in evidence(-signal.SIGBUS, counters, counters)
+    assert evidence(-signal.SIGKILL, counters, counters) is None
+
+
+def test_a_kill_for_memory_on_this_machine_is_seen(tmp_path):
+    """With a real limit, where this process may set one."""
+    paths = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    own = next((V1 / path.lstrip("/") for _, names, path in paths if "memory" in names.split(",")), None)
+    if own is None or not os.access(own, os.W_OK):
+        pytest.skip("needs cgroup v1 and the right to make a group")
+    group = own / f"unisono-test-{os.getpid()}"
+    group.mkdir()
+    try:
+        (group / "memory.limit_in_bytes").write_text(str(LIMIT))
+        read, write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                (group / "cgroup.procs").write_text("0")
+                before = read_counters()
+                child = os.fork()
+                if child == 0:
+                    held = []
+                    while True:
+                        held.append(b"x" * (1 << 20))
+                code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+                os.write(write, f"{code} {evidence(code, before, read_counters())}".encode())
+            finally:
+                os._exit(0)
+        os.close(write)
+        os.waitpid(pid, 0)
+        said = os.read(read, 4096).decode()
+        os.close(read)
+    finally:
+        group.rmdir()
+    assert said == (
+        "-9 out of memory: the kernel killed 1 process of this control group; the limit of 64 MiB was reached"
+    )

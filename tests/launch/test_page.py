@@ -1,0 +1,150 @@
+"""The page shared by a rank and its agent: what is read is whole, the latest, and never blocks."""
+
+import json
+import os
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from unisono.launch.page import Page, create, describe
+
+
+@pytest.fixture
+def file() -> Iterator[int]:
+    number = create()
+    yield number
+    os.close(number)
+
+
+def test_calls_are_read_as_they_were_written(file):
+    rank, agent = Page(file), Page(file)
+    rank.claim(pid=7, main_thread=9)
+    text = describe(
+        name="broadcast",
+        kind="collective",
+        group="0",
+        ranks="0-3,6",
+        tensors="float32[4, 4]",
+        peer=2,
+        signature="broadcast|2",
+        file="/home/me/train.py",
+        line=12,
+        function="step",
+    )
+    first = rank.begin(text, sequence=5, epoch=1)
+    second = rank.begin(describe(name="recv", kind="point-to-point"))
+    rank.end(second, failed=True)
+    broadcast, recv = agent.calls()
+    assert (agent.pid, agent.main_thread, agent.begun, agent.completed) == (7, 9, 2, 0)
+    assert (broadcast.number, broadcast.name, broadcast.ranks, broadcast.peer) == (
+        first,
+        "broadcast",
+        (0, 1, 2, 3, 6),
+        2,
+    )
+    assert (broadcast.file, broadcast.line, broadcast.function) == ("/home/me/train.py", 12, "step")
+    assert (broadcast.sequence, broadcast.epoch, broadcast.running) == (5, 1, True)
+    assert (recv.running, recv.failed, recv.peer) == (False, True, None)
+    assert recv.started_ns <= recv.ended_ns
+    assert not agent.met
+    rank.end(first)
+    assert agent.completed == 1 and agent.met
+
+
+def test_a_call_that_still_runs_is_not_overwritten(file):
+    page = Page(file)
+    waiting = page.begin(describe(name="barrier", kind="collective"))
+    for _ in range(100):
+        page.end(page.begin(describe(name="all_reduce", kind="collective")))
+    calls = page.calls()
+    assert [call.number for call in calls if call.running] == [waiting]
+    assert len(calls) == 32
+    # The newest are there: a number is passed over when its place is taken.
+    assert calls[1].number > 70 and calls[-1].number >= 101
+
+
+def test_a_record_that_is_half_written_is_left_out(file):
+    page = Page(file)
+    page.end(page.begin(describe(name="barrier", kind="collective")))
+    page.write_failure({"message": "bad batch"})
+    data = os.pread(file, os.fstat(file).st_size, 0)
+    for text in (b"barrier", b"bad batch"):
+        os.pwrite(file, b"?", data.index(text))
+    assert page.calls() == []
+    assert page.read_failure() is None
+
+
+def test_a_reader_in_another_process_never_sees_a_mixture(file):
+    page = Page(file)
+    writer = os.fork()
+    if writer == 0:
+        for number in range(30_000):
+            page.end(
+                page.begin(describe(name="all_reduce", kind="collective", line=number, tensors="x" * (number % 300)))
+            )
+            if number % 100 == 0:
+                page.write_answer({"number": number, "text": "y" * (number % 5000)})
+        os._exit(0)
+    looks, answers, ended = 0, 0, 0
+    while ended == 0:
+        ended, _ = os.waitpid(writer, os.WNOHANG)
+        for call in page.calls():
+            assert call.line == call.number - 1 and len(call.tensors) == call.line % 300
+        answer = page.read_answer()
+        if answer is not None:
+            answers += 1
+            assert answer[0] == answer[1]["number"] // 100 + 1 and len(answer[1]["text"]) == answer[1]["number"] % 5000
+        looks += 1
+    assert looks > 10 and answers > 10
+    assert page.calls()[-1].line == 29_999
+
+
+def test_threads_that_call_at_once_have_places_of_their_own(file):
+    page = Page(file)
+    barrier = threading.Barrier(6)
+
+    def work() -> None:
+        barrier.wait()
+        for _ in range(500):
+            number = page.begin(describe(name="barrier", kind="collective"))
+            assert any(call.number == number and call.running for call in page.calls())
+            page.end(number)
+
+    errors: list[object] = []
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    hook, threading.excepthook = threading.excepthook, errors.append
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    threading.excepthook = hook
+    assert not errors
+    assert not any(call.running for call in page.calls())
+
+
+def test_a_failure_too_long_for_the_page_loses_the_middle_of_its_texts(file):
+    page = Page(file)
+    frames = [{"file": f"/home/me/{number}.py", "line": number} for number in range(20)]
+    page.write_failure({"type": "ValueError", "message": "a" * 200_000 + "end", "frames": frames})
+    account = page.read_failure()
+    assert account["type"] == "ValueError" and account["frames"] == frames
+    assert account["message"].startswith("aaa") and account["message"].endswith("end")
+    assert 10_000 < len(account["message"]) < 48 << 10
+
+
+def test_an_account_of_any_shape_fits(file):
+    page = Page(file)
+    page.write_failure({"chain": [{"text": "é" * 50, "number": number} for number in range(5000)], "odd": {1, 2}})
+    assert "chain" in page.read_failure()
+    assert len(json.dumps(page.read_failure())) <= 48 << 10
+
+
+def test_a_page_outlives_the_rank(file):
+    child = os.fork()
+    if child == 0:
+        page = Page(file)
+        page.begin(describe(name="barrier", kind="collective"))
+        os.kill(os.getpid(), 9)
+    os.waitpid(child, 0)
+    assert [call.name for call in Page(file).calls()] == ["barrier"]

@@ -1,0 +1,84 @@
+"""A job in which nothing goes wrong prints what the script prints, and nothing else."""
+
+import json
+from contextlib import ExitStack
+
+import pytest
+from printed import printed
+
+TRAIN = """
+    import torch, torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(64, 8))
+    model = DistributedDataParallel(torch.nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for (batch,) in DataLoader(data, batch_size=4, sampler=DistributedSampler(data), num_workers=2):
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    print("done", int(total))
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_quiet_script_is_quiet(launcher, ranks):
+    result = launcher.run_script(TRAIN, ranks=ranks)
+    assert (result.stderr, result.returncode) == ("", 0)
+    assert printed(result.stdout) == {rank: [f"done {ranks}"] for rank in range(ranks)}
+
+
+def test_a_group_that_is_not_destroyed_is_no_reason_to_speak(launcher):
+    result = launcher.run_script(TRAIN.replace("dist.destroy_process_group()", ""))
+    assert (result.stderr, result.returncode) == ("", 0)
+
+
+def test_ten_jobs_run_side_by_side(launcher):
+    script = launcher.write(
+        "script.py",
+        """
+        import json, os, sys, torch
+        import torch.distributed as dist
+        dist.init_process_group("gloo")
+        told = [None] * dist.get_world_size()
+        dist.all_gather_object(told, sys.argv[1])
+        print(json.dumps([told, os.environ["MASTER_PORT"]]))
+        dist.barrier()
+        """,
+    )
+    with ExitStack() as stack:
+        jobs = [stack.enter_context(launcher.start("run", "-n", "2", script, str(number))) for number in range(10)]
+        results = [(*job.communicate(timeout=120), job.returncode) for job in jobs]
+    ports = set()
+    for number, (out, err, code) in enumerate(results):
+        assert (err, code) == (b"", 0)
+        (first,), (second,) = printed(out.decode()).values()
+        told, port = json.loads(first)
+        assert (told, second) == ([str(number)] * 2, first)
+        ports.add(port)
+    assert len(ports) == 10
+
+
+@pytest.mark.parametrize("attempt", range(3))
+def test_a_thread_that_is_late_at_the_end_does_not_abort_a_rank(launcher, attempt):
+    # A thread of gloo frees the last tensors, for which it needs the interpreter, while that is going down.
+    result = launcher.run_script(
+        """
+        import sys
+        import torch, torch.distributed as dist
+        sys.setswitchinterval(100)
+        dist.init_process_group("gloo")
+        told = [None] * 3
+        dist.all_gather_object(told, dist.get_rank())
+        parts = [torch.zeros(1) for _ in range(3)]
+        dist.all_gather(parts, torch.ones(1), async_op=True).wait()
+        """,
+        ranks=3,
+    )
+    assert (result.stdout, result.stderr, result.returncode) == ("", "", 0)

@@ -1,0 +1,170 @@
+"""`unisono.spawn` from a prompt, a notebook and a script, and what becomes of the ranks when the caller ends."""
+
+import signal
+import subprocess
+import sys
+import textwrap
+
+from printed import printed
+
+TIMEOUT_S = 60
+
+CELL = """
+from dataclasses import dataclass
+import torch.distributed as dist
+
+@dataclass
+class Point:
+    x: int
+
+FACTOR = 3
+def scaled(point):
+    return Point(point.x * FACTOR)
+
+def work(rank, point):
+    dist.init_process_group("gloo")
+    points = [None, None]
+    dist.all_gather_object(points, scaled(Point(point.x + rank)))
+    print(points)
+    dist.destroy_process_group()
+    if point.x == 2:
+        raise ValueError("a bad point")
+
+"""
+
+
+def start(launcher, *arguments, **options):
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=launcher.folder,
+        env=launcher.environment,
+        text=True,
+        **{**pipes, **options},
+    )
+
+
+def run(launcher, *arguments, text=None):
+    with start(launcher, *arguments, **({} if text is None else {"stdin": subprocess.PIPE})) as process:
+        try:
+            out, err = process.communicate(text, timeout=TIMEOUT_S)
+        finally:
+            process.kill()
+    return process.returncode, out, err
+
+
+def script(launcher, source):
+    return launcher.write("script.py", "import unisono\n" + textwrap.dedent(source))
+
+
+def test_what_a_prompt_defines_can_be_called(launcher):
+    text = f"import unisono\n{CELL.replace(chr(10) * 2, chr(10)).replace('def ', chr(10) + 'def ')}\n"
+    text = text.replace("@dataclass", "\n@dataclass").replace("FACTOR = 3", "\nFACTOR = 3\n")
+    calls = "unisono.spawn(work, (Point(1),), 2)\nunisono.spawn(lambda rank: print('lambda', FACTOR), nprocs=1)\n"
+    code, out, err = run(launcher, "-i", "-q", text=text + calls)
+    assert code == 0
+    assert "Error" not in err, err
+    points = "[Point(x=3), Point(x=6)]"
+    assert printed(out) == {0: [points, "lambda 3"], 1: [points]}
+
+
+def test_a_notebook_gets_output_and_traceback_with_source(launcher):
+    # What matters of a notebook: a prompt, streams of its own, code that is in no file but in the cache of lines.
+    notebook = launcher.write(
+        "notebook.py",
+        f"""
+        import io, linecache, sys, types
+        import torch.multiprocessing, unisono
+        main = types.ModuleType("__main__")
+        sys.modules["__main__"], sys.ps1 = main, "In: "
+        sys.stdout, shown = io.StringIO(), sys.stdout
+        source = {CELL!r} + "import unisono\\nunisono.spawn(work, (Point(2),), 2)\\n"
+        linecache.cache["<cell 1>"] = (len(source), None, source.splitlines(keepends=True), "<cell 1>")
+        try:
+            exec(compile(source, "<cell 1>", "exec"), main.__dict__)
+        except torch.multiprocessing.ProcessRaisedException as error:
+            shown.write(sys.stdout.getvalue())
+            shown.write(f"[{{9}}] {{error.msg.splitlines()[-2].strip()}}\\n")
+        """,
+    )
+    code, out, err = run(launcher, notebook)
+    assert (code, err) == (0, "")
+    points = "[Point(x=6), Point(x=9)]"
+    assert printed(out) == {0: [points], 1: [points], 9: ['raise ValueError("a bad point")']}
+
+
+def test_a_script_without_a_guard_is_told_so_and_starts_no_more(launcher):
+    code, _, err = run(launcher, script(launcher, "unisono.spawn(print, nprocs=2)"))
+    assert code == 1
+    assert "if __name__ == '__main__':" in err
+
+
+def test_ctrl_c_ends_the_ranks_and_then_the_call(launcher):
+    name = script(
+        launcher,
+        """
+        import signal, sys
+        def work(rank):
+            print("up", flush=True)
+            signal.pause()
+        if __name__ == "__main__":
+            try:
+                unisono.spawn(work, nprocs=2)
+            except KeyboardInterrupt:
+                sys.exit("interrupted")
+        """,
+    )
+    with start(launcher, name) as process:
+        wait_for_ranks(process)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 1
+    assert err.splitlines()[-1] == "interrupted"
+
+
+def test_ranks_end_with_a_caller_that_is_killed(launcher):
+    name = script(
+        launcher,
+        """
+        import signal
+        def work(rank):
+            print("up", flush=True)
+            signal.pause()
+        if __name__ == "__main__":
+            unisono.spawn(work, nprocs=2)
+        """,
+    )
+    with start(launcher, name) as process:
+        wait_for_ranks(process)
+        process.kill()
+    assert launcher.wait_until_gone() == []
+
+
+def test_a_caller_waits_at_its_end_for_ranks_that_are_no_daemons(launcher):
+    name = script(
+        launcher,
+        """
+        import sys
+        def work(rank, daemon):
+            print("up", flush=True)
+            if daemon:
+                __import__("signal").pause()
+            print("done", flush=True)
+        if __name__ == "__main__":
+            daemon = sys.argv[1] == "daemon"
+            unisono.spawn(work, (daemon,), join=False, daemon=daemon).pids()
+        """,
+    )
+    assert run(launcher, name, "waited")[:2] == (0, "[0] up\n[0] done\n")
+    assert run(launcher, name, "daemon")[0] == 0
+    assert launcher.wait_until_gone() == []
+
+
+def wait_for_ranks(process):
+    """Read until both ranks have said that they are up."""
+    seen = {}
+    while sum(map(len, seen.values())) < 2:
+        line = process.stdout.readline()
+        assert line, process.stderr.read()
+        for rank, lines in printed(line).items():
+            seen.setdefault(rank, []).extend(lines)

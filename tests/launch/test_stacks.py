@@ -1,0 +1,139 @@
+"""Stacks of running processes: also of one that never comes back to the interpreter, never at the price of its life."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from unisono.launch.stacks import crash_text, create_dump, parse_stacks, read_state, request_stacks
+
+Start = Callable[..., subprocess.Popen[bytes]]
+
+
+@pytest.fixture
+def dump() -> Iterator[int]:
+    number = create_dump()
+    yield number
+    os.close(number)
+
+
+@pytest.fixture
+def start(dump: int, tmp_path: Path) -> Iterator[Start]:
+    """Run a program that has installed the handler; it prints a line when it is ready."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def run(source: str, *, handler: bool = True) -> subprocess.Popen[bytes]:
+        path = tmp_path / "program.py"
+        install = "import sys; from unisono.launch.stacks import install; install(int(sys.argv[1]))\n"
+        path.write_text((install if handler else "\n") + source)
+        process = subprocess.Popen([sys.executable, str(path), str(dump)], stdout=subprocess.PIPE, pass_fds=[dump])
+        started.append(process)
+        process.stdout.readline()
+        return process
+
+    yield run
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_a_loop_in_the_program_is_found(start, dump):
+    process = start("def work():\n    print(flush=True)\n    while True:\n        sum(range(1000))\nwork()\n")
+    threads = request_stacks(process.pid, dump, timeout_s=30)[process.pid]
+    assert [frame.function for frame in threads[-1].frames] == ["work", "<module>"]
+    place = threads[-1].place
+    assert place.line in (3, 4, 5) and not place.library and place.file.endswith("program.py")
+
+
+def test_a_process_stuck_in_c_code_answers(start, dump):
+    # C code that keeps the interpreter's lock: nothing of Python can run in the process. A signal ends one sleep.
+    source = (
+        "import ctypes\nlibc = ctypes.PyDLL(None)\nprint(flush=True)\nlibc.sleep(1000)\n" + "libc.sleep(1000)\n" * 50
+    )
+    process = start(source)
+    places = [request_stacks(process.pid, dump, timeout_s=30)[process.pid][-1].place.source for _ in range(5)]
+    assert "libc.sleep(1000)" in places
+
+
+def test_all_threads_and_forked_children_answer(start, dump):
+    source = """
+import os, threading, time
+def child(): time.sleep(1000)
+def thread(): time.sleep(1000)
+if os.fork() == 0:
+    child()
+threading.Thread(target=thread, daemon=True).start()
+time.sleep(0.2)
+print(flush=True)
+time.sleep(1000)
+"""
+    process = start(source)
+    stacks = request_stacks(process.pid, dump, timeout_s=30, children=True)
+    children = set(stacks) - {process.pid}
+    for pid in children:
+        os.kill(pid, signal.SIGKILL)
+    functions = [{frame.function for frame in thread.frames} for thread in stacks[process.pid]]
+    assert any("thread" in names for names in functions)
+    assert len(children) == 1
+    assert [thread.place.function for thread in stacks[children.pop()]] == ["child"]
+
+
+def test_a_second_request_gets_a_dump_of_its_own(start, dump):
+    process = start("import time\nprint(flush=True)\ntime.sleep(1000)\n")
+    answers = [request_stacks(process.pid, dump, timeout_s=30)[process.pid] for _ in range(3)]
+    assert [len(threads) for threads in answers] == [1, 1, 1]
+
+
+def test_a_process_without_the_handler_is_left_alone(start, dump):
+    process = start("import time\nprint(flush=True)\ntime.sleep(1000)\n", handler=False)
+    assert request_stacks(process.pid, dump) == {}
+    time.sleep(0.05)
+    assert process.poll() is None
+
+
+def test_a_stopped_process_is_not_waited_for(start, dump):
+    process = start("import time\nprint(flush=True)\ntime.sleep(1000)\n")
+    os.kill(process.pid, signal.SIGSTOP)
+    os.waitpid(process.pid, os.WUNTRACED)
+    assert read_state(process.pid).state == "stopped"
+    assert request_stacks(process.pid, dump, timeout_s=1000) == {}
+
+
+def test_a_process_that_has_ended_has_no_stacks(start, dump):
+    process = start("print(flush=True)\n")
+    process.wait()
+    assert request_stacks(process.pid, dump, timeout_s=1000) == {}
+    assert read_state(process.pid).state == "ended"
+
+
+@pytest.mark.parametrize("signum", [signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS])
+def test_a_crash_leaves_its_stack(start, dump, signum):
+    process = start(f"import os\ndef crash():\n    os.kill(os.getpid(), {int(signum)})\nprint(flush=True)\ncrash()\n")
+    process.wait()
+    assert process.returncode == -signum
+    text = crash_text(dump)
+    assert text.startswith("Fatal Python error")
+    assert "crash" in [frame.function for frame in parse_stacks(text)[0].frames]
+
+
+def test_stacks_on_request_are_no_crash(start, dump):
+    process = start("import time\nprint(flush=True)\ntime.sleep(1000)\n")
+    request_stacks(process.pid, dump, timeout_s=30)
+    assert crash_text(dump) == ""
+
+
+def test_text_that_was_cut_is_read_as_far_as_it_goes():
+    text = (
+        "Thread 0x0000000a [worker] (most recent call first):\n"
+        '  File "/home/me/a b.py", line ??? in <lambda>\n  ...\n\n'
+        "Current thread 0x0000000b (most recent call first):\n  <no Python frame>\n"
+        "Current thread's C stack trace (most recent call first):\n  Binary file\n"
+    )
+    worker, current = parse_stacks(text)
+    assert (worker.ident, worker.frames[0].file, worker.frames[0].line) == (10, "/home/me/a b.py", 0)
+    assert current.frames == () and current.place is None
