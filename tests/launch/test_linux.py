@@ -4,7 +4,9 @@ import os
 import subprocess
 import sys
 
-from unisono.launch.linux import descendants
+import pytest
+
+from unisono.launch.linux import descendants, ends_at_once
 from unisono.machine import usable_cores
 
 
@@ -29,6 +31,19 @@ assert descendants(os.getpid()) == [kept.pid] and kept.poll() is None
 assert end_descendants() == [] == descendants(os.getpid())
 """
     subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("setting", "at_once"),
+    [("", True), ("signal.signal(15, signal.SIG_IGN)", False), ("signal.signal(15, lambda *_: None)", False)],
+)
+def test_a_signal_that_is_handled_or_ignored_does_not_end_a_process_at_once(setting, at_once):
+    program = f"import signal, sys\n{setting}\nprint('up', flush=True)\nsys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        assert ends_at_once(process.pid, 15) is at_once
+        process.communicate(timeout=30)
+    assert not ends_at_once(1_000_000_000, 15)
 
 
 def test_cores_are_at_most_those_of_the_affinity():

@@ -250,7 +250,8 @@ def test_receives_that_wait_for_each_other_are_reported_once_and_again_later(wat
 init()
 dist.recv(torch.ones(3), 1 - rank)
 """)
-    first = watch.report("rank 0 has waited", "in recv for rank 1", "rank 1 has waited", "in recv for rank 0", "They wait for each other.")
+    words = ("rank 0 has waited", "in recv for rank 1", "rank 1 has waited", "in recv for rank 0")
+    first = watch.report(*words, "They wait for each other.")
     seen = len(watch.reports)
     watch.until(lambda: len(watch.reports) > seen)
     assert watch.reports[-1] != first  # it has taken longer by now

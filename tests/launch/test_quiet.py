@@ -74,10 +74,13 @@ def test_a_thread_that_is_late_at_the_end_does_not_abort_a_rank(launcher, attemp
         import torch, torch.distributed as dist
         sys.setswitchinterval(100)
         dist.init_process_group("gloo")
-        told = [None] * 3
-        dist.all_gather_object(told, dist.get_rank())
-        parts = [torch.zeros(1) for _ in range(3)]
-        dist.all_gather(parts, torch.ones(1), async_op=True).wait()
+        for _ in range(5):
+            told = [None] * 3
+            dist.all_gather_object(told, "x" * 1000)
+            part = torch.ones(1000)
+            work = dist.all_gather([torch.empty(1000) for _ in told], part, async_op=True)
+            work.wait()
+            del work, part
         """,
         ranks=3,
     )

@@ -38,6 +38,7 @@ from unisono.launch.memory import read_counters
 from unisono.launch.output import wants_colour
 from unisono.launch.postmortem import Postmortem
 from unisono.launch.relay import Relay
+from unisono.launch.report import Circumstances, headline
 from unisono.launch.restarts import Ending, decide
 from unisono.machine import usable_cores
 
@@ -49,11 +50,14 @@ _SERVER = (
     "from unisono.launch.forkserver import main; main()"
 )
 
-_PATIENCE_S = 1.0
+_PATIENCE_S = 2.0
 """How long ranks may take to end after a failure before it is said whom the job waits for."""
 
 _DOUBT_S = 0.5
 """How long to wait, when all that is known is a lost connection, for the failure of the rank that closed it."""
+
+_COMPANY_S = 0.1
+"""How long to wait after an error for the same one in other ranks: then it is the program's, and not of one rank."""
 
 OnFailure = Callable[[int, int], bool]
 
@@ -210,7 +214,7 @@ class _Agent:
             self._stop = replace(stop, waited_for_s=None)
             if self._running:
                 grace = f"{self._job.shutdown_timeout_s:g} s"
-                cause = self._now.judge().cause.describe()
+                cause = headline(self._now.judge(), Circumstances(ranks=self._job.ranks), most=100)
                 self._relay.say(f"{cause}; waiting up to {grace} for {name_ranks(self._running)} to end")
         elif now_s >= stop.deadline_s:
             if deaf := self._running - self._now.failed if self._generation is not None else set():
@@ -283,8 +287,13 @@ class _Agent:
         stop = self._stop
         if stop is None:
             self._stop = stop = _Stop(code=1, failed=True, begins_s=time.monotonic() + _DOUBT_S)
-        if stop.begins_s is not None and self._now.judge().sure:
+        if stop.begins_s is None:
+            return
+        verdict = self._now.judge()
+        if verdict.sure and (verdict.cause.account is None or self._running <= self._now.failed):
             self._end_failed()
+        elif verdict.sure:
+            self._stop = replace(stop, begins_s=min(stop.begins_s, time.monotonic() + _COMPANY_S))
 
     def _end_failed(self) -> None:
         """Ask the ranks to end that have not failed; one that has may still be on its way out."""
