@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -134,7 +135,7 @@ def assert_no_trace(launcher, found):
     files, ports, name = found
     assert launcher.processes() == []
     assert [path for path in files if Path(path).exists()] == []
-    assert list((launcher.folder / "temporary").iterdir()) == []
+    assert list(Path(launcher.environment["TMPDIR"]).iterdir()) == []
     listening = [line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines() if " 0A " in line]
     assert not {int(address.rpartition(":")[2], 16) for address in listening} & ports
     assert name not in Path("/proc/net/unix").read_text().split()
@@ -142,9 +143,10 @@ def assert_no_trace(launcher, found):
 
 @pytest.fixture
 def temporary(launcher):
-    """Give the job a temporary folder of its own."""
-    (launcher.folder / "temporary").mkdir()
-    launcher.environment["TMPDIR"] = str(launcher.folder / "temporary")
+    """Give the job a temporary folder of its own; its path is short, since torch makes sockets in it."""
+    with tempfile.TemporaryDirectory(prefix="u") as folder:
+        launcher.environment["TMPDIR"] = folder
+        yield
 
 
 @pytest.mark.parametrize(
