@@ -85,3 +85,17 @@ def test_a_thread_that_is_late_at_the_end_does_not_abort_a_rank(launcher, attemp
         ranks=3,
     )
     assert (result.stdout, result.stderr, result.returncode) == ("", "", 0)
+
+
+def test_a_long_path_of_the_temporary_folder_does_not_hold_up_a_dataloader(launcher):
+    # A worker hands a tensor over through a socket, whose path has 107 bytes at most.
+    folder = launcher.folder / ("x" * 100)
+    folder.mkdir()
+    launcher.environment["TMPDIR"] = str(folder)
+    result = launcher.run_script(
+        """
+        from torch.utils.data import DataLoader
+        print(sum(int(batch.sum()) for batch in DataLoader(list(range(20)), batch_size=4, num_workers=2)))
+        """
+    )
+    assert (result.stdout, result.stderr, result.returncode) == ("[0-1] 190\n", "", 0)

@@ -7,6 +7,7 @@ Start reading at `Leftovers`.
 
 from __future__ import annotations
 
+import os
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +15,8 @@ from pathlib import Path
 __all__ = ["Leftovers", "make_scratch", "remove_scratch", "use_scratch"]
 
 _SHARED_MEMORY = Path("/dev/shm")
+_LONGEST_SOCKET = 107
+"""Bytes that the kernel takes for the path of a socket."""
 _TRACKER_S = 0.4
 _MANAGER_S = 2.5
 """Torch's helper waits for two seconds whether somebody else needs it."""
@@ -70,8 +73,11 @@ def make_scratch() -> str:
     """Make the folder for sockets of multiprocessing. Returns: its path; "" if it cannot be made."""
     import tempfile  # noqa: PLC0415  only the fork server needs it
 
+    folder = tempfile.gettempdir()
+    if len(os.fsencode(f"{folder}/pymp-12345678/listener-12345678")) > _LONGEST_SOCKET:
+        folder = "/tmp"  # a DataLoader would wait for ever for a worker that cannot open its socket
     try:
-        return tempfile.mkdtemp(prefix="pymp-")  # no longer than Python's own: a socket's path has 108 bytes at most
+        return tempfile.mkdtemp(prefix="pymp-", dir=folder)
     except OSError:
         return ""
 
