@@ -47,4 +47,6 @@ class Terminator:
     def check(self) -> None:
         """Raise SystemExit if the signal has come, unless state is being written."""
         if self._pending and not any(guard is not None and guard() for guard in [ref() for ref in self._guards]):
+            # Saving must not be interrupted in its turn; who is in a hurry kills.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
             raise SystemExit(128 + signal.SIGTERM)
