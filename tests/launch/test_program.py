@@ -67,7 +67,9 @@ def test_a_module_that_fails_to_import_shows_the_users_frames_only(launcher):
 def test_a_missing_submodule_is_reported(launcher):
     result = launcher.run("run", "-n", "2", "-m", "json.nothing")
     assert result.returncode == 2
-    assert result.stderr.startswith("unisono: rank 0 failed: ModuleNotFoundError: no module named 'json.nothing'")
+    # One rank may fail, and end the job, before the other has come so far.
+    said = result.stderr.replace("all 2 ranks", "rank 0").replace("rank 1", "rank 0")
+    assert said.startswith("unisono: rank 0 failed: ModuleNotFoundError: no module named 'json.nothing'")
 
 
 def test_a_syntax_error_is_said_once_in_pythons_words(launcher):
