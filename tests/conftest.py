@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -15,6 +16,12 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+
+# Whoever starts the tests in the background, or under nohup, has these ignored, and so would every job: a job keeps
+# ignoring what it finds ignored.
+for _signum, _handler in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+    if signal.getsignal(_signum) is signal.SIG_IGN:
+        signal.signal(_signum, _handler)
 
 TIMEOUT_S = 120
 

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from unisono.launch.spawning import spawn
+    from unisono.launch.spawn.caller import spawn
     from unisono.state.policy import Checkpoints
     from unisono.trainer.metric import Metric
     from unisono.trainer.trainer import Trainer
@@ -21,7 +21,7 @@ _HOMES = {
     "Checkpoints": "unisono.state.policy",
     "Metric": "unisono.trainer.metric",
     "Trainer": "unisono.trainer.trainer",
-    "spawn": "unisono.launch.spawning",
+    "spawn": "unisono.launch.spawn.caller",
 }
 
 

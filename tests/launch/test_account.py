@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from unisono.launch.account import account_of
-from unisono.launch.frames import frames_in, is_own
+from unisono.launch.failure.account import account_of
+from unisono.launch.failure.frames import frames_in, is_own
 
 HERE = __file__
 MOST_BYTES = 48 << 10

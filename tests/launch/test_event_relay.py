@@ -2,7 +2,7 @@
 
 import io
 
-from unisono.launch.events import EventRelay
+from unisono.launch.output.events import EventRelay
 
 
 class Display:

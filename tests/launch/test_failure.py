@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from unisono.launch.failure import Failure, first_failure, judge, name_ranks
+from unisono.launch.failure.verdict import Failure, first_failure, judge, name_ranks
 
 MS = 1_000_000
 
@@ -134,7 +134,7 @@ PEERS = """
 import json, os, sys, time
 from datetime import timedelta
 import torch, torch.distributed as dist
-from unisono.launch.account import account_of
+from unisono.launch.failure.account import account_of
 rank, fault, file = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 store = dist.FileStore(file, 2)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=1 + 60 * rank))

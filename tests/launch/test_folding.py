@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from unisono.launch.folding import Folder, format_ranks
+from unisono.launch.output.folding import Folder, format_ranks
 
 
 def lines_of(folds, rank):

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from unisono.launch.hang import Pending, Situation, find_mismatch, judge
-from unisono.launch.hang_report import render_finding, render_stacks
-from unisono.launch.page import Call
-from unisono.launch.stacks import Frame, Thread
+from unisono.launch.hang.judgement import Pending, Situation, find_mismatch, judge
+from unisono.launch.hang.page import Call
+from unisono.launch.hang.report import render_finding, render_stacks
+from unisono.launch.hang.stacks import Frame, Thread
 
 SECOND = 1_000_000_000
 NOW = 1000 * SECOND

@@ -6,7 +6,7 @@ import random
 import pytest
 from screen import Terminal, nested_bars
 
-from unisono.launch.live import LiveArea, LiveLines, cut_to_width
+from unisono.launch.output.live import LiveArea, LiveLines, cut_to_width
 
 
 def in_pieces(data, generator, longest):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono.launch.memory import MemoryCounters, evidence, read_counters
+from unisono.launch.failure.memory import MemoryCounters, evidence, read_counters
 
 LIMIT = 64 << 20
 V1 = Path("/sys/fs/cgroup/memory")

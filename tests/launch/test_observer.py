@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from unisono.launch.hang_report import render_stacks
-from unisono.launch.observer import Observer
+from unisono.launch.hang.observer import Observer
+from unisono.launch.hang.report import render_stacks
 
 TIMEOUT_S = 90
 
@@ -23,7 +23,7 @@ _HOST = """
 import json, os, runpy, sys
 script, *files = sys.argv[1:]
 import torch.distributed
-from unisono.launch import page, recorder, stacks
+from unisono.launch.hang import page, recorder, stacks
 pids = {}
 for rank, (page_file, dump, ask) in enumerate(tuple(map(int, group.split(","))) for group in files):
     pid = os.fork()

@@ -2,7 +2,7 @@
 
 import os
 
-from unisono.launch.output import Prefixes, Sink, wants_colour
+from unisono.launch.output.streams import Prefixes, Sink, wants_colour
 
 
 def test_colour_is_for_terminals():

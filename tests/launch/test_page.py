@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from unisono.launch.page import Page, create, describe
+from unisono.launch.hang.page import Page, create, describe
 
 
 @pytest.fixture

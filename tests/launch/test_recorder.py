@@ -9,8 +9,8 @@ import pytest
 
 _PROLOGUE = """
 import json, os, sys, time
-from unisono.launch.page import Page, create
-from unisono.launch.recorder import install
+from unisono.launch.hang.page import Page, create
+from unisono.launch.hang.recorder import install
 page, (ask, question) = Page(create()), os.pipe()
 def calls(since=0):
     return [[c.name, c.kind, c.group, c.sequence, c.tensors, c.reduction, c.peer, c.line, c.function, c.failed,

@@ -11,7 +11,7 @@ import pytest
 from screen import Terminal, nested_bars, ranks_of
 
 from unisono.launch.job import Output
-from unisono.launch.relay import Relay
+from unisono.launch.output.relay import Relay
 
 EVERYTHING = frozenset({"stdout", "stderr"})
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from unisono.launch.account import account_of
-from unisono.launch.failure import Failure, judge
-from unisono.launch.report import Circumstances, render, to_json
+from unisono.launch.failure.account import account_of
+from unisono.launch.failure.report import Circumstances, render, to_json
+from unisono.launch.failure.verdict import Failure, judge
 
 HERE = Path(__file__)
 LOST = {"type": "RuntimeError", "message": "Connection closed by peer", "frames": [], "chain": [], "notes": []}

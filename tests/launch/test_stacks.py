@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono.launch.stacks import crash_text, create_dump, parse_stacks, read_state, request_stacks
+from unisono.launch.hang.stacks import crash_text, create_dump, parse_stacks, read_state, request_stacks
 
 Start = Callable[..., subprocess.Popen[bytes]]
 
@@ -29,7 +29,7 @@ def start(dump: int, tmp_path: Path) -> Iterator[Start]:
 
     def run(source: str, *, handler: bool = True) -> subprocess.Popen[bytes]:
         path = tmp_path / "program.py"
-        install = "import sys; from unisono.launch.stacks import install; install(int(sys.argv[1]))\n"
+        install = "import sys; from unisono.launch.hang.stacks import install; install(int(sys.argv[1]))\n"
         path.write_text((install if handler else "\n") + source)
         process = subprocess.Popen([sys.executable, str(path), str(dump)], stdout=subprocess.PIPE, pass_fds=[dump])
         started.append(process)

@@ -10,7 +10,7 @@ import click
 
 from unisono.errors import LaunchError
 from unisono.launch.control import ask, ask_all, running_jobs
-from unisono.launch.stacks import read_state
+from unisono.launch.hang.stacks import read_state
 from unisono.watch.figures import format_duration
 
 __all__ = ["ps", "stacks"]

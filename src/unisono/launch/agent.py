@@ -28,17 +28,17 @@ from unisono.errors import LaunchError
 from unisono.launch.channel import Channel, Message
 from unisono.launch.control import Control
 from unisono.launch.environment import job_environment, rank_environment
-from unisono.launch.failure import name_ranks, name_signal
+from unisono.launch.failure.memory import read_counters
+from unisono.launch.failure.postmortem import Postmortem
+from unisono.launch.failure.report import Circumstances, headline
+from unisono.launch.failure.verdict import name_ranks, name_signal
 from unisono.launch.generation import Generation
-from unisono.launch.hang_report import render_stacks
+from unisono.launch.hang.report import render_stacks
 from unisono.launch.job import Job
 from unisono.launch.leftovers import remove_scratch
 from unisono.launch.linux import become_subreaper, descendants, end_descendants
-from unisono.launch.memory import read_counters
-from unisono.launch.output import wants_colour
-from unisono.launch.postmortem import Postmortem
-from unisono.launch.relay import Relay
-from unisono.launch.report import Circumstances, headline
+from unisono.launch.output.relay import Relay
+from unisono.launch.output.streams import wants_colour
 from unisono.launch.restarts import Ending, decide
 from unisono.machine import usable_cores
 

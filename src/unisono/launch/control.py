@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.errors import LaunchError
-from unisono.launch.stacks import read_state
+from unisono.launch.hang.stacks import read_state
 
 __all__ = ["Control", "ask", "ask_all", "running_jobs"]
 

@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 
 from unisono.launch.channel import Channel, Message
 from unisono.launch.environment import EVENTS_VARIABLE
-from unisono.launch.failure import name_signal
+from unisono.launch.failure.verdict import name_signal
 from unisono.launch.leftovers import Leftovers, make_scratch, remove_scratch
 from unisono.launch.linux import become_subreaper, end_descendants, ends_at_once, set_parent_death_signal
 from unisono.launch.rank import Program, RankFiles, RankProcess, execute, run_program, settle

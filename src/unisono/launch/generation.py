@@ -9,10 +9,10 @@ import signal
 import time
 from pathlib import Path
 
-from unisono.launch.failure import Failure, Verdict, judge
+from unisono.launch.failure.verdict import Failure, Verdict, judge
+from unisono.launch.hang.observer import Observer
 from unisono.launch.job import Job
-from unisono.launch.observer import Observer
-from unisono.launch.relay import Relay
+from unisono.launch.output.relay import Relay
 
 __all__ = ["Generation"]
 

@@ -21,12 +21,13 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
-from unisono.launch import meeting, recorder, stacks
-from unisono.launch.account import account_of
+from unisono.launch import meeting
 from unisono.launch.environment import program_arguments
+from unisono.launch.failure.account import account_of
+from unisono.launch.hang import recorder, stacks
+from unisono.launch.hang.page import Page
 from unisono.launch.leftovers import use_scratch
 from unisono.launch.linux import set_parent_death_signal
-from unisono.launch.page import Page
 from unisono.machine import let_threads_finish
 
 __all__ = ["Program", "RankFiles", "RankProcess", "execute", "main", "run_program", "settle"]
@@ -59,7 +60,7 @@ class RankFiles:
     stdout: int
     stderr: int
     page: int
-    """Shared memory in which the rank says what it does (`launch.page`)."""
+    """Shared memory in which the rank says what it does (`launch.hang.page`)."""
     dump: int
     """Where Python's fault handler writes stacks."""
     ask: int

@@ -71,7 +71,7 @@ class Failure:
     """Whether the rank itself told, on its way out."""
     pid: int | None = None
     account: Mapping[str, Any] | None = None
-    """What it told of its error (`launch.account`)."""
+    """What it told of its error (`launch.failure.account`)."""
     crash_stack: str = ""
     """What Python's fault handler wrote when a signal ended it."""
     tail: tuple[str, ...] = ()

@@ -13,8 +13,8 @@ import threading
 
 from unisono.errors import LaunchError
 from unisono.launch.agent import run_job
-from unisono.launch.call import read_reports
 from unisono.launch.job import Job
+from unisono.launch.spawn.call import read_reports
 
 __all__ = ["main"]
 
@@ -33,7 +33,7 @@ def main() -> None:
         return any(report.rank == rank and report.traceback is not None for report in read_reports(reports))
 
     job = Job(
-        target="unisono.launch.called",
+        target="unisono.launch.spawn.rank",
         module=True,
         arguments=(str(packed), str(reports)),
         ranks=facts["ranks"],

@@ -25,8 +25,8 @@ the columns [start, end) in `source` that Python marks, if it marks less than th
 _MOST_SOURCE = 240
 _INTERACTIVE = ("<stdin>", "<console>", "<input>", "<ipython-", "<python-input")
 _STANDARD = tuple({f"{os.path.dirname(os.__file__)}/", f"{sysconfig.get_path('stdlib')}/"})  # noqa: PTH120
-_UNISONO = f"{Path(__file__).parents[1]}/"
-_LAUNCHER = f"{Path(__file__).parent}/"
+_UNISONO = f"{Path(__file__).parents[2]}/"
+_LAUNCHER = f"{Path(__file__).parents[1]}/"
 # The header of a frame in a traceback and in what the fault handler writes.
 _HEADER = re.compile(r'^\s*File "(?P<file>.+?)", line (?P<line>\d+|\?\?\?)(?:,? in (?P<function>.+))?$')
 

@@ -9,7 +9,7 @@ import os
 import sys
 import traceback
 
-from unisono.launch.call import RankReport, unpack, write_report
+from unisono.launch.spawn.call import RankReport, unpack, write_report
 
 
 def main(packed: int, reports: int) -> None:

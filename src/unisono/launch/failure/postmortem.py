@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from unisono.launch.failure.memory import MemoryCounters, evidence, read_counters
+from unisono.launch.failure.report import Circumstances, headline, render, to_json
 from unisono.launch.generation import Generation
 from unisono.launch.job import Job
-from unisono.launch.memory import MemoryCounters, evidence, read_counters
-from unisono.launch.relay import Relay
-from unisono.launch.report import Circumstances, headline, render, to_json
+from unisono.launch.output.relay import Relay
 
 __all__ = ["Postmortem"]
 

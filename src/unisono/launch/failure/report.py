@@ -14,9 +14,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from unisono.launch.failure import Failure, Verdict, name_ranks, name_signal
-from unisono.launch.frames import Frame, frames_in, is_own, short_path
-from unisono.launch.hints import hint_for, meaning_of_signal
+from unisono.launch.failure.frames import Frame, frames_in, is_own, short_path
+from unisono.launch.failure.hints import hint_for, meaning_of_signal
+from unisono.launch.failure.verdict import Failure, Verdict, name_ranks, name_signal
 
 __all__ = ["Circumstances", "headline", "render", "to_json"]
 

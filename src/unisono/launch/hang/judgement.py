@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from unisono.launch.page import Call, Kind
-from unisono.launch.stacks import Frame, Thread
+from unisono.launch.hang.page import Call, Kind
+from unisono.launch.hang.stacks import Frame, Thread
 
 __all__ = ["Finding", "Mismatch", "Operation", "Pending", "Situation", "Wait", "find_mismatch", "judge"]
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from unisono.launch.frames import short_path
-from unisono.launch.hang import Finding, Mismatch, Operation, Situation, Wait, detail_of
-from unisono.launch.page import Call, name_range
-from unisono.launch.stacks import Frame, Thread
+from unisono.launch.failure.frames import short_path
+from unisono.launch.hang.judgement import Finding, Mismatch, Operation, Situation, Wait, detail_of
+from unisono.launch.hang.page import Call, name_range
+from unisono.launch.hang.stacks import Frame, Thread
 
 __all__ = ["name_group", "render_finding", "render_mismatch", "render_stacks", "summarize"]
 

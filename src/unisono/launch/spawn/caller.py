@@ -23,14 +23,14 @@ from contextlib import suppress
 from typing import IO, Any, Literal, TextIO
 
 from unisono.errors import LaunchError
-from unisono.launch.call import Call, RankReport, pack, read_reports
-from unisono.launch.failure import name_signal
+from unisono.launch.failure.verdict import name_signal
+from unisono.launch.spawn.call import Call, RankReport, pack, read_reports
 
 __all__ = ["SpawnContext", "spawn"]
 
 _STARTER = (
     "import sys; getattr(sys.flags, 'safe_path', False) or sys.path.pop(0); "
-    "from unisono.launch.spawned import main; main()"
+    "from unisono.launch.spawn.job import main; main()"
 )
 _POLL_S = 0.01
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
-from unisono.launch.frames import Frame, frame_at, frames_in, frames_of, is_hidden
+from unisono.launch.failure.frames import Frame, frame_at, frames_in, frames_of, is_hidden
 
 __all__ = ["Account", "account_of", "remote_error"]
 

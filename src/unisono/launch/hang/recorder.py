@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from unisono.launch.flightrecords import FlightRecorder, name_tensors
-from unisono.launch.frames import library_of
+from unisono.launch.failure.frames import library_of
+from unisono.launch.hang.flightrecords import FlightRecorder, name_tensors
+from unisono.launch.hang.page import Kind, Page, describe, name_range
 from unisono.launch.imports import when_imported
-from unisono.launch.page import Kind, Page, describe, name_range
 
 __all__ = ["Recorder", "install"]
 

@@ -20,12 +20,12 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TextIO
 
-from unisono.launch.events import EventRelay
-from unisono.launch.folding import Fold, Folder
 from unisono.launch.job import Output
-from unisono.launch.live import LiveArea, LiveLines, plain_text
-from unisono.launch.logs import STREAMS, LogFile, Route, RunLogs, route
-from unisono.launch.output import Prefixes, Sink, wants_colour
+from unisono.launch.output.events import EventRelay
+from unisono.launch.output.folding import Fold, Folder
+from unisono.launch.output.live import LiveArea, LiveLines, plain_text
+from unisono.launch.output.logs import STREAMS, LogFile, Route, RunLogs, route
+from unisono.launch.output.streams import Prefixes, Sink, wants_colour
 
 __all__ = ["Relay"]
 

@@ -15,11 +15,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from unisono.launch.frames import short_path
-from unisono.launch.hang import Finding, Pending, Situation, find_mismatch, judge
-from unisono.launch.hang_report import render_finding, render_mismatch, summarize
-from unisono.launch.page import Page, create, expand_ranks
-from unisono.launch.stacks import StackRequest, crash_text, create_dump, read_state
+from unisono.launch.failure.frames import short_path
+from unisono.launch.hang.judgement import Finding, Pending, Situation, find_mismatch, judge
+from unisono.launch.hang.page import Page, create, expand_ranks
+from unisono.launch.hang.report import render_finding, render_mismatch, summarize
+from unisono.launch.hang.stacks import StackRequest, crash_text, create_dump, read_state
 
 __all__ = ["Observer"]
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from unisono.launch.frames import library_of
+from unisono.launch.failure.frames import library_of
 from unisono.launch.linux import descendants
 
 __all__ = [
