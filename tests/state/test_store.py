@@ -1,6 +1,7 @@
 """What is written is what is read; what was changed is refused by name."""
 
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -13,6 +14,7 @@ import torch
 
 from unisono.errors import CheckpointError, CorruptCheckpointError
 from unisono.state import codec as codec_module
+from unisono.state import manifest
 from unisono.state import store as store_module
 from unisono.state.codec import decode, encode
 from unisono.state.store import Store, parse
@@ -227,7 +229,7 @@ def rewrite_manifest(info, change):
     content = json.loads(path.read_bytes())
     del content["sha256"]
     change(content)
-    path.write_bytes(store_module._seal(content))
+    path.write_bytes(manifest._seal(content))
 
 
 @pytest.mark.parametrize(
@@ -278,7 +280,7 @@ def test_a_pickle_in_place_of_tensors_executes_nothing(store, tmp_path, make):
     make(Bomb(tmp_path / "fired"), path)
     assert_corrupt(store, info, r"model\.safetensors: expected")
     # The same, by someone who also seals the manifest again: hashes are right, and it is still not a file of tensors.
-    digest = store_module.hashlib.sha256(path.read_bytes()).hexdigest()
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
     rewrite_manifest(info, lambda c: c["files"][0].update(nbytes=path.stat().st_size, sha256=digest))
     store.verify(info)
     with pytest.raises(CorruptCheckpointError, match=r"model\.safetensors does not hold the tensors"):
@@ -360,13 +362,13 @@ def test_clean_puts_back_what_was_moved_aside_to_be_replaced(store):
 
 def test_clean_leaves_a_living_writer_alone(store, monkeypatch):
     removed = []
-    real = store_module._write_file
+    real = store_module.write_file
 
     def write_and_clean(path, pieces):
         removed.extend(Store(store.folder).clean())
         return real(path, pieces)
 
-    monkeypatch.setattr(store_module, "_write_file", write_and_clean)
+    monkeypatch.setattr(store_module, "write_file", write_and_clean)
     store.verify(store.write(1, groups(), {}))
     assert removed == []
 
@@ -459,7 +461,7 @@ def test_a_path_without_rights_and_without_an_answer_is_explained(store, monkeyp
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(store_module.shutil, "disk_usage", no_answer)
-    monkeypatch.setattr(store_module, "_make_folder", no_answer)
+    monkeypatch.setattr(store_module, "make_folder", no_answer)
     with pytest.raises(CheckpointError, match=r"\[Errno 13\] Permission denied, while .* free space is unknown"):
         store.write(1, groups(), {})
 
@@ -470,7 +472,7 @@ def test_an_interrupt_leaves_nothing(store, monkeypatch):
     def interrupt(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(store_module, "_flush_folder", interrupt)
+    monkeypatch.setattr(store_module, "flush_folder", interrupt)
     with contextlib.suppress(KeyboardInterrupt):
         store.write(2, groups(), {})
     assert [path.name for path in store.folder.iterdir()] == ["step-000000001"]

@@ -1,0 +1,143 @@
+"""The manifest of a checkpoint: which files belong to it, with their hashes, guarded by a hash of its own.
+
+Whatever a manifest says is checked before it is believed. Start reading at `parse_manifest`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import re
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from unisono.errors import CorruptCheckpointError
+from unisono.state.codec import Json
+from unisono.state.files import Entry, read_file
+
+__all__ = [
+    "GROUP",
+    "MANIFEST",
+    "STATE",
+    "SUFFIX",
+    "Manifest",
+    "manifest_of",
+    "parse_manifest",
+    "read_manifest",
+    "render_manifest",
+]
+
+MANIFEST = "manifest.json"
+"""Name of the file."""
+STATE = "state.json"
+"""Name of the file with all that is not a tensor."""
+SUFFIX = ".safetensors"
+"""What follows a group's name in the name of its file."""
+GROUP = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
+"""What a group may be called."""
+
+_FORMAT = 1
+_LIMIT = 64 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """What a manifest says, checked."""
+
+    step: int
+    files: list[Entry]
+    groups: dict[str, dict[str, Any]]
+    """By name, what `codec.rebuild` needs beside the file."""
+
+
+def render_manifest(step: int, entries: list[Entry], groups: dict[str, Json]) -> bytes:
+    """Write the manifest of a checkpoint. Args: groups has what `codec.lay_out` says of each."""
+    try:
+        version = importlib.metadata.version("unisono")
+    except importlib.metadata.PackageNotFoundError:  # run from a source tree
+        version = "unknown"
+    return _seal(
+        {
+            "format": _FORMAT,
+            "unisono": version,
+            "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "step": step,
+            "files": [asdict(entry) for entry in entries],
+            "groups": groups,
+        }
+    )
+
+
+def _seal(content: dict[str, Any]) -> bytes:
+    """Render a manifest with its own hash at the end: it guards the others, and nothing else guards it."""
+    body = json.dumps(content, indent=1).encode()
+    return json.dumps({**content, "sha256": hashlib.sha256(body).hexdigest()}, indent=1).encode() + b"\n"
+
+
+def manifest_of(folder: Path) -> Manifest:
+    """Read the manifest of a checkpoint's folder. Raises: CorruptCheckpointError, as `parse_manifest`."""
+    return parse_manifest(read_manifest(folder), str(folder), folder.name)
+
+
+def read_manifest(folder: Path) -> bytes:
+    """Read the bytes of a manifest, unless it is absurdly large. Raises: CorruptCheckpointError."""
+    path = folder / MANIFEST
+    return b"".join(read_file(path, lambda size: size <= _LIMIT, f"a manifest of up to {_LIMIT:,} bytes"))
+
+
+def parse_manifest(data: bytes, where: str, folder_name: str | None) -> Manifest:
+    """Check a manifest and give what it says.
+
+    Args: where names it in errors; folder_name is that of its folder, None if it is not known.
+    Raises: CorruptCheckpointError saying what is wrong with it.
+    """
+
+    def corrupt(what: str) -> CorruptCheckpointError:
+        return CorruptCheckpointError(f"{where}: {MANIFEST} {what}. Take an older checkpoint.")
+
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise corrupt(f"is not JSON ({len(data):,} bytes: {error}): it was cut off or changed") from error
+    if not isinstance(content, dict):
+        raise corrupt(f"holds a {type(content).__name__}, expected an object")
+    if content.get("format") != _FORMAT:
+        raise corrupt(
+            f"has format {content.get('format')!r}, and this unisono reads {_FORMAT}: it is damaged, or comes from a "
+            f"newer unisono (upgrade to read it)"
+        )
+    claimed = content.pop("sha256", None)
+    # Rendered again and compared to the byte: a change in white space or in the case of a digit is a change too.
+    if _seal(content) != data:
+        found = hashlib.sha256(json.dumps(content, indent=1).encode()).hexdigest()
+        raise corrupt(f"was changed after it was written: expected sha256 {claimed}, found {found}")
+    try:
+        entries = [Entry(**entry) for entry in content["files"]]
+        manifest = Manifest(step=content["step"], files=entries, groups=content["groups"])
+        expected = {*(f"{group}{SUFFIX}" for group in manifest.groups), STATE}
+        sound = all(type(entry.nbytes) is int and type(entry.sha256) is str for entry in entries)
+        sound = sound and all(
+            isinstance(group["names"], list)
+            and isinstance(group["aliases"], dict)
+            and isinstance(group["dtypes"], dict)
+            for group in manifest.groups.values()
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise corrupt(f"lacks what it must say: {type(error).__name__}: {error}") from error
+    names = [entry.name for entry in entries]
+    # A file's name comes from the file: it must not lead out of the folder.
+    bad = [name for name in names if name != STATE and not (isinstance(name, str) and _is_group_file(name))]
+    if bad:
+        raise corrupt(f"names {bad[0]!r}, which is not a file of a checkpoint; nothing was read from there")
+    if not sound or len(names) != len(expected) or set(names) != expected:
+        raise corrupt(f"lists the files {names}, expected {sorted(expected)} with a size and a hash each")
+    if folder_name is not None and folder_name != f"step-{manifest.step:09d}":
+        raise corrupt(f"is of step {manifest.step}, but the folder is {folder_name}: it was renamed or copied")
+    return manifest
+
+
+def _is_group_file(name: str) -> bool:
+    return name.endswith(SUFFIX) and GROUP.fullmatch(name.removesuffix(SUFFIX)) is not None
