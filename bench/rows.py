@@ -6,6 +6,7 @@ Every row has the same fields, so that a later reader can compare rows of differ
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -75,6 +76,17 @@ class Row:
         if self.goal.of == "ratio":
             return self.ratio >= self.goal.bound
         return self.ours.median >= self.goal.bound if self.is_rate else self.ours.median <= self.goal.bound
+
+    @property
+    def even(self) -> bool:
+        """Whether the goal of a ratio is missed by less than the measurement can tell.
+
+        That is twice the standard error of a median, 1.25 σ/√n for normal errors, with σ from the interquartile range.
+        """
+        if self.goal is None or self.goal.of != "ratio" or self.met:
+            return False
+        error = 1.2533 * self.ratio_spread / 0.6745 / math.sqrt(self.n)
+        return self.goal.bound - self.ratio <= 2 * error
 
 
 def summarise(

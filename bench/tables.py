@@ -55,4 +55,4 @@ def _goal(row: Row) -> str:
         return "–"
     sign = "≥" if row.goal.of == "ratio" or row.is_rate else "≤"
     what = "ratio" if row.goal.of == "ratio" else "ours"
-    return f"{what} {sign} {row.goal.bound:g}: {'met' if row.met else 'MISSED'}"
+    return f"{what} {sign} {row.goal.bound:g}: {'met' if row.met else 'even' if row.even else 'MISSED'}"
