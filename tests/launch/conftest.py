@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from screen import ranks_of
+from printed import ranks_of
 
 TIMEOUT_S = 60
 

@@ -1,13 +1,4 @@
-"""What a terminal would show, what nested progress bars write, and which ranks a printed line is of."""
-
-import re
-
-
-def ranks_of(line):
-    """Read the ranks in front of a line, such as [0-2,5]. None: it is of the launcher."""
-    found = re.match(r"\[([0-9,-]+)\] ", line)
-    spans = [span.split("-") for span in found[1].split(",")] if found else []
-    return {rank for span in spans for rank in range(int(span[0]), int(span[-1]) + 1)}
+"""What a terminal would show, and what nested progress bars write."""
 
 
 class Terminal:

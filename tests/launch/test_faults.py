@@ -78,3 +78,14 @@ def test_the_report_is_in_the_log_folder_as_data(launcher):
         fault.place(),
         "step",
     )
+
+
+def test_a_hang_that_ended_the_job_is_in_the_log_folder_as_data(launcher):
+    fault = BY_NAME["mismatched-collectives"]
+    launcher.write("script.py", fault.script())
+    result = launcher.run("run", "-n", "2", *fault.options, "--log-dir", "logs", "script.py")
+    (file,) = launcher.folder.glob("logs/*/attempt_0/report.json")
+    report = json.loads(file.read_text())
+    assert (result.returncode, report["exit_code"], report["ranks"]) == (1, 1, 2)
+    assert report["headline"].startswith("rank 1 calls broadcast where rank 0 calls all_reduce (collective 2), and")
+    assert "rank 0: all_reduce(float32[4, 4], sum)  at script.py:" in report["hang"]

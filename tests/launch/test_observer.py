@@ -29,8 +29,8 @@ for rank, (page_file, dump, ask) in enumerate(tuple(map(int, group.split(","))) 
     pid = os.fork()
     if pid == 0:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(len(files)), GLOO_SOCKET_IFNAME="lo")
-        stacks.install(dump)
-        recorder.install(page.Page(page_file), ask=ask)
+        recording = recorder.install(page.Page(page_file), ask=ask, dump=dump)
+        stacks.install(dump, has_thread=lambda: recording.has_thread)
         sys.argv = [script]
         code = 1
         try:

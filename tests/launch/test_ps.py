@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 
 import pytest
 from click.testing import CliRunner
-from screen import ranks_of
+from printed import ranks_of
 
 from unisono.cli import ps as commands
 from unisono.errors import LaunchError

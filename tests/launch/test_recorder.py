@@ -41,7 +41,7 @@ def test_calls_are_recorded_with_group_number_shape_and_place(run):
     told = run("""
 import torch, torch.distributed as dist
 from torch.distributed import broadcast as imported_earlier
-install(page, ask=ask)
+install(page, ask=ask, dump=-1)
 start()
 group = dist.new_group([0])
 def step():
@@ -71,7 +71,7 @@ tell(calls())
 
 def test_torch_that_is_imported_afterwards_is_recorded_too(run):
     told = run("""
-install(page, ask=ask)
+install(page, ask=ask, dump=-1)
 before = "torch" in sys.modules
 import torch, torch.distributed as dist
 start()
@@ -100,7 +100,7 @@ earlier = errors()
 start()
 plain = errors()
 dist.destroy_process_group()
-install(page, ask=ask)
+install(page, ask=ask, dump=-1)
 after = [(getattr(dist, name), str(inspect.signature(getattr(dist, name)))) for name in names]
 same = [earlier == errors()]
 start()
@@ -113,7 +113,7 @@ tell(before == after, same)
 def test_a_call_that_is_refused_keeps_no_number(run):
     told = run("""
 import torch, torch.distributed as dist
-install(page, ask=ask)
+install(page, ask=ask, dump=-1)
 start()
 try:
     dist.all_reduce([1])
@@ -127,7 +127,7 @@ tell([(call[3], call[9]) for call in calls()][1:], page.completed)
 def test_groups_made_anew_begin_to_count_anew(run):
     told = run("""
 import torch, torch.distributed as dist
-install(page, ask=ask)
+install(page, ask=ask, dump=-1)
 for _ in range(2):
     start()
     dist.barrier()
@@ -141,7 +141,7 @@ tell([(call.epoch, call.sequence) for call in page.calls() if call.name == "barr
 def test_a_destroyed_group_is_not_kept_alive(run):
     told = run("""
 import gc, torch, torch.distributed as dist, weakref
-install(page, ask=ask)
+install(page, ask=ask, dump=-1)
 start()
 group = dist.new_group([0])
 dist.barrier(group=group)
@@ -157,7 +157,7 @@ tell(reference() is None)
 def test_a_forked_process_does_not_write_to_the_page(run):
     told = run("""
 import torch, torch.distributed as dist
-install(page, ask=ask)
+install(page, ask=ask, dump=-1)
 start()
 begun = page.begun
 if os.fork() == 0:
@@ -174,7 +174,7 @@ tell(page.begun - begun)
 def test_the_flight_recorder_is_read_when_asked(run):
     told = run("""
 import threading, torch, torch.distributed as dist
-install(page, ask=ask)
+install(page, ask=ask, dump=-1)
 threads = threading.active_count()
 start()
 dist.all_reduce(torch.ones(1), async_op=True).wait()
@@ -205,7 +205,7 @@ def compiled():
 start()
 plain = compiled()
 dist.destroy_process_group()
-install(page, ask=ask)
+install(page, ask=ask, dump=-1)
 start()
 tell(plain == compiled(), len(plain[1]), [call[0] for call in calls()])
 """)

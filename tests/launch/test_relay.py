@@ -8,7 +8,8 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import pytest
-from screen import Terminal, nested_bars, ranks_of
+from printed import ranks_of
+from screen import Terminal, nested_bars
 
 from unisono.launch.job import Output
 from unisono.launch.output.relay import Relay

@@ -60,6 +60,35 @@ def test_a_process_stuck_in_c_code_answers(start, dump):
     assert "libc.sleep(1000)" in places
 
 
+def test_threads_that_run_are_shown_and_do_not_crash_the_process(start, dump):
+    # Their stacks grow and shrink and their memory comes and goes: who reads it meanwhile from outside falls through.
+    source = """
+import threading
+def deep(n):
+    return 0 if n == 0 else 1 + deep(n - 1)
+def run():
+    while True:
+        deep(600)
+def start():
+    while True:
+        thread = threading.Thread(target=deep, args=(300,))
+        thread.start()
+        thread.join()
+for function in (run, start):
+    threading.Thread(target=function, daemon=True).start()
+print(flush=True)
+threading.Event().wait()
+"""
+    process = start(source)
+    complete = 0
+    for _ in range(120):
+        threads = request_stacks(process.pid, dump, timeout_s=30)[process.pid]
+        functions = {frame.function for thread in threads for frame in thread.frames}
+        assert "wait" in functions
+        complete += {"run", "start"} <= functions  # else the main thread was kept from answering, and shown alone
+    assert process.poll() is None and complete > 60
+
+
 def test_all_threads_and_forked_children_answer(start, dump):
     source = """
 import os, threading, time

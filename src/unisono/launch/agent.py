@@ -29,7 +29,7 @@ from unisono.launch.channel import Channel, Message
 from unisono.launch.control import Control
 from unisono.launch.environment import job_environment, rank_environment
 from unisono.launch.failure.memory import read_counters
-from unisono.launch.failure.postmortem import Postmortem
+from unisono.launch.failure.postmortem import Postmortem, write_report
 from unisono.launch.failure.report import Circumstances, headline
 from unisono.launch.failure.verdict import name_ranks, name_signal
 from unisono.launch.generation import Generation
@@ -344,6 +344,16 @@ class _Agent:
 
     def _end_for_hang(self, hang: str) -> None:
         self._begin_stop(_Stop(code=1), signal.SIGTERM, self._running)
+        report = {
+            "run_id": self._job.run_id,
+            "ranks": self._job.ranks,
+            "headline": hang,
+            "exit_code": 1,
+            "hang": self._now.observer.report,
+            "restarts": self._restarts,
+            "max_restarts": self._job.max_restarts,
+        }
+        write_report(report, relay=self._relay, attempt=self._now.attempt)
         self._relay.say(f"{hang}; ending the job")
 
     def _on_signal(self, signals: int) -> None:

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
 
-from unisono.launch.imports import when_imported
+from unisono.imports import when_imported
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]

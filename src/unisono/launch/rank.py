@@ -25,6 +25,7 @@ from unisono.launch import meeting
 from unisono.launch.environment import program_arguments
 from unisono.launch.failure.account import account_of
 from unisono.launch.hang import recorder, stacks
+from unisono.launch.hang.flightrecords import has_completed
 from unisono.launch.hang.page import Page
 from unisono.launch.leftovers import use_scratch
 from unisono.launch.linux import set_parent_death_signal
@@ -181,9 +182,9 @@ def run_program(process: RankProcess) -> None:
 
 def _open_up(process: RankProcess) -> Page:
     """Let the agent see what this rank does: its stacks on request, its collectives, its error."""
-    stacks.install(process.files.dump)
     page = Page(process.files.page)
-    recorder.install(page, ask=process.files.ask)
+    recording = recorder.install(page, ask=process.files.ask, dump=process.files.dump)
+    stacks.install(process.files.dump, has_thread=lambda: recording.has_thread)
     meeting.install(os.environ)
     use_scratch(process.scratch)
     if process.program.numa_binding is not None:
@@ -200,6 +201,8 @@ def _tell(process: RankProcess, page: Page, error: BaseException, code: int) -> 
     if page.pid != os.getpid():
         return False
     page.write_failure({**account_of(error), "printed": _shows_errors_itself()})
+    if page.begun and not page.met and has_completed():  # in DDP, say: no call of the program told
+        page.note_meeting()
     os.write(process.report, f"{process.rank} {code} {time_ns}\n".encode())
     return True
 

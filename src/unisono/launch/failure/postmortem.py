@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from unisono.launch.failure.memory import MemoryCounters, evidence, read_counters
 from unisono.launch.failure.report import Circumstances, headline, render, to_json
@@ -11,7 +13,7 @@ from unisono.launch.generation import Generation
 from unisono.launch.job import Job
 from unisono.launch.output.relay import Relay
 
-__all__ = ["Postmortem"]
+__all__ = ["Postmortem", "write_report"]
 
 
 class Postmortem:
@@ -61,13 +63,18 @@ class Postmortem:
         for failure in self._generation.failures:
             if failure.account is not None and not failure.account.get("printed"):
                 self._relay.log(failure.rank, failure.account["traceback"])
-        if self._relay.folder is None:
-            return
-        target = self._relay.folder / f"attempt_{self._generation.attempt}" / "report.json"
-        partial = target.with_suffix(".partial")
-        try:
-            target.parent.mkdir(exist_ok=True)
-            partial.write_text(json.dumps(to_json(self._verdict, self._circumstances), indent=2) + "\n")
-            partial.replace(target)
-        except OSError as error:
-            self._relay.say(f"{target} could not be written: {error.strerror}")
+        write_report(to_json(self._verdict, self._circumstances), relay=self._relay, attempt=self._generation.attempt)
+
+
+def write_report(report: Mapping[str, Any], *, relay: Relay, attempt: int) -> None:
+    """Write report.json of an attempt into the log folder, if there is one; if that fails, say so."""
+    if relay.folder is None:
+        return
+    target = relay.folder / f"attempt_{attempt}" / "report.json"
+    partial = target.with_suffix(".partial")
+    try:
+        target.parent.mkdir(exist_ok=True)
+        partial.write_text(json.dumps(report, indent=2) + "\n")
+        partial.replace(target)
+    except OSError as error:
+        relay.say(f"{target} could not be written: {error.strerror}")

@@ -38,7 +38,7 @@ class Circumstances:
     folder: str = ""
     """Working directory; paths of source files are shown relative to it."""
     evidence: str | None = None
-    """What the kernel's counters say of memory (`launch.memory.evidence`)."""
+    """What the kernel's counters say of memory (`launch.failure.memory.evidence`)."""
     log_files: Mapping[int, Sequence[Path]] = field(default_factory=dict)
     """By rank, the files with all that it printed in this generation."""
     restarts: int = 0
@@ -46,7 +46,7 @@ class Circumstances:
     max_restarts: int = 0
     """How often they may be."""
     mismatch: str = ""
-    """Which collectives of the ranks did not match, if any (`launch.hang_report.render_mismatch`)."""
+    """Which collectives of the ranks did not match, if any (`launch.hang.report.render_mismatch`)."""
     remarks: Sequence[str] = ()
     """Sentences to add: why there is no restart, what the ranks that were missed did."""
     run_id: str = ""
@@ -328,7 +328,7 @@ def _tail(cause: Failure) -> list[str]:
 
 def _other(failure: Failure) -> str:
     if failure.account is None or failure.code < 0:
-        return failure.describe()
+        return failure.describe_end()
     return f"rank {failure.rank}, later: {_title(failure.account.get('remote', failure.account))}"
 
 

@@ -54,10 +54,6 @@ _CONNECTION_TYPES = (
 """Types of the errors that Python code raises for a lost connection, to a peer or to anything else."""
 
 
-_MOST_WORDS = 80
-"""How much of an error is told where it is not the main thing."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
     """One rank's failure."""
@@ -79,19 +75,14 @@ class Failure:
     doing: str = ""
     """The collective that it was in, or had done last, as words: "in all_reduce at train.py:7"."""
 
-    def describe(self) -> str:
-        """Say what happened, also while the process is still on its way out.
+    def describe_end(self) -> str:
+        """Say how the process ended.
 
-        >>> Failure(rank=1, code=-9, time_ns=0, reported=False).describe()
+        >>> Failure(rank=1, code=-9, time_ns=0, reported=False).describe_end()
         'rank 1 was killed by SIGKILL'
         """
-        if self.code < 0:
-            return f"rank {self.rank} was killed by {name_signal(-self.code)}"
-        if self.account is not None and self.account["type"] != "SystemExit":
-            lines = str(self.account["message"]).splitlines()
-            error = ": ".join([str(self.account["type"]), *lines[:1]])
-            return f"rank {self.rank} failed: {error if len(error) <= _MOST_WORDS else error[: _MOST_WORDS - 1] + '…'}"
-        return f"rank {self.rank} exited with code {self.code}"
+        how = f"was killed by {name_signal(-self.code)}" if self.code < 0 else f"exited with code {self.code}"
+        return f"rank {self.rank} {how}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,6 +1,7 @@
 """Reads torch's flight recorder: what the backends of this process have been asked to do, and what is not finished.
 
-Gloo and NCCL write there by themselves, whichever way an operation reached them. Start reading at `FlightRecorder`.
+Gloo and NCCL write there by themselves, whichever way an operation reached them; the backend shm, which is written in
+Python, is asked beside it. Start reading at `FlightRecorder`.
 """
 
 from __future__ import annotations
@@ -8,9 +9,10 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["FlightRecorder", "name_tensors"]
+__all__ = ["FlightRecorder", "has_completed", "name_tensors"]
 
 _MOST_TENSORS = 8
 _MOST_ENTRIES = 16
@@ -39,13 +41,9 @@ class FlightRecorder:
 
         The counters are cheap. Listing all records takes 0.1 s when there are thousands.
         """
-        native = sys.modules.get("torch._C._distributed_c10d")
         status: dict[str, dict[str, int]] = {}
         pending: list[dict[str, Any]] = []
-        for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
-            dump = getattr(native, name, None)
-            if dump is None:
-                continue
+        for name, dump in _dumps():
             counters = {f"{name} {group}": counts for group, counts in _read_counters(dump(False)).items()}
             stuck = any(
                 counts["completed"] < counts["enqueued"] and self._status.get(key) == counts
@@ -58,7 +56,50 @@ class FlightRecorder:
                 if stuck:
                     pending += _unfinished(entries, now_ns=time.time_ns())
             status |= {self._names.get(key, ""): counts for key, counts in counters.items()}
+        _look_at_shared_memory(status, pending)
         return status, pending
+
+
+def _look_at_shared_memory(status: dict[str, dict[str, int]], pending: list[dict[str, Any]]) -> None:
+    """Add the groups of the backend shm, which keep records of their own; there are none unless it was used."""
+    backend: Any = sys.modules.get("unisono.comm.shm.core")
+    for group in backend.open_groups() if hasattr(backend, "open_groups") else ():
+        number, calls = group.under_way()
+        status[group.group_name] = {"enqueued": number, "completed": number - bool(calls)}
+        pending += [
+            {
+                "group": group.group_name,
+                "sequence": call.number,
+                "point_to_point": False,
+                "name": call.name,
+                "tensors": "" if call.dtype is None else f"{_dtype(call.dtype)}[{call.numel}]",
+                "age_s": round(age_s, 3),
+            }
+            for call, age_s in calls
+            if call.number  # else it waits for its turn
+        ][:_MOST_ENTRIES]
+
+
+def _dtype(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def has_completed() -> bool:
+    """Tell whether a group of this process has completed an operation. Cheap."""
+    status: dict[str, dict[str, int]] = {}
+    _look_at_shared_memory(status, [])
+    for _, dump in _dumps():
+        status |= _read_counters(dump(False))
+    return any(counts["completed"] > 0 for counts in status.values())
+
+
+def _dumps() -> Iterator[tuple[str, Callable[[bool], bytes]]]:
+    """Give torch's functions that read its records, by name; none if the program has not imported torch."""
+    native = sys.modules.get("torch._C._distributed_c10d")
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        dump = getattr(native, name, None)
+        if dump is not None:
+            yield name, dump
 
 
 def _read_counters(data: bytes) -> dict[str, dict[str, int]]:

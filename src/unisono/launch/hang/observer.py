@@ -18,6 +18,7 @@ from typing import Any
 from unisono.launch.failure.frames import short_path
 from unisono.launch.hang.judgement import Finding, Pending, Situation, find_mismatch, judge
 from unisono.launch.hang.page import Page, create, expand_ranks
+from unisono.launch.hang.recorder import ASK_RECORDER, ASK_STACKS
 from unisono.launch.hang.report import render_finding, render_mismatch, summarize
 from unisono.launch.hang.stacks import StackRequest, crash_text, create_dump, read_state
 
@@ -58,7 +59,12 @@ class _Watched:
     def ask_recorder(self, now_s: float) -> None:
         self.asked_s = now_s
         with suppress(BlockingIOError, BrokenPipeError):
-            os.write(self.ask, b"?")
+            os.write(self.ask, ASK_RECORDER)
+
+    def ask_stacks(self) -> None:
+        """Ask the rank's thread, if it has one, for all stacks."""
+        with suppress(BlockingIOError, BrokenPipeError):
+            os.write(self.ask, ASK_STACKS)
 
     def close(self) -> None:
         self.page.close()
@@ -93,6 +99,8 @@ class Observer:
         self._finding: Finding | None = None
         self.abort: str | None = None
         """Why the job should be ended, once ranks have waited in vain for `hang_abort_s`."""
+        self.report = ""
+        """The last report that `tick` gave."""
 
     def files(self, rank: int) -> tuple[int, int, int]:
         """Make the page, the file for stacks and the pipe for questions of a new rank, in place of an earlier one's.
@@ -141,7 +149,7 @@ class Observer:
             self._judge(now_s)
         return []
 
-    def snapshot(self, *, wait_s: float = 0.3) -> list[Situation]:
+    def snapshot(self, *, wait_s: float = 0.8) -> list[Situation]:
         """Give what every rank does now, with its stacks, for `hang_report.render_stacks`. Takes up to `wait_s`."""
         self._requests.clear()
         for watched in self._ranks.values():
@@ -258,6 +266,7 @@ class Observer:
         self._reported_s = now_s
         now_ns = time.monotonic_ns()
         text = render_finding(finding, situations, now_ns=now_ns, folder=self._folder, remedy=self._remedy(finding))
+        self.report = text
         return [f"unisono: {text}"]
 
     def _find(self, situations: list[Situation]) -> Finding | None:
@@ -275,7 +284,7 @@ class Observer:
         for rank in ranks:
             watched = self._ranks.get(rank)
             if watched is not None and watched.alive and len(found) < _MOST_STACKS:
-                found[rank] = StackRequest(watched.pid, watched.dump)
+                found[rank] = StackRequest(watched.pid, watched.dump, ask=watched.ask_stacks)
         return found
 
     def _situations(self, now_s: float, requests: dict[int, StackRequest]) -> list[Situation]:

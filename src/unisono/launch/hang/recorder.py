@@ -19,12 +19,16 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from unisono.imports import when_imported
 from unisono.launch.failure.frames import library_of
+from unisono.launch.hang import stacks
 from unisono.launch.hang.flightrecords import FlightRecorder, name_tensors
 from unisono.launch.hang.page import Kind, Page, describe, name_range
-from unisono.launch.imports import when_imported
 
-__all__ = ["Recorder", "install"]
+__all__ = ["ASK_RECORDER", "ASK_STACKS", "Recorder", "install"]
+
+ASK_RECORDER, ASK_STACKS = b"?", b"s"
+"""What the agent writes into the pipe."""
 
 _MOST_DESCRIPTIONS = 4096
 _MOST_FRAMES = 64
@@ -112,13 +116,14 @@ class _Group:
     sequence: int = 0
 
 
-def install(page: Page, *, ask: int) -> Recorder:
+def install(page: Page, *, ask: int, dump: int) -> Recorder:
     """Record in the page what this process does in its process groups, from the import of torch.distributed on.
 
-    Args: ask is a pipe. Each byte that arrives makes a thread write what torch's flight recorder has unfinished.
-    Call it once, in the rank, after the fork. Returns: what does it; nothing has to be done with it.
+    Args: ask is a pipe, which a thread reads once there is a process group. `ASK_RECORDER` makes it write into the page
+    what torch's flight recorder has unfinished, `ASK_STACKS` makes it write the stacks of all threads to dump.
+    Call it once, in the rank, after the fork. Returns: what does it.
     """
-    recorder = Recorder(page, ask=ask)
+    recorder = Recorder(page, ask=ask, dump=dump)
     page.claim(pid=os.getpid(), main_thread=threading.main_thread().ident or 0)
     # A process that the rank forks (a DataLoader worker) has the same page mapped, which is not its own.
     os.register_at_fork(after_in_child=recorder.stop)
@@ -129,9 +134,9 @@ def install(page: Page, *, ask: int) -> Recorder:
 class Recorder:
     """Stands in the functions of torch.distributed and writes to the page."""
 
-    def __init__(self, page: Page, *, ask: int) -> None:
+    def __init__(self, page: Page, *, ask: int, dump: int) -> None:
         self._page: Page | None = page
-        self._ask = ask
+        self._ask, self._dump = ask, dump
         self._inside = threading.local()
         self._texts: dict[Any, bytes] = {}
         self._groups: dict[str, _Group] = {}
@@ -144,6 +149,12 @@ class Recorder:
     def stop(self) -> None:
         """Record nothing more."""
         self._page = None
+        self._watching = False  # a thread is not forked
+
+    @property
+    def has_thread(self) -> bool:
+        """Whether this process has the thread that answers the agent."""
+        return self._watching
 
     def attach(self, c10d: ModuleType) -> None:
         """Take the place of the inner functions of a module `torch.distributed.distributed_c10d`."""
@@ -304,7 +315,11 @@ class Recorder:
     def _answer(self) -> None:
         """Write what is unfinished each time the agent asks."""
         reader = FlightRecorder()
-        while os.read(self._ask, 64) and (page := self._page) is not None:
+        while (asked := os.read(self._ask, 64)) and (page := self._page) is not None:
+            if ASK_STACKS in asked:
+                stacks.write(self._dump)
+            if ASK_RECORDER not in asked:
+                continue
             with suppress(*_UNUSUAL):
                 status, pending = reader.look()
                 if any(group["completed"] > 0 for group in status.values()):

@@ -162,7 +162,8 @@ def _block(situation: Situation, now_ns: int, folder: str, *, full: bool) -> lis
         lines.append(f"  its last call was {_call(last, folder)}, {when} ago")
     if full:
         for thread in situation.threads:
-            lines += [f"  thread {thread.ident:#x}", *_stack(thread, folder, full=True)]
+            which = f"thread {thread.ident:#x}" if thread.ident else "main thread; the others did not answer"
+            lines += [f"  {which}", *_stack(thread, folder, full=True)]
     elif situation.main is not None:
         lines += _stack(situation.main, folder, full=False)
     elif not running and last is None and not situation.ended:

@@ -1,7 +1,10 @@
 """The Python stacks of a running rank, without root and without ptrace.
 
-In the rank, faulthandler writes them to a file in memory on a real-time signal, also when the rank is stuck in C code,
-and by itself on a crash. The agent asks for them and reads them. Start reading at `install` and `StackRequest`.
+In the rank, faulthandler writes them to a file in memory, and by itself on a crash; the agent asks for them and reads
+them. It asks the interpreter first, by a signal that Python handles and by the pipe of the recorder's thread: either
+writes all stacks while no other thread can change them. Only if neither answers, because the main thread is stuck in C
+code, a second signal is handled without the interpreter, and then writes the main thread's stack alone: to walk the
+stacks of threads that run would crash the rank. Start reading at `install` and `StackRequest`.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import os
 import re
 import signal
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +25,7 @@ from unisono.launch.failure.frames import library_of
 from unisono.launch.linux import descendants
 
 __all__ = [
+    "ASK_SIGNAL",
     "STACK_SIGNAL",
     "Frame",
     "ProcessState",
@@ -32,16 +37,23 @@ __all__ = [
     "parse_stacks",
     "read_state",
     "request_stacks",
+    "write",
 ]
 
+ASK_SIGNAL = signal.SIGRTMAX - 6
+"""Asks the interpreter. Real-time signals have no other meaning; libraries that use some begin at the lower end."""
 STACK_SIGNAL = signal.SIGRTMAX - 5
-"""Real-time signals have no other meaning, and libraries that use some take them from the lower end."""
+"""Asks the fault handler."""
 
 _LONGEST_DUMP = 1 << 20
+_PATIENCE_S = 0.25
+"""How long the interpreter has to answer before the fault handler is asked."""
+_END = b"# end\n"
+"""What the interpreter writes after its answer."""
 _PAUSE_S = 0.02
-"""A dump is complete when it has not grown for so long; its end has no mark."""
+"""The fault handler's answer is complete when it has not grown for so long; its end has no mark."""
 
-_THREAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+)[^(]*\(most recent call first\):")
+_THREAD = re.compile(r"^(?:Stack|(?:Current thread|Thread) (0x[0-9a-f]+)[^(]*)[ ]?\(most recent call first\):")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 
 
@@ -67,7 +79,7 @@ class Thread:
     """The stack of one thread, innermost call first."""
 
     ident: int
-    """As `threading.get_ident()` gives it."""
+    """As `threading.get_ident()` gives it; 0 for a main thread that was shown without the others."""
     frames: tuple[Frame, ...]
 
     @property
@@ -96,26 +108,52 @@ def create_dump() -> int:
     return file
 
 
-def install(dump: int) -> None:
-    """Have this process write its stacks to the file on the signal and on a crash. Processes that it forks do too."""
+def install(dump: int, *, has_thread: Callable[[], bool] = lambda: False) -> None:
+    """Have this process write its stacks to the file on request and on a crash. Processes that it forks do too.
+
+    Call it in the main thread. Args: has_thread tells whether a thread of this process answers instead of the main one.
+    """
+
+    def answer(*_: object) -> None:
+        if not has_thread():
+            write(dump)
+
     faulthandler.enable(file=dump, all_threads=True)
-    faulthandler.register(STACK_SIGNAL, file=dump, all_threads=True, chain=False)
+    faulthandler.register(STACK_SIGNAL, file=dump, all_threads=False, chain=False)
+    signal.signal(ASK_SIGNAL, answer)
+
+
+def write(dump: int) -> None:
+    """Write the stacks of all threads to the file."""
+    faulthandler.dump_traceback(file=dump, all_threads=True)
+    os.write(dump, _END)
 
 
 class StackRequest:
     """The stacks of a rank and of the Python processes that it forked, collected without waiting.
 
-    Call `poll` now and then until `done`. Processes without the handler, which the signal would kill, are not asked.
-    Args: pid is the rank's; dump is the file that its handler writes to; children are asked too, after the rank.
+    Call `poll` now and then until `done`. Processes without the handlers, which the signals would kill, are not asked.
+    Args: pid is the rank's; dump is the file that its handler writes to; ask asks the rank's thread, if it has one;
+    children are asked too, after the rank.
     """
 
-    def __init__(self, pid: int, dump: int, *, children: bool = True, timeout_s: float = 1.0) -> None:
+    def __init__(
+        self,
+        pid: int,
+        dump: int,
+        *,
+        ask: Callable[[], None] = lambda: None,
+        children: bool = True,
+        timeout_s: float = 1.0,
+    ) -> None:
         self._dump = dump
+        self._ask_thread: Callable[[], None] | None = ask
         self._timeout_s = timeout_s
         self._waiting = [pid]
         self._children = children
         self._asked = 0
         self._size, self._size_s, self._deadline_s = 0, 0.0, 0.0
+        self._patience_ends_s, self._by_force = 0.0, False
         self.stacks: dict[int, tuple[Thread, ...]] = {}
         """By process, what has been collected; a process that did not answer has none."""
         self._ask_next()
@@ -132,7 +170,9 @@ class StackRequest:
         now_s, size = time.monotonic(), os.fstat(self._dump).st_size
         if size != self._size:
             self._size, self._size_s = size, now_s
-        if (size and now_s - self._size_s >= _PAUSE_S) or now_s > self._deadline_s:
+        elif not size and not self._by_force and now_s > self._patience_ends_s:
+            self._by_force = _send(self._asked, STACK_SIGNAL)
+        if self._is_complete(size, now_s) or now_s > self._deadline_s:
             threads = parse_stacks(os.pread(self._dump, _LONGEST_DUMP, 0).decode(errors="replace"))
             if threads:
                 self.stacks[self._asked] = threads
@@ -143,6 +183,13 @@ class StackRequest:
             self._ask_next()
         return self.done
 
+    def _is_complete(self, size: int, now_s: float) -> bool:
+        if not size:
+            return False
+        if self._by_force and now_s - self._size_s >= _PAUSE_S:
+            return True
+        return os.pread(self._dump, len(_END), max(0, size - len(_END))) == _END
+
     def _ask_next(self) -> None:
         self._asked = 0
         while self._waiting and not self._asked:
@@ -151,9 +198,19 @@ class StackRequest:
                 os.ftruncate(self._dump, 0)
                 self._size, self._size_s = 0, time.monotonic()
                 self._deadline_s = self._size_s + self._timeout_s
-                with suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, STACK_SIGNAL)
+                self._patience_ends_s, self._by_force = self._size_s + _PATIENCE_S, False
+                if _send(pid, ASK_SIGNAL):
                     self._asked = pid
+                    if self._ask_thread is not None:
+                        self._ask_thread()
+            self._ask_thread = None  # only the rank has one
+
+
+def _send(pid: int, signum: int) -> bool:
+    with suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signum)
+        return True
+    return False
 
 
 def request_stacks(
@@ -183,13 +240,19 @@ def parse_stacks(text: str) -> tuple[Thread, ...]:
     threads: list[tuple[int, list[Frame]]] = []
     for line in text.splitlines():
         if found := _THREAD.match(line):
-            threads.append((int(found[1], 16), []))
+            threads.append((int(found[1] or "0", 16), []))
         elif (found := _FRAME.match(line)) and threads:
             number = int(found[2]) if found[2].isdigit() else 0
-            threads[-1][1].append(
-                Frame(file=found[1], line=number, function=found[3], library=bool(library_of(found[1])))
-            )
-    return tuple(Thread(ident=ident, frames=tuple(frames)) for ident, frames in threads)
+            if found[1] != __file__:  # what answers is not of the program
+                threads[-1][1].append(
+                    Frame(file=found[1], line=number, function=found[3], library=bool(library_of(found[1])))
+                )
+    return tuple(Thread(ident=ident, frames=tuple(frames)) for ident, frames in threads if not _answers(frames))
+
+
+def _answers(frames: list[Frame]) -> bool:
+    """Tell whether this is the thread that answers the agent."""
+    return bool(frames) and frames[-1].function == "_answer" and Path(frames[-1].file).parent == Path(__file__).parent
 
 
 def read_state(pid: int) -> ProcessState:
@@ -213,11 +276,12 @@ def read_state(pid: int) -> ProcessState:
 
 
 def _can_answer(pid: int) -> bool:
-    """Tell whether the process has the handler, and gets to run it."""
+    """Tell whether the process has the handlers, and gets to run them."""
     try:
         text = Path(f"/proc/{pid}/status").read_text(errors="replace")
     except OSError:
         return False
     fields = dict(line.split(":\t", 1) for line in text.splitlines() if ":\t" in line)
-    caught = int(fields.get("SigCgt", "0"), 16) >> (STACK_SIGNAL - 1) & 1
-    return bool(caught) and fields.get("State", "Z")[0] not in "TtZX"
+    caught = int(fields.get("SigCgt", "0"), 16)
+    has_handlers = all(caught >> (signum - 1) & 1 for signum in (ASK_SIGNAL, STACK_SIGNAL))
+    return has_handlers and fields.get("State", "Z")[0] not in "TtZX"

@@ -1,6 +1,6 @@
 """Run code when the user's program imports a module, without importing it for the program.
 
-What the launcher adds to torch in a rank waits for torch that way: a rank's own interpreter starts without it, and a
+What unisono adds to torch waits for torch that way: `import unisono` and a rank's interpreter start without it, and a
 program that never imports it does not pay for it. Start reading at `when_imported`.
 """
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from unisono.launch.imports import when_imported
+from unisono.imports import when_imported
 
 
 @pytest.fixture
