@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,12 +56,12 @@ Runner = Callable[..., Job]
 def run_ranks(tmp_path: Path) -> Runner:
     """Run a script on N ranks with `unisono run`, and check its exit code."""
 
-    def run(n: int, script: str | Path, *args: object, code: int | None = 0) -> Job:
+    def run(n: int, script: str | Path, *args: object, code: int | None = 0, flags: Sequence[str] = ()) -> Job:
         if isinstance(script, str):
             path = tmp_path / "script.py"
             path.write_text(script)
             script = path
-        command = [sys.executable, "-m", "unisono", "run", "-n", str(n), str(script), *map(str, args)]
+        command = [sys.executable, "-m", "unisono", "run", "-n", str(n), *flags, str(script), *map(str, args)]
         environ = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "OMP_"))}
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environ, check=False)
         job = Job(done.returncode, done.stdout, done.stderr)

@@ -1,13 +1,16 @@
 """unisono: distributed training for PyTorch in which the number of ranks is a resource, not a hyperparameter.
 
 Start reading at `unisono.trainer.trainer.Trainer`, or at docs/architecture.md for the layers. Names are loaded on first
-use, so that the launcher, which lives in this package too, starts without importing torch.
+use, so that the launcher, which lives in this package too, starts without importing torch. The backend "shm" of
+torch.distributed is known from here on, too: see `unisono.backend`.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from unisono.backend import register
 
 if TYPE_CHECKING:
     from unisono.launch.spawn.caller import spawn
@@ -23,6 +26,8 @@ _HOMES = {
     "Trainer": "unisono.trainer.trainer",
     "spawn": "unisono.launch.spawn.caller",
 }
+
+register()  # init_process_group("shm")
 
 
 def __getattr__(name: str) -> Any:

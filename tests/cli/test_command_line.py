@@ -73,6 +73,8 @@ MISTAKES = [
     (["run", "--signals-to-handle", "SIGTRM", "x.py"], "did you mean SIGTERM?"),
     (["run", "--signals-to-handle", "SIGKILL", "x.py"], "no process can handle"),
     (["run", "--redirects", "4", "x.py"], "--redirects '4' is not a choice of streams"),
+    (["run", "--cpu-backend", "mpi", "x.py"], "'mpi' is not one of 'gloo', 'shm'"),
+    (["run", "--cpu-backend", "shm", "--no-python", "ls"], "--cpu-backend shm changes torch within ranks: leave out"),
     (["run", "-t", "0:1;1:2", "x.py"], "-t '0:1;1:2' is not a choice of streams"),
     (["run", "--local-ranks-filter", "0-3", "x.py"], "'0-3' is not a list of ranks"),
     (["run", "--numa-binding", "core", "x.py"], "--numa-binding"),

@@ -131,12 +131,13 @@ def test_programs_that_are_not_scripts():
 
 def test_the_rest_reaches_the_job():
     words = "--role trainer --start-method spawn --pass-local-rank --virtual_local_rank --hang-report 5 --hang-abort 60"
-    words += " --numa-binding core-complex --signals-to-handle SIGUSR1,SIGTERM,SIGUSR1"
+    words += " --numa-binding core-complex --signals-to-handle SIGUSR1,SIGTERM,SIGUSR1 --cpu-backend shm"
     made = job(*words.split())
     assert (made.role, made.start_method, made.numa_binding) == ("trainer", "spawn", "core-complex")
     assert made.pass_local_rank and made.virtual_local_rank
     assert (made.hang_report_s, made.hang_abort_s) == (5.0, 60.0)
     assert made.signals == (signal.SIGUSR1, signal.SIGTERM)
+    assert (made.cpu_backend, job().cpu_backend) == ("shm", "gloo")
     assert job("--start-method", "forkserver").start_method == "fork"
     assert job("--preload", "json", "--preload", "csv").preload == ("json", "csv")
 

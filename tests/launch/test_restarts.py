@@ -68,6 +68,25 @@ def test_the_same_error_twice_before_any_collective_is_not_tried_again(launcher)
     ]
 
 
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_the_same_error_after_a_reduction_of_ddp_is_tried_again(launcher, backend):
+    # The program calls no collective itself: what DDP does is not seen from Python.
+    script = """
+        import os, torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+        model(torch.ones(1, 2)).sum().backward()
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] != "2":
+            raise ValueError("bad batch")
+        print("done")
+    """
+    result = launcher.run(
+        "run", "-n", "2", "--max-restarts", "2", "--cpu-backend", backend, launcher.write("script.py", script)
+    )
+    assert (printed(result.stdout), result.returncode) == ({0: ["done"], 1: ["done"]}, 0), result.stderr
+    assert len(notes(result)) == 2
+
+
 def test_a_signal_twice_is_tried_again(launcher):
     script = "import os\nprint('ran')\nif os.environ['TORCHELASTIC_RESTART_COUNT'] != '2': os.kill(os.getpid(), 9)"
     result = launcher.run("run", "--max-restarts", "3", launcher.write("script.py", script))

@@ -92,6 +92,15 @@ FLAGS = (
         "no GPU.",
     ),
     Flag(
+        ["--cpu-backend"],
+        section=_PROGRAM,
+        torchruns=False,
+        type=click.Choice(["gloo", "shm"]),
+        default="gloo",
+        help="What moves tensors of the CPU where PROGRAM asks torch.distributed for gloo: gloo itself, or the shared "
+        "memory of this machine.  [gloo]",
+    ),
+    Flag(
         ["--max-restarts"],
         section=_ENDS,
         type=Reader(reading.read_count),
@@ -284,6 +293,7 @@ def job_of(given: Mapping[str, Any], command: tuple[str, ...]) -> Job:
         hang_abort_s=given["hang_abort"],
         signals=given["signals_to_handle"],
         numa_binding=given["numa_binding"],
+        cpu_backend=given["cpu_backend"],
         output=_output(given, ranks=given["nproc_per_node"]),
     )
 

@@ -71,6 +71,10 @@ class World:
             waiter=Waiter(polls=wire.type == "cpu" and ranks_here <= usable_cores()),
         )
 
+    def store(self, name: str) -> dist.Store:  # type: ignore[name-defined]
+        """Give the store that all ranks share, under names that begin with the given one."""
+        return dist.PrefixStore(name, dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
+
     def gather(self, value: Any) -> list[Any]:
         """Collect one picklable value of each rank, in rank order, on every rank. Every rank must call it."""
         if self.group is None:

@@ -175,6 +175,7 @@ class _Agent:
             "arguments": job.arguments,
             "pass_local_rank": job.pass_local_rank,
             "numa_binding": job.numa_binding,
+            "cpu_backend": job.cpu_backend,
         }
         channel.send({"type": "start", "program": program, "preload": job.preload, "port": job.master_port})
         return server, channel

@@ -84,6 +84,8 @@ class Job:
     """Signals that are passed to ranks, which then have `shutdown_timeout_s` to end."""
     numa_binding: str | None = None
     """How ranks are bound to the cores near their GPU: "node", "socket", "exclusive" or "core-complex"; None: not."""
+    cpu_backend: Literal["gloo", "shm"] = "gloo"
+    """What makes the process groups in which the program asks for gloo."""
     output: Output = field(default_factory=Output)
     """Where what the ranks print goes."""
     files: tuple[int, ...] = ()
@@ -110,6 +112,10 @@ class Job:
             raise ValueError(
                 f"--preload imports modules before ranks are forked, and with {other} none is: leave one out"
             )
+        if self.cpu_backend not in ("gloo", "shm"):
+            raise ValueError(f"cpu_backend={self.cpu_backend!r} must be 'gloo' or 'shm'")
+        if self.cpu_backend != "gloo" and not self.python:
+            raise ValueError(f"--cpu-backend {self.cpu_backend} changes torch within ranks: leave out --no-python")
         if self.output.directory is not None and ("/" in self.run_id or self.run_id in (".", "..")):
             raise ValueError(f"run_id={self.run_id!r} cannot be the name of a log folder: leave out '/', '.' and '..'")
 

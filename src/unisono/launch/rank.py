@@ -21,7 +21,7 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
-from unisono.launch import meeting
+from unisono.launch import backend, meeting
 from unisono.launch.environment import program_arguments
 from unisono.launch.failure.account import account_of
 from unisono.launch.hang import recorder, stacks
@@ -52,6 +52,8 @@ class Program:
     """Whether `--local-rank=N` is put in front of the arguments."""
     numa_binding: str | None = None
     """How the rank is bound to the cores near its GPU."""
+    cpu_backend: str = "gloo"
+    """What makes the process groups in which the program asks for gloo."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,6 +188,7 @@ def _open_up(process: RankProcess) -> Page:
     recording = recorder.install(page, ask=process.files.ask, dump=process.files.dump)
     stacks.install(process.files.dump, has_thread=lambda: recording.has_thread)
     meeting.install(os.environ)
+    backend.install(process.program.cpu_backend)
     use_scratch(process.scratch)
     if process.program.numa_binding is not None:
         _bind_to_gpu(process.program.numa_binding, gpu=int(os.environ["LOCAL_RANK"]))

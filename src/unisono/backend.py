@@ -1,0 +1,42 @@
+"""Tells torch.distributed of the backend `shm`, when and only when the program imports torch.distributed.
+
+The rest of the package is imported when a group is made. Nothing changes for a program that asks for another backend,
+or for none.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+from unisono.imports import when_imported
+
+__all__ = ["register"]
+
+
+def register() -> None:
+    """Make `init_process_group("shm")` known, at once or right after torch.distributed has been imported."""
+    when_imported("torch.distributed.distributed_c10d", _register)
+
+
+def _register(c10d: ModuleType) -> None:
+    backend: Any = c10d.Backend
+    if "shm" not in backend.backend_list:
+        # With a default backend for the CPU in place, as there is, torch keeps that.
+        backend.register_backend("shm", _make_group, extended_api=True, devices=["cpu"])
+
+
+def _make_group(asked: Any, pg_options: Any) -> Any:
+    """Make a group, as torch asks for it."""
+    from unisono.comm.shm.group import ShmGroup  # noqa: PLC0415  imported when it is needed
+    from unisono.comm.shm.layout import options_of_environment  # noqa: PLC0415
+
+    return ShmGroup(
+        asked.store,
+        asked.group_rank,
+        asked.group_size,
+        timeout=asked.timeout,
+        ranks=asked.global_ranks_in_group,
+        name=asked.group_id,
+        options=options_of_environment(pg_options),
+    )

@@ -1,0 +1,5 @@
+"""Collectives over memory that the ranks of one host share, and what they are made of."""
+
+from unisono.comm.shm.layout import Options
+
+__all__ = ["Options"]
