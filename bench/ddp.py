@@ -20,7 +20,7 @@ from bench.ranks import run_ranks
 from bench.rows import Goal, Row, summarise
 from bench.sides import ByHand, TrainerSide, check_equal
 
-__all__ = ["run"]
+__all__ = ["SUBJECTS", "in_blocks", "run"]
 
 
 def run(effort: Effort) -> Iterator[Row]:
@@ -30,7 +30,7 @@ def run(effort: Effort) -> Iterator[Row]:
         yield from run_ranks(_against_no_overlap, 2, effort, "tiny")
         return
     for world_size in (2, 4):
-        for key in _SUBJECTS:
+        for key in SUBJECTS:
             if key != "tiny":
                 yield from run_ranks(_against_ddp, world_size, effort, key)
     for key in ("4m", "25m"):
@@ -38,7 +38,7 @@ def run(effort: Effort) -> Iterator[Row]:
 
 
 # By name, since functions that build models cannot be sent to another process.
-_SUBJECTS: dict[str, Callable[[], Subject]] = {
+SUBJECTS: dict[str, Callable[[], Subject]] = {
     "tiny": lambda: TINY,
     "66k": lambda: MLP_66K,
     "4m": lambda: MLP_4M,
@@ -49,13 +49,13 @@ _SUBJECTS: dict[str, Callable[[], Subject]] = {
 
 
 def _against_ddp(effort: Effort, key: str) -> list[Row]:
-    subject, world_size = _SUBJECTS[key](), dist.get_world_size()
+    subject, world_size = SUBJECTS[key](), dist.get_world_size()
     group = dist.new_group(backend="gloo")
 
     def distributed(model: nn.Module) -> nn.Module:
         return DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
 
-    ours = TrainerSide(subject, virtual_ranks=world_size, shares=world_size)
+    ours = TrainerSide(subject, virtual_ranks=world_size, shares=world_size, engine="collective")
     peer = ByHand(subject, wrap=distributed)
     loss, _ = ours.step()
     peer_loss, _ = peer.step(ours.batch)
@@ -63,7 +63,7 @@ def _against_ddp(effort: Effort, key: str) -> list[Row]:
     dist.all_gather_object(losses, peer_loss)
     if not subject.is_random:
         check_equal(loss, sum(losses) / world_size, what=subject.name)
-    pairs = _in_blocks(effort, subject.block, ours=lambda: ours.step()[1], peer=lambda: peer.step(ours.batch)[1])
+    pairs = in_blocks(effort, subject.block, ours=lambda: ours.step()[1], peer=lambda: peer.step(ours.batch)[1])
     return [
         summarise(
             "ddp",
@@ -79,10 +79,10 @@ def _against_ddp(effort: Effort, key: str) -> list[Row]:
 
 
 def _against_no_overlap(effort: Effort, key: str) -> list[Row]:
-    subject, world_size = _SUBJECTS[key](), dist.get_world_size()
-    ours = TrainerSide(subject, virtual_ranks=world_size, shares=world_size)
-    peer = TrainerSide(subject, virtual_ranks=world_size, shares=world_size, overlap=False)
-    pairs = _in_blocks(effort, subject.block, ours=lambda: ours.step()[1], peer=lambda: peer.step()[1])
+    subject, world_size = SUBJECTS[key](), dist.get_world_size()
+    ours = TrainerSide(subject, virtual_ranks=world_size, shares=world_size, engine="collective")
+    peer = TrainerSide(subject, virtual_ranks=world_size, shares=world_size, overlap=False, engine="collective")
+    pairs = in_blocks(effort, subject.block, ours=lambda: ours.step()[1], peer=lambda: peer.step()[1])
     return [
         summarise(
             "ddp",
@@ -96,7 +96,9 @@ def _against_no_overlap(effort: Effort, key: str) -> list[Row]:
     ]
 
 
-def _in_blocks(effort: Effort, block: int, *, ours: Callable[[], float], peer: Callable[[], float]) -> Pairs:
+def in_blocks(effort: Effort, block: int, *, ours: Callable[[], float], peer: Callable[[], float]) -> Pairs:
+    """Measure two sides in blocks of so many steps, which begin with a barrier: milliseconds of a step."""
+
     def side(step: Callable[[], float]) -> Callable[[], float]:
         def measure() -> float:
             dist.barrier()

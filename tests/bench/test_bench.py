@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -30,7 +31,7 @@ def test_list_names_every_benchmark_with_a_line():
     ended = bench("--list")
     assert ended.returncode == 0, ended.stderr
     names = [line.split(maxsplit=1)[0] for line in ended.stdout.splitlines() if len(line.split()) > 1]
-    assert names == ["permutation", "step", "ddp", "exchange", "loading", "checkpoint", "start"]
+    assert " ".join(names) == "permutation step ddp shared exchange collectives loading checkpoint start"
 
 
 def test_unknown_benchmark_is_refused_by_name():
@@ -58,6 +59,37 @@ def test_exchange_measures_on_two_ranks(tmp_path):
     assert ended.returncode == 0, ended.stderr
     (row,) = (json.loads(line) for line in (tmp_path / "rows").read_text().splitlines())
     assert row["parameters"] == {"nbytes": 4096, "ranks": 2}
+
+
+def test_collectives_measure_every_kind_and_the_script(tmp_path):
+    ended = bench("collectives", "--quick", "--json", str(tmp_path / "rows"))
+    assert ended.returncode == 0, ended.stderr
+    rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
+    assert {row["parameters"]["operation"] for row in rows} == {
+        "all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "gather", "scatter", "all_to_all",
+        "send and recv", "step",
+    }  # fmt: skip
+    assert {row["peer_name"] for row in rows} == {"gloo", "one memcpy"}
+
+
+def test_the_chart_shows_every_size_over_shm_gloo_and_memcpy(modules):
+    _, rows, *_ = modules
+    from bench.chart import draw
+
+    def row(nbytes, peer_name, peer):
+        facts = {"operation": "all_reduce", "nbytes": nbytes, "ranks": 2}
+        return rows.summarise("b", "c", ours=[nbytes / 1e6], peer=[peer], peer_name=peer_name, unit="ms", **facts)
+
+    sizes = [1000, 1000_000, 100_000_000]
+    pictured = [row(n, name, n / 1e5) for n in sizes for name in ("gloo", "one memcpy")]
+    picture = ElementTree.fromstring(
+        draw([*pictured, rows.summarise("b", "c", ours=[9.0], peer=[9.0], peer_name="gloo", unit="ms")])
+    )
+    dots = [mark.get("class") for mark in picture.iter() if mark.tag.endswith("circle")]
+    # Two panels and the legend.
+    assert {name: dots.count(name) for name in ("shm", "gloo", "memcpy")} == dict.fromkeys(("shm", "gloo", "memcpy"), 7)
+    texts = [mark.text for mark in picture.iter() if mark.tag.endswith("text")]
+    assert {"1 KB", "1 MB", "100 MB", "ms", "GB/s", "shm", "gloo", "memcpy"} <= set(texts)
 
 
 def test_sides_are_measured_in_pairs_of_random_but_equal_order(modules):
@@ -89,6 +121,22 @@ def test_ratio_is_above_one_where_ours_is_faster_and_goals_bound_the_right_side(
     assert [row("million/s", ours, value, 1.0).met for value in (4.0, 6.0)] == [False, True]
     assert "ours ≤ 5: MISSED" in tables.table([row("ms", ours, 6.0, 1.0)])
     assert "ours ≥ 5: met" in tables.table([row("million/s", ours, 6.0, 1.0)])
+
+
+def test_a_goal_is_even_if_it_is_missed_by_less_than_the_measurement_can_tell(modules):
+    _, rows, tables, _ = modules
+
+    def told(ratio: float, spread: float) -> str:
+        peer = [ratio + spread * step / 10 for step in range(-20, 21)]  # half its interquartile range is the spread
+        goal = rows.Goal(of="ratio", bound=1.0)
+        row = rows.summarise("b", "c", ours=[1.0] * 41, peer=peer, peer_name="p", unit="ms", goal=goal)
+        assert abs(row.ratio_spread - spread) < 1e-6
+        return tables.table([row]).splitlines()[-1].split("|")[7].strip()
+
+    assert told(1.0, 0.1) == "ratio ≥ 1: met"
+    assert told(0.96, 0.1) == "ratio ≥ 1: even"  # twice the standard error is 0.058
+    assert told(0.93, 0.1) == "ratio ≥ 1: MISSED"
+    assert told(0.96, 0.01) == "ratio ≥ 1: MISSED"
 
 
 def test_rows_survive_json_and_reach_the_page(modules):

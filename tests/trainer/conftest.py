@@ -35,7 +35,15 @@ def language_model_on_one_rank() -> list[str]:
 
 @pytest.fixture(scope="session")
 def variants_on_one_rank() -> dict[str, str]:
-    lines = plain_python(Path(__file__).parent / "programs" / "variants.py")
+    return digests(plain_python(Path(__file__).parent / "programs" / "variants.py"))
+
+
+@pytest.fixture(scope="session")
+def optimizers_on_one_rank() -> dict[str, str]:
+    return digests(plain_python(Path(__file__).parent / "programs" / "optimizers.py", "auto"))
+
+
+def digests(lines: list[str]) -> dict[str, str]:
     found = dict(re.findall(r"^(.+) = ([0-9a-f]{64})$", "\n".join(lines), re.MULTILINE))
     assert len(found) > 25
     return found

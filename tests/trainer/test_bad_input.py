@@ -154,6 +154,7 @@ def test_sparse_gradients_are_refused_by_name():
         ({"autocast": "fp8"}, ValueError, ["'fp8'", "bf16"]),
         ({"clip_grad_norm": -1.0}, ValueError, ["clip_grad_norm=-1.0"]),
         ({"threads": 0}, ValueError, ["threads=0"]),
+        ({"engine": "fast"}, ValueError, ["'fast'", "'auto', 'shared', 'collective'"]),
         ({"resume": "maybe"}, ValueError, ["'maybe'", "auto"]),
     ],
 )

@@ -60,9 +60,10 @@ def test_an_error_ctrl_c_or_sigterm_loses_no_step(run_ranks, tmp_path, expected,
 
 
 def test_stopping_after_any_step_changes_nothing(run_ranks, tmp_path, expected):
-    """Stopped on purpose, again and again, each time with another number of ranks; saved at the end only."""
-    for n, steps in [(1, 2), (4, 5), (2, 5), (3, 11)]:
-        job = run_ranks(n, PROGRAM, tmp_path, "--virtual-ranks", 4, "--steps", steps, "--every", 1000)
+    """Stopped on purpose, again and again, each time with another number of ranks or engine; saved at the end only."""
+    for n, steps, engine in [(1, 2, "auto"), (4, 5, "shared"), (2, 5, "shared"), (2, 8, "collective"), (3, 11, "auto")]:
+        args = ["--virtual-ranks", 4, "--steps", steps, "--every", 1000, "--engine", engine]
+        job = run_ranks(n, PROGRAM, tmp_path, *args)
         assert job.lines()[-2].startswith(f"total {steps} ")
     assert finish(run_ranks, tmp_path, 2) == expected
     assert_each_sample_once(tmp_path / "dealt.txt")

@@ -9,6 +9,7 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 VARIANTS = Path(__file__).parent / "programs" / "variants.py"
+OPTIMIZERS = VARIANTS.with_name("optimizers.py")
 RANKS = [1, 2, 3, 4, 8]
 
 
@@ -24,9 +25,17 @@ def test_language_model_has_one_digest_on_any_number_of_ranks(run_ranks, languag
     assert job.lines()[-2:] == language_model_on_one_rank[-2:]
 
 
-@pytest.mark.parametrize("n", [2, 3, 5])
-def test_every_way_to_train_has_one_digest(run_ranks, variants_on_one_rank, n):
-    assert variants_of(run_ranks(n, VARIANTS).lines()) == variants_on_one_rank
+@pytest.mark.parametrize(
+    ("n", "engine"), [(2, "shared"), (3, "shared"), (5, "shared"), (2, "collective"), (3, "collective")]
+)
+def test_every_way_to_train_has_one_digest(run_ranks, variants_on_one_rank, n, engine):
+    assert variants_of(run_ranks(n, VARIANTS, "--engine", engine).lines()) == variants_on_one_rank
+
+
+@pytest.mark.parametrize(("n", "engine"), [(2, "shared"), (3, "shared"), (2, "collective")])
+def test_every_optimizer_has_one_digest(run_ranks, optimizers_on_one_rank, n, engine):
+    """Also where ranks update pieces of parameters, or whole ones, in shared memory."""
+    assert variants_of(run_ranks(n, OPTIMIZERS, engine).lines()) == optimizers_on_one_rank
 
 
 def test_what_must_not_matter_does_not_matter(variants_on_one_rank):

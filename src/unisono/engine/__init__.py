@@ -2,6 +2,6 @@
 
 from unisono.engine.base import Engine, Totals, Trained
 from unisono.engine.buffers import BufferTransaction
-from unisono.engine.choose import choose_engine
+from unisono.engine.choose import EngineKind, Engines, choose_engines
 
-__all__ = ["BufferTransaction", "Engine", "Totals", "Trained", "choose_engine"]
+__all__ = ["BufferTransaction", "Engine", "EngineKind", "Engines", "Totals", "Trained", "choose_engines"]

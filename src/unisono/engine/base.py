@@ -1,8 +1,9 @@
 """What the trainer asks of an engine.
 
-An engine sums the gradients of one step over its virtual ranks (the leaves of the plan's tree) and leaves the sum in
-`p.grad` on every rank. The calls of a step are `start`; then for each leaf of this rank `close_forward` before the last
-backward of the leaf and `close_leaf` after it; then `flush` and `finish`, or `abort` where the step fails on the way.
+An engine sums the gradients of one step over its virtual ranks (the leaves of the plan's tree) and has its
+optimizer applied to the sum. The calls of a step are `start`; then for each leaf of this rank `close_forward` before
+the last backward of the leaf and `close_leaf` after it; then `flush`, `finish`, `prepare` and `update`, or `abort`
+where the step fails before `update`.
 """
 
 from __future__ import annotations
@@ -39,7 +40,11 @@ class Totals(NamedTuple):
 
 
 class Engine(Protocol):
-    """Sums the gradients of a step; the module's text gives the order of calls."""
+    """Sums the gradients of a step and applies them; the module's text gives the order of calls."""
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether other ranks may write this rank's weights from the moment on at which it calls `finish`."""
 
     def start(self, trained: Trained, *, leaves: int) -> None:
         """Begin a step over leaves 0 … leaves - 1. All p.grad become None."""
@@ -54,13 +59,30 @@ class Engine(Protocol):
         """Send what has not been sent yet. Every rank must call it, also one without leaves."""
 
     def finish(self) -> Totals:
-        """Complete the sum over all ranks: p.grad is the sum, or None where no leaf gave a gradient.
+        """Wait for the gradients of all ranks. Every rank must call it, also one without leaves."""
 
-        Every rank must call it, also one without leaves.
+    def prepare(self, *, factor: float, scaler: torch.amp.GradScaler | None, clip: float | None) -> float | None:
+        """Have the sum multiplied by a factor, take the scaler's scale out, and clip its norm to a bound.
+
+        Every rank must call it. Returns: the norm before it was clipped, equal on all ranks; None without a bound. The
+        weights are not touched yet.
         """
 
-    def abort(self) -> None:
-        """Forget the step; all p.grad become None. Local: the other ranks must learn of it by other means."""
+    def update(self, scaler: torch.amp.GradScaler | None) -> None:
+        """Write the weights and the optimizer's state, unless the scaled gradient overflowed.
+
+        Afterwards p.grad is the gradient that was applied, or None where no leaf gave one. Every rank must call it.
+        """
+
+    def abort(self, *, alike: bool) -> bool:
+        """Forget the step; all p.grad become None. Local: other ranks must learn of it by other means.
+
+        Args: alike is whether all ranks forget this step for the same reason, and so at the same place.
+        Returns: whether the weights are those from before the step.
+        """
+
+    def raise_deferred(self) -> None:
+        """Raise KeyboardInterrupt if Ctrl-C came while the others counted on this rank to end the step."""
 
     def close(self) -> None:
         """Let go of the parameters."""

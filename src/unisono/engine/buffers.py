@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from unisono.comm import World
-from unisono.engine.exchange import Exchange, Layout
+from unisono.engine.exchange import Layout, MakeExchange, SumOverRanks
 from unisono.engine.gradients import NodeSum
 from unisono.errors import UnisonoError
 
@@ -64,8 +64,10 @@ class BufferTransaction:
     The calls are `start`, then for each leaf `close_leaf`, then `launch`, `receive`, and `commit` or `roll_back`.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], world: World, *, virtual_ranks: int) -> None:
-        self._world, self._virtual_ranks = world, virtual_ranks
+    def __init__(
+        self, modules: Iterable[nn.Module], world: World, make_exchange: MakeExchange, *, virtual_ranks: int
+    ) -> None:
+        self._world, self._virtual_ranks, self._make_exchange = world, virtual_ranks, make_exchange
         self._tracked = [
             _Tracked(module, name, tensor)
             for root in modules
@@ -76,8 +78,8 @@ class BufferTransaction:
         self._known: list[int] = []
         self._leaves = 0
         self._changes: dict[int, dict[int, Tensor]] = {}
-        self._exchange: Exchange | None = None
-        self._sent: Exchange | None = None
+        self._exchange: SumOverRanks | None = None
+        self._sent: SumOverRanks | None = None
         self._total: Tensor | None = None
 
     def start(self, *, leaves: int) -> None:
@@ -153,7 +155,7 @@ class BufferTransaction:
         if self._exchange is None:
             numel = len(self._known) + sum(self._tracked[i].tensor.numel() for i in self._known)
             widest = self._layout_of(self._virtual_ranks)
-            self._exchange = Exchange(self._world, numel, widest=widest, dtype=torch.float64, device=self._world.device)
+            self._exchange = self._make_exchange(numel, widest=widest, dtype=torch.float64, device=self._world.device)
         self._exchange.start(layout)
         for row, vector in zip(self._exchange.rows, self._node_sums(layout), strict=False):
             row[: vector.numel()] = vector

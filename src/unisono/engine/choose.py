@@ -2,19 +2,93 @@
 
 from __future__ import annotations
 
+import os
+import secrets
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
 from unisono.comm import World
 from unisono.engine.base import Engine
 from unisono.engine.collective import CollectiveEngine
+from unisono.engine.exchange import Exchange, Layout
 from unisono.engine.local import LocalEngine
+from unisono.engine.shared import Hall, Loads, SharedEngine, SharedExchange, Weights
 
-__all__ = ["choose_engine"]
+__all__ = ["EngineKind", "Engines", "choose_engines"]
+
+EngineKind = Literal["auto", "shared", "collective"]
 
 
-def choose_engine(world: World, *, virtual_ranks: int, overlap: bool) -> Engine:
-    """Give the engine of a world: with one rank sums stay local, else they travel while backward runs.
+class Engines:
+    """Makes the engines of a run: one for each optimizer, and what buffers travel by."""
 
-    Args: overlap=False lets nothing travel before backward has ended.
+    def __init__(self, world: World, *, virtual_ranks: int, overlap: bool, shared: tuple[Hall, Weights] | None) -> None:
+        self._world, self._virtual_ranks, self._overlap, self._shared = world, virtual_ranks, overlap, shared
+
+    def engine(self, optimizer: Optimizer) -> Engine:
+        """Make the engine of an optimizer. Every rank must call it, in the same order."""
+        if self._world.group is None:
+            return LocalEngine(optimizer)
+        if self._shared is not None:
+            return SharedEngine(optimizer, *self._shared, virtual_ranks=self._virtual_ranks, overlap=self._overlap)
+        return CollectiveEngine(optimizer, self._world, virtual_ranks=self._virtual_ranks, overlap=self._overlap)
+
+    def exchange(
+        self, numel: int, *, widest: Layout, dtype: torch.dtype, device: torch.device
+    ) -> Exchange | SharedExchange:
+        """Make the sum of a small vector over all ranks. Every rank must call it, in the same order."""
+        if self._shared is not None:
+            return SharedExchange(self._shared[0], numel, widest=widest, dtype=dtype)
+        return Exchange(self._world, numel, widest=widest, dtype=dtype, device=device)
+
+
+def choose_engines(
+    kind: EngineKind, world: World, modules: Iterable[nn.Module], *, virtual_ranks: int, overlap: bool
+) -> Engines:
+    """Choose the engine of a world: with one rank sums stay local; on one host with CPU ranks all is shared.
+
+    Every rank must call it. Args: overlap=False takes no gradient before backward has ended.
+    Raises: ValueError on all ranks if kind is "shared" and they cannot share memory.
     """
-    if world.group is None:
-        return LocalEngine()
-    return CollectiveEngine(world, virtual_ranks=virtual_ranks, overlap=overlap)
+    modules = list(modules)
+    shared = None
+    if world.group is not None and kind != "collective":
+        tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
+        everyone = world.gather((_host(), _obstacle(world, tensors), secrets.token_hex(8)))
+        obstacle = next((f"rank {rank}: {what}" for rank, (_, what, _) in enumerate(everyone) if what), None)
+        hosts = {host for host, _, _ in everyone}
+        if obstacle is None and len(hosts) > 1:
+            obstacle = f"the {world.size} ranks are on {len(hosts)} hosts"
+        if obstacle is None:
+            hall = Hall(world, f"unisono/{everyone[0][2]}")
+            shared = hall, Weights(hall, Loads(modules))
+        elif kind == "shared":
+            raise ValueError(
+                f'engine="shared" cannot serve here: {obstacle}. Leave engine="auto", which then takes "collective".'
+            )
+    return Engines(world, virtual_ranks=virtual_ranks, overlap=overlap, shared=shared)
+
+
+def _obstacle(world: World, tensors: Sequence[Tensor]) -> str | None:
+    """Say why this rank cannot share memory with others of its host; None if it can."""
+    elsewhere = [t for t in tensors if t.device.type != "cpu"]
+    if elsewhere:
+        return f"the model is on {elsewhere[0].device}, and only memory of the CPU is shared"
+    if world.device.type != "cpu":
+        return f"its process group has no backend for the CPU, only for {world.device.type}"
+    if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
+        return "this system has no memfd_create or pidfd_open, which Linux has"
+    return None
+
+
+def _host() -> str:
+    """Name the running system; containers of one host may share it."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return "unknown"

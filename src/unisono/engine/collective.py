@@ -13,11 +13,14 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from unisono.comm import World
 from unisono.engine.base import Totals, Trained, refuse_sparse, totals_row, weight_of_row
 from unisono.engine.exchange import Exchange, Layout
 from unisono.engine.gradients import Gradients, NodeSum, add_one, take
+from unisono.engine.norm import dense_strides
+from unisono.engine.update import prepare_whole, update_whole
 from unisono.errors import LossError, UnisonoError
 
 __all__ = ["CollectiveEngine"]
@@ -50,7 +53,7 @@ class _Bucket:
         views = self._views.get(row.data_ptr())
         if views is None:
             views = [
-                row.as_strided(p.shape, _strides(p), row.storage_offset() + offset)
+                row.as_strided(p.shape, dense_strides(p), row.storage_offset() + offset)
                 for p, offset in zip((parameters[i] for i in self.members), self.offsets, strict=True)
             ]
             self._views[row.data_ptr()] = views
@@ -60,7 +63,10 @@ class _Bucket:
 class CollectiveEngine:
     """Sums the leaves of all ranks by sends and receives, overlapped with backward."""
 
-    def __init__(self, world: World, *, virtual_ranks: int, overlap: bool = True) -> None:
+    shares_weights = False
+
+    def __init__(self, optimizer: Optimizer, world: World, *, virtual_ranks: int, overlap: bool = True) -> None:
+        self._optimizer = optimizer
         self._world, self._virtual_ranks, self._overlap = world, virtual_ranks, overlap
         self._widest = self._layout_of(virtual_ranks)
         self._layout = self._widest
@@ -156,11 +162,23 @@ class CollectiveEngine:
         self._launched = 0
         return Totals(loss, weight_of_row(high, low), surprised > 0)
 
-    def abort(self) -> None:
+    def prepare(self, *, factor: float, scaler: torch.amp.GradScaler | None, clip: float | None) -> float | None:
+        """Finish p.grad; see `Engine`."""
+        return prepare_whole(self._trained.parameters, self._optimizer, factor=factor, scaler=scaler, clip=clip)
+
+    def update(self, scaler: torch.amp.GradScaler | None) -> None:
+        """Write the weights; see `Engine`."""
+        update_whole(self._optimizer, scaler)
+
+    def abort(self, *, alike: bool) -> bool:
         """Forget the step; see `Engine`. What has been sent cannot be called back: then the engine serves no more."""
         self._streaming = False
         self._broken = self._broken or self._launched > 0
         take(self._trained.parameters)
+        return True
+
+    def raise_deferred(self) -> None:
+        """Nothing is put off; see `Engine`."""
 
     def close(self) -> None:
         """Take the hooks off the parameters; see `Engine`."""
@@ -267,14 +285,3 @@ class CollectiveEngine:
             if self._launched:
                 self._buckets[self._launched - 1].exchange.advance()
             self._launched += 1
-
-
-def _strides(parameter: Tensor) -> tuple[int, ...]:
-    """Give the strides that autograd gives a gradient: the parameter's own if it is dense, else contiguous ones."""
-    expected = 1
-    for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
-        if size > 1:
-            if stride != expected:
-                return torch.empty(parameter.shape, device="meta").stride()
-            expected *= size
-    return parameter.stride()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from torch import Tensor
 from unisono.comm import World
 from unisono.plan import Node, fold, nodes_of, rank_block
 
-__all__ = ["Exchange", "Layout"]
+__all__ = ["Exchange", "Layout", "MakeExchange", "SumOverRanks"]
 
 # Below this size latency decides, and the second phase costs more than sending everything to everyone.
 _DIRECT_NBYTES = 64 * 1024
@@ -43,6 +44,33 @@ class Layout:
         """Compute the layout of a step. Pure."""
         blocks = (rank_block(r, world_size=world_size, virtual_ranks=virtual_ranks) for r in range(world_size))
         return cls(tuple(tuple(nodes_of(block, leaves=leaves)) for block in blocks), leaves)
+
+
+class SumOverRanks(Protocol):
+    """The sum of one vector over ranks: `start`, fill the rows, `launch`, `advance`, `finish`."""
+
+    @property
+    def rows(self) -> Sequence[Tensor]:
+        """This rank's rows, one for each of its nodes."""
+
+    def start(self, layout: Layout) -> None:
+        """Begin a step. The rows may be written from here on."""
+
+    def launch(self) -> None:
+        """Show this rank's rows to the others. They must not be touched until `finish`."""
+
+    def advance(self) -> None:
+        """Do what can be done before the end is awaited."""
+
+    def finish(self) -> Tensor:
+        """Wait for the sum and give it."""
+
+
+class MakeExchange(Protocol):
+    """Makes the sum of a vector over ranks. Every rank must call it."""
+
+    def __call__(self, numel: int, *, widest: Layout, dtype: torch.dtype, device: torch.device) -> SumOverRanks:
+        """Allocate the rows."""
 
 
 class Exchange:

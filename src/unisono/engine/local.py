@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from unisono.engine.base import Totals, Trained, refuse_sparse, totals_row, weight_of_row
 from unisono.engine.gradients import NodeSum, take
+from unisono.engine.update import prepare_whole, update_whole
 from unisono.plan import Node
 
 __all__ = ["LocalEngine"]
@@ -14,7 +17,10 @@ __all__ = ["LocalEngine"]
 class LocalEngine:
     """Sums the leaves of one process. With one leaf, p.grad stays what autograd made: no copy, no extra memory."""
 
-    def __init__(self) -> None:
+    shares_weights = False
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
         self._trained = Trained((), ())
         self._leaves = 0
         self._gradients = NodeSum(Node(0, 0))
@@ -59,9 +65,21 @@ class LocalEngine:
         loss, high, low, surprised = row.tolist()
         return Totals(loss, weight_of_row(high, low), surprised > 0)
 
-    def abort(self) -> None:
+    def prepare(self, *, factor: float, scaler: torch.amp.GradScaler | None, clip: float | None) -> float | None:
+        """Finish p.grad; see `Engine`."""
+        return prepare_whole(self._trained.parameters, self._optimizer, factor=factor, scaler=scaler, clip=clip)
+
+    def update(self, scaler: torch.amp.GradScaler | None) -> None:
+        """Write the weights; see `Engine`."""
+        update_whole(self._optimizer, scaler)
+
+    def abort(self, *, alike: bool) -> bool:
         """Forget the step; see `Engine`."""
         take(self._trained.parameters)
+        return True
+
+    def raise_deferred(self) -> None:
+        """Nothing is put off; see `Engine`."""
 
     def close(self) -> None:
         """Let go of the parameters; see `Engine`."""

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from unisono.comm import World, own_placement
-from unisono.engine import BufferTransaction, choose_engine
+from unisono.engine import BufferTransaction, EngineKind, choose_engines
 from unisono.state.policy import Checkpoints
 from unisono.trainer.keeping import Found, Keeper, Resume
 from unisono.trainer.modules import plain_modules
@@ -73,6 +73,7 @@ def assemble(
     device: str | torch.device,
     threads: int,
     overlap: bool,
+    engine: EngineKind,
 ) -> Parts:
     """Join the ranks, move the models to their device, and give all parts the state with which the run begins.
 
@@ -93,15 +94,15 @@ def assemble(
     facts = None if found is None else found.document["facts"]
     virtual_ranks = choose_virtual_ranks(virtual_ranks, seed=seed, world=world, facts=facts, directory=directory)
     run = Run(seed=seed, virtual_ranks=virtual_ranks, world=world, device=chosen)
-    engine = choose_engine(world, virtual_ranks=virtual_ranks, overlap=overlap)
-    buffers = BufferTransaction(modules.values(), world, virtual_ranks=virtual_ranks)
+    engines = choose_engines(engine, world, modules.values(), virtual_ranks=virtual_ranks, overlap=overlap)
+    buffers = BufferTransaction(modules.values(), world, engines.exchange, virtual_ranks=virtual_ranks)
     runners = {
         name: StepRunner(
             run,
             models=model,
             modules=modules,
             optimizer=each,
-            engine=engine,
+            engine=engines.engine(each),
             buffers=buffers,
             autocast=autocast,
             clip_grad_norm=clip_grad_norm,

@@ -47,11 +47,13 @@ def check_arguments(
     autocast: str | None,
     ema_decay: float | None,
     threads: int,
+    engine: str,
 ) -> None:
     """Refuse arguments that cannot be meant, before anything is started. Raises: ValueError."""
     for name, value, choices in (
         ("resume", resume, ("auto", "never", "must")),
         ("scheduler_interval", scheduler_interval, ("step", "epoch")),
+        ("engine", engine, ("auto", "shared", "collective")),
         ("autocast", autocast, ("bf16", "fp16", None)),
     ):
         if value not in choices:

@@ -88,26 +88,30 @@ class StepRunner:
             self._engine.flush()
             self._buffers.launch()
             self._run.set_generators("loop", batch.epoch, batch.step, call + 1)  # while sums are on their way
+            self.updating = self._engine.shares_weights
             totals = self._engine.finish()
             self._buffers.receive()
             self._check(totals, batch)
             self._finish_gradients(totals, batch)
             self.updating = True
             self._buffers.commit(surprised=totals.surprised)
-        except BaseException:
-            self._engine.abort()
+        except BaseException as error:
+            # Only a loss function that was refused is refused on one rank alone, and that is before `finish`.
+            self.updating = not self._engine.abort(alike=isinstance(error, LossError))
             self._buffers.roll_back()
             self._run.set_generators("loop", batch.epoch, batch.step, call + 1)
             raise
         self.skipped = False
-        if self.scaler is None:
-            self._optimizer.step()
-        else:
+        self._engine.update(self.scaler)
+        if self.scaler is not None:
             scale = self.scaler.get_scale()
-            self.scaler.step(self._optimizer)
             self.scaler.update()
             self.skipped = self.scaler.get_scale() < scale
         return totals.loss / totals.weight
+
+    def raise_deferred(self) -> None:
+        """Raise KeyboardInterrupt if it came while this step could not be left, once the step is accounted for."""
+        self._engine.raise_deferred()
 
     @property
     def learning_rate(self) -> float:
@@ -207,18 +211,11 @@ class StepRunner:
             )
 
     def _finish_gradients(self, totals: Totals, batch: Batch) -> None:
-        """Divide by the weight, take the scale out, and clip: on every rank alike, as all have the whole gradient."""
-        gradients = [p.grad for p in self._trained.parameters if p.grad is not None]
-        if totals.weight != batch.size:
-            torch._foreach_mul_(gradients, batch.size / totals.weight)
-        if self.scaler is not None:
-            self.scaler.unscale_(self._optimizer)
-        if self._clip_grad_norm is None:
-            return
-        norm = nn.utils.clip_grad_norm_(self._trained.parameters, self._clip_grad_norm)
-        if self.scaler is None and not math.isfinite(norm.item()):
+        """Divide by the weight, take the scale out, and clip: on every rank alike."""
+        norm = self._engine.prepare(factor=batch.size / totals.weight, scaler=self.scaler, clip=self._clip_grad_norm)
+        if norm is not None and self.scaler is None and not math.isfinite(norm):
             raise NonFiniteLossError(
-                f"the norm of the gradient is {norm.item()} at epoch {batch.epoch}, step {batch.step}, though the "
+                f"the norm of the gradient is {norm} at epoch {batch.epoch}, step {batch.step}, though the "
                 f"loss, {totals.loss / totals.weight:.6g}, is finite. The step did not happen: weights and buffers "
                 "keep their values from before it. Look for roots or logarithms of zero, or lower the learning rate."
             )

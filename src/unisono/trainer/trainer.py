@@ -23,6 +23,8 @@ from unisono.data.batch import Batch
 from unisono.data.fetch import Collate
 from unisono.data.loader import Loader
 from unisono.data.stream import StreamLoader
+from unisono.engine import EngineKind
+from unisono.errors import UnisonoError
 from unisono.state.digest import digest
 from unisono.state.policy import Checkpoints
 from unisono.trainer.assembly import Models, assemble
@@ -64,7 +66,10 @@ class Trainer:
         device: "auto" is this rank's GPU if there is one, else where the model lies.
         threads: torch threads of this process on a CPU. More than one changes bits, so it is a constant and not the
             number of cores: use more ranks instead.
-        overlap: send gradients while backward still runs. Changes no bit.
+        overlap: take and send gradients while backward still runs. Changes no bit.
+        engine: "shared" keeps one copy of weights, gradients and optimizer state in shared memory, for CPU ranks of one
+            host; "collective" keeps a copy for each rank, and sends gradients; "auto" takes "shared" where it can
+            serve. Changes no bit. With "shared", write weights through the optimizer only.
         progress: show progress on the terminal.
     Raises: ValueError for contradicting arguments, RankMismatchError if ranks have different models, CheckpointError if
         the directory cannot be used or holds another model's run.
@@ -89,6 +94,7 @@ class Trainer:
         device: str | torch.device = "auto",
         threads: int = 1,
         overlap: bool = True,
+        engine: EngineKind = "auto",
         progress: bool = True,
     ) -> None:
         check_arguments(
@@ -99,6 +105,7 @@ class Trainer:
             autocast=autocast,
             ema_decay=ema_decay,
             threads=threads,
+            engine=engine,
         )
         self.model = model
         self.optimizer = optimizer
@@ -119,6 +126,7 @@ class Trainer:
             device=device,
             threads=threads,
             overlap=overlap,
+            engine=engine,
         )
         self._run, self._keeper, self._modules = parts.run, parts.keeper, parts.modules
         self._runners, self._subjects, self._averages = parts.runners, parts.subjects, parts.averages
@@ -304,7 +312,13 @@ class Trainer:
         if batch is not self._batch:
             raise ValueError("step takes the batch that trainer.batches gave last, once it is in your loop")
         runner = self._runner(optimizer)
-        mean = runner.run(loss, batch, call=self._calls)
+        try:
+            mean = runner.run(loss, batch, call=self._calls)
+        except UnisonoError:
+            # Where SIGTERM goes to all ranks, the end of the others is no news to one that waited for them.
+            if self._terminator is not None:
+                self._terminator.check()
+            raise
         learning_rate = runner.learning_rate
         if not runner.skipped:
             for prefix, average in self._averages.items():
@@ -317,6 +331,7 @@ class Trainer:
             cursor.step, cursor.total_steps = batch.step + 1, cursor.total_steps + 1
         self._calls += 1
         runner.updating = False
+        runner.raise_deferred()
         if self._terminator is not None:
             self._terminator.check()
         self._loss_sum, self._loss_weight = self._loss_sum + mean * batch.size, self._loss_weight + batch.size

@@ -27,6 +27,7 @@ parser.add_argument("--seed", type=int, default=0)
 parser.add_argument("--batch-size", type=int, default=20)
 parser.add_argument("--optimizer", default="AdamW")
 parser.add_argument("--resume", default="auto")
+parser.add_argument("--engine", default="auto")
 args = parser.parse_args()
 
 
@@ -62,6 +63,7 @@ trainer = unisono.Trainer(
     autocast="fp16",
     directory=args.directory,
     resume=args.resume,
+    engine=args.engine,
     checkpoints=unisono.Checkpoints(every_steps=args.every, keep=2),
     progress=False,
 )

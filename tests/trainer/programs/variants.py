@@ -1,4 +1,7 @@
-"""Train small models in many ways and print a digest of each: `variants.py [NAME ...]`, one line `name sha` each."""
+"""Train small models in many ways and print a digest of each: one line `name sha` each.
+
+`variants.py [--engine ENGINE] [NAME ...]`
+"""
 
 import sys
 from functools import partial
@@ -13,6 +16,8 @@ import unisono
 from unisono.state.digest import digest
 
 N, FEATURES, CLASSES = 83, 12, 5
+ENGINE = sys.argv[2] if sys.argv[1:2] == ["--engine"] else "auto"
+Trainer = partial(unisono.Trainer, engine=ENGINE)
 
 
 def data():
@@ -65,7 +70,7 @@ def adamw(model):
 
 
 def train(model, optimizer, *, loss=loss, dataset=None, epochs=2, batch_size=24, batches=None, **options):
-    trainer = unisono.Trainer(model, optimizer, virtual_ranks=8, progress=False, **options)
+    trainer = Trainer(model, optimizer, virtual_ranks=8, progress=False, **options)
     for _ in trainer.epochs(epochs):
         for batch in trainer.batches(dataset or data(), batch_size=batch_size, **(batches or {})):
             trainer.step(loss, batch)
@@ -128,7 +133,7 @@ def routed():
 def frozen():
     model = mlp()
     model[0].requires_grad_(False)
-    trainer = unisono.Trainer(model, adamw(model), virtual_ranks=8, progress=False)
+    trainer = Trainer(model, adamw(model), virtual_ranks=8, progress=False)
     for epoch in trainer.epochs(3):
         model[0].requires_grad_(epoch > 0)  # thawed after the first epoch
         for batch in trainer.batches(data(), batch_size=24):
@@ -198,7 +203,7 @@ def gan():
     def forge(models, batch):
         return F.softplus(-models["discriminator"](models["generator"](torch.randn(len(batch[0]), 4)))).squeeze(1)
 
-    trainer = unisono.Trainer(models, optimizers, virtual_ranks=8, progress=False)
+    trainer = Trainer(models, optimizers, virtual_ranks=8, progress=False)
     for _ in trainer.epochs(2):
         for batch in trainer.batches(data(), batch_size=24):
             trainer.step(judge, batch, optimizer="discriminator")
@@ -249,7 +254,7 @@ VARIANTS = {
 if __name__ == "__main__":
     import os
 
-    for name in sys.argv[1:] or VARIANTS:
+    for name in sys.argv[3 if "--engine" in sys.argv else 1 :] or VARIANTS:
         sha = VARIANTS[name]()
         if os.environ.get("RANK", "0") == "0":
             print(f"{name} = {sha}", flush=True)

@@ -1,0 +1,73 @@
+"""The global norm of a gradient, with the same bits on any number of ranks and in every engine.
+
+Each parameter's gradient is cut, in the order of memory and from its beginning, into blocks of a fixed size. A block's
+norm is taken by itself, by whoever has the block; the squares are then added exactly (math.fsum), so that no order
+matters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["BLOCK", "block_norms", "blocks_of", "clip_factor", "dense_strides", "global_norm", "in_memory_order"]
+
+BLOCK = 16384
+"""Elements of a block. Ranks divide parameters at multiples of it."""
+
+
+def dense_strides(parameter: Tensor) -> tuple[int, ...]:
+    """Give the strides that autograd gives a gradient: the parameter's own if it is dense, else contiguous ones."""
+    expected = 1
+    for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
+        if size > 1:
+            if stride != expected:
+                return torch.empty(parameter.shape, device="meta").stride()
+            expected *= size
+    return parameter.stride()
+
+
+def in_memory_order(gradient: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """Show a gradient as a vector in the order of memory; one with other strides than those given is copied."""
+    if gradient.is_contiguous() and (gradient.stride() == strides or gradient.dim() < 2):
+        return gradient.view(-1)
+    if gradient.stride() != strides:
+        gradient = gradient.new_empty_strided(gradient.shape, strides).copy_(gradient)
+    return gradient.as_strided((gradient.numel(),), (1,), gradient.storage_offset())
+
+
+def blocks_of(vector: Tensor) -> Sequence[Tensor]:
+    """Cut a vector, which begins where its parameter begins or at a whole block of it, into blocks."""
+    return torch.split(vector, BLOCK) if vector.numel() else ()
+
+
+def block_norms(blocks: Sequence[Tensor]) -> Tensor:
+    """Compute the norm of each block: float64, shape [blocks]; of low precision in float32 first."""
+    norms = torch.zeros(len(blocks), dtype=torch.float64, device=blocks[0].device if blocks else None)
+    for dtype in {b.dtype for b in blocks}:
+        chosen = [i for i, b in enumerate(blocks) if b.dtype == dtype]
+        reals = [torch.view_as_real(blocks[i]) if dtype.is_complex else blocks[i] for i in chosen]
+        wide = dtype if dtype.itemsize >= 4 else torch.float32
+        norms[chosen] = torch.stack(torch._foreach_norm(reals, 2, wide.to_real())).double()
+    return norms
+
+
+def global_norm(norms: Sequence[float]) -> float:
+    """Join the norms of all blocks.
+
+    >>> global_norm([3.0, 4.0, 0.0])
+    5.0
+    """
+    return math.sqrt(math.fsum(norm * norm for norm in norms))
+
+
+def clip_factor(norm: float, bound: float) -> float:
+    """Say what to multiply a gradient by, as torch.nn.utils.clip_grad_norm_ does.
+
+    >>> clip_factor(1.0, 2.0), round(clip_factor(4.0, 2.0), 3)
+    (1.0, 0.5)
+    """
+    return min(1.0, bound / (norm + 1e-6))

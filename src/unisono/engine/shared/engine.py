@@ -1,0 +1,352 @@
+"""The engine of a run with CPU ranks on one host: one copy of weights, gradients and optimizer state in shared memory.
+
+A rank that has its gradients waits for the others, and then sums and updates its own part of all parameters. So nothing
+is gathered, and the optimizer's work is divided among the ranks. A step has two barriers: one when all gradients are
+there, one when all weights are written. With clipping there is a third between them, for the norm.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from unisono.engine.base import Totals, Trained, refuse_sparse, totals_row, weight_of_row
+from unisono.engine.exchange import Layout
+from unisono.engine.gradients import NodeSum, add_one, take
+from unisono.engine.norm import BLOCK, clip_factor, dense_strides, global_norm
+from unisono.engine.shared.hall import Hall
+from unisono.engine.shared.optimizers import StandIn, is_elementwise
+from unisono.engine.shared.parts import cut, deal
+from unisono.engine.shared.rows import Rows
+from unisono.engine.shared.state import SharedState, give_memory_back
+from unisono.engine.shared.table import Table, note, unscale
+from unisono.engine.shared.weights import Weights
+from unisono.errors import LossError, UnisonoError
+
+__all__ = ["SharedEngine"]
+
+# Gradients of less than this are taken at the end of backward, when they are in the cache still: a hook costs 25 µs.
+# 66 thousand parameters in 6 tensors then take 1.2 ms of CPU time a step instead of 1.35. They have two sets of rows,
+# so that a rank need not wait until all others have begun the step.
+_CACHE_NBYTES = 1024 * 1024
+# Columns of the hall's words.
+_ATTEMPT, _UNSETTLED = 0, 1
+
+
+class SharedEngine:
+    """Sums and applies gradients in shared memory."""
+
+    shares_weights = True
+
+    def __init__(
+        self, optimizer: Optimizer, hall: Hall, weights: Weights, *, virtual_ranks: int, overlap: bool = True
+    ) -> None:
+        self._optimizer, self._hall, self._weights = optimizer, hall, weights
+        self._virtual_ranks, self._overlap = virtual_ranks, overlap
+        self._layouts: dict[int, Layout] = {}
+        self._widest = self._layout_of(virtual_ranks)
+        self._layout = self._widest
+        self._trained = Trained((), ())
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._apply_with_hooks: Any = Optimizer.profile_hook_step(self._apply)
+        self._attempt = self._arrivals = 0
+        self._arrived = self._freed = self._streaming = self._prepared = False
+        self._is_open = self._takes_early = False
+        self._factor = 1.0
+        self._found_inf: Tensor | None = None
+        self._sums: list[NodeSum] = []
+        self._totals: list[NodeSum] = []
+        self._used: list[list[bool]] = []
+        self._used_by_all: list[bool] = []
+        self._settled: list[bool] = []
+        self._addresses: list[int] = []
+        # All of these are made by `_build`.
+        self._both_rows: list[Rows]
+        self._rows: Rows
+        self._gradients: list[list[Tensor]]
+        self._stand_in: StandIn
+        self._state: SharedState
+        self._table: Table
+
+    def start(self, trained: Trained, *, leaves: int) -> None:
+        """Begin a step; see `Engine`."""
+        if self._hall.broken is not None:
+            raise UnisonoError(
+                f"an earlier step broke off: {self._hall.broken}. Ranks no longer agree on what comes next: end the "
+                "job and start it again; it resumes from the last checkpoint."
+            )
+        take(trained.parameters)
+        if trained is not self._trained or any(
+            p.data_ptr() != address for p, address in zip(trained.parameters, self._addresses, strict=True)
+        ):
+            self._build(trained)
+        else:
+            self._weights.check()
+        self._attempt += 1
+        self._arrived = self._freed = self._streaming = self._prepared = False
+        self._hall.free()
+        self._layout = self._layout_of(leaves)
+        nodes = self._layout.nodes[self._hall.rank]
+        # With two sets of rows, those of the last step are left alone until all ranks have come to the end of this one.
+        self._rows = self._both_rows[self._arrivals % len(self._both_rows)]
+        self._rows.start(self._layout)
+        self._sums = [NodeSum(node) for node in nodes]
+        self._totals = [NodeSum(node) for node in nodes]
+        self._used = [[False] * len(trained.parameters) for _ in nodes]
+        self._settled = [False] * len(trained.parameters)
+
+    def close_forward(self, leaf: int, loss: Tensor, weight: float, *, surprised: bool) -> None:
+        """Keep a leaf's totals, and take gradients as they come if it is this rank's last leaf; see `Engine`."""
+        self._totals[self._node_of(leaf)].push(leaf, [totals_row(loss, weight, surprised=surprised)])
+        self._streaming = self._takes_early and leaf == self._sums[-1].node.stop - 1
+
+    def close_leaf(self, leaf: int) -> None:
+        """Add one leaf; see `Engine`."""
+        self._streaming = False
+        i = self._node_of(leaf)
+        if leaf == self._sums[-1].node.stop - 1:
+            for index, p in enumerate(self._trained.parameters):
+                if not self._settled[index]:
+                    gradient, p.grad = p.grad, None
+                    self._settle(index, gradient)
+            return
+        gradients = take(self._trained.parameters)
+        for name, gradient in zip(self._trained.names, gradients, strict=True):
+            refuse_sparse(name, gradient)
+        self._sums[i].push(leaf, gradients)
+        if leaf == self._sums[i].node.stop - 1:
+            self._wait_until_freed()
+            for index, gradient in enumerate(self._sums[i].total()):
+                self._rows.put(i, index, gradient)
+                self._used[i][index] = gradient is not None
+            self._sums[i].stack = []
+
+    def flush(self) -> None:
+        """Show this rank's totals; see `Engine`."""
+        self._wait_until_freed()
+        for i, used in enumerate(self._used):
+            (totals,) = self._totals[i].total()
+            assert totals is not None
+            self._table.write(i, totals, used)
+
+    def finish(self) -> Totals:
+        """Wait for all ranks' gradients; see `Engine`."""
+        hall = self._hall
+        hall.show(_ATTEMPT, self._attempt)
+        self._arrived = self._is_open = hall.is_read = True
+        try:
+            hall.barrier(f"waiting for the gradients of step {self._attempt} of this process")
+        except UnisonoError:
+            # Who has not come to this barrier will not any more, so nobody has passed it: no weight is touched.
+            self._arrived = False
+            if hall.interrupted:
+                self.raise_deferred()
+            raise
+        self._is_open = False
+        self._arrivals += 1
+        attempts = hall.shown(_ATTEMPT)
+        if any(attempt != self._attempt for attempt in attempts):
+            hall.break_off(f"rank {hall.rank} found ranks at different steps: {attempts}")
+            raise UnisonoError(
+                f"ranks are at different steps: {attempts} have begun so many. A step that fails on one rank must fail "
+                "on all, or end the job."
+            )
+        loss, high, low, surprised, *used = self._table.total(self._layout).tolist()
+        self._used_by_all = [count > 0 for count in used]
+        return Totals(loss, weight_of_row(high, low), surprised > 0)
+
+    def prepare(self, *, factor: float, scaler: torch.amp.GradScaler | None, clip: float | None) -> float | None:
+        """Note the factor; sum already where norm, overflow or hooks are asked for; see `Engine`."""
+        self._factor, self._found_inf = factor, None
+        hooked = bool(_global_optimizer_pre_hooks or self._optimizer._optimizer_step_pre_hooks)
+        if scaler is None and clip is None and not hooked:
+            return None
+        self._rows.reduce(self._used_by_all, factor)
+        self._prepared = True
+        hall, table = self._hall, self._table
+        pieces = [piece for piece in self._rows.parts[hall.rank] if self._used_by_all[piece.parameter]]
+        totals = [
+            total
+            for total, piece in zip(self._rows.totals, self._rows.parts[hall.rank], strict=True)
+            if self._used_by_all[piece.parameter]
+        ]
+        if scaler is not None:
+            table.found_inf[hall.rank] = unscale(totals, scaler)
+        if clip is not None:
+            table.write_norms(self._rows.parts[hall.rank], pieces, totals)
+        hall.barrier("waiting for the norm of the gradient")
+        norm = None
+        if scaler is not None:
+            self._found_inf = table.found_inf.amax()
+        if clip is not None:
+            norm = global_norm(table.norms.tolist())
+            scale = clip_factor(norm, clip)
+            if scale < 1.0 and totals:
+                torch._foreach_mul_(totals, scale)
+        if hooked:
+            hall.barrier("waiting for the whole gradient, which hooks may read")
+            self._show_gradients()
+        return norm
+
+    def update(self, scaler: torch.amp.GradScaler | None) -> None:
+        """Update this rank's part, and wait for the others; see `Engine`."""
+        try:
+            if scaler is not None:
+                assert self._found_inf is not None
+                note(scaler, self._found_inf)
+                if self._found_inf.item() and not getattr(self._optimizer, "_step_supports_amp_scaling", False):
+                    self._hall.barrier("leaving out a step whose gradient overflowed")
+                    self._show_gradients()
+                    return
+            self._optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers look for
+            hooked = _global_optimizer_pre_hooks or _global_optimizer_post_hooks
+            hooked = hooked or self._optimizer._optimizer_step_pre_hooks or self._optimizer._optimizer_step_post_hooks
+            (self._apply_with_hooks if hooked else self._apply)(self._optimizer)
+        except BaseException as error:
+            self._hall.break_off(f"rank {self._hall.rank} failed while weights were written: {error!r}")
+            raise
+
+    def abort(self, *, alike: bool) -> bool:
+        """Forget the step; see `Engine`."""
+        self._streaming = False
+        take(self._trained.parameters)
+        self._rows.forget()
+        if not self._arrived:
+            return True
+        if alike and not self._is_open:
+            with contextlib.suppress(UnisonoError):  # the error under way says more
+                self._hall.barrier("leaving a step that failed")
+            return True
+        self._hall.break_off(f"rank {self._hall.rank} broke off in the middle of a step")
+        return False
+
+    def raise_deferred(self) -> None:
+        """Raise what came at a barrier; see `Engine`."""
+        if self._hall.interrupted:
+            self._hall.interrupted = False
+            raise KeyboardInterrupt
+
+    def close(self) -> None:
+        """Take the hooks off the parameters; see `Engine`."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._trained = Trained((), ())
+
+    def _build(self, trained: Trained) -> None:
+        """Move the parameters to shared memory where they are not there, and divide the work. All ranks do so alike."""
+        self.close()
+        optimizer, hall, parameters = self._optimizer, self._hall, trained.parameters
+        self._weights.house(trained)
+        self._trained, self._addresses = trained, [p.data_ptr() for p in parameters]
+        numels = [p.numel() for p in parameters]
+        whole = not is_elementwise(optimizer)
+        parts = deal(numels, ranks=hall.size) if whole else cut(numels, ranks=hall.size, unit=BLOCK)
+        pieces = parts[hall.rank]
+        strides = [dense_strides(p) for p in parameters]
+        make = partial(hall.segment, what="gradients")
+        nbytes = sum(p.numel() * p.element_size() for p in parameters)
+        self._takes_early = self._overlap and nbytes >= _CACHE_NBYTES
+        self._both_rows = [
+            Rows(make, parameters, strides, parts, rank=hall.rank, widest=self._widest)
+            for _ in range(1 if nbytes >= _CACHE_NBYTES else 2)
+        ]
+        self._rows = self._both_rows[0]
+        self._table = Table(hall, self._widest, numels)
+        if whole:
+            places = [parameters[piece.parameter] for piece in pieces]
+            self._gradients = [[rows.gradients[piece.parameter] for piece in pieces] for rows in self._both_rows]
+        else:
+            # A parameter without dimensions stays without: its state is then told from numbers by nothing, nor need be.
+            shapes = [() if not parameters[i].dim() else (stop - start,) for i, start, stop in pieces]
+            vectors = [self._weights.vector(parameters[i])[start:stop] for i, start, stop in pieces]
+            places = [vector.view(shape) for vector, shape in zip(vectors, shapes, strict=True)]
+            self._gradients = [
+                [total.view(shape) for total, shape in zip(rows.totals, shapes, strict=True)]
+                for rows in self._both_rows
+            ]
+        self._stand_in = StandIn(optimizer, parameters, pieces, places)
+        self._state = SharedState(hall, trained.names, parameters, self._stand_in, whole=whole)
+        if self._takes_early:
+            self._hooks = [
+                p.register_post_accumulate_grad_hook(partial(self._on_gradient, index))  # type: ignore[no-untyped-call]
+                for index, p in enumerate(parameters)
+            ]
+        give_memory_back()
+
+    def _layout_of(self, leaves: int) -> Layout:
+        layout = self._layouts.get(leaves)
+        if layout is None:
+            layout = Layout.of(leaves=leaves, world_size=self._hall.size, virtual_ranks=self._virtual_ranks)
+            self._layouts[leaves] = layout
+        return layout
+
+    def _node_of(self, leaf: int) -> int:
+        return next(i for i, total in enumerate(self._sums) if leaf < total.node.stop)
+
+    def _wait_until_freed(self) -> None:
+        """Before rows are written: the others may still read the last step's gradient there."""
+        if not self._freed and len(self._both_rows) == 1:
+            self._hall.wait_until_free()
+            self._freed = True
+
+    def _on_gradient(self, index: int, parameter: Tensor) -> None:
+        if not self._streaming:
+            return
+        if self._settled[index]:
+            raise LossError(
+                f"parameter {self._trained.names[index]!r} got its gradient twice in one backward, the second time "
+                "after the first had been taken. Re-entrant activation checkpointing does that: call checkpoint with "
+                "use_reentrant=False, or give Trainer overlap=False."
+            )
+        gradient, parameter.grad = parameter.grad, None
+        self._settle(index, gradient)
+
+    def _settle(self, index: int, gradient: Tensor | None) -> None:
+        """Add the last leaf's gradient of one parameter to the leaves before it, and give the sum to the rows."""
+        refuse_sparse(self._trained.names[index], gradient)
+        self._wait_until_freed()
+        last = len(self._sums) - 1
+        stack = self._sums[last].stack
+        for lefts in reversed(stack[1:]):
+            gradient, lefts[index] = add_one(lefts[index], gradient), None
+        if stack:
+            left, stack[0][index] = stack[0][index], None
+            if left is not None and gradient is not None:
+                self._rows.put_sum(last, index, left, gradient)
+            else:
+                gradient = add_one(left, gradient)
+                self._rows.put(last, index, gradient)
+        else:
+            self._rows.put(last, index, gradient)
+        self._used[last][index] = gradient is not None
+        self._settled[index] = True
+
+    def _apply(self, optimizer: Optimizer) -> None:
+        """Do what the optimizer's `step` would do, on all ranks together."""
+        hall, state, used = self._hall, self._state, self._used_by_all
+        if not self._prepared:
+            self._rows.reduce(used, self._factor)
+        supports = getattr(optimizer, "_step_supports_amp_scaling", False)
+        state.adopt(optimizer)
+        gradients = self._gradients[self._both_rows.index(self._rows)]
+        self._stand_in.step(optimizer, gradients, used, self._found_inf if supports else None)
+        state.publish()
+        hall.show(_UNSETTLED, int(not state.is_settled()))
+        hall.barrier("waiting for the weights")
+        if any(hall.shown(_UNSETTLED)):
+            state.settle(optimizer)
+            hall.barrier("waiting for the optimizer's state")
+        state.show_numbers(optimizer)
+        self._weights.remember()
+        self._show_gradients()
+
+    def _show_gradients(self) -> None:
+        for p, gradient, used in zip(self._trained.parameters, self._rows.gradients, self._used_by_all, strict=True):
+            p.grad = gradient if used else None

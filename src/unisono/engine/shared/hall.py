@@ -1,0 +1,184 @@
+"""Where the ranks of one host meet to train in shared memory: its segments, and the places at which they wait.
+
+One Trainer has one hall. Bells (`comm.shm.bell`) publish what ranks write; a rank that dies, or breaks off in the
+middle of a step, makes the others raise within a second.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from torch.distributed import DistBackendError
+
+from unisono.comm import World
+from unisono.comm.shm.alarm import Alarm
+from unisono.comm.shm.bell import BELL_NBYTES, Bell
+from unisono.comm.shm.meeting import meet
+from unisono.comm.shm.peers import Peers
+from unisono.comm.shm.segment import Segment, aligned
+from unisono.comm.shm.waiting import Waiting
+from unisono.errors import UnisonoError
+from unisono.machine import usable_cores
+
+__all__ = ["Gate", "Hall"]
+
+_MEETING_TIMEOUT_S = 300.0
+_WORDS = 8
+
+# A wait that lasts longer gained nothing by polling, or others want the core: then each look costs a time slice, and a
+# sleeper is woken sooner. So the next waits, up to so many, begin asleep.
+_WORTH_POLLING_S = 0.001
+_LONGEST_PAUSE = 256
+
+
+class Gate:
+    """A place that every rank reports at, again and again, and where it may wait until all others have reported too."""
+
+    def __init__(self, segment: Segment, offset: int, peers: Peers) -> None:
+        size, rank = peers.size, peers.rank
+        self._others = [r for r in range(size) if r != rank]
+        self._outgoing = [Bell(segment.address + offset + (rank * size + r) * BELL_NBYTES) for r in self._others]
+        self._incoming = {r: Bell(segment.address + offset + (r * size + rank) * BELL_NBYTES) for r in self._others}
+        self._heard = dict.fromkeys(self._others, 0)
+        self._reported = 0
+
+    def report(self) -> None:
+        """Tell all others that this rank has come here once more, and show them what it wrote before."""
+        self._reported += 1
+        for bell in self._outgoing:
+            bell.ring()
+
+    def late(self) -> list[int]:
+        """List the ranks that have reported less often than this one."""
+        late = []
+        for rank in self._others:
+            while self._heard[rank] < self._reported:
+                if not self._incoming[rank].try_take():
+                    late.append(rank)
+                    break
+                self._heard[rank] += 1
+        return late
+
+    def listen(self, rank: int, timeout_s: float) -> None:
+        """Sleep until a rank reports, at most so long."""
+        if self._incoming[rank].take(timeout_s):
+            self._heard[rank] += 1
+
+
+class Hall:
+    """The shared memory of a Trainer on one host. Every rank must build it, and make its collective calls in one order.
+
+    Args: name is one that no other hall of this job has.
+    """
+
+    def __init__(self, world: World, name: str, *, timeout_s: float = 1800.0) -> None:
+        self.world, self._name, self._timeout_s = world, name, timeout_s
+        self.rank, self.size = world.rank, world.size
+        self._meetings = 0
+        bells = aligned(self.size**2 * BELL_NBYTES)
+        alarm_nbytes = aligned(Alarm.nbytes(self.size))
+        words_offset = alarm_nbytes + 2 * bells
+
+        def make() -> Segment:
+            segment = Segment.create(words_offset + 8 * _WORDS * self.size, name="unisono trainer")
+            Alarm.create(segment, 0, self.size)
+            for gate_offset in (alarm_nbytes, alarm_nbytes + bells):
+                for i in range(self.size**2):
+                    Bell(segment.address + gate_offset + i * BELL_NBYTES).create()
+            return segment
+
+        segment, self._peers = self._meet(make)
+        self._alarm = Alarm(segment, 0, rank=self.rank, size=self.size)
+        self._waiting = Waiting(
+            self._alarm,
+            self._peers,
+            ranks=range(self.size),
+            group="of the Trainer",
+            timeout_s=timeout_s,
+            polls=self.size <= usable_cores(),
+        )
+        self._barrier = Gate(segment, alarm_nbytes, self._peers)
+        self._freed = Gate(segment, alarm_nbytes + bells, self._peers)
+        self.is_read = True
+        """Whether this rank may be reading the last step's gradient."""
+        self._words = memoryview(segment.memory)[words_offset : words_offset + 8 * _WORDS * self.size].cast("q")
+        self._pause = self._unpolled = 0
+        self.barriers = 0
+        """How many barriers have been passed."""
+        self.interrupted = False
+        """Whether Ctrl-C came at a barrier, and its exception is owed still."""
+
+    def show(self, word: int, number: int) -> None:
+        """Write one of this rank's few numbers, which the others see after the next barrier."""
+        self._words[self.rank * _WORDS + word] = number
+
+    def shown(self, word: int) -> list[int]:
+        """Read that number of each rank."""
+        return self._words[word::_WORDS].tolist()
+
+    def segment(self, nbytes: int, what: str) -> Segment:
+        """Make memory that all ranks share, all zero. Every rank must call it, with equal arguments.
+
+        Args: what is for people who look at /proc/PID/maps.
+        """
+        segment, peers = self._meet(lambda: Segment.create(nbytes, name=f"unisono {what}"))
+        peers.close()
+        return segment
+
+    def barrier(self, what: str) -> None:
+        """Wait for all ranks, and see all that they wrote before. Every rank must call it.
+
+        Raises: UnisonoError if a rank has died, or broken off, or does not come in time.
+        """
+        self._barrier.report()
+        try:
+            self.wait(self._barrier, lambda: what)
+        except KeyboardInterrupt:
+            # The others may go on to write, and count on this rank: so the step ends first, or fails. A second Ctrl-C
+            # ends the wait.
+            self.interrupted = True
+            self.wait(self._barrier, lambda: what)
+        self.barriers += 1
+
+    def free(self) -> None:
+        """Tell all others that this rank reads the last step's gradient no more."""
+        if self.is_read:
+            self.is_read = False
+            self._freed.report()
+
+    def wait_until_free(self) -> None:
+        """Wait until nobody reads the last step's gradient any more."""
+        self.wait(self._freed, lambda: "waiting for ranks to begin the step")
+
+    def wait(self, gate: Gate, what: Callable[[], str]) -> None:
+        """Wait until all ranks have reported at a gate as often as this one."""
+        begun_s = time.monotonic()
+        polls = not self._unpolled
+        try:
+            self._waiting.wait(gate.late, gate.listen, what, deadline_s=begun_s + self._timeout_s, polls=polls)
+        except DistBackendError as error:
+            raise UnisonoError(
+                f"{error}. Ranks share weights and optimizer, so the others cannot go on alone: start the job again; "
+                "it resumes from the last checkpoint."
+            ) from error
+        if not polls:
+            self._unpolled -= 1
+        elif time.monotonic() - begun_s > _WORTH_POLLING_S:
+            self._pause = self._unpolled = min(2 * self._pause + 1, _LONGEST_PAUSE)
+        else:
+            self._pause = 0
+
+    def break_off(self, reason: str) -> None:
+        """Make the other ranks raise where they wait."""
+        self._waiting.tell(reason)
+
+    @property
+    def broken(self) -> str | None:
+        """Why ranks no longer agree; None while they do."""
+        return self._waiting.broken
+
+    def _meet(self, make: Callable[[], Segment]) -> tuple[Segment, Peers]:
+        self._meetings += 1
+        store = self.world.store(f"{self._name}/{self._meetings}")
+        return meet(store, rank=self.rank, size=self.size, timeout_s=_MEETING_TIMEOUT_S, make=make)

@@ -1,0 +1,206 @@
+"""The gradients of a step in shared memory, and their sum.
+
+Each rank updates a part of the parameters, and so sums that part of the gradient. It reads its own gradient where
+backward left it, or in rows of its own where it has but a piece of a parameter: the rest need not be kept then. It
+reads those of the others from rows: for each part there is a row for every node of the tree that another rank has. The
+sum of a part ends in the first row, which is thus the whole gradient once all ranks have summed. Additions are those
+of the tree, whoever does them; a + b and b + a have the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from unisono.comm.shm.segment import Segment
+from unisono.engine.exchange import Layout as Blocks
+from unisono.engine.gradients import Gradients
+from unisono.engine.norm import in_memory_order
+from unisono.engine.shared.parts import Piece
+from unisono.engine.shared.weights import Layout
+from unisono.plan import fold
+
+__all__ = ["Rows"]
+
+_CACHED = 65536
+"""Elements that are summed at a time where there is more to do with them than one addition."""
+
+
+class _Plan:
+    """What a rank writes and sums in a step of a given number of leaves."""
+
+    def __init__(self, rows: Rows, blocks: Blocks) -> None:
+        rank = rows.rank
+        nodes = [(r, i) for r, of_rank in enumerate(blocks.nodes) for i in range(len(of_rank))]
+        of_others = {
+            r: {node: row for row, node in enumerate(node for node in nodes if node[0] != r)} for r in range(rows.size)
+        }
+        self.targets: list[list[list[tuple[int, int, Tensor]]]] = [
+            [[] for _ in rows.strides] for _ in blocks.nodes[rank]
+        ]
+        """For each own node and parameter: what to write for others, as start, stop and a place of that length."""
+        self.kept = [False] * len(rows.strides)
+        """Whether this rank sums all of a parameter, and so keeps its gradient."""
+        self.own_places: dict[tuple[int, int], Tensor] = {}
+        """Where the gradient of a piece is kept, by own node and parameter."""
+        for owner, pieces in enumerate(rows.parts):
+            for index, start, stop in pieces:
+                self.kept[index] = self.kept[index] or (owner == rank and rows.is_whole(index, start, stop))
+                for i in range(0 if self.kept[index] else len(blocks.nodes[rank])):
+                    row = rows.others + i if owner == rank else of_others[owner][rank, i]
+                    place = rows.place(row, index, start, stop)
+                    self.targets[i][index].append((start, stop, place))
+                    if owner == rank:
+                        self.own_places[i, index] = place
+        # A source is the number of an own node, or of a row, counted from -1 down.
+        sources = [i if r == rank else -1 - of_others[rank][r, i] for r, i in nodes]
+        self.additions: list[tuple[int, int]] = []
+        """Sources to add, in place on the first."""
+        values = dict(zip((blocks.nodes[r][i] for r, i in nodes), sources, strict=True))
+        self.total = fold(values, leaves=blocks.leaves, add=self._add)
+        """The source in which the sum ends: the first row, unless this rank has all nodes."""
+        self.sources = sorted({source for addition in self.additions for source in addition} | {self.total})
+        self.own_rows = {s: [rows.vector(-1 - s, *piece) for piece in rows.parts[rank]] for s in self.sources if s < 0}
+        """The pieces of this rank in each row."""
+
+    def _add(self, left: int, right: int) -> int:
+        # In the first row, or else in any: an own gradient need not be written to again.
+        target, other = (right, left) if right == -1 or left >= 0 > right else (left, right)
+        self.additions.append((target, other))
+        return target
+
+
+class Rows:
+    """The rows of one engine, which lie in a segment of their own.
+
+    Args: parts has the pieces of each rank. strides are those of each parameter, and of its gradient.
+    """
+
+    def __init__(
+        self,
+        make: partial[Segment],
+        parameters: Sequence[Tensor],
+        strides: Sequence[tuple[int, ...]],
+        parts: Sequence[Sequence[Piece]],
+        *,
+        rank: int,
+        widest: Blocks,
+    ) -> None:
+        self.rank, self.size, self.parts, self.strides = rank, len(parts), parts, strides
+        self._layout = Layout(parameters)
+        counts = [len(nodes) for nodes in widest.nodes]
+        self.others = max(sum(counts) - count for count in counts)
+        """How many rows there are for the gradients of others."""
+        self._segment = make((self.others + max(counts)) * self._layout.nbytes)
+        self.gradients = [self._layout.whole(self._segment, i) for i in range(len(parameters))]
+        """The summed gradient of each parameter, once all ranks have summed."""
+        self.totals = [self.vector(0, *piece) for piece in parts[rank]]
+        """The same for the pieces of this rank."""
+        self._plans: dict[int, _Plan] = {}
+        self._plan = self._plan_for(widest)
+        self._own: list[Gradients] = []
+
+    def start(self, blocks: Blocks) -> None:
+        """Begin a step. Nothing is written yet."""
+        plan = self._plans.get(blocks.leaves)
+        self._plan = plan if plan is not None else self._plan_for(blocks)
+        self._own = [[None] * len(self.strides) for _ in blocks.nodes[self.rank]]
+
+    def put(self, i: int, index: int, gradient: Tensor | None) -> None:
+        """Take one parameter's gradient for this rank's node number i; None counts as zero."""
+        for start, stop, place in self._plan.targets[i][index]:
+            if gradient is None:
+                place.zero_()
+            elif place.shape == gradient.shape:
+                place.copy_(gradient)
+            else:
+                place.copy_(in_memory_order(gradient, self.strides[index])[start:stop])
+        if self._plan.kept[index]:
+            self._own[i][index] = gradient
+
+    def put_sum(self, i: int, index: int, left: Tensor, right: Tensor) -> None:
+        """Take the sum of two gradients, both of which are used up."""
+        if self._plan.kept[index]:
+            self.put(i, index, left.add_(right))
+            return
+        strides = self.strides[index]
+        for start, stop, place in self._plan.targets[i][index]:
+            if place.shape == left.shape:
+                torch.add(left, right, out=place)
+            else:
+                lefts, rights = in_memory_order(left, strides), in_memory_order(right, strides)
+                torch.add(lefts[start:stop], rights[start:stop], out=place)
+
+    def reduce(self, used: Sequence[bool], factor: float) -> None:
+        """Sum this rank's part over all nodes, and multiply it by a factor; the gradients given are used up."""
+        plan, pieces = self._plan, self.parts[self.rank]
+        chosen = [k for k, piece in enumerate(pieces) if used[piece.parameter]]
+        vectors: dict[int, list[Tensor]] = {}
+        for source in plan.sources:
+            if source < 0:
+                vectors[source] = [plan.own_rows[source][k] for k in chosen]
+            else:
+                vectors[source] = [self._kept(source, pieces[k], self.totals[k]) for k in chosen]
+        if plan.total >= 0:
+            torch._foreach_copy_([self.totals[k] for k in chosen], vectors[plan.total])
+            vectors[plan.total] = [self.totals[k] for k in chosen]
+        if len(plan.additions) + (factor != 1.0) > 1:
+            self._reduce_in_cache(vectors, factor)
+        else:
+            self._add_up(vectors, factor)
+        self._own = []
+
+    def place(self, row: int, index: int, start: int, stop: int) -> Tensor:
+        """Show a piece of a row; a whole parameter as what it is."""
+        if self.is_whole(index, start, stop):
+            return self._layout.whole(self._segment, index, base=row * self._layout.nbytes)
+        return self.vector(row, index, start, stop)
+
+    def is_whole(self, index: int, start: int, stop: int) -> bool:
+        """Whether a piece is all of its parameter."""
+        return stop - start == self.gradients[index].numel()
+
+    def vector(self, row: int, index: int, start: int, stop: int) -> Tensor:
+        """Show a piece of a row."""
+        return self._layout.vector(self._segment, index, start, stop, base=row * self._layout.nbytes)
+
+    def forget(self) -> None:
+        """Let go of the gradients that were given."""
+        self._own = []
+
+    def _plan_for(self, blocks: Blocks) -> _Plan:
+        plan = self._plans[blocks.leaves] = _Plan(self, blocks)
+        return plan
+
+    def _kept(self, i: int, piece: Piece, like: Tensor) -> Tensor:
+        place = self._plan.own_places.get((i, piece.parameter))
+        if place is not None:
+            return place
+        gradient = self._own[i][piece.parameter]
+        if gradient is None:
+            return torch.zeros_like(like)
+        return in_memory_order(gradient, self.strides[piece.parameter])
+
+    def _add_up(self, vectors: dict[int, list[Tensor]], factor: float) -> None:
+        for target, other in self._plan.additions:
+            torch._foreach_add_(vectors[target], vectors[other])
+        if factor != 1.0:
+            torch._foreach_mul_(vectors[self._plan.total], factor)
+
+    def _reduce_in_cache(self, vectors: dict[int, list[Tensor]], factor: float) -> None:
+        batch: dict[int, list[Tensor]] = {source: [] for source in vectors}
+        filled = 0
+        for k in range(len(vectors[self._plan.total])):
+            blocks = {source: torch.split(of_all[k], _CACHED) for source, of_all in vectors.items()}
+            for b, block in enumerate(blocks[self._plan.total]):
+                for source, of_piece in blocks.items():
+                    batch[source].append(of_piece[b])
+                filled += len(block)
+                if filled >= _CACHED:
+                    self._add_up(batch, factor)
+                    batch, filled = {source: [] for source in vectors}, 0
+        if filled:
+            self._add_up(batch, factor)

@@ -1,0 +1,188 @@
+"""Train with every kind of optimizer and print a digest of each: `optimizers.py ENGINE [NAME ...]`."""
+
+import os
+import sys
+from functools import partial
+
+import torch
+from torch import nn, optim
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import unisono
+
+ENGINE = sys.argv[1]
+FEATURES, CLASSES = 70, 5
+
+
+def data():
+    generator = torch.Generator().manual_seed(7)
+    return TensorDataset(torch.randn(75, FEATURES, generator=generator), torch.arange(75) % CLASSES)
+
+
+class Net(nn.Module):
+    """Layers that ranks cut in the middle, small ones, a scalar, one never used, and one used by some samples only."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.wide, self.narrow = nn.Linear(FEATURES, 700), nn.Linear(700, CLASSES)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.never, self.sometimes = nn.Linear(3, 3), nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x):
+        y = self.narrow(self.wide(x).relu()) * self.scale
+        return y + self.sometimes(x) if x[0, 0] > 0.3 else y
+
+
+def loss(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def train(optimizer, model=None, *, steps=7, schedule=None, **options):
+    model = model or Net()
+    optimizer = optimizer(model.parameters())
+    scheduler = schedule and schedule(optimizer)
+    trainer = unisono.Trainer(
+        model, optimizer, scheduler=scheduler, virtual_ranks=6, engine=ENGINE, progress=False, **options
+    )
+    for _ in trainer.epochs(9, steps=steps):
+        for batch in trainer.batches(data(), batch_size=20):
+            trainer.step(loss, batch)
+    return trainer.digest()
+
+
+class Lamb(optim.Optimizer):
+    """As people write it: it looks at whole parameters, puts new tensors into its state, and counts in Python."""
+
+    def __init__(self, params, lr=0.01):
+        super().__init__(params, {"lr": lr, "steps": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["steps"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    state["step"] = state.get("step", 0) + 1
+                    state["mean"] = 0.9 * state.get("mean", torch.zeros_like(p)) + 0.1 * p.grad
+                    state["note"], state["trust"] = "lamb", float(p.norm() / (1e-6 + state["mean"].norm()))
+                    p.sub_(state["mean"], alpha=group["lr"] * min(state["trust"], 10.0) / group["steps"])
+
+
+class MySGD(optim.SGD):
+    """A subclass may do anything; this one clips each parameter by its own norm."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.div_(p.grad.norm().clamp(min=1.0))
+        return super().step(closure)
+
+
+class Matrices(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.last = nn.Linear(FEATURES, 90, bias=False), nn.Linear(90, CLASSES, bias=False)
+
+    def forward(self, x):
+        return self.last(self.first(x).relu())
+
+
+def grouped(params, **options):
+    params = list(params)
+    groups = [{"params": params[::2], "lr": 0.02, "betas": (0.8, 0.9)}, {"params": params[1::2], "weight_decay": 0.3}]
+    return optim.AdamW(groups, lr=0.003, **options)
+
+
+def bfloat16():
+    class Half(Net):
+        def forward(self, x):
+            return super().forward(x.bfloat16()).float()
+
+    return train(partial(optim.AdamW, lr=0.01), Half().bfloat16())
+
+
+def added():
+    """A parameter group is added in mid-run."""
+    model = Net()
+    optimizer = optim.AdamW(model.wide.parameters(), lr=0.01)
+    trainer = unisono.Trainer(model, optimizer, virtual_ranks=6, engine=ENGINE, progress=False)
+    for _ in trainer.epochs(9, steps=7):
+        for batch in trainer.batches(data(), batch_size=20):
+            if trainer.steps == 3:
+                optimizer.add_param_group({"params": [*model.narrow.parameters(), model.scale], "lr": 0.1})
+            trainer.step(loss, batch)
+    return trainer.digest()
+
+
+def loaded():
+    """Weights and optimizer state are loaded between steps, and hooks see each step once."""
+    model = Net()
+    optimizer = optim.NAdam(model.parameters(), lr=0.01)
+    trainer = unisono.Trainer(model, optimizer, virtual_ranks=6, engine=ENGINE, progress=False)
+    norms, kept = [], None
+    optimizer.register_step_pre_hook(lambda *_: norms.append(float(model.wide.weight.grad.norm())))
+    optimizer.register_step_post_hook(lambda *_: norms.append(float(model.wide.weight.detach().norm())))
+    for _ in trainer.epochs(9, steps=8):
+        for batch in trainer.batches(data(), batch_size=20):
+            trainer.step(loss, batch)
+            if trainer.steps == 2:
+                clone = {key: value.clone() for key, value in model.state_dict().items()}
+                state = optimizer.state_dict()
+                state["state"] = {i: {k: v.clone() for k, v in s.items()} for i, s in state["state"].items()}
+                kept = clone, state
+            if trainer.steps == 5:
+                model.load_state_dict(kept[0])
+                optimizer.load_state_dict(kept[1])
+    assert len(norms) == 16
+    return f"{trainer.digest()[:32]}{abs(hash(tuple(norms))):032x}"[:64]
+
+
+VARIANTS = {
+    **{
+        f"{kind.__name__} {' '.join(options)}".strip(): partial(train, partial(kind, lr=0.01, **options))
+        for kind, options in [
+            (optim.SGD, {}),
+            (optim.SGD, {"momentum": 0.9, "weight_decay": 0.1}),
+            (optim.SGD, {"momentum": 0.9, "fused": True}),
+            (optim.Adam, {}),
+            (optim.Adam, {"amsgrad": True, "maximize": True}),
+            (optim.AdamW, {"fused": True}),
+            (optim.AdamW, {"foreach": True}),
+            (optim.NAdam, {}),
+            (optim.RAdam, {}),
+            (optim.Adamax, {}),
+            (optim.Adagrad, {}),
+            (optim.Adagrad, {"fused": True}),
+            (optim.Adadelta, {}),
+            (optim.RMSprop, {"centered": True, "momentum": 0.5}),
+            (optim.Rprop, {}),
+            (optim.ASGD, {}),
+            (optim.Adafactor, {}),
+            (Lamb, {}),
+            (MySGD, {"momentum": 0.9}),
+        ]
+    },
+    "Muon": lambda: train(partial(optim.Muon, lr=0.01), Matrices()),
+    "groups": lambda: train(grouped),
+    "groups, schedule": lambda: train(
+        grouped, schedule=lambda o: optim.lr_scheduler.OneCycleLR(o, [0.1, 0.2], total_steps=9, cycle_momentum=True)
+    ),
+    "groups, clipped": lambda: train(partial(grouped, fused=True), clip_grad_norm=0.05),
+    "fp16": lambda: train(grouped, autocast="fp16"),
+    "fp16, fused, clipped": lambda: train(partial(grouped, fused=True), autocast="fp16", clip_grad_norm=0.1),
+    "Lamb, clipped": lambda: train(Lamb, clip_grad_norm=0.05),
+    "bfloat16": bfloat16,
+    "added": added,
+    "loaded": loaded,
+}
+
+if __name__ == "__main__":
+    for name in sys.argv[2:] or VARIANTS:
+        sha = VARIANTS[name]()
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{name} = {sha}", flush=True)
