@@ -498,6 +498,26 @@ FAULTS = (
         ranks=(2,),
     ),
     Fault(
+        name="trainer-step",
+        source="""
+            import time, torch, unisono
+            model = torch.nn.Linear(8, 2)
+            trainer = unisono.Trainer(model, torch.optim.SGD(model.parameters(), 0.1), progress=False)
+            data = torch.utils.data.TensorDataset(torch.ones(32, 8))
+            for epoch in trainer.epochs(2):
+                for batch in trainer.batches(data, batch_size=8):
+                    trainer.step(lambda model, batch: model(batch[0]).sum(1), batch)
+                    if trainer.steps == 3 and trainer.rank == trainer.world_size - 1:
+                        time.sleep(600)  # here
+        """,
+        options=_HANG,
+        prologue=False,
+        first="{others} {have} waited ",
+        details=(" in Trainer.step for {last}", "{here}"),
+        least_ranks=2,
+        ranks=(3,),
+    ),
+    Fault(
         name="mismatched-collectives",
         source="""
             if bad:

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 from unisono.launch import backend, meeting
 from unisono.launch.environment import program_arguments
 from unisono.launch.failure.account import account_of
-from unisono.launch.hang import recorder, stacks
+from unisono.launch.hang import recorder, stacks, training
 from unisono.launch.hang.flightrecords import has_completed
 from unisono.launch.hang.page import Page
 from unisono.launch.leftovers import use_scratch
@@ -186,6 +186,7 @@ def _open_up(process: RankProcess) -> Page:
     """Let the agent see what this rank does: its stacks on request, its collectives, its error."""
     page = Page(process.files.page)
     recording = recorder.install(page, ask=process.files.ask, dump=process.files.dump)
+    training.install(recording)
     stacks.install(process.files.dump, has_thread=lambda: recording.has_thread)
     meeting.install(os.environ)
     backend.install(process.program.cpu_backend)

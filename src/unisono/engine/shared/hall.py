@@ -73,7 +73,7 @@ class Hall:
     """
 
     def __init__(self, world: World, name: str, *, timeout_s: float = 1800.0) -> None:
-        self.world, self._name, self._timeout_s = world, name, timeout_s
+        self.world, self.name, self._timeout_s = world, name, timeout_s
         self.rank, self.size = world.rank, world.size
         self._meetings = 0
         bells = aligned(self.size**2 * BELL_NBYTES)
@@ -180,5 +180,5 @@ class Hall:
 
     def _meet(self, make: Callable[[], Segment]) -> tuple[Segment, Peers]:
         self._meetings += 1
-        store = self.world.store(f"{self._name}/{self._meetings}")
+        store = self.world.store(f"{self.name}/{self._meetings}")
         return meet(store, rank=self.rank, size=self.size, timeout_s=_MEETING_TIMEOUT_S, make=make)

@@ -152,6 +152,20 @@ class Recorder:
         self._watching = False  # a thread is not forked
 
     @property
+    def page(self) -> Page | None:
+        """Where calls are recorded; None in a process that the rank has forked."""
+        return self._page
+
+    @property
+    def epoch(self) -> int:
+        """How often process groups have been set up."""
+        return self._epoch
+
+    def find_caller(self) -> tuple[str, int, str]:
+        """Give file, line and function of the user's frame that led to the function which calls this."""
+        return self._callers.find(sys._getframe(2))
+
+    @property
     def has_thread(self) -> bool:
         """Whether this process has the thread that answers the agent."""
         return self._watching
