@@ -405,11 +405,12 @@ def _clip(text: str, columns: int) -> str:
 
 
 def _wrap(text: str, columns: int) -> list[str]:
-    """Break a text into lines, at blanks if there are any; never changes its words or the blanks in front."""
+    """Break a text into lines, at blanks or behind a slash if there are any; never changes what is not a blank."""
     lines = []
     while len(text) > columns:
         cut = text.rfind(" ", columns // 2, columns + 1)
-        cut = columns if cut < 0 else cut
+        if cut < 0:
+            cut = text.rfind("/", columns // 2, columns) + 1 or columns
         lines.append(text[:cut])
         text = text[cut:].lstrip()
     return [*lines, text]
