@@ -196,6 +196,25 @@ say("memfd" in Path("/proc/self/maps").read_text())
         assert text.endswith("False\n")
 
 
+def test_an_optimizer_that_is_not_torchs_is_not_divided_unless_that_is_asked_for(run_alone):
+    # This one scales its steps by a number that it computes from all parameters.
+    script = """
+class Scaled(torch.optim.SGD):
+    def step(self, closure=None):
+        norm = sum(float(p.grad.square().sum()) for group in self.param_groups for p in group["params"]) ** 0.5
+        for group in self.param_groups:
+            group["lr"] = 0.1 / (1 + norm)
+        return super().step(closure)
+
+optimizer = Scaled(model.parameters(), lr=0.1)
+trainer = make_trainer(engine="auto")
+for batch in trainer.batches(data, batch_size=12):
+    trainer.step(loss, batch)
+say(trainer.digest())
+"""
+    assert len({*run_alone(2, script), *run_alone(1, script)}) == 1
+
+
 def test_a_loss_or_gradient_that_is_not_finite_leaves_the_shared_weights_alone(run_alone):
     said = run_alone(
         3,

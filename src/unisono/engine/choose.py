@@ -17,7 +17,7 @@ from unisono.engine.base import Engine
 from unisono.engine.collective import CollectiveEngine
 from unisono.engine.exchange import Exchange, Layout
 from unisono.engine.local import LocalEngine
-from unisono.engine.shared import Hall, Loads, SharedEngine, SharedExchange, Weights
+from unisono.engine.shared import Hall, Loads, SharedEngine, SharedExchange, Weights, is_divisible
 
 __all__ = ["EngineKind", "Engines", "choose_engines"]
 
@@ -48,16 +48,26 @@ class Engines:
 
 
 def choose_engines(
-    kind: EngineKind, world: World, modules: Iterable[nn.Module], *, virtual_ranks: int, overlap: bool
+    kind: EngineKind,
+    world: World,
+    modules: Iterable[nn.Module],
+    optimizers: Iterable[Optimizer],
+    *,
+    virtual_ranks: int,
+    overlap: bool,
 ) -> Engines:
     """Choose the engine of a world: with one rank sums stay local; on one host with CPU ranks all is shared.
+
+    An optimizer that is not torch's may compute something over all parameters, which no rank has to itself then: so it
+    gets the shared engine only if that is asked for.
 
     Every rank must call it. Args: overlap=False takes no gradient before backward has ended.
     Raises: ValueError on all ranks if kind is "shared" and they cannot share memory.
     """
     modules = list(modules)
     shared = None
-    if world.group is not None and kind != "collective":
+    may_share = kind == "shared" or (kind == "auto" and all(map(is_divisible, optimizers)))
+    if world.group is not None and may_share:
         tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
         everyone = world.gather((_host(), _obstacle(world, tensors), secrets.token_hex(8)))
         obstacle = next((f"rank {rank}: {what}" for rank, (_, what, _) in enumerate(everyone) if what), None)

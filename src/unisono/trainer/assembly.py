@@ -94,7 +94,9 @@ def assemble(
     facts = None if found is None else found.document["facts"]
     virtual_ranks = choose_virtual_ranks(virtual_ranks, seed=seed, world=world, facts=facts, directory=directory)
     run = Run(seed=seed, virtual_ranks=virtual_ranks, world=world, device=chosen)
-    engines = choose_engines(engine, world, modules.values(), virtual_ranks=virtual_ranks, overlap=overlap)
+    engines = choose_engines(
+        engine, world, modules.values(), optimizers.values(), virtual_ranks=virtual_ranks, overlap=overlap
+    )
     buffers = BufferTransaction(modules.values(), world, engines.exchange, virtual_ranks=virtual_ranks)
     runners = {
         name: StepRunner(

@@ -69,7 +69,8 @@ class Trainer:
         overlap: take and send gradients while backward still runs. Changes no bit.
         engine: "shared" keeps one copy of weights, gradients and optimizer state in shared memory, for CPU ranks of one
             host; "collective" keeps a copy for each rank, and sends gradients; "auto" takes "shared" where it can
-            serve. Changes no bit. With "shared", write weights through the optimizer only.
+            serve and all optimizers are torch's. Changes no bit. With "shared", write weights through the optimizer
+            only, and see that your own optimizer treats each parameter by itself.
         progress: show progress on the terminal.
     Raises: ValueError for contradicting arguments, RankMismatchError if ranks have different models, CheckpointError if
         the directory cannot be used or holds another model's run.

@@ -3,6 +3,7 @@
 from unisono.engine.shared.engine import SharedEngine
 from unisono.engine.shared.exchange import SharedExchange
 from unisono.engine.shared.hall import Hall
+from unisono.engine.shared.optimizers import is_divisible
 from unisono.engine.shared.weights import Loads, Weights
 
-__all__ = ["Hall", "Loads", "SharedEngine", "SharedExchange", "Weights"]
+__all__ = ["Hall", "Loads", "SharedEngine", "SharedExchange", "Weights", "is_divisible"]

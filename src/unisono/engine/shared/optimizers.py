@@ -16,12 +16,18 @@ from torch.optim import Optimizer
 
 from unisono.engine.shared.parts import Piece
 
-__all__ = ["StandIn", "is_elementwise"]
+__all__ = ["StandIn", "is_divisible", "is_elementwise"]
 
 _ELEMENTWISE = frozenset({
     optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adagrad, optim.Adadelta,
     optim.RMSprop, optim.Rprop, optim.ASGD,
 })  # fmt: skip
+_PARAMETERWISE = frozenset({optim.Adafactor, optim.Muon} if hasattr(optim, "Muon") else {optim.Adafactor})
+
+
+def is_divisible(optimizer: Optimizer) -> bool:
+    """Whether an optimizer is known to treat each parameter by itself, so that ranks can divide them among them."""
+    return is_elementwise(optimizer) or type(optimizer) in _PARAMETERWISE
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
