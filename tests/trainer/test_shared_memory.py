@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -35,32 +38,59 @@ def say(*values):
 """
 
 
+# Imports once and forks the ranks, each with files of its own; says how each ended.
+HOST = """
+import os, sys
+import torch, torch.distributed, torch._dynamo, unisono, unisono.trainer.trainer
+folder, n = sys.argv[1], int(sys.argv[2])
+pids = {}
+for R in range(n):
+    pid = os.fork()
+    if not pid:
+        for file, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(f"{folder}/{name}{R}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), file)
+        break
+    pids[pid] = R
+else:
+    ends = {}
+    while pids:
+        pid, status = os.wait()
+        ends[pids.pop(pid)] = os.waitstatus_to_exitcode(status)
+    print([ends[r] for r in range(n)], flush=True)
+    os._exit(0)
+exec(compile(open(f"{folder}/script.py").read(), f"{folder}/script.py", "exec"), globals())
+"""
+
+
 @pytest.fixture
 def run_alone(tmp_path):
     """Run a script on N ranks that nobody watches over: no launcher ends the others when one fails."""
 
     def run(n: int, script: str, *, codes: dict[int, int] | None = None) -> list[str]:
-        path = tmp_path / "script.py"
+        (tmp_path / "meet").unlink(missing_ok=True)
         start = f'dist.init_process_group("gloo", init_method="file://{tmp_path}/meet", rank=R, world_size={n})'
-        path.write_text(f"{PREAMBLE}\nR = int(sys.argv[1])\n{start}\n{script}")
+        (tmp_path / "script.py").write_text(f"{PREAMBLE}\n{start}\n{script}")
         environ = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
         environ["GLOO_SOCKET_IFNAME"] = "lo"
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, path, str(r)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ
-            )
-            for r in range(n)
-        ]
-        said = []
+        host = subprocess.Popen(
+            [sys.executable, "-c", HOST, str(tmp_path), str(n)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environ,
+            start_new_session=True,
+        )
         try:
-            for r, rank in enumerate(ranks):
-                out, err = rank.communicate(timeout=90)
-                assert rank.returncode == (codes or {}).get(r, 0), f"rank {r}: {rank.returncode}\n{out}\n{err[-4000:]}"
-                said.append(out)
+            ends, _ = host.communicate(timeout=90)
         finally:
-            for rank in ranks:
-                rank.kill()
-                rank.communicate()
+            with suppress(ProcessLookupError):
+                os.killpg(host.pid, signal.SIGKILL)
+            host.communicate()
+        assert host.returncode == 0, ends
+        said = [(tmp_path / f"out{r}").read_text() for r in range(n)]
+        for r, code in enumerate(json.loads(ends)):
+            err = (tmp_path / f"err{r}").read_text()
+            assert code == (codes or {}).get(r, 0), f"rank {r}: {code}\n{said[r]}\n{err[-4000:]}"
         return said
 
     return run

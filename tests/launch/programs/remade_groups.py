@@ -9,6 +9,7 @@ rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 for meeting in range(4):
     if rank < ranks - 1:  # a meeting that the last rank has no part in
         dist.init_process_group("gloo", rank=rank, world_size=ranks - 1)
+        dist.barrier()  # gloo: a rank that leaves at once fails one that still connects
         dist.destroy_process_group()
     dist.init_process_group("gloo")
     total = torch.tensor(rank + meeting)

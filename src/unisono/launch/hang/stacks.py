@@ -48,8 +48,8 @@ STACK_SIGNAL = signal.SIGRTMAX - 5
 _LONGEST_DUMP = 1 << 20
 _PATIENCE_S = 0.25
 """How long the interpreter has to answer before the fault handler is asked."""
-_END = b"# end\n"
-"""What the interpreter writes after its answer."""
+_BEGIN, _END = b"# begin\n", b"# end\n"
+"""What the interpreter writes around its answer."""
 _PAUSE_S = 0.02
 """The fault handler's answer is complete when it has not grown for so long; its end has no mark."""
 
@@ -125,6 +125,7 @@ def install(dump: int, *, has_thread: Callable[[], bool] = lambda: False) -> Non
 
 def write(dump: int) -> None:
     """Write the stacks of all threads to the file."""
+    os.write(dump, _BEGIN)
     faulthandler.dump_traceback(file=dump, all_threads=True)
     os.write(dump, _END)
 
@@ -188,7 +189,13 @@ class StackRequest:
             return False
         if self._by_force and now_s - self._size_s >= _PAUSE_S:
             return True
-        return os.pread(self._dump, len(_END), max(0, size - len(_END))) == _END
+        if os.pread(self._dump, len(_END), max(0, size - len(_END))) != _END:
+            return False
+        if os.pread(self._dump, len(_BEGIN), 0) == _BEGIN:
+            return True
+        os.ftruncate(self._dump, 0)  # the end of a late answer to an earlier request; the answer to this one follows
+        self._size = 0
+        return False
 
     def _ask_next(self) -> None:
         self._asked = 0
