@@ -13,26 +13,32 @@ OPTIMIZERS = VARIANTS.with_name("optimizers.py")
 RANKS = [1, 2, 3, 4, 8]
 
 
+def slow(*values: object) -> object:
+    """Leave a case to the long suite."""
+    return pytest.param(*values, marks=pytest.mark.soak)
+
+
 @pytest.mark.parametrize("n", RANKS)
 def test_digits_have_one_digest_on_any_number_of_ranks(run_ranks, digits_on_one_rank, n):
     job = run_ranks(n, EXAMPLES / "digits.py", "--epochs", 3)
     assert job.lines()[-2:] == digits_on_one_rank[-2:]
 
 
-@pytest.mark.parametrize("n", RANKS[1:])
+@pytest.mark.parametrize("n", [slow(2), 3, slow(4), 8])
 def test_language_model_has_one_digest_on_any_number_of_ranks(run_ranks, language_model_on_one_rank, n):
     job = run_ranks(n, EXAMPLES / "language_model.py", "--steps", 4)
     assert job.lines()[-2:] == language_model_on_one_rank[-2:]
 
 
 @pytest.mark.parametrize(
-    ("n", "engine"), [(2, "shared"), (3, "shared"), (5, "shared"), (2, "collective"), (3, "collective")]
+    ("n", "engine"),
+    [slow(2, "shared"), (3, "shared"), slow(5, "shared"), (2, "collective"), slow(3, "collective")],
 )
 def test_every_way_to_train_has_one_digest(run_ranks, variants_on_one_rank, n, engine):
     assert variants_of(run_ranks(n, VARIANTS, "--engine", engine).lines()) == variants_on_one_rank
 
 
-@pytest.mark.parametrize(("n", "engine"), [(2, "shared"), (3, "shared"), (2, "collective")])
+@pytest.mark.parametrize(("n", "engine"), [slow(2, "shared"), (3, "shared"), slow(2, "collective")])
 def test_every_optimizer_has_one_digest(run_ranks, optimizers_on_one_rank, n, engine):
     """Also where ranks update pieces of parameters, or whole ones, in shared memory."""
     assert variants_of(run_ranks(n, OPTIMIZERS, engine).lines()) == optimizers_on_one_rank
