@@ -98,4 +98,4 @@ def test_a_long_path_of_the_temporary_folder_does_not_hold_up_a_dataloader(launc
         print(sum(int(batch.sum()) for batch in DataLoader(list(range(20)), batch_size=4, num_workers=2)))
         """
     )
-    assert (result.stdout, result.stderr, result.returncode) == ("[0-1] 190\n", "", 0)
+    assert (printed(result.stdout), result.stderr, result.returncode) == ({0: ["190"], 1: ["190"]}, "", 0)
