@@ -222,7 +222,7 @@ def test_the_key_is_the_same_at_the_next_step_and_another_for_other_ranks():
 
 def stack(*places):
     frames = [
-        Frame(file=file, line=line, function=function, library=library) for file, line, function, library in places
+        Frame(file=file, line=line, function=function, is_library=library) for file, line, function, library in places
     ]
     return Thread(ident=1, frames=tuple(frames))
 

@@ -47,7 +47,7 @@ def test_a_loop_in_the_program_is_found(start, dump):
     threads = request_stacks(process.pid, dump, timeout_s=30)[process.pid]
     assert [frame.function for frame in threads[-1].frames] == ["work", "<module>"]
     place = threads[-1].place
-    assert place.line in (3, 4, 5) and not place.library and place.file.endswith("program.py")
+    assert place.line in (3, 4, 5) and not place.is_library and place.file.endswith("program.py")
 
 
 def test_a_process_stuck_in_c_code_answers(start, dump):

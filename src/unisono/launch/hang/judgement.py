@@ -208,7 +208,7 @@ def place_of(call: Call) -> Frame | None:
     """Give the user's line that made a call."""
     if not call.file:
         return None
-    return Frame(file=call.file, line=call.line, function=call.function, library=False)
+    return Frame(file=call.file, line=call.line, function=call.function, is_library=False)
 
 
 def detail_of(call: Call) -> str:

@@ -171,7 +171,7 @@ def _block(situation: Situation, now_ns: int, folder: str, *, full: bool) -> lis
     for pid, name, threads in situation.children[: None if full else _MOST_CHILDREN]:
         # The main thread of a worker is its last; feeder threads of queues run no code of the user's.
         own = [_without_parents(thread, situation.main) for thread in threads]
-        shown = threads if full else tuple(t for t in own if any(not f.library for f in t.frames))[-1:]
+        shown = threads if full else tuple(t for t in own if any(not f.is_library for f in t.frames))[-1:]
         if shown:
             lines.append(f"  its child process {pid} ({name}):")
             lines += ["  " + line for thread in shown for line in _stack(thread, folder, full=full)]
@@ -209,7 +209,7 @@ def _waits_for_loader(thread: Thread | None) -> bool:
 
 def _stack(thread: Thread, folder: str, *, full: bool) -> list[str]:
     """Give the stack, innermost call last; without `full`, the user's own frames with their source."""
-    frames = [frame for frame in reversed(thread.frames) if full or not frame.library]
+    frames = [frame for frame in reversed(thread.frames) if full or not frame.is_library]
     if not frames and thread.frames:
         frames = [thread.frames[0]]
     hidden = 0 if full else max(0, len(frames) - _MOST_FRAMES)
@@ -219,7 +219,7 @@ def _stack(thread: Thread, folder: str, *, full: bool) -> list[str]:
         if frame.source:
             lines.append(f"        {frame.source}"[:_WIDTH])
     inner = thread.frames[0] if thread.frames else None
-    if not full and inner is not None and inner.library and inner not in frames:
+    if not full and inner is not None and inner.is_library and inner not in frames:
         lines.append(f"    {_place(inner, folder)}")
     return lines
 

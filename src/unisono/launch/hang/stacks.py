@@ -65,7 +65,7 @@ class Frame:
     line: int
     """0 if it is not known."""
     function: str
-    library: bool
+    is_library: bool
     """Whether it belongs to Python or an installed package, and not to the user's program."""
 
     @property
@@ -85,7 +85,7 @@ class Thread:
     @property
     def place(self) -> Frame | None:
         """The innermost frame of the user's program; of any code if there is none."""
-        return next((frame for frame in self.frames if not frame.library), self.frames[0] if self.frames else None)
+        return next((frame for frame in self.frames if not frame.is_library), self.frames[0] if self.frames else None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -241,7 +241,7 @@ def parse_stacks(text: str) -> tuple[Thread, ...]:
     """Read what faulthandler has written.
 
     >>> text = 'Current thread 0x0a (most recent call first):\\n  File "/home/me/train.py", line 7 in step\\n'
-    >>> [(thread.ident, thread.frames[0].function, thread.frames[0].library) for thread in parse_stacks(text)]
+    >>> [(thread.ident, thread.frames[0].function, thread.frames[0].is_library) for thread in parse_stacks(text)]
     [(10, 'step', False)]
     """
     threads: list[tuple[int, list[Frame]]] = []
@@ -252,7 +252,7 @@ def parse_stacks(text: str) -> tuple[Thread, ...]:
             number = int(found[2]) if found[2].isdigit() else 0
             if found[1] != __file__:  # what answers is not of the program
                 threads[-1][1].append(
-                    Frame(file=found[1], line=number, function=found[3], library=bool(library_of(found[1])))
+                    Frame(file=found[1], line=number, function=found[3], is_library=bool(library_of(found[1])))
                 )
     return tuple(Thread(ident=ident, frames=tuple(frames)) for ident, frames in threads if not _answers(frames))
 

@@ -21,7 +21,7 @@ def main(packed: int, reports: int) -> None:
         call.function(rank, *call.arguments)
     except KeyboardInterrupt:
         pass  # the caller was interrupted, and says so
-    except Exception:
+    except Exception:  # whatever the caller's function raises is told, and raised on
         write_report(reports, RankReport(rank=rank, pid=pid, traceback=traceback.format_exc()))
         sys.excepthook = lambda *_: None
         raise
