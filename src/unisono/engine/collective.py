@@ -9,19 +9,18 @@ DDP's; Li et al., "PyTorch Distributed", VLDB 2020, section 3.2).
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from unisono.comm import World
-from unisono.engine.base import Totals, Trained, refuse_sparse, totals_row, weight_of_row
+from unisono.engine.base import Totals, Trained, weight_of_row
 from unisono.engine.exchange import Exchange, Layout
-from unisono.engine.gradients import Gradients, NodeSum, add_one, take
+from unisono.engine.gradients import take
+from unisono.engine.leaves import LeafSums
 from unisono.engine.norm import dense_strides
 from unisono.engine.update import prepare_whole, update_whole
-from unisono.errors import LossError, UnisonoError
+from unisono.errors import UnisonoError
 
 __all__ = ["CollectiveEngine"]
 
@@ -60,29 +59,23 @@ class _Bucket:
         return views
 
 
-class CollectiveEngine:
+class CollectiveEngine(LeafSums):
     """Sums the leaves of all ranks by sends and receives, overlapped with backward."""
 
     shares_weights = False
 
     def __init__(self, optimizer: Optimizer, world: World, *, virtual_ranks: int, overlap: bool = True) -> None:
+        super().__init__()
         self._optimizer = optimizer
         self._world, self._virtual_ranks, self._overlap = world, virtual_ranks, overlap
         self._widest = self._layout_of(virtual_ranks)
         self._layout = self._widest
-        self._trained = Trained((), ())
         self._buckets: list[_Bucket] = []
         self._home: list[tuple[_Bucket, int]] = []
         self._totals_offset = 0
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._launched = 0
         self._broken = False
-        self._sums: list[NodeSum] = []
-        self._totals: list[NodeSum] = []
-        self._used: list[list[float]] = []
-        self._settled: list[bool] = []
         self._unsettled = 0
-        self._streaming = False
 
     def _layout_of(self, leaves: int) -> Layout:
         return Layout.of(leaves=leaves, world_size=self._world.size, virtual_ranks=self._virtual_ranks)
@@ -97,41 +90,14 @@ class CollectiveEngine:
         if trained is not self._trained:
             self._build(trained)
         self._layout = self._layout_of(leaves)
-        nodes = self._layout.nodes[self._world.rank]
-        self._sums = [NodeSum(node) for node in nodes]
-        self._totals = [NodeSum(node) for node in nodes]
-        self._used = [[0.0] * len(trained.parameters) for _ in nodes]
-        self._settled = [False] * len(trained.parameters)
+        self._begin(self._layout.nodes[self._world.rank])
         self._unsettled = len(trained.parameters)
         self._launched = 0
-        self._streaming = False
         for bucket in self._buckets:
             bucket.exchange.start(self._layout)
             bucket.waiting = len(bucket.members)
         self._buckets[-1].waiting += 1  # for the totals
         take(trained.parameters)
-
-    def close_forward(self, leaf: int, loss: Tensor, weight: float, *, surprised: bool) -> None:
-        """Keep a leaf's totals, and let gradients go from now on if it is this rank's last leaf; see `Engine`."""
-        self._totals[self._node_of(leaf)].push(leaf, [totals_row(loss, weight, surprised=surprised)])
-        self._streaming = self._overlap and leaf == self._sums[-1].node.stop - 1
-
-    def close_leaf(self, leaf: int) -> None:
-        """Add one leaf; see `Engine`."""
-        self._streaming = False
-        i = self._node_of(leaf)
-        if leaf == self._sums[-1].node.stop - 1:
-            for index, p in enumerate(self._trained.parameters):
-                if not self._settled[index]:
-                    gradient, p.grad = p.grad, None
-                    self._settle(index, gradient)
-            return
-        gradients = take(self._trained.parameters)
-        for name, gradient in zip(self._trained.names, gradients, strict=True):
-            refuse_sparse(name, gradient)
-        self._sums[i].push(leaf, gradients)
-        if leaf == self._sums[i].node.stop - 1:
-            self._write_row(i, self._sums[i].total())
 
     def flush(self) -> None:
         """Send what is left; see `Engine`."""
@@ -180,13 +146,6 @@ class CollectiveEngine:
     def raise_deferred(self) -> None:
         """Nothing is put off; see `Engine`."""
 
-    def close(self) -> None:
-        """Take the hooks off the parameters; see `Engine`."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        self._trained = Trained((), ())
-
     def _build(self, trained: Trained) -> None:
         """Pack the parameters into buckets, and watch them."""
         self.close()
@@ -211,45 +170,19 @@ class CollectiveEngine:
                 self._world, bucket.numel, widest=self._widest, dtype=bucket.dtype, device=bucket.device
             )
         if self._overlap:
-            self._hooks = [
-                p.register_post_accumulate_grad_hook(partial(self._on_gradient, index))  # type: ignore[no-untyped-call]
-                for index, p in enumerate(trained.parameters)
-            ]
+            self._watch()
 
-    def _node_of(self, leaf: int) -> int:
-        return next(i for i, total in enumerate(self._sums) if leaf < total.node.stop)
-
-    def _on_gradient(self, index: int, parameter: Tensor) -> None:
-        if not self._streaming:
-            return
-        if self._settled[index]:
-            raise LossError(
-                f"parameter {self._trained.names[index]!r} got its gradient twice in one backward, the second time "
-                "after the first had been sent. Re-entrant activation checkpointing does that: call checkpoint with "
-                "use_reentrant=False, or give Trainer overlap=False."
-            )
-        gradient, parameter.grad = parameter.grad, None
-        self._settle(index, gradient)
-
-    def _settle(self, index: int, gradient: Tensor | None) -> None:
-        """Add the last leaf's gradient of one parameter to the leaves before it, and write the sum into its bucket."""
-        refuse_sparse(self._trained.names[index], gradient)
+    def _put(self, index: int, left: Tensor | None, gradient: Tensor | None) -> None:
+        """Write the sum of one parameter into its bucket, and let go what is full."""
         bucket, slot = self._home[index]
         last = len(self._sums) - 1
         view = bucket.views(bucket.exchange.rows[last], self._trained.parameters)[slot]
-        if stack := self._sums[last].stack:
-            for lefts in reversed(stack[1:]):
-                gradient = add_one(lefts[index], gradient)
-            left = stack[0][index]
-            if left is not None and gradient is not None:
-                torch.add(left, gradient, out=view)
-            else:
-                gradient = add_one(left, gradient)
-                view.zero_() if gradient is None else view.copy_(gradient)
+        if gradient is None:
+            view.zero_()
+        elif left is None:
+            view.copy_(gradient)
         else:
-            view.zero_() if gradient is None else view.copy_(gradient)
-        self._used[last][index] = float(gradient is not None)
-        self._settled[index] = True
+            torch.add(left, gradient, out=view)
         self._unsettled -= 1
         bucket.waiting -= 1
         if not self._unsettled:
@@ -258,25 +191,24 @@ class CollectiveEngine:
         if not bucket.waiting or not self._unsettled:
             self._launch_full_buckets()
 
-    def _write_row(self, i: int, gradients: Gradients) -> None:
+    def _put_node(self, i: int) -> None:
+        """Write the sums of a node into its rows."""
+        gradients = self._sums[i].total()
         for bucket in self._buckets:
             views = bucket.views(bucket.exchange.rows[i], self._trained.parameters)
             for index, view in zip(bucket.members, views, strict=True):
                 gradient = gradients[index]
                 view.zero_() if gradient is None else view.copy_(gradient)
-                self._used[i][index] = float(gradient is not None)
         self._write_totals(i)
 
     def _write_totals(self, i: int) -> None:
         start, used = self._totals_offset, self._used[i]
         row = self._buckets[-1].exchange.rows[i][start : start + _TOTALS + len(used)]
-        (totals,) = self._totals[i].total()
-        assert totals is not None
         if all(used):
             row.fill_(1.0)  # the common case, without a tensor of its own
         else:
             row[_TOTALS:] = torch.tensor(used, device=row.device)
-        row[:_TOTALS] = totals
+        row[:_TOTALS] = self._totals_of(i)
 
     def _launch_full_buckets(self) -> None:
         """Let full buckets go, in their order; one bucket's second phase follows the next one's first."""

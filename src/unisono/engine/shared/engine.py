@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from unisono.engine.base import Totals, Trained, refuse_sparse, totals_row, weight_of_row
+from unisono.engine.base import Totals, Trained, weight_of_row
 from unisono.engine.exchange import Layout
-from unisono.engine.gradients import NodeSum, add_one, take
+from unisono.engine.gradients import take
+from unisono.engine.leaves import LeafSums
 from unisono.engine.norm import BLOCK, clip_factor, dense_strides, global_norm
 from unisono.engine.shared.hall import Hall
 from unisono.engine.shared.optimizers import StandIn, is_elementwise
@@ -27,7 +28,7 @@ from unisono.engine.shared.rows import Rows
 from unisono.engine.shared.state import SharedState, give_memory_back
 from unisono.engine.shared.table import Table, note, unscale
 from unisono.engine.shared.weights import Weights
-from unisono.errors import LossError, UnisonoError
+from unisono.errors import UnisonoError
 
 __all__ = ["SharedEngine"]
 
@@ -39,7 +40,7 @@ _CACHE_NBYTES = 1024 * 1024
 _ATTEMPT, _UNSETTLED = 0, 1
 
 
-class SharedEngine:
+class SharedEngine(LeafSums):
     """Sums and applies gradients in shared memory."""
 
     shares_weights = True
@@ -47,24 +48,19 @@ class SharedEngine:
     def __init__(
         self, optimizer: Optimizer, hall: Hall, weights: Weights, *, virtual_ranks: int, overlap: bool = True
     ) -> None:
+        super().__init__()
         self._optimizer, self._hall, self._weights = optimizer, hall, weights
         self._virtual_ranks, self._overlap = virtual_ranks, overlap
         self._layouts: dict[int, Layout] = {}
         self._widest = self._layout_of(virtual_ranks)
         self._layout = self._widest
-        self._trained = Trained((), ())
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._apply_with_hooks: Any = Optimizer.profile_hook_step(self._apply)
         self._attempt = self._arrivals = 0
-        self._arrived = self._freed = self._streaming = self._prepared = False
-        self._is_open = self._takes_early = False
+        self._arrived = self._freed = self._prepared = False
+        self._is_open = False
         self._factor = 1.0
         self._found_inf: Tensor | None = None
-        self._sums: list[NodeSum] = []
-        self._totals: list[NodeSum] = []
-        self._used: list[list[bool]] = []
         self._used_by_all: list[bool] = []
-        self._settled: list[bool] = []
         self._addresses: list[int] = []
         # All of these are made by `_build`.
         self._both_rows: list[Rows]
@@ -89,51 +85,19 @@ class SharedEngine:
         else:
             self._weights.check()
         self._attempt += 1
-        self._arrived = self._freed = self._streaming = self._prepared = False
+        self._arrived = self._freed = self._prepared = False
         self._hall.free()
         self._layout = self._layout_of(leaves)
-        nodes = self._layout.nodes[self._hall.rank]
         # With two sets of rows, those of the last step are left alone until all ranks have come to the end of this one.
         self._rows = self._both_rows[self._arrivals % len(self._both_rows)]
         self._rows.start(self._layout)
-        self._sums = [NodeSum(node) for node in nodes]
-        self._totals = [NodeSum(node) for node in nodes]
-        self._used = [[False] * len(trained.parameters) for _ in nodes]
-        self._settled = [False] * len(trained.parameters)
-
-    def close_forward(self, leaf: int, loss: Tensor, weight: float, *, surprised: bool) -> None:
-        """Keep a leaf's totals, and take gradients as they come if it is this rank's last leaf; see `Engine`."""
-        self._totals[self._node_of(leaf)].push(leaf, [totals_row(loss, weight, surprised=surprised)])
-        self._streaming = self._takes_early and leaf == self._sums[-1].node.stop - 1
-
-    def close_leaf(self, leaf: int) -> None:
-        """Add one leaf; see `Engine`."""
-        self._streaming = False
-        i = self._node_of(leaf)
-        if leaf == self._sums[-1].node.stop - 1:
-            for index, p in enumerate(self._trained.parameters):
-                if not self._settled[index]:
-                    gradient, p.grad = p.grad, None
-                    self._settle(index, gradient)
-            return
-        gradients = take(self._trained.parameters)
-        for name, gradient in zip(self._trained.names, gradients, strict=True):
-            refuse_sparse(name, gradient)
-        self._sums[i].push(leaf, gradients)
-        if leaf == self._sums[i].node.stop - 1:
-            self._wait_until_freed()
-            for index, gradient in enumerate(self._sums[i].total()):
-                self._rows.put(i, index, gradient)
-                self._used[i][index] = gradient is not None
-            self._sums[i].stack = []
+        self._begin(self._layout.nodes[self._hall.rank])
 
     def flush(self) -> None:
         """Show this rank's totals; see `Engine`."""
         self._wait_until_freed()
         for i, used in enumerate(self._used):
-            (totals,) = self._totals[i].total()
-            assert totals is not None
-            self._table.write(i, totals, used)
+            self._table.write(i, self._totals_of(i), used)
 
     def finish(self) -> Totals:
         """Wait for all ranks' gradients; see `Engine`."""
@@ -232,13 +196,6 @@ class SharedEngine:
             self._hall.interrupted = False
             raise KeyboardInterrupt
 
-    def close(self) -> None:
-        """Take the hooks off the parameters; see `Engine`."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        self._trained = Trained((), ())
-
     def _build(self, trained: Trained) -> None:
         """Move the parameters to shared memory where they are not there, and divide the work. All ranks do so alike."""
         self.close()
@@ -252,7 +209,6 @@ class SharedEngine:
         strides = [dense_strides(p) for p in parameters]
         make = partial(hall.segment, what="gradients")
         nbytes = sum(p.numel() * p.element_size() for p in parameters)
-        self._takes_early = self._overlap and nbytes >= _CACHE_NBYTES
         self._both_rows = [
             Rows(make, parameters, strides, parts, rank=hall.rank, widest=self._widest)
             for _ in range(1 if nbytes >= _CACHE_NBYTES else 2)
@@ -273,11 +229,8 @@ class SharedEngine:
             ]
         self._stand_in = StandIn(optimizer, parameters, pieces, places)
         self._state = SharedState(hall, trained.names, parameters, self._stand_in, whole=whole)
-        if self._takes_early:
-            self._hooks = [
-                p.register_post_accumulate_grad_hook(partial(self._on_gradient, index))  # type: ignore[no-untyped-call]
-                for index, p in enumerate(parameters)
-            ]
+        if self._overlap and nbytes >= _CACHE_NBYTES:
+            self._watch()
         give_memory_back()
 
     def _layout_of(self, leaves: int) -> Layout:
@@ -287,46 +240,26 @@ class SharedEngine:
             self._layouts[leaves] = layout
         return layout
 
-    def _node_of(self, leaf: int) -> int:
-        return next(i for i, total in enumerate(self._sums) if leaf < total.node.stop)
-
     def _wait_until_freed(self) -> None:
         """Before rows are written: the others may still read the last step's gradient there."""
         if not self._freed and len(self._both_rows) == 1:
             self._hall.wait_until_free()
             self._freed = True
 
-    def _on_gradient(self, index: int, parameter: Tensor) -> None:
-        if not self._streaming:
-            return
-        if self._settled[index]:
-            raise LossError(
-                f"parameter {self._trained.names[index]!r} got its gradient twice in one backward, the second time "
-                "after the first had been taken. Re-entrant activation checkpointing does that: call checkpoint with "
-                "use_reentrant=False, or give Trainer overlap=False."
-            )
-        gradient, parameter.grad = parameter.grad, None
-        self._settle(index, gradient)
-
-    def _settle(self, index: int, gradient: Tensor | None) -> None:
-        """Add the last leaf's gradient of one parameter to the leaves before it, and give the sum to the rows."""
-        refuse_sparse(self._trained.names[index], gradient)
+    def _put(self, index: int, left: Tensor | None, gradient: Tensor | None) -> None:
+        """Give the sum of one parameter to the rows."""
         self._wait_until_freed()
         last = len(self._sums) - 1
-        stack = self._sums[last].stack
-        for lefts in reversed(stack[1:]):
-            gradient, lefts[index] = add_one(lefts[index], gradient), None
-        if stack:
-            left, stack[0][index] = stack[0][index], None
-            if left is not None and gradient is not None:
-                self._rows.put_sum(last, index, left, gradient)
-            else:
-                gradient = add_one(left, gradient)
-                self._rows.put(last, index, gradient)
+        if left is not None and gradient is not None:
+            self._rows.put_sum(last, index, left, gradient)
         else:
             self._rows.put(last, index, gradient)
-        self._used[last][index] = gradient is not None
-        self._settled[index] = True
+
+    def _put_node(self, i: int) -> None:
+        """Give the sums of a node to the rows."""
+        self._wait_until_freed()
+        for index, gradient in enumerate(self._sums[i].total()):
+            self._rows.put(i, index, gradient)
 
     def _apply(self, optimizer: Optimizer) -> None:
         """Do what the optimizer's `step` would do, on all ranks together."""

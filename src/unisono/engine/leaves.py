@@ -1,0 +1,124 @@
+"""How an engine that meets other ranks takes the gradients of this rank's leaves off the parameters.
+
+Of the last leaf they are taken while backward runs, where that is asked for: nothing comes after them that they would
+have to wait for. Where sums go is a subclass's affair.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from unisono.engine.base import Trained, refuse_sparse, totals_row
+from unisono.engine.gradients import NodeSum, add_one, take
+from unisono.errors import LossError
+from unisono.plan import Node
+
+__all__ = ["LeafSums"]
+
+
+class LeafSums(ABC):
+    """The sums of one rank's leaves, node by node; the calls of `Engine` that belong to leaves."""
+
+    def __init__(self) -> None:
+        self._trained = Trained((), ())
+        self._sums: list[NodeSum] = []
+        self._totals: list[NodeSum] = []
+        self._used: list[list[bool]] = []
+        """By node, which parameters got a gradient."""
+        self._settled: list[bool] = []
+        """Which parameters' gradients of the last leaf have been taken."""
+        self._streaming = False
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+
+    def close_forward(self, leaf: int, loss: Tensor, weight: float, *, surprised: bool) -> None:
+        """Keep a leaf's totals, and take gradients as they come if it is this rank's last leaf; see `Engine`."""
+        self._totals[self._node_of(leaf)].push(leaf, [totals_row(loss, weight, surprised=surprised)])
+        self._streaming = bool(self._hooks) and leaf == self._sums[-1].node.stop - 1
+
+    def close_leaf(self, leaf: int) -> None:
+        """Add one leaf; see `Engine`."""
+        self._streaming = False
+        i = self._node_of(leaf)
+        if leaf == self._sums[-1].node.stop - 1:
+            for index, p in enumerate(self._trained.parameters):
+                if not self._settled[index]:
+                    gradient, p.grad = p.grad, None
+                    self._take(index, gradient)
+            return
+        gradients = take(self._trained.parameters)
+        for name, gradient in zip(self._trained.names, gradients, strict=True):
+            refuse_sparse(name, gradient)
+        self._sums[i].push(leaf, gradients)
+        if leaf == self._sums[i].node.stop - 1:
+            self._used[i] = [gradient is not None for gradient in self._sums[i].total()]
+            self._put_node(i)
+            self._sums[i].stack = []
+
+    def close(self) -> None:
+        """Take the hooks off the parameters; see `Engine`."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._trained = Trained((), ())
+
+    def _begin(self, nodes: Sequence[Node]) -> None:
+        """Begin a step in which this rank has these nodes."""
+        self._sums = [NodeSum(node) for node in nodes]
+        self._totals = [NodeSum(node) for node in nodes]
+        self._used = [[False] * len(self._trained.parameters) for _ in nodes]
+        self._settled = [False] * len(self._trained.parameters)
+        self._streaming = False
+
+    def _watch(self) -> None:
+        """Take gradients of last leaves while backward runs, from now on."""
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(partial(self._on_gradient, index))  # type: ignore[no-untyped-call]
+            for index, p in enumerate(self._trained.parameters)
+        ]
+
+    def _node_of(self, leaf: int) -> int:
+        return next(i for i, total in enumerate(self._sums) if leaf < total.node.stop)
+
+    def _totals_of(self, i: int) -> Tensor:
+        (totals,) = self._totals[i].total()
+        assert totals is not None
+        return totals
+
+    def _on_gradient(self, index: int, parameter: Tensor) -> None:
+        if not self._streaming:
+            return
+        if self._settled[index]:
+            raise LossError(
+                f"parameter {self._trained.names[index]!r} got its gradient twice in one backward, the second time "
+                "after the first had been taken. Re-entrant activation checkpointing does that: call checkpoint with "
+                "use_reentrant=False, or give Trainer overlap=False."
+            )
+        gradient, parameter.grad = parameter.grad, None
+        self._take(index, gradient)
+
+    def _take(self, index: int, gradient: Tensor | None) -> None:
+        """Add the last leaf's gradient of one parameter to the leaves before it, but for one addition."""
+        refuse_sparse(self._trained.names[index], gradient)
+        stack, left = self._sums[-1].stack, None
+        for lefts in reversed(stack[1:]):
+            gradient, lefts[index] = add_one(lefts[index], gradient), None
+        if stack:
+            left, stack[0][index] = stack[0][index], None
+            if left is None or gradient is None:
+                left, gradient = None, add_one(left, gradient)
+        self._used[-1][index] = gradient is not None
+        self._settled[index] = True
+        self._put(index, left, gradient)
+
+    @abstractmethod
+    def _put(self, index: int, left: Tensor | None, gradient: Tensor | None) -> None:
+        """Keep the sum of one parameter over the last node: left + gradient, or gradient alone, or nothing."""
+
+    @abstractmethod
+    def _put_node(self, i: int) -> None:
+        """Keep the sums of all parameters over node number i, which is not the last one."""
