@@ -9,6 +9,7 @@ say little about four cores. The last rows compare the Trainer with itself, with
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Literal
 
 import torch.distributed as dist
 from torch import nn
@@ -20,7 +21,7 @@ from bench.ranks import run_ranks
 from bench.rows import Goal, Row, summarise
 from bench.sides import ByHand, TrainerSide, check_equal
 
-__all__ = ["SUBJECTS", "in_blocks", "run"]
+__all__ = ["SUBJECTS", "against_ddp", "in_blocks", "run"]
 
 
 def run(effort: Effort) -> Iterator[Row]:
@@ -49,13 +50,22 @@ SUBJECTS: dict[str, Callable[[], Subject]] = {
 
 
 def _against_ddp(effort: Effort, key: str) -> list[Row]:
+    world_size = dist.get_world_size()
+    goal = Goal(of="ratio", bound=1.0) if world_size == 2 else None
+    return [against_ddp(effort, key, bench="ddp", engine="collective", goal=goal)]
+
+
+def against_ddp(
+    effort: Effort, key: str, *, bench: str, engine: Literal["shared", "collective"], goal: Goal | None
+) -> Row:
+    """Measure a Trainer with an engine against DDP over gloo, in a job that has its ranks. Every rank must call it."""
     subject, world_size = SUBJECTS[key](), dist.get_world_size()
     group = dist.new_group(backend="gloo")
 
     def distributed(model: nn.Module) -> nn.Module:
         return DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
 
-    ours = TrainerSide(subject, virtual_ranks=world_size, shares=world_size, engine="collective")
+    ours = TrainerSide(subject, virtual_ranks=world_size, shares=world_size, engine=engine)
     peer = ByHand(subject, wrap=distributed)
     loss, _ = ours.step()
     peer_loss, _ = peer.step(ours.batch)
@@ -64,18 +74,16 @@ def _against_ddp(effort: Effort, key: str) -> list[Row]:
     if not subject.is_random:
         check_equal(loss, sum(losses) / world_size, what=subject.name)
     pairs = in_blocks(effort, subject.block, ours=lambda: ours.step()[1], peer=lambda: peer.step(ours.batch)[1])
-    return [
-        summarise(
-            "ddp",
-            f"{subject.name}, {world_size} ranks x {subject.batch_size}",
-            **pairs._asdict(),
-            peer_name="DDP over gloo",
-            unit="ms",
-            goal=Goal(of="ratio", bound=1.0) if world_size == 2 else None,
-            model=subject.name,
-            ranks=world_size,
-        )
-    ]
+    return summarise(
+        bench,
+        f"{subject.name}, {world_size} ranks x {subject.batch_size}",
+        **pairs._asdict(),
+        peer_name="DDP over gloo",
+        unit="ms",
+        goal=goal,
+        model=subject.name,
+        ranks=world_size,
+    )
 
 
 def _against_no_overlap(effort: Effort, key: str) -> list[Row]:

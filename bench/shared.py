@@ -13,15 +13,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-
-from bench.ddp import SUBJECTS, in_blocks
+from bench.ddp import SUBJECTS, against_ddp, in_blocks
 from bench.measure import Effort
 from bench.ranks import run_ranks
 from bench.rows import Goal, Row, summarise
-from bench.sides import ByHand, TrainerSide, check_equal
+from bench.sides import ByHand, TrainerSide
 
 __all__ = ["run"]
 
@@ -42,33 +38,8 @@ def run(effort: Effort) -> Iterator[Row]:
 
 
 def _against_ddp(effort: Effort, key: str) -> list[Row]:
-    group = dist.new_group(backend="gloo")
-
-    def distributed(model: nn.Module) -> nn.Module:
-        return DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
-
-    subject = SUBJECTS[key]()
-    ours = TrainerSide(subject, virtual_ranks=_RANKS, shares=_RANKS, engine="shared")
-    peer = ByHand(subject, wrap=distributed)
-    loss, _ = ours.step()
-    peer_loss, _ = peer.step(ours.batch)
-    losses: list[float] = [0.0] * _RANKS
-    dist.all_gather_object(losses, peer_loss)
-    if not subject.is_random:
-        check_equal(loss, sum(losses) / _RANKS, what=subject.name)
-    pairs = in_blocks(effort, subject.block, ours=lambda: ours.step()[1], peer=lambda: peer.step(ours.batch)[1])
-    return [
-        summarise(
-            "shared",
-            f"{subject.name}, {_RANKS} ranks x {subject.batch_size}",
-            **pairs._asdict(),
-            peer_name="DDP over gloo",
-            unit="ms",
-            goal=Goal(of="ratio", bound=_DDP_GOALS[key]) if key in _DDP_GOALS else None,
-            model=subject.name,
-            ranks=_RANKS,
-        )
-    ]
+    goal = Goal(of="ratio", bound=_DDP_GOALS[key]) if key in _DDP_GOALS else None
+    return [against_ddp(effort, key, bench="shared", engine="shared", goal=goal)]
 
 
 def _against_limit(effort: Effort, key: str) -> list[Row]:
