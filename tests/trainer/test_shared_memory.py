@@ -7,12 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import suppress
+import threading
 
 import pytest
 
 PREAMBLE = """
 import os, signal, sys, time
+from pathlib import Path
 import torch, unisono
 import torch.distributed as dist
 from torch import nn
@@ -36,59 +37,63 @@ def say(*values):
 """
 
 
-# Imports once and forks the ranks, each with files of its own; says how each ended.
+# Imports once and forks the ranks of each job that it is told of, each with files of its own; says how each ended.
 HOST = """
 import os, sys
 import torch, torch.distributed, torch._dynamo, unisono, unisono.trainer.trainer
-folder, n = sys.argv[1], int(sys.argv[2])
-pids = {}
-for R in range(n):
-    pid = os.fork()
-    if not pid:
-        for file, name in ((1, "out"), (2, "err")):
-            os.dup2(os.open(f"{folder}/{name}{R}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), file)
-        break
-    pids[pid] = R
-else:
-    ends = {}
-    while pids:
-        pid, status = os.wait()
-        ends[pids.pop(pid)] = os.waitstatus_to_exitcode(status)
-    print([ends[r] for r in range(n)], flush=True)
-    os._exit(0)
-exec(compile(open(f"{folder}/script.py").read(), f"{folder}/script.py", "exec"), globals())
+for line in iter(sys.stdin.readline, ""):
+    folder, n = line.split()
+    pids = {}
+    for R in range(int(n)):
+        pid = os.fork()
+        if not pid:
+            break
+        pids[pid] = R
+    else:
+        ends = {}
+        while pids:
+            pid, status = os.wait()
+            ends[pids.pop(pid)] = os.waitstatus_to_exitcode(status)
+        print([ends[r] for r in range(int(n))], flush=True)
+        continue
+    for file, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{folder}/{name}{R}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), file)
+    exec(compile(open(f"{folder}/script.py").read(), f"{folder}/script.py", "exec"), globals())
+    sys.exit()
 """
 
 
+@pytest.fixture(scope="module")
+def host():
+    """A process that has imported what ranks import."""
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")} | {"GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-c", HOST]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environ, start_new_session=True) as process:
+        yield process
+        process.stdin.close()
+        process.wait(timeout=60)
+
+
 @pytest.fixture
-def run_alone(tmp_path):
+def run_alone(host, tmp_path):
     """Run a script on N ranks that nobody watches over: no launcher ends the others when one fails."""
 
     def run(n: int, script: str, *, codes: dict[int, int] | None = None) -> list[str]:
         (tmp_path / "meet").unlink(missing_ok=True)
         start = f'dist.init_process_group("gloo", init_method="file://{tmp_path}/meet", rank=R, world_size={n})'
         (tmp_path / "script.py").write_text(f"{PREAMBLE}\n{start}\n{script}")
-        environ = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
-        environ["GLOO_SOCKET_IFNAME"] = "lo"
-        host = subprocess.Popen(
-            [sys.executable, "-c", HOST, str(tmp_path), str(n)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environ,
-            start_new_session=True,
-        )
-        try:
-            ends, _ = host.communicate(timeout=90)
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(host.pid, signal.SIGKILL)
-            host.communicate()
-        assert host.returncode == 0, ends
+        host.stdin.write(f"{tmp_path} {n}\n")
+        host.stdin.flush()
+        limit = threading.Timer(90, os.killpg, (host.pid, signal.SIGKILL))
+        limit.start()
+        ends = host.stdout.readline()
+        limit.cancel()
         said = [(tmp_path / f"out{r}").read_text() for r in range(n)]
+        errors = [(tmp_path / f"err{r}").read_text() for r in range(n)]
+        assert ends, f"the ranks did not end within 90 s\n{errors}"
         for r, code in enumerate(json.loads(ends)):
-            err = (tmp_path / f"err{r}").read_text()
-            assert code == (codes or {}).get(r, 0), f"rank {r}: {code}\n{said[r]}\n{err[-4000:]}"
+            assert code == (codes or {}).get(r, 0), f"rank {r}: {code}\n{said[r]}\n{errors[r][-4000:]}"
         return said
 
     return run
@@ -270,6 +275,65 @@ say(trainer.digest() != before, trainer.digest())
     assert said[0] == said[1] == said[2]
     assert said[0].count("True True") == 3
     assert "norm of the gradient" in said[0]
+
+
+LARGE = """
+class Large(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 900), nn.Linear(900, 3)
+        self.turned = nn.Parameter((torch.randn(500, 900) / 30).t())
+        self.empty, self.unused, self.seldom = (nn.Parameter(torch.zeros(n)) for n in (0, 7, 3))
+
+    def forward(self, x):
+        y = self.last(torch.tanh(torch.tanh(self.first(x)) @ self.turned) @ self.turned.t()) + self.empty.sum()
+        return y + self.seldom if x[0, 0] > 0.5 else y
+
+model = Large()
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+"""
+
+
+def test_the_bits_are_the_same_where_ranks_share_rows_of_large_gradients(run_alone):
+    script = f"""
+{LARGE}
+trainer = make_trainer(virtual_ranks=7, engine="auto")
+for batch in trainer.batches(data, batch_size=14):  # the last one is of four samples
+    trainer.step(loss, batch)
+say(trainer.digest(), model.unused.grad is None, model.turned.grad.norm().item() > 0)
+"""
+    alone = run_alone(1, script)
+    assert alone[0].endswith(" True True\n")
+    for n in (3, 4, 5):
+        assert set(run_alone(n, script)) == set(alone)
+
+
+def test_a_rank_that_dies_while_it_writes_what_two_ranks_share_is_named(run_alone):
+    said = run_alone(
+        4,
+        f"""
+{LARGE}
+from unisono.engine.shared import pairs
+write = pairs._write
+def dies(place, source):
+    if trainer.steps == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    write(place, source)
+if R == 2:
+    pairs._write = dies
+trainer = make_trainer()
+try:
+    for batch in trainer.batches(data, batch_size=12):
+        trainer.step(loss, batch)
+except UnisonoError as error:
+    say(trainer.steps, error)
+os._exit(0)  # gloo would wait for the dead
+""",
+        codes={2: -9},
+    )
+    for rank in (0, 1, 3):
+        assert said[rank].startswith("2 ")
+        assert "the process of rank 2 has ended" in said[rank]
 
 
 def test_a_rank_that_dies_in_mid_step_is_named_by_the_others_and_nothing_is_left(run_alone):

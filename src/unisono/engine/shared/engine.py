@@ -8,6 +8,7 @@ there, one when all weights are written. With clipping there is a third between 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,7 @@ from unisono.engine.leaves import LeafSums
 from unisono.engine.norm import BLOCK, clip_factor, dense_strides, global_norm
 from unisono.engine.shared.hall import Hall
 from unisono.engine.shared.optimizers import StandIn, is_elementwise
+from unisono.engine.shared.pairs import PairedRows
 from unisono.engine.shared.parts import cut, deal
 from unisono.engine.shared.rows import Rows
 from unisono.engine.shared.state import SharedState, give_memory_back
@@ -63,8 +65,8 @@ class SharedEngine(LeafSums):
         self._used_by_all: list[bool] = []
         self._addresses: list[int] = []
         # All of these are made by `_build`.
-        self._both_rows: list[Rows]
-        self._rows: Rows
+        self._both_rows: Sequence[Rows | PairedRows]
+        self._rows: Rows | PairedRows
         self._gradients: list[list[Tensor]]
         self._stand_in: StandIn
         self._state: SharedState
@@ -90,7 +92,7 @@ class SharedEngine(LeafSums):
         self._layout = self._layout_of(leaves)
         # With two sets of rows, those of the last step are left alone until all ranks have come to the end of this one.
         self._rows = self._both_rows[self._arrivals % len(self._both_rows)]
-        self._rows.start(self._layout)
+        self._rows.start(self._layout, self._attempt)
         self._begin(self._layout.nodes[self._hall.rank])
 
     def flush(self) -> None:
@@ -207,12 +209,16 @@ class SharedEngine(LeafSums):
         parts = deal(numels, ranks=hall.size) if whole else cut(numels, ranks=hall.size, unit=BLOCK)
         pieces = parts[hall.rank]
         strides = [dense_strides(p) for p in parameters]
-        make = partial(hall.segment, what="gradients")
         nbytes = sum(p.numel() * p.element_size() for p in parameters)
-        self._both_rows = [
-            Rows(make, parameters, strides, parts, rank=hall.rank, widest=self._widest)
-            for _ in range(1 if nbytes >= _CACHE_NBYTES else 2)
-        ]
+        is_large = nbytes >= _CACHE_NBYTES
+        if is_large and hall.size > 2:
+            self._both_rows = [PairedRows(hall, parameters, strides, parts, widest=self._widest)]
+        else:
+            make = partial(hall.segment, what="gradients")
+            self._both_rows = [
+                Rows(make, parameters, strides, parts, rank=hall.rank, widest=self._widest)
+                for _ in range(1 if is_large else 2)
+            ]
         self._rows = self._both_rows[0]
         self._table = Table(hall, self._widest, numels)
         if whole:
@@ -229,7 +235,7 @@ class SharedEngine(LeafSums):
             ]
         self._stand_in = StandIn(optimizer, parameters, pieces, places)
         self._state = SharedState(hall, trained.names, parameters, self._stand_in, whole=whole)
-        if self._overlap and nbytes >= _CACHE_NBYTES:
+        if self._overlap and is_large:
             self._watch()
         give_memory_back()
 

@@ -7,7 +7,8 @@ middle of a step, makes the others raise within a second.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from torch.distributed import DistBackendError
 
@@ -117,12 +118,19 @@ class Hall:
         """Read that number of each rank."""
         return self._words[word::_WORDS].tolist()
 
-    def segment(self, nbytes: int, what: str) -> Segment:
+    def segment(self, nbytes: int, what: str, *, prepare: Callable[[Segment], None] | None = None) -> Segment:
         """Make memory that all ranks share, all zero. Every rank must call it, with equal arguments.
 
-        Args: what is for people who look at /proc/PID/maps.
+        Args: what is for people who look at /proc/PID/maps. prepare writes to it, on one rank, before others have it.
         """
-        segment, peers = self._meet(lambda: Segment.create(nbytes, name=f"unisono {what}"))
+
+        def make() -> Segment:
+            segment = Segment.create(nbytes, name=f"unisono {what}")
+            if prepare is not None:
+                prepare(segment)
+            return segment
+
+        segment, peers = self._meet(make)
         peers.close()
         return segment
 
@@ -155,19 +163,30 @@ class Hall:
         """Wait until all ranks have reported at a gate as often as this one."""
         begun_s = time.monotonic()
         polls = not self._unpolled
-        try:
+        with self._explained():
             self._waiting.wait(gate.late, gate.listen, what, deadline_s=begun_s + self._timeout_s, polls=polls)
-        except DistBackendError as error:
-            raise UnisonoError(
-                f"{error}. Ranks share weights and optimizer, so the others cannot go on alone: start the job again; "
-                "it resumes from the last checkpoint."
-            ) from error
         if not polls:
             self._unpolled -= 1
         elif time.monotonic() - begun_s > _WORTH_POLLING_S:
             self._pause = self._unpolled = min(2 * self._pause + 1, _LONGEST_PAUSE)
         else:
             self._pause = 0
+
+    def take(self, bell: Bell, rank: int, what: str) -> None:
+        """Wait for a bell that a rank will ring, and take it. Raises: UnisonoError if it does not, or has died."""
+        taken = False
+
+        def late() -> list[int]:
+            nonlocal taken
+            taken = taken or bell.try_take()
+            return [] if taken else [rank]
+
+        def listen(_: int, timeout_s: float) -> None:
+            nonlocal taken
+            taken = bell.take(timeout_s)
+
+        with self._explained():
+            self._waiting.wait(late, listen, lambda: what, deadline_s=time.monotonic() + self._timeout_s)
 
     def break_off(self, reason: str) -> None:
         """Make the other ranks raise where they wait."""
@@ -177,6 +196,16 @@ class Hall:
     def broken(self) -> str | None:
         """Why ranks no longer agree; None while they do."""
         return self._waiting.broken
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except DistBackendError as error:
+            raise UnisonoError(
+                f"{error}. Ranks share weights and optimizer, so the others cannot go on alone: start the job again; "
+                "it resumes from the last checkpoint."
+            ) from error
 
     def _meet(self, make: Callable[[], Segment]) -> tuple[Segment, Peers]:
         self._meetings += 1

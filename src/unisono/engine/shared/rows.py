@@ -20,13 +20,11 @@ from unisono.engine.exchange import Layout as Blocks
 from unisono.engine.gradients import Gradients
 from unisono.engine.norm import in_memory_order
 from unisono.engine.shared.parts import Piece
+from unisono.engine.shared.sums import add_up
 from unisono.engine.shared.weights import Layout
 from unisono.plan import fold
 
 __all__ = ["Rows"]
-
-_CACHED = 65536
-"""Elements that are summed at a time where there is more to do with them than one addition."""
 
 
 class _Plan:
@@ -103,7 +101,7 @@ class Rows:
         self._plan = self._plan_for(widest)
         self._own: list[Gradients] = []
 
-    def start(self, blocks: Blocks) -> None:
+    def start(self, blocks: Blocks, attempt: int) -> None:
         """Begin a step. Nothing is written yet."""
         plan = self._plans.get(blocks.leaves)
         self._plan = plan if plan is not None else self._plan_for(blocks)
@@ -147,10 +145,7 @@ class Rows:
         if plan.total >= 0:
             torch._foreach_copy_([self.totals[k] for k in chosen], vectors[plan.total])
             vectors[plan.total] = [self.totals[k] for k in chosen]
-        if len(plan.additions) + (factor != 1.0) > 1:
-            self._reduce_in_cache(vectors, factor)
-        else:
-            self._add_up(vectors, factor)
+        add_up(vectors, plan.additions, total=plan.total, factor=factor)
         self._own = []
 
     def place(self, row: int, index: int, start: int, stop: int) -> Tensor:
@@ -183,24 +178,3 @@ class Rows:
         if gradient is None:
             return torch.zeros_like(like)
         return in_memory_order(gradient, self.strides[piece.parameter])
-
-    def _add_up(self, vectors: dict[int, list[Tensor]], factor: float) -> None:
-        for target, other in self._plan.additions:
-            torch._foreach_add_(vectors[target], vectors[other])
-        if factor != 1.0:
-            torch._foreach_mul_(vectors[self._plan.total], factor)
-
-    def _reduce_in_cache(self, vectors: dict[int, list[Tensor]], factor: float) -> None:
-        batch: dict[int, list[Tensor]] = {source: [] for source in vectors}
-        filled = 0
-        for k in range(len(vectors[self._plan.total])):
-            blocks = {source: torch.split(of_all[k], _CACHED) for source, of_all in vectors.items()}
-            for b, block in enumerate(blocks[self._plan.total]):
-                for source, of_piece in blocks.items():
-                    batch[source].append(of_piece[b])
-                filled += len(block)
-                if filled >= _CACHED:
-                    self._add_up(batch, factor)
-                    batch, filled = {source: [] for source in vectors}, 0
-        if filled:
-            self._add_up(batch, factor)
