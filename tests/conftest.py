@@ -61,9 +61,7 @@ def run_ranks(tmp_path: Path) -> Runner:
             path = tmp_path / "script.py"
             path.write_text(script)
             script = path
-        # Optimizers import it, which takes longer than most of these jobs; so it is done once for all ranks.
-        preload = [] if "--start-method" in flags else ["--preload", "torch._dynamo"]
-        command = [sys.executable, "-m", "unisono", "run", "-n", str(n), *preload, *flags, str(script), *map(str, args)]
+        command = [sys.executable, "-m", "unisono", "run", "-n", str(n), *flags, str(script), *map(str, args)]
         environ = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "OMP_"))}
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environ, check=False)
         job = Job(done.returncode, done.stdout, done.stderr)

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 
 def test_arguments_after_the_script_are_the_scripts(launcher):
     launcher.write("lib/helper.py", "WORD = 'found'")
@@ -130,6 +132,18 @@ def test_modules_are_preloaded_once(launcher):
     result = launcher.run("run", "-n", "2", "--preload", "heavy", script)
     for imported, parent in launcher.told(result).values():
         assert imported == parent
+
+
+@pytest.mark.parametrize(
+    ("ranks", "module", "text", "preloaded"),
+    [(2, False, "torch.optim", True), (2, True, "torch.optim", True), (1, False, "torch.optim", False),
+     (2, False, "optimal", False)],
+)  # fmt: skip
+def test_what_optimizers_import_is_imported_once_for_scripts_that_use_one(launcher, ranks, module, text, preloaded):
+    launcher.write("script.py", f"import sys\nprint('torch._dynamo' in sys.modules)  # {text}")
+    target = ("-m", "script") if module else ("script.py",)
+    result = launcher.run("run", "-n", str(ranks), *target)
+    assert {line.split()[-1] for line in result.stdout.splitlines()} == {str(preloaded)}
 
 
 def test_a_module_that_cannot_be_preloaded_stops_the_job(launcher):

@@ -39,6 +39,7 @@ from unisono.launch.leftovers import remove_scratch
 from unisono.launch.linux import become_subreaper, descendants, end_descendants
 from unisono.launch.output.relay import Relay
 from unisono.launch.output.streams import wants_colour
+from unisono.launch.preload import modules_to_preload
 from unisono.launch.restarts import Ending, decide
 from unisono.machine import usable_cores
 
@@ -177,7 +178,8 @@ class _Agent:
             "numa_binding": job.numa_binding,
             "cpu_backend": job.cpu_backend,
         }
-        channel.send({"type": "start", "program": program, "preload": job.preload, "port": job.master_port})
+        preload = modules_to_preload(job)
+        channel.send({"type": "start", "program": program, "preload": preload, "port": job.master_port})
         return server, channel
 
     def _turn(self) -> None:

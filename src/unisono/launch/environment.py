@@ -9,10 +9,24 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["EVENTS_VARIABLE", "FILES_VARIABLE", "job_environment", "program_arguments", "rank_environment"]
+__all__ = [
+    "CHECK_VARIABLE",
+    "CPU_BACKEND_VARIABLE",
+    "EVENTS_VARIABLE",
+    "FILES_VARIABLE",
+    "job_environment",
+    "program_arguments",
+    "rank_environment",
+]
 
 EVENTS_VARIABLE = "UNISONO_EVENTS_FD"
 """Holds the number of the open pipe to which rank 0 writes progress events, one JSON object per line."""
+
+CPU_BACKEND_VARIABLE = "UNISONO_CPU_BACKEND"
+"""Names the backend that `unisono.init` takes for ranks without GPUs: "gloo" or "shm"."""
+
+CHECK_VARIABLE = "UNISONO_CHECK"
+"""Asks `unisono.comm` to compare calls between ranks: 1."""
 
 FILES_VARIABLE = "UNISONO_RANK_FILES"
 """Holds the numbers of the open files that an executed rank shares with the launcher."""
@@ -35,6 +49,9 @@ def job_environment(inherited: Mapping[str, str], *, ranks: int, cores: int) -> 
     """
     defaults = {
         "OMP_NUM_THREADS": str(max(1, cores // ranks)),
+        # Tensors of 2 MB and more on huge pages, at multiples of 2 MB: what one gives back fits the next. Otherwise
+        # glibc's heap of a rank that trains grows by several gradients (its bug 14581).
+        "THP_MEM_ALLOC_ENABLE": "1",
         # All ranks are on this machine, so nothing has to be reachable from outside, and a host name that resolves
         # to an address the machine does not have cannot stop the job. gloo, NCCL, TensorPipe (torch RPC):
         "GLOO_SOCKET_IFNAME": "lo",
