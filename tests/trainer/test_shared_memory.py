@@ -89,6 +89,7 @@ def run_alone(host, tmp_path):
         limit.start()
         ends = host.stdout.readline()
         limit.cancel()
+        limit.join()
         said = [(tmp_path / f"out{r}").read_text() for r in range(n)]
         errors = [(tmp_path / f"err{r}").read_text() for r in range(n)]
         assert ends, f"the ranks did not end within 90 s\n{errors}"
