@@ -226,6 +226,32 @@ init()
     assert not watch.observer.has_met()
 
 
+def test_a_rank_that_stays_and_does_nothing_when_the_others_have_ended_is_shown_once(watch):
+    watch.start(
+        """
+import threading
+init()
+dist.barrier()
+if rank == 1:
+    while not os.path.exists(sys.argv[0] + ".go"):  # it computes, so nothing is said
+        pass
+    threading.Event().wait()
+""",
+        ranks=3,
+        hang_report_s=2.0,
+    )
+    watch.until(lambda: watch.codes == {0: 0, 2: 0})
+    end_s = time.monotonic() + 5
+    watch.until(lambda: time.monotonic() > end_s)
+    assert watch.reports == []
+    (watch.folder / "script.py.go").touch()
+    report = watch.report("ranks 0,2 ended", "rank 1 has done nothing since")
+    assert f"{watch.place('wait()')}" in report and "threading.Event().wait()" in report
+    end_s = time.monotonic() + 5
+    watch.until(lambda: time.monotonic() > end_s)
+    assert len(watch.reports) == 1
+
+
 def test_a_server_that_waits_for_workers_is_left_in_peace(watch):
     watch.start(
         """

@@ -19,8 +19,9 @@ from unisono.launch.failure.frames import short_path
 from unisono.launch.hang.judgement import Finding, Pending, Situation, find_mismatch, judge
 from unisono.launch.hang.page import Page, create, expand_ranks
 from unisono.launch.hang.recorder import ASK_RECORDER, ASK_STACKS
-from unisono.launch.hang.report import render_finding, render_mismatch, summarize
+from unisono.launch.hang.report import render_finding, render_mismatch, render_stragglers, summarize
 from unisono.launch.hang.stacks import StackRequest, crash_text, create_dump, read_state
+from unisono.launch.hang.stragglers import Stragglers
 
 __all__ = ["Observer"]
 
@@ -97,6 +98,9 @@ class Observer:
         self._reported_s = -1e9
         self._requests: dict[int, StackRequest] = {}
         self._finding: Finding | None = None
+        self._stragglers = Stragglers(hang_report_s)
+        self._left: tuple[int, ...] = ()
+        """Ranks that are reported, when their stacks are there, since they stay and do nothing."""
         self.abort: str | None = None
         """Why the job should be ended, once ranks have waited in vain for `hang_abort_s`."""
         self.report = ""
@@ -147,6 +151,8 @@ class Observer:
         if standing and now_s >= self._quiet_until_s and now_s - self._judged_s >= _JUDGING_S:
             self._judged_s = now_s
             self._judge(now_s)
+            if not self._requests:
+                self._look_for_stragglers(now_s)
         return []
 
     def snapshot(self, *, wait_s: float = 0.8) -> list[Situation]:
@@ -211,6 +217,10 @@ class Observer:
         self._requests.clear()
 
     @property
+    def _command(self) -> str:
+        return f"unisono stacks {self._job}".rstrip()
+
+    @property
     def _patience_s(self) -> float:
         return min([seconds for seconds in (self._report_s, self._abort_s) if seconds], default=0.0)
 
@@ -251,6 +261,18 @@ class Observer:
             self._requests = self._request(finding.involved)
             self._deadline_s = now_s + _COLLECTING_TICK_S
 
+    def _look_for_stragglers(self, now_s: float) -> None:
+        ended = [watched.exit_code for watched in self._ranks.values() if watched.exit_code is not None]
+        alive = {rank: watched for rank, watched in self._ranks.items() if watched.alive}
+        # A failure is told as such, and who is in a call may wait for a peer that has to come yet.
+        if any(ended) or any(call.running for watched in alive.values() for call in watched.page.calls()):
+            return
+        computed_s = {rank: read_state(watched.pid).cpu_s for rank, watched in alive.items()}
+        self._left = self._stragglers.look(now_s, ended=len(ended), computed_s=computed_s)
+        if self._left:
+            self._requests = self._request(self._left)
+            self._deadline_s = now_s + _COLLECTING_TICK_S
+
     def _collect(self, now_s: float) -> list[str]:
         """Go on collecting stacks; when all are there, make the report."""
         if not _poll(self._requests):
@@ -259,6 +281,19 @@ class Observer:
         requests, self._requests = self._requests, {}
         linecache.checkcache()
         situations = self._situations(now_s, requests)
+        if self._left:
+            left, self._left = self._left, ()
+            if any(situations[rank].ended for rank in left):
+                return []
+            text = render_stragglers(
+                [situations[rank] for rank in left],
+                ended=[situation.rank for situation in situations if situation.ended],
+                idle_s=now_s - self._stragglers.since_s,
+                now_ns=time.monotonic_ns(),
+                folder=self._folder,
+                remedy=f"The job goes on until they end. `{self._command}` shows where they are; Ctrl-C ends it.",
+            )
+            return [f"unisono: {text}"]
         # With stacks, places are known; what has dissolved in the meantime is not reported.
         self._finding = finding = self._find(situations)
         if finding is None:
@@ -276,8 +311,7 @@ class Observer:
         if self._abort_s is not None:
             left_s = max(0.0, self._abort_s - (time.monotonic_ns() - finding.since_ns) / 1e9)
             return f"The job is ended in {left_s:.0f} s if nothing changes (--hang-abort)."
-        command = f"unisono stacks {self._job}".rstrip()
-        return f"The job goes on. `{command}` shows where all ranks are; --hang-abort SECONDS would end it."
+        return f"The job goes on. `{self._command}` shows where all ranks are; --hang-abort SECONDS would end it."
 
     def _request(self, ranks: Iterable[int]) -> dict[int, StackRequest]:
         found: dict[int, StackRequest] = {}

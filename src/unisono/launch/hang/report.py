@@ -12,7 +12,7 @@ from unisono.launch.hang.judgement import Finding, Mismatch, Operation, Situatio
 from unisono.launch.hang.page import Call, name_range
 from unisono.launch.hang.stacks import Frame, Thread
 
-__all__ = ["name_group", "render_finding", "render_mismatch", "render_stacks", "summarize"]
+__all__ = ["name_group", "render_finding", "render_mismatch", "render_stacks", "render_stragglers", "summarize"]
 
 _MOST_FRAMES = 6
 _MOST_MISSING = 4
@@ -95,6 +95,18 @@ def render_stacks(situations: Sequence[Situation], *, now_ns: int, folder: str, 
     for (state, *body), ranks in blocks.items():
         parts.append("\n".join([f"{_name(tuple(ranks))}: {state}", *body]))
     return "\n".join(parts)
+
+
+def render_stragglers(
+    left: Sequence[Situation], *, ended: Sequence[int], idle_s: float, now_ns: int, folder: str, remedy: str
+) -> str:
+    """Say that these ranks stay and do nothing since the others have ended."""
+    have = "has" if len(left) == 1 else "have"
+    who = _name(tuple(situation.rank for situation in left))
+    seconds = _duration(int(idle_s * 1e9))
+    lines = [f"{_name(tuple(ended))} ended {seconds} ago or more, and {who} {have} done nothing since"]
+    by_rank = {situation.rank: situation for situation in left}
+    return "\n".join([*lines, *_where(sorted(by_rank), by_rank, now_ns, folder), remedy])
 
 
 def name_group(members: tuple[int, ...], ranks: int) -> str:
