@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -66,6 +70,90 @@ def run_ranks(tmp_path: Path) -> Runner:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environ, check=False)
         job = Job(done.returncode, done.stdout, done.stderr)
         assert code is None or job.code == code, f"exit code {job.code}\n{job.out[-3000:]}\n{job.err[-6000:]}"
+        return job
+
+    return run
+
+
+class RankHost:
+    """Forks ranks that have imported torch; see rank_host.py."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def run(
+        self,
+        n: int,
+        script: Path,
+        *args: object,
+        folder: Path,
+        watched: bool = True,
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> list[int | None]:
+        """Run a script on N ranks, whose output goes to files out0, err0, … in a folder.
+
+        Args: watched is whether all are ended when one fails.
+        Returns: exit codes by rank, minus the signal for one that was killed, None for one that had to be ended.
+        """
+        job = {
+            "ranks": n,
+            "script": str(script),
+            "arguments": list(map(str, args)),
+            "folder": str(folder),
+            "environment": dict(environment),
+            "watched": watched,
+            "timeout_s": TIMEOUT_S,
+        }
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+
+@pytest.fixture(scope="session")
+def rank_host() -> Iterator[RankHost]:
+    """The process that forks ranks for this process's tests."""
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "OMP_"))}
+    environ |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "THP_MEM_ALLOC_ENABLE": "1"}
+    command = [sys.executable, str(Path(__file__).parent / "rank_host.py")]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environ, start_new_session=True) as process:
+        yield RankHost(process)
+        process.stdin.close()  # type: ignore[union-attr]
+        process.wait(timeout=60)
+
+
+@pytest.fixture
+def fork_ranks(rank_host: RankHost, tmp_path: Path) -> Runner:
+    """Run a script on N ranks as `run_ranks` does, but without a launcher, and without importing torch anew."""
+
+    def run(n: int, script: str | Path, *args: object, code: int | None = 0) -> Job:
+        if isinstance(script, str):
+            path = tmp_path / "script.py"
+            path.write_text(script)
+            script = path
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=tmp_path))
+        environment = {
+            "WORLD_SIZE": str(n),
+            "LOCAL_WORLD_SIZE": str(n),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        codes = rank_host.run(n, script, *args, folder=folder, environment=environment)
+        out, err = (
+            "".join(
+                f"[{rank}] {line}\n"
+                for rank in range(n)
+                for line in (folder / f"{name}{rank}").read_text().splitlines()
+            )
+            for name in ("out", "err")
+        )
+        first = next((ended for ended in codes if ended), None if None in codes else 0)
+        job = Job(-1 if first is None else first if first >= 0 else 128 - first, out, err)
+        assert code is None or job.code == code, f"ranks ended with {codes}\n{out[-3000:]}\n{err[-6000:]}"
         return job
 
     return run

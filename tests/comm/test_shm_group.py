@@ -13,8 +13,8 @@ from unisono.comm.shm import Options
 PROGRAMS = Path(__file__).parent / "programs"
 
 
-def test_every_collective_gives_what_gloo_gives(run_ranks):
-    job = run_ranks(3, PROGRAMS / "shm_like_gloo.py")
+def test_every_collective_gives_what_gloo_gives(fork_ranks):
+    job = fork_ranks(3, PROGRAMS / "shm_like_gloo.py")
     assert job.lines() == ["compared 20 calls and 15 errors"]
 
 
@@ -33,8 +33,8 @@ LIFE = [
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_the_life_of_groups(run_ranks, ranks):
-    job = run_ranks(ranks, PROGRAMS / "shm_life.py")
+def test_the_life_of_groups(fork_ranks, ranks):
+    job = fork_ranks(ranks, PROGRAMS / "shm_life.py")
     assert [line for line in job.lines(ranks - 1) if line in LIFE] == LIFE
 
 

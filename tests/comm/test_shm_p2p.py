@@ -252,8 +252,8 @@ assert not left, left
 """
 
 
-def test_two_ranks_exchange_messages_of_every_kind(run_ranks):
-    done = run_ranks(2, _RANKS + _MATCHING).lines()
+def test_two_ranks_exchange_messages_of_every_kind(fork_ranks):
+    done = fork_ranks(2, _RANKS + _MATCHING).lines()
     assert done[-1] == "patience" and len(done) == 14
 
 
@@ -344,8 +344,8 @@ dist.destroy_process_group()
 """
 
 
-def test_four_ranks_exchange_messages(run_ranks):
-    assert run_ranks(4, _RANKS + _MANY).lines()[-1] == "at_random"
+def test_four_ranks_exchange_messages(fork_ranks):
+    assert fork_ranks(4, _RANKS + _MANY).lines()[-1] == "at_random"
 
 
 _DEATH = """
@@ -473,5 +473,5 @@ dist.destroy_process_group()
 
 @pytest.mark.soak
 @pytest.mark.parametrize("size", [2, 3, 5])
-def test_thousands_of_random_messages_arrive(run_ranks, size: int):
-    run_ranks(size, _RANKS + _SOAK)
+def test_thousands_of_random_messages_arrive(fork_ranks, size: int):
+    fork_ranks(size, _RANKS + _SOAK)

@@ -14,19 +14,19 @@ BURN = "while True: pass"
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
-def test_random_collectives_agree_with_one_process(run_ranks, ranks):
-    job = run_ranks(ranks, PROGRAM, 100 + ranks, 250)
+def test_random_collectives_agree_with_one_process(fork_ranks, ranks):
+    job = fork_ranks(ranks, PROGRAM, 100 + ranks, 250)
     for rank in range(ranks):
         assert job.lines(rank)[-1] == "250 calls agree"
 
 
-def test_sixteen_ranks_share_whatever_cores_there_are(run_ranks):
-    job = run_ranks(16, PROGRAM, 5, 25)
+def test_sixteen_ranks_share_whatever_cores_there_are(fork_ranks):
+    job = fork_ranks(16, PROGRAM, 5, 25)
     assert job.lines(15)[-1] == "25 calls agree"
 
 
-def test_they_agree_when_ranks_sleep_at_random(run_ranks):
-    job = run_ranks(3, PROGRAM, 7, 150, "sleeps")
+def test_they_agree_when_ranks_sleep_at_random(fork_ranks):
+    job = fork_ranks(3, PROGRAM, 7, 150, "sleeps")
     assert job.lines(2)[-1] == "150 calls agree"
 
 

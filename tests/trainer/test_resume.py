@@ -22,15 +22,15 @@ def undisturbed(tmp_path_factory) -> dict[str, list[str]]:
     return {}
 
 
-def finish(run_ranks, directory: Path, n: int, *args: object) -> list[str]:
-    return run_ranks(n, PROGRAM, directory, "--virtual-ranks", 4, *args).lines()[-2:]
+def finish(fork_ranks, directory: Path, n: int, *args: object) -> list[str]:
+    return fork_ranks(n, PROGRAM, directory, "--virtual-ranks", 4, *args).lines()[-2:]
 
 
 @pytest.fixture
-def expected(run_ranks, tmp_path: Path, undisturbed) -> list[str]:
+def expected(fork_ranks, tmp_path: Path, undisturbed) -> list[str]:
     if not undisturbed:
         (tmp_path / "calm").mkdir()
-        undisturbed["lines"] = finish(run_ranks, tmp_path / "calm", 2)
+        undisturbed["lines"] = finish(fork_ranks, tmp_path / "calm", 2)
     return undisturbed["lines"]
 
 
@@ -38,10 +38,10 @@ def expected(run_ranks, tmp_path: Path, undisturbed) -> list[str]:
     ("die_at", "phase", "before", "after"),
     [(1, "loss", 2, 3), (3, "after", 3, 1), (7, "loss", 1, 4), (10, "save", 4, 2), (14, "after", 2, 1)],
 )
-def test_killed_run_goes_on_to_the_same_bits(run_ranks, tmp_path, expected, die_at, phase, before, after):
+def test_killed_run_goes_on_to_the_same_bits(run_ranks, fork_ranks, tmp_path, expected, die_at, phase, before, after):
     hurt = run_ranks(before, PROGRAM, tmp_path, "--virtual-ranks", 4, "--die-at", die_at, "--phase", phase, code=137)
     assert "weights sha256" not in hurt.out
-    assert finish(run_ranks, tmp_path, after) == expected
+    assert finish(fork_ranks, tmp_path, after) == expected
     assert_each_sample_once(tmp_path / "dealt.txt")
 
 
@@ -49,43 +49,43 @@ def test_killed_run_goes_on_to_the_same_bits(run_ranks, tmp_path, expected, die_
     ("phase", "code", "saved"),
     [("error", 1, 7), ("interrupt", 130, 7), ("update", 1, None), ("term", 143, 7), ("late-term", 143, 8)],
 )
-def test_an_error_ctrl_c_or_sigterm_loses_no_step(run_ranks, tmp_path, expected, phase, code, saved):
+def test_an_error_ctrl_c_or_sigterm_loses_no_step(run_ranks, fork_ranks, tmp_path, expected, phase, code, saved):
     """The last step that was done is saved when the process ends; but not a state that is being written."""
     args = ["--virtual-ranks", 4, "--every", 1000, "--die-at", 7, "--phase", phase]
     run_ranks(2, PROGRAM, tmp_path, *args, code=code)
-    assert finish(run_ranks, tmp_path, 3) == expected
+    assert finish(fork_ranks, tmp_path, 3) == expected
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     resumed = [event["total_steps"] for event in events if event["event"] == "resume"]
     assert resumed == [saved or 5]  # the end of the first epoch has been saved before
 
 
-def test_stopping_after_any_step_changes_nothing(run_ranks, tmp_path, expected):
+def test_stopping_after_any_step_changes_nothing(fork_ranks, tmp_path, expected):
     """Stopped on purpose, again and again, each time with another number of ranks or engine; saved at the end only."""
     for n, steps, engine in [(1, 2, "auto"), (4, 5, "shared"), (2, 5, "shared"), (2, 8, "collective"), (3, 11, "auto")]:
         args = ["--virtual-ranks", 4, "--steps", steps, "--every", 1000, "--engine", engine]
-        job = run_ranks(n, PROGRAM, tmp_path, *args)
+        job = fork_ranks(n, PROGRAM, tmp_path, *args)
         assert job.lines()[-2].startswith(f"total {steps} ")
-    assert finish(run_ranks, tmp_path, 2) == expected
+    assert finish(fork_ranks, tmp_path, 2) == expected
     assert_each_sample_once(tmp_path / "dealt.txt")
 
 
-def test_a_finished_run_does_nothing_more(run_ranks, tmp_path, expected):
+def test_a_finished_run_does_nothing_more(fork_ranks, tmp_path, expected):
     shutil.rmtree(tmp_path, ignore_errors=True)
     tmp_path.mkdir()
-    assert finish(run_ranks, tmp_path, 2) == expected
+    assert finish(fork_ranks, tmp_path, 2) == expected
     before = (tmp_path / "dealt.txt").read_text()
-    assert finish(run_ranks, tmp_path, 3) == expected
+    assert finish(fork_ranks, tmp_path, 3) == expected
     assert (tmp_path / "dealt.txt").read_text() == before
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(run_ranks, tmp_path, expected):
-    run_ranks(1, PROGRAM, tmp_path, "--virtual-ranks", 4, "--steps", 7)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(fork_ranks, tmp_path, expected):
+    fork_ranks(1, PROGRAM, tmp_path, "--virtual-ranks", 4, "--steps", 7)
     newest = sorted((tmp_path / "checkpoints").iterdir())[-1]
     assert newest.name == "step-000000007"
     content = bytearray((newest / "model.safetensors").read_bytes())
     content[-5] ^= 1
     (newest / "model.safetensors").write_bytes(content)
-    assert finish(run_ranks, tmp_path, 2) == expected
+    assert finish(fork_ranks, tmp_path, 2) == expected
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     (warning,) = [event["message"] for event in events if event["event"] == "warning"]
     assert "step-000000007" in warning
@@ -93,8 +93,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(run_ranks, tmp
     assert [event["total_steps"] for event in events if event["event"] == "resume"] == [6]
 
 
-def test_all_damaged_is_an_error_and_not_a_fresh_start(run_ranks, tmp_path):
-    run_ranks(1, PROGRAM, tmp_path, "--virtual-ranks", 4, "--steps", 4)
+def test_all_damaged_is_an_error_and_not_a_fresh_start(run_ranks, fork_ranks, tmp_path):
+    fork_ranks(1, PROGRAM, tmp_path, "--virtual-ranks", 4, "--steps", 4)
     for folder in (tmp_path / "checkpoints").iterdir():
         (folder / "state.json").write_text("{")
     job = run_ranks(2, PROGRAM, tmp_path, "--virtual-ranks", 4, code=1)
@@ -102,8 +102,8 @@ def test_all_damaged_is_an_error_and_not_a_fresh_start(run_ranks, tmp_path):
     assert "state.json" in job.said
 
 
-def test_checkpoints_are_kept_to_the_last_two_and_have_plain_names(run_ranks, tmp_path):
-    job = run_ranks(2, PROGRAM, tmp_path, "--virtual-ranks", 4, "--steps", 9)
+def test_checkpoints_are_kept_to_the_last_two_and_have_plain_names(fork_ranks, tmp_path):
+    job = fork_ranks(2, PROGRAM, tmp_path, "--virtual-ranks", 4, "--steps", 9)
     folders = sorted(folder.name for folder in (tmp_path / "checkpoints").iterdir())
     assert folders == ["step-000000008", "step-000000009"]
     model = load_file(tmp_path / "checkpoints" / "step-000000009" / "model.safetensors")
@@ -127,8 +127,8 @@ def test_checkpoints_are_kept_to_the_last_two_and_have_plain_names(run_ranks, tm
         (["--resume", "never"], ["already holds a run, up to step 3", "another directory"]),
     ],
 )
-def test_another_run_does_not_take_a_directory_over(run_ranks, tmp_path, args, words):
-    run_ranks(1, PROGRAM, tmp_path, "--virtual-ranks", 4, "--steps", 3)
+def test_another_run_does_not_take_a_directory_over(run_ranks, fork_ranks, tmp_path, args, words):
+    fork_ranks(1, PROGRAM, tmp_path, "--virtual-ranks", 4, "--steps", 3)
     job = run_ranks(2, PROGRAM, tmp_path, *args, code=1)
     for word in words:
         assert word in job.said
@@ -139,9 +139,9 @@ def test_resume_must_needs_a_checkpoint(run_ranks, tmp_path):
     assert "holds no checkpoint" in job.said
 
 
-def test_virtual_ranks_are_the_ranks_of_the_first_start_and_stay(run_ranks, tmp_path):
-    run_ranks(2, PROGRAM, tmp_path, "--steps", 3)
-    run_ranks(1, PROGRAM, tmp_path, "--steps", 6)
+def test_virtual_ranks_are_the_ranks_of_the_first_start_and_stay(run_ranks, fork_ranks, tmp_path):
+    fork_ranks(2, PROGRAM, tmp_path, "--steps", 3)
+    fork_ranks(1, PROGRAM, tmp_path, "--steps", 6)
     job = run_ranks(3, PROGRAM, tmp_path, code=1)
     assert "world_size=3 exceeds virtual_ranks=2" in job.said
     assert "Start at most 2 ranks" in job.said
@@ -149,7 +149,7 @@ def test_virtual_ranks_are_the_ranks_of_the_first_start_and_stay(run_ranks, tmp_
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(25))
-def test_killed_again_and_again(run_ranks, tmp_path, expected, seed):
+def test_killed_again_and_again(run_ranks, fork_ranks, tmp_path, expected, seed):
     """Many deaths at random steps and phases, with a random number of ranks each time."""
     rng = random.Random(seed)
     for _ in range(6):
@@ -157,7 +157,7 @@ def test_killed_again_and_again(run_ranks, tmp_path, expected, seed):
         n, every = rng.randint(1, 4), rng.choice([1, 2, 5])
         args = ["--virtual-ranks", 4, "--die-at", die_at, "--phase", phase, "--every", every]
         assert run_ranks(n, PROGRAM, tmp_path, *args, code=None).code in (0, 137)
-    assert finish(run_ranks, tmp_path, rng.randint(1, 4)) == expected
+    assert finish(fork_ranks, tmp_path, rng.randint(1, 4)) == expected
     assert_each_sample_once(tmp_path / "dealt.txt")
 
 

@@ -25,8 +25,8 @@ def test_digits_have_one_digest_on_any_number_of_ranks(run_ranks, digits_on_one_
 
 
 @pytest.mark.parametrize("n", [slow(2), 3, slow(4), 8])
-def test_language_model_has_one_digest_on_any_number_of_ranks(run_ranks, language_model_on_one_rank, n):
-    job = run_ranks(n, EXAMPLES / "language_model.py", "--steps", 4)
+def test_language_model_has_one_digest_on_any_number_of_ranks(fork_ranks, language_model_on_one_rank, n):
+    job = fork_ranks(n, EXAMPLES / "language_model.py", "--steps", 4)
     assert job.lines()[-2:] == language_model_on_one_rank[-2:]
 
 
@@ -34,14 +34,14 @@ def test_language_model_has_one_digest_on_any_number_of_ranks(run_ranks, languag
     ("n", "engine"),
     [slow(2, "shared"), (3, "shared"), slow(5, "shared"), (2, "collective"), slow(3, "collective")],
 )
-def test_every_way_to_train_has_one_digest(run_ranks, variants_on_one_rank, n, engine):
-    assert variants_of(run_ranks(n, VARIANTS, "--engine", engine).lines()) == variants_on_one_rank
+def test_every_way_to_train_has_one_digest(fork_ranks, variants_on_one_rank, n, engine):
+    assert variants_of(fork_ranks(n, VARIANTS, "--engine", engine).lines()) == variants_on_one_rank
 
 
 @pytest.mark.parametrize(("n", "engine"), [slow(2, "shared"), (3, "shared"), slow(2, "collective")])
-def test_every_optimizer_has_one_digest(run_ranks, optimizers_on_one_rank, n, engine):
+def test_every_optimizer_has_one_digest(fork_ranks, optimizers_on_one_rank, n, engine):
     """Also where ranks update pieces of parameters, or whole ones, in shared memory."""
-    assert variants_of(run_ranks(n, OPTIMIZERS, engine).lines()) == optimizers_on_one_rank
+    assert variants_of(fork_ranks(n, OPTIMIZERS, engine).lines()) == optimizers_on_one_rank
 
 
 def test_what_must_not_matter_does_not_matter(variants_on_one_rank):

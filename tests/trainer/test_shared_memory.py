@@ -2,13 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
-import sys
-import threading
-
 import pytest
 
 PREAMBLE = """
@@ -21,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 from unisono.errors import LossError, NonFiniteLossError, UnisonoError
 
+R = int(os.environ["RANK"])
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
 data = TensorDataset(torch.randn(60, 6), torch.arange(60) % 3)
@@ -37,64 +31,19 @@ def say(*values):
 """
 
 
-# Imports once and forks the ranks of each job that it is told of, each with files of its own; says how each ended.
-HOST = """
-import os, sys
-import torch, torch.distributed, torch._dynamo, unisono, unisono.trainer.trainer
-for line in iter(sys.stdin.readline, ""):
-    folder, n = line.split()
-    pids = {}
-    for R in range(int(n)):
-        pid = os.fork()
-        if not pid:
-            break
-        pids[pid] = R
-    else:
-        ends = {}
-        while pids:
-            pid, status = os.wait()
-            ends[pids.pop(pid)] = os.waitstatus_to_exitcode(status)
-        print([ends[r] for r in range(int(n))], flush=True)
-        continue
-    for file, name in ((1, "out"), (2, "err")):
-        os.dup2(os.open(f"{folder}/{name}{R}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), file)
-    exec(compile(open(f"{folder}/script.py").read(), f"{folder}/script.py", "exec"), globals())
-    sys.exit()
-"""
-
-
-@pytest.fixture(scope="module")
-def host():
-    """A process that has imported what ranks import."""
-    environ = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")} | {"GLOO_SOCKET_IFNAME": "lo"}
-    command = [sys.executable, "-c", HOST]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environ, start_new_session=True) as process:
-        yield process
-        process.stdin.close()
-        process.wait(timeout=60)
-
-
 @pytest.fixture
-def run_alone(host, tmp_path):
+def run_alone(rank_host, tmp_path):
     """Run a script on N ranks that nobody watches over: no launcher ends the others when one fails."""
 
     def run(n: int, script: str, *, codes: dict[int, int] | None = None) -> list[str]:
         (tmp_path / "meet").unlink(missing_ok=True)
         start = f'dist.init_process_group("gloo", init_method="file://{tmp_path}/meet", rank=R, world_size={n})'
         (tmp_path / "script.py").write_text(f"{PREAMBLE}\n{start}\n{script}")
-        host.stdin.write(f"{tmp_path} {n}\n")
-        host.stdin.flush()
-        limit = threading.Timer(90, os.killpg, (host.pid, signal.SIGKILL))
-        limit.start()
-        ends = host.stdout.readline()
-        limit.cancel()
-        limit.join()
+        ends = rank_host.run(n, tmp_path / "script.py", folder=tmp_path, watched=False)
         said = [(tmp_path / f"out{r}").read_text() for r in range(n)]
-        errors = [(tmp_path / f"err{r}").read_text() for r in range(n)]
-        assert ends, f"the ranks did not end within 90 s\n{errors}"
-        for r, code in enumerate(json.loads(ends)):
-            assert code == (codes or {}).get(r, 0), f"rank {r}: {code}\n{said[r]}\n{errors[r][-4000:]}"
+        for r, code in enumerate(ends):
+            error = (tmp_path / f"err{r}").read_text()
+            assert code == (codes or {}).get(r, 0), f"rank {r}: {code}\n{said[r]}\n{error[-4000:]}"
         return said
 
     return run

@@ -1,0 +1,81 @@
+"""A process that has imported what ranks import, and forks the ranks of each job that a test asks for.
+
+Most tests are about what ranks do, and not about how they are started: torch then need not be imported for each job.
+Run as a program it reads one job a line from standard input, as JSON, and answers with how each rank ended.
+"""
+
+import json
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+_GRACE_S = 2.0
+
+
+def _serve() -> dict | None:
+    """Fork ranks and wait for them, until there are no more jobs. Returns: in a rank, its job."""
+    for line in iter(sys.stdin.readline, ""):
+        job = json.loads(line)
+        pids = {}
+        for rank in range(job["ranks"]):
+            pid = os.fork()
+            if not pid:
+                return {**job, "rank": rank}
+            pids[pid] = rank
+        print(json.dumps(_wait(pids, watched=job["watched"], end_s=time.monotonic() + job["timeout_s"])), flush=True)
+    return None
+
+
+def _wait(pids: dict[int, int], *, watched: bool, end_s: float) -> list[int | None]:
+    """Wait for ranks. Returns: how each ended; None for those that had to be ended. `watched`: all end if one fails."""
+    codes: dict[int, int | None] = {}
+    running = dict(pids)
+    while running:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid in running:
+            codes[running.pop(pid)] = code = os.waitstatus_to_exitcode(status)
+            if code and watched:
+                end_s = min(end_s, time.monotonic() + _GRACE_S)
+        elif not pid:
+            if time.monotonic() > end_s:
+                break
+            time.sleep(0.005)
+    for pid, rank in running.items():
+        os.killpg(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        codes[rank] = None
+    return [codes[rank] for rank in range(len(pids))]
+
+
+def _become(job: dict) -> None:
+    """Take a rank's place: its files, its environment, its arguments."""
+    os.setsid()
+    rank = job["rank"]
+    for number, name in ((0, os.devnull), (1, f"{job['folder']}/out{rank}"), (2, f"{job['folder']}/err{rank}")):
+        file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC if number else os.O_RDONLY)
+        os.dup2(file, number)
+        os.close(file)
+    sys.stdin = open(0)  # noqa: SIM115  the old one is the host's
+    os.environ.update(job["environment"])
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    sys.argv = [job["script"], *job["arguments"]]
+    sys.path[0] = str(Path(job["script"]).parent)
+
+
+if __name__ == "__main__":
+    import torch
+    import torch._dynamo
+    import torch.distributed
+
+    import unisono.parallel
+    import unisono.trainer.trainer  # noqa: F401
+
+    assert threading.active_count() == 1
+    torch.set_num_threads(1)
+    if found := _serve():
+        _become(found)
+        runpy.run_path(found["script"], run_name="__main__")
