@@ -1,6 +1,7 @@
 """Train a model for some steps on every rank, and print the sum of the ranks' proportional set sizes in MB.
 
-memory.py (shared | ddp) MODEL
+memory.py (shared | ddp) MODEL. "shared" is unisono.Trainer's engine; for both, large tensors lie on huge pages, as
+`unisono run` has it for scripts with a Trainer.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ from unisono.errors import LaunchError
 from unisono.launch import Job, preflight
 from unisono.launch.gpus import present_gpus
 from unisono.launch.job import Output
-from unisono.launch.preflight import asks_for_nccl, check_machine, is_this_machine, with_log_folder
+from unisono.launch.preflight import check_machine, is_this_machine, with_log_folder
+from unisono.launch.source import asks_for_nccl
 
 NCCL = "import torch.distributed as dist\n{}\ndist.init_process_group({})\n"
 

@@ -146,6 +146,13 @@ def test_what_optimizers_import_is_imported_once_for_scripts_that_use_one(launch
     assert {line.split()[-1] for line in result.stdout.splitlines()} == {str(preloaded)}
 
 
+@pytest.mark.parametrize(("text", "set_to"), [("unisono.Trainer(model)", "1"), ("Trainer(model)", "None")])
+def test_large_tensors_lie_on_huge_pages_where_a_trainer_keeps_freed_memory(launcher, text, set_to):
+    source = f"import os\nprint(os.environ.get('THP_MEM_ALLOC_ENABLE'))  # {text}"
+    result = launcher.run("run", launcher.write("script.py", source))
+    assert result.stdout.split()[-1] == set_to
+
+
 def test_a_module_that_cannot_be_preloaded_stops_the_job(launcher):
     script = launcher.write("script.py", "print('ran')")
     result = launcher.run("run", "--preload", "no_such_thing", script)

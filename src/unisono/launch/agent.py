@@ -39,8 +39,8 @@ from unisono.launch.leftovers import remove_scratch
 from unisono.launch.linux import become_subreaper, descendants, end_descendants
 from unisono.launch.output.relay import Relay
 from unisono.launch.output.streams import wants_colour
-from unisono.launch.preload import modules_to_preload
 from unisono.launch.restarts import Ending, decide
+from unisono.launch.source import modules_to_preload, read_source, uses_trainer
 from unisono.machine import usable_cores
 
 __all__ = ["run_job"]
@@ -158,12 +158,15 @@ class _Agent:
 
     def _start_server(self) -> tuple[subprocess.Popen[bytes], Channel]:
         ours, theirs = socket.socketpair()
-        job = self._job
+        job, source = self._job, read_source(self._job)
+        environment = job_environment(
+            self._environment, ranks=job.ranks, cores=usable_cores(), huge_pages=uses_trainer(source)
+        )
         with theirs:
             server = subprocess.Popen(
                 [sys.executable, "-c", _SERVER, str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
-                env=job_environment(self._environment, ranks=job.ranks, cores=usable_cores()),
+                env=environment,
                 pass_fds=[theirs.fileno(), *job.files],
                 start_new_session=True,
             )
@@ -178,7 +181,7 @@ class _Agent:
             "numa_binding": job.numa_binding,
             "cpu_backend": job.cpu_backend,
         }
-        preload = modules_to_preload(job)
+        preload = modules_to_preload(job, source)
         channel.send({"type": "start", "program": program, "preload": preload, "port": job.master_port})
         return server, channel
 

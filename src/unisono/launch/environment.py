@@ -37,10 +37,15 @@ _OUTER = frozenset({EVENTS_VARIABLE, FILES_VARIABLE, "TORCHELASTIC_ERROR_FILE"})
 _LOCAL_RANK = "${local_rank}"
 
 
-def job_environment(inherited: Mapping[str, str], *, ranks: int, cores: int) -> dict[str, str]:
+def job_environment(
+    inherited: Mapping[str, str], *, ranks: int, cores: int, huge_pages: bool = False
+) -> dict[str, str]:
     """Give the whole environment that all ranks of a job share.
 
     What the user has set stays. The number of threads is divided among the ranks: more threads than cores only wait.
+
+    Args: huge_pages has torch put CPU tensors of 2 MB and more on huge pages. That is for programs that keep freed
+        memory, as those with a Trainer do: else such a tensor comes from the system each time.
 
     >>> job_environment({"HOME": "/root"}, ranks=4, cores=10)["OMP_NUM_THREADS"]
     '2'
@@ -49,9 +54,6 @@ def job_environment(inherited: Mapping[str, str], *, ranks: int, cores: int) -> 
     """
     defaults = {
         "OMP_NUM_THREADS": str(max(1, cores // ranks)),
-        # Tensors of 2 MB and more on huge pages, at multiples of 2 MB: what one gives back fits the next. Otherwise
-        # glibc's heap of a rank that trains grows by several gradients (its bug 14581).
-        "THP_MEM_ALLOC_ENABLE": "1",
         # All ranks are on this machine, so nothing has to be reachable from outside, and a host name that resolves
         # to an address the machine does not have cannot stop the job. gloo, NCCL, TensorPipe (torch RPC):
         "GLOO_SOCKET_IFNAME": "lo",
@@ -59,6 +61,8 @@ def job_environment(inherited: Mapping[str, str], *, ranks: int, cores: int) -> 
         "TP_SOCKET_IFNAME": "lo",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     }
+    if huge_pages:
+        defaults["THP_MEM_ALLOC_ENABLE"] = "1"
     kept = {name: value for name, value in inherited.items() if name not in _OUTER}
     return {**defaults, **kept}
 

@@ -9,15 +9,14 @@ from __future__ import annotations
 import shutil
 import socket
 import tempfile
-import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import CodeType
 
 from unisono.errors import LaunchError
 from unisono.launch.gpus import usable_gpus
 from unisono.launch.job import Job
+from unisono.launch.source import asks_for_nccl
 
 __all__ = ["check_machine", "is_this_machine", "with_log_folder"]
 
@@ -60,40 +59,6 @@ def with_log_folder(job: Job) -> Job:
         return job
     folder = Path(tempfile.mkdtemp(prefix="unisono_"))
     return replace(job, output=replace(output, directory=folder))
-
-
-def asks_for_nccl(source: bytes, *, gpus: int) -> bool:
-    """Guess from a script's source whether it cannot do without NCCL, where every rank needs a GPU of its own.
-
-    Only a plain "nccl" counts, and only where "gloo" does not occur. With no GPU at all, a script that asks whether one
-    is available decides for itself.
-
-    >>> asks_for_nccl(b"init_process_group('nccl')", gpus=0)
-    True
-    >>> asks_for_nccl(b"init_process_group('nccl' if cuda else 'gloo')", gpus=0)
-    False
-    """
-    if b"gloo" in source.lower() or (gpus == 0 and b"is_available" in source) or b"nccl" not in source.lower():
-        return False
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        code = compile(source, "script", "exec", dont_inherit=True)
-    return not _NCCL.isdisjoint(_strings(code))
-
-
-_NCCL = frozenset({"nccl", "NCCL", "cuda:nccl"})
-
-
-def _strings(code: CodeType) -> set[str]:
-    found: set[str] = set()
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            found |= _strings(constant)
-        else:
-            found |= {
-                part for part in (constant if isinstance(constant, tuple) else [constant]) if isinstance(part, str)
-            }
-    return found
 
 
 def _check_executable(program: str, environment: Mapping[str, str]) -> None:
