@@ -13,28 +13,81 @@ from typing import TYPE_CHECKING, Any
 from unisono.backend import register
 
 if TYPE_CHECKING:
+    from unisono import comm as comm
+    from unisono import data as data
+    from unisono import metrics as metrics
+    from unisono import parallel as parallel
+    from unisono.comm.job import Job
+    from unisono.comm.ranks import is_main, local_rank, local_world_size, node_rank, rank, world_size
+    from unisono.comm.start import init
+    from unisono.comm.subgroups import split, subgroup
+    from unisono.data.seeding import seed_everything
     from unisono.launch.spawn.caller import spawn
+    from unisono.metrics.metric import Metric
+    from unisono.rank_zero.first import main_first
+    from unisono.rank_zero.logs import get_logger
+    from unisono.rank_zero.printing import print0
+    from unisono.rank_zero.progress import progress
     from unisono.state.policy import Checkpoints
-    from unisono.trainer.metric import Metric
     from unisono.trainer.trainer import Trainer
 
-__all__ = ["Checkpoints", "Metric", "Trainer", "spawn"]
+__all__ = [
+    "Checkpoints",
+    "Job",
+    "Metric",
+    "Trainer",
+    "get_logger",
+    "init",
+    "is_main",
+    "local_rank",
+    "local_world_size",
+    "main_first",
+    "node_rank",
+    "print0",
+    "progress",
+    "rank",
+    "seed_everything",
+    "spawn",
+    "split",
+    "subgroup",
+    "world_size",
+]
 
 _HOMES = {
     "Checkpoints": "unisono.state.policy",
-    "Metric": "unisono.trainer.metric",
+    "Job": "unisono.comm.job",
+    "Metric": "unisono.metrics.metric",
     "Trainer": "unisono.trainer.trainer",
+    "get_logger": "unisono.rank_zero.logs",
+    "init": "unisono.comm.start",
+    "is_main": "unisono.comm.ranks",
+    "local_rank": "unisono.comm.ranks",
+    "local_world_size": "unisono.comm.ranks",
+    "main_first": "unisono.rank_zero.first",
+    "node_rank": "unisono.comm.ranks",
+    "print0": "unisono.rank_zero.printing",
+    "progress": "unisono.rank_zero.progress",
+    "rank": "unisono.comm.ranks",
+    "seed_everything": "unisono.data.seeding",
     "spawn": "unisono.launch.spawn.caller",
+    "split": "unisono.comm.subgroups",
+    "subgroup": "unisono.comm.subgroups",
+    "world_size": "unisono.comm.ranks",
 }
+
+_PACKAGES = frozenset({"comm", "data", "metrics", "parallel"})
+"""Packages that `import unisono` alone gives, on first use."""
 
 register()  # init_process_group("shm")
 
 
 def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return import_module(f"unisono.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'unisono' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_PACKAGES})

@@ -7,7 +7,9 @@
     ├── RankMismatchError      ranks disagree about the model, the data or the settings
     ├── CheckpointError        a checkpoint cannot be written, read or applied
     │   └── CorruptCheckpointError  its bytes are not those that were written
-    └── LaunchError            a job cannot be started
+    ├── LaunchError            a job cannot be started
+    ├── GroupError             a process group is used before it is there, after its end, or by a rank outside it
+    └── PeerError              another rank failed or did not come, so this one cannot go on
 
 A wrong argument is a ValueError or TypeError. All messages say what was found, with the numbers, and what to do.
 """
@@ -18,9 +20,11 @@ __all__ = [
     "CheckpointError",
     "CorruptCheckpointError",
     "DataError",
+    "GroupError",
     "LaunchError",
     "LossError",
     "NonFiniteLossError",
+    "PeerError",
     "RankMismatchError",
     "UnisonoError",
 ]
@@ -56,3 +60,11 @@ class CorruptCheckpointError(CheckpointError):
 
 class LaunchError(UnisonoError):
     """A job cannot be started."""
+
+
+class GroupError(UnisonoError):
+    """A process group is used before it is there, after its end, or by a rank that is not in it."""
+
+
+class PeerError(UnisonoError):
+    """Another rank failed or did not come, so this one cannot go on."""

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import asdict
 
 import pytest
@@ -40,6 +37,15 @@ SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_STEP_ID": "0", "SLURM_
         ),
         ({"PMI_RANK": "2", "PMI_SIZE": "3"}, {"launcher": "mpirun", "rank": 2, "meeting": "file:mpi-job-42"}),
         ({**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "9"}, {"meeting": "tcp://h:9"}),
+        # The number among all jobs' processes of a node is not the number of the node.
+        (
+            {**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_NODE_RANK": "1", "MASTER_ADDR": "h",
+             "MASTER_PORT": "9"},
+            {"node_rank": 0, "seated": False},
+        ),
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "GROUP_RANK": "1"}, {"node_rank": 1, "seated": True}),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, {"seated": False}),
+        ({**SLURM, "SLURM_NODEID": "0", "SLURM_LOCALID": "1"}, {"seated": True}),
     ],
 )  # fmt: skip
 def test_placement_is_read_from_the_launchers_environment(environ, expected):
@@ -77,39 +83,30 @@ print(trainer.rank, trainer.world_size, trainer.digest())
 
 
 @pytest.mark.parametrize("launcher", ["srun", "Open MPI", "MPICH", "torchrun's"])
-def test_ranks_meet_under_every_launchers_environment(tmp_path, launcher):
-    def environ(rank: int, n: int) -> dict[str, str]:
-        return {
-            "srun": {"SLURM_PROCID": str(rank), "SLURM_NTASKS": str(n), "SLURM_STEP_ID": "0", "SLURM_JOB_ID": "7"},
-            "Open MPI": {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": str(n)},
-            "MPICH": {"PMI_RANK": str(rank), "PMI_SIZE": str(n)},
-            "torchrun's": {"RANK": str(rank), "WORLD_SIZE": str(n), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": PORT},
-        }[launcher]
+def test_ranks_meet_under_every_launchers_environment(rank_host, tmp_path, launcher):
+    port = _free_port()
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "temporary").mkdir()
 
     def start(n: int) -> list[str]:
-        base = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "OMPI", "PMI", "PYTEST"))}
-        base |= {"TMPDIR": str(tmp_path), "XDG_RUNTIME_DIR": str(tmp_path), "GLOO_SOCKET_IFNAME": "lo"}
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, "-c", TRAIN],
-                env=base | environ(rank, n),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(n)
-        ]
-        results = [process.communicate(timeout=90) for process in ranks]
-        assert all(process.returncode == 0 for process in ranks), results
-        assert not any("destroy_process_group" in err for _, err in results), results
-        return sorted(out.strip() for out, _ in results)
+        environment = {
+            "srun": {"SLURM_PROCID": "{rank}", "SLURM_NTASKS": str(n), "SLURM_STEP_ID": "0", "SLURM_JOB_ID": "7"},
+            "Open MPI": {"OMPI_COMM_WORLD_RANK": "{rank}", "OMPI_COMM_WORLD_SIZE": str(n)},
+            "MPICH": {"PMI_RANK": "{rank}", "PMI_SIZE": str(n)},
+            "torchrun's": {"RANK": "{rank}", "WORLD_SIZE": str(n), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
+        }[launcher]
+        environment |= dict.fromkeys(("TMPDIR", "XDG_RUNTIME_DIR"), str(tmp_path / "temporary"))
+        codes = rank_host.run(n, tmp_path / "train.py", folder=tmp_path, environment=environment)
+        errors = [(tmp_path / f"err{rank}").read_text() for rank in range(n)]
+        assert codes == [0] * n, errors
+        assert not any("destroy_process_group" in error for error in errors), errors
+        return [(tmp_path / f"out{rank}").read_text().strip() for rank in range(n)]
 
-    PORT = _free_port()
     both = start(2)
     digests = {line.split()[2] for line in both}
     assert [line.split()[:2] for line in both] == [["0", "2"], ["1", "2"]]
     assert digests == {start(1)[0].split()[2]}
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    assert [path for path in (tmp_path / "temporary").rglob("*") if path.is_file()] == []
 
 
 def _free_port() -> str:

@@ -33,8 +33,8 @@ LIFE = [
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_the_life_of_groups(fork_ranks, ranks):
-    job = fork_ranks(ranks, PROGRAMS / "shm_life.py")
+def test_the_life_of_groups(run_ranks, ranks):
+    job = run_ranks(ranks, PROGRAMS / "shm_life.py")
     assert [line for line in job.lines(ranks - 1) if line in LIFE] == LIFE
 
 

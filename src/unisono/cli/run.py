@@ -17,6 +17,7 @@ import click
 from unisono.cli import reading
 from unisono.cli.flags import Flag, FlagCommand, Reader
 from unisono.launch import Job, check_target, run_job
+from unisono.launch.environment import CHECK_VARIABLE, CPU_BACKEND_VARIABLE
 from unisono.launch.gpus import usable_gpus
 from unisono.launch.job import Output
 from unisono.launch.preflight import check_machine, with_log_folder
@@ -96,9 +97,16 @@ FLAGS = (
         section=_PROGRAM,
         torchruns=False,
         type=click.Choice(["gloo", "shm"]),
-        default="gloo",
         help="What moves tensors of the CPU where PROGRAM asks torch.distributed for gloo: gloo itself, or the shared "
-        "memory of this machine.  [gloo]",
+        "memory of this machine.  [gloo] unisono.init() takes it too, for backend auto.",
+    ),
+    Flag(
+        ["--check"],
+        section=_PROGRAM,
+        torchruns=False,
+        is_flag=True,
+        help="Compare each call of unisono.comm between ranks before it is done; where they differ, all ranks say who "
+        "called what where. It sets UNISONO_CHECK=1.",
     ),
     Flag(
         ["--max-restarts"],
@@ -263,7 +271,11 @@ def run(command: tuple[str, ...], **given: Any) -> int:
     check_machine(job, environment=os.environ)
     if job.output.directory is None and (job := with_log_folder(job)).output.directory is not None:
         click.echo(f"unisono: log files in {job.output.directory}; --log-dir chooses another folder", err=True)
-    return run_job(job, environment=os.environ, stdout=sys.stdout, stderr=sys.stderr)
+    # What was not asked for is left to unisono.init().
+    told = {CPU_BACKEND_VARIABLE: given["cpu_backend"]} if given["cpu_backend"] else {}
+    if given["check"]:
+        told[CHECK_VARIABLE] = "1"
+    return run_job(job, environment={**os.environ, **told}, stdout=sys.stdout, stderr=sys.stderr)
 
 
 def job_of(given: Mapping[str, Any], command: tuple[str, ...]) -> Job:
@@ -293,7 +305,7 @@ def job_of(given: Mapping[str, Any], command: tuple[str, ...]) -> Job:
         hang_abort_s=given["hang_abort"],
         signals=given["signals_to_handle"],
         numa_binding=given["numa_binding"],
-        cpu_backend=given["cpu_backend"],
+        cpu_backend=given["cpu_backend"] or "gloo",
         output=_output(given, ranks=given["nproc_per_node"]),
     )
 

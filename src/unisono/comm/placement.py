@@ -1,17 +1,19 @@
 """Where a process stands in a job, read from the environment that its launcher left.
 
-Pure: `detect_placement` maps an environment to a `Placement`. It knows `unisono run` and torchrun (RANK, WORLD_SIZE,
-…), Slurm's srun, and mpirun of Open MPI, MPICH and Intel MPI; anything else is one process by itself. Meeting the other
-ranks is `comm.world`'s.
+`detect_placement` is pure: it maps an environment to a `Placement`; `own_placement` is that of this process. They know
+`unisono run` and torchrun (RANK, WORLD_SIZE, …), Slurm's srun, and mpirun of Open MPI, MPICH and Intel MPI; anything
+else is one process by itself. Meeting the other ranks is `comm.meeting`'s.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
-__all__ = ["Placement", "detect_placement"]
+__all__ = ["Placement", "detect_placement", "own_placement"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,12 +32,21 @@ class Placement:
     """Processes of the job on this host."""
     node_rank: int = 0
     """Number of this host in the job."""
+    seated: bool = False
+    """Whether the launcher said which node this is and which of its processes, so that nobody has to find out."""
     meeting: str = ""
     """How ranks meet: "env://", "tcp://host:port", "file:NAME" (ranks of one host), or "" (one process)."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"rank={self.rank} is outside [0, {self.world_size}): check what {self.launcher} set")
+
+    def node_name(self, host: str) -> str:
+        """Name the node of this process: ranks of equal names are on one node. Args: host names its machine.
+
+        The launcher's word counts: it may have started several nodes on one machine.
+        """
+        return f"{self.node_rank}" if self.seated else host
 
 
 def detect_placement(environ: Mapping[str, str], *, parent: str) -> Placement:
@@ -58,6 +69,7 @@ def detect_placement(environ: Mapping[str, str], *, parent: str) -> Placement:
             local_rank=_integer(environ, "LOCAL_RANK", default=_integer(environ, "RANK")),
             local_world_size=_integer(environ, "LOCAL_WORLD_SIZE", default=world_size),
             node_rank=_integer(environ, "GROUP_RANK", default=0),
+            seated="LOCAL_RANK" in environ and "GROUP_RANK" in environ,
             meeting="env://" if world_size > 1 else "",
         )
     if "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ:
@@ -68,6 +80,21 @@ def detect_placement(environ: Mapping[str, str], *, parent: str) -> Placement:
     if "PMI_RANK" in environ:
         return _from_mpi(environ, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", parent=parent)
     return Placement(launcher="none")
+
+
+def own_placement() -> Placement:
+    """Find the placement of this process."""
+    return detect_placement(os.environ, parent=_parent_identity())
+
+
+def _parent_identity() -> str:
+    """Name the parent process so that no other, also a later one with the same id, has the name."""
+    parent = os.getppid()
+    try:
+        started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:  # not Linux, or a parent that is hidden from us
+        started = "0"
+    return f"{parent}-{started}"
 
 
 def _from_slurm(environ: Mapping[str, str]) -> Placement:
@@ -92,6 +119,7 @@ def _from_slurm(environ: Mapping[str, str]) -> Placement:
         local_rank=_integer(environ, "SLURM_LOCALID", default=rank),
         local_world_size=_leading_count(environ.get("SLURM_STEP_TASKS_PER_NODE", ""), default=world_size // nodes),
         node_rank=_integer(environ, "SLURM_NODEID", default=0),
+        seated="SLURM_LOCALID" in environ and "SLURM_NODEID" in environ,
         meeting=meeting,
     )
 
@@ -126,7 +154,7 @@ def _from_mpi(
         world_size=world_size,
         local_rank=_integer(environ, local_rank_name, default=rank),
         local_world_size=local_world_size,
-        node_rank=_integer(environ, "OMPI_COMM_WORLD_NODE_RANK", default=0) if local_world_size != world_size else 0,
+        # mpirun does not number nodes: OMPI_COMM_WORLD_NODE_RANK is the rank among all jobs' processes of a node.
         meeting=meeting,
     )
 

@@ -6,25 +6,23 @@ training goes through `engine`, not through here.
 
 from __future__ import annotations
 
-import atexit
 import ctypes
-import os
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from unisono.comm.placement import Placement, detect_placement
+from unisono.comm.placement import own_placement
+from unisono.comm.ranks import local_rank, local_world_size, world_size
+from unisono.comm.ranks import rank as own_rank
+from unisono.comm.start import begin
 from unisono.comm.waiting import Waiter
-from unisono.errors import LaunchError
-from unisono.machine import let_threads_finish, usable_cores
+from unisono.machine import usable_cores
 
-__all__ = ["World", "own_placement"]
+__all__ = ["World"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,23 +50,23 @@ class World:
         has started itself is used as it is. A group started here is ended at exit.
         Raises: LaunchError if the other ranks cannot be reached, ValueError if the environment contradicts itself.
         """
-        placement = own_placement()
         if not dist.is_initialized():
+            placement = own_placement()
             if placement.world_size == 1:
                 return cls(local_rank=placement.local_rank)
-            _start_group(placement, device, timeout_s=timeout_s)
-        size, rank = dist.get_world_size(), dist.get_rank()
+            backend = "nccl" if device.type == "cuda" else "gloo"
+            begin(backend, timeout=timedelta(seconds=timeout_s), device=device)
+        size, rank = world_size(), own_rank()
         if size == 1:
-            return cls(local_rank=placement.local_rank)
+            return cls(local_rank=local_rank())
         wire = device if "nccl" in dist.get_backend() and device.type == "cuda" else torch.device("cpu")
-        ranks_here = size if placement.launcher == "none" else placement.local_world_size
         return cls(
             rank=rank,
             size=size,
-            local_rank=placement.local_rank,
+            local_rank=local_rank(),
             group=dist.group.WORLD,
             device=wire,
-            waiter=Waiter(polls=wire.type == "cpu" and ranks_here <= usable_cores()),
+            waiter=Waiter(polls=wire.type == "cpu" and local_world_size() <= usable_cores()),
         )
 
     def store(self, name: str) -> dist.Store:  # type: ignore[name-defined]
@@ -101,62 +99,3 @@ class World:
             return bytes(content)
         received = buffer.cpu()
         return ctypes.string_at(received.data_ptr(), received.numel())
-
-
-def own_placement() -> Placement:
-    """Find the placement of this process."""
-    return detect_placement(os.environ, parent=_parent_identity())
-
-
-def _parent_identity() -> str:
-    """Name the parent process so that no other, also a later one with the same id, has the name."""
-    parent = os.getppid()
-    try:
-        started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:  # not Linux, or a parent that is hidden from us
-        started = "0"
-    return f"{parent}-{started}"
-
-
-def _start_group(placement: Placement, device: torch.device, *, timeout_s: float) -> None:
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    timeout = timedelta(seconds=timeout_s)
-    try:
-        if placement.meeting.startswith("file:"):
-            path = _meeting_folder() / placement.meeting.removeprefix("file:")
-            atexit.register(path.unlink, missing_ok=True)  # runs after the group has ended: last in, first out
-            store = dist.FileStore(str(path), placement.world_size)  # type: ignore[attr-defined]
-            dist.init_process_group(
-                backend, store=store, rank=placement.rank, world_size=placement.world_size, timeout=timeout
-            )
-        else:
-            dist.init_process_group(
-                backend,
-                init_method=placement.meeting,
-                rank=placement.rank,
-                world_size=placement.world_size,
-                timeout=timeout,
-            )
-    except dist.DistError as error:
-        raise LaunchError(
-            f"rank {placement.rank} of {placement.world_size} could not meet the others at "
-            f"{placement.meeting or 'env://'}: {error}"
-        ) from error
-    atexit.register(_end_group)
-
-
-def _end_group() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    let_threads_finish()
-
-
-def _meeting_folder() -> Path:
-    """Make the folder, private to this user, in which the ranks of one host meet by a file."""
-    base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
-    folder = Path(base) / f"unisono-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    status = folder.stat(follow_symlinks=False)
-    if status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise LaunchError(f"{folder} belongs to somebody else or is open to others: remove it, or set TMPDIR")
-    return folder

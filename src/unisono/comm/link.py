@@ -1,0 +1,158 @@
+"""What a collective must know of its process group: who is in it, and on which devices its backend moves bytes.
+
+`link_of` is the way from the argument `group` of every collective to a `Link`; it is asked at each call, so what can be
+remembered is. Whether there is a group to use at all is `comm.job`'s to say.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from unisono.comm.check import Check, wanted
+from unisono.comm.job import require_group
+from unisono.errors import GroupError
+
+__all__ = ["ALONE", "Link", "link_of"]
+
+_CPU = torch.device("cpu")
+_CPU_BACKENDS = {"gloo", "shm", "mpi", "ucc"}
+"""Backends whose tensors of an accelerator we take over the CPU: they do this themselves, or not at all."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Link:
+    """A group as its collectives see it."""
+
+    group: dist.ProcessGroup | None = None
+    """None: this process alone, without a group."""
+    rank: int = 0
+    """Number of this rank within the group."""
+    ranks: tuple[int, ...] = (0,)
+    """Global ranks of the members, in the order of the group."""
+    backends: dict[str, str] = field(default_factory=lambda: {"cpu": "gloo"})
+    """Types of devices that travel as they are, with the backend that moves them."""
+    check: Check | None = None
+    """Compares calls between ranks, in check mode."""
+
+    @property
+    def size(self) -> int:
+        """Ranks in the group."""
+        return len(self.ranks)
+
+    @property
+    def own(self) -> int:
+        """Global rank of this process."""
+        return self.ranks[self.rank]
+
+    @property
+    def accelerator(self) -> str | None:
+        """The type of device other than the CPU that travels as it is."""
+        return next((name for name in self.backends if name != "cpu"), None)
+
+    def bytes_device(self, *, accelerated: bool = False) -> torch.device:
+        """Give the device on which bytes travel. Args: accelerated asks for the accelerator if there is one."""
+        other = self.accelerator
+        if other is None or ("cpu" in self.backends and not accelerated):
+            return _CPU
+        return own_device(other)
+
+    def device_for(self, tensor: Tensor) -> torch.device:
+        """Give the device on which a tensor travels: its own where the backend takes it. Raises: TypeError."""
+        if tensor.is_meta:
+            raise TypeError("a tensor on the meta device has a shape and no numbers to send: make it on a real device")
+        return tensor.device if tensor.device.type in self.backends else self.bytes_device()
+
+    def index_of(self, rank: int, argument: str) -> int:
+        """Turn a global rank into its number within the group. Raises: TypeError, ValueError if it is not in it."""
+        if type(rank) is not int:
+            raise TypeError(f"{argument}={rank!r} must be the number of a rank, not a {type(rank).__name__}")
+        if 0 <= rank < self.size and self.ranks[rank] == rank:
+            return rank
+        if rank in self.ranks:
+            return self.ranks.index(rank)
+        raise ValueError(f"{argument}={rank} is not in the group: it has {self.described}. Ranks are those of the job")
+
+    @property
+    def described(self) -> str:
+        """The members, for messages."""
+        return describe_ranks(self.ranks)
+
+
+ALONE = Link()
+"""A process without a group."""
+
+_links: WeakKeyDictionary[dist.ProcessGroup, Link] = WeakKeyDictionary()
+_of_parent: WeakKeyDictionary[dist.ProcessGroup, Link] = WeakKeyDictionary()
+"""What was known in the process from which this one was forked, which is no member itself."""
+_watching_forks = False
+
+
+def link_of(group: dist.ProcessGroup | int | None) -> Link:
+    """Find what is to be known of a group. Args: group None is the whole job.
+
+    Raises: GroupError if there is no such group for this process, TypeError.
+    """
+    found = require_group(group)
+    if found is None:
+        return ALONE
+    link = _links.get(found)
+    if link is None:
+        link = _links[found] = _look_at(found)
+    return link
+
+
+def describe_ranks(ranks: Sequence[int]) -> str:
+    """Write the members of a group.
+
+    >>> describe_ranks([0, 1, 2]), describe_ranks([4, 1]), describe_ranks([0])
+    ('ranks 0 to 2', 'ranks 4, 1', 'rank 0 alone')
+    """
+    first, last = ranks[0], ranks[-1]
+    if len(ranks) == 1:
+        return f"rank {first} alone"
+    if len(ranks) > 2 and list(ranks) == list(range(first, last + 1)):
+        return f"ranks {first} to {last}"
+    return f"ranks {', '.join(map(str, ranks))}"
+
+
+def own_device(kind: str) -> torch.device:
+    """Give this process's device of a type: the current one."""
+    if kind == "cpu":
+        return _CPU
+    module = torch.get_device_module(kind)
+    return torch.device(kind, module.current_device())
+
+
+def _look_at(group: dist.ProcessGroup) -> Link:
+    global _watching_forks  # noqa: PLW0603  the system keeps what is registered for ever
+    if group in _of_parent:
+        raise GroupError(
+            f"this process was forked from rank {_of_parent[group].own} and is no rank itself: call collectives in the "
+            "rank alone, not in workers of a DataLoader"
+        )
+    if not _watching_forks:
+        _watching_forks = True
+        os.register_at_fork(after_in_child=_forget)
+    # "cpu:gloo,cuda:nccl"
+    pairs = [pair.split(":") for pair in str(dist.get_backend_config(group)).split(",")]
+    backends = {device: name for device, name in pairs if device == "cpu" or name not in _CPU_BACKENDS}
+    ranks = tuple(dist.get_process_group_ranks(group))
+    own, check = group.rank(), None
+    if wanted() and len(ranks) > 1:
+        store = dist.PrefixStore("unisono_check", dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
+        described = "" if group is dist.group.WORLD else describe_ranks(ranks)
+        check = Check(store, group.group_name, own=ranks[own], ranks=ranks, described=described)
+    return Link(group=group, rank=own, ranks=ranks, backends=backends, check=check)
+
+
+def _forget() -> None:
+    """Take leave of the parent's groups, in a process that was forked."""
+    _of_parent.update(_links)
+    _links.clear()

@@ -1,0 +1,213 @@
+"""Collectives of one tensor each, of equal shape on all ranks, straight through torch.distributed.
+
+Each gives a new tensor on the device of its argument, and knows nothing of autograd, which is `comm.differentiable`'s.
+Whatever a backend cannot do is done in another way here: types that it does not add, devices that it does not take.
+Numbers of ranks count within the group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from unisono.comm.link import Link
+from unisono.comm.parcels import bytes_of
+from unisono.comm.reductions import BITWISE, WIRE_OPS, OpName, carrier_of, combine_tensors, load, unload
+
+__all__ = ["all_gather", "all_reduce", "all_to_all", "broadcast", "gather", "reduce", "reduce_scatter", "scatter"]
+
+# Torch 2.13 renamed them.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def all_reduce(link: Link, tensor: Tensor, op: OpName) -> Tensor:
+    """Combine the tensors of all ranks."""
+    wire = _loaded(link, tensor, op)
+    if link.group is not None:
+        if _must_gather(link, wire, op):
+            wire = combine_tensors(all_gather(link, wire), op)
+        else:
+            dist.all_reduce(wire, WIRE_OPS[op], group=link.group)
+    return _unloaded(link, wire, tensor, op)
+
+
+def reduce(link: Link, tensor: Tensor, op: OpName, dst: int) -> Tensor | None:
+    """Combine the tensors of all ranks on one of them; the others get None."""
+    wire = _loaded(link, tensor, op)
+    if link.group is not None:
+        if _must_gather(link, wire, op):
+            parts = gather(link, wire, dst)
+            wire = wire if parts is None else combine_tensors(parts, op)
+        else:
+            dist.reduce(wire, link.ranks[dst], WIRE_OPS[op], group=link.group)
+    return _unloaded(link, wire, tensor, op) if link.rank == dst else None
+
+
+def reduce_scatter(link: Link, tensor: Tensor, op: OpName) -> Tensor:
+    """Combine the tensors of all ranks, and give each rank its part of the first dimension. Parts are equal."""
+    if link.group is None:
+        return _unloaded(link, _loaded(link, tensor, op), tensor, op)
+    length = tensor.shape[0] // link.size
+    wire = _loaded(link, tensor, op, copies=False)
+    if _must_gather(link, wire, op):
+        part = combine_tensors(all_to_all(link, wire), op)
+    else:
+        part = wire.new_empty((length, *wire.shape[1:]))
+        _reduce_scatter_single(part, wire, WIRE_OPS[op], group=link.group)
+    return _unloaded(link, part, tensor, op)
+
+
+def all_gather(link: Link, tensor: Tensor) -> list[Tensor]:
+    """Give all ranks the tensors of all."""
+    wire = _wired(link, tensor)
+    if link.group is None:
+        return [wire.clone()]
+    if not _moves(wire):
+        parts = all_gather(link, bytes_of(wire))
+        return [part.view(tensor.dtype).view(tensor.shape) for part in parts]
+    outs = [torch.empty_like(wire) for _ in range(link.size)]
+    dist.all_gather(outs, wire, group=link.group)
+    return _home(outs, tensor)
+
+
+def all_gather_flat(link: Link, tensor: Tensor) -> Tensor:
+    """Give all ranks the tensors of all, one after the other along the first dimension."""
+    wire = _wired(link, tensor)
+    if link.group is None:
+        return wire.clone()
+    if not _moves(wire):
+        return torch.cat(all_gather(link, tensor))
+    out = wire.new_empty((link.size * wire.shape[0], *wire.shape[1:]))
+    _all_gather_single(out, wire, group=link.group)
+    return out.to(tensor.device)
+
+
+def gather(link: Link, tensor: Tensor, dst: int) -> list[Tensor] | None:
+    """Give one rank the tensors of all; the others get None."""
+    wire = _wired(link, tensor)
+    if link.group is None:
+        return [wire.clone()]
+    if not _moves(wire):
+        parts = gather(link, bytes_of(wire), dst)
+        return None if parts is None else [part.view(tensor.dtype).view(tensor.shape) for part in parts]
+    outs = [torch.empty_like(wire) for _ in range(link.size)] if link.rank == dst else None
+    dist.gather(wire, outs, dst=link.ranks[dst], group=link.group)
+    return None if outs is None else _home(outs, tensor)
+
+
+def broadcast(link: Link, tensor: Tensor, src: int) -> Tensor:
+    """Give all ranks the tensor of one. Args: tensor gives shape, type and device elsewhere."""
+    wire = (
+        _wired(link, tensor)
+        if link.rank == src
+        else torch.empty(tensor.shape, dtype=tensor.dtype, device=link.device_for(tensor))
+    )
+    if link.group is None:
+        return wire.clone()
+    dist.broadcast(wire if _moves(wire) else bytes_of(wire), link.ranks[src], group=link.group)
+    return wire.clone() if wire is tensor or wire.data_ptr() == tensor.data_ptr() else wire.to(tensor.device)
+
+
+def scatter(link: Link, tensors: Sequence[Tensor] | None, like: Tensor, src: int) -> Tensor:
+    """Give each rank its tensor of those that one has. Args: like gives shape, type and device."""
+    if link.group is None:
+        assert tensors is not None
+        return _wired(link, tensors[0]).clone()
+    out = torch.empty(like.shape, dtype=like.dtype, device=link.device_for(like))
+    wires = None if tensors is None else [_wired(link, tensor) for tensor in tensors]
+    if _moves(out):
+        dist.scatter(out, wires, src=link.ranks[src], group=link.group)
+    else:
+        parts = None if wires is None else [bytes_of(wire) for wire in wires]
+        dist.scatter(bytes_of(out), parts, src=link.ranks[src], group=link.group)
+    return out.to(like.device)
+
+
+def all_to_all(link: Link, tensor: Tensor) -> list[Tensor]:
+    """Give rank r the r-th of the equal parts along the first dimension, of every rank."""
+    lengths = [tensor.shape[0] // link.size] * link.size
+    return list(torch.split(all_to_all_flat(link, tensor, lengths, lengths), lengths))
+
+
+def all_to_all_flat(link: Link, tensor: Tensor, leaving: Sequence[int], coming: Sequence[int]) -> Tensor:
+    """Give rank r the r-th part along the first dimension, of every rank, one after the other.
+
+    Args: leaving and coming are the lengths of the parts to each rank, and from each.
+    """
+    wire = _wired(link, tensor)
+    if link.group is None:
+        return wire.clone()
+    out = wire.new_empty((sum(coming), *wire.shape[1:]))
+    if _moves(wire):
+        dist.all_to_all_single(out, wire, list(coming), list(leaving), group=link.group)
+    else:
+        width = math.prod(wire.shape[1:]) * wire.element_size()
+        sizes = [n * width for n in coming], [n * width for n in leaving]
+        dist.all_to_all_single(bytes_of(out), bytes_of(wire), *sizes, group=link.group)
+    return out.to(tensor.device)
+
+
+# gloo gathers no complex numbers, and other backends lack others.
+_MOVED = frozenset(
+    {
+        torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64,
+        torch.bool,
+    }
+)  # fmt: skip
+
+
+def _moves(wire: Tensor) -> bool:
+    """Say whether every backend moves tensors of this type as they are; others go as bytes."""
+    return wire.dtype in _MOVED
+
+
+def _must_gather(link: Link, wire: Tensor, op: OpName) -> bool:
+    """Say whether the backend cannot combine, so that each rank must combine all."""
+    if wire.is_complex():
+        return op == "product"
+    return op in BITWISE and link.backends.get(wire.device.type) not in ("gloo", "shm", "mpi")
+
+
+def _wired(link: Link, tensor: Tensor) -> Tensor:
+    """Give a tensor as it can travel: dense, in order, on a device that the backend takes."""
+    return tensor.detach().to(link.device_for(tensor)).resolve_conj().resolve_neg().contiguous()
+
+
+def _loaded(link: Link, tensor: Tensor, op: OpName, *, copies: bool = True) -> Tensor:
+    """Give a tensor as it can be combined. Args: copies asks for a tensor that may be written to."""
+    wire = tensor.detach()
+    if wire.layout != torch.strided:
+        return wire.clone()
+    carrier = carrier_of(wire.dtype, op)
+    if carrier is not wire.dtype:
+        wire = load(wire, carrier, op)
+    device = link.device_for(wire)
+    if device != wire.device:
+        wire = wire.to(device)
+    if wire.is_complex() or wire.is_neg():
+        wire = wire.resolve_conj().resolve_neg()
+    if not wire.is_contiguous():
+        wire = wire.contiguous()
+    if copies and wire.data_ptr() == tensor.data_ptr():
+        wire = wire.clone()
+    if op == "mean" and wire.dtype == torch.float16:
+        wire = wire / link.size  # before the sum, which might leave the range
+    return wire
+
+
+def _unloaded(link: Link, wire: Tensor, tensor: Tensor, op: OpName) -> Tensor:
+    """Turn what was combined into the result."""
+    if op == "mean" and wire.dtype != torch.float16:
+        wire = wire / link.size if wire.layout != torch.strided else wire.div_(link.size)
+    if wire.dtype is not tensor.dtype:
+        wire = unload(wire, tensor.dtype, op)
+    return wire if wire.device == tensor.device else wire.to(tensor.device)
+
+
+def _home(tensors: Sequence[Tensor], like: Tensor) -> list[Tensor]:
+    return [tensor.to(like.device) for tensor in tensors]

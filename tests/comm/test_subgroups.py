@@ -1,0 +1,29 @@
+"""Groups of some ranks: who is in them, in which order, and what happens where ranks disagree."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import unisono
+
+PROGRAM = Path(__file__).parent / "programs" / "subgroups.py"
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_subgroups_and_divisions_of_four_ranks_on_two_nodes(run_ranks, backend):
+    job = run_ranks(4, PROGRAM, backend)
+    for rank in range(4):
+        assert job.lines(rank) == [f"ok {name}" for name in (
+            "members", "division", "nodes", "refusals", "one_wrong", "absent"
+        )]  # fmt: skip
+
+
+def test_one_rank_divides_itself_without_a_launcher():
+    with unisono.init():
+        assert unisono.split(5).size() == 1
+        assert unisono.split(by="node").size() == 1
+        assert unisono.subgroup([0])
+        with pytest.raises(ValueError, match="rank 1 is not in this job"):
+            unisono.subgroup([1])
