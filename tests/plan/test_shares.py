@@ -3,7 +3,7 @@ import itertools
 import pytest
 from torch.utils.data import DistributedSampler
 
-from unisono.plan import num_steps, rank_block, share_positions, step_size
+from unisono.plan import even_range, even_steps, num_steps, rank_block, share_positions, step_size
 
 SIZES = [(n, batch) for n in (1, 2, 3, 7, 8, 9, 16, 23, 64) for batch in (1, 2, 3, 8, 9, 64, 100)]
 
@@ -83,3 +83,22 @@ def test_more_ranks_than_virtual_ranks_are_refused(world_size, idle):
 def test_rank_out_of_range_is_named(rank):
     with pytest.raises(ValueError, match=rf"rank={rank} is outside \[0, 3\)"):
         rank_block(rank, world_size=3, virtual_ranks=8)
+
+
+@pytest.mark.parametrize("ranks", range(1, 6))
+@pytest.mark.parametrize("batch_size", range(1, 14))
+def test_even_steps_cover_the_epoch_give_every_rank_something_and_go_on_alike_from_any_step(batch_size, ranks):
+    if batch_size < ranks:
+        return
+    for n in range(ranks, 45):
+        cut = {"num_samples": n, "batch_size": batch_size, "ranks": ranks}
+        steps = [even_range(s, **cut) for s in range(even_steps(n, batch_size, ranks=ranks))]
+        assert list(itertools.chain(*steps)) == list(range(n))
+        assert all(len(step) == batch_size for step in steps[:-2])
+        assert all(len(step) >= ranks for step in steps)
+        # What makes BatchNorm fail: one sample on a rank. Only where batches are too small for more.
+        if n >= 4 * ranks and batch_size >= 4 * ranks:
+            assert all(len(step) >= 2 * ranks for step in steps)
+        for number, step in enumerate(steps):
+            left = range(even_steps(n, batch_size, ranks=ranks, start=step.start))
+            assert [even_range(s, **cut, start=step.start) for s in left] == steps[number:]

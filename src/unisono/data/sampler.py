@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils.data import Dataset
 from torch.utils.data.distributed import DistributedSampler as TorchDistributedSampler
 
-from unisono.comm import own_placement
+from unisono.data.place import Place, find_rank, length_of, place_state, read_place
 from unisono.errors import DataError
 from unisono.plan.permutation import permute
 
@@ -76,8 +75,8 @@ class DistributedSampler(TorchDistributedSampler[int]):
         *,
         pad: bool = False,
     ) -> None:
-        rank, num_replicas = _place(rank, num_replicas)
-        length = _length(dataset)
+        rank, num_replicas = find_rank(rank, num_replicas, name="num_replicas")
+        length = length_of(dataset)
         if pad and drop_last:
             raise ValueError(
                 "pad=True and drop_last=True are two ways to the same length on all ranks: give one of them"
@@ -157,13 +156,9 @@ class DistributedSampler(TorchDistributedSampler[int]):
         position = min(cursor.start + given * self.num_replicas, self._length)
         if self.drop_last and given == share:
             position = self._length  # the tail is done with, too
-        return {
-            "epoch": cursor.epoch,
-            "position": position,
-            "seed": self.seed,
-            "num_samples": self._length,
-            "shuffle": self.shuffle,
-        }
+        return place_state(
+            Place(cursor.epoch, position), seed=self.seed, num_samples=self._length, shuffle=self.shuffle
+        )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Let the next iteration go on from a saved place; the number of ranks may be another than when it was saved.
@@ -172,31 +167,9 @@ class DistributedSampler(TorchDistributedSampler[int]):
         iteration is empty, and the one after `set_epoch` is whole. pad and drop_last make what is left equal in length.
         Raises: ValueError if the state is not of this order of this dataset.
         """
-        missing = [key for key in ("epoch", "position", "seed", "num_samples", "shuffle") if key not in state_dict]
-        if missing:
-            raise ValueError(
-                f"the state has no {', '.join(missing)}; it has {', '.join(map(str, state_dict)) or 'nothing'}. Pass "
-                "what state_dict() of a unisono DistributedSampler returned"
-            )
-        if state_dict["num_samples"] != self._length:
-            raise ValueError(
-                f"the state is of a dataset of {state_dict['num_samples']} samples, and this one has {self._length}: "
-                "the order is another, so samples would be repeated and left out. Resume with the same data, or start "
-                "the epoch anew."
-            )
-        for key, here in (("shuffle", self.shuffle), ("seed", self.seed)):
-            # Without shuffling the seed is not used.
-            if state_dict[key] != here and (key == "shuffle" or self.shuffle):
-                raise ValueError(
-                    f"the state was saved with {key}={state_dict[key]}, and this sampler has {key}={here}: the order "
-                    "is another, so samples would be repeated and left out. Make the sampler with "
-                    f"{key}={state_dict[key]}."
-                )
-        epoch, position = int(state_dict["epoch"]), int(state_dict["position"])
-        if not 0 <= position <= self._length:
-            raise ValueError(f"the state has position={position}, outside [0, {self._length}]: the state is damaged")
-        self.epoch = epoch
-        self._cursor = _Cursor(epoch, start=position)
+        place = read_place(state_dict, seed=self.seed, num_samples=self._length, shuffle=self.shuffle, owner="sampler")
+        self.epoch = place.epoch
+        self._cursor = _Cursor(place.epoch, start=place.position)
 
     def _share(self, start: int) -> int:
         """Count this rank's indices from a position of the epoch on."""
@@ -215,40 +188,3 @@ class DistributedSampler(TorchDistributedSampler[int]):
             if self.shuffle:
                 positions = permute(positions, num_samples=self._length, seed=self.seed, epoch=cursor.epoch)
             yield positions
-
-
-def _place(rank: int | None, num_replicas: int | None) -> tuple[int, int]:
-    """Fill in what was not given of rank and num_replicas, and check them."""
-    found = "as given"
-    if rank is None or num_replicas is None:
-        if dist.is_available() and dist.is_initialized():
-            own_rank, world_size, found = dist.get_rank(), dist.get_world_size(), "from torch.distributed"
-        else:
-            placement = own_placement()
-            own_rank, world_size, found = (
-                placement.rank,
-                placement.world_size,
-                f"from the launcher {placement.launcher}",
-            )
-        rank = own_rank if rank is None else rank
-        num_replicas = world_size if num_replicas is None else num_replicas
-    if num_replicas < 1:
-        raise ValueError(f"num_replicas={num_replicas} must be at least 1: it is the number of ranks")
-    if not 0 <= rank < num_replicas:
-        raise ValueError(
-            f"rank={rank} is outside [0, {num_replicas}) ({found}): ranks count from 0 to num_replicas - 1. Give both "
-            "rank and num_replicas, or neither."
-        )
-    return rank, num_replicas
-
-
-def _length(dataset: Any) -> int:
-    if not hasattr(dataset, "__len__"):
-        raise TypeError(
-            f"{type(dataset).__name__} has no __len__, so its samples cannot be dealt by number: add __len__, or, as "
-            "with an IterableDataset, use no sampler and cut it up by rank inside its __iter__."
-        )
-    length = len(dataset)
-    if length == 0:
-        raise DataError(f"the dataset ({type(dataset).__name__}) is empty: check its folder, split or filter")
-    return length

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from unisono.data.batch import Batch, MicroBatch, Share
-from unisono.data.loader import LoaderSettings, check_settings
+from unisono.data.mapped import LoaderSettings, check_settings
 from unisono.errors import DataError
 from unisono.plan import derive_key, num_steps
 from unisono.state.random import set_generators

@@ -2,12 +2,14 @@
 
 from unisono.plan.keys import derive_key
 from unisono.plan.permutation import permute
-from unisono.plan.shares import num_steps, rank_block, share_positions, step_size
+from unisono.plan.shares import even_range, even_steps, num_steps, rank_block, share_positions, step_size
 from unisono.plan.tree import Node, fold, merges_after, nodes_of
 
 __all__ = [
     "Node",
     "derive_key",
+    "even_range",
+    "even_steps",
     "fold",
     "merges_after",
     "nodes_of",

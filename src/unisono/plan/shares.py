@@ -6,7 +6,7 @@ sample lies there.
 
 from __future__ import annotations
 
-__all__ = ["num_steps", "rank_block", "share_positions", "step_size"]
+__all__ = ["even_range", "even_steps", "num_steps", "rank_block", "share_positions", "step_size"]
 
 
 def num_steps(num_samples: int, batch_size: int) -> int:
@@ -60,3 +60,38 @@ def rank_block(rank: int, *, world_size: int, virtual_ranks: int) -> range:
     if not 0 <= rank < world_size:
         raise ValueError(f"rank={rank} is outside [0, {world_size})")
     return range(rank * virtual_ranks // world_size, (rank + 1) * virtual_ranks // world_size)
+
+
+def even_steps(num_samples: int, batch_size: int, *, ranks: int, start: int = 0) -> int:
+    """Count the steps of an epoch, or of its rest from `start` on, as `even_range` cuts it.
+
+    >>> even_steps(18, 8, ranks=2)
+    3
+    """
+    left = num_samples - start
+    joined = left > batch_size and 0 < left % batch_size < 2 * ranks - batch_size
+    return num_steps(left, batch_size) - joined
+
+
+def even_range(step: int, *, num_samples: int, batch_size: int, ranks: int, start: int = 0) -> range:
+    """Give the positions of one step of an epoch, or of its rest from `start` on, so that no rank goes without.
+
+    All steps have batch_size, but for the end: a last step with fewer than two samples for each rank is evened out with
+    the one before, or joined to it where two steps would not have one sample for each rank. If rank r reads the
+    positions p with p mod ranks = r, it then has at least one in every step, as long as num_samples - start and
+    batch_size are at least `ranks`.
+
+    >>> [even_range(s, num_samples=18, batch_size=8, ranks=2) for s in range(3)]
+    [range(0, 8), range(8, 13), range(13, 18)]
+    >>> [even_range(s, num_samples=20, batch_size=8, ranks=2) for s in range(3)]
+    [range(0, 8), range(8, 16), range(16, 20)]
+    """
+    left = num_samples - start
+    steps, tail = even_steps(num_samples, batch_size, ranks=ranks, start=start), left % batch_size
+    first = start + step * batch_size
+    if left < batch_size or not 0 < tail < 2 * ranks or step < steps - 2:
+        return range(first, min(first + batch_size, num_samples))
+    if num_steps(left, batch_size) > steps:  # joined
+        return range(first, first + batch_size if step < steps - 1 else num_samples)
+    middle = num_samples - (batch_size + tail) // 2
+    return range(first, middle) if step < steps - 1 else range(middle, num_samples)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from unisono.data.loader import Loader, LoaderSettings
+from unisono.data.mapped import Loader, LoaderSettings
 from unisono.data.stream import StreamLoader
 from unisono.trainer.run import Run
 from unisono.trainer.setup import check_equal_data

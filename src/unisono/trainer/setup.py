@@ -14,7 +14,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from unisono.comm import World
-from unisono.data.loader import LoaderSettings
+from unisono.data.mapped import LoaderSettings
+from unisono.data.place import check_alike
 from unisono.errors import RankMismatchError
 from unisono.plan import rank_block
 from unisono.state.digest import digest
@@ -195,15 +196,7 @@ def check_equal_data(world: World, num_samples: int | None, settings: LoaderSett
         "shuffle": settings.shuffle,
         "drop_last": settings.drop_last,
     }
-    everyone = world.gather(given)
-    for what in given:
-        values = [theirs[what] for theirs in everyone]
-        if any(value != values[0] for value in values):
-            listed = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-            raise RankMismatchError(
-                f"the dataset's {what} differs between ranks ({listed}). Give every rank the whole dataset, the same "
-                "one: it is divided here."
-            )
+    check_alike(world.gather(given))
 
 
 def start_averages(modules: Mapping[str, nn.Module], decay: float | None) -> dict[str, AveragedModel]:

@@ -18,7 +18,7 @@ from unisono.data.fetch import Collate, Fetcher, Task
 from unisono.errors import DataError
 from unisono.plan import num_steps, permute, share_positions, step_size
 
-__all__ = ["Loader", "LoaderSettings", "check_settings"]
+__all__ = ["Loader", "LoaderSettings", "check_settings", "map_length", "whole_batches"]
 
 # Permuting few positions costs as much as permuting thousands, so several steps' worth are permuted together.
 _PERMUTED_TOGETHER = 8192
@@ -58,13 +58,14 @@ class Loader:
 
     def __init__(self, dataset: Any, settings: LoaderSettings) -> None:
         check_settings(settings)
-        self.num_samples: int = usable_length(dataset, settings)
+        length = map_length(dataset)
+        self.num_samples: int = whole_batches(length, settings.batch_size) if settings.drop_last else length
         """Samples of an epoch."""
         self.steps: int = num_steps(self.num_samples, settings.batch_size)
         """Steps of an epoch."""
         self._settings = settings
         self._fetcher = Fetcher(dataset, collate_fn=settings.collate_fn, seed=settings.seed, stream=settings.stream)
-        self._tasks = _Tasks(settings, self.num_samples, self.steps)
+        self._tasks = _Tasks(settings, self.num_samples, length)
         self._workers: DataLoader[Any] | None = None
 
     def batches(self, *, epoch: int, first_step: int = 0) -> Iterator[Batch]:
@@ -100,9 +101,13 @@ class Loader:
 class _Tasks(Iterable[Task]):
     """The micro-batches that this rank fetches in an epoch, in order."""
 
-    def __init__(self, settings: LoaderSettings, num_samples: int, steps: int) -> None:
+    def __init__(self, settings: LoaderSettings, num_samples: int, length: int) -> None:
         self.epoch = self.first_step = 0
-        self._settings, self._num_samples, self._steps = settings, num_samples, steps
+        self._settings, self._num_samples = settings, num_samples
+        self._steps = num_steps(num_samples, settings.batch_size)
+        # With drop_last an epoch leaves out the end of its order, which is no end of the dataset: other samples each
+        # time.
+        self._length = length
 
     def __iter__(self) -> Iterator[Task]:
         settings, epoch = self._settings, self.epoch
@@ -113,7 +118,7 @@ class _Tasks(Iterable[Task]):
                 start = step * settings.batch_size
                 order = torch.arange(start, min(start + together * settings.batch_size, self._num_samples))
                 if settings.shuffle:
-                    order = permute(order, num_samples=self._num_samples, seed=settings.seed, epoch=epoch)
+                    order = permute(order, num_samples=self._length, seed=settings.seed, epoch=epoch)
             for virtual_rank in settings.block:
                 # The dealing of `share_positions`, on positions that have been permuted already.
                 indices = order[offset : offset + settings.batch_size][virtual_rank :: settings.virtual_ranks].tolist()
@@ -152,10 +157,10 @@ def check_settings(settings: LoaderSettings) -> None:
         raise ValueError(f"workers={settings.workers} must be 0 (read in the training process) or more")
 
 
-def usable_length(dataset: Any, settings: LoaderSettings) -> int:
-    """Count the samples that an epoch of a map-style dataset has under the settings.
+def map_length(dataset: Any) -> int:
+    """Count the samples of a map-style dataset.
 
-    Raises: TypeError for something that is no map-style dataset, DataError if no sample is left.
+    Raises: TypeError for something that is no map-style dataset, DataError for an empty one.
     """
     if isinstance(dataset, (DataLoader, IterableDataset)) or not hasattr(dataset, "__getitem__"):
         raise TypeError(
@@ -167,14 +172,17 @@ def usable_length(dataset: Any, settings: LoaderSettings) -> int:
     length = len(dataset)
     if length == 0:
         raise DataError(f"the dataset ({type(dataset).__name__}) is empty: check its folder, split or filter")
-    if settings.drop_last:
-        if length < settings.batch_size:
-            raise DataError(
-                f"the dataset has {length} samples, fewer than batch_size={settings.batch_size}, and drop_last=True "
-                "leaves none. Lower batch_size, or leave drop_last out: the last batch may be smaller here."
-            )
-        length -= length % settings.batch_size
     return length
+
+
+def whole_batches(length: int, batch_size: int) -> int:
+    """Count the samples of a dataset that make up whole batches. Raises: DataError if none do."""
+    if length < batch_size:
+        raise DataError(
+            f"the dataset has {length} samples, fewer than batch_size={batch_size}, and drop_last=True "
+            "leaves none. Lower batch_size, or leave drop_last out: the last batch may be smaller here."
+        )
+    return length - length % batch_size
 
 
 def _as_it_is(item: Any) -> Any:

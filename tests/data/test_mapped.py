@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
-from unisono.data.loader import Loader, LoaderSettings
+from unisono.data.mapped import Loader, LoaderSettings
 from unisono.data.stream import StreamLoader
 from unisono.plan import rank_block
 
@@ -99,6 +99,13 @@ def test_drop_last_leaves_out_the_last_smaller_batch_only():
     assert len({i for parts in dealt(loader).values() for indices, _ in parts for i in indices}) == 32
 
 
+def test_drop_last_leaves_out_other_samples_in_every_epoch():
+    loader = Loader(Squares(37), settings(drop_last=True))
+    seen = [{i for parts in dealt(loader, e).values() for indices, _ in parts for i in indices} for e in range(8)]
+    assert all(len(epoch) == 32 for epoch in seen)
+    assert set.union(*seen) == set(range(37))
+
+
 def test_a_tensor_dataset_and_its_subsets_are_read_as_a_whole_with_the_same_result():
     data = TensorDataset(torch.arange(50), torch.arange(50.0).view(50, 1))
     subset = Subset(Subset(data, range(10, 50)), list(range(39, -1, -1)))
@@ -149,7 +156,7 @@ def test_getitems_is_asked_for_whole_micro_batches():
 
 WORKERS = """
 import sys; sys.path.insert(0, {folder!r})
-from test_loader import *
+from test_mapped import *
 if __name__ == "__main__":
     def printed(dataset, kind, workers, **options):
         loader = kind(dataset, settings(workers=workers, **options))

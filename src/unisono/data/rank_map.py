@@ -1,0 +1,104 @@
+"""Reading this rank's part of a map-style dataset, batch by batch, in this process or in workers of torch's DataLoader.
+
+Which samples those are is `DealSettings`' arithmetic; the loop's side is `data.rank_loader`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from unisono.data.fetch import Fetcher, Task
+from unisono.data.mapped import map_length, whole_batches
+from unisono.data.place import Place
+from unisono.data.portion import DealSettings, Portion
+from unisono.plan import permute
+
+__all__ = ["MapSource"]
+
+# Permuting few positions costs as much as permuting thousands, so several steps' worth are permuted together.
+_PERMUTED_TOGETHER = 8192
+
+
+class MapSource:
+    """This rank's part of a map-style dataset."""
+
+    def __init__(self, dataset: Any, settings: DealSettings) -> None:
+        self.num_samples: int = map_length(dataset)
+        """Samples of the dataset."""
+        if settings.drop_last:
+            whole_batches(self.num_samples, settings.batch_size)  # or an error
+        self._settings = settings
+        self._fetcher = Fetcher(dataset, collate_fn=settings.collate_fn, seed=settings.seed, stream="train")
+        self._tasks = _Tasks(settings, self.num_samples)
+        self._workers: DataLoader[Any] | None = None
+
+    def portions(self, place: Place) -> Iterator[Portion]:
+        """Read this rank's part of an epoch from a place on."""
+        settings = self._settings
+        self._tasks.place = place
+        fetched = self._fetched()
+        end = settings.end(self.num_samples, start=place.position)
+        for positions in self._tasks.steps():
+            indices, items = next(fetched)
+            yield Portion(
+                items=items,
+                indices=indices,
+                positions=positions,
+                last=positions.stop == end,
+                borrowed=not settings.own(positions),
+            )
+
+    def _fetched(self) -> Iterator[tuple[list[int], Any]]:
+        if not self._settings.workers:
+            return (self._fetcher[task] for task in self._tasks)
+        if self._workers is None:
+            self._workers = DataLoader(
+                self._fetcher,
+                batch_size=None,
+                sampler=self._tasks,
+                num_workers=self._settings.workers,
+                collate_fn=_as_it_is,
+                pin_memory=self._settings.pin_memory,
+                persistent_workers=True,
+                # Else the loader would draw a seed from the generator of the loop.
+                generator=torch.Generator(),
+            )
+        return iter(self._workers)
+
+
+class _Tasks(Iterable[Task]):
+    """What this rank fetches, step by step, from a place on."""
+
+    def __init__(self, settings: DealSettings, num_samples: int) -> None:
+        self.place = Place(0, 0)
+        self._settings, self._num_samples = settings, num_samples
+
+    def steps(self) -> Iterator[range]:
+        """Yield the positions of each step, over all ranks."""
+        settings, start = self._settings, self.place.position
+        for step in range(settings.steps(self._num_samples, start=start)):
+            yield settings.positions(step, self._num_samples, start=start)
+
+    def __iter__(self) -> Iterator[Task]:
+        settings, epoch, steps = self._settings, self.place.epoch, self.steps()
+        together = max(1, _PERMUTED_TOGETHER * settings.ranks // settings.batch_size)
+        while block := list(islice(steps, together)):
+            # A rank without a sample reads the last one of the step.
+            owns = [settings.own(positions) or positions[-1:] for positions in block]
+            order = torch.cat([torch.arange(own.start, own.stop, own.step, device="cpu") for own in owns])
+            if settings.shuffle:
+                order = permute(order, num_samples=self._num_samples, seed=settings.seed, epoch=epoch)
+            for positions, indices in zip(
+                block, torch.split_with_sizes(order, [len(own) for own in owns]), strict=True
+            ):
+                # The start names the step: numbers are counted anew after a resume.
+                yield Task(epoch, positions.start, settings.rank, 0, indices.tolist())
+
+
+def _as_it_is(item: Any) -> Any:
+    return item
