@@ -117,6 +117,29 @@ def test_plain_look_without_known_totals(plain):
     )
 
 
+def bar(script, done, after_s=0.1, *, number=0, name="copy", total=40, ended=False, **values):
+    fields = {"name": name, "done": done, "total": total, "unit": "files", "values": values, "ended": ended}
+    script("progress", after_s, bar=number, **fields)
+
+
+def test_loops_of_the_users_own_in_the_plain_look(plain):
+    bar(plain, 0)
+    bar(plain, 30, 8.0)
+    bar(plain, 31, 3.0, loss=0.25)
+    bar(plain, 0, number=1, name="inner", total=None)
+    bar(plain, 7, number=1, name="inner", total=None, ended=True, loss="nan")
+    bar(plain, 40, 8.7, ended=True, loss=0.25)
+    bar(plain, 3, number=2, name="cut off")
+    plain.progress.close()
+    plain.progress.close()
+    assert text_of(plain) == (
+        "copy   31/40 files   loss 0.2500          2.82 files/s    11.0 s   0:00:04 left\n"
+        "inner       7 files   loss nan             70.0 files/s     0.1 s\n"
+        "copy   40/40 files   loss 0.2500          2.01 files/s    19.9 s\n"
+        "cut off    3/40 files                                         0.0 s\n"
+    )
+
+
 def test_an_evaluation_within_an_epoch_says_where_and_once(plain):
     plain.epoch(0)
     plain.steps(0, range(6))
@@ -344,6 +367,15 @@ def test_live_look_without_known_totals(live):
     script.epoch(0, epochs=None, steps=None)
     script.steps(0, range(3), step_s=1.0)
     assert script.screen().text == "epoch 1      3 steps  loss 0.8123      100 samples/s  0:00:03"
+
+
+def test_a_loop_of_the_users_own_in_the_live_look(live):
+    script = live(80)
+    bar(script, 0)
+    bar(script, 10, 1.0, loss=0.25, acc=0.5)
+    assert script.screen().text == ("copy  10/40  loss 0.2500  acc 0.5000     10.0 files/s  0:00:03 left  ━━━━━━━━")
+    bar(script, 40, 3.0, ended=True, loss=0.25, acc=0.5)
+    assert script.screen().text == "copy  40/40  loss 0.2500  acc 0.5000     10.0 files/s    4.0 s"
 
 
 def test_the_cursor_is_hidden_while_live_and_restored_by_close(live):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import stat
 import sys
 from pathlib import Path
 
 from unisono.watch import EventLog, Progress
+from unisono.watch.pipe import launcher_pipe
 
 __all__ = ["open_log"]
 
@@ -20,17 +19,9 @@ def open_log(directory: Path | None, *, is_main: bool, progress: bool) -> EventL
     if not is_main:
         return EventLog()
     path = None if directory is None else directory / "events.jsonl"
-    fd = os.environ.get("UNISONO_EVENTS_FD")
     if not progress:
         return EventLog(path)
-    if fd is not None and _is_pipe(int(fd)):
-        return EventLog(path, fd=int(fd))
+    fd = launcher_pipe()
+    if fd is not None:
+        return EventLog(path, fd=fd)
     return EventLog(path, listeners=[Progress(sys.stderr).handle])
-
-
-def _is_pipe(fd: int) -> bool:
-    """Whether the launcher's pipe is open here: a program that rank 0 starts inherits the variable but not the pipe."""
-    try:
-        return stat.S_ISFIFO(os.fstat(fd).st_mode)
-    except OSError:
-        return False

@@ -31,6 +31,7 @@ __all__ = [
     "Event",
     "EventLog",
     "Kind",
+    "ProgressFields",
     "ResumeFields",
     "RunFields",
     "StepFields",
@@ -38,7 +39,7 @@ __all__ = [
     "read_events",
 ]
 
-Kind: TypeAlias = Literal["run", "resume", "epoch", "step", "evaluation", "checkpoint", "warning", "end"]
+Kind: TypeAlias = Literal["run", "resume", "epoch", "step", "evaluation", "checkpoint", "warning", "end", "progress"]
 """What happened."""
 
 Event: TypeAlias = Mapping[str, Any]
@@ -144,6 +145,23 @@ class EndFields(TypedDict):
     """Since the event `run`."""
 
 
+class ProgressFields(TypedDict):
+    """A loop of the user's own, shown by `unisono.progress`, went on."""
+
+    bar: int
+    """Number of the loop in this process, from 0."""
+    name: str
+    done: int
+    """Over all ranks."""
+    total: int | None
+    """Over all ranks; None if not known."""
+    unit: str
+    """What is counted, in the plural."""
+    values: Mapping[str, float]
+    """What the loop tells beside, such as its loss."""
+    ended: bool
+
+
 class EventLog:
     """Write the events of a run to a file, to a pipe and to listeners in this process.
 
@@ -191,6 +209,8 @@ class EventLog:
     def emit(self, kind: Literal["warning"], /, **fields: Unpack[WarningFields]) -> None: ...
     @overload
     def emit(self, kind: Literal["end"], /, **fields: Unpack[EndFields]) -> None: ...
+    @overload
+    def emit(self, kind: Literal["progress"], /, **fields: Unpack[ProgressFields]) -> None: ...
     def emit(self, kind: Kind, /, **fields: Any) -> None:
         """Tell all sinks that something happened now.
 

@@ -15,12 +15,12 @@ __all__ = ["EpochView", "Look"]
 
 @dataclass(kw_only=True, slots=True)
 class EpochView:
-    """How far an epoch is, from its events alone. Times are those of the events."""
+    """How far an epoch is, or a loop of the user's own, from events alone. Times are those of the events."""
 
     label: str
     """For example "epoch 3/5"."""
     number: int
-    """From 0."""
+    """From 0; loops of the user's own have negative numbers."""
     steps: int | None
     """In the epoch, if known."""
     first: int = 0
@@ -33,6 +33,12 @@ class EpochView:
     """Since it started here: without those before a resume."""
     loss: float | None = None
     """Of the latest step."""
+    note: str = ""
+    """What stands in the place of the loss."""
+    counted: str = "steps"
+    """What steps are called."""
+    unit: str = "samples"
+    """What the rate counts."""
     told: bool = True
     """Whether the latest step has been told as a line; there is nothing to tell at the start."""
 

@@ -72,7 +72,7 @@ class PlainLook:
 
     def _tell(self, epoch: EpochView, tail: str) -> None:
         epoch.told = True
-        loss = "" if epoch.loss is None else f"loss {format_value(epoch.loss)}"
-        rate = "" if epoch.rate is None else f"{format_rate(epoch.rate):>7} samples/s"
-        columns = (epoch.label, f"{epoch.steps_text()} steps", f"{loss:<13}", f"{rate:>17}")
+        loss = epoch.note or ("" if epoch.loss is None else f"loss {format_value(epoch.loss)}")
+        rate = "" if epoch.rate is None else f"{format_rate(epoch.rate):>7} {epoch.unit}/s"
+        columns = (epoch.label, f"{epoch.steps_text()} {epoch.counted}", f"{loss:<13}", f"{rate:>17}")
         self.write(f"{_GAP.join(columns)}{_GAP}{format_duration(epoch.elapsed_s):>7}{tail}")

@@ -46,6 +46,7 @@ class Progress:
         self._stream = stream
         self._look: Look | None = _look(stream, interactive=interactive, clock=clock, lock=self._lock)
         self._latest_s = 0.0
+        self._bars: dict[int, EpochView] = {}
         self._reset()
 
     def handle(self, event: Event) -> None:
@@ -68,6 +69,9 @@ class Progress:
         """Tell where an unfinished epoch stands and leave the stream as it was found. May be called again."""
         with self._lock:
             self._draw(self._stand)
+            for view in self._bars.values():
+                self._draw(lambda look, view=view: look.stood(view))  # type: ignore[misc]
+            self._bars.clear()
             self._draw(lambda look: look.close())
             self._look = None
 
@@ -96,6 +100,37 @@ class Progress:
             return text
         encoding = self._stream.encoding or "utf-8"
         return text.encode(encoding, "backslashreplace").decode(encoding)
+
+    def _advance(self, look: Look, event: Event) -> None:
+        """Show how far a loop of the user's own is."""
+        bar = _whole(event, "bar") or 0
+        view = self._bars.get(bar)
+        if view is None:
+            unit = self._sayable(str(event.get("unit", "steps")))
+            view = self._bars[bar] = EpochView(
+                label=self._sayable(str(event.get("name", ""))),
+                number=-1 - bar,
+                steps=None,
+                done=0,
+                started_s=self._latest_s,
+                latest_s=self._latest_s,
+                counted=unit,
+                unit=unit,
+            )
+        view.done = view.samples = _whole(event, "done") or 0
+        view.steps, view.latest_s, view.told = _whole(event, "total"), self._latest_s, False
+        values = event.get("values")
+        if isinstance(values, Mapping):
+            numbers = {str(name): _number(values, name) for name in values}
+            view.note = self._sayable(
+                "  ".join(f"{name} {format_value(number)}" for name, number in numbers.items() if number is not None)
+            )
+        if event.get("ended"):
+            del self._bars[bar]
+            look.stood(view)
+            look.rest()
+        else:
+            look.moved(view)
 
     def _reset(self) -> None:
         self._epoch: EpochView | None = None
@@ -227,6 +262,7 @@ _HANDLERS: dict[str, Callable[[Progress, Look, Event], None]] = {
     "checkpoint": Progress._checkpoint,
     "warning": Progress._warning,
     "end": Progress._end,
+    "progress": Progress._advance,
 }
 
 

@@ -214,10 +214,12 @@ def _columns(epoch: EpochView, rate: float | None) -> tuple[Text, Text, Text, Te
     """Give steps, loss, rate and short rate. Blank where not known, so that no column moves when it is."""
     number = " " * 9 if rate is None else f"  {format_rate(rate):>7}"
     loss = ("  loss ", f"{format_value(epoch.loss):>6}") if epoch.loss is not None else (" " * 7, " " * 6)
+    if epoch.note:
+        loss = ("  ", epoch.note)
     return (
-        Text.assemble(f"  {epoch.steps_text()}", ("" if epoch.steps else " steps", "dim")),
+        Text.assemble(f"  {epoch.steps_text()}", ("" if epoch.steps else f" {epoch.counted}", "dim")),
         Text.assemble((loss[0], "dim"), loss[1]),
-        Text.assemble(number, (" " * 10 if rate is None else " samples/s", "dim")),
+        Text.assemble(number, (" " * (3 + len(epoch.unit)) if rate is None else f" {epoch.unit}/s", "dim")),
         Text.assemble(number, ("  " if rate is None else "/s", "dim")),
     )
 

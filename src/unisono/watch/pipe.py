@@ -1,0 +1,22 @@
+"""The pipe of the launcher, for events of a process that it started."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+__all__ = ["launcher_pipe"]
+
+
+def launcher_pipe() -> int | None:
+    """Give the descriptor to which rank 0 writes events, if the launcher passed one and it is open here.
+
+    A program that rank 0 starts inherits the variable (UNISONO_EVENTS_FD) but not the pipe.
+    """
+    fd = os.environ.get("UNISONO_EVENTS_FD")
+    if fd is None:
+        return None
+    try:
+        return int(fd) if stat.S_ISFIFO(os.fstat(int(fd)).st_mode) else None
+    except OSError:
+        return None
