@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from unisono.data.batch import Batch
+from unisono.metrics.metric import Metric
 from unisono.plan import Node, fold
 from unisono.trainer.loss import weighted_sum
-from unisono.trainer.metric import Metric
 from unisono.trainer.modules import to_device
 from unisono.trainer.run import Run
 from unisono.trainer.step import Loss

@@ -21,19 +21,20 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from unisono.data.batch import Batch
 from unisono.data.fetch import Collate
-from unisono.data.loader import Loader
+from unisono.data.mapped import Loader
 from unisono.data.stream import StreamLoader
 from unisono.engine import EngineKind
 from unisono.errors import UnisonoError
+from unisono.metrics.metric import Metric
 from unisono.state.digest import digest
 from unisono.state.policy import Checkpoints
 from unisono.trainer.assembly import Models, assemble
 from unisono.trainer.dealing import Dealer
 from unisono.trainer.display import open_log
 from unisono.trainer.ending import Terminator
+from unisono.trainer.epoch import EpochResult
 from unisono.trainer.evaluation import evaluate
 from unisono.trainer.keeping import Found, Resume
-from unisono.trainer.metric import EpochResult, Metric
 from unisono.trainer.modules import evaluating, lone_samples_warning
 from unisono.trainer.setup import check_arguments
 from unisono.trainer.snapshot import Stateful, capture, facts_of, model_tensors, optimizer_state

@@ -1,12 +1,10 @@
-"""The result of an evaluation: a mean that still knows what it is the mean of."""
+"""`Metric`: a mean that still knows what it is the mean of."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 
-__all__ = ["EpochResult", "Metric"]
+__all__ = ["Metric"]
 
 
 class Metric(float):
@@ -38,18 +36,6 @@ class Metric(float):
 
     def __getnewargs__(self) -> tuple[float, float]:  # type: ignore[override]
         return self.total, self.count
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EpochResult:
-    """What one epoch of `Trainer.fit` came to."""
-
-    epoch: int
-    """Which, from 0."""
-    loss: float
-    """Mean loss over the samples that this call trained on, each taken at its step."""
-    validation: Mapping[str, Metric] = field(default_factory=dict)
-    """Results of the evaluation by name."""
 
 
 def _plain(value: float) -> str:

@@ -1,0 +1,131 @@
+"""`TorchMetric`: a metric of the package torchmetrics, computed over ranks with uneven shares, also ranks with none.
+
+torchmetrics gathers each state by itself, and states that are lists only if every rank has seen samples. Here what all
+ranks have counted comes together in one exchange, and torchmetrics computes from it as in one process. The package is
+not imported: whoever has a metric of it has done so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.comm.link import Link
+from unisono.comm.moving import all_gather
+from unisono.metrics.accumulator import Accumulator
+
+__all__ = ["TorchMetric"]
+
+
+class TorchMetric(Accumulator[Any]):
+    """Wraps a metric of torchmetrics, alone or among `Metrics`: `TorchMetric(torchmetrics.AUROC(task="binary"))`.
+
+    `compute` costs one exchange of the metric's states, besides the all-reduce of other metrics. `update` passes its
+    arguments on.
+    Raises: TypeError for what is no single metric: collections, wrappers and sums of metrics. Give their parts.
+    """
+
+    def __init__(self, metric: Any) -> None:
+        parts = [part for part in getattr(metric, "modules", list)() if hasattr(part, "_reductions")]
+        if len(parts) != 1 or parts[0] is not metric or not metric._defaults:
+            raise TypeError(
+                f"{type(metric).__name__} is no single metric with states of its own: give metrics of torchmetrics one "
+                "by one, together in unisono.metrics.Metrics(...)"
+            )
+        self.metric = metric
+        """The metric that was given, with this rank's samples."""
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """Update the metric. Local."""
+        self.metric.update(*args, **kwargs)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.metric.reset()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give what this rank has counted, also the states that torchmetrics leaves out. Local."""
+        return {"metric": repr(self), **self._states()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave. Raises: ValueError if it is of another metric."""
+        if state.get("metric") != repr(self):
+            raise ValueError(
+                f"this is the state of {state.get('metric')}, and the metric is {self!r}: make an equal one"
+            )
+        self._set_states(self.metric, state["updates"], state["states"])
+
+    def _words(self) -> tuple[Tensor, Tensor]:
+        return torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
+
+    def _set_words(self, added: Tensor, apart: Tensor) -> None:
+        """Nothing travels as words."""
+
+    def _merge(self, link: Link) -> None:
+        found = [each for each in all_gather(self._states(), group=link.group) if each["updates"]]
+        merged = self.metric.clone()
+        merged.reset()
+        if found:
+            updates = [each["updates"] for each in found]
+            states = {
+                name: _merged([each["states"][name] for each in found], reduction, updates)
+                for name, reduction in self.metric._reductions.items()
+            }
+            self._set_states(merged, sum(updates), states)
+        self.metric = merged
+
+    def _take(self, total: Accumulator[Any], link: Link) -> None:
+        merged: Any = total
+        if link.rank == 0:
+            states = merged._states()
+            self._set_states(self.metric, states["updates"], states["states"])
+        else:
+            self.reset()
+
+    def _states(self) -> dict[str, Any]:
+        states = {name: _on_cpu(getattr(self.metric, name)) for name in self.metric._reductions}
+        return {"updates": self.metric._update_count, "states": states}
+
+    @staticmethod
+    def _set_states(metric: Any, updates: int, states: Mapping[str, Any]) -> None:
+        metric.reset()
+        for name, value in states.items():
+            there = [each.to(metric.device) for each in value] if isinstance(value, list) else value.to(metric.device)
+            setattr(metric, name, there)
+        metric._update_count = updates
+
+    def _value(self) -> Any:
+        """Compute without torchmetrics' own synchronisation, and without leaving the result in its cache."""
+        before = self.metric._to_sync, self.metric._computed
+        self.metric._to_sync, self.metric._computed = False, None
+        try:
+            return self.metric.compute()
+        finally:
+            self.metric._to_sync, self.metric._computed = before
+
+    def __repr__(self) -> str:
+        return f"TorchMetric({self.metric!r})"
+
+
+def _on_cpu(state: Tensor | list[Tensor]) -> Tensor | list[Tensor]:
+    if isinstance(state, list):
+        return [each.detach().cpu() for each in state]
+    return state.detach().cpu().clone()
+
+
+def _merged(states: list[Any], reduction: Any, updates: list[int]) -> Any:
+    """Make one state of those of several ranks, as torchmetrics does, but for means, which count by updates."""
+    name = getattr(reduction, "__name__", "")
+    if isinstance(states[0], list):
+        together = [each for state in states for each in state]
+        return together if reduction is None or name == "dim_zero_cat" else reduction(together)
+    if name == "dim_zero_cat":
+        return torch.cat([state.reshape(-1) if not state.dim() else state for state in states])
+    stacked = torch.stack(states)
+    if name == "dim_zero_mean":
+        weights = torch.tensor(updates, dtype=torch.float64).view(-1, *[1] * (stacked.dim() - 1))
+        return ((stacked * weights).sum(0) / weights.sum()).to(stacked.dtype if stacked.is_floating_point() else None)
+    return stacked if reduction is None else reduction(stacked)

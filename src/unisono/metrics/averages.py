@@ -1,0 +1,216 @@
+"""Mean, sum, minimum and maximum over the samples of all ranks.
+
+Floating-point values are added in float64 on the device where they lie; the sums of the ranks are added exactly and
+rounded once. Whole numbers stay whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.metrics.accumulator import Accumulator
+from unisono.metrics.metric import Metric
+
+__all__ = ["Max", "Mean", "Min", "Sum"]
+
+Value = Tensor | float
+_NOTHING, _WHOLE, _FLOATING = 0, 1, 2
+
+
+class Mean(Accumulator[Metric]):
+    """The mean over all samples (or tokens): the sum of all values over the sum of their weights.
+
+    Ranks and batches of different sizes come out right, as a mean of means would not.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self._total: Tensor = torch.zeros((), dtype=torch.float64)
+        self._weight: Value = 0
+
+    @torch.no_grad()
+    def update(self, values: Value, weight: Value | None = None) -> None:
+        """Count values, each with its weight.
+
+        Args:
+            values: one per sample, of any shape; or a number, such as the mean loss of a batch.
+            weight: of each value: a number, or a tensor that fits the shape of values, such as a mask of tokens
+                (values whose weight is False are not looked at). Default 1. For the mean of a batch, give the size of
+                the batch: update(loss, len(batch)).
+        Raises: ValueError for a negative weight; TypeError for complex values.
+        """
+        if isinstance(weight, (int, float)) and not weight >= 0:
+            raise ValueError(f"weight={weight} must be 0 or more")
+        values = _real(values)
+        if weight is None:
+            self._add(values.sum(), values.numel())
+        elif not isinstance(weight, Tensor):
+            self._add(values.sum() * weight, weight * values.numel())
+        else:
+            shape: torch.Size = torch.broadcast_shapes(values.shape, weight.shape)  # type: ignore[no-untyped-call]
+            if shape != values.shape and values.dim():
+                raise ValueError(f"weight of shape {list(weight.shape)} does not fit values of {list(values.shape)}")
+            wide = _real(weight.to(values.device)).expand(shape)
+            product = torch.where(weight.to(values.device), values, 0) if weight.dtype == torch.bool else values * wide
+            self._add(product.sum(), wide.sum())
+
+    def _add(self, total: Tensor, weight: Value) -> None:
+        self._total = self._total.to(total.device) + total
+        if isinstance(weight, Tensor) and isinstance(self._weight, Tensor):
+            self._weight = self._weight.to(weight.device)
+        self._weight = self._weight + weight
+
+    def _words(self) -> tuple[Tensor, Tensor]:
+        weight = torch.as_tensor(self._weight, dtype=torch.float64, device=self._total.device)
+        return torch.empty(0, dtype=torch.int64), torch.stack([self._total, weight]).view(torch.int64)
+
+    def _set_words(self, added: Tensor, apart: Tensor) -> None:
+        total, weight = (_exact_sum(column) for column in apart.contiguous().view(torch.float64).T.tolist())
+        self._total = torch.tensor(total, dtype=torch.float64)
+        self._weight = weight
+
+    def _value(self) -> Metric:
+        return Metric(float(self._total), float(self._weight))
+
+    def __repr__(self) -> str:
+        return "Mean()"
+
+
+class Sum(Accumulator[float]):
+    """The sum over all samples. A sum of whole numbers is exact and whole, of any size over all ranks."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self._whole: Tensor | int = 0
+        self._floating: Tensor | None = None
+
+    @torch.no_grad()
+    def update(self, values: Value) -> None:
+        """Add a number, or all elements of a tensor. Raises: TypeError for complex values."""
+        if isinstance(values, int):
+            self._whole = self._whole + values
+        elif isinstance(values, Tensor) and not values.is_floating_point() and not values.is_complex():
+            total = values.sum(dtype=torch.int64)
+            self._whole = total + (self._whole.to(total.device) if isinstance(self._whole, Tensor) else self._whole)
+        else:
+            total = _real(values).sum()
+            self._floating = total if self._floating is None else self._floating.to(total.device) + total
+
+    def _words(self) -> tuple[Tensor, Tensor]:
+        if isinstance(self._whole, int) and not -(2**63) <= self._whole < 2**63:
+            raise OverflowError(
+                f"the sum of this rank, {self._whole}, does not fit 64 bits: add floating-point numbers"
+            )
+        floating = self._floating if self._floating is not None else torch.zeros((), dtype=torch.float64)
+        device = floating.device
+        whole = torch.as_tensor(self._whole, dtype=torch.int64, device=device)
+        seen = torch.tensor(int(self._floating is not None), device=device)
+        return torch.empty(0, dtype=torch.int64), torch.stack([whole, floating.view(torch.int64), seen])
+
+    def _set_words(self, added: Tensor, apart: Tensor) -> None:
+        self._whole = sum(apart[:, 0].tolist())
+        floating = _exact_sum(apart[:, 1].contiguous().view(torch.float64).tolist())
+        self._floating = torch.tensor(floating, dtype=torch.float64) if apart[:, 2].any() else None
+
+    def _value(self) -> float:
+        whole = int(self._whole)
+        return whole if self._floating is None else whole + float(self._floating)
+
+    def __repr__(self) -> str:
+        return "Sum()"
+
+
+class _Extreme(Accumulator[float]):
+    """A minimum or maximum. NaN among the values makes it NaN, as in torch."""
+
+    _of_tensor: Callable[[Tensor], Tensor]
+    _of_list: Callable[..., float]
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self._best: Tensor | None = None
+
+    @torch.no_grad()
+    def update(self, values: Value) -> None:
+        """Look at a number, or at all elements of a tensor, which may be empty. Raises: TypeError for complex ones."""
+        whole = isinstance(values, int) or (
+            isinstance(values, Tensor) and not values.is_floating_point() and not values.is_complex()
+        )
+        wide = torch.as_tensor(values).to(torch.int64) if whole else _real(values)
+        if not wide.numel():
+            return
+        found = type(self)._of_tensor(wide)
+        if self._best is not None:
+            both = torch.cat([self._best.to(found.device).view(1), found.view(1)])  # of mixed types: float64
+            found = type(self)._of_tensor(both)
+        self._best = found
+
+    def _words(self) -> tuple[Tensor, Tensor]:
+        best = torch.zeros((), dtype=torch.int64) if self._best is None else self._best
+        kind = _NOTHING if self._best is None else _FLOATING if best.is_floating_point() else _WHOLE
+        return torch.empty(0, dtype=torch.int64), torch.stack(
+            [torch.tensor(kind, device=best.device), best.view(torch.int64)]
+        )
+
+    def _set_words(self, added: Tensor, apart: Tensor) -> None:
+        floating = apart[:, 1].contiguous().view(torch.float64).tolist()
+        found = [
+            whole if kind == _WHOLE else real
+            for kind, whole, real in zip(apart[:, 0].tolist(), apart[:, 1].tolist(), floating, strict=True)
+            if kind != _NOTHING
+        ]
+        if not found:
+            self._best = None
+            return
+        best = math.nan if any(math.isnan(value) for value in found) else type(self)._of_list(found)
+        floats = any(isinstance(value, float) for value in found)
+        self._best = torch.tensor(best, dtype=torch.float64 if floats else torch.int64)
+
+    def _value(self) -> float:
+        best: float = math.nan if self._best is None else self._best.item()
+        return best
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
+class Min(_Extreme):
+    """The smallest value of all ranks; NaN if there is none. The smallest of whole numbers is whole."""
+
+    _of_tensor = staticmethod(torch.amin)
+    _of_list = staticmethod(min)
+
+
+class Max(_Extreme):
+    """The largest value of all ranks; NaN if there is none. The largest of whole numbers is whole."""
+
+    _of_tensor = staticmethod(torch.amax)
+    _of_list = staticmethod(max)
+
+
+def _real(values: Value) -> Tensor:
+    """Give values in float64, detached."""
+    if isinstance(values, Tensor) and values.is_complex():
+        raise TypeError(f"values are {values.dtype}, and complex numbers have no mean or order: count their abs()")
+    if isinstance(values, Tensor) and values.device.type == "mps":  # which has no float64
+        values = values.cpu()
+    return torch.as_tensor(values, dtype=torch.float64)
+
+
+def _exact_sum(numbers: list[Any]) -> float:
+    """Add up numbers and round once; what is not finite is added in order, since fsum refuses inf - inf."""
+    return math.fsum(numbers) if all(map(math.isfinite, numbers)) else sum(numbers)

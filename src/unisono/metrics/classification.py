@@ -1,0 +1,235 @@
+"""Accuracy, and the table of confusions with precision, recall and F1, over the samples of all ranks.
+
+All are counts, so they are exact.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from unisono.metrics.accumulator import Accumulator
+from unisono.metrics.metric import Metric
+
+__all__ = ["Accuracy", "Confusion", "ConfusionCounts"]
+
+Average = Literal["macro", "micro", "weighted"]
+
+
+class Accuracy(Accumulator[Metric]):
+    """The share of samples whose class is right, or among the k classes with the highest scores.
+
+    Args:
+        k: how many of the classes with the highest scores count as a hit.
+        ignore_index: targets with this number are not counted, such as padding.
+        threshold: for two classes with one score per sample: above it, class 1 is predicted.
+    """
+
+    def __init__(self, k: int = 1, *, ignore_index: int | None = None, threshold: float | None = None) -> None:
+        if k < 1:
+            raise ValueError(f"k={k} must be 1 or more")
+        self.k, self.ignore_index, self.threshold = k, ignore_index, threshold
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self._hits: Tensor | int = 0
+        self._seen: Tensor | int = 0
+
+    @torch.no_grad()
+    def update(self, predictions: Tensor, targets: Tensor) -> None:
+        """Compare predictions with targets.
+
+        Args:
+            predictions: scores of the classes, [N, C, ...] as for cross_entropy; or, for k=1, classes [N, ...].
+            targets: classes, [N, ...].
+        Raises: ValueError for shapes that do not fit each other.
+        """
+        if self.k > 1:
+            if predictions.dim() != targets.dim() + 1:
+                raise ValueError(
+                    _unfit(predictions, targets, f"for k={self.k}, scores [N, C, ...] and classes [N, ...]")
+                )
+            _check_scores(predictions, targets)
+            if self.k > predictions.shape[1]:
+                raise ValueError(f"k={self.k} and only {predictions.shape[1]} classes: choose a smaller k")
+            right = (predictions.topk(self.k, dim=1).indices == targets.unsqueeze(1)).any(1)
+        else:
+            right = _classes(predictions, targets, self.threshold) == targets
+        counted = None if self.ignore_index is None else targets != self.ignore_index
+        hits = (right if counted is None else right & counted).sum()
+        self._hits = hits + (self._hits.to(hits.device) if isinstance(self._hits, Tensor) else self._hits)
+        if counted is None:
+            self._seen = self._seen + right.numel()
+        else:
+            seen = counted.sum()
+            self._seen = seen + (self._seen.to(seen.device) if isinstance(self._seen, Tensor) else self._seen)
+
+    def _words(self) -> tuple[Tensor, Tensor]:
+        hits = torch.as_tensor(self._hits)
+        return torch.stack([hits, torch.as_tensor(self._seen, device=hits.device)]), hits.new_empty(0)
+
+    def _set_words(self, added: Tensor, apart: Tensor) -> None:
+        self._hits, self._seen = added.tolist()
+
+    def _value(self) -> Metric:
+        return Metric(int(self._hits), int(self._seen))
+
+    def __repr__(self) -> str:
+        return f"Accuracy(k={self.k}, ignore_index={self.ignore_index}, threshold={self.threshold})"
+
+
+@dataclass(frozen=True, eq=False)
+class Confusion:
+    """How often each class was taken for each."""
+
+    matrix: Tensor
+    """int64 [C, C] on the CPU: samples of the class of the row for which the class of the column was predicted."""
+
+    @property
+    def accuracy(self) -> Metric:
+        """The share of all samples whose class is right."""
+        return Metric(int(self.matrix.diag().sum()), int(self.matrix.sum()))
+
+    @property
+    def support(self) -> Tensor:
+        """Samples of each class, [C]."""
+        return self.matrix.sum(1)
+
+    @overload
+    def precision(self, average: Average = "macro") -> float: ...
+    @overload
+    def precision(self, average: None) -> Tensor: ...
+    def precision(self, average: Average | None = "macro") -> float | Tensor:
+        """Give the share of a class's predictions that are right. See `f1` for `average`."""
+        return self._averaged(self._hits, self.matrix.sum(0).double(), average)
+
+    @overload
+    def recall(self, average: Average = "macro") -> float: ...
+    @overload
+    def recall(self, average: None) -> Tensor: ...
+    def recall(self, average: Average | None = "macro") -> float | Tensor:
+        """Give the share of a class's samples that are found. See `f1` for `average`."""
+        return self._averaged(self._hits, self.matrix.sum(1).double(), average)
+
+    @overload
+    def f1(self, average: Average = "macro") -> float: ...
+    @overload
+    def f1(self, average: None) -> Tensor: ...
+    def f1(self, average: Average | None = "macro") -> float | Tensor:
+        """Give the harmonic mean of precision and recall.
+
+        Args: average: "macro" is the mean over classes that occur, as target or prediction; "weighted" that by their
+            number of samples; "micro" takes all decisions together; None gives float64 [C]. What would be 0/0 is 0.
+        """
+        both = self.matrix.sum(0) + self.matrix.sum(1)
+        return self._averaged(2 * self._hits, both.double(), average)
+
+    @property
+    def _hits(self) -> Tensor:
+        return self.matrix.diag().double()
+
+    def _averaged(self, hits: Tensor, of: Tensor, average: Average | None) -> float | Tensor:
+        if average == "micro":
+            return float(hits.sum() / of.sum().clamp(min=1))
+        each = hits / of.clamp(min=1)
+        if average is None:
+            return each
+        if average == "macro":
+            occurs = (self.matrix.sum(0) + self.matrix.sum(1)) > 0
+            return float(each[occurs].mean()) if occurs.any() else 0.0
+        if average == "weighted":
+            return float((each * self.support).sum() / self.support.sum().clamp(min=1))
+        raise ValueError(f"average={average!r} must be 'macro', 'micro', 'weighted' or None")
+
+
+class ConfusionCounts(Accumulator[Confusion]):
+    """The table of confusions, from which accuracy, precision, recall and F1 follow: `compute()` gives a `Confusion`.
+
+    Args:
+        num_classes: classes are 0 to num_classes - 1.
+        ignore_index, threshold: as for `Accuracy`.
+    """
+
+    def __init__(self, num_classes: int, *, ignore_index: int | None = None, threshold: float | None = None) -> None:
+        if num_classes < 2:
+            raise ValueError(f"num_classes={num_classes} must be 2 or more")
+        if threshold is not None and num_classes != 2:
+            raise ValueError(f"threshold={threshold} is for two classes, and num_classes={num_classes}: give scores")
+        self.num_classes, self.ignore_index, self.threshold = num_classes, ignore_index, threshold
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        # The last number counts what belongs to no class.
+        self._counts = torch.zeros(self.num_classes**2 + 1, dtype=torch.int64)
+
+    @torch.no_grad()
+    def update(self, predictions: Tensor, targets: Tensor) -> None:
+        """Compare predictions with targets: scores [N, C, ...] or classes [N, ...], and classes [N, ...].
+
+        Raises: ValueError for shapes that do not fit, and for classes that are not there: on a GPU, where looking would
+            wait for the device, only when the value is computed.
+        """
+        found, wanted = _classes(predictions, targets, self.threshold).flatten(), targets.flatten().to(torch.int64)
+        # Ignored samples are added as zeros: leaving them out would wait for the device.
+        counted = torch.ones_like(wanted) if self.ignore_index is None else (wanted != self.ignore_index).long()
+        inside = (found >= 0) & (found < self.num_classes) & (wanted >= 0) & (wanted < self.num_classes)
+        if targets.device.type == "cpu" and (counted * ~inside).any():
+            which = int((counted * ~inside).nonzero()[0])
+            raise ValueError(
+                f"target {int(wanted[which])} with prediction {int(found[which])} is outside the classes 0 to "
+                f"{self.num_classes - 1}: correct num_classes, or name what to leave out in ignore_index"
+            )
+        places = torch.where(inside, wanted * self.num_classes + found, self.num_classes**2)
+        counts = self._counts.to(places.device)
+        self._counts = counts.scatter_add(0, places, counted)
+
+    def _words(self) -> tuple[Tensor, Tensor]:
+        return self._counts, self._counts.new_empty(0)
+
+    def _set_words(self, added: Tensor, apart: Tensor) -> None:
+        self._counts = added
+
+    def _value(self) -> Confusion:
+        if lost := int(self._counts[-1]):
+            raise ValueError(
+                f"{lost} targets or predictions were outside the classes 0 to {self.num_classes - 1}: correct "
+                "num_classes, or name what to leave out in ignore_index"
+            )
+        return Confusion(self._counts[:-1].view(self.num_classes, self.num_classes).cpu())
+
+    def __repr__(self) -> str:
+        return f"ConfusionCounts({self.num_classes}, ignore_index={self.ignore_index}, threshold={self.threshold})"
+
+
+def _classes(predictions: Tensor, targets: Tensor, threshold: float | None) -> Tensor:
+    """Give the predicted classes, in the shape of the targets."""
+    if targets.is_floating_point():
+        raise ValueError(f"targets are {targets.dtype}: give class numbers, such as targets.long()")
+    if predictions.dim() == targets.dim() + 1 and threshold is None:
+        _check_scores(predictions, targets)
+        return predictions.argmax(1)
+    if predictions.shape != targets.shape:
+        raise ValueError(_unfit(predictions, targets, "scores [N, C, ...] or classes [N, ...], and classes [N, ...]"))
+    if threshold is not None:
+        return (predictions > threshold).to(torch.int64)
+    if predictions.is_floating_point():
+        raise ValueError(
+            f"predictions are one {predictions.dtype} per sample: give class numbers, scores [N, C], or threshold=..., "
+            "above which class 1 is predicted"
+        )
+    return predictions.to(torch.int64)
+
+
+def _check_scores(predictions: Tensor, targets: Tensor) -> None:
+    if predictions[:, :1].squeeze(1).shape != targets.shape:
+        raise ValueError(_unfit(predictions, targets, "scores [N, C, ...] and classes [N, ...]"))
+
+
+def _unfit(predictions: Tensor, targets: Tensor, expected: str) -> str:
+    shapes = f"predictions of shape {list(predictions.shape)} do not fit targets of {list(targets.shape)}"
+    return f"{shapes}: expected {expected}"

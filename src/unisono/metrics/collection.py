@@ -1,0 +1,92 @@
+"""`Metrics`: several metrics under names, that are updated and computed together, in one all-reduce."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from unisono.comm.link import link_of
+from unisono.metrics.accumulator import Accumulator, exchange
+
+__all__ = ["Metrics"]
+
+
+class Metrics(Mapping[str, Accumulator[Any]]):
+    """Metrics under names: a mapping, whose values are computed over all ranks in one all-reduce.
+
+    >>> from unisono.metrics import Accuracy, Max, Mean, Metrics
+    >>> meters = Metrics(loss=Mean(), longest=Max())
+    >>> meters["loss"].update(0.5, weight=8)
+    >>> meters.update(loss=(0.2, 4), longest=11)
+    >>> values = meters.compute()
+    >>> print(values["loss"], values["longest"])
+    0.4000 (4.8/12) 11
+    """
+
+    def __init__(self, **metrics: Accumulator[Any]) -> None:
+        for name, metric in metrics.items():
+            if not isinstance(metric, Accumulator):
+                raise TypeError(
+                    f"{name} is a {type(metric).__name__}: give metrics, such as Mean() or TorchMetric(...)"
+                )
+        self._metrics = metrics
+
+    def __getitem__(self, name: str) -> Accumulator[Any]:
+        return self._metrics[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._metrics)
+
+    def __len__(self) -> int:
+        return len(self._metrics)
+
+    def update(self, **values: Any) -> None:
+        """Update metrics by name. A tuple is what its `update` takes in several arguments. Local.
+
+        Raises: KeyError for a name that is none of the metrics'.
+        """
+        for name, value in values.items():
+            if name not in self._metrics:
+                raise KeyError(f"{name!r} is none of the metrics {list(self._metrics)}")
+            metric: Any = self._metrics[name]
+            metric.update(*value) if isinstance(value, tuple) else metric.update(value)
+
+    def compute(self, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
+        """Give all values over the samples of all ranks, on every rank. Every rank must call it: one all-reduce.
+
+        Raises: GroupError if the ranks have not met; RankMismatchError if they count different things.
+        """
+        totals = exchange([*self._metrics.values()], link_of(group), names=[*self._metrics])
+        return {name: total.local() for name, total in zip(self._metrics, totals, strict=True)}
+
+    def local(self) -> dict[str, Any]:
+        """Give all values over the samples of this rank. Nothing travels."""
+        return {name: metric.local() for name, metric in self._metrics.items()}
+
+    def collect(self, group: dist.ProcessGroup | None = None) -> None:
+        """Move what all ranks have counted to the first: see `Accumulator.collect`. Every rank must call it."""
+        link = link_of(group)
+        totals = exchange([*self._metrics.values()], link, names=[*self._metrics])
+        for metric, total in zip(self._metrics.values(), totals, strict=True):
+            metric._take(total, link)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        for metric in self._metrics.values():
+            metric.reset()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give what this rank has counted: see `Accumulator.state_dict`. Local."""
+        return {name: metric.state_dict() for name, metric in self._metrics.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave. Raises: ValueError if it is of other metrics."""
+        if state.keys() != self._metrics.keys():
+            raise ValueError(f"this is the state of {sorted(state)}, and the metrics are {sorted(self._metrics)}")
+        for name, metric in self._metrics.items():
+            metric.load_state_dict(state[name])
+
+    def __repr__(self) -> str:
+        return f"Metrics({', '.join(f'{name}={metric!r}' for name, metric in self._metrics.items())})"
