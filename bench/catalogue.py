@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import NamedTuple
 
-from bench import checkpoint, collectives, ddp, exchange, loading, permutation, shared, start, step
+from bench import checkpoint, collectives, comm, ddp, exchange, loading, permutation, replicate, shared, start, step
 from bench.measure import Effort
 from bench.rows import Row
 
@@ -33,9 +33,11 @@ BENCHMARKS: tuple[Benchmark, ...] = (
     _benchmark(permutation, "the order of an epoch against a shuffled list"),
     _benchmark(step, "Trainer.step against a hand-written loop, one process"),
     _benchmark(ddp, "Trainer.step against DistributedDataParallel over gloo"),
+    _benchmark(replicate, "unisono.parallel.replicate against DistributedDataParallel, in a loop by hand"),
     _benchmark(shared, "Trainer.step in shared memory against DDP, and against ranks that train alone"),
     _benchmark(exchange, "the exact sum over ranks against gloo's all_reduce"),
     _benchmark(collectives, "process groups over shared memory against gloo"),
+    _benchmark(comm, "unisono.comm against the raw calls of torch.distributed"),
     _benchmark(loading, "Trainer.batches against DataLoader + DistributedSampler"),
     _benchmark(checkpoint, "Trainer.save against torch.save in the foreground"),
     _benchmark(start, "unisono run against torchrun, to the first all_reduce"),

@@ -16,7 +16,9 @@ import unisono
 
 ROOT = Path(unisono.__file__).parent
 # From the top. The launcher and the trainer do not need each other.
-LAYERS = ["cli", "launch", "trainer", "engine", "data", "state", "comm", "plan", "watch"]
+LAYERS = [
+    "cli", "launch", "trainer", "parallel", "rank_zero", "metrics", "engine", "data", "state", "comm", "plan", "watch",
+]  # fmt: skip
 APART = {("launch", "trainer"), ("launch", "engine"), ("launch", "data"), ("launch", "state"), ("launch", "comm")}
 
 

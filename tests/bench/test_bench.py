@@ -31,7 +31,7 @@ def test_list_names_every_benchmark_with_a_line():
     ended = bench("--list")
     assert ended.returncode == 0, ended.stderr
     names = [line.split(maxsplit=1)[0] for line in ended.stdout.splitlines() if len(line.split()) > 1]
-    assert " ".join(names) == "permutation step ddp shared exchange collectives loading checkpoint start"
+    assert " ".join(names) == "permutation step ddp replicate shared exchange collectives comm loading checkpoint start"
 
 
 def test_unknown_benchmark_is_refused_by_name():
@@ -70,6 +70,17 @@ def test_collectives_measure_every_kind_and_the_script(tmp_path):
         "send and recv", "step",
     }  # fmt: skip
     assert {row["peer_name"] for row in rows} == {"gloo", "one memcpy"}
+
+
+def test_comm_measures_every_function(tmp_path):
+    ended = bench("comm", "--quick", "--json", str(tmp_path / "rows"))
+    assert ended.returncode == 0, ended.stderr
+    rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
+    alone = {row["parameters"]["operation"] for row in rows if row["parameters"]["ranks"] == 1}
+    assert alone == {
+        "all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter", "gather", "scatter", "all_to_all",
+    }  # fmt: skip
+    assert {row["goal"]["bound"] for row in rows if row["parameters"]["ranks"] == 1} == {20.0}
 
 
 def test_the_chart_shows_every_size_over_shm_gloo_and_memcpy(modules):

@@ -1,0 +1,22 @@
+"""How a model lies over ranks and devices, for loops of your own: nothing here knows the Trainer."""
+
+from unisono.parallel.chunks import Whole
+from unisono.parallel.data_parallel import DataParallel
+from unisono.parallel.replicas import Replicas, replicate
+from unisono.parallel.sync_batch_norm import (
+    BatchNormNd,
+    SyncBatchNorm,
+    convert_sync_batchnorm,
+    revert_sync_batchnorm,
+)
+
+__all__ = [
+    "BatchNormNd",
+    "DataParallel",
+    "Replicas",
+    "SyncBatchNorm",
+    "Whole",
+    "convert_sync_batchnorm",
+    "replicate",
+    "revert_sync_batchnorm",
+]

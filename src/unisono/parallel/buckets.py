@@ -1,0 +1,130 @@
+"""Buckets: one piece of memory for the gradients of several parameters, which travels as one message.
+
+A bucket's memory becomes p.grad of its parameters. It is used again in the next backward only if nobody holds any of it
+any more: whoever keeps a gradient across steps, or accumulates into it, keeps its values. What bucket is sent when is
+`parallel.reducer`'s affair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from unisono.engine.norm import dense_strides
+
+__all__ = ["Bucket", "Parameter", "bytes_of_mb", "lay_out"]
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter of a model that may get a gradient."""
+
+    name: str
+    tensor: torch.nn.Parameter
+    sparse: bool
+    """Whether its gradient is a sparse tensor, as that of Embedding(sparse=True)."""
+
+
+class Bucket:
+    """Some parameters of one dtype and device, one behind the other."""
+
+    def __init__(self, members: Sequence[int], parameters: Sequence[Parameter]) -> None:
+        self.members = list(members)
+        """Indices of the parameters."""
+        self.tensors: list[Tensor] = [parameters[i].tensor for i in self.members]
+        self.dtype, self.device = self.tensors[0].dtype, self.tensors[0].device
+        self.numel = sum(t.numel() for t in self.tensors)
+        self.tail = 0
+        """Elements behind the gradients, for what ranks tell each other beside them."""
+        self.waiting = 0
+        """Expected gradients that have not come yet in this backward."""
+        self.usual = 0
+        """Gradients that are expected in every backward."""
+        self.sent = False
+        self.memory: Tensor | None = None
+        """The gradients of this backward, and the tail; between backwards None."""
+        self.views: Sequence[Tensor] = ()
+        """`memory` as tensors like the parameters."""
+        self._dense = all(t.is_contiguous() and t.numel() for t in self.tensors)
+        self._kept: list[tuple[Tensor, torch.UntypedStorage]] = []
+
+    @property
+    def gradients(self) -> Tensor:
+        """The memory without its tail, as a vector."""
+        assert self.memory is not None
+        return self.memory[: self.numel] if self.tail else self.memory
+
+    def open(self) -> None:
+        """Take memory for this backward, whose content is undefined."""
+        if self.memory is not None:
+            return
+        for memory, storage in self._kept:
+            # Two owners are the tensor and the storage here; a third is somebody's gradient.
+            if torch._C._storage_Use_Count(storage._cdata) == 2:
+                self.memory = memory
+                break
+        else:
+            self.memory = torch.empty(self.numel + self.tail, dtype=self.dtype, device=self.device)
+            self._kept = [*self._kept[-1:], (self.memory, self.memory.untyped_storage())]
+        self.views = self.views_of(self.memory)
+
+    def close(self) -> None:
+        """Give the memory to whom holds gradients in it."""
+        self.memory, self.views, self.sent = None, (), False
+
+    def resize_tail(self, numel: int) -> None:
+        """Have so many elements behind the gradients from the next backward on."""
+        if numel != self.tail:
+            self.tail = numel
+            self._kept = []
+
+    def views_of(self, vector: Tensor) -> Sequence[Tensor]:
+        """Show a vector as tensors shaped and strided like the parameters."""
+        if self._dense:
+            views: Sequence[Tensor] = torch._C._nn.unflatten_dense_tensors(vector, self.tensors)
+            return views
+        views, offset = [], vector.storage_offset()
+        for tensor in self.tensors:
+            views.append(vector.as_strided(tensor.shape, dense_strides(tensor), offset))
+            offset += tensor.numel()
+        return views
+
+
+def bytes_of_mb(mb: float, name: str) -> int:
+    """Convert a size in MiB to bytes. Raises: ValueError if it is not positive."""
+    if not mb > 0:
+        raise ValueError(f"{name}={mb} must be positive; it is the size of a message in MiB")
+    return max(1, int(mb * 1024 * 1024))
+
+
+def lay_out(
+    order: Sequence[int], parameters: Sequence[Parameter], *, limit_nbytes: int, first_nbytes: int
+) -> list[list[int]]:
+    """Divide parameters, in the order in which gradients come, into buckets of one dtype and device each.
+
+    A bucket is closed when it has reached its limit. The first bucket of a device has a limit of its own, so that
+    something travels early. Buckets come in the order in which they are full.
+
+    >>> ps = [Parameter(str(n), torch.nn.Parameter(torch.empty(n)), False) for n in (100, 100, 300, 20)]
+    >>> lay_out([3, 2, 1, 0], ps, limit_nbytes=1000, first_nbytes=50)
+    [[3], [2], [1, 0]]
+    """
+    done: list[tuple[int, list[int]]] = []
+    still_open: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
+    begun: set[torch.device] = set()
+    for place, i in enumerate(order):
+        tensor = parameters[i].tensor
+        key = (tensor.dtype, tensor.device)
+        members, filled = still_open.pop(key, ([], 0))
+        members.append(i)
+        filled += tensor.numel() * tensor.dtype.itemsize
+        if filled >= (limit_nbytes if tensor.device in begun else min(first_nbytes, limit_nbytes)):
+            done.append((place, members))
+            begun.add(tensor.device)
+        else:
+            still_open[key] = (members, filled)
+    done += [(order.index(members[-1]), members) for members, _ in still_open.values()]
+    return [members for _, members in sorted(done, key=lambda pair: pair[0])]

@@ -1,0 +1,252 @@
+"""`DataParallel`: one process, several devices, a replica of the model on each for one pass.
+
+What is copied and how gradients come back is `parallel.copies`', how a batch is divided is `parallel.chunks`'. One rank
+per device (`parallel.replicate`) is faster: see docs/data-parallel.md.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import copy_context
+from threading import Thread
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from unisono.errors import LossError
+from unisono.parallel.chunks import divide, join, moved
+from unisono.parallel.copies import carry, copy_to
+from unisono.parallel.sync_batch_norm import SyncBatchNorm
+
+__all__ = ["DataParallel"]
+
+_FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, functools.partial)
+
+T = TypeVar("T")
+
+
+class DataParallel:
+    """Computes a module on several devices at once, each with its part of the batch, in threads of this process.
+
+    Not a module: parameters, state dict, mode and optimizer stay those of the model that you gave. Each pass copies
+    parameters and buffers to the other devices; backward adds the replicas' gradients to those of the model. The model
+    itself computes the first part, so its buffers move as in training on the first device alone.
+
+    Two forms. `parallel(loss_function, batch)`, or `parallel.loss(...)`: each device computes the loss of its part, and
+    only sums travel. `parallel(*inputs, **kwargs)`: outputs are gathered on one device, as torch's DataParallel does;
+    that device then has the outputs of the whole batch and computes the loss alone.
+
+    Args:
+        module: lies on the first device.
+        device_ids: numbers of GPUs, names, or torch.device, default all GPUs, or the CPU if there is none. A device may
+            occur several times, such as ["cpu", "cpu"], which is slower and good for tests.
+        output_device: where outputs are gathered and the loss lies, default the first device.
+        dim: the dimension of samples in all inputs.
+    Raises: ValueError for a module that cannot be copied, no device, or one that is not there.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[int | str | torch.device] | None = None,
+        output_device: int | str | torch.device | None = None,
+        dim: int = 0,
+    ) -> None:
+        if device_ids is None:
+            device_ids = list(range(torch.cuda.device_count())) or ["cpu"]
+        if not device_ids:
+            raise ValueError("device_ids is empty: name at least one device, or leave it out for all GPUs")
+        if dim < 0:
+            raise ValueError(f"dim={dim} must count from the front: 0 or more")
+        self.module = module
+        """The model that was given."""
+        self.devices = [_device(each) for each in device_ids]
+        """One per replica, the module's own first."""
+        self.output_device = self.devices[0] if output_device is None else _device(output_device)
+        """Where outputs and losses lie."""
+        self.dim = dim
+        """The dimension along which inputs are divided."""
+        if len(self.devices) > 1:
+            _check_copyable(module)
+
+    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Compute `module(*inputs, **kwargs)` on all devices, or the loss if the first of two inputs is a function.
+
+        Tensors are divided along `dim` wherever they stand in the inputs; `Whole(...)` marks what is not to be divided.
+        Outputs may be tensors in dicts, lists, tuples and dataclasses; a scalar becomes a vector of one per part.
+        Raises: ValueError for inputs that cannot be divided alike, or outputs that cannot be joined; what a replica
+            raised, with its number.
+        """
+        if len(inputs) == 2 and not kwargs and isinstance(inputs[0], _FUNCTIONS):
+            return self.loss(*inputs)
+        self._check_place()
+        parts, _ = divide((inputs, kwargs), self.devices, dim=self.dim, place="input")
+        outputs = self._run(lambda module, part: module(*part[0], **part[1]), parts)
+        return (
+            moved(outputs[0], self.output_device)
+            if len(parts) == 1
+            else join(outputs, self.output_device, dim=self.dim)
+        )
+
+    def loss(self, function: Callable[[Any, Any], Any], batch: Any) -> Tensor:
+        """Compute `function(model, part)` for each device's part of the batch; return the mean over the whole batch.
+
+        The function may return one loss per sample (shape [samples]), a scalar, taken as the mean of its part, or a
+        pair (sum, weight), for means over tokens or weighted samples. Parts of different sizes count by their size.
+        Returns: a scalar in float32 or float64, on the output device.
+        Raises: LossError for another result; what else `__call__` raises.
+        """
+        self._check_place()
+        parts, sizes = divide(batch, self.devices, dim=self.dim, place="batch")
+        results = self._run(function, parts)
+        sums = [_weighted(result, size) for result, size in zip(results, sizes, strict=True)]
+        totals = torch.stack([carry(total, self.output_device) for total, _ in sums])
+        weights = [carry(w, self.output_device) if isinstance(w, Tensor) else w for _, w in sums]
+        return totals.sum() / sum(weights)
+
+    def _run(self, function: Callable[[Any, Any], T], parts: list[Any]) -> list[T]:
+        devices = self.devices[: len(parts)]
+        modules = [self.module, *copy_to(self.module, devices[1:])] if len(parts) > 1 else [self.module]
+        calls = [functools.partial(function, module, part) for module, part in zip(modules, parts, strict=True)]
+        return _in_threads(calls, devices)
+
+    def _check_place(self) -> None:
+        home = self.devices[0]
+        for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers()):
+            if is_lazy(tensor):
+                raise ValueError(f"{name!r} has no size yet: run the model once on one batch before DataParallel does")
+            if tensor.device != home:
+                raise ValueError(
+                    f"{name!r} lies on {tensor.device} and the first device is {home}: move the model there with "
+                    f"model.to({str(home)!r})"
+                )
+
+    def __getattr__(self, name: str) -> NoReturn:
+        hint = ""
+        if hasattr(self.__dict__.get("module"), name):
+            hint = f": the model is no part of it, use model.{name} on the model that you gave"
+        raise AttributeError(f"DataParallel has no attribute {name!r}{hint}")
+
+    def __repr__(self) -> str:
+        return f"DataParallel({type(self.module).__name__}, {[str(device) for device in self.devices]})"
+
+
+def _device(given: int | str | torch.device) -> torch.device:
+    device = torch.device("cuda", given) if isinstance(given, int) else torch.device(given)
+    if device.type == "cpu":
+        return torch.device("cpu")
+    there = torch.get_device_module(device).device_count()
+    index: int | None = device.index
+    if (index or 0) >= there:
+        raise ValueError(f"{device} is not there: this process has {there} devices of type {device.type}")
+    return device if index is not None else torch.device(device.type, torch.get_device_module(device).current_device())
+
+
+def _check_copyable(module: nn.Module) -> None:
+    for name, each in module.named_modules():
+        where = f"{name!r} is" if name else "the model is"
+        if isinstance(each, (SyncBatchNorm, nn.SyncBatchNorm)):
+            raise ValueError(  # noqa: TRY004  no wrong argument by its type
+                f"{where} a SyncBatchNorm, which joins ranks and not the devices of one. Start one rank per device, or "
+                "use revert_sync_batchnorm."
+            )
+        if isinstance(each, torch.jit.ScriptModule) or hasattr(type(each), "dynamo_ctx") or "dynamo_ctx" in vars(each):
+            raise ValueError(f"{where} compiled and cannot be copied: give DataParallel the model that was compiled")
+
+
+def _weighted(result: Any, size: int) -> tuple[Tensor, Tensor | float]:
+    """Read what a loss function returned for so many samples: a sum and its weight."""
+    found: tuple[Any, Any] = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    total, weight = found
+    if not isinstance(total, Tensor):
+        raise LossError(
+            f"the loss function returned {result!r} ({type(result).__name__}); return a tensor: one loss per sample "
+            f"(shape [{size}] here), the mean as a scalar, or (sum, weight)."
+        )
+    wide = total if total.dtype in (torch.float32, torch.float64) else total.float()
+    if weight is not None and not wide.dim() and isinstance(weight, (int, float, Tensor)):
+        return wide, weight.detach() if isinstance(weight, Tensor) else weight
+    if weight is None and not wide.dim():
+        return wide * size, size
+    if weight is None and wide.shape == (size,):
+        return wide.sum(), size
+    raise LossError(
+        f"the loss function returned shape {list(wide.shape)} for {size} samples; expected one loss per sample, shape "
+        f"[{size}] (reduction='none', and .mean over other dimensions), the mean as a scalar, or (sum, weight)."
+    )
+
+
+def _in_threads(calls: Sequence[Callable[[], T]], devices: Sequence[torch.device]) -> list[T]:
+    """Make one call per device at the same time, the first in this thread, each as if it were made here.
+
+    Raises: what the first of the calls that failed raised, once all have ended.
+    """
+    results: dict[int, T] = {}
+    failures: dict[int, BaseException] = {}
+    here = _Surroundings(devices)
+
+    def make(i: int) -> None:
+        try:
+            with here.on(i):
+                results[i] = calls[i]()
+        except BaseException as failure:  # carried to the caller's thread, and raised there
+            failures[i] = failure
+
+    threads = [Thread(target=copy_context().run, args=(make, i), name=f"replica-{i}") for i in range(1, len(calls))]
+    for thread in threads:
+        thread.start()
+    make(0)
+    for thread in threads:
+        thread.join()
+    if failures:
+        number, failure = min(failures.items())
+        if len(calls) > 1:
+            _say(failure, f"in replica {number}, on {devices[number]}")
+        raise failure
+    return [results[i] for i in range(len(calls))]
+
+
+def _say(failure: BaseException, where: str) -> None:
+    """Add to an exception where it happened, keeping its class, which callers may wait for."""
+    if hasattr(failure, "add_note"):
+        failure.add_note(where)
+    elif failure.args and isinstance(failure.args[0], str):  # Python 3.10
+        failure.args = (f"{failure.args[0]} ({where})", *failure.args[1:])
+
+
+class _Surroundings:
+    """What torch keeps per thread and a thread of ours must take over: gradients, autocast, devices and streams."""
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._devices = devices
+        self._recording, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        self._cache = torch.is_autocast_cache_enabled()
+        self._casts = {
+            kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in {"cpu", *(device.type for device in devices)}
+        }
+        self._streams = [
+            None if device.type == "cpu" else torch.get_device_module(device).current_stream(device)
+            for device in devices
+        ]
+
+    @contextmanager
+    def on(self, number: int) -> Iterator[None]:
+        """Be on a device, as the caller was when this object was made."""
+        with ExitStack() as stack:
+            if self._inference:
+                stack.enter_context(torch.inference_mode())
+            stack.enter_context(torch.set_grad_enabled(self._recording))
+            for kind, (enabled, dtype) in self._casts.items():
+                stack.enter_context(torch.autocast(kind, dtype, enabled=enabled, cache_enabled=self._cache))
+            stream = self._streams[number]
+            if stream is not None:
+                module = torch.get_device_module(self._devices[number])
+                stack.enter_context(module.device(self._devices[number]))
+                stack.enter_context(module.stream(stream))
+            yield

@@ -1,0 +1,343 @@
+"""Data parallel training of models that stay as they are: `replicate` and the handle it returns.
+
+Nothing wraps the model. Hooks on its parameters reduce gradients while backward runs (`parallel.reducer`), so a loop
+for one process is a loop for many. Which samples a rank gets is the loader's affair (`unisono.data`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from unisono.comm.job import require_group
+from unisono.errors import UnisonoError
+from unisono.parallel.agreement import broadcast_values, check_alike, check_equal_values
+from unisono.parallel.buckets import Parameter, bytes_of_mb
+from unisono.parallel.buffers import BufferMode
+from unisono.parallel.comm_hooks import CommHook, hook_and_state
+from unisono.parallel.lane import Lane
+from unisono.parallel.reducer import Reducer, Settings
+
+__all__ = ["Replicas", "Stateful", "replicate"]
+
+Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
+
+
+class Stateful(Protocol):
+    """What has a state that ranks can bring in line: an optimizer, a schedule, a GradScaler."""
+
+    def state_dict(self) -> Any:
+        """Give the state."""
+
+    def load_state_dict(self, state: Any, /) -> Any:
+        """Take a state over."""
+
+
+def replicate(
+    models: Models,
+    group: dist.ProcessGroup | None = None,
+    *,
+    bucket_mb: float = 25.0,
+    first_bucket_mb: float = 1.0,
+    average: bool = True,
+    buffers: BufferMode | None = "broadcast",
+    check: bool = True,
+    static_graph: bool = False,
+    comm_hook: CommHook | tuple[Any, CommHook] | None = None,
+    overlap: bool = True,
+    timeout: timedelta | float | None = None,
+) -> Replicas:
+    """Let backward() give every rank the mean of all ranks' gradients. Every rank must call it, with the same models.
+
+    The models stay the caller's. Parameters and buffers get rank 0's values now. After each loss.backward(), p.grad of
+    a parameter that got a gradient on any rank is the mean over all ranks; a rank on which it got none counts as zero.
+    A parameter without a gradient anywhere keeps its p.grad. With one process nothing is done.
+
+    Args:
+        models: a module, or a list or dict of modules, such as the two networks of a GAN. A parameter that several
+            models share belongs to the first.
+        group: the ranks that train together; None is the whole job.
+        bucket_mb: size of the messages in which gradients travel, in MiB.
+        first_bucket_mb: size of the first message of a backward: smaller, so that something travels early.
+        average: False gives the sum over ranks in place of the mean.
+        buffers: what happens to buffers that a forward pass changed, at the end of backward: "broadcast" gives all
+            ranks those of the first rank that has a batch; "mean" gives their mean (integers: as with "broadcast");
+            None leaves them alone.
+        check: compare the models' names, shapes and types over ranks.
+        static_graph: promise that the same parameters get gradients in every backward; a breach is an error on all
+            ranks. On GPUs it spares ranks with unused parameters a wait.
+        comm_hook: a communication hook for torch's DDP, such as fp16_compress_hook, or a pair (state, hook). It has to
+            divide by the number of ranks, as torch's hooks do.
+        overlap: False sends all gradients at the end of backward.
+        timeout: how long to wait for other ranks, for tensors of the CPU; seconds or a timedelta. None: the group's.
+
+    Memory: one copy of the gradients, which is p.grad itself; two where gradients are kept from step to step.
+    Returns: the handle for everything else: `no_sync`, `join`, `update`.
+    Raises: RankMismatchError on all ranks if models differ; GroupError before unisono.init; ValueError, TypeError.
+    """
+    named = _named(models)
+    settings = Settings(
+        bucket_nbytes=bytes_of_mb(bucket_mb, "bucket_mb"),
+        first_nbytes=bytes_of_mb(first_bucket_mb, "first_bucket_mb"),
+        average=average,
+        overlap=overlap,
+        static_graph=static_graph,
+        comm_hook=comm_hook,
+        buffers=buffers,
+    )
+    if buffers not in ("broadcast", "mean", None):
+        raise ValueError(f'buffers={buffers!r} must be "broadcast", "mean" or None')
+    if comm_hook is not None:
+        hook_and_state(comm_hook, None)
+        if not average:
+            raise ValueError("average=False and a comm_hook contradict each other: a hook gives means")
+    if timeout is not None:
+        timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+        if timeout <= timedelta(0):
+            raise ValueError(f"timeout={timeout.total_seconds():g} s must be positive; None takes the group's")
+    replicas = Replicas(named, require_group(group), settings, check=check, timeout=timeout)
+    replicas.update()
+    return replicas
+
+
+class Replicas:
+    """The models of one `replicate` call, over ranks."""
+
+    def __init__(
+        self,
+        models: Mapping[str, nn.Module],
+        group: dist.ProcessGroup | None,
+        settings: Settings,
+        *,
+        check: bool,
+        timeout: timedelta | None,
+    ) -> None:
+        self._models, self._settings, self._check, self._timeout = dict(models), settings, check, timeout
+        self._group = None if group is None or group.size() == 1 else group
+        self._reducers: list[Reducer] = []
+        self._paused = 0
+        self._closed = False
+
+    @property
+    def models(self) -> dict[str, nn.Module]:
+        """The models by name; one that was given alone is called "model"."""
+        return dict(self._models)
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that train together."""
+        return 1 if self._group is None else self._group.size()
+
+    def update(self) -> None:
+        """Look at the models again, after parameters were added, replaced or changed in type. Every rank must call it.
+
+        Values of parameters and buffers become those of the first rank. Gradients are left alone.
+        """
+        self._refuse_closed()
+        entries = {name: _parameters(model, name) for name, model in self._models.items()}
+        if self._group is None:
+            return
+        self._unwatch()
+        taken: dict[int, str] = {}
+        for name, parameters in entries.items():
+            own = []
+            for p in parameters:
+                if id(p.tensor) not in taken:
+                    taken[id(p.tensor)] = f"{name}.{p.name}"
+                    own.append(p)
+                    _refuse_watched(p)
+            entries[name] = own
+        for name, model in self._models.items():
+            lane = Lane.open(self._group, [p.tensor.device for p in entries[name]], timeout=self._timeout)
+            tensors = _tensors(model)
+            try:
+                if self._check:
+                    check_alike(tensors, lane)
+                broadcast_values(tensors.values(), lane)
+            except BaseException:
+                lane.close()
+                raise
+            alone = len(self._models) == 1
+            self._reducers.append(Reducer(model, entries[name], lane, self._settings, alone=alone))
+        self._set_paused(self._paused)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Leave gradients on this rank in the backward passes inside, for gradient accumulation.
+
+        They add up in p.grad as without ranks. The next backward outside reduces everything.
+        """
+        self._set_paused(self._paused + 1)
+        try:
+            yield
+        finally:
+            self._set_paused(self._paused - 1)
+
+    def synchronize(self) -> None:
+        """Reduce what is in p.grad now. Every rank must call it.
+
+        For gradients that did not come by backward(), such as those of torch.autograd.grad, and for what no_sync left.
+        """
+        self._refuse_closed()
+        for reducer in self._reducers:
+            reducer.reduce_now()
+
+    @contextmanager
+    def join(self, *stateful: Stateful) -> Iterator[None]:
+        """Allow ranks to run different numbers of backward passes inside, also none. Every rank must enter it.
+
+        A rank that comes to the end takes part in what the others still reduce, without counting in the mean, until all
+        have come. Then all get the models of the first rank among those that ran most passes, and the states of the
+        objects given here, such as the optimizer: those of ranks that stopped earlier would differ from then on.
+        Collectives other than those of replicas are not taken part in.
+        """
+        self._refuse_closed()
+        rounds = [reducer.rounds for reducer in self._reducers]
+        for reducer in self._reducers:
+            reducer.joining = True
+        try:
+            yield
+            mine = sum(reducer.rounds for reducer in self._reducers) - sum(rounds)
+            self._shadow()
+        finally:
+            for reducer in self._reducers:
+                reducer.joining = False
+        if self._reducers:
+            self._catch_up(mine, stateful)
+
+    def check(self) -> None:
+        """Make sure that parameters and buffers have the same bits on all ranks. Every rank must call it.
+
+        Raises: RankMismatchError on all ranks, with the names that differ.
+        """
+        self._refuse_closed()
+        for reducer in self._reducers:
+            check_equal_values(_tensors(reducer.model), reducer.lane)
+
+    def close(self) -> None:
+        """Leave the models alone from now on: their gradients stay on each rank. Every rank must call it."""
+        self._unwatch()
+        self._closed = True
+
+    def _unwatch(self) -> None:
+        for reducer in self._reducers:
+            reducer.close()
+        self._reducers = []
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise UnisonoError("these replicas are closed: call replicate() again")
+
+    def _set_paused(self, paused: int) -> None:
+        self._paused = paused
+        for reducer in self._reducers:
+            reducer.paused = paused > 0
+
+    def _shadow(self) -> None:
+        """Take part in the rounds of other ranks until no rank has a batch any more."""
+
+        def follow(reducer: Reducer) -> None:
+            while reducer.shadow():
+                pass
+
+        if len(self._reducers) < 2:
+            for reducer in self._reducers:
+                follow(reducer)
+            return
+        # Models are reached in an order that only the others know.
+        failed: list[BaseException] = []
+
+        def try_to_follow(reducer: Reducer) -> None:
+            try:
+                follow(reducer)
+            except BaseException as error:  # raised below, in the thread that waits
+                failed.append(error)
+
+        threads = [threading.Thread(target=try_to_follow, args=(r,), name="unisono-join") for r in self._reducers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if failed:
+            raise failed[0]
+
+    def _catch_up(self, rounds: int, stateful: Sequence[Stateful]) -> None:
+        """Take over models and states from a rank that ran most rounds."""
+        lane = self._reducers[0].lane
+        everyone = lane.gather(rounds)
+        source = everyone.index(max(everyone))
+        if min(everyone) == max(everyone):
+            return
+        for reducer in self._reducers:
+            broadcast_values(_tensors(reducer.model).values(), reducer.lane, source)
+        states = lane.broadcast_object([thing.state_dict() for thing in stateful], source)
+        if lane.rank != source:
+            for thing, state in zip(stateful, states, strict=True):
+                thing.load_state_dict(state)
+
+
+def _named(models: Models) -> dict[str, nn.Module]:
+    """Read the argument `models`. Raises: TypeError, ValueError."""
+    if isinstance(models, nn.Module):
+        found: dict[str, Any] = {"model": models}
+    elif isinstance(models, Mapping):
+        found = {str(name): model for name, model in models.items()}
+    elif isinstance(models, list | tuple):
+        found = {f"model {i}": model for i, model in enumerate(models)}
+    else:
+        raise TypeError(f"models is a {type(models).__name__}: give a module, or a list or dict of modules")
+    for name, model in found.items():
+        if isinstance(model, DistributedDataParallel):
+            raise TypeError(
+                f"{name} is wrapped in DistributedDataParallel, which reduces gradients too: give its .module"
+            )
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"{name} is a {type(model).__name__}, and must be a torch.nn.Module")
+    if not found:
+        raise ValueError("no model was given")
+    return found
+
+
+def _parameters(model: nn.Module, model_name: str) -> list[Parameter]:
+    """List the parameters that can get a gradient, each once. Raises: ValueError."""
+    sparse = {
+        id(module.weight)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+    }
+    found = []
+    for name, tensor in model.named_parameters():
+        if nn.parameter.is_lazy(tensor):
+            raise ValueError(
+                f"parameter {name!r} of {model_name} has no shape yet: run a forward pass before replicate()"
+            )
+        if tensor.is_meta:
+            raise ValueError(
+                f"parameter {name!r} of {model_name} is on the meta device: give it values before replicate()"
+            )
+        if tensor.is_floating_point() or tensor.is_complex():
+            found.append(Parameter(name, tensor, id(tensor) in sparse))
+    return found
+
+
+def _refuse_watched(parameter: Parameter) -> None:
+    hooks: Mapping[int, Callable[..., Any]] = getattr(parameter.tensor, "_post_accumulate_grad_hooks", None) or {}
+    if any(isinstance(getattr(hook, "func", None) and hook.func.__self__, Reducer) for hook in hooks.values()):  # type: ignore[attr-defined]
+        raise ValueError(
+            f"parameter {parameter.name!r} is watched by another replicate() already: close() that one first, or give "
+            "all models that share parameters to one call"
+        )
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    """List parameters and buffers, each once."""
+    found: dict[str, Tensor] = dict(model.named_parameters())
+    found.update(model.named_buffers())
+    return found

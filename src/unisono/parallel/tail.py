@@ -1,0 +1,88 @@
+"""What ranks tell each other at the end of a backward beside the gradients, as numbers that are added up.
+
+One float32 vector: for each rank the number of its backward passes (negative if it has no batch any more), for each
+parameter the ranks on which it got a gradient and those on which it got one too late, for each buffer the ranks that
+changed it, and the values of buffers. It lies behind the last bucket, so it costs no message of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from unisono.errors import RankMismatchError
+
+__all__ = ["Tail", "Told"]
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What all ranks told together."""
+
+    active: tuple[int, ...]
+    """Ranks of the group that had a batch."""
+    used: frozenset[int]
+    """Parameters that got a gradient on any rank."""
+    late: frozenset[int]
+    """Those that got one after their bucket had left, on any rank."""
+    changed: tuple[bool, ...]
+    """By buffer, whether any rank changed it."""
+
+
+class Tail:
+    """The layout of the vector, for one number of ranks, parameters and buffers."""
+
+    def __init__(self, *, ranks: int, parameters: int, buffers: int, values: int) -> None:
+        self._ranks, self._parameters, self._buffers = ranks, parameters, buffers
+        self.numel = ranks + 2 * parameters + buffers + values
+        self._flags = ranks + 2 * parameters + buffers
+        self._last: tuple[list[float], Told] | None = None
+        self._template: tuple[Sequence[float], set[int], Sequence[bool], Tensor] | None = None
+
+    def write(
+        self, vector: Tensor, *, rank: int, serial: int, used: Sequence[float], late: set[int], changed: Sequence[bool]
+    ) -> Tensor:
+        """Write this rank's part. Returns: the piece of the vector for values of buffers."""
+        last = self._template
+        if last is None or (used, late, changed) != last[:3] or vector.device != last[3].device:
+            lates = [float(i in late) for i in range(self._parameters)]
+            flags = [0.0] * self._ranks + [float(u) for u in used] + lates + [float(c) for c in changed]
+            last = self._template = (list(used), set(late), list(changed), torch.tensor(flags, device=vector.device))
+        template = last[3]
+        template[rank : rank + 1].fill_(serial)
+        vector[: self._flags].copy_(template)
+        return self.values(vector)
+
+    def values(self, vector: Tensor) -> Tensor:
+        """Give the piece of the vector for values of buffers."""
+        return vector[self._flags :]
+
+    def read(self, vector: Tensor, *, serial: int) -> Told:
+        """Read the sum of all ranks' parts; what is as the last time is the same object.
+
+        Raises: RankMismatchError if ranks are not at the same backward.
+        """
+        ranks, parameters = self._ranks, self._parameters
+        flags: list[float] = vector[: self._flags].tolist()
+        heads, rest = flags[:ranks], flags[ranks:]
+        for rank, head in enumerate(heads):
+            if abs(head) != serial:
+                raise RankMismatchError(
+                    f"rank {rank} of the group is in backward pass {int(abs(head))} of this model while this rank is "
+                    f"in pass {serial}: their gradients do not belong together. Every rank must run the same backward "
+                    "passes; one that catches an error of a backward and goes on does not"
+                )
+        active = tuple(rank for rank, head in enumerate(heads) if head > 0)
+        if self._last is not None and self._last[0] == rest and self._last[1].active == active:
+            return self._last[1]  # as nearly always
+        told = Told(
+            active,
+            frozenset(i for i in range(parameters) if rest[i]),
+            frozenset(i for i in range(parameters) if rest[parameters + i]),
+            tuple(count > 0 for count in rest[2 * parameters :]),
+        )
+        self._last = (rest, told)
+        return told

@@ -1,0 +1,114 @@
+"""`replicate`: an unmodified loop gets the gradients of all ranks. For what they do together see the programs."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from unisono.parallel import Replicas, replicate
+
+PROGRAM = Path(__file__).parent / "programs" / "replicate.py"
+CHECKS = (
+    "like_one_process", "bits_of_ddp", "unused_parameters", "accumulation", "kept_gradients_keep_their_values",
+    "checkpointing", "several_models", "frozen_and_changed", "types_and_layouts", "sparse_gradients", "buffers",
+    "uneven_batches", "hooks", "compiled", "penalties_on_gradients", "groups", "failures", "wrong_models", "late_ranks",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("ranks", "backend"),
+    [
+        (2, "gloo"),
+        (3, "shm"),
+        pytest.param(4, "gloo", marks=pytest.mark.soak),
+        pytest.param(2, "shm", marks=pytest.mark.soak),
+        pytest.param(4, "shm", marks=pytest.mark.soak),
+    ],
+)
+def test_ranks_equal_one_process(fork_ranks, ranks, backend):
+    job = fork_ranks(ranks, PROGRAM, backend)
+    for rank in range(ranks):
+        assert tuple(job.lines(rank)) == CHECKS
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("ranks", "backend"), [(2, "gloo"), (3, "shm"), (4, "gloo"), (5, "shm")])
+def test_random_models_and_uses_equal_one_process(fork_ranks, ranks, backend):
+    job = fork_ranks(ranks, PROGRAM.with_name("replicate_random.py"), backend, 0, 150)
+    assert all(job.lines(rank)[-1] == "played" for rank in range(ranks))
+
+
+_FAILS_ON_ONE_RANK = """
+import torch
+import unisono
+from unisono.parallel import replicate
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise FloatingPointError("only here")
+
+unisono.init("gloo")
+model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+replicate(model, bucket_mb=1e-4, first_bucket_mb=1e-4)
+for step in range(4):
+    x = model[:2](torch.ones(2, 8))
+    model[2:](Fails.apply(x) if unisono.rank() == 1 and step == 2 else x).sum().backward()
+"""
+
+
+def test_a_failure_in_one_ranks_backward_is_the_jobs_cause(run_ranks):
+    job = run_ranks(2, _FAILS_ON_ONE_RANK, code=1)
+    assert "rank 1 failed: FloatingPointError: only here" in job.said
+
+
+def test_one_process_needs_nothing():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    replicas = replicate({"only": model}, bucket_mb=1, average=False)
+    assert isinstance(replicas, Replicas)
+    assert replicas.world_size == 1
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+    with replicas.join(torch.optim.SGD(model.parameters())), replicas.no_sync():
+        model(torch.randn(5, 3)).sum().backward()
+    replicas.synchronize()
+    replicas.update()
+    replicas.check()
+    assert all(p.grad is not None for p in model.parameters())
+    replicas.close()
+
+
+@pytest.mark.parametrize(
+    ("models", "options", "error", "message"),
+    [
+        ("model", {}, TypeError, "models is a str: give a module, or a list or dict of modules"),
+        ([nn.Linear(1, 1), 3], {}, TypeError, "model 1 is a int, and must be a torch.nn.Module"),
+        ([], {}, ValueError, "no model was given"),
+        (None, {"bucket_mb": 0}, ValueError, "bucket_mb=0 must be positive"),
+        (None, {"first_bucket_mb": float("nan")}, ValueError, "first_bucket_mb=nan must be positive"),
+        (None, {"buffers": "max"}, ValueError, 'buffers=\'max\' must be "broadcast", "mean" or None'),
+        (None, {"comm_hook": 3}, TypeError, "comm_hook=3 must be a function"),
+        (None, {"comm_hook": print, "average": False}, ValueError, "average=False and a comm_hook contradict"),
+        (None, {"timeout": timedelta(0)}, ValueError, "timeout=0 s must be positive"),
+        (nn.LazyLinear(2), {}, ValueError, "'weight' of model has no shape yet: run a forward pass"),
+        (nn.Linear(2, 2, device="meta"), {}, ValueError, "'weight' of model is on the meta device"),
+    ],
+)
+def test_wrong_arguments(models, options, error, message):
+    with pytest.raises(error, match=message):
+        replicate(nn.Linear(2, 2) if models is None else models, **options)
+
+
+def test_a_model_that_ddp_wraps_is_refused():
+    wrapped = DistributedDataParallel.__new__(DistributedDataParallel)
+    with pytest.raises(TypeError, match=r"model is wrapped in DistributedDataParallel.*give its .module"):
+        replicate(wrapped)
