@@ -88,11 +88,11 @@ class RankHost:
         *args: object,
         folder: Path,
         watched: bool = True,
-        environment: Mapping[str, str] = MappingProxyType({}),
+        environment: Mapping[str, str] = MappingProxyType({"RANK": "{rank}"}),
     ) -> list[int | None]:
         """Run a script on N ranks, whose output goes to files out0, err0, … in a folder.
 
-        Args: watched is whether all are ended when one fails.
+        Args: watched is whether all are ended when one fails; {rank} in the environment stands for the rank.
         Returns: exit codes by rank, minus the signal for one that was killed, None for one that had to be ended.
         """
         job = {
@@ -137,6 +137,8 @@ def fork_ranks(rank_host: RankHost, tmp_path: Path) -> Runner:
             port = free.getsockname()[1]
         folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=tmp_path))
         environment = {
+            "RANK": "{rank}",
+            "LOCAL_RANK": "{rank}",
             "WORLD_SIZE": str(n),
             "LOCAL_WORLD_SIZE": str(n),
             "MASTER_ADDR": "127.0.0.1",

@@ -60,8 +60,7 @@ def _become(job: dict) -> None:
         os.dup2(file, number)
         os.close(file)
     sys.stdin = open(0)  # noqa: SIM115  the old one is the host's
-    os.environ.update(job["environment"])
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    os.environ.update({name: value.replace("{rank}", str(rank)) for name, value in job["environment"].items()})
     sys.argv = [job["script"], *job["arguments"]]
     sys.path[0] = str(Path(job["script"]).parent)
 
