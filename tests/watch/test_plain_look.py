@@ -1,0 +1,179 @@
+"""The plain look: what a file, a CI log and a dumb terminal get, line by line."""
+
+import errno
+import io
+import subprocess
+import sys
+
+import pytest
+from replay import ACCURACY, LOSS, Script, bar, text_of
+
+from unisono.watch import EventLog, Progress
+
+
+@pytest.fixture
+def plain():
+    return Script(io.StringIO(), interactive=False)
+
+
+def test_plain_look_of_a_run(plain):
+    plain.run()
+    for epoch in range(2):
+        plain.epoch(epoch, epochs=2)
+        plain.steps(epoch, range(12), loss=0.8123 if epoch == 0 else 0.00012)
+        plain.checkpoint(12 * epoch + 12)
+        plain.evaluation(epoch, accuracy=ACCURACY, loss=LOSS)
+    plain("end", total_steps=24, seconds=3.4)
+    plain.progress.close()
+    assert text_of(plain) == (
+        "unisono: 2 ranks, 8 virtual ranks, 27,098 parameters, cpu, runs/digits\n"
+        "epoch 1/2   12/12 steps   loss 0.8123       1,000 samples/s     1.2 s\n"
+        "epoch 1/2   accuracy 0.9111 (328/360)   loss 2.1034 (26925.1/12800)\n"
+        "epoch 2/2   12/12 steps   loss 1.20e-04     1,000 samples/s     1.2 s\n"
+        "epoch 2/2   accuracy 0.9111 (328/360)   loss 2.1034 (26925.1/12800)\n"
+        "finished at step 24 after 3.4 s, 1,000 samples/s\n"
+    )
+
+
+def test_plain_look_of_a_resumed_long_epoch_has_a_line_every_ten_seconds(plain):
+    plain.run(directory=None, world_size=1)
+    plain("resume", path="runs/digits/7", epoch=2, step=7, total_steps=31)
+    plain.epoch(2, epochs=10, first_step=7)
+    plain.steps(2, range(7, 12), step_s=6.0)
+    plain("end", total_steps=36, seconds=31.0)
+    assert text_of(plain) == (
+        "unisono: 1 rank, 8 virtual ranks, 27,098 parameters, cpu\n"
+        "resumed after step 31, in epoch 3: runs/digits/7\n"
+        "epoch  3/10    9/12 steps   loss 0.8123        16.7 samples/s    12.0 s   0:00:18 left\n"
+        "epoch  3/10   11/12 steps   loss 0.8123        16.7 samples/s    24.0 s   0:00:06 left\n"
+        "epoch  3/10   12/12 steps   loss 0.8123        16.7 samples/s    30.0 s\n"
+    )
+
+
+def test_plain_look_without_known_totals(plain):
+    plain.epoch(0, epochs=None, steps=None)
+    plain.steps(0, range(3))
+    plain.evaluation(0, "validation", accuracy=ACCURACY)
+    plain.epoch(1, epochs=None, steps=None)
+    plain.steps(1, range(2), loss="nan")
+    plain("warning", message="3 workers on 2 cores")
+    plain.progress.close()
+    assert text_of(plain) == (
+        "epoch 1       3 steps   loss 0.8123       1,000 samples/s     0.3 s\n"
+        "epoch 1   validation   accuracy 0.9111 (328/360)\n"
+        "warning: 3 workers on 2 cores\n"
+        "epoch 2       2 steps   loss nan          1,000 samples/s     0.2 s\n"
+    )
+
+
+def test_loops_of_the_users_own_in_the_plain_look(plain):
+    bar(plain, 0)
+    bar(plain, 30, 8.0)
+    bar(plain, 31, 3.0, loss=0.25)
+    bar(plain, 0, number=1, name="inner", total=None)
+    bar(plain, 7, number=1, name="inner", total=None, ended=True, loss="nan")
+    bar(plain, 40, 8.7, ended=True, loss=0.25)
+    bar(plain, 3, number=2, name="cut off")
+    plain.progress.close()
+    plain.progress.close()
+    assert text_of(plain) == (
+        "copy   31/40 files   loss 0.2500          2.82 files/s    11.0 s   0:00:04 left\n"
+        "inner       7 files   loss nan             70.0 files/s     0.1 s\n"
+        "copy   40/40 files   loss 0.2500          2.01 files/s    19.9 s\n"
+        "cut off    3/40 files                                         0.0 s\n"
+    )
+
+
+def test_an_evaluation_within_an_epoch_says_where_and_once(plain):
+    plain.epoch(0)
+    plain.steps(0, range(6))
+    plain.evaluation(0, accuracy=ACCURACY)
+    plain.evaluation(0, "train", accuracy=ACCURACY)
+    plain.steps(0, range(6, 12))
+    lines = text_of(plain).splitlines()
+    assert [line[:25].rstrip() for line in lines] == [
+        "epoch 1/5    6/12 steps",
+        "epoch 1/5   accuracy 0.91",
+        "epoch 1/5   train   accur",
+        "epoch 1/5   12/12 steps",
+    ]
+
+
+def test_an_evaluation_after_the_last_epoch_belongs_to_it(plain):
+    plain.epoch(4)
+    plain.evaluation(5, accuracy=ACCURACY)
+    assert text_of(plain) == "epoch 5/5   accuracy 0.9111 (328/360)\n"
+
+
+def test_a_run_that_is_cut_off_says_where_it_stood(plain):
+    plain.epoch(0)
+    plain.steps(0, range(4))
+    plain.run()  # its process was replaced, there was no `end`
+    plain.epoch(0)
+    plain.steps(0, range(2))
+    plain.progress.close()
+    plain.progress.close()
+    assert [line[:23] for line in text_of(plain).splitlines()] == [
+        "epoch 1/5    4/12 steps",
+        "unisono: 2 ranks, 8 vir",
+        "epoch 1/5    2/12 steps",
+    ]
+
+
+@pytest.mark.parametrize("interactive", [False, True])
+def test_unknown_kinds_and_missing_fields_do_no_harm(interactive):
+    progress = Progress(io.StringIO(), interactive=interactive)
+    progress.handle({})
+    progress.handle({"event": "melody", "time": 3})
+    kinds = ("run", "resume", "epoch", "step", "evaluation", "checkpoint", "warning", "end")
+    for kind in (*kinds, *reversed(kinds)):
+        progress.handle({"event": kind})
+        progress.handle({"event": kind, "epoch": None, "steps": 0, "values": {"a": 0.5, "b": None, "c": {}}})
+    progress.close()
+    progress.handle({"event": "run"})
+    progress.print("nobody listens")
+
+
+def test_a_display_that_joins_late_shows_what_it_can(plain):
+    plain.steps(3, range(5, 8))
+    plain.progress.close()
+    assert text_of(plain) == "epoch 4       8 steps   loss 0.8123       1,000 samples/s     0.3 s\n"
+
+
+def test_the_plain_look_does_not_import_rich(tmp_path):
+    code = "import sys, unisono.watch as w; w.Progress(sys.stdout).close(); print('rich' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_lines_that_the_encoding_does_not_have_are_escaped():
+    raw = io.BytesIO()
+    progress = Progress(io.TextIOWrapper(raw, encoding="ascii"), interactive=False)
+    progress.print("Größe \udcff")
+    assert raw.getvalue() == b"Gr\\xf6\\xdfe \\udcff\n"
+
+
+class Gone(io.StringIO):
+    def write(self, text):
+        raise self.error
+
+
+@pytest.mark.parametrize("interactive", [False, True])
+@pytest.mark.parametrize("error", [BrokenPipeError(errno.EPIPE, "pipe"), OSError(errno.EIO, "terminal")])
+def test_a_lost_stream_mutes_the_display_and_no_more(interactive, error):
+    stream = Gone()
+    stream.error = error
+    script = Script(stream, interactive=interactive)
+    with EventLog(listeners=[script.progress.handle]) as log:
+        log.emit("warning", message="lost")
+    script.epoch(0)
+    script.steps(0, range(12))
+    script.progress.print("x")
+    script.progress.close()
+
+
+def test_a_closed_stream_mutes_the_display(plain):
+    plain.stream.close()
+    plain.epoch(0)
+    plain.steps(0, range(12))
+    plain.progress.close()
