@@ -14,16 +14,18 @@ from collections import Counter
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from typing_extensions import Self
 
 from unisono.comm.meeting import Board, wait_for
 from unisono.comm.placement import own_placement
 from unisono.errors import GroupError
 from unisono.machine import let_threads_finish
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["Job", "NotMember", "current_job", "require_group"]
 

@@ -11,15 +11,17 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from types import TracebackType
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch.distributed as dist
-from typing_extensions import Self
 
 from unisono.comm.job import Job, current_job
 from unisono.comm.ranks import is_main
 from unisono.watch import EventLog, Progress
 from unisono.watch.pipe import launcher_pipe
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["Bar", "progress"]
 
