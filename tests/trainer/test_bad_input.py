@@ -136,14 +136,6 @@ def test_an_exception_in_the_loss_function_is_the_users_own_and_changes_nothing(
     assert trainer.digest() == before
 
 
-def test_sparse_gradients_are_refused_by_name():
-    model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Flatten(), nn.Linear(8, 3))
-    trainer = make_trainer(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
-    data = TensorDataset(torch.arange(80).view(40, 2) % 10, torch.arange(40) % 3)
-    with pytest.raises(LossError, match=r"'0.weight' of shape \[10, 4\] got a sparse gradient.*sparse=False"):
-        trainer.step(per_sample, first_batch(trainer, data))
-
-
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [

@@ -228,3 +228,16 @@ def test_a_rank_with_no_gradient_for_a_parameter_leaves_it_alone():
         trainer.step(lambda m, b: F.cross_entropy(m["used"](b[0]), b[1], reduction="none"), batch)
     assert torch.equal(model["unused"].weight, before)
     assert model["unused"].weight.grad is None
+
+
+@pytest.mark.parametrize("virtual_ranks", [1, 4])
+def test_a_parameter_that_is_frozen_after_some_steps_is_left_alone(virtual_ranks):
+    """The optimizer would find its last gradient, and apply it again."""
+    model = make_model()
+    trainer = unisono.Trainer(model, torch.optim.Adam(model.parameters()), virtual_ranks=virtual_ranks, progress=False)
+    for batch in trainer.batches(make_data(40), batch_size=8):
+        if batch.step == 2:
+            model[0].requires_grad_(False)
+            kept = model[0].weight.detach().clone()
+        trainer.step(per_sample, batch)
+    assert torch.equal(model[0].weight, kept) and model[0].weight.grad is None

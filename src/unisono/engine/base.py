@@ -105,9 +105,10 @@ def weight_of_row(high: float, low: float) -> float:
 
 
 def refuse_sparse(name: str, gradient: Tensor | None) -> None:
-    """Raise LossError for a sparse gradient, which no engine of this version sums."""
+    """Raise LossError for a sparse gradient of a parameter that is held by no module with sparse=True."""
     if gradient is not None and gradient.layout != torch.strided:
         raise LossError(
-            f"parameter {name!r} of shape {list(gradient.shape)} got a sparse gradient ({gradient.layout}). Gradients "
-            "are summed as dense tensors here: build the embedding with sparse=False and use a dense optimizer."
+            f"parameter {name!r} of shape {list(gradient.shape)} got a sparse gradient ({gradient.layout}), but no "
+            "nn.Embedding or nn.EmbeddingBag with sparse=True holds it. Use such a module, built before the Trainer's "
+            "first step, or call the function with sparse=False."
         )

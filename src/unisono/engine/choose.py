@@ -27,16 +27,26 @@ EngineKind = Literal["auto", "shared", "collective"]
 class Engines:
     """Makes the engines of a run: one for each optimizer, and what buffers travel by."""
 
-    def __init__(self, world: World, *, virtual_ranks: int, overlap: bool, shared: tuple[Hall, Weights] | None) -> None:
-        self._world, self._virtual_ranks, self._overlap, self._shared = world, virtual_ranks, overlap, shared
+    def __init__(
+        self,
+        world: World,
+        modules: Sequence[nn.Module],
+        *,
+        virtual_ranks: int,
+        overlap: bool,
+        shared: tuple[Hall, Weights] | None,
+    ) -> None:
+        self._world, self._modules, self._shared = world, modules, shared
+        self._virtual_ranks, self._overlap = virtual_ranks, overlap
 
     def engine(self, optimizer: Optimizer) -> Engine:
         """Make the engine of an optimizer. Every rank must call it, in the same order."""
         if self._world.group is None:
-            return LocalEngine(optimizer)
+            return LocalEngine(optimizer, self._modules)
+        virtual_ranks, overlap = self._virtual_ranks, self._overlap
         if self._shared is not None:
-            return SharedEngine(optimizer, *self._shared, virtual_ranks=self._virtual_ranks, overlap=self._overlap)
-        return CollectiveEngine(optimizer, self._world, virtual_ranks=self._virtual_ranks, overlap=self._overlap)
+            return SharedEngine(optimizer, self._modules, *self._shared, virtual_ranks=virtual_ranks, overlap=overlap)
+        return CollectiveEngine(optimizer, self._modules, self._world, virtual_ranks=virtual_ranks, overlap=overlap)
 
     def exchange(
         self, numel: int, *, widest: Layout, dtype: torch.dtype, device: torch.device
@@ -81,7 +91,7 @@ def choose_engines(
             raise ValueError(
                 f'engine="shared" cannot serve here: {obstacle}. Leave engine="auto", which then takes "collective".'
             )
-    return Engines(world, virtual_ranks=virtual_ranks, overlap=overlap, shared=shared)
+    return Engines(world, modules, virtual_ranks=virtual_ranks, overlap=overlap, shared=shared)
 
 
 def _obstacle(world: World, tensors: Sequence[Tensor]) -> str | None:

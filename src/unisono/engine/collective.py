@@ -9,8 +9,10 @@ DDP's; Li et al., "PyTorch Distributed", VLDB 2020, section 3.2).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.comm import World
@@ -18,7 +20,9 @@ from unisono.engine.base import Totals, Trained, weight_of_row
 from unisono.engine.exchange import Exchange, Layout
 from unisono.engine.gradients import take
 from unisono.engine.leaves import LeafSums
+from unisono.engine.mail import GroupMail
 from unisono.engine.norm import dense_strides
+from unisono.engine.sparse import TableSums, check_optimizer, split
 from unisono.engine.update import prepare_whole, update_whole
 from unisono.errors import UnisonoError
 
@@ -64,9 +68,17 @@ class CollectiveEngine(LeafSums):
 
     shares_weights = False
 
-    def __init__(self, optimizer: Optimizer, world: World, *, virtual_ranks: int, overlap: bool = True) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        modules: Sequence[nn.Module],
+        world: World,
+        *,
+        virtual_ranks: int,
+        overlap: bool = True,
+    ) -> None:
         super().__init__()
-        self._optimizer = optimizer
+        self._optimizer, self._modules = optimizer, modules
         self._world, self._virtual_ranks, self._overlap = world, virtual_ranks, overlap
         self._widest = self._layout_of(virtual_ranks)
         self._layout = self._widest
@@ -87,11 +99,12 @@ class CollectiveEngine(LeafSums):
                 "an earlier step failed while its gradients were on their way to other ranks, so ranks no longer agree "
                 "on what comes next. End the job and start it again; it resumes from the last checkpoint."
             )
-        if trained is not self._trained:
+        if trained is not self._given:
             self._build(trained)
+        check_optimizer(self._optimizer, self._trained, self._tables.tables)
         self._layout = self._layout_of(leaves)
-        self._begin(self._layout.nodes[self._world.rank])
-        self._unsettled = len(trained.parameters)
+        self._begin(self._layout, self._world.rank)
+        self._unsettled = len(self._trained.parameters)
         self._launched = 0
         for bucket in self._buckets:
             bucket.exchange.start(self._layout)
@@ -105,7 +118,12 @@ class CollectiveEngine(LeafSums):
             for bucket in self._buckets:
                 bucket.waiting = 0
             self._launch_full_buckets()
+        elif not self._trained.parameters:  # all have sparse gradients
+            self._write_totals(len(self._sums) - 1)
+            self._buckets[-1].waiting = 0
+            self._launch_full_buckets()
         assert self._launched == len(self._buckets), "a leaf of this rank was not closed"
+        self._tables.post()
 
     def finish(self) -> Totals:
         """Wait for the sums, and show them as p.grad; see `Engine`."""
@@ -115,6 +133,7 @@ class CollectiveEngine(LeafSums):
             # Before the wait, during which this process has nothing else to do.
             for index, view in zip(bucket.members, bucket.views(bucket.exchange.total, parameters), strict=True):
                 parameters[index].grad = view
+        self._tables.finish()
         for bucket in self._buckets:
             bucket.exchange.finish()
         start = self._totals_offset
@@ -130,7 +149,7 @@ class CollectiveEngine(LeafSums):
 
     def prepare(self, *, factor: float, scaler: torch.amp.GradScaler | None, clip: float | None) -> float | None:
         """Finish p.grad; see `Engine`."""
-        return prepare_whole(self._trained.parameters, self._optimizer, factor=factor, scaler=scaler, clip=clip)
+        return prepare_whole(self._given.parameters, self._optimizer, factor=factor, scaler=scaler, clip=clip)
 
     def update(self, scaler: torch.amp.GradScaler | None) -> None:
         """Write the weights; see `Engine`."""
@@ -140,7 +159,7 @@ class CollectiveEngine(LeafSums):
         """Forget the step; see `Engine`. What has been sent cannot be called back: then the engine serves no more."""
         self._streaming = False
         self._broken = self._broken or self._launched > 0
-        take(self._trained.parameters)
+        take(self._given.parameters)
         return True
 
     def raise_deferred(self) -> None:
@@ -149,22 +168,24 @@ class CollectiveEngine(LeafSums):
     def _build(self, trained: Trained) -> None:
         """Pack the parameters into buckets, and watch them."""
         self.close()
-        self._trained = trained
+        dense, tables = split(trained, self._modules)
+        self._given, self._trained = trained, dense
+        self._tables = TableSums(tables, rank=self._world.rank, mail=GroupMail(self._world))
         self._buckets = []
-        self._home = [None] * len(trained.parameters)  # type: ignore[list-item]
+        self._home = [None] * len(dense.parameters)  # type: ignore[list-item]
         open_buckets: dict[tuple[torch.dtype, torch.device], _Bucket] = {}
-        for index in reversed(range(len(trained.parameters))):
-            p = trained.parameters[index]
+        for index in reversed(range(len(dense.parameters))):
+            p = dense.parameters[index]
             bucket = open_buckets.get((p.dtype, p.device))
             if bucket is None or bucket.numel * p.dtype.itemsize >= _BUCKET_NBYTES:
                 bucket = open_buckets[p.dtype, p.device] = _Bucket(p.dtype, p.device)
                 self._buckets.append(bucket)
             self._home[index] = (bucket, len(bucket.members))
             bucket.append(index, p)
-        if self._buckets[-1].dtype != torch.float32:
-            self._buckets.append(_Bucket(torch.float32, self._buckets[-1].device))
+        if not self._buckets or self._buckets[-1].dtype != torch.float32:
+            self._buckets.append(_Bucket(torch.float32, trained.parameters[0].device))
         self._totals_offset = self._buckets[-1].numel
-        self._buckets[-1].numel += _TOTALS + len(trained.parameters)
+        self._buckets[-1].numel += _TOTALS + len(dense.parameters)
         for bucket in self._buckets:
             bucket.exchange = Exchange(
                 self._world, bucket.numel, widest=self._widest, dtype=bucket.dtype, device=bucket.device

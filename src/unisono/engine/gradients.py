@@ -6,7 +6,7 @@ size alike: adding zero turns -0.0 into 0.0, so leaving the addition out on some
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -40,17 +40,17 @@ def add(left: Gradients, right: Gradients) -> Gradients:
 
 
 class NodeSum:
-    """The running sum of one node's leaves, which come in order."""
+    """The running sum of one node's leaves, which come in order. Args: add(left, right) may use both up."""
 
-    def __init__(self, node: Node) -> None:
-        self.node = node
+    def __init__(self, node: Node, *, add: Callable[[Gradients, Gradients], Gradients] = add) -> None:
+        self.node, self._add = node, add
         self.stack: list[Gradients] = []
         """Sums of finished subtrees, the leftmost first; at most log2(leaves) + 1 of them."""
 
     def push(self, leaf: int, gradients: Gradients) -> None:
         """Add the gradient of one leaf, using it up."""
         for _ in range(merges_after(leaf, self.node)):
-            gradients = add(self.stack.pop(), gradients)
+            gradients = self._add(self.stack.pop(), gradients)
         self.stack.append(gradients)
 
     def total(self) -> Gradients:

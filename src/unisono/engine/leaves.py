@@ -7,16 +7,16 @@ have to wait for. Where sums go is a subclass's affair.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from unisono.engine.base import Trained, refuse_sparse, totals_row
+from unisono.engine.exchange import Layout
 from unisono.engine.gradients import NodeSum, add_one, take
+from unisono.engine.sparse import TableSums
 from unisono.errors import LossError
-from unisono.plan import Node
 
 __all__ = ["LeafSums"]
 
@@ -25,7 +25,11 @@ class LeafSums(ABC):
     """The sums of one rank's leaves, node by node; the calls of `Engine` that belong to leaves."""
 
     def __init__(self) -> None:
+        self._given = Trained((), ())
+        """The parameters of a step, as they were given."""
         self._trained = Trained((), ())
+        """Those with dense gradients; the others are in `_tables`."""
+        self._tables = TableSums(self._trained)
         self._sums: list[NodeSum] = []
         self._totals: list[NodeSum] = []
         self._used: list[list[bool]] = []
@@ -43,6 +47,7 @@ class LeafSums(ABC):
     def close_leaf(self, leaf: int) -> None:
         """Add one leaf; see `Engine`."""
         self._streaming = False
+        self._tables.close_leaf(leaf)
         i = self._node_of(leaf)
         if leaf == self._sums[-1].node.stop - 1:
             for index, p in enumerate(self._trained.parameters):
@@ -64,10 +69,13 @@ class LeafSums(ABC):
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self._trained = Trained((), ())
+        self._given = self._trained = Trained((), ())
+        self._tables = TableSums(self._trained)
 
-    def _begin(self, nodes: Sequence[Node]) -> None:
-        """Begin a step in which this rank has these nodes."""
+    def _begin(self, layout: Layout, rank: int) -> None:
+        """Begin a step, in which this rank has some nodes."""
+        nodes = layout.nodes[rank]
+        self._tables.begin(layout)
         self._sums = [NodeSum(node) for node in nodes]
         self._totals = [NodeSum(node) for node in nodes]
         self._used = [[False] * len(self._trained.parameters) for _ in nodes]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.engine.base import Totals, Trained, refuse_sparse, totals_row, weight_of_row
+from unisono.engine.exchange import Layout
 from unisono.engine.gradients import NodeSum, take
+from unisono.engine.sparse import TableSums, check_optimizer, split
 from unisono.engine.update import prepare_whole, update_whole
 from unisono.plan import Node
 
@@ -19,9 +23,10 @@ class LocalEngine:
 
     shares_weights = False
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        self._trained = Trained((), ())
+    def __init__(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
+        self._optimizer, self._modules = optimizer, modules
+        self._given = self._trained = Trained((), ())
+        self._tables = TableSums(Trained((), ()))
         self._leaves = 0
         self._gradients = NodeSum(Node(0, 0))
         self._totals = NodeSum(Node(0, 0))
@@ -31,10 +36,14 @@ class LocalEngine:
 
     def start(self, trained: Trained, *, leaves: int) -> None:
         """Begin a step; see `Engine`."""
-        self._trained, self._leaves = trained, leaves
+        if trained is not self._given:
+            self._trained, tables = split(trained, self._modules)
+            self._given, self._tables = trained, TableSums(tables)
+        check_optimizer(self._optimizer, self._trained, self._tables.tables)
+        self._leaves = leaves
         self._gradients, self._totals = NodeSum(Node(0, leaves)), NodeSum(Node(0, leaves))
-        for p in trained.parameters:
-            p.grad = None
+        take(trained.parameters)
+        self._tables.begin(Layout(((Node(0, leaves),),), leaves))
 
     def close_forward(self, leaf: int, loss: Tensor, weight: float, *, surprised: bool) -> None:
         """Keep a leaf's totals; see `Engine`."""
@@ -49,12 +58,14 @@ class LocalEngine:
             refuse_sparse(name, p.grad)
         if self._leaves > 1:
             self._gradients.push(leaf, take(self._trained.parameters))
+        self._tables.close_leaf(leaf)
 
     def flush(self) -> None:
         """Nothing travels; see `Engine`."""
 
     def finish(self) -> Totals:
         """Complete the sum; see `Engine`."""
+        self._tables.finish()
         if self._leaves == 1:
             assert self._loss is not None
             return Totals(self._loss.item(), self._weight, self._surprised)
@@ -67,7 +78,7 @@ class LocalEngine:
 
     def prepare(self, *, factor: float, scaler: torch.amp.GradScaler | None, clip: float | None) -> float | None:
         """Finish p.grad; see `Engine`."""
-        return prepare_whole(self._trained.parameters, self._optimizer, factor=factor, scaler=scaler, clip=clip)
+        return prepare_whole(self._given.parameters, self._optimizer, factor=factor, scaler=scaler, clip=clip)
 
     def update(self, scaler: torch.amp.GradScaler | None) -> None:
         """Write the weights; see `Engine`."""
@@ -75,7 +86,7 @@ class LocalEngine:
 
     def abort(self, *, alike: bool) -> bool:
         """Forget the step; see `Engine`."""
-        take(self._trained.parameters)
+        take(self._given.parameters)
         return True
 
     def raise_deferred(self) -> None:
@@ -83,4 +94,5 @@ class LocalEngine:
 
     def close(self) -> None:
         """Let go of the parameters; see `Engine`."""
-        self._trained = Trained((), ())
+        self._given = self._trained = Trained((), ())
+        self._tables = TableSums(self._trained)

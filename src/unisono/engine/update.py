@@ -22,8 +22,9 @@ def prepare_whole(
     clip: float | None,
 ) -> float | None:
     """Finish p.grad: multiply, take the scale out, clip. Returns: the norm before it was clipped; see `Engine`."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    if factor != 1.0:
+    # Of a sparse gradient, its values: those of its rows, one behind the other.
+    gradients = [p.grad._values() if p.grad.is_sparse else p.grad for p in parameters if p.grad is not None]
+    if factor != 1.0 and gradients:
         torch._foreach_mul_(gradients, factor)
     if scaler is not None:
         scaler.unscale_(optimizer)
@@ -33,7 +34,9 @@ def prepare_whole(
         block
         for p in parameters
         if p.grad is not None
-        for block in blocks_of(in_memory_order(p.grad, dense_strides(p)))
+        for block in blocks_of(
+            p.grad._values().view(-1) if p.grad.is_sparse else in_memory_order(p.grad, dense_strides(p))
+        )
     ]
     norm = global_norm(block_norms(blocks).tolist())
     scale = clip_factor(norm, clip)

@@ -20,7 +20,7 @@ from unisono.comm import World, own_placement
 from unisono.engine import BufferTransaction, EngineKind, choose_engines
 from unisono.state.policy import Checkpoints
 from unisono.trainer.keeping import Found, Keeper, Resume
-from unisono.trainer.modules import plain_modules
+from unisono.trainer.modules import check_batch_norms, check_embeddings, plain_modules
 from unisono.trainer.run import Run
 from unisono.trainer.setup import (
     AverageUpdates,
@@ -89,10 +89,12 @@ def assemble(
     for module in modules.values():
         module.to(chosen)
     world = World.connect(chosen)
+    check_batch_norms(modules, ranks=world.size)
     keeper = Keeper(directory, checkpoints, world)
     found = keeper.find(resume)
     facts = None if found is None else found.document["facts"]
     virtual_ranks = choose_virtual_ranks(virtual_ranks, seed=seed, world=world, facts=facts, directory=directory)
+    check_embeddings(modules, virtual_ranks=virtual_ranks)
     run = Run(seed=seed, virtual_ranks=virtual_ranks, world=world, device=chosen)
     engines = choose_engines(
         engine, world, modules.values(), optimizers.values(), virtual_ranks=virtual_ranks, overlap=overlap

@@ -10,7 +10,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-__all__ = ["evaluating", "lone_sample", "lone_samples_warning", "plain_modules", "plain_name", "to_device"]
+from unisono.parallel.sync_batch_norm import SyncBatchNorm
+
+__all__ = [
+    "check_batch_norms",
+    "check_embeddings",
+    "evaluating",
+    "lone_sample",
+    "lone_samples_warning",
+    "plain_modules",
+    "plain_name",
+    "to_device",
+]
 
 
 def plain_name(name: str) -> str:
@@ -29,6 +40,41 @@ def plain_modules(model: nn.Module | Mapping[str, nn.Module]) -> dict[str, nn.Mo
     """
     models = {f"{key}.": module for key, module in model.items()} if isinstance(model, Mapping) else {"": model}
     return {prefix: getattr(module, "_orig_mod", module) for prefix, module in models.items()}
+
+
+def check_batch_norms(modules: Mapping[str, nn.Module], *, ranks: int) -> None:
+    """Raise ValueError for layers that normalise over ranks: how many there are would change the result."""
+    found = [
+        prefix + name for prefix, root in modules.items() for name, module in root.named_modules() if _syncs(module)
+    ]
+    if found and ranks > 1:
+        raise ValueError(
+            f"{found[0]!r} is a SyncBatchNorm, which normalises over what {ranks} ranks happen to compute at the same "
+            "time. The Trainer has BatchNorm over each virtual rank's share: leave out the conversion, or use "
+            "unisono.parallel.revert_sync_batchnorm(model)."
+        )
+
+
+def _syncs(module: nn.Module) -> bool:
+    return isinstance(module, (SyncBatchNorm, nn.SyncBatchNorm))
+
+
+def check_embeddings(modules: Mapping[str, nn.Module], *, virtual_ranks: int) -> None:
+    """Raise ValueError for layers that write their weights in the forward pass, where ranks could not agree on them."""
+    found = [
+        (prefix + name, module.max_norm)
+        for prefix, root in modules.items()
+        for name, module in root.named_modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
+    ]
+    if found and virtual_ranks > 1:
+        name, bound = found[0]
+        raise ValueError(
+            f"{name!r} has max_norm={bound}, with which torch shortens the rows that a forward pass looks up, in the "
+            f"weights themselves. With virtual_ranks={virtual_ranks} each share would find the weights that the ones "
+            "before it on its rank have left. Leave max_norm out, or scale what the layer returns; or give "
+            "virtual_ranks=1."
+        )
 
 
 def to_device(items: Any, device: torch.device) -> Any:

@@ -182,6 +182,8 @@ class StepRunner:
                 )
         if not parameters:
             raise ValueError("the optimizer has no parameter that requires a gradient: there is nothing to train")
+        for p in self._trained.parameters:
+            p.grad = None  # or the optimizer would find it with those that are frozen from now on
         self._trained = Trained(tuple(names[id(p)] for p in parameters), parameters)
         trained = {id(p) for p in parameters}
         others = [p for m in self._modules.values() for p in m.parameters() if p.requires_grad and id(p) not in trained]

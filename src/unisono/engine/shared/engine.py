@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
@@ -21,15 +21,17 @@ from unisono.engine.base import Totals, Trained, weight_of_row
 from unisono.engine.exchange import Layout
 from unisono.engine.gradients import take
 from unisono.engine.leaves import LeafSums
-from unisono.engine.norm import BLOCK, clip_factor, dense_strides, global_norm
+from unisono.engine.norm import BLOCK, block_norms, blocks_of, clip_factor, dense_strides, global_norm
 from unisono.engine.shared.hall import Hall
+from unisono.engine.shared.mail import SharedMail
 from unisono.engine.shared.optimizers import StandIn, is_elementwise
 from unisono.engine.shared.pairs import PairedRows
-from unisono.engine.shared.parts import cut, deal
+from unisono.engine.shared.parts import Piece, cut, deal
 from unisono.engine.shared.rows import Rows
 from unisono.engine.shared.state import SharedState, give_memory_back
 from unisono.engine.shared.table import Table, note, unscale
 from unisono.engine.shared.weights import Weights
+from unisono.engine.sparse import TableSums, check_optimizer, split
 from unisono.errors import UnisonoError
 
 __all__ = ["SharedEngine"]
@@ -39,7 +41,7 @@ __all__ = ["SharedEngine"]
 # so that a rank need not wait until all others have begun the step.
 _CACHE_NBYTES = 1024 * 1024
 # Columns of the hall's words.
-_ATTEMPT, _UNSETTLED = 0, 1
+_ATTEMPT, _UNSETTLED, _MAIL = 0, 1, 2
 
 
 class SharedEngine(LeafSums):
@@ -48,10 +50,17 @@ class SharedEngine(LeafSums):
     shares_weights = True
 
     def __init__(
-        self, optimizer: Optimizer, hall: Hall, weights: Weights, *, virtual_ranks: int, overlap: bool = True
+        self,
+        optimizer: Optimizer,
+        modules: Sequence[nn.Module],
+        hall: Hall,
+        weights: Weights,
+        *,
+        virtual_ranks: int,
+        overlap: bool = True,
     ) -> None:
         super().__init__()
-        self._optimizer, self._hall, self._weights = optimizer, hall, weights
+        self._optimizer, self._modules, self._hall, self._weights = optimizer, modules, hall, weights
         self._virtual_ranks, self._overlap = virtual_ranks, overlap
         self._layouts: dict[int, Layout] = {}
         self._widest = self._layout_of(virtual_ranks)
@@ -63,11 +72,13 @@ class SharedEngine(LeafSums):
         self._factor = 1.0
         self._found_inf: Tensor | None = None
         self._used_by_all: list[bool] = []
+        """Of the dense gradients."""
         self._addresses: list[int] = []
         # All of these are made by `_build`.
         self._both_rows: Sequence[Rows | PairedRows]
         self._rows: Rows | PairedRows
         self._gradients: list[list[Tensor]]
+        self._own_tables: list[int]
         self._stand_in: StandIn
         self._state: SharedState
         self._table: Table
@@ -80,12 +91,13 @@ class SharedEngine(LeafSums):
                 "job and start it again; it resumes from the last checkpoint."
             )
         take(trained.parameters)
-        if trained is not self._trained or any(
+        if trained is not self._given or any(
             p.data_ptr() != address for p, address in zip(trained.parameters, self._addresses, strict=True)
         ):
             self._build(trained)
         else:
             self._weights.check()
+        check_optimizer(self._optimizer, self._trained, self._tables.tables)
         self._attempt += 1
         self._arrived = self._freed = self._prepared = False
         self._hall.free()
@@ -93,13 +105,14 @@ class SharedEngine(LeafSums):
         # With two sets of rows, those of the last step are left alone until all ranks have come to the end of this one.
         self._rows = self._both_rows[self._arrivals % len(self._both_rows)]
         self._rows.start(self._layout, self._attempt)
-        self._begin(self._layout.nodes[self._hall.rank])
+        self._begin(self._layout, self._hall.rank)
 
     def flush(self) -> None:
         """Show this rank's totals; see `Engine`."""
         self._wait_until_freed()
         for i, used in enumerate(self._used):
             self._table.write(i, self._totals_of(i), used)
+        self._tables.post()
 
     def finish(self) -> Totals:
         """Wait for all ranks' gradients; see `Engine`."""
@@ -125,11 +138,16 @@ class SharedEngine(LeafSums):
             )
         loss, high, low, surprised, *used = self._table.total(self._layout).tolist()
         self._used_by_all = [count > 0 for count in used]
+        self._tables.finish()
         return Totals(loss, weight_of_row(high, low), surprised > 0)
 
     def prepare(self, *, factor: float, scaler: torch.amp.GradScaler | None, clip: float | None) -> float | None:
         """Note the factor; sum already where norm, overflow or hooks are asked for; see `Engine`."""
         self._factor, self._found_inf = factor, None
+        # Each rank has the whole of these to itself.
+        sparse = self._tables.vectors()
+        if sparse and factor != 1.0:
+            torch._foreach_mul_(sparse, factor)
         hooked = bool(_global_optimizer_pre_hooks or self._optimizer._optimizer_step_pre_hooks)
         if scaler is None and clip is None and not hooked:
             return None
@@ -143,7 +161,7 @@ class SharedEngine(LeafSums):
             if self._used_by_all[piece.parameter]
         ]
         if scaler is not None:
-            table.found_inf[hall.rank] = unscale(totals, scaler)
+            table.found_inf[hall.rank] = unscale([*totals, *sparse], scaler)
         if clip is not None:
             table.write_norms(self._rows.parts[hall.rank], pieces, totals)
         hall.barrier("waiting for the norm of the gradient")
@@ -151,10 +169,11 @@ class SharedEngine(LeafSums):
         if scaler is not None:
             self._found_inf = table.found_inf.amax()
         if clip is not None:
-            norm = global_norm(table.norms.tolist())
+            of_sparse = block_norms([block for vector in sparse for block in blocks_of(vector)])
+            norm = global_norm([*table.norms.tolist(), *of_sparse.tolist()])
             scale = clip_factor(norm, clip)
-            if scale < 1.0 and totals:
-                torch._foreach_mul_(totals, scale)
+            if scale < 1.0 and (totals or sparse):
+                torch._foreach_mul_([*totals, *sparse], scale)
         if hooked:
             hall.barrier("waiting for the whole gradient, which hooks may read")
             self._show_gradients()
@@ -181,7 +200,7 @@ class SharedEngine(LeafSums):
     def abort(self, *, alike: bool) -> bool:
         """Forget the step; see `Engine`."""
         self._streaming = False
-        take(self._trained.parameters)
+        take(self._given.parameters)
         self._rows.forget()
         if not self._arrived:
             return True
@@ -201,9 +220,13 @@ class SharedEngine(LeafSums):
     def _build(self, trained: Trained) -> None:
         """Move the parameters to shared memory where they are not there, and divide the work. All ranks do so alike."""
         self.close()
-        optimizer, hall, parameters = self._optimizer, self._hall, trained.parameters
+        optimizer, hall = self._optimizer, self._hall
+        dense, tables = split(trained, self._modules)
+        check_optimizer(optimizer, dense, tables)
         self._weights.house(trained)
-        self._trained, self._addresses = trained, [p.data_ptr() for p in parameters]
+        self._given, self._addresses = trained, [p.data_ptr() for p in trained.parameters]
+        self._trained, parameters = dense, dense.parameters
+        self._tables = TableSums(tables, rank=hall.rank, mail=SharedMail(hall, word=_MAIL))
         numels = [p.numel() for p in parameters]
         whole = not is_elementwise(optimizer)
         parts = deal(numels, ranks=hall.size) if whole else cut(numels, ranks=hall.size, unit=BLOCK)
@@ -233,8 +256,14 @@ class SharedEngine(LeafSums):
                 [total.view(shape) for total, shape in zip(rows.totals, shapes, strict=True)]
                 for rows in self._both_rows
             ]
+        # A table is updated whole by one rank, whatever the optimizer. Tables are numbered behind other parameters.
+        dealt = deal([p.numel() for p in tables.parameters], ranks=hall.size)[hall.rank]
+        self._own_tables = [piece.parameter for piece in dealt]
+        pieces = [*pieces, *(Piece(len(parameters) + i, start, stop) for i, start, stop in dealt)]
+        places += [tables.parameters[i] for i in self._own_tables]
+        parameters = (*parameters, *tables.parameters)
         self._stand_in = StandIn(optimizer, parameters, pieces, places)
-        self._state = SharedState(hall, trained.names, parameters, self._stand_in, whole=whole)
+        self._state = SharedState(hall, (*dense.names, *tables.names), parameters, self._stand_in)
         if self._overlap and is_large:
             self._watch()
         give_memory_back()
@@ -274,7 +303,10 @@ class SharedEngine(LeafSums):
             self._rows.reduce(used, self._factor)
         supports = getattr(optimizer, "_step_supports_amp_scaling", False)
         state.adopt(optimizer)
-        gradients = self._gradients[self._both_rows.index(self._rows)]
+        gradients: Sequence[Tensor | None] = self._gradients[self._both_rows.index(self._rows)]
+        if self._tables.tables.names:
+            gradients = [*gradients, *(self._tables.totals[i] for i in self._own_tables)]
+            used = [*used, *(total is not None for total in self._tables.totals)]
         self._stand_in.step(optimizer, gradients, used, self._found_inf if supports else None)
         state.publish()
         hall.show(_UNSETTLED, int(not state.is_settled()))

@@ -22,7 +22,7 @@ _ELEMENTWISE = frozenset({
     optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adagrad, optim.Adadelta,
     optim.RMSprop, optim.Rprop, optim.ASGD,
 })  # fmt: skip
-_PARAMETERWISE = frozenset({optim.Adafactor, optim.Muon} if hasattr(optim, "Muon") else {optim.Adafactor})
+_PARAMETERWISE = frozenset({optim.Adafactor, optim.SparseAdam, *([optim.Muon] if hasattr(optim, "Muon") else [])})
 
 
 def is_divisible(optimizer: Optimizer) -> bool:
@@ -38,7 +38,8 @@ def is_elementwise(optimizer: Optimizer) -> bool:
 class StandIn:
     """The optimizer of one rank's pieces.
 
-    Args: places[k] is where the k-th piece's values lie: for a whole-parameter optimizer the parameter itself.
+    Args: places[k] is where the k-th piece's values lie: the parameter itself for a whole-parameter optimizer, and
+        where the gradient is sparse.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class StandIn:
     ) -> None:
         group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
         self.pieces, self.places = pieces, places
-        self._gradients: Sequence[Tensor] = ()
+        self._gradients: Sequence[Tensor | None] = ()
         self._used: list[bool] = []
         self._is_whole = not is_elementwise(optimizer)
         # Not a copy: that would go through the optimizer's own __setstate__, and through pickle.
@@ -72,7 +73,7 @@ class StandIn:
         self._step: Any = step.__wrapped__ if getattr(step, "hooked", False) else step
 
     def step(
-        self, optimizer: Optimizer, gradients: Sequence[Tensor], used: Sequence[bool], found_inf: Tensor | None
+        self, optimizer: Optimizer, gradients: Sequence[Tensor | None], used: Sequence[bool], found_inf: Tensor | None
     ) -> None:
         """Update the pieces of used parameters.
 

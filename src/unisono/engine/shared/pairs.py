@@ -148,6 +148,8 @@ class PairedRows:
         """Sum this rank's part over all rows, and multiply it by a factor."""
         parts = self.parts[self._hall.rank]
         chosen = [k for k, piece in enumerate(parts) if used[piece.parameter]]
+        if not chosen:
+            return
         plan = self._plan
         vectors = {0: [self.totals[k] for k in chosen]}
         for row in {row for addition in plan.additions for row in addition} - {0}:

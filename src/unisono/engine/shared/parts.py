@@ -24,6 +24,8 @@ def cut(numels: Sequence[int], *, ranks: int, unit: int) -> list[list[Piece]]:
     >>> [[tuple(piece) for piece in pieces] for pieces in cut([100, 300], ranks=2, unit=64)]
     [[(0, 0, 100), (1, 0, 128)], [(1, 128, 300)]]
     """
+    if not numels:
+        return [[] for _ in range(ranks)]
     ends = [0]
     for numel in numels:
         ends.append(ends[-1] + numel)

@@ -136,6 +136,9 @@ class Rows:
         """Sum this rank's part over all nodes, and multiply it by a factor; the gradients given are used up."""
         plan, pieces = self._plan, self.parts[self.rank]
         chosen = [k for k, piece in enumerate(pieces) if used[piece.parameter]]
+        if not chosen:
+            self._own = []
+            return
         vectors: dict[int, list[Tensor]] = {}
         for source in plan.sources:
             if source < 0:

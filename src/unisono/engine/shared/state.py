@@ -49,14 +49,17 @@ class _Home(NamedTuple):
 class SharedState:
     """The state of one user's optimizer, over one stand-in.
 
-    Args: whole is whether the pieces are whole parameters of which the owner makes the state as it likes.
+    Of a piece whose place is the parameter itself, the owner makes the state as it likes.
     """
 
-    def __init__(
-        self, hall: Hall, names: Sequence[str], parameters: Sequence[Tensor], stand_in: StandIn, *, whole: bool
-    ) -> None:
-        self._hall, self._names, self._parameters, self._whole = hall, names, parameters, whole
+    def __init__(self, hall: Hall, names: Sequence[str], parameters: Sequence[Tensor], stand_in: StandIn) -> None:
+        self._hall, self._names, self._parameters = hall, names, parameters
         self._stand_in = stand_in
+        self._whole = [
+            (piece.parameter, place)
+            for piece, place in zip(stand_in.pieces, stand_in.places, strict=True)
+            if place is parameters[piece.parameter]
+        ]
         self._homes: list[dict[str, _Home]] = [{} for _ in parameters]
         self._shown: list[dict[str, Any]] = [{} for _ in parameters]
         self._adopted: set[int] = set()
@@ -81,7 +84,7 @@ class SharedState:
                 self._stand_in.state.pop(place, None)
                 if state := optimizer.state.get(p):
                     self._stand_in.state[place] = {
-                        key: self._own_part(value, p, piece.start, piece.stop) for key, value in state.items()
+                        key: self._own_part(value, p, place, piece.start, piece.stop) for key, value in state.items()
                     }
 
     def is_settled(self) -> bool:
@@ -126,17 +129,15 @@ class SharedState:
 
     def publish(self) -> None:
         """Write what this rank's optimizer has put elsewhere to its place in shared memory; before ranks meet."""
-        if not self._whole:
-            return
-        for piece, place in zip(self._stand_in.pieces, self._stand_in.places, strict=True):
+        for index, place in self._whole:
             state = self._stand_in.state.get(place, {})
-            for key, home in self._homes[piece.parameter].items():
+            for key, home in self._homes[index].items():
                 value: Any = state.get(key)
                 if home.kind.what == "number" and home.vector is not None:
                     home.vector[0] = value
                 elif isinstance(value, Tensor) and value is not home.shown:
                     if tuple(value.shape) != home.kind.shape:
-                        self._refuse(piece.parameter, key, f"changed its shape to {list(value.shape)}")
+                        self._refuse(index, key, f"changed its shape to {list(value.shape)}")
                     home.shown.copy_(value)
                     state[key] = home.shown
 
@@ -156,7 +157,7 @@ class SharedState:
                 self._refuse(index, key, f"is a tensor with layout {value.layout} on {value.device}")
             if value.dim() and value.shape == place.shape:
                 return _Kind("like", value.dtype, tuple(self._parameters[index].shape))
-            if value.dim() and not self._whole:
+            if value.dim() and place is not self._parameters[index]:
                 self._refuse(index, key, f"has shape {list(value.shape)}")
             return _Kind("tensor", value.dtype, tuple(value.shape))
         if isinstance(value, (bool, int, float)):
@@ -195,7 +196,7 @@ class SharedState:
             if home.kind.what == "number":
                 home.vector[0] = value
             elif home.kind.what == "like":
-                if self._whole:
+                if place is self._parameters[index]:
                     home.shown.copy_(value)
                     state[key] = home.shown
                 else:
@@ -207,10 +208,10 @@ class SharedState:
                 home.shown.copy_(value)
                 state[key] = home.shown
 
-    def _own_part(self, value: Any, parameter: Tensor, start: int, stop: int) -> Any:
+    def _own_part(self, value: Any, parameter: Tensor, place: Tensor, start: int, stop: int) -> Any:
         if not isinstance(value, Tensor):
             return value
-        if self._whole or value.shape != parameter.shape or not value.dim():
+        if place is parameter or value.shape != parameter.shape or not value.dim():
             return value.clone()
         return in_memory_order(value, dense_strides(parameter))[start:stop].clone()
 
