@@ -54,6 +54,7 @@ def test_step_runs_from_end_to_end(tmp_path):
         assert row["ratio"] == pytest.approx(row["peer"]["median"] / row["ours"]["median"], rel=1e-4)
 
 
+@pytest.mark.soak
 def test_exchange_measures_on_two_ranks(tmp_path):
     ended = bench("exchange", "--quick", "--json", str(tmp_path / "rows"))
     assert ended.returncode == 0, ended.stderr
@@ -61,6 +62,7 @@ def test_exchange_measures_on_two_ranks(tmp_path):
     assert row["parameters"] == {"nbytes": 4096, "ranks": 2}
 
 
+@pytest.mark.soak
 def test_collectives_measure_every_kind_and_the_script(tmp_path):
     ended = bench("collectives", "--quick", "--json", str(tmp_path / "rows"))
     assert ended.returncode == 0, ended.stderr
@@ -72,6 +74,7 @@ def test_collectives_measure_every_kind_and_the_script(tmp_path):
     assert {row["peer_name"] for row in rows} == {"gloo", "one memcpy"}
 
 
+@pytest.mark.soak
 def test_comm_measures_every_function(tmp_path):
     ended = bench("comm", "--quick", "--json", str(tmp_path / "rows"))
     assert ended.returncode == 0, ended.stderr

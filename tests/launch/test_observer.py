@@ -238,16 +238,16 @@ if rank == 1:
     threading.Event().wait()
 """,
         ranks=3,
-        hang_report_s=2.0,
+        hang_report_s=1.0,
     )
     watch.until(lambda: watch.codes == {0: 0, 2: 0})
-    end_s = time.monotonic() + 5
+    end_s = time.monotonic() + 2.5
     watch.until(lambda: time.monotonic() > end_s)
     assert watch.reports == []
     (watch.folder / "script.py.go").touch()
     report = watch.report("ranks 0,2 ended", "rank 1 has done nothing since")
     assert f"{watch.place('wait()')}" in report and "threading.Event().wait()" in report
-    end_s = time.monotonic() + 5
+    end_s = time.monotonic() + 2.5
     watch.until(lambda: time.monotonic() > end_s)
     assert len(watch.reports) == 1
 

@@ -39,6 +39,7 @@ def test_a_group_that_is_not_destroyed_is_no_reason_to_speak(launcher):
     assert (result.stderr, result.returncode) == ("", 0)
 
 
+@pytest.mark.soak
 def test_ten_jobs_run_side_by_side(launcher):
     script = launcher.write(
         "script.py",

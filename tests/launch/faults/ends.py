@@ -31,7 +31,7 @@ ENDS = (
         first="{last} exited with code 3",
         details=("{here}", "sys.exit(3)"),
         codes=(3,),
-        ranks=(1, 2),
+        ranks=(2,),
     ),
     Fault(
         name="exit-message",
@@ -55,7 +55,7 @@ ENDS = (
         """,
         first="{last} exited with code 1",
         details=("os._exit", "about to leave"),
-        ranks=(1, 2, 4),
+        ranks=(1, 4),
     ),
     Fault(
         name="sigkill",
@@ -67,7 +67,7 @@ ENDS = (
         first="{last} was killed by SIGKILL",
         details=("No counter of the kernel speaks for a lack of memory",),
         codes=(137,),
-        ranks=(1, 2, 4),
+        ranks=(1, 4),
     ),
     Fault(
         name="sigsegv",
@@ -82,7 +82,7 @@ ENDS = (
         first="{last} was killed by SIGSEGV",
         details=("native code", "{here} in crash"),
         codes=(139,),
-        ranks=(1, 3),
+        ranks=(3,),
     ),
     Fault(
         name="sigabrt",
@@ -123,7 +123,7 @@ ENDS = (
         first="{last} was killed by SIGTERM",
         details=("Another process asked it to end",),
         codes=(143,),
-        ranks=(1, 3),
+        ranks=(3,),
     ),
     Fault(
         name="sigint-from-outside",

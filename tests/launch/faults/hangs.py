@@ -17,7 +17,7 @@ HANGS = (
         first="{last} ended while {some} still needed it",
         details=("then failed: RuntimeError: ", "{here}"),
         least_ranks=2,
-        ranks=(2, 3),
+        ranks=(3,),
     ),
     Fault(
         name="endless-loop",
@@ -33,7 +33,7 @@ HANGS = (
         first=_WAITED,
         details=("{last}: computing", "in search", "ending the job"),
         least_ranks=2,
-        ranks=(2, 3),
+        ranks=(3,),
     ),
     Fault(
         name="sigstop",
@@ -100,7 +100,7 @@ HANGS = (
         first="{last} calls broadcast where {others} {call} all_reduce (collective 2)",
         details=("{others}: all_reduce(float32[4, 4], sum)", "{last}: broadcast(float32[4], root 0)", "{here}"),
         least_ranks=2,
-        ranks=(2, 4),
+        ranks=(4,),
     ),
     Fault(
         name="mismatched-shapes",

@@ -13,7 +13,7 @@ STARTS = (
         files=(("model.py", "width = 64\ndepth = width / 0  # here\n"),),
         first="{last} failed: ZeroDivisionError: division by zero",
         details=("{here}", "depth = width / 0", "import model"),
-        ranks=(1, 3),
+        ranks=(3,),
     ),
     Fault(
         name="syntax-error",
