@@ -23,7 +23,12 @@ torch.set_num_threads(1)
 
 # Whoever starts the tests in the background, or under nohup, has these ignored, and so would every job: a job keeps
 # ignoring what it finds ignored.
-for _signum, _handler in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+_HANDLERS = {
+    signal.SIGHUP: signal.SIG_DFL,
+    signal.SIGQUIT: signal.SIG_DFL,
+    signal.SIGINT: signal.default_int_handler,
+}
+for _signum, _handler in _HANDLERS.items():
     if signal.getsignal(_signum) is signal.SIG_IGN:
         signal.signal(_signum, _handler)
 
@@ -87,19 +92,22 @@ class RankHost:
         script: Path,
         *args: object,
         folder: Path,
+        cwd: Path | None = None,
         watched: bool = True,
         environment: Mapping[str, str] = MappingProxyType({"RANK": "{rank}"}),
-    ) -> list[int | None]:
+    ) -> tuple[list[int | None], int | None]:
         """Run a script on N ranks, whose output goes to files out0, err0, … in a folder.
 
         Args: watched is whether all are ended when one fails; {rank} in the environment stands for the rank.
-        Returns: exit codes by rank, minus the signal for one that was killed, None for one that had to be ended.
+        Returns: exit codes by rank, minus the signal for one that was killed, None for one that had to be ended; and
+            the code of the one that failed first, 0 if none did.
         """
         job = {
             "ranks": n,
             "script": str(script),
             "arguments": list(map(str, args)),
             "folder": str(folder),
+            "cwd": str(cwd or Path.cwd()),
             "environment": dict(environment),
             "watched": watched,
             "timeout_s": TIMEOUT_S,
@@ -107,7 +115,8 @@ class RankHost:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline())
+        codes, first = json.loads(self._process.stdout.readline())
+        return codes, first
 
 
 @pytest.fixture(scope="session")
@@ -144,7 +153,7 @@ def fork_ranks(rank_host: RankHost, tmp_path: Path) -> Runner:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }
-        codes = rank_host.run(n, script, *args, folder=folder, environment=environment)
+        codes, first = rank_host.run(n, script, *args, folder=folder, environment=environment)
         out, err = (
             "".join(
                 f"[{rank}] {line}\n"
@@ -153,7 +162,6 @@ def fork_ranks(rank_host: RankHost, tmp_path: Path) -> Runner:
             )
             for name in ("out", "err")
         )
-        first = next((ended for ended in codes if ended), None if None in codes else 0)
         job = Job(-1 if first is None else first if first >= 0 else 128 - first, out, err)
         assert code is None or job.code == code, f"ranks ended with {codes}\n{out[-3000:]}\n{err[-6000:]}"
         return job

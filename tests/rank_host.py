@@ -30,16 +30,20 @@ def _serve() -> dict | None:
     return None
 
 
-def _wait(pids: dict[int, int], *, watched: bool, end_s: float) -> list[int | None]:
-    """Wait for ranks. Returns: how each ended; None for those that had to be ended. `watched`: all end if one fails."""
+def _wait(pids: dict[int, int], *, watched: bool, end_s: float) -> tuple[list[int | None], int | None]:
+    """Wait for ranks; with `watched` all are ended when one fails.
+
+    Returns: how each ended, None for those that had to be ended; and how the one ended that failed first.
+    """
     codes: dict[int, int | None] = {}
-    running = dict(pids)
+    running, failures = dict(pids), []
     while running:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid in running:
             codes[running.pop(pid)] = code = os.waitstatus_to_exitcode(status)
-            if code and watched:
-                end_s = min(end_s, time.monotonic() + _GRACE_S)
+            if code:
+                failures.append(code)
+                end_s = min(end_s, time.monotonic() + _GRACE_S) if watched else end_s
         elif not pid:
             if time.monotonic() > end_s:
                 break
@@ -48,7 +52,8 @@ def _wait(pids: dict[int, int], *, watched: bool, end_s: float) -> list[int | No
         os.killpg(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         codes[rank] = None
-    return [codes[rank] for rank in range(len(pids))]
+    ended = [codes[rank] for rank in range(len(pids))]
+    return ended, (failures or ended if None in ended else failures or [0])[0]
 
 
 def _become(job: dict) -> None:
@@ -61,6 +66,7 @@ def _become(job: dict) -> None:
         os.close(file)
     sys.stdin = open(0)  # noqa: SIM115  the old one is the host's
     os.environ.update({name: value.replace("{rank}", str(rank)) for name, value in job["environment"].items()})
+    os.chdir(job["cwd"])
     sys.argv = [job["script"], *job["arguments"]]
     sys.path[0] = str(Path(job["script"]).parent)
 

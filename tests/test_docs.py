@@ -64,10 +64,12 @@ def test_pages_with_blocks_are_found():
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES_WITH_BLOCKS if page != README], ids=lambda page: page.name)
-def test_python_blocks_run(page, tmp_path):
+def test_python_blocks_run(rank_host, page, tmp_path):
     script = tmp_path / f"{page.stem}.py"
-    script.write_text(script_of(page))
-    run_python(script)
+    script.write_text("import warnings; warnings.simplefilter('error')\n" + script_of(page))
+    (tmp_path / "outputs").mkdir()
+    codes, _ = rank_host.run(1, script, folder=tmp_path / "outputs", cwd=tmp_path, environment={})
+    assert codes == [0], (tmp_path / "outputs" / "err0").read_text()[-4000:]
 
 
 def test_the_readmes_script_is_short_and_has_one_digest_with_and_without_ranks(run_ranks, tmp_path):

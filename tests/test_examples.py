@@ -10,7 +10,7 @@ import pytest
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-def test_digits_learns_resumes_and_prints_accuracy_and_digest(run_ranks, tmp_path):
+def test_digits_learns_resumes_and_prints_accuracy_and_digest(run_ranks, fork_ranks, tmp_path):
     options = ["--epochs", 4, "--batch-size", 96, "--virtual-ranks", 4, "--workers", 1, "--seed", 3]
     whole = run_ranks(2, EXAMPLES / "digits.py", *options).lines()
     accuracy, sha = whole[-2:]
@@ -19,8 +19,8 @@ def test_digits_learns_resumes_and_prints_accuracy_and_digest(run_ranks, tmp_pat
     assert float(found[1]) == round(int(found[2]) / 360, 4) > 0.9
     assert re.fullmatch(r"weights sha256: [0-9a-f]{64}", sha)
     stopped = ["--directory", tmp_path, "--checkpoint-every", 5]
-    run_ranks(1, EXAMPLES / "digits.py", *options, *stopped, "--steps", 23)
-    assert run_ranks(3, EXAMPLES / "digits.py", *options, *stopped).lines()[-2:] == whole[-2:]
+    fork_ranks(1, EXAMPLES / "digits.py", *options, *stopped, "--steps", 23)
+    assert fork_ranks(3, EXAMPLES / "digits.py", *options, *stopped).lines()[-2:] == whole[-2:]
     assert (tmp_path / "events.jsonl").exists()
 
 

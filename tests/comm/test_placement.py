@@ -96,7 +96,7 @@ def test_ranks_meet_under_every_launchers_environment(rank_host, tmp_path, launc
             "torchrun's": {"RANK": "{rank}", "WORLD_SIZE": str(n), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
         }[launcher]
         environment |= dict.fromkeys(("TMPDIR", "XDG_RUNTIME_DIR"), str(tmp_path / "temporary"))
-        codes = rank_host.run(n, tmp_path / "train.py", folder=tmp_path, environment=environment)
+        codes, _ = rank_host.run(n, tmp_path / "train.py", folder=tmp_path, environment=environment)
         errors = [(tmp_path / f"err{rank}").read_text() for rank in range(n)]
         assert codes == [0] * n, errors
         assert not any("destroy_process_group" in error for error in errors), errors

@@ -21,7 +21,7 @@ def test_random_collectives_agree_with_one_process(fork_ranks, ranks):
 
 
 def test_sixteen_ranks_share_whatever_cores_there_are(fork_ranks):
-    job = fork_ranks(16, PROGRAM, 5, 25)
+    job = fork_ranks(16, PROGRAM, 5, 12)
     assert job.lines(15)[-1] == "25 calls agree"
 
 

@@ -232,16 +232,16 @@ print("weights sha256:", trainer.digest())
 """
 
 
-def test_a_disk_that_fills_up_does_not_end_the_run_and_is_told(run_ranks, tmp_path):
-    job = run_ranks(1, FULL_DISK, tmp_path / "run", 7)
+def test_a_disk_that_fills_up_does_not_end_the_run_and_is_told(fork_ranks, tmp_path):
+    job = fork_ranks(1, FULL_DISK, tmp_path / "run", 7)
     steps = sorted(int(folder.name[5:]) for folder in (tmp_path / "run" / "checkpoints").iterdir())
     assert steps == [8, 9, 10]  # room again after step 7
     assert "checkpoint not written" in (tmp_path / "run" / "events.jsonl").read_text()
     assert job.sha()
 
 
-def test_a_disk_that_stays_full_is_an_error_at_the_end_and_older_checkpoints_stay(run_ranks, tmp_path):
-    job = run_ranks(1, FULL_DISK, tmp_path / "run", 100, code=1)
+def test_a_disk_that_stays_full_is_an_error_at_the_end_and_older_checkpoints_stay(fork_ranks, tmp_path):
+    job = fork_ranks(1, FULL_DISK, tmp_path / "run", 100, code=1)
     assert "step 10 was not written" in job.said
     assert "Older checkpoints are untouched" in job.said
     kept = sorted(folder.name for folder in (tmp_path / "run" / "checkpoints").iterdir())
@@ -287,17 +287,17 @@ finally:
         ("batch_size = 8 + RANK", ["batch_size differs between ranks", "rank 0: 8, rank 1: 9"]),
     ],
 )
-def test_ranks_that_differ_are_told_so_on_all_ranks(run_ranks, change, words):
-    job = run_ranks(2, PREAMBLE + change + RUN, code=1)
+def test_ranks_that_differ_are_told_so_on_all_ranks(fork_ranks, change, words):
+    job = fork_ranks(2, PREAMBLE + change + RUN, code=1)
     for word in words:
         assert word in job.said
     assert "RankMismatchError" in job.said
 
 
-def test_nan_on_one_rank_is_named_on_all_ranks(run_ranks):
+def test_nan_on_one_rank_is_named_on_all_ranks(fork_ranks):
     handler = "except unisono.errors.NonFiniteLossError as error:\n    print(error)\nfinally:"
     catch = RUN.replace("finally:", handler)
-    job = run_ranks(3, PREAMBLE + "import unisono.errors\ndata.tensors[0][11] = torch.inf" + catch)
+    job = fork_ranks(3, PREAMBLE + "import unisono.errors\ndata.tensors[0][11] = torch.inf" + catch)
     for rank in range(3):
         said = "\n".join(job.lines(rank))
         assert "epoch 0, step 1" in said
@@ -305,8 +305,8 @@ def test_nan_on_one_rank_is_named_on_all_ranks(run_ranks):
         assert "unchanged True" in said
 
 
-def test_more_ranks_than_virtual_ranks_says_what_to_change(run_ranks):
-    job = run_ranks(5, PREAMBLE + RUN, code=1)
+def test_more_ranks_than_virtual_ranks_says_what_to_change(fork_ranks):
+    job = fork_ranks(5, PREAMBLE + RUN, code=1)
     assert "world_size=5 exceeds virtual_ranks=4: 1 rank would be idle" in job.said
     assert "Start at most 4 ranks, or raise virtual_ranks" in job.said
 

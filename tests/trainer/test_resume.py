@@ -38,8 +38,8 @@ def expected(fork_ranks, tmp_path: Path, undisturbed) -> list[str]:
     ("die_at", "phase", "before", "after"),
     [(1, "loss", 2, 3), (3, "after", 3, 1), (7, "loss", 1, 4), (10, "save", 4, 2), (14, "after", 2, 1)],
 )
-def test_killed_run_goes_on_to_the_same_bits(run_ranks, fork_ranks, tmp_path, expected, die_at, phase, before, after):
-    hurt = run_ranks(before, PROGRAM, tmp_path, "--virtual-ranks", 4, "--die-at", die_at, "--phase", phase, code=137)
+def test_killed_run_goes_on_to_the_same_bits(fork_ranks, tmp_path, expected, die_at, phase, before, after):
+    hurt = fork_ranks(before, PROGRAM, tmp_path, "--virtual-ranks", 4, "--die-at", die_at, "--phase", phase, code=137)
     assert "weights sha256" not in hurt.out
     assert finish(fork_ranks, tmp_path, after) == expected
     assert_each_sample_once(tmp_path / "dealt.txt")
@@ -93,11 +93,11 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(fork_ranks, tm
     assert [event["total_steps"] for event in events if event["event"] == "resume"] == [6]
 
 
-def test_all_damaged_is_an_error_and_not_a_fresh_start(run_ranks, fork_ranks, tmp_path):
+def test_all_damaged_is_an_error_and_not_a_fresh_start(fork_ranks, tmp_path):
     fork_ranks(1, PROGRAM, tmp_path, "--virtual-ranks", 4, "--steps", 4)
     for folder in (tmp_path / "checkpoints").iterdir():
         (folder / "state.json").write_text("{")
-    job = run_ranks(2, PROGRAM, tmp_path, "--virtual-ranks", 4, code=1)
+    job = fork_ranks(2, PROGRAM, tmp_path, "--virtual-ranks", 4, code=1)
     assert "are damaged" in job.said
     assert "state.json" in job.said
 
@@ -127,22 +127,22 @@ def test_checkpoints_are_kept_to_the_last_two_and_have_plain_names(fork_ranks, t
         (["--resume", "never"], ["already holds a run, up to step 3", "another directory"]),
     ],
 )
-def test_another_run_does_not_take_a_directory_over(run_ranks, fork_ranks, tmp_path, args, words):
+def test_another_run_does_not_take_a_directory_over(fork_ranks, tmp_path, args, words):
     fork_ranks(1, PROGRAM, tmp_path, "--virtual-ranks", 4, "--steps", 3)
-    job = run_ranks(2, PROGRAM, tmp_path, *args, code=1)
+    job = fork_ranks(2, PROGRAM, tmp_path, *args, code=1)
     for word in words:
         assert word in job.said
 
 
-def test_resume_must_needs_a_checkpoint(run_ranks, tmp_path):
-    job = run_ranks(2, PROGRAM, tmp_path, "--resume", "must", code=1)
+def test_resume_must_needs_a_checkpoint(fork_ranks, tmp_path):
+    job = fork_ranks(2, PROGRAM, tmp_path, "--resume", "must", code=1)
     assert "holds no checkpoint" in job.said
 
 
-def test_virtual_ranks_are_the_ranks_of_the_first_start_and_stay(run_ranks, fork_ranks, tmp_path):
+def test_virtual_ranks_are_the_ranks_of_the_first_start_and_stay(fork_ranks, tmp_path):
     fork_ranks(2, PROGRAM, tmp_path, "--steps", 3)
     fork_ranks(1, PROGRAM, tmp_path, "--steps", 6)
-    job = run_ranks(3, PROGRAM, tmp_path, code=1)
+    job = fork_ranks(3, PROGRAM, tmp_path, code=1)
     assert "world_size=3 exceeds virtual_ranks=2" in job.said
     assert "Start at most 2 ranks" in job.said
 

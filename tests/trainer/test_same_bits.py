@@ -19,8 +19,8 @@ def slow(*values: object) -> object:
 
 
 @pytest.mark.parametrize("n", RANKS)
-def test_digits_have_one_digest_on_any_number_of_ranks(run_ranks, digits_on_one_rank, n):
-    job = run_ranks(n, EXAMPLES / "digits.py", "--epochs", 3)
+def test_digits_have_one_digest_on_any_number_of_ranks(fork_ranks, digits_on_one_rank, n):
+    job = fork_ranks(n, EXAMPLES / "digits.py", "--epochs", 3)
     assert job.lines()[-2:] == digits_on_one_rank[-2:]
 
 

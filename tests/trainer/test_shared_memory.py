@@ -40,7 +40,7 @@ def run_alone(rank_host, tmp_path):
         (tmp_path / "meet").unlink(missing_ok=True)
         start = f'dist.init_process_group("gloo", init_method="file://{tmp_path}/meet", rank=R, world_size={n})'
         (tmp_path / "script.py").write_text(f"{PREAMBLE}\n{start}\n{script}")
-        ends = rank_host.run(n, tmp_path / "script.py", folder=tmp_path, watched=False)
+        ends, _ = rank_host.run(n, tmp_path / "script.py", folder=tmp_path, watched=False)
         said = [(tmp_path / f"out{r}").read_text() for r in range(n)]
         for r, code in enumerate(ends):
             error = (tmp_path / f"err{r}").read_text()
@@ -255,7 +255,7 @@ say(trainer.digest(), model.unused.grad is None, model.turned.grad.norm().item()
 """
     alone = run_alone(1, script)
     assert alone[0].endswith(" True True\n")
-    for n in (3, 4, 5):
+    for n in (3, 4):
         assert set(run_alone(n, script)) == set(alone)
 
 
