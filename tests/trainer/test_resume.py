@@ -47,7 +47,13 @@ def test_killed_run_goes_on_to_the_same_bits(fork_ranks, tmp_path, expected, die
 
 @pytest.mark.parametrize(
     ("phase", "code", "saved"),
-    [("error", 1, 7), ("interrupt", 130, 7), ("update", 1, None), ("term", 143, 7), ("late-term", 143, 8)],
+    [
+        ("error", 1, 7),
+        ("update", 1, None),
+        ("term", 143, 7),
+        pytest.param("interrupt", 130, 7, marks=pytest.mark.soak),
+        pytest.param("late-term", 143, 8, marks=pytest.mark.soak),
+    ],
 )
 def test_an_error_ctrl_c_or_sigterm_loses_no_step(run_ranks, fork_ranks, tmp_path, expected, phase, code, saved):
     """The last step that was done is saved when the process ends; but not a state that is being written."""

@@ -25,14 +25,14 @@ DATA = TensorDataset(torch.arange(120).view(40, 3) ** 2 % 17, torch.arange(40) %
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 
 
-@pytest.mark.parametrize(("n", "names"), [(2, SOME), (3, []), (4, SOME[::2])])
+@pytest.mark.parametrize(("n", "names"), [(2, SOME), (3, []), pytest.param(4, SOME[::2], marks=pytest.mark.soak)])
 def test_tables_have_one_digest_on_any_number_of_ranks_in_each_engine(
-    run_ranks, sparse_on_one_rank, tmp_path, n, names
+    fork_ranks, sparse_on_one_rank, tmp_path, n, names
 ):
     begun, expected = sparse_on_one_rank
     for engine in ENGINES:
         shutil.copytree(begun, tmp_path / engine)
-    lines = run_ranks(n, PROGRAM, tmp_path, ",".join(ENGINES), *names).lines()
+    lines = fork_ranks(n, PROGRAM, tmp_path, ",".join(ENGINES), *names).lines()
     found = dict(re.findall(r"^(.+) = ([0-9a-f]{64})$", "\n".join(lines), re.MULTILINE))
     assert found == {f"{engine}: {name}": expected[name] for engine in ENGINES for name in names or expected}
 

@@ -5,6 +5,7 @@ from faults.fault import Fault
 ENDS = (
     Fault(
         name="data-loader-worker-killed",
+        ranks=(),
         source="""
             from torch.utils.data import DataLoader, Dataset
             class Table(Dataset):
@@ -43,7 +44,7 @@ ENDS = (
         first="{last} exited with code 1: the learning rate must be positive",
         details=("{here}",),
         quiet=False,
-        ranks=(3,),
+        ranks=(),
     ),
     Fault(
         name="os-exit",
@@ -97,6 +98,7 @@ ENDS = (
     ),
     Fault(
         name="sigbus",
+        ranks=(),
         source="""
             import mmap, tempfile
             if bad:
@@ -137,7 +139,7 @@ ENDS = (
         first="{last} was interrupted (KeyboardInterrupt)",
         details=("{here}",),
         codes=(130,),
-        ranks=(2,),
+        ranks=(),
     ),
     Fault(
         name="memory-limit",

@@ -36,10 +36,11 @@ EXCEPTIONS = (
         prologue=False,
         first="{last} failed: OSError: no such data set",
         details=("{here}",),
-        ranks=(3,),
+        ranks=(),
     ),
     Fault(
         name="exception-with-causes",
+        ranks=(),
         source="""
             def load(name):
                 try:
@@ -107,6 +108,7 @@ EXCEPTIONS = (
     ),
     Fault(
         name="backward-in-ddp",
+        ranks=(),
         source="""
             from torch.nn.parallel import DistributedDataParallel as DDP
             class Double(torch.autograd.Function):
@@ -135,7 +137,7 @@ EXCEPTIONS = (
         """,
         first="{last} failed: RuntimeError: mat1 and mat2 shapes cannot be multiplied (3x5 and 4x2)",
         details=("{here}",),
-        ranks=(3,),
+        ranks=(),
     ),
     Fault(
         name="memory-error",
@@ -156,7 +158,7 @@ EXCEPTIONS = (
         """,
         first="{last} failed: RuntimeError: DefaultCPUAllocator: can't allocate memory",
         details=("{here}", "smaller"),
-        ranks=(2,),
+        ranks=(),
     ),
     Fault(
         name="thread-that-exits",
@@ -179,6 +181,7 @@ EXCEPTIONS = (
     ),
     Fault(
         name="threads-that-go-on",
+        ranks=(),
         source="""
             if bad:
                 threading.Thread(target=time.sleep, args=(600,)).start()
@@ -192,6 +195,7 @@ EXCEPTIONS = (
     ),
     Fault(
         name="recursion",
+        ranks=(),
         source="""
             def depth(n):
                 return 1 + depth(n + 1)  # here
@@ -215,6 +219,7 @@ EXCEPTIONS = (
     ),
     Fault(
         name="error-without-words",
+        ranks=(),
         source="""
             class Odd(Exception):
                 def __str__(self):
@@ -228,6 +233,7 @@ EXCEPTIONS = (
     ),
     Fault(
         name="own-excepthook",
+        ranks=(),
         source="""
             def show(kind, error, trace):
                 print(f"shown by the program: {error}", file=sys.stderr)
@@ -242,6 +248,7 @@ EXCEPTIONS = (
     ),
     Fault(
         name="exception-group",
+        ranks=(),
         source="""
             if bad:
                 raise ExceptionGroup("two jobs", [ValueError("bad batch 7"), KeyError("row 5")])  # here

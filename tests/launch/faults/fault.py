@@ -36,7 +36,7 @@ class Fault:
     prologue: bool = True
     least_ranks: int = 1
     ranks: tuple[int, ...] = (2,)
-    """Numbers of ranks in the short suite."""
+    """Numbers of ranks in the short suite. The long one has all faults, at several."""
     files: tuple[tuple[str, str], ...] = ()
     """Other files, by name."""
     target: tuple[str, ...] = ("script.py",)

@@ -114,7 +114,7 @@ HANGS = (
         quiet=False,
         details=("{others}: all_reduce(float32[4], sum)", "{last}: all_reduce(float32[5], sum)", "{here}"),
         least_ranks=2,
-        ranks=(2,),
+        ranks=(),
     ),
     Fault(
         name="barrier-against-all-reduce",
@@ -127,7 +127,7 @@ HANGS = (
         first="{last} calls barrier where {others} {call} all_reduce (collective 2)",
         details=("{last}: barrier()", "{others}: all_reduce(float32[1], sum)", "{here}"),
         least_ranks=2,
-        ranks=(2,),
+        ranks=(),
     ),
     Fault(
         name="timeout",

@@ -61,6 +61,7 @@ STARTS = (
     ),
     Fault(
         name="spawned-interpreter",
+        ranks=(),
         source="""
             if bad:
                 raise ValueError("bad batch 7")  # here
@@ -72,6 +73,7 @@ STARTS = (
     ),
     Fault(
         name="other-program",
+        ranks=(),
         source="",
         files=(
             ("job.sh", 'if [ "$RANK" = $((WORLD_SIZE - 1)) ]; then echo "disk is full" >&2; exit 9; fi; sleep 60\n'),
