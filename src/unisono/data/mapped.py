@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from unisono.data.batch import Batch, MicroBatch, Share
-from unisono.data.fetch import Collate, Fetcher, Task
+from unisono.data.fetch import Collate, Fetcher, Reader, Task
 from unisono.errors import DataError
 from unisono.plan import num_steps, permute, share_positions, step_size
 
@@ -64,14 +64,14 @@ class Loader:
         self.steps: int = num_steps(self.num_samples, settings.batch_size)
         """Steps of an epoch."""
         self._settings = settings
-        self._fetcher = Fetcher(dataset, collate_fn=settings.collate_fn, seed=settings.seed, stream=settings.stream)
+        fetcher = Fetcher(dataset, collate_fn=settings.collate_fn, seed=settings.seed, stream=settings.stream)
         self._tasks = _Tasks(settings, self.num_samples, length)
-        self._workers: DataLoader[Any] | None = None
+        self._reader = Reader(fetcher, self._tasks, workers=settings.workers, pin_memory=settings.pin_memory)
 
     def batches(self, *, epoch: int, first_step: int = 0) -> Iterator[Batch]:
         """Yield this rank's part of the batches of an epoch, from a step on."""
         self._tasks.epoch, self._tasks.first_step = epoch, first_step
-        fetched, settings = self._fetched(), self._settings
+        fetched, settings = iter(self._reader), self._settings
         for step in range(first_step, self.steps):
             shares = []
             for virtual_rank, parts in self._tasks.parts_of(step):
@@ -79,23 +79,6 @@ class Loader:
                 shares.append(Share(virtual_rank, [MicroBatch(items, indices) for indices, items in pairs]))
             size = step_size(step, num_samples=self.num_samples, batch_size=settings.batch_size)
             yield Batch(epoch, step, size, shares)
-
-    def _fetched(self) -> Iterator[tuple[list[int], Any]]:
-        if not self._settings.workers:
-            return (self._fetcher[task] for task in self._tasks)
-        if self._workers is None:
-            self._workers = DataLoader(
-                self._fetcher,
-                batch_size=None,
-                sampler=self._tasks,
-                num_workers=self._settings.workers,
-                collate_fn=_as_it_is,
-                pin_memory=self._settings.pin_memory,
-                persistent_workers=True,
-                # Else the loader would draw a seed from the generator of the model.
-                generator=torch.Generator(),
-            )
-        return iter(self._workers)
 
 
 class _Tasks(Iterable[Task]):
@@ -183,7 +166,3 @@ def whole_batches(length: int, batch_size: int) -> int:
             "leaves none. Lower batch_size, or leave drop_last out: the last batch may be smaller here."
         )
     return length - length % batch_size
-
-
-def _as_it_is(item: Any) -> Any:
-    return item

@@ -10,9 +10,8 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 
-from unisono.data.fetch import Fetcher, Task
+from unisono.data.fetch import Fetcher, Reader, Task
 from unisono.data.mapped import map_length, whole_batches
 from unisono.data.place import Place
 from unisono.data.portion import DealSettings, Portion
@@ -33,15 +32,15 @@ class MapSource:
         if settings.drop_last:
             whole_batches(self.num_samples, settings.batch_size)  # or an error
         self._settings = settings
-        self._fetcher = Fetcher(dataset, collate_fn=settings.collate_fn, seed=settings.seed, stream="train")
+        fetcher = Fetcher(dataset, collate_fn=settings.collate_fn, seed=settings.seed, stream="train")
         self._tasks = _Tasks(settings, self.num_samples)
-        self._workers: DataLoader[Any] | None = None
+        self._reader = Reader(fetcher, self._tasks, workers=settings.workers, pin_memory=settings.pin_memory)
 
     def portions(self, place: Place) -> Iterator[Portion]:
         """Read this rank's part of an epoch from a place on."""
         settings = self._settings
         self._tasks.place = place
-        fetched = self._fetched()
+        fetched = iter(self._reader)
         end = settings.end(self.num_samples, start=place.position)
         for positions in self._tasks.steps():
             indices, items = next(fetched)
@@ -52,23 +51,6 @@ class MapSource:
                 last=positions.stop == end,
                 borrowed=not settings.own(positions),
             )
-
-    def _fetched(self) -> Iterator[tuple[list[int], Any]]:
-        if not self._settings.workers:
-            return (self._fetcher[task] for task in self._tasks)
-        if self._workers is None:
-            self._workers = DataLoader(
-                self._fetcher,
-                batch_size=None,
-                sampler=self._tasks,
-                num_workers=self._settings.workers,
-                collate_fn=_as_it_is,
-                pin_memory=self._settings.pin_memory,
-                persistent_workers=True,
-                # Else the loader would draw a seed from the generator of the loop.
-                generator=torch.Generator(),
-            )
-        return iter(self._workers)
 
 
 class _Tasks(Iterable[Task]):
@@ -98,7 +80,3 @@ class _Tasks(Iterable[Task]):
             ):
                 # The start names the step: numbers are counted anew after a resume.
                 yield Task(epoch, positions.start, settings.rank, 0, indices.tolist())
-
-
-def _as_it_is(item: Any) -> Any:
-    return item

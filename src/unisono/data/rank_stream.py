@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
+from unisono.data.fetch import as_it_is
 from unisono.data.mapped import whole_batches
 from unisono.data.place import Place
 from unisono.data.portion import DealSettings, Portion
@@ -47,7 +48,7 @@ class StreamSource:
                 self._reader,
                 batch_size=None,
                 num_workers=1,
-                collate_fn=_as_it_is,
+                collate_fn=as_it_is,
                 pin_memory=self._settings.pin_memory,
                 generator=torch.Generator(),
             )
@@ -109,7 +110,3 @@ class _Reader(IterableDataset[Portion]):
 
     def _set_generators(self, use: str, *coordinates: int) -> None:
         set_generators(derive_key(self.settings.seed, f"train/{use}", *coordinates))
-
-
-def _as_it_is(item: Any) -> Any:
-    return item

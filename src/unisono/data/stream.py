@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from unisono.data.batch import Batch, MicroBatch, Share
+from unisono.data.fetch import as_it_is
 from unisono.data.mapped import LoaderSettings, check_settings
 from unisono.errors import DataError
 from unisono.plan import derive_key, num_steps
@@ -56,7 +57,7 @@ class StreamLoader:
                 self._reader,
                 batch_size=None,
                 num_workers=1,
-                collate_fn=_as_it_is,
+                collate_fn=as_it_is,
                 pin_memory=self._settings.pin_memory,
                 generator=torch.Generator(),
             )
@@ -114,7 +115,3 @@ class _Reader(IterableDataset[Any]):
 
     def _set_generators(self, use: str, *coordinates: int) -> None:
         set_generators(derive_key(self.settings.seed, f"{self.settings.stream}/{use}", *coordinates))
-
-
-def _as_it_is(item: Any) -> Any:
-    return item
