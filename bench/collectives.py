@@ -1,7 +1,8 @@
 """Process groups over shared memory (`shm`) against gloo over loopback: collectives, messages, and a script with DDP.
 
-A pair is one call of each, on equal tensors of float32, in the same processes; ten calls where one is short. The time
-of the slowest rank counts. The size is that of the whole: what a rank has after an all_gather, what the root has for a
+A pair is one call of each, on equal tensors of float32, in the same processes; ten calls in a row up to 1 MB, three up
+to 25 MB, since ranks leave the barrier before them up to a millisecond apart. The time of the slowest rank counts. The
+size is that of the whole: what a rank has after an all_gather, what the root has for a
 gather. A message goes there and back, and half of that counts. The memcpy is measured on rank 0 while the others sleep.
 Four ranks on two cores say little about four cores. The last rows run one script with DDP, which asks for gloo, by
 `unisono run` with and without `--cpu-backend shm`.
@@ -93,7 +94,7 @@ def _others(effort: Effort) -> list[Row]:
 
 
 def _row(effort: Effort, name: str, nbytes: int, ours: Call, peer: Call, *, peer_name: str, goal: Goal | None) -> Row:
-    calls = 10 if nbytes <= 100 * _KB else 1
+    calls = 10 if nbytes <= _MB else 3 if nbytes <= 25 * _MB else 1
     rounds = 40 if nbytes <= _MB else 12 if nbytes <= 25 * _MB else 7
 
     def side(call: Call) -> Callable[[], float]:

@@ -16,12 +16,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bench.measure import Effort, Pairs, alternate
-from bench.models import MLP_4M, MLP_25M, MLP_66K, TINY, Subject, conv_net, transformer
+from bench.models import MLP_4M, MLP_25M, MLP_66K, MLP_66K_SHORT, TINY, Subject, conv_net, transformer
 from bench.ranks import run_ranks
 from bench.rows import Goal, Row, summarise
 from bench.sides import ByHand, TrainerSide, check_equal
 
-__all__ = ["SUBJECTS", "against_ddp", "in_blocks", "run"]
+__all__ = ["MODELS", "SUBJECTS", "against_ddp", "in_blocks", "run"]
 
 
 def run(effort: Effort) -> Iterator[Row]:
@@ -31,9 +31,8 @@ def run(effort: Effort) -> Iterator[Row]:
         yield from run_ranks(_against_no_overlap, 2, effort, "tiny")
         return
     for world_size in (2, 4):
-        for key in SUBJECTS:
-            if key != "tiny":
-                yield from run_ranks(_against_ddp, world_size, effort, key)
+        for key in MODELS:
+            yield from run_ranks(_against_ddp, world_size, effort, key)
     for key in ("4m", "25m"):
         yield from run_ranks(_against_no_overlap, 2, effort, key)
 
@@ -42,11 +41,14 @@ def run(effort: Effort) -> Iterator[Row]:
 SUBJECTS: dict[str, Callable[[], Subject]] = {
     "tiny": lambda: TINY,
     "66k": lambda: MLP_66K,
+    "66k-short": lambda: MLP_66K_SHORT,
     "4m": lambda: MLP_4M,
     "25m": lambda: MLP_25M,
     "transformer": transformer,
     "cnn": conv_net,
 }
+MODELS = ("66k", "4m", "25m", "transformer", "cnn")
+"""What is measured with every way to train; the other subjects are for single rows."""
 
 
 def _against_ddp(effort: Effort, key: str) -> list[Row]:

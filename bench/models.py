@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -12,7 +12,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-__all__ = ["MLP_4M", "MLP_25M", "MLP_66K", "TINY", "Subject", "classify", "conv_net", "optimizer_of", "transformer"]
+__all__ = [
+    "MLP_4M",
+    "MLP_25M",
+    "MLP_66K",
+    "MLP_66K_SHORT",
+    "TINY",
+    "Subject",
+    "classify",
+    "conv_net",
+    "optimizer_of",
+    "transformer",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +82,8 @@ def _mlp(name: str, *widths: int, batch_size: int, block: int) -> Subject:
 TINY = _mlp("MLP 1k", 16, 32, 10, batch_size=16, block=2)
 """For runs that only see that everything works."""
 MLP_66K = _mlp("MLP 66k", 64, 256, 184, 10, batch_size=128, block=20)
+MLP_66K_SHORT = replace(MLP_66K, batch_size=32, block=50)
+"""The same with less to compute in a step."""
 MLP_4M = _mlp("MLP 4M", 1024, 1024, 1024, 1024, 1024, 10, batch_size=64, block=3)
 MLP_25M = _mlp("MLP 25M", *[2048] * 7, 10, batch_size=32, block=1)
 

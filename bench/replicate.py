@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from bench.ddp import SUBJECTS, in_blocks
+from bench.ddp import MODELS, SUBJECTS, in_blocks
 from bench.measure import Effort
 from bench.models import Subject
 from bench.ranks import run_ranks
@@ -37,9 +37,8 @@ def run(effort: Effort) -> Iterator[Row]:
         yield from run_ranks(_against_itself, 2, effort, "tiny", "overlap=False", {"overlap": False})
         return
     for backend in _BACKENDS:
-        for key in SUBJECTS:
-            if key != "tiny":
-                yield from run_ranks(_against_ddp, 2, effort, key, backend)
+        for key in MODELS:
+            yield from run_ranks(_against_ddp, 2, effort, key, backend)
     for key in ("4m", "25m"):
         yield from run_ranks(_against_itself, 2, effort, key, "overlap=False", {"overlap": False})
         for size in (4.0, 100.0):

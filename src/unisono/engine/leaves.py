@@ -14,7 +14,7 @@ from torch import Tensor
 
 from unisono.engine.base import Trained, refuse_sparse, totals_row
 from unisono.engine.exchange import Layout
-from unisono.engine.gradients import NodeSum, add_one, take
+from unisono.engine.gradients import Gradients, NodeSum, add_one, take
 from unisono.engine.sparse import TableSums
 from unisono.errors import LossError
 
@@ -49,7 +49,8 @@ class LeafSums(ABC):
         self._streaming = False
         self._tables.close_leaf(leaf)
         i = self._node_of(leaf)
-        if leaf == self._sums[-1].node.stop - 1:
+        is_last = leaf == self._sums[-1].node.stop - 1
+        if is_last and (self._hooks or self._sums[-1].stack):
             for index, p in enumerate(self._trained.parameters):
                 if not self._settled[index]:
                     gradient, p.grad = p.grad, None
@@ -58,6 +59,11 @@ class LeafSums(ABC):
         gradients = take(self._trained.parameters)
         for name, gradient in zip(self._trained.names, gradients, strict=True):
             refuse_sparse(name, gradient)
+        if is_last:
+            self._used[i] = [gradient is not None for gradient in gradients]
+            self._settled = [True] * len(gradients)
+            self._put_all(gradients)
+            return
         self._sums[i].push(leaf, gradients)
         if leaf == self._sums[i].node.stop - 1:
             self._used[i] = [gradient is not None for gradient in self._sums[i].total()]
@@ -126,6 +132,11 @@ class LeafSums(ABC):
     @abstractmethod
     def _put(self, index: int, left: Tensor | None, gradient: Tensor | None) -> None:
         """Keep the sum of one parameter over the last node: left + gradient, or gradient alone, or nothing."""
+
+    def _put_all(self, gradients: Gradients) -> None:
+        """Keep the gradients of a last node that has but one leaf, where none was taken during backward."""
+        for index, gradient in enumerate(gradients):
+            self._put(index, None, gradient)
 
     @abstractmethod
     def _put_node(self, i: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Mapping
+from operator import is_
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -68,6 +69,8 @@ class StepRunner:
         """Whether the state is being written: between here and the caller's setting it back, it is of no step."""
         self._trained = Trained((), ())
         self._restricted = False
+        self._seed_key: tuple[int, torch.dtype, torch.device] | None = None
+        self._seed = torch.ones(())
         self._losses: list[tuple[Share, Tensor]] = []
 
     def run(self, loss: Loss, batch: Batch, *, call: int) -> float:
@@ -146,12 +149,20 @@ class StepRunner:
                 self._engine.close_forward(
                     share.virtual_rank, share_loss, share_weight, surprised=self._buffers.surprised()
                 )
-            objective = value.total / batch.size
-            if self.scaler is not None:
-                objective = self.scaler.scale(objective)
-            objective.backward(inputs=self._trained.parameters if self._restricted else None)  # type: ignore[no-untyped-call]
+            inputs = self._trained.parameters if self._restricted else None
+            if self.scaler is None:
+                value.total.backward(self._share_of_one(value.total, batch.size), inputs=inputs)  # type: ignore[no-untyped-call]
+            else:
+                self.scaler.scale(value.total / batch.size).backward(inputs=inputs)  # type: ignore[no-untyped-call]
         self._engine.close_leaf(share.virtual_rank)
         self._buffers.close_leaf(share.virtual_rank)
+
+    def _share_of_one(self, loss: Tensor, samples: int) -> Tensor:
+        """Give the gradient that `loss / samples` hands down to the loss, without the division and its backward."""
+        key = (samples, loss.dtype, loss.device)
+        if key != self._seed_key:
+            self._seed_key, self._seed = key, torch.ones_like(loss, requires_grad=False) / samples
+        return self._seed
 
     def _forward_context(self, samples: int) -> contextlib.AbstractContextManager[Any]:
         if self._autocast is None and samples > 1:
@@ -166,7 +177,8 @@ class StepRunner:
     def _find_trained(self) -> None:
         """List the parameters to train; users may freeze, unfreeze and add some between steps."""
         parameters = tuple(p for group in self._optimizer.param_groups for p in group["params"] if p.requires_grad)
-        if [*map(id, parameters)] == [*map(id, self._trained.parameters)]:
+        before = self._trained.parameters
+        if len(parameters) == len(before) and all(map(is_, parameters, before)):
             return
         names = {
             id(p): prefix + plain_name(name)

@@ -19,7 +19,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from unisono.engine.base import Totals, Trained, weight_of_row
 from unisono.engine.exchange import Layout
-from unisono.engine.gradients import take
+from unisono.engine.gradients import Gradients, take
 from unisono.engine.leaves import LeafSums
 from unisono.engine.norm import BLOCK, block_norms, blocks_of, clip_factor, dense_strides, global_norm
 from unisono.engine.shared.hall import Hall
@@ -239,7 +239,7 @@ class SharedEngine(LeafSums):
         else:
             make = partial(hall.segment, what="gradients")
             self._both_rows = [
-                Rows(make, parameters, strides, parts, rank=hall.rank, widest=self._widest)
+                Rows(make, parameters, strides, parts, rank=hall.rank, widest=self._widest, keeps=not is_large)
                 for _ in range(1 if is_large else 2)
             ]
         self._rows = self._both_rows[0]
@@ -290,11 +290,15 @@ class SharedEngine(LeafSums):
         else:
             self._rows.put(last, index, gradient)
 
+    def _put_all(self, gradients: Gradients) -> None:
+        """Give all gradients of the last node to the rows."""
+        self._wait_until_freed()
+        self._rows.put_all(len(self._sums) - 1, gradients)
+
     def _put_node(self, i: int) -> None:
         """Give the sums of a node to the rows."""
         self._wait_until_freed()
-        for index, gradient in enumerate(self._sums[i].total()):
-            self._rows.put(i, index, gradient)
+        self._rows.put_all(i, self._sums[i].total())
 
     def _apply(self, optimizer: Optimizer) -> None:
         """Do what the optimizer's `step` would do, on all ranks together."""

@@ -161,6 +161,9 @@ class Hall:
 
     def wait(self, gate: Gate, what: Callable[[], str]) -> None:
         """Wait until all ranks have reported at a gate as often as this one."""
+        if not self._unpolled and not gate.late():
+            self._pause = 0
+            return
         begun_s = time.monotonic()
         polls = not self._unpolled
         with self._explained():

@@ -17,6 +17,7 @@ from torch import Tensor
 from unisono.comm.shm.bell import BELL_NBYTES, Bell
 from unisono.comm.shm.segment import Segment
 from unisono.engine.exchange import Layout as Blocks
+from unisono.engine.gradients import Gradients
 from unisono.engine.norm import in_memory_order
 from unisono.engine.shared.hall import Hall
 from unisono.engine.shared.parts import Piece
@@ -139,6 +140,11 @@ class PairedRows:
                     _write(places[k], sources[k])
                 else:
                     _add(places[k], sources[k])
+
+    def put_all(self, i: int, gradients: Gradients) -> None:
+        """Take the gradients of all parameters for this rank's node number i."""
+        for index, gradient in enumerate(gradients):
+            self.put(i, index, gradient)
 
     def put_sum(self, i: int, index: int, left: Tensor, right: Tensor) -> None:
         """Take the sum of two gradients, both of which are used up."""

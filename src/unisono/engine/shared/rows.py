@@ -41,13 +41,14 @@ class _Plan:
         ]
         """For each own node and parameter: what to write for others, as start, stop and a place of that length."""
         self.kept = [False] * len(rows.strides)
-        """Whether this rank sums all of a parameter, and so keeps its gradient."""
+        """Whether this rank reads a parameter's own gradient where backward left it."""
         self.own_places: dict[tuple[int, int], Tensor] = {}
         """Where the gradient of a piece is kept, by own node and parameter."""
         for owner, pieces in enumerate(rows.parts):
             for index, start, stop in pieces:
-                self.kept[index] = self.kept[index] or (owner == rank and rows.is_whole(index, start, stop))
-                for i in range(0 if self.kept[index] else len(blocks.nodes[rank])):
+                if owner == rank and (rows.keeps or rows.is_whole(index, start, stop)):
+                    self.kept[index] = True
+                for i in range(0 if owner == rank and self.kept[index] else len(blocks.nodes[rank])):
                     row = rows.others + i if owner == rank else of_others[owner][rank, i]
                     place = rows.place(row, index, start, stop)
                     self.targets[i][index].append((start, stop, place))
@@ -74,7 +75,8 @@ class _Plan:
 class Rows:
     """The rows of one engine, which lie in a segment of their own.
 
-    Args: parts has the pieces of each rank. strides are those of each parameter, and of its gradient.
+    Args: parts has the pieces of each rank. strides are those of each parameter, and of its gradient. keeps is whether
+        own gradients are kept also of parameters of which this rank has but a piece: a copy less, where they are small.
     """
 
     def __init__(
@@ -86,7 +88,9 @@ class Rows:
         *,
         rank: int,
         widest: Blocks,
+        keeps: bool,
     ) -> None:
+        self.keeps = keeps
         self.rank, self.size, self.parts, self.strides = rank, len(parts), parts, strides
         self._layout = Layout(parameters)
         counts = [len(nodes) for nodes in widest.nodes]
@@ -119,6 +123,24 @@ class Rows:
         if self._plan.kept[index]:
             self._own[i][index] = gradient
 
+    def put_all(self, i: int, gradients: Gradients) -> None:
+        """Take the gradients of all parameters for this rank's node number i, with one call of torch."""
+        targets, kept = self._plan.targets[i], self._plan.kept
+        places: list[Tensor] = []
+        sources: list[Tensor] = []
+        for index, gradient in enumerate(gradients):
+            for start, stop, place in targets[index]:
+                if gradient is None:
+                    place.zero_()
+                    continue
+                places.append(place)
+                whole = place.shape == gradient.shape
+                sources.append(gradient if whole else in_memory_order(gradient, self.strides[index])[start:stop])
+            if kept[index]:
+                self._own[i][index] = gradient
+        if places:
+            torch._foreach_copy_(places, sources)
+
     def put_sum(self, i: int, index: int, left: Tensor, right: Tensor) -> None:
         """Take the sum of two gradients, both of which are used up."""
         if self._plan.kept[index]:
@@ -135,16 +157,20 @@ class Rows:
     def reduce(self, used: Sequence[bool], factor: float) -> None:
         """Sum this rank's part over all nodes, and multiply it by a factor; the gradients given are used up."""
         plan, pieces = self._plan, self.parts[self.rank]
-        chosen = [k for k, piece in enumerate(pieces) if used[piece.parameter]]
+        chosen: Sequence[int] = range(len(pieces))
+        if not all(used):
+            chosen = [k for k in chosen if used[pieces[k].parameter]]
         if not chosen:
             self._own = []
             return
         vectors: dict[int, list[Tensor]] = {}
         for source in plan.sources:
-            if source < 0:
-                vectors[source] = [plan.own_rows[source][k] for k in chosen]
-            else:
+            if source >= 0:
                 vectors[source] = [self._kept(source, pieces[k], self.totals[k]) for k in chosen]
+            elif len(chosen) == len(pieces):
+                vectors[source] = plan.own_rows[source]
+            else:
+                vectors[source] = [plan.own_rows[source][k] for k in chosen]
         if plan.total >= 0:
             torch._foreach_copy_([self.totals[k] for k in chosen], vectors[plan.total])
             vectors[plan.total] = [self.totals[k] for k in chosen]
@@ -180,4 +206,4 @@ class Rows:
         gradient = self._own[i][piece.parameter]
         if gradient is None:
             return torch.zeros_like(like)
-        return in_memory_order(gradient, self.strides[piece.parameter])
+        return in_memory_order(gradient, self.strides[piece.parameter])[piece.start : piece.stop]

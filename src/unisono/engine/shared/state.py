@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple, NoReturn
 
@@ -62,11 +63,16 @@ class SharedState:
         ]
         self._homes: list[dict[str, _Home]] = [{} for _ in parameters]
         self._shown: list[dict[str, Any]] = [{} for _ in parameters]
+        self._seen: list[Any] = []
+        """All that was in the user's optimizer when last it had nothing new, for a quick look."""
         self._adopted: set[int] = set()
         self._has_numbers = False
 
     def adopt(self, optimizer: Optimizer) -> None:
         """Take over what is in the user's optimizer and is not from here. No exchange: all ranks have the same."""
+        present = [*chain.from_iterable(map(dict.values, optimizer.state.values()))]
+        if len(present) == len(self._seen) and all(map(is_, present, self._seen)):
+            return
         changed = set()
         for i, (p, shown) in enumerate(zip(self._parameters, self._shown, strict=True)):
             state = optimizer.state.get(p)
@@ -75,6 +81,7 @@ class SharedState:
                     changed.add(i)
             elif len(state) != len(shown) or not all(map(is_, state.values(), shown.values())):
                 changed.add(i)
+        self._seen = [] if changed else present
         if not changed:
             return
         self._adopted |= changed

@@ -38,6 +38,8 @@ class Table:
         self.found_inf = segment.tensor(rows_nbytes + norms_nbytes, (hall.size,), torch.float32)
         """1 for a rank that found a gradient that is not finite."""
         self._used_shown: dict[int, list[bool]] = {}
+        self._schedules: dict[int, tuple[list[tuple[int, int]], int]] = {}
+        """By number of leaves, since to plan a sum takes longer than to do it."""
 
     def write(self, i: int, totals: Tensor, used: list[bool]) -> None:
         """Show the totals of this rank's node number i, and which parameters got a gradient there."""
@@ -49,12 +51,26 @@ class Table:
 
     def total(self, layout: Layout) -> Tensor:
         """Sum the rows in tree order."""
-        values = {
-            node: self._rows[self._firsts[rank] + i]
-            for rank, nodes in enumerate(layout.nodes)
-            for i, node in enumerate(nodes)
-        }
-        return fold(values, leaves=layout.leaves, add=torch.add)
+        schedule = self._schedules.get(layout.leaves)
+        if schedule is None:
+            schedule = self._schedules[layout.leaves] = self._schedule(layout)
+        additions, last = schedule
+        values = list(self._rows)
+        for left, right in additions:
+            values.append(torch.add(values[left], values[right]))
+        return values[last]
+
+    def _schedule(self, layout: Layout) -> tuple[list[tuple[int, int]], int]:
+        """List which values to add, by number: rows first, then sums in their order; and the number of the last."""
+        additions: list[tuple[int, int]] = []
+
+        def add(left: int, right: int) -> int:
+            additions.append((left, right))
+            return len(self._rows) + len(additions) - 1
+
+        firsts = zip(self._firsts, layout.nodes, strict=True)
+        numbers = {node: first + i for first, nodes in firsts for i, node in enumerate(nodes)}
+        return additions, fold(numbers, leaves=layout.leaves, add=add)
 
     def write_norms(self, pieces: Sequence[Piece], used: Sequence[Piece], totals: Sequence[Tensor]) -> None:
         """Show the norms of this rank's pieces, 0 for those without a gradient."""
