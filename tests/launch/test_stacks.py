@@ -84,9 +84,9 @@ threading.Event().wait()
     for _ in range(120):
         threads = request_stacks(process.pid, dump, timeout_s=30)[process.pid]
         functions = {frame.function for thread in threads for frame in thread.frames}
-        cut += "wait" not in functions  # on a busy machine an answer may be read before its end, the main thread
+        cut += "wait" not in functions
         complete += {"run", "start"} <= functions  # else the main thread was kept from answering, and shown alone
-    assert process.poll() is None and complete > 60 and cut <= 2
+    assert process.poll() is None and complete > 60 and not cut
 
 
 def test_all_threads_and_forked_children_answer(start, dump):

@@ -1,6 +1,6 @@
 """What the launcher asks of the Linux kernel: who dies with whom, and who is left.
 
-Python has no calls for `prctl`, so they go through ctypes. Start reading at `set_parent_death_signal`.
+Python has no calls for `prctl` and `tgkill`, so they go through ctypes. Start reading at `set_parent_death_signal`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,14 @@ from pathlib import Path
 
 from unisono.launch.leftovers import Leftovers
 
-__all__ = ["become_subreaper", "descendants", "end_descendants", "ends_at_once", "set_parent_death_signal"]
+__all__ = [
+    "become_subreaper",
+    "descendants",
+    "end_descendants",
+    "ends_at_once",
+    "set_parent_death_signal",
+    "signal_main_thread",
+]
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -86,6 +93,21 @@ def end_descendants(
             return left
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.02)
+
+
+def signal_main_thread(pid: int, signum: int) -> bool:
+    """Send a signal to the main thread of a process. Returns: False if there is no such process of this user.
+
+    The kernel gives a signal for a process to another thread while the main one has yet to run for an earlier signal;
+    Python's handlers wait for the main thread, which that does not wake.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "tgkill"):  # glibc before 2.30
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signum)
+            return True
+        return False
+    return bool(libc.tgkill(pid, pid, signum) == 0)
 
 
 def _parent(pid: int) -> int | None:

@@ -16,13 +16,12 @@ import re
 import signal
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from unisono.launch.failure.frames import library_of
-from unisono.launch.linux import descendants
+from unisono.launch.linux import descendants, signal_main_thread
 
 __all__ = [
     "ASK_SIGNAL",
@@ -172,7 +171,7 @@ class StackRequest:
         if size != self._size:
             self._size, self._size_s = size, now_s
         elif not size and not self._by_force and now_s > self._patience_ends_s:
-            self._by_force = _send(self._asked, STACK_SIGNAL)
+            self._by_force = signal_main_thread(self._asked, STACK_SIGNAL)
         if self._is_complete(size, now_s) or now_s > self._deadline_s:
             threads = parse_stacks(os.pread(self._dump, _LONGEST_DUMP, 0).decode(errors="replace"))
             if threads:
@@ -187,11 +186,12 @@ class StackRequest:
     def _is_complete(self, size: int, now_s: float) -> bool:
         if not size:
             return False
-        if self._by_force and now_s - self._size_s >= _PAUSE_S:
+        from_interpreter = os.pread(self._dump, len(_BEGIN), 0) == _BEGIN
+        if self._by_force and not from_interpreter and now_s - self._size_s >= _PAUSE_S:
             return True
         if os.pread(self._dump, len(_END), max(0, size - len(_END))) != _END:
             return False
-        if os.pread(self._dump, len(_BEGIN), 0) == _BEGIN:
+        if from_interpreter:
             return True
         os.ftruncate(self._dump, 0)  # the end of a late answer to an earlier request; the answer to this one follows
         self._size = 0
@@ -206,18 +206,11 @@ class StackRequest:
                 self._size, self._size_s = 0, time.monotonic()
                 self._deadline_s = self._size_s + self._timeout_s
                 self._patience_ends_s, self._by_force = self._size_s + _PATIENCE_S, False
-                if _send(pid, ASK_SIGNAL):
+                if signal_main_thread(pid, ASK_SIGNAL):
                     self._asked = pid
                     if self._ask_thread is not None:
                         self._ask_thread()
             self._ask_thread = None  # only the rank has one
-
-
-def _send(pid: int, signum: int) -> bool:
-    with suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, signum)
-        return True
-    return False
 
 
 def request_stacks(
