@@ -9,7 +9,7 @@ import pytest
 from unisono.launch.failure.memory import MemoryCounters, evidence, read_counters
 
 LIMIT = 64 << 20
-V1 = Path("/sys/fs/cgroup/memory")
+MOUNT = Path("/sys/fs/cgroup")
 
 
 class Machine:
@@ -39,15 +39,18 @@ def events(kills, refusals):
 
 
 @pytest.mark.parametrize("mount", ["sys/fs/cgroup", "sys/fs/cgroup/unified"])
-@pytest.mark.parametrize("limited", ["job", "."])
-def test_a_limit_of_cgroup_v2_is_named_also_one_further_out(machine, mount, limited):
+@pytest.mark.parametrize(
+    ("inner", "outer"), [(LIMIT, None), (None, LIMIT), (2 * LIMIT, LIMIT)], ids=["inner", "outer", "both"]
+)
+def test_the_limit_of_cgroup_v2_that_was_reached_is_named(machine, mount, inner, outer):
     machine.write("proc/self/cgroup", "0::/slice/job\n")
-    for folder in ("job", "."):
-        machine.write(f"{mount}/slice/{folder}/memory.max", f"{LIMIT}\n" if folder == limited else "max\n")
+    for folder, limit in ("job", inner), (".", outer):
+        machine.write(f"{mount}/slice/{folder}/memory.max", f"{limit or 'max'}\n")
         machine.write(f"{mount}/slice/{folder}/memory.events", events(0, 0))
     before = read_counters(machine.root)
     assert machine.evidence(before) is None
-    machine.write(f"{mount}/slice/job/memory.events", events(1, int(limited == "job")))
+    # What happens in a group is counted in those around it, too.
+    machine.write(f"{mount}/slice/job/memory.events", events(1, int(inner == LIMIT)))
     machine.write(f"{mount}/slice/memory.events", events(1, 1))
     assert (
         machine.evidence(before)
@@ -112,37 +115,74 @@ def test_the_size_of_shared_memory_is_said_for_a_bus_error_alone():
     assert evidence(-signal.SIGKILL, counters, counters) is None
 
 
-def test_a_kill_for_memory_on_this_machine_is_seen(tmp_path):
+def places():
+    """Folders for a control group with a limit, each with the files that set that of memory and that of swap.
+
+    cgroup v1 takes a group inside the own one. In v2 a group with processes has no limits for groups inside it, unless
+    it is the root, so the group has to lie beside the own one.
+    """
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            folder = MOUNT / "memory" / path.lstrip("/")
+            if folder.is_dir():
+                yield folder, ("memory.limit_in_bytes", LIMIT), ("memory.memsw.limit_in_bytes", LIMIT)
+        elif not controllers:
+            for mount in MOUNT, MOUNT / "unified":
+                own = mount / path.lstrip("/")
+                for folder in (own, own.parent) if own != mount else (own,):
+                    given = folder / "cgroup.subtree_control"
+                    if given.exists() and "memory" in given.read_text().split():
+                        yield folder, ("memory.max", LIMIT), ("memory.swap.max", 0)
+
+
+@pytest.fixture
+def small_group():
+    """A control group of this machine that has LIMIT bytes of memory and no swap."""
+    refusals = []
+    for folder, (memory, limit), (swap, swap_limit) in places():
+        group = folder / f"unisono-test-{os.getpid()}"
+        try:
+            group.mkdir()
+        except OSError as error:
+            refusals.append(str(error))
+            continue
+        try:
+            (group / memory).write_text(str(limit))
+            if (group / swap).exists():  # where the kernel counts it
+                (group / swap).write_text(str(swap_limit))
+            yield group
+        finally:
+            group.rmdir()
+        return
+    why = "; ".join(refusals) or "no group hands the memory controller on to groups beside or below this process"
+    pytest.skip(f"needs cgroup v1 or v2 and the right to make a group with a limit of memory: {why}")
+
+
+def test_a_kill_for_memory_on_this_machine_is_seen(small_group):
     """With a real limit, where this process may set one."""
-    paths = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
-    own = next((V1 / path.lstrip("/") for _, names, path in paths if "memory" in names.split(",")), None)
-    if own is None or not os.access(own, os.W_OK):
-        pytest.skip("needs cgroup v1 and the right to make a group")
-    group = own / f"unisono-test-{os.getpid()}"
-    group.mkdir()
-    try:
-        (group / "memory.limit_in_bytes").write_text(str(LIMIT))
-        read, write = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            try:
-                (group / "cgroup.procs").write_text("0")
-                before = read_counters()
-                child = os.fork()
-                if child == 0:
-                    held = []
-                    while True:
-                        held.append(b"x" * (1 << 20))
-                code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-                os.write(write, f"{code} {evidence(code, before, read_counters())}".encode())
-            finally:
-                os._exit(0)
-        os.close(write)
-        os.waitpid(pid, 0)
-        said = os.read(read, 4096).decode()
-        os.close(read)
-    finally:
-        group.rmdir()
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            (small_group / "cgroup.procs").write_text("0")
+            before = read_counters()
+            child = os.fork()
+            if child == 0:
+                held = [b"x" * (1 << 20) for _ in range(4 * LIMIT >> 20)]
+                os._exit(bool(held))
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            os.write(write, f"{code} {evidence(code, before, read_counters())}".encode())
+        except OSError as error:
+            os.write(write, f"refused: {error}".encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    os.waitpid(pid, 0)
+    said = os.read(read, 4096).decode()
+    os.close(read)
+    if said.startswith("refused: "):
+        pytest.skip(f"needs the right to move a process into {small_group}: {said}")
     assert said == (
         "-9 out of memory: the kernel killed 1 process of this control group; the limit of 64 MiB was reached"
     )

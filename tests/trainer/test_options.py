@@ -54,6 +54,14 @@ def test_scheduler_is_stepped_after_each_step_or_epoch(interval, expected):
     assert optimizer.param_groups[0]["lr"] == pytest.approx(expected)
 
 
+def test_the_scheduler_of_a_lone_optimizer_with_a_name_is_stepped_without_naming_it():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    train(make_trainer(model, {"only": optimizer}, scheduler={"only": scheduler}), epochs=1)
+    assert optimizer.param_groups[0]["lr"] < 1.0
+
+
 def test_a_scheduler_of_the_users_own_loop_is_saved_as_stateful(tmp_path):
     def run(epochs):
         model = make_model()

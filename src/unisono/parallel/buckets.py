@@ -34,6 +34,7 @@ class Bucket:
     def __init__(self, members: Sequence[int], parameters: Sequence[Parameter]) -> None:
         self.members = list(members)
         """Indices of the parameters."""
+        self._names = [parameters[i].name for i in self.members]
         self.tensors: list[Tensor] = [parameters[i].tensor for i in self.members]
         self.dtype, self.device = self.tensors[0].dtype, self.tensors[0].device
         self.numel = sum(t.numel() for t in self.tensors)
@@ -80,6 +81,11 @@ class Bucket:
         if numel != self.tail:
             self.tail = numel
             self._kept = []
+
+    def describe(self) -> str:
+        """Name the parameters, for messages."""
+        names = self._names
+        return f"{names[0]!r}" if len(names) == 1 else f"{names[0]!r} to {names[-1]!r}"
 
     def views_of(self, vector: Tensor) -> Sequence[Tensor]:
         """Show a vector as tensors shaped and strided like the parameters."""

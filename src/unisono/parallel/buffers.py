@@ -1,18 +1,21 @@
 """The buffers of a model over ranks: which ones a forward pass changed, and what they are on all ranks afterwards.
 
 Changed buffers travel at the end of a backward, beside the gradients: no forward pass waits for them, and none finds a
-buffer written to between its forward and its backward. Buffers that nobody changes do not travel. Here are the values;
-`parallel.reducer` moves them.
+buffer written to between its forward and its backward. Buffers that nobody changes do not travel. When the vector of
+those that change often travels is `parallel.reducer`'s affair; a newly changed buffer is exchanged from here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+
+from unisono.parallel.lane import Lane
+from unisono.parallel.tail import Told
 
 __all__ = ["BufferMode", "Buffers"]
 
@@ -26,20 +29,18 @@ class Buffers:
     """The buffers of one model.
 
     What is sent of the often changed ones is one float32 vector on each rank, made by `write`; its sum over ranks is
-    read by `read`. The others are exchanged one by one.
+    read by `share`, which exchanges the others one by one.
     """
 
     def __init__(self, model: nn.Module, mode: BufferMode | None) -> None:
         self.mode = mode
         self._homes: list[tuple[nn.Module, str]] = []
-        self.names: list[str] = []
         seen: set[int] = set()
-        for prefix, module in model.named_modules() if mode is not None else ():
+        for module in model.modules() if mode is not None else ():
             for name, tensor in module._buffers.items():
                 if tensor is not None and id(tensor) not in seen:
                     seen.add(id(tensor))
                     self._homes.append((module, name))
-                    self.names.append(f"{prefix}.{name}" if prefix else name)
         self._known: list[tuple[int, int]] = [self._state(i) for i in range(len(self._homes))]
         self.often: list[int] = []
         """Indices of the buffers that have been changed, and so travel with the gradients."""
@@ -87,7 +88,25 @@ class Buffers:
             else:
                 part.copy_(_to_pieces(tensor))
 
-    def read(self, total: Tensor, *, factor: float, indices: Collection[int]) -> None:
+    def share(self, told: Told, total: Tensor, lane: Lane, *, has_batch: bool) -> bool:
+        """Make the buffers that any rank changed the same everywhere. Every rank must call it.
+
+        Args: told is what ranks told each other, of which some had a batch; has_batch is whether this one had. total is
+            the sum over ranks of what `write` made.
+        Returns: whether the vector of the next round has another length.
+        """
+        source = told.active[0]
+        known = {i for i in self.often if told.changed[i]}
+        if source != 0:
+            # The vector had nothing from the rank whose values count.
+            known = {i for i in known if self._travels_as_mean(i)}
+        self._read(total, factor=lane.size / len(told.active), indices=known)
+        rest = [i for i, changed in enumerate(told.changed) if changed and i not in known]
+        for i in rest:
+            self._exchange(i, lane, source=source, has_batch=has_batch, active=len(told.active))
+        return self.add_often(rest)
+
+    def _read(self, total: Tensor, *, factor: float, indices: Collection[int]) -> None:
         """Take over the values that the ranks agreed on, in these buffers.
 
         Args: factor is what to multiply means by, which are of fewer ranks if some have no batch.
@@ -105,36 +124,24 @@ class Buffers:
             value = _like(tensor, part)
             self._put(i, torch.view_as_complex(value) if tensor.is_complex() else value)
 
-    def exchange(
-        self,
-        i: int,
-        *,
-        broadcast: Callable[[Tensor], None],
-        total: Callable[[Tensor], None],
-        has_batch: bool,
-        active: int,
-    ) -> None:
-        """Exchange one buffer by itself: its mean, or the source rank's value.
-
-        Args: broadcast fills a tensor with that of the source rank; total sums one over ranks, in place. has_batch is
-            whether this rank's value counts in a mean, which is taken over `active` ranks.
-        """
+    def _exchange(self, i: int, lane: Lane, *, source: int, has_batch: bool, active: int) -> None:
+        """Exchange one buffer by itself: its mean over the active ranks, or the source rank's value."""
         tensor = self.tensor(i)
         assert tensor is not None
         carried = tensor.detach().clone(memory_format=torch.contiguous_format)
         if self._has_mean(tensor) and active:
             carried = carried if has_batch else carried.zero_()
             wide = carried if carried.dtype.itemsize >= 4 else carried.float()
-            total(wide)
+            lane.wait(lane.sum(wide, "buffers"), "buffers")
             carried = wide.div_(active)
         else:
-            broadcast(carried)
+            lane.broadcast(carried, source)
         self._put(i, carried)
 
     def _has_mean(self, tensor: Tensor) -> bool:
         return self.mode == "mean" and (tensor.is_floating_point() or tensor.is_complex())
 
-    def travels_as_mean(self, i: int) -> bool:
+    def _travels_as_mean(self, i: int) -> bool:
         """Say whether what travels of a buffer is its mean."""
         tensor = self.tensor(i)
         return tensor is not None and self._has_mean(tensor)

@@ -61,6 +61,11 @@ class Packing:
         """What ranks told, if it fits exactly what is expected: then nothing goes again or is to be learnt."""
         self._arrange([i for i in reversed(range(n)) if not parameters[i].sparse], [])
 
+    def travels(self, i: int) -> bool:
+        """Say whether the bucket of a parameter has been sent in this round."""
+        bucket = self.home[i]
+        return bucket is not None and bucket.sent
+
     def place_tail(self) -> None:
         """Find a place for the tail, whose length depends on the buffers that travel."""
         self.tail = Tail(

@@ -6,12 +6,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from unisono.errors import UnisonoError
+from unisono.parallel.gradients import Gradients
 from unisono.parallel.lane import Lane
 
-__all__ = ["sum_sparse"]
+__all__ = ["reduce_sparse"]
 
 
-def sum_sparse(gradient: Tensor | None, parameter: Tensor, lane: Lane, *, scale: float) -> Tensor:
+def reduce_sparse(i: int, gradients: Gradients, lane: Lane, *, scale: float) -> None:
+    """Reduce the gradient of one parameter, and show the sum as p.grad. Every rank must call it.
+
+    Args: scale multiplies what each rank has.
+    Raises: UnisonoError if the gradient is dense.
+    """
+    parameter, gradient = gradients.parameters[i], gradients.own(i)
+    if gradient is not None and gradient.layout == torch.strided:
+        raise UnisonoError(
+            f"parameter {parameter.name!r} has a dense gradient, and its module has sparse=True: use it by its module "
+            "alone, or make the module with sparse=False"
+        )
+    gradients.give(i, _sum_sparse(gradient, parameter.tensor, lane, scale=scale))
+
+
+def _sum_sparse(gradient: Tensor | None, parameter: Tensor, lane: Lane, *, scale: float) -> Tensor:
     """Sum the gradients that ranks have of one parameter. Every rank must call it.
 
     Traffic: every rank sends as much as the rank with most rows has.

@@ -1,14 +1,26 @@
-"""Where the events of a run go: its directory, the launcher that asked for them, or else this process's own display."""
+"""Where the events of a run go, and the first of them: what the run is, and where it goes on.
+
+They go to its directory, and to the launcher that asked for them or else to this process's own display. Later events
+come from where things happen.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 
+import torch
+from torch import nn
+
+from unisono.trainer.keeping import Found
+from unisono.trainer.run import Run
+from unisono.trainer.snapshot import Cursor
 from unisono.watch import EventLog, Progress
 from unisono.watch.pipe import launcher_pipe
 
-__all__ = ["open_log"]
+__all__ = ["announce", "open_log"]
 
 
 def open_log(directory: Path | None, *, is_main: bool, progress: bool) -> EventLog:
@@ -25,3 +37,32 @@ def open_log(directory: Path | None, *, is_main: bool, progress: bool) -> EventL
     if fd is not None:
         return EventLog(path, fd=fd)
     return EventLog(path, listeners=[Progress(sys.stderr).handle])
+
+
+def announce(
+    log: EventLog,
+    run: Run,
+    *,
+    modules: Mapping[str, nn.Module],
+    directory: Path | None,
+    found: Found | None,
+    cursor: Cursor,
+) -> None:
+    """Tell that a run begins, or goes on from a checkpoint that was found."""
+    log.emit(
+        "run",
+        version=version("unisono"),
+        world_size=run.world.size,
+        virtual_ranks=run.virtual_ranks,
+        seed=run.seed,
+        parameters=sum(p.numel() for module in modules.values() for p in module.parameters()),
+        device=str(run.device),
+        threads=torch.get_num_threads(),
+        directory=None if directory is None else str(directory),
+        torch=str(torch.__version__),
+    )
+    if found is None:
+        return
+    for message in found.warnings:
+        log.emit("warning", message=message)
+    log.emit("resume", path=found.source, epoch=cursor.epoch, step=cursor.step, total_steps=cursor.total_steps)

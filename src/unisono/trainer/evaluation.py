@@ -1,4 +1,4 @@
-"""Evaluation: every sample once, whatever the number of ranks, and a mean that is exact."""
+"""Evaluation: every sample once, whatever the number of ranks, a mean that is exact, and the event that tells of it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from unisono.plan import Node, fold
 from unisono.trainer.loss import weighted_sum
 from unisono.trainer.modules import to_device
 from unisono.trainer.run import Run
+from unisono.trainer.snapshot import Cursor
 from unisono.trainer.step import Loss
+from unisono.watch import EventLog
 
-__all__ = ["evaluate"]
+__all__ = ["evaluate", "tell"]
 
 _Sums = dict[str, tuple[float, float]]
 
@@ -45,6 +47,22 @@ def evaluate(run: Run, function: Loss, models: Any, batches: Iterator[Batch]) ->
     names = list(dict.fromkeys(name for _, sums in sorted(everyone.items()) for name in sums))
     metrics = {name: Metric(*_total(everyone, name)) for name in names}
     return metrics[""] if single else metrics
+
+
+def tell(log: EventLog, result: Metric | dict[str, Metric], *, name: str, cursor: Cursor, seconds: float) -> None:
+    """Emit what an evaluation came to.
+
+    Args: name is that of a single result, and of the whole for a dict of results, which have their own.
+    """
+    metrics: dict[str, Metric] = {name: result} if isinstance(result, Metric) else result
+    log.emit(
+        "evaluation",
+        # Between two epochs the result is the last one's.
+        epoch=max(0, cursor.epoch - (cursor.step == 0)),
+        name="evaluation" if isinstance(result, Metric) else name,
+        values={key: {"value": float(m), "total": m.total, "count": m.count} for key, m in metrics.items()},
+        seconds=round(seconds, 3),
+    )
 
 
 def _total(everyone: Mapping[int, _Sums], name: str) -> tuple[float, float]:

@@ -1,17 +1,14 @@
 """The Trainer: a training loop that stays the user's, in which each step is a transaction on all ranks or on none.
 
-This file is the public face and the order of things; the work is done in the files beside it: `step` (one step),
+This file is the public face; the work is done in the files beside it: `loop` (the order of things), `step` (one step),
 `evaluation`, `snapshot` (what is saved), `keeping` (when and where), `setup` (what is checked before the first step).
 """
 
 from __future__ import annotations
 
-import atexit
 import os
 import time
-import weakref
 from collections.abc import Iterator, Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,24 +18,20 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from unisono.data.batch import Batch
 from unisono.data.fetch import Collate
-from unisono.data.mapped import Loader
-from unisono.data.stream import StreamLoader
 from unisono.engine import EngineKind
-from unisono.errors import UnisonoError
-from unisono.metrics.metric import Metric
 from unisono.state.digest import digest
 from unisono.state.policy import Checkpoints
 from unisono.trainer.assembly import Models, assemble
 from unisono.trainer.dealing import Dealer
-from unisono.trainer.display import open_log
-from unisono.trainer.ending import Terminator
+from unisono.trainer.display import announce, open_log
 from unisono.trainer.epoch import EpochResult
-from unisono.trainer.evaluation import evaluate
-from unisono.trainer.keeping import Found, Resume
+from unisono.trainer.evaluation import evaluate, tell
+from unisono.trainer.keeping import Resume
+from unisono.trainer.loop import Loop
 from unisono.trainer.modules import evaluating, lone_samples_warning
 from unisono.trainer.setup import check_arguments
-from unisono.trainer.snapshot import Stateful, capture, facts_of, model_tensors, optimizer_state
-from unisono.trainer.step import Loss, StepRunner
+from unisono.trainer.snapshot import Stateful, model_tensors, optimizer_state
+from unisono.trainer.step import Loss
 
 __all__ = ["Trainer"]
 
@@ -130,26 +123,22 @@ class Trainer:
             overlap=overlap,
             engine=engine,
         )
-        self._run, self._keeper, self._modules = parts.run, parts.keeper, parts.modules
-        self._runners, self._subjects, self._averages = parts.runners, parts.subjects, parts.averages
-        self._schedulers, self._scheduler_interval = parts.schedulers, scheduler_interval
-        self._cursor = parts.cursor
+        self._run, self._cursor, self._modules = parts.run, parts.cursor, parts.modules
+        self._subjects, self._averages = parts.subjects, parts.averages
         self._dealer = Dealer(self._run)
-        self._batch: Batch | None = None
-        self._calls = 0
         self._warned = False
-        self._epochs: int | None = None
-        self._last_step: int | None = None
-        self._batch_size: int | None = self._cursor.batch_size
-        self._loss_sum = self._loss_weight = 0.0
-        self._started_s = self._step_ended_s = time.monotonic()
         self._run.set_generators("loop", self._cursor.epoch, self._cursor.step, 0)
         self._log = open_log(self.directory, is_main=self.is_main, progress=progress)
-        self._announce(parts.found)
-        self._keeper.begin(self._log, total_steps=self._cursor.total_steps)
-        if self.directory is not None and self.is_main:
-            atexit.register(_rescue, weakref.ref(self))
-        self._terminator = None if self.directory is None else Terminator.install(self._is_writing)
+        announce(
+            self._log,
+            self._run,
+            modules=self._modules,
+            directory=self.directory,
+            found=parts.found,
+            cursor=self._cursor,
+        )
+        keeps = self.directory is not None
+        self._loop = Loop(parts, self._log, scheduler_interval=scheduler_interval, keeps=keeps)
 
     @property
     def rank(self) -> int:
@@ -200,23 +189,7 @@ class Trainer:
         """
         if epochs < 0 or (steps is not None and steps < 0):
             raise ValueError(f"epochs={epochs} and steps={steps} must not be negative")
-        return self._epochs_left(epochs, steps)
-
-    def _epochs_left(self, epochs: int, steps: int | None) -> Iterator[int]:
-        self._epochs, self._last_step = epochs, steps
-        cursor = self._cursor
-        while cursor.epoch < epochs and not self._is_over():
-            yield cursor.epoch
-            if self._is_over():
-                break  # Where exactly it stopped, in mid-epoch or at its end, is for the next start to see.
-            cursor.epoch, cursor.step = cursor.epoch + 1, 0
-            if self._scheduler_interval == "epoch":
-                for scheduler in self._schedulers.values():
-                    scheduler.step()
-            self._keeper.save_if_due(cursor.total_steps, self._capture, epoch_ended=True)
-        self._epochs = self._last_step = None
-        self._keeper.finish(cursor.total_steps, self._capture)
-        self._log.emit("end", total_steps=cursor.total_steps, seconds=round(time.monotonic() - self._started_s, 3))
+        return self._loop.epochs(epochs, steps)
 
     def batches(
         self,
@@ -254,16 +227,7 @@ class Trainer:
             collate_fn=collate_fn,
             drop_last=drop_last,
         )
-        cursor = self._cursor
-        now, before = (batch_size, loader.num_samples), (cursor.batch_size, cursor.num_samples)
-        if cursor.step and now != before:
-            raise ValueError(
-                f"the run stopped in epoch {cursor.epoch} before step {cursor.step}, with batch_size={before[0]} and "
-                f"{before[1]} samples; the epoch cannot go on with batch_size={now[0]} and {now[1]} samples, or "
-                "samples would be missed or seen twice. Give the same as before until the epoch ends."
-            )
-        cursor.batch_size, cursor.num_samples = now
-        self._batch_size = batch_size
+        batches = self._loop.batches(loader, batch_size=batch_size)
         warning = lone_samples_warning(
             self._modules,
             batch_size=batch_size,
@@ -273,32 +237,7 @@ class Trainer:
         if warning and not self._warned:
             self._warned = True
             self._log.emit("warning", message=warning)
-        return self._batches_left(loader)
-
-    def _batches_left(self, loader: Loader | StreamLoader) -> Iterator[Batch]:
-        cursor = self._cursor
-        within_epochs = self._epochs is not None
-        self._loss_sum = self._loss_weight = 0.0
-        self._log.emit(
-            "epoch",
-            epoch=cursor.epoch,
-            epochs=self._epochs,
-            steps=loader.steps,
-            first_step=cursor.step,
-            num_samples=loader.num_samples,
-        )
-        self._step_ended_s = time.monotonic()
-        for batch in loader.batches(epoch=cursor.epoch, first_step=cursor.step):
-            if self._is_over():
-                return
-            self._batch, self._calls = batch, 0
-            self._run.set_generators("loop", batch.epoch, batch.step, 0)
-            yield batch
-            if self._calls:
-                self._keeper.save_if_due(cursor.total_steps, self._capture)
-        self._batch = None
-        if not within_epochs:
-            cursor.epoch, cursor.step = cursor.epoch + 1, 0
+        return batches
 
     def step(self, loss: Loss, batch: Batch, *, optimizer: str | None = None) -> float:
         """Take one optimizer step on a global batch, on all ranks or on none, and return the batch's mean loss.
@@ -311,45 +250,7 @@ class Trainer:
         Raises: NonFiniteLossError if the loss is NaN or infinite: on all ranks, naming virtual rank and samples;
             LossError if the function returned something else. Weights and buffers are then those from before.
         """
-        if batch is not self._batch:
-            raise ValueError("step takes the batch that trainer.batches gave last, once it is in your loop")
-        runner = self._runner(optimizer)
-        try:
-            mean = runner.run(loss, batch, call=self._calls)
-        except UnisonoError:
-            # Where SIGTERM goes to all ranks, the end of the others is no news to one that waited for them.
-            if self._terminator is not None:
-                self._terminator.check()
-            raise
-        learning_rate = runner.learning_rate
-        if not runner.skipped:
-            for prefix, average in self._averages.items():
-                if runner.trains(self._modules[prefix]):
-                    average.update_parameters(self._modules[prefix])
-            if self._scheduler_interval == "step" and (scheduler := self._schedulers.get(optimizer or "")) is not None:
-                scheduler.step()
-        cursor = self._cursor
-        if not self._calls:
-            cursor.step, cursor.total_steps = batch.step + 1, cursor.total_steps + 1
-        self._calls += 1
-        runner.updating = False
-        runner.raise_deferred()
-        if self._terminator is not None:
-            self._terminator.check()
-        self._loss_sum, self._loss_weight = self._loss_sum + mean * batch.size, self._loss_weight + batch.size
-        now = time.monotonic()
-        self._log.emit(
-            "step",
-            epoch=batch.epoch,
-            step=batch.step,
-            total_steps=cursor.total_steps,
-            loss=mean,
-            samples=batch.size,
-            lr=learning_rate,
-            step_s=round(now - self._step_ended_s, 6),
-        )
-        self._step_ended_s = now
-        return mean
+        return self._loop.step(loss, batch, optimizer)
 
     def evaluate(
         self,
@@ -377,7 +278,7 @@ class Trainer:
         loader = self._dealer.loader(
             dataset,
             stream="evaluate",
-            batch_size=batch_size or self._batch_size or 32 * self.virtual_ranks,
+            batch_size=batch_size or self._cursor.batch_size or 32 * self.virtual_ranks,
             shuffle=False,
             micro_batch_size=micro_batch_size,
             workers=workers,
@@ -388,17 +289,7 @@ class Trainer:
         with evaluating(self._subjects.averages if ema else self._modules):
             result = evaluate(self._run, function, models, loader.batches(epoch=0))
         self._run.set_generators("loop", self._cursor.epoch, self._cursor.step, 0)
-        single = isinstance(result, Metric)
-        metrics: dict[str, Metric] = {name: result} if isinstance(result, Metric) else result
-        cursor = self._cursor
-        self._log.emit(
-            "evaluation",
-            # Between two epochs the result is the last one's.
-            epoch=max(0, cursor.epoch - (cursor.step == 0)),
-            name="evaluation" if single else name,
-            values={key: {"value": float(m), "total": m.total, "count": m.count} for key, m in metrics.items()},
-            seconds=round(time.monotonic() - started_s, 3),
-        )
+        tell(self._log, result, name=name, cursor=self._cursor, seconds=time.monotonic() - started_s)
         return result
 
     def fit(
@@ -430,13 +321,12 @@ class Trainer:
                 shared = {key: options[key] for key in ("micro_batch_size", "workers", "collate_fn") if key in options}
                 for name, function in (metrics or {"validation loss": loss}).items():
                     values[name] = self.evaluate(function, validation, name=name, **shared)
-            mean = self._loss_sum / self._loss_weight if self._loss_weight else float("nan")
-            results.append(EpochResult(epoch=epoch, loss=mean, validation=values))
+            results.append(EpochResult(epoch=epoch, loss=self._loop.mean_loss, validation=values))
         return results
 
     def save(self) -> None:
         """Save a checkpoint now, in the background. Call it after the last step of a batch, on every rank."""
-        self._keeper.save(self._cursor.total_steps, self._capture)
+        self._loop.save()
 
     def digest(self) -> str:
         """Return the SHA-256 of all parameters, buffers and optimizer state, 64 hex digits: the identity of a result.
@@ -448,61 +338,8 @@ class Trainer:
         }
         return digest({"model": model_tensors(self._modules), "optimizer": optimizers})
 
-    def _runner(self, name: str | None) -> StepRunner:
-        if name is None and len(self._runners) == 1:
-            return next(iter(self._runners.values()))
-        if name not in self._runners:
-            raise ValueError(
-                f"optimizer={name!r}, but Trainer was given several: name one of {', '.join(map(repr, self._runners))}"
-            )
-        return self._runners[name]
-
-    def _is_over(self) -> bool:
-        return self._last_step is not None and self._cursor.total_steps >= self._last_step
-
     def _averaged_model(self) -> Any:
         if not self._averages:
             raise ValueError("ema=True needs averaged weights: give Trainer ema_decay, for example 0.999")
         modules = [average.module for average in self._averages.values()]
         return dict(zip(self.model, modules, strict=True)) if isinstance(self.model, Mapping) else modules[0]
-
-    def _announce(self, found: Found | None) -> None:
-        self._log.emit(
-            "run",
-            version=version("unisono"),
-            world_size=self.world_size,
-            virtual_ranks=self.virtual_ranks,
-            seed=self._run.seed,
-            parameters=sum(p.numel() for module in self._modules.values() for p in module.parameters()),
-            device=str(self.device),
-            threads=torch.get_num_threads(),
-            directory=None if self.directory is None else str(self.directory),
-            torch=str(torch.__version__),
-        )
-        if found is not None:
-            for message in found.warnings:
-                self._log.emit("warning", message=message)
-            cursor = self._cursor
-            self._log.emit(
-                "resume", path=found.source, epoch=cursor.epoch, step=cursor.step, total_steps=cursor.total_steps
-            )
-
-    def _capture(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        constants = {"seed": self._run.seed, "virtual_ranks": self.virtual_ranks}
-        return capture(self._subjects, facts_of(constants, self._cursor))
-
-    def _is_writing(self) -> bool:
-        return any(runner.updating for runner in self._runners.values())
-
-    def _rescue(self) -> None:
-        # In the middle of an update, or between the steps of several optimizers, the state is of no step.
-        if self._is_writing() or self._calls not in (0, len(self._runners)):
-            return
-        self._keeper.rescue(self._cursor.total_steps, self._capture)
-
-
-def _rescue(reference: weakref.ref[Trainer]) -> None:
-    """Save the last step that was done when the process ends by Ctrl-C, SIGTERM or an error."""
-    trainer = reference()
-    if trainer is not None:
-        trainer._rescue()
