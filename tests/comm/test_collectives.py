@@ -175,6 +175,66 @@ def test_check_mode_says_who_called_what_where(run_ranks, monkeypatch, ending, l
                 assert words in said[name], f"{name} on rank {rank}: {said[name]}"
 
 
+LATE = {
+    "number": "disagree in all_reduce with op 'sum': value is a float on rank 1, float32 [2, 2] on ranks 0, 2: /",
+    "structure": "disagree in all_reduce with op 'sum': value is a dict on rank 1, float32 [2, 2] on ranks 0, 2: /",
+    "barrier": "call different things: /   ranks 0, 2: all_reduce with op 'sum'| /   rank 1: barrier",
+    "object": "call different things: /   ranks 0, 2: all_gather| /   rank 1: all_reduce with op 'sum'",
+    "uniform": "things: /   ranks 0, 2: all_gather with uniform=True| /   rank 1: all_to_all with uniform=True",
+    "parts": "things: /   ranks 0, 2: reduce_scatter with op 'sum'| /   rank 1: scatter from rank 0",
+    "backward": "things: /   ranks 0, 2: barrier| /   rank 1: all_reduce with op 'sum'",
+    "order": "things: /   ranks 0, 2: broadcast from rank 0 with uniform=True| /   rank 1: barrier",
+    "subgroup": "things: /   rank 0: all_reduce with op 'sum' in the group of ranks 0, 1 of| /   rank 1: barrier",
+}
+IN_SHARED_MEMORY = {
+    "number": "all_reduce(SUM) of 4 float32|all_gather of",
+    "structure": "all_reduce(SUM) of 4 float32|all_gather of",
+    "barrier": "all_reduce(SUM) of 4 float32|barrier",
+    "object": "all_gather of|all_reduce(SUM) of 4 float32",
+    "uniform": "all_gather of 6 float32|all_to_all of",
+    "parts": "reduce_scatter(SUM) of 6 float32|scatter with root 0",
+    "backward": "all_reduce(SUM) of 3 float32|barrier",
+    "order": "broadcast with root 0 of 3 float32|barrier",
+    "subgroup": "all_reduce(SUM) of 4 float32|barrier",
+}
+
+
+@pytest.mark.parametrize(
+    ("backend", "kind", "words"),
+    [("gloo", "RankMismatchError", LATE), ("shm", "DistBackendError", IN_SHARED_MEMORY)],
+)
+def test_ranks_that_part_without_check_mode_are_told_both_calls(fork_ranks, backend, kind, words):
+    job = fork_ranks(3, PROGRAMS / "parted_collectives.py", backend, code=1)
+    for rank in range(3):
+        said = told(job, rank)
+        for name, expected in words.items():
+            if name == "subgroup" and rank == 2:
+                continue
+            assert said[name].startswith(f"{kind}: "), f"{name} on rank {rank}: {said[name]}"
+            for each in expected.split("|"):
+                assert each in said[name], f"{name} on rank {rank}: {said[name]}"
+            assert backend == "shm" or " at parted_collectives.py:" in said[name]
+        assert said["again"] == kind
+        assert said["slow"] == "gave [3.0, 3.0]"
+        assert said["slow objects"] == f"gave [2000, {[0, 'a', None][rank]!r}]"
+    if backend == "gloo":
+        for rank in range(3):
+            assert f"[rank{rank}]: unisono.errors.RankMismatchError: ranks call different things:" in job.err
+
+
+def test_a_rank_that_gloo_ends_for_the_size_of_a_tensor_leaves_the_others_a_hint(fork_ranks):
+    script = """
+import torch, unisono
+from unisono import comm
+unisono.init("gloo")
+comm.barrier()
+comm.all_reduce(torch.ones(3 if unisono.rank() == 1 else 300))
+"""
+    job = fork_ranks(2, script, code=None)
+    assert "RuntimeError: all_reduce with op 'sum' of float32 [300] at script.py:6 failed on rank 0: " in job.err
+    assert "gloo ends one that gets more data than it expects: `unisono run --check`" in job.err
+
+
 def test_one_process_needs_no_group():
     x = torch.arange(4.0, requires_grad=True)
     assert comm.all_reduce(3) == comm.reduce(3, op="mean") == 3

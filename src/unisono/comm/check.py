@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -25,7 +26,10 @@ from unisono.comm.job import current_job
 from unisono.comm.structure import compare, kind_of, signature, take_apart
 from unisono.errors import PeerError, RankMismatchError
 
-__all__ = ["CHECK_TIMEOUT_VARIABLE", "CHECK_VARIABLE", "Check", "describe", "kinds_of", "wanted"]
+__all__ = [
+    "CHECK_TIMEOUT_VARIABLE", "CHECK_VARIABLE", "Check", "describe", "difference", "kinds_of", "place_of", "user_frame",
+    "wanted",
+]  # fmt: skip
 
 CHECK_VARIABLE = "UNISONO_CHECK"
 """Asks for check mode: 1."""
@@ -92,7 +96,7 @@ class Check:
         entries = [json.loads(each) for each in self._read_all(keys)]
         if number:
             self._store.delete_key(f"{self._name}/{number - 1}/{self._own}")  # all have read it, to come here
-        told = _difference(entries, self._ranks)
+        told = difference(entries, self._ranks)
         if told is not None:
             raise RankMismatchError(told)
 
@@ -192,16 +196,29 @@ def describe(value: Any) -> str:
 
 def caller() -> str:
     """Name the line outside of unisono and torch that is being executed, as file:line in function."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("unisono", "torch"):
+    frame = user_frame()
+    return place_of(frame.f_code, frame.f_lineno)
+
+
+def user_frame(above: int = 0) -> FrameType:
+    """Give the frame outside of unisono and torch that is being executed.
+
+    Args: above is how many frames over the caller's are known to be none; each costs time.
+    """
+    frame = sys._getframe(above + 1)
+    while frame.f_globals.get("__name__", "").partition(".")[0] in ("unisono", "torch") and frame.f_back is not None:
         frame = frame.f_back
-    path = Path(frame.f_code.co_filename)
-    inside = "" if frame.f_code.co_name == "<module>" else f" in {frame.f_code.co_name}"
-    return f"{path.name}:{frame.f_lineno}{inside}"
+    return frame
 
 
-def _difference(entries: Sequence[dict[str, Any]], ranks: Sequence[int]) -> str | None:
-    """Say in what the calls of ranks differ."""
+def place_of(code: CodeType, line: int) -> str:
+    """Write where code is, as file:line in function."""
+    inside = "" if code.co_name == "<module>" else f" in {code.co_name}"
+    return f"{Path(code.co_filename).name}:{line}{inside}"
+
+
+def difference(entries: Sequence[dict[str, Any]], ranks: Sequence[int], *, absent: Sequence[int] = ()) -> str | None:
+    """Say in what the calls of ranks differ; None if they do not. Args: absent are ranks of which nothing is known."""
     if len({entry["call"] for entry in entries}) > 1:
         why, remedy = "ranks call different things", "Make all ranks call the same, in the same order."
     else:
@@ -212,6 +229,7 @@ def _difference(entries: Sequence[dict[str, Any]], ranks: Sequence[int]) -> str 
             return None
         why, remedy = f"ranks disagree in {entries[0]['call']}: {found}", "Make the values alike on all ranks."
     lines = [(rank, f"{entry['text']} at {entry['where']}") for rank, entry in zip(ranks, entries, strict=True)]
+    lines += [(rank, "has not come there") for rank in absent]
     return f"{why}:{_table(lines)}\n{remedy}"
 
 

@@ -7,8 +7,9 @@ remembered is. Whether there is a group to use at all is `comm.job`'s to say.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from unisono.comm.check import Check, wanted
 from unisono.comm.job import require_group
+from unisono.comm.late import Call, Late
 from unisono.errors import GroupError
 
 __all__ = ["ALONE", "Link", "link_of"]
@@ -40,6 +42,19 @@ class Link:
     """Types of devices that travel as they are, with the backend that moves them."""
     check: Check | None = None
     """Compares calls between ranks, in check mode."""
+    late: Late | None = None
+    """Compares calls that do not end, where the backend cannot tell and can be waited for: gloo."""
+
+    def run(self, call: Call, value: Tensor | str, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Run an operation of torch.distributed on this group to its end.
+
+        Args: call and value say what it is, as `comm.late` has it: value is a tensor, whose type and size must be
+            those of all ranks, or a description.
+        """
+        if self.late is None or not (isinstance(value, str) or value.is_cpu or value.device.type not in self.backends):
+            operation(*args, group=self.group, **kwargs)
+        else:
+            self.late.run(call, value, operation, *args, group=self.group, **kwargs)
 
     @property
     def size(self) -> int:
@@ -144,12 +159,18 @@ def _look_at(group: dist.ProcessGroup) -> Link:
     pairs = [pair.split(":") for pair in str(dist.get_backend_config(group)).split(",")]
     backends = {device: name for device, name in pairs if device == "cpu" or name not in _CPU_BACKENDS}
     ranks = tuple(dist.get_process_group_ranks(group))
-    own, check = group.rank(), None
+    own, check, late = group.rank(), None, None
+    described = "" if group is dist.group.WORLD else describe_ranks(ranks)
+    who: dict[str, Any] = {"own": ranks[own], "ranks": ranks, "described": described}
     if wanted() and len(ranks) > 1:
-        store = dist.PrefixStore("unisono_check", dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
-        described = "" if group is dist.group.WORLD else describe_ranks(ranks)
-        check = Check(store, group.group_name, own=ranks[own], ranks=ranks, described=described)
-    return Link(group=group, rank=own, ranks=ranks, backends=backends, check=check)
+        check = Check(_store("unisono_check"), group.group_name, **who)
+    if backends.get("cpu") == "gloo":
+        late = Late(_store("unisono_late"), group.group_name, **who)
+    return Link(group=group, rank=own, ranks=ranks, backends=backends, check=check, late=late)
+
+
+def _store(name: str) -> dist.Store:  # type: ignore[name-defined]
+    return dist.PrefixStore(name, dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
 
 
 def _forget() -> None:

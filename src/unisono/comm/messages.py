@@ -72,7 +72,7 @@ def barrier(*, group: Group = None) -> None:
         link.check.compare("barrier")
     device = link.bytes_device()
     if device.type == "cpu":
-        dist.barrier(group=link.group)
+        link.run(("barrier", None), "", dist.barrier)
     else:
         dist.barrier(group=link.group, device_ids=[device.index])
 

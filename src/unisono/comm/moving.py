@@ -51,7 +51,7 @@ def broadcast(value: Any = None, src: int = 0, *, uniform: bool = False, group: 
         return attach([tensor], [result], lambda grads: _reduced_to(link, root, grads) or [None])[0]
     _check(link, call, value)
     sent = _wrapped(value) if link.rank == root else None
-    arrived = post.broadcast(link, call, sent, root)
+    arrived = post.broadcast(link, call, sent, root, of=describe(value))
     received = arrived.unpack()
     if arrived.followed and torch.is_grad_enabled():
         places = [i for i, facts in enumerate(arrived.facts) if facts.follow == FOLLOWED]
@@ -83,7 +83,7 @@ def all_gather(value: Any, *, concat: int | None = None, uniform: bool = False, 
     call = "all_gather" if concat is None else f"all_gather with concat={concat}"
     _check(link, call, value)
     sent = _wrapped(value, concat)
-    arrived = post.all_gather(link, call, sent)
+    arrived = post.all_gather(link, call, sent, of=describe(value))
     values = _opened_together(link, call, arrived, [sent] * link.size)
     return values if concat is None else concatenate(values, concat, link.ranks, call)
 
@@ -125,7 +125,7 @@ def gather(
         root = link.index_of(dst, "dst")
     except (TypeError, ValueError) as error:
         sent = Failure(error)
-    arrived = post.gather(link, call, sent, root)
+    arrived = post.gather(link, call, sent, root, of=describe(value))
     assert isinstance(sent, Parcel)
     if arrived is None and not differentiable:
         return None
@@ -180,7 +180,7 @@ def scatter(
                     "gradient, so that a backward would wait for ever: detach() them"
                 )
             )
-    arrived = post.scatter(link, call, sent, root)
+    arrived = post.scatter(link, call, sent, root, of=describe(values))
     received = arrived.unpack()
     if arrived.followed and torch.is_grad_enabled():
         own = _places(arrived)
@@ -221,7 +221,7 @@ def all_to_all(values: Sequence[Any] | Tensor, *, uniform: bool = False, group: 
     call = "all_to_all"
     _check(link, call, values)
     sent = _wrapped_each(link, values, "values", whole=False)
-    arrived = post.all_to_all(link, call, sent)
+    arrived = post.all_to_all(link, call, sent, of=describe(values))
     assert isinstance(sent, list)
     came = _opened_together(link, call, arrived, sent)
     return torch.cat(came) if isinstance(values, Tensor) else came

@@ -2,6 +2,7 @@
 
 So small values take one collective and large ones two, and nobody needs to know sizes before. Cells carry the name of
 the call too: ranks that call different things, or whose value cannot be sent, are found by all before any data move.
+In all functions `of` says what the value is, for messages.
 """
 
 from __future__ import annotations
@@ -54,11 +55,11 @@ class Arrived:
         return unwrap(self.body, self.unpack() if tensors is None else tensors)
 
 
-def all_gather(link: Link, call: str, sent: Sent) -> list[Arrived]:
+def all_gather(link: Link, call: str, sent: Sent, *, of: str = "") -> list[Arrived]:
     """Give every rank the parcels of all, in the order of the group. Raises: PeerError, RankMismatchError."""
     if link.group is None:
         return [_kept(sent)]
-    cells = _gather_cells(link, call, sent)
+    cells = _gather_cells(link, call, sent, of)
     rests: list[Tensor | None] = [None] * link.size
     sizes = [cell.rest_nbytes for cell in cells]
     most = max(sizes)
@@ -80,11 +81,11 @@ def all_gather(link: Link, call: str, sent: Sent) -> list[Arrived]:
     return [_arrived(cell, rest, sent, i == link.rank) for i, (cell, rest) in enumerate(zip(cells, rests, strict=True))]
 
 
-def gather(link: Link, call: str, sent: Sent, dst: int) -> list[Arrived] | None:
+def gather(link: Link, call: str, sent: Sent, dst: int, *, of: str = "") -> list[Arrived] | None:
     """Give one rank the parcels of all; the others get None. Args: dst counts within the group."""
     if link.group is None:
         return [_kept(sent)]
-    cells = _gather_cells(link, call, sent)
+    cells = _gather_cells(link, call, sent, of)
     sizes = [cell.rest_nbytes for cell in cells]
     sizes[dst] = 0
     most, at_dst = max(sizes), link.rank == dst
@@ -108,14 +109,14 @@ def gather(link: Link, call: str, sent: Sent, dst: int) -> list[Arrived] | None:
     return [_arrived(cell, rest, sent, i == dst) for i, (cell, rest) in enumerate(zip(cells, rests, strict=True))]
 
 
-def broadcast(link: Link, call: str, sent: Sent | None, src: int) -> Arrived:
+def broadcast(link: Link, call: str, sent: Sent | None, src: int, *, of: str = "") -> Arrived:
     """Give every rank the parcel of one. Args: sent is None elsewhere; src counts within the group."""
     if link.group is None:
         assert sent is not None
         return _kept(sent)
     at_src = link.rank == src
     raw = _to_device(write_cell(call, sent), link) if sent is not None else _empty(CELL, link)
-    dist.broadcast(raw, link.ranks[src], group=link.group)
+    link.run((call, None), of, dist.broadcast, raw, link.ranks[src])
     cell = read_cell(to_bytes(raw), call, link.ranks[src])
     _raise_failures(link, call, {src: cell}, sent)
     rest = None
@@ -128,7 +129,7 @@ def broadcast(link: Link, call: str, sent: Sent | None, src: int) -> Arrived:
     return _arrived(cell, rest, sent, at_src)
 
 
-def scatter(link: Link, call: str, sent: Sequence[Parcel] | Failure | None, src: int) -> Arrived:
+def scatter(link: Link, call: str, sent: Sequence[Parcel] | Failure | None, src: int, *, of: str = "") -> Arrived:
     """Give each rank its parcel of those that one rank has. Args: sent is None elsewhere."""
     if link.group is None:
         assert sent is not None
@@ -145,7 +146,7 @@ def scatter(link: Link, call: str, sent: Sequence[Parcel] | Failure | None, src:
         followed = any(isinstance(one, Parcel) and one.followed for one in each)
         flags = {"accelerated": fast, "followed": followed}
         raws = [_to_device(write_cell(call, one, padded=padded, **flags), link) for one in each]
-    dist.scatter(raw, raws, src=link.ranks[src], group=link.group)
+    link.run((call, None), of, dist.scatter, raw, raws, src=link.ranks[src])
     cell = read_cell(to_bytes(raw), call, link.ranks[src])
     _raise_failures(link, call, {src: cell}, own)
     device = link.bytes_device(accelerated=cell.accelerated)
@@ -164,7 +165,7 @@ def scatter(link: Link, call: str, sent: Sequence[Parcel] | Failure | None, src:
     return _arrived(cell, rest, own, link.rank == src)
 
 
-def all_to_all(link: Link, call: str, sent: Sequence[Parcel] | Failure) -> list[Arrived]:
+def all_to_all(link: Link, call: str, sent: Sequence[Parcel] | Failure, *, of: str = "") -> list[Arrived]:
     """Give rank r the r-th parcel of every rank, in the order of the group."""
     if link.group is None:
         return [_kept(sent if isinstance(sent, Failure) else sent[0])]
@@ -176,7 +177,7 @@ def all_to_all(link: Link, call: str, sent: Sequence[Parcel] | Failure) -> list[
     flags = {"accelerated": fast, "more": more, "followed": followed}
     out = _to_device(b"".join(write_cell(call, one, **flags) for one in each), link)
     raw = torch.empty_like(out)
-    dist.all_to_all_single(raw, out, group=link.group)
+    link.run((call, None), of, dist.all_to_all_single, raw, out)
     cells = _read_all(link, call, raw)
     _raise_failures(link, call, dict(enumerate(cells)), each[link.rank])
     _check_grad_modes(link, call, cells)
@@ -223,9 +224,9 @@ def recv(link: Link, src: int | None, tag: int) -> Arrived:
     return _arrived(cell, rest, None, own=False)
 
 
-def _gather_cells(link: Link, call: str, sent: Sent) -> list[Cell]:
+def _gather_cells(link: Link, call: str, sent: Sent, of: str) -> list[Cell]:
     raw = _empty(CELL * link.size, link)
-    _all_gather_single(raw, _to_device(write_cell(call, sent), link), group=link.group)
+    link.run((call, None), of, _all_gather_single, raw, _to_device(write_cell(call, sent), link))
     cells = _read_all(link, call, raw)
     _raise_failures(link, call, dict(enumerate(cells)), sent)
     _check_grad_modes(link, call, cells)

@@ -17,7 +17,7 @@ from torch import Tensor
 from unisono.comm import differentiable as followed
 from unisono.comm import post, tensors
 from unisono.comm.arguments import Group, check_one_for_each, check_parts, follows
-from unisono.comm.check import kinds_of
+from unisono.comm.check import describe, kinds_of
 from unisono.comm.link import Link, link_of
 from unisono.comm.parcels import wrap
 from unisono.comm.post import Failure, Sent
@@ -40,7 +40,7 @@ def all_reduce(value: Any, op: Op = "sum", *, group: Group = None) -> Any:
     ones exact, of any size; a sum of floats is rounded once. A sum of bool counts, and is int64 in a tensor.
     Differentiable: each rank gets the sum of the gradients of all.
     Raises: TypeError for what cannot be combined so; RankMismatchError on every rank that says where structures, shapes
-    or types differ. Tensors given by themselves are not compared, unless ranks are told to check.
+    or types differ. Tensors given by themselves are compared in check mode, and over gloo if the call is late.
     """
     link = link_of(group)
     if isinstance(value, Tensor):
@@ -184,6 +184,7 @@ def _agree(
     """
     if link.check is not None:
         link.check.compare(call, kinds_of(values if one_for_each else values[0], "values" if one_for_each else "value"))
+    of = describe(values if one_for_each else values[0])
     parts: list[Parts] = []
     kinds: list[tuple[str, str]] = []
     name: OpName = "sum"
@@ -206,7 +207,7 @@ def _agree(
         sent: Sent = wrap((digest, numbers, follows, torch.is_grad_enabled(), accelerated))
     except (TypeError, ValueError, RecursionError) as error:
         sent = Failure(error)
-    heard = [one.open() for one in post.all_gather(link, call, sent)]
+    heard = [one.open() for one in post.all_gather(link, call, sent, of=of)]
     if len({each[0] for each in heard}) > 1:
         told = [one.open() for one in post.all_gather(link, call, wrap(kinds))]
         raise RankMismatchError(f"{call}: {compare(told, link.ranks)}: make the values alike on all ranks")

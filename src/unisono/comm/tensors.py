@@ -25,6 +25,11 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+_REDUCE_SCATTER = "reduce_scatter with op {!r}"
+_ALL_GATHER = ("all_gather with uniform=True", None)
+_ALL_TO_ALL = ("all_to_all with uniform=True", None)
+
+
 def all_reduce(link: Link, tensor: Tensor, op: OpName) -> Tensor:
     """Combine the tensors of all ranks."""
     wire = _loaded(link, tensor, op)
@@ -32,7 +37,7 @@ def all_reduce(link: Link, tensor: Tensor, op: OpName) -> Tensor:
         if _must_gather(link, wire, op):
             wire = combine_tensors(all_gather(link, wire), op)
         else:
-            dist.all_reduce(wire, WIRE_OPS[op], group=link.group)
+            link.run(("all_reduce with op {!r}", op), tensor, dist.all_reduce, wire, WIRE_OPS[op])
     return _unloaded(link, wire, tensor, op)
 
 
@@ -44,7 +49,8 @@ def reduce(link: Link, tensor: Tensor, op: OpName, dst: int) -> Tensor | None:
             parts = gather(link, wire, dst)
             wire = wire if parts is None else combine_tensors(parts, op)
         else:
-            dist.reduce(wire, link.ranks[dst], WIRE_OPS[op], group=link.group)
+            root = link.ranks[dst]
+            link.run((f"reduce to rank {root} with op {{!r}}", op), tensor, dist.reduce, wire, root, WIRE_OPS[op])
     return _unloaded(link, wire, tensor, op) if link.rank == dst else None
 
 
@@ -56,9 +62,15 @@ def reduce_scatter(link: Link, tensor: Tensor, op: OpName) -> Tensor:
     wire = _loaded(link, tensor, op, copies=False)
     if _must_gather(link, wire, op):
         part = combine_tensors(all_to_all(link, wire), op)
+    elif link.late is not None and wire.is_cpu:
+        # As gloo does it, whose own cannot be waited for in slices.
+        if wire.data_ptr() == tensor.data_ptr():
+            wire = wire.clone()
+        link.run((_REDUCE_SCATTER, op), tensor, dist.all_reduce, wire, WIRE_OPS[op])
+        part = wire[link.rank * length : (link.rank + 1) * length].clone()
     else:
         part = wire.new_empty((length, *wire.shape[1:]))
-        _reduce_scatter_single(part, wire, WIRE_OPS[op], group=link.group)
+        link.run((_REDUCE_SCATTER, op), tensor, _reduce_scatter_single, part, wire, WIRE_OPS[op])
     return _unloaded(link, part, tensor, op)
 
 
@@ -71,7 +83,7 @@ def all_gather(link: Link, tensor: Tensor) -> list[Tensor]:
         parts = all_gather(link, bytes_of(wire))
         return [part.view(tensor.dtype).view(tensor.shape) for part in parts]
     outs = [torch.empty_like(wire) for _ in range(link.size)]
-    dist.all_gather(outs, wire, group=link.group)
+    link.run(_ALL_GATHER, tensor, dist.all_gather, outs, wire)
     return _home(outs, tensor)
 
 
@@ -83,7 +95,7 @@ def all_gather_flat(link: Link, tensor: Tensor) -> Tensor:
     if not _moves(wire):
         return torch.cat(all_gather(link, tensor))
     out = wire.new_empty((link.size * wire.shape[0], *wire.shape[1:]))
-    _all_gather_single(out, wire, group=link.group)
+    link.run(_ALL_GATHER, tensor, _all_gather_single, out, wire)
     return out.to(tensor.device)
 
 
@@ -96,7 +108,8 @@ def gather(link: Link, tensor: Tensor, dst: int) -> list[Tensor] | None:
         parts = gather(link, bytes_of(wire), dst)
         return None if parts is None else [part.view(tensor.dtype).view(tensor.shape) for part in parts]
     outs = [torch.empty_like(wire) for _ in range(link.size)] if link.rank == dst else None
-    dist.gather(wire, outs, dst=link.ranks[dst], group=link.group)
+    root = link.ranks[dst]
+    link.run(("gather to rank {!r} with uniform=True", root), tensor, dist.gather, wire, outs, dst=root)
     return None if outs is None else _home(outs, tensor)
 
 
@@ -109,7 +122,8 @@ def broadcast(link: Link, tensor: Tensor, src: int) -> Tensor:
     )
     if link.group is None:
         return wire.clone()
-    dist.broadcast(wire if _moves(wire) else bytes_of(wire), link.ranks[src], group=link.group)
+    root, moved = link.ranks[src], wire if _moves(wire) else bytes_of(wire)
+    link.run(("broadcast from rank {!r} with uniform=True", root), tensor, dist.broadcast, moved, root)
     return wire.clone() if wire is tensor or wire.data_ptr() == tensor.data_ptr() else wire.to(tensor.device)
 
 
@@ -120,11 +134,12 @@ def scatter(link: Link, tensors: Sequence[Tensor] | None, like: Tensor, src: int
         return _wired(link, tensors[0]).clone()
     out = torch.empty(like.shape, dtype=like.dtype, device=link.device_for(like))
     wires = None if tensors is None else [_wired(link, tensor) for tensor in tensors]
-    if _moves(out):
-        dist.scatter(out, wires, src=link.ranks[src], group=link.group)
-    else:
-        parts = None if wires is None else [bytes_of(wire) for wire in wires]
-        dist.scatter(bytes_of(out), parts, src=link.ranks[src], group=link.group)
+    moved = out
+    if not _moves(out):
+        moved = bytes_of(out)
+        wires = None if wires is None else [bytes_of(wire) for wire in wires]
+    root = link.ranks[src]
+    link.run(("scatter from rank {!r} with uniform=True", root), like, dist.scatter, moved, wires, src=root)
     return out.to(like.device)
 
 
@@ -144,11 +159,11 @@ def all_to_all_flat(link: Link, tensor: Tensor, leaving: Sequence[int], coming: 
         return wire.clone()
     out = wire.new_empty((sum(coming), *wire.shape[1:]))
     if _moves(wire):
-        dist.all_to_all_single(out, wire, list(coming), list(leaving), group=link.group)
+        link.run(_ALL_TO_ALL, tensor, dist.all_to_all_single, out, wire, list(coming), list(leaving))
     else:
         width = math.prod(wire.shape[1:]) * wire.element_size()
         sizes = [n * width for n in coming], [n * width for n in leaving]
-        dist.all_to_all_single(bytes_of(out), bytes_of(wire), *sizes, group=link.group)
+        link.run(_ALL_TO_ALL, tensor, dist.all_to_all_single, bytes_of(out), bytes_of(wire), *sizes)
     return out.to(tensor.device)
 
 
