@@ -9,6 +9,7 @@ import sys
 import warnings
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from torch.nn import functional as F
@@ -329,6 +330,14 @@ def test_mistakes_are_told():
         loader(Counting(40), 8, shuffle=True, rank=0, world_size=1)
     with pytest.raises(DataError, match="yielded nothing in epoch 0"):
         next(iter(loader(Counting(0), 8, rank=0, world_size=1)))
+    for name, wrong in [("batch_size", 4.0), ("batch_size", True), ("seed", "a"), ("workers", 1.5), ("rank", "1")]:
+        with pytest.raises(TypeError, match=rf"{name}={wrong!r} must be a whole number"):
+            loader(numbers(40), **{"batch_size": 8, "rank": 0, "world_size": 2, name: wrong})
+    batches = loader(numbers(40), numpy.int64(8), seed=numpy.int32(3), rank=0, world_size=1)
+    with pytest.raises(TypeError, match=r"epoch=1\.5 must be a whole number"):
+        batches.set_epoch(1.5)
+    with pytest.raises(TypeError, match="position='x' must be a whole number"):
+        batches.load_state_dict({**batches.state_dict(), "position": "x"})
     with pytest.raises(TypeError, match="has no __len__, so the steps"):
         len(loader(Counting(40), 8, rank=0, world_size=1))
 
@@ -342,7 +351,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 from unisono.data import loader
-from unisono.errors import GroupError, RankMismatchError
+from unisono.errors import DataError, GroupError, PeerError, RankMismatchError
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
@@ -353,6 +362,11 @@ try:
     loader(data, 16 + rank)
 except RankMismatchError as error:
     print(error)
+for wrong in ([], None):  # one rank's alone: the others hear of it, and the group works afterwards
+    try:
+        loader(wrong if rank == 1 else data, 16)
+    except (DataError, TypeError, PeerError) as error:
+        print(f"{type(error).__name__}: {error}")
 pair = dist.new_group([0, 2])
 if rank != 1:
     batches = loader(data, 66, group=pair, shuffle=False)
@@ -400,6 +414,10 @@ def test_under_ddp_training_is_that_of_one_rank_also_in_the_tail(fork_ranks):
         lines = job.lines(rank)
         assert "the dataset's batch_size differs between ranks (rank 0: 16, rank 1: 17, rank 2: 18)" in lines[0]
         assert lines[-1] == "10 steps as on one rank"
-    assert job.lines(0)[1] == "[0, 2, 4] 33"
-    assert "this rank is not in the group" in job.lines(1)[1]
-    assert job.lines(2)[1] == "[1, 3, 5] 33"
+        wrong = [("DataError", "the dataset (list) is empty"), ("TypeError", "a NoneType is no map-style dataset")]
+        for line, (kind, said) in zip(lines[1:3], wrong, strict=True):
+            failed = f"PeerError: unisono.data.loader was not done, for it failed on rank 1, with {kind}"
+            assert line.startswith(f"{kind if rank == 1 else failed}: {said}")
+    assert job.lines(0)[3] == "[0, 2, 4] 33"
+    assert "this rank is not in the group" in job.lines(1)[3]
+    assert job.lines(2)[3] == "[1, 3, 5] 33"

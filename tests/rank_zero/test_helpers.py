@@ -9,6 +9,7 @@ import re
 import time
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 
@@ -49,6 +50,27 @@ def test_the_helpers_on_four_ranks_of_two_nodes(run_ranks, tmp_path):
     assert len(re.findall(r"^(?:uneven|early|files|own) ", job.err, re.MULTILINE)) == 4  # once each
 
 
+_ENDS_IN_ITS_TURN = """
+import os
+import unisono
+from unisono.errors import PeerError
+
+unisono.init("gloo")
+try:
+    with unisono.main_first():
+        if unisono.rank() == 0:
+            os._exit(7)
+except PeerError as error:
+    print(error, flush=True)
+    os._exit(0)
+"""
+
+
+def test_a_first_rank_that_ends_in_its_turn_is_not_waited_for(fork_ranks):
+    (said,) = fork_ranks(2, _ENDS_IN_ITS_TURN, code=7).lines(1)
+    assert said.startswith("rank 0 was not done with its block of main_first when rank 0's process ended")
+
+
 def test_one_rank_needs_no_job(capsys):
     with unisono.main_first(), unisono.main_first(local=True):
         unisono.print0("alone", end="!")
@@ -85,6 +107,29 @@ def test_a_bar_without_a_length_or_with_one_given():
         list(unisono.progress(3))
 
 
+@pytest.mark.parametrize(
+    ("use", "error", "message"),
+    [
+        (lambda: unisono.progress(3.5), TypeError, r"progress\(3\.5\) has nothing to iterate over: give an iterable"),
+        (lambda: unisono.progress(-3), ValueError, "total=-3 must be 0 or more"),
+        (lambda: unisono.progress("abc", total="3"), TypeError, "total='3' must be a whole number"),
+        (lambda: unisono.progress(4).update(1.5), TypeError, r"count=1\.5 must be a whole number"),
+        (lambda: unisono.progress(4).show(loss="low"), TypeError, "loss='low' cannot be shown: give a number"),
+        (lambda: unisono.progress(4).show(loss=torch.ones(2)), TypeError, "a tensor with one element"),
+    ],
+)
+def test_a_bar_counts_whole_numbers_and_shows_numbers(use, error, message):
+    with pytest.raises(error, match=message):
+        use()
+
+
+def test_a_bar_counts_whole_numbers_of_all_kinds(capsys):
+    with unisono.progress(total=numpy.int64(5), name="kinds") as bar:
+        bar.update(numpy.int32(2))
+        bar.update(torch.tensor(3))
+    assert "5/5" in capsys.readouterr().err
+
+
 def test_a_logger_writes_where_standard_error_is_now(monkeypatch):
     log = unisono.get_logger("test_now", level="debug")
     for _ in range(2):
@@ -107,6 +152,10 @@ def test_seeds_are_whole_numbers_and_the_same_again():
         seeds = unisono.seed_everything(-3)
         drawn.append((torch.rand(2).tolist(), random.random(), torch.rand(1, generator=seeds.generator).item()))
     assert drawn[0] == drawn[1]
+    unisono.seed_everything(5)
+    first = random.random()
+    unisono.seed_everything(numpy.int64(5))
+    assert random.random() == first
 
 
 def test_a_bar_costs_little_and_is_quiet_between_its_lines(capsys):

@@ -7,6 +7,7 @@ ranks. Dealing itself is in `data.sampler` and `data.rank_loader`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from unisono.comm import own_placement
 from unisono.errors import DataError, RankMismatchError
 
-__all__ = ["Place", "check_alike", "find_rank", "length_of", "place_state", "read_place"]
+__all__ = ["Place", "check_alike", "check_whole", "find_rank", "length_of", "place_state", "read_place"]
 
 
 class Place(NamedTuple):
@@ -33,8 +34,9 @@ def find_rank(
 
     They come from the group, else from the default group of torch.distributed, else from what the launcher left in the
     environment. Args: name is what the caller calls the number of ranks.
-    Raises: ValueError if they are impossible.
+    Raises: ValueError if they are impossible, TypeError for what is no whole number.
     """
+    check_whole(**{"rank": rank or 0, name: ranks or 0})
     found = "as given"
     if rank is None or ranks is None:
         if group is not None:
@@ -55,6 +57,13 @@ def find_rank(
             f"rank and {name}, or neither."
         )
     return rank, ranks
+
+
+def check_whole(**numbers: object) -> None:
+    """See that arguments are whole numbers, NumPy's among them, by name. Raises: TypeError."""
+    for name, number in numbers.items():
+        if isinstance(number, bool) or not isinstance(number, Integral):
+            raise TypeError(f"{name}={number!r} must be a whole number")
 
 
 def length_of(dataset: Any) -> int:
@@ -100,6 +109,7 @@ def read_place(state: Mapping[str, Any], *, seed: int, num_samples: int | None, 
                 f"the state was saved with {key}={state[key]}, and this {owner} has {key}={here}: the order "
                 f"is another, so samples would be repeated and left out. Make the {owner} with {key}={state[key]}."
             )
+    check_whole(epoch=state["epoch"], position=state["position"])
     place = Place(int(state["epoch"]), int(state["position"]))
     if place.position < 0 or (num_samples is not None and place.position > num_samples):
         raise ValueError(f"the state has position={place.position}, outside [0, {num_samples}]: the state is damaged")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unisono.data.fetch import Collate
+from unisono.data.place import check_whole
 from unisono.plan import even_range, even_steps
 
 __all__ = ["DealSettings", "Portion"]
@@ -16,7 +17,7 @@ __all__ = ["DealSettings", "Portion"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DealSettings:
-    """How a dataset is dealt out among ranks and read. Raises: ValueError for settings that cannot be meant."""
+    """How a dataset is dealt out among ranks and read. Raises: ValueError, TypeError if they cannot be meant."""
 
     batch_size: int
     """Samples of a global batch, over all ranks."""
@@ -38,6 +39,7 @@ class DealSettings:
     """Read into page-locked memory."""
 
     def __post_init__(self) -> None:
+        check_whole(batch_size=self.batch_size, seed=self.seed, workers=self.workers)
         if self.batch_size < self.ranks:
             raise ValueError(
                 f"batch_size={self.batch_size} is smaller than the number of ranks, {self.ranks}: it counts the "

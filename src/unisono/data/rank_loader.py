@@ -8,16 +8,19 @@ dataset is here, an iterable one in `data.rank_stream`. A Trainer needs neither:
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch.utils.data import Dataset, IterableDataset
 
-from unisono.comm import all_gather
+from unisono.comm import post
 from unisono.comm.job import require_group
+from unisono.comm.link import Link, link_of
+from unisono.comm.parcels import wrap
+from unisono.comm.post import Failure, Sent
 from unisono.data.fetch import Collate
-from unisono.data.place import Place, check_alike, find_rank, place_state, read_place
+from unisono.data.place import Place, check_alike, check_whole, find_rank, place_state, read_place
 from unisono.data.portion import DealSettings, Portion
 from unisono.data.rank_map import MapSource
 from unisono.data.rank_stream import StreamSource
@@ -62,27 +65,30 @@ def loader(
         group: the ranks that share the dataset; None: all ranks of the job.
         rank, world_size: stand for other places than that of this process; nothing is compared then.
     Raises: ValueError for a wrong number, TypeError for something that is no dataset, DataError for an empty one,
-        RankMismatchError on all ranks if they were given different things, GroupError for a group that this rank is
-        not in.
+        RankMismatchError on all ranks if they were given different things, PeerError if another rank raises one of the
+        others, GroupError for a group that this rank is not in.
     """
     overridden = rank is not None or world_size is not None
     own_rank, ranks = find_rank(rank, world_size, group=None if group is None else require_group(group))
     iterable = isinstance(dataset, IterableDataset)
-    settings = DealSettings(
-        batch_size=batch_size,
-        rank=own_rank,
-        ranks=ranks,
-        seed=seed,
-        shuffle=not iterable if shuffle is None else shuffle,
-        workers=workers,
-        drop_last=drop_last,
-        collate_fn=collate_fn,
-        pin_memory=pin_memory,
-    )
-    made = RankLoader(dataset, settings)
-    if not overridden and ranks > 1 and dist.is_available() and dist.is_initialized():
-        _compare(made, settings, group)
-    return made
+
+    def make() -> RankLoader:
+        settings = DealSettings(
+            batch_size=batch_size,
+            rank=own_rank,
+            ranks=ranks,
+            seed=seed,
+            shuffle=not iterable if shuffle is None else shuffle,
+            workers=workers,
+            drop_last=drop_last,
+            collate_fn=collate_fn,
+            pin_memory=pin_memory,
+        )
+        return RankLoader(dataset, settings)
+
+    if overridden or ranks == 1 or not (dist.is_available() and dist.is_initialized()):
+        return make()
+    return _made_alike(make, link_of(group))
 
 
 class RankLoader:
@@ -114,6 +120,18 @@ class RankLoader:
     def batch_size(self) -> int:
         """Samples of a global batch, over all ranks."""
         return self._settings.batch_size
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What must be the same on all ranks, by name."""
+        settings = self._settings
+        return {
+            "number of samples": self.num_samples,
+            "batch_size": settings.batch_size,
+            "shuffle": settings.shuffle,
+            "seed": settings.seed,
+            "drop_last": settings.drop_last,
+        }
 
     @property
     def num_samples(self) -> int | None:
@@ -163,6 +181,7 @@ class RankLoader:
 
         To set the epoch that was just loaded keeps the place in it.
         """
+        check_whole(epoch=epoch)
         if epoch != self._next.epoch:
             self._next = self._at = Place(epoch, 0)
         self.epoch = epoch
@@ -199,7 +218,7 @@ class RankLoader:
             warnings.warn(
                 f"rank {settings.rank} has no sample of the last batch of epoch {epoch}, which has {size} for "
                 f"{settings.ranks} ranks: it gets one of another rank's, and the loader's weight is 0. Use fewer ranks,"
-                " or multiply the loss by the weight.",
+                " or multiply the loss by the weight and count the batch in metrics only if that is not 0.",
                 stacklevel=3,
             )
         self._at = Place(epoch + 1, 0) if portion.last else Place(epoch, portion.positions.stop)
@@ -207,12 +226,12 @@ class RankLoader:
         self.weight = 0.0 if portion.borrowed else len(portion.indices) * settings.ranks / size
 
 
-def _compare(made: RankLoader, settings: DealSettings, group: dist.ProcessGroup | None) -> None:
-    given = {
-        "number of samples": made.num_samples,
-        "batch_size": settings.batch_size,
-        "shuffle": settings.shuffle,
-        "seed": settings.seed,
-        "drop_last": settings.drop_last,
-    }
-    check_alike(all_gather(given, group=group))
+def _made_alike(make: Callable[[], RankLoader], link: Link) -> RankLoader:
+    """Make the loader, and see that all ranks of a group have made the same. Every rank must call it."""
+    try:
+        made = make()
+        sent: Sent = wrap(made.given)
+    except (DataError, TypeError, ValueError) as error:
+        sent = Failure(error)  # the other ranks are told, then it is raised here
+    check_alike([arrived.open() for arrived in post.all_gather(link, "unisono.data.loader", sent)])
+    return made

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import Dataset
 from torch.utils.data.distributed import DistributedSampler as TorchDistributedSampler
 
-from unisono.data.place import Place, find_rank, length_of, place_state, read_place
+from unisono.data.place import Place, check_whole, find_rank, length_of, place_state, read_place
 from unisono.errors import DataError
 from unisono.plan.permutation import permute
 
@@ -76,6 +76,7 @@ class DistributedSampler(TorchDistributedSampler[int]):
         pad: bool = False,
     ) -> None:
         rank, num_replicas = find_rank(rank, num_replicas, name="num_replicas")
+        check_whole(seed=seed)
         length = length_of(dataset)
         if pad and drop_last:
             raise ValueError(
@@ -117,6 +118,7 @@ class DistributedSampler(TorchDistributedSampler[int]):
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration. To set the epoch that was just loaded keeps the place in it."""
+        check_whole(epoch=epoch)
         if epoch != self._cursor.epoch:
             self._cursor = _Cursor(epoch)
         self.epoch = epoch

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from unisono.comm.ranks import rank
+from unisono.data.place import check_whole
 from unisono.plan import derive_key
 from unisono.state.random import set_generators
 
@@ -37,8 +38,7 @@ def seed_everything(seed: int, *, same: bool = False) -> LoaderSeeds:
     Returns: generator and worker_init_fn for a torch DataLoader, always of this rank.
     Raises: TypeError if the seed is no whole number.
     """
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise TypeError(f"seed={seed!r} must be a whole number")
+    check_whole(seed=seed)
     own = rank()
     if find_spec("numpy") is not None:
         import_module("numpy")  # imported later, its generator would not be seeded

@@ -2,13 +2,13 @@
 
 What a rank has counted travels as whole numbers of 64 bits ("words"). Some are added over ranks. The others stay apart:
 each rank writes them into a row of its own, and the sum of all those rows, zero elsewhere, is a table of them. So
-floating-point numbers, minima and maxima travel in the same all-reduce as counts, bit for bit, on every backend.
+floating-point numbers, minima and maxima travel in the same all-reduce as counts, bit for bit, on every backend. Before
+it, ranks tell each other what they bring.
 """
 
 from __future__ import annotations
 
 import copy
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeVar
@@ -17,11 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unisono.comm import tensors
+from unisono.comm import post, tensors
 from unisono.comm.link import Link, link_of
+from unisono.comm.parcels import wrap
+from unisono.comm.post import Failure, Sent, name_some
 from unisono.errors import RankMismatchError
 
-__all__ = ["Accumulator", "exchange"]
+__all__ = ["Accumulator", "exchange", "kind_of"]
 
 T = TypeVar("T")
 
@@ -40,7 +42,8 @@ class Accumulator(ABC, Generic[T]):
     def compute(self, group: dist.ProcessGroup | None = None) -> T:
         """Give the value over the samples of all ranks, on every rank. Every rank must call it: one all-reduce.
 
-        Raises: GroupError if the ranks have not met; RankMismatchError if they count different things.
+        Raises: GroupError if the ranks have not met; RankMismatchError if they count different things; PeerError if
+            another rank cannot tell what it has counted.
         """
         total: Accumulator[T] = exchange([self], link_of(group))[0]
         return total._value()
@@ -105,32 +108,28 @@ class Accumulator(ABC, Generic[T]):
 def exchange(metrics: Sequence[Accumulator[Any]], link: Link, names: Sequence[str] = ("",)) -> list[Accumulator[Any]]:
     """Give for each metric one that has counted what all ranks have. Every rank must call it: one all-reduce for all.
 
-    Raises: RankMismatchError if ranks bring different metrics of equal size; those of another size are the backend's.
+    Raises: RankMismatchError on all ranks if they bring different metrics; PeerError if another could not come.
     """
     described = [f"{name} {metric!r}".strip() for name, metric in zip(names, metrics, strict=True)]
-    own = zlib.crc32("\n".join(described).encode())
     if link.check is not None:
         link.check.compare(f"computing of the metrics {', '.join(described)}")
-    added, apart = zip(*(metric._words() for metric in metrics), strict=True) if metrics else ((), ())
+    words = _agree(metrics, described, link)
+    added, apart = zip(*words, strict=True) if words else ((), ())
     device = link.bytes_device(accelerated=any(word.device.type != "cpu" for word in (*added, *apart)))
-    first = torch.cat([word.to(device, non_blocking=True) for word in added]) if added else torch.empty(0)
-    row = torch.cat([torch.tensor([own], device=device), *(word.to(device, non_blocking=True) for word in apart)])
+    nothing = torch.empty(0, dtype=torch.int64, device=device)
+    first = torch.cat([nothing, *(word.to(device, non_blocking=True) for word in added)])
+    row = torch.cat([nothing, *(word.to(device, non_blocking=True) for word in apart)])
     rows = row.new_zeros(link.size, len(row))
     rows[link.rank] = row
-    message = tensors.all_reduce(link, torch.cat([first.to(row), rows.flatten()]), "sum").cpu()
+    message = torch.cat([first, rows.flatten()])
+    if len(message):  # metrics of torchmetrics have an exchange of their own
+        message = tensors.all_reduce(link, message, "sum").cpu()
     summed, table = message[: len(first)], message[len(first) :].view(link.size, len(row))
-    marks = table[:, 0].tolist()
-    if len(set(marks)) > 1:
-        others = [rank for rank, mark in zip(link.ranks, marks, strict=True) if mark != own]
-        raise RankMismatchError(
-            f"rank {link.own} brings the metrics {described}, and ranks {others} bring others. Compute the same "
-            "metrics, in the same order, on all ranks."
-        )
     totals = []
     pairs = zip(
         metrics,
         torch.split(summed, [len(words) for words in added]),
-        torch.split(table[:, 1:], [len(words) for words in apart], dim=1),
+        torch.split(table, [len(words) for words in apart], dim=1),
         strict=True,
     )
     for metric, sums, parts in pairs:
@@ -139,3 +138,36 @@ def exchange(metrics: Sequence[Accumulator[Any]], link: Link, names: Sequence[st
         total._merge(link)
         totals.append(total)
     return totals
+
+
+def _agree(metrics: Sequence[Accumulator[Any]], described: list[str], link: Link) -> list[tuple[Tensor, Tensor]]:
+    """Give the words of all metrics, once all ranks have theirs, of the same metrics.
+
+    Sums of unequal lengths would otherwise meet, and gloo ends the process then.
+    """
+    words: list[tuple[Tensor, Tensor]] = []
+    try:
+        words = [metric._words() for metric in metrics]
+        sent: Sent = wrap(described)
+    except Exception as error:  # metrics may be the user's; the other ranks are told, then it is raised here
+        sent = Failure(error)
+    everyone = [arrived.open() for arrived in post.all_gather(link, "compute of metrics", sent)]
+    if any(theirs != described for theirs in everyone):
+        who: dict[str, list[int]] = {}
+        for rank, theirs in zip(link.ranks, everyone, strict=True):
+            who.setdefault(", ".join(theirs) or "none", []).append(rank)
+        raise RankMismatchError(
+            "ranks bring different metrics: "
+            + "; ".join(f"{what} on {name_some(ranks)}" for what, ranks in who.items())
+            + ". Compute the same metrics, in the same order, on all ranks."
+        )
+    return words
+
+
+def kind_of(value: object) -> str:
+    """Say what something is that is no metric.
+
+    >>> kind_of(3), kind_of(int)
+    ('int', 'the class int')
+    """
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__

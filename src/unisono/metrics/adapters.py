@@ -15,7 +15,7 @@ from torch import Tensor
 
 from unisono.comm.link import Link
 from unisono.comm.moving import all_gather
-from unisono.metrics.accumulator import Accumulator
+from unisono.metrics.accumulator import Accumulator, kind_of
 
 __all__ = ["TorchMetric"]
 
@@ -29,10 +29,11 @@ class TorchMetric(Accumulator[Any]):
     """
 
     def __init__(self, metric: Any) -> None:
-        parts = [part for part in getattr(metric, "modules", list)() if hasattr(part, "_reductions")]
+        modules: Any = [] if isinstance(metric, type) else getattr(metric, "modules", list)()
+        parts = [part for part in modules if hasattr(part, "_reductions")]
         if len(parts) != 1 or parts[0] is not metric or not metric._defaults:
             raise TypeError(
-                f"{type(metric).__name__} is no single metric with states of its own: give metrics of torchmetrics one "
+                f"{kind_of(metric)} is no single metric with states of its own: give metrics of torchmetrics one "
                 "by one, together in unisono.metrics.Metrics(...)"
             )
         self.metric = metric

@@ -7,7 +7,7 @@ rounded once. Whole numbers stay whole.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from unisono.metrics.metric import Metric
 __all__ = ["Max", "Mean", "Min", "Sum"]
 
 Value = Tensor | float
+Given = Value | Sequence[Any]
+"""What may be counted: also lists of numbers, and arrays."""
 _NOTHING, _WHOLE, _FLOATING = 0, 1, 2
 
 
@@ -37,30 +39,34 @@ class Mean(Accumulator[Metric]):
         self._weight: Value = 0
 
     @torch.no_grad()
-    def update(self, values: Value, weight: Value | None = None) -> None:
+    def update(self, values: Given, weight: Given | None = None) -> None:
         """Count values, each with its weight.
 
         Args:
             values: one per sample, of any shape; or a number, such as the mean loss of a batch.
-            weight: of each value: a number, or a tensor that fits the shape of values, such as a mask of tokens
-                (values whose weight is False are not looked at). Default 1. For the mean of a batch, give the size of
+            weight: of each value: a number, or a tensor that fits the shape of values, such as a mask of tokens. Values
+                of weight 0 are not looked at, so they may be NaN. Default 1. For the mean of a batch, give the size of
                 the batch: update(loss, len(batch)).
-        Raises: ValueError for a negative weight; TypeError for complex values.
+        Raises: ValueError for a negative weight, of a tensor on the CPU; TypeError for what is no number.
         """
-        if isinstance(weight, (int, float)) and not weight >= 0:
-            raise ValueError(f"weight={weight} must be 0 or more")
         values = _real(values)
+        if weight is not None and not isinstance(weight, (int, float, Tensor)):
+            weight = _tensor(weight, "weight")
         if weight is None:
             self._add(values.sum(), values.numel())
         elif not isinstance(weight, Tensor):
-            self._add(values.sum() * weight, weight * values.numel())
+            if not weight >= 0:
+                raise ValueError(f"weight={weight} must be 0 or more")
+            if weight:
+                self._add(values.sum() * weight, weight * values.numel())
         else:
+            if weight.device.type == "cpu" and not (weight >= 0).all():
+                raise ValueError("weight has a negative number or NaN in it: all must be 0 or more")
             shape: torch.Size = torch.broadcast_shapes(values.shape, weight.shape)  # type: ignore[no-untyped-call]
             if shape != values.shape and values.dim():
                 raise ValueError(f"weight of shape {list(weight.shape)} does not fit values of {list(values.shape)}")
             wide = _real(weight.to(values.device)).expand(shape)
-            product = torch.where(weight.to(values.device), values, 0) if weight.dtype == torch.bool else values * wide
-            self._add(product.sum(), wide.sum())
+            self._add(torch.where(wide == 0, 0, values * wide).sum(), wide.sum())
 
     def _add(self, total: Tensor, weight: Value) -> None:
         self._total = self._total.to(total.device) + total
@@ -96,8 +102,10 @@ class Sum(Accumulator[float]):
         self._floating: Tensor | None = None
 
     @torch.no_grad()
-    def update(self, values: Value) -> None:
-        """Add a number, or all elements of a tensor. Raises: TypeError for complex values."""
+    def update(self, values: Given) -> None:
+        """Add a number, or all elements of a tensor. Raises: TypeError for what is no real number."""
+        if not isinstance(values, (int, float, Tensor)):
+            values = _tensor(values)
         if isinstance(values, int):
             self._whole = self._whole + values
         elif isinstance(values, Tensor) and not values.is_floating_point() and not values.is_complex():
@@ -145,12 +153,17 @@ class _Extreme(Accumulator[float]):
         self._best: Tensor | None = None
 
     @torch.no_grad()
-    def update(self, values: Value) -> None:
-        """Look at a number, or at all elements of a tensor, which may be empty. Raises: TypeError for complex ones."""
-        whole = isinstance(values, int) or (
-            isinstance(values, Tensor) and not values.is_floating_point() and not values.is_complex()
-        )
-        wide = torch.as_tensor(values).to(torch.int64) if whole else _real(values)
+    def update(self, values: Given) -> None:
+        """Look at a number, or at all elements of a tensor, which may be empty.
+
+        Raises: TypeError for what is no real number.
+        """
+        if not isinstance(values, (float, Tensor)):
+            values = _tensor(values)
+        if isinstance(values, Tensor) and not values.is_floating_point() and not values.is_complex():
+            wide = values.to(torch.int64)
+        else:
+            wide = _real(values)
         if not wide.numel():
             return
         found = type(self)._of_tensor(wide)
@@ -202,13 +215,27 @@ class Max(_Extreme):
     _of_list = staticmethod(max)
 
 
-def _real(values: Value) -> Tensor:
-    """Give values in float64, detached."""
-    if isinstance(values, Tensor) and values.is_complex():
-        raise TypeError(f"values are {values.dtype}, and complex numbers have no mean or order: count their abs()")
-    if isinstance(values, Tensor) and values.device.type == "mps":  # which has no float64
-        values = values.cpu()
+def _real(values: Any) -> Tensor:
+    """Give values in float64, detached. Raises: TypeError for what is no real number."""
+    if not isinstance(values, (int, float)):
+        values = _tensor(values)
+        if values.is_complex():
+            raise TypeError(f"values are {values.dtype}, and complex numbers have no mean or order: count their abs()")
+        if values.device.type == "mps":  # which has no float64
+            values = values.cpu()
     return torch.as_tensor(values, dtype=torch.float64)
+
+
+def _tensor(values: Any, name: str = "values") -> Tensor:
+    """Give what a caller gave as a tensor; floating-point numbers keep all their digits. Raises: TypeError."""
+    if isinstance(values, Tensor):
+        return values
+    try:
+        found = torch.as_tensor(values)
+        return torch.as_tensor(values, dtype=torch.float64) if found.is_floating_point() else found
+    except (TypeError, ValueError, RuntimeError):
+        what = "does not fit 64 bits" if isinstance(values, int) else f"is of type {type(values).__name__}"
+        raise TypeError(f"{name}={values!r} {what}: give a tensor, a number, or a list of numbers") from None
 
 
 def _exact_sum(numbers: list[Any]) -> float:

@@ -29,8 +29,9 @@ class Accuracy(Accumulator[Metric]):
     """
 
     def __init__(self, k: int = 1, *, ignore_index: int | None = None, threshold: float | None = None) -> None:
-        if k < 1:
-            raise ValueError(f"k={k} must be 1 or more")
+        _check_whole(k, "k", least=1)
+        if k > 1 and threshold is not None:
+            raise ValueError(f"k={k} and threshold={threshold} contradict each other: a threshold is for two classes")
         self.k, self.ignore_index, self.threshold = k, ignore_index, threshold
         self.reset()
 
@@ -46,8 +47,9 @@ class Accuracy(Accumulator[Metric]):
         Args:
             predictions: scores of the classes, [N, C, ...] as for cross_entropy; or, for k=1, classes [N, ...].
             targets: classes, [N, ...].
-        Raises: ValueError for shapes that do not fit each other.
+        Raises: ValueError for shapes that do not fit each other; TypeError for what is no tensor.
         """
+        _check_tensors(predictions, targets)
         if self.k > 1:
             if predictions.dim() != targets.dim() + 1:
                 raise ValueError(
@@ -155,8 +157,7 @@ class ConfusionCounts(Accumulator[Confusion]):
     """
 
     def __init__(self, num_classes: int, *, ignore_index: int | None = None, threshold: float | None = None) -> None:
-        if num_classes < 2:
-            raise ValueError(f"num_classes={num_classes} must be 2 or more")
+        _check_whole(num_classes, "num_classes", least=2)
         if threshold is not None and num_classes != 2:
             raise ValueError(f"threshold={threshold} is for two classes, and num_classes={num_classes}: give scores")
         self.num_classes, self.ignore_index, self.threshold = num_classes, ignore_index, threshold
@@ -174,6 +175,7 @@ class ConfusionCounts(Accumulator[Confusion]):
         Raises: ValueError for shapes that do not fit, and for classes that are not there: on a GPU, where looking would
             wait for the device, only when the value is computed.
         """
+        _check_tensors(predictions, targets)
         found, wanted = _classes(predictions, targets, self.threshold).flatten(), targets.flatten().to(torch.int64)
         # Ignored samples are added as zeros: leaving them out would wait for the device.
         counted = torch.ones_like(wanted) if self.ignore_index is None else (wanted != self.ignore_index).long()
@@ -214,6 +216,8 @@ def _classes(predictions: Tensor, targets: Tensor, threshold: float | None) -> T
         _check_scores(predictions, targets)
         return predictions.argmax(1)
     if predictions.shape != targets.shape:
+        if threshold is not None:
+            raise ValueError(_unfit(predictions, targets, "with threshold, one score per sample, [N, ...]"))
         raise ValueError(_unfit(predictions, targets, "scores [N, C, ...] or classes [N, ...], and classes [N, ...]"))
     if threshold is not None:
         return (predictions > threshold).to(torch.int64)
@@ -226,8 +230,26 @@ def _classes(predictions: Tensor, targets: Tensor, threshold: float | None) -> T
 
 
 def _check_scores(predictions: Tensor, targets: Tensor) -> None:
-    if predictions[:, :1].squeeze(1).shape != targets.shape:
+    if predictions.dim() < 2 or predictions[:, :1].squeeze(1).shape != targets.shape:
         raise ValueError(_unfit(predictions, targets, "scores [N, C, ...] and classes [N, ...]"))
+    if predictions.shape[1] == 1:
+        raise ValueError(
+            f"predictions of shape {list(predictions.shape)} are scores of a single class, which is always right or "
+            "always wrong: for two classes with one score per sample, give predictions.squeeze(1), and threshold=..."
+        )
+
+
+def _check_tensors(predictions: Tensor, targets: Tensor) -> None:
+    for name, given in (("predictions", predictions), ("targets", targets)):
+        if not isinstance(given, Tensor):
+            raise TypeError(f"{name} are of type {type(given).__name__}: give a tensor, such as torch.as_tensor(...)")
+
+
+def _check_whole(number: int, name: str, *, least: int) -> None:
+    if not isinstance(number, int):
+        raise TypeError(f"{name}={number!r} must be a whole number")
+    if number < least:
+        raise ValueError(f"{name}={number} must be {least} or more")
 
 
 def _unfit(predictions: Tensor, targets: Tensor, expected: str) -> str:

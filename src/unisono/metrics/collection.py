@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from unisono.comm.link import link_of
-from unisono.metrics.accumulator import Accumulator, exchange
+from unisono.metrics.accumulator import Accumulator, exchange, kind_of
 
 __all__ = ["Metrics"]
 
@@ -28,9 +28,7 @@ class Metrics(Mapping[str, Accumulator[Any]]):
     def __init__(self, **metrics: Accumulator[Any]) -> None:
         for name, metric in metrics.items():
             if not isinstance(metric, Accumulator):
-                raise TypeError(
-                    f"{name} is a {type(metric).__name__}: give metrics, such as Mean() or TorchMetric(...)"
-                )
+                raise TypeError(f"{name} is {kind_of(metric)}: give metrics, such as Mean() or TorchMetric(...)")
         self._metrics = metrics
 
     def __getitem__(self, name: str) -> Accumulator[Any]:
@@ -45,11 +43,12 @@ class Metrics(Mapping[str, Accumulator[Any]]):
     def update(self, **values: Any) -> None:
         """Update metrics by name. A tuple is what its `update` takes in several arguments. Local.
 
-        Raises: KeyError for a name that is none of the metrics'.
+        Raises: KeyError for a name that is none of the metrics', before anything is counted.
         """
-        for name, value in values.items():
+        for name in values:
             if name not in self._metrics:
                 raise KeyError(f"{name!r} is none of the metrics {list(self._metrics)}")
+        for name, value in values.items():
             metric: Any = self._metrics[name]
             metric.update(*value) if isinstance(value, tuple) else metric.update(value)
 

@@ -29,7 +29,7 @@ class Metric(float):
         return metric
 
     def __str__(self) -> str:
-        return f"{float(self):.4f} ({_plain(self.total)}/{_plain(self.count)})"
+        return f"{_digits(float(self))} ({_plain(self.total)}/{_plain(self.count)})"
 
     def __repr__(self) -> str:
         return f"Metric({self.total!r}, {self.count!r})"
@@ -38,5 +38,12 @@ class Metric(float):
         return self.total, self.count
 
 
+def _digits(value: float) -> str:
+    """Write four digits after the point, or in all where those would say nothing."""
+    return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e6 else f"{value:.4g}"
+
+
 def _plain(value: float) -> str:
-    return str(int(value)) if float(value).is_integer() else f"{value:.1f}"
+    if float(value).is_integer():
+        return str(int(value)) if abs(value) < 1e15 else f"{value:.4g}"
+    return f"{value:.1f}" if 0.1 <= abs(value) < 1e9 else f"{value:.4g}"

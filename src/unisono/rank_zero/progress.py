@@ -7,6 +7,7 @@ than on another, and end anywhere. How it looks is `watch`'s. Start reading at `
 from __future__ import annotations
 
 import itertools
+import operator
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -60,8 +61,12 @@ def progress(
         if total is not None:
             raise ValueError(f"progress({iterable}, total={total}) says the total twice: give one of them")
         iterable, total = None, iterable
+    if iterable is not None and not _is_iterable(iterable):
+        raise TypeError(f"progress({iterable!r}) has nothing to iterate over: give an iterable, or a whole number")
     if total is None and iterable is not None:
         total = _length(iterable)
+    if total is not None and _whole(total, "total") < 0:
+        raise ValueError(f"total={total} must be 0 or more, or None if it is not known")
     return Bar(iterable, total=total, name=name, unit=unit)
 
 
@@ -70,7 +75,7 @@ class Bar(Generic[Item]):
 
     def __init__(self, iterable: Iterable[Item] | None, *, total: int | None, name: str, unit: str) -> None:
         self._iterable = iterable
-        self._tally = _Tally(current_job(), total)
+        self._tally = _Tally(current_job(), None if total is None else operator.index(total))
         self._display = _Display(name or "progress", unit) if is_main() else None
         self._values: dict[str, float] = {}
         self._count = 0
@@ -93,15 +98,18 @@ class Bar(Generic[Item]):
             self._end(settle=complete)
 
     def update(self, count: int = 1) -> None:
-        """Count what this rank has done since the last call."""
-        self._count += count
+        """Count what this rank has done since the last call. Raises: TypeError for what is no whole number."""
+        self._count += _whole(count, "count")
         if time.monotonic() >= self._next_s:
             self._tell()
 
     def show(self, **values: float) -> None:
-        """Show numbers beside the bar, those of rank 0, such as `loss=0.25`. One-element tensors are numbers too."""
+        """Show numbers beside the bar, those of rank 0, such as `loss=0.25`. One-element tensors are numbers too.
+
+        Raises: TypeError on rank 0 for what is no number.
+        """
         if self._display is not None:
-            self._values |= {name: float(value) for name, value in values.items()}
+            self._values |= {name: _number(value, name) for name, value in values.items()}
 
     def close(self) -> None:
         """End the bar. May be called again."""
@@ -207,6 +215,25 @@ class _Display:
             self._log.close()
             if self._drawn is not None:
                 self._drawn.close()
+
+
+def _is_iterable(value: object) -> bool:
+    return isinstance(value, Iterable) or hasattr(value, "__getitem__")
+
+
+def _whole(value: object, name: str) -> int:
+    """Give a whole number, also one of NumPy's or of a tensor."""
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"{name}={value!r} must be a whole number") from None
+
+
+def _number(value: object, name: str) -> float:
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"{name}={value!r} cannot be shown: give a number, or a tensor with one element") from None
 
 
 def _length(iterable: Iterable[object]) -> int | None:

@@ -16,7 +16,7 @@ import torchmetrics
 from torch import Tensor
 
 import unisono  # noqa: F401  makes the backend known
-from unisono.errors import RankMismatchError
+from unisono.errors import PeerError, RankMismatchError
 from unisono.metrics import Accuracy, ConfusionCounts, Max, Mean, Metrics, Min, Sum, TorchMetric
 
 dist.init_process_group(sys.argv[1])
@@ -117,6 +117,9 @@ def nothing_and_infinities() -> None:
     total = Sum()
     total.update(math.inf if RANK == 0 else -math.inf if RANK == 1 else 1)
     assert math.isnan(total.compute())
+    share = Mean()  # a rank with no sample has no mean
+    share.update(math.nan if RANK else 0.5, weight=0 if RANK else 4)
+    assert repr(share.compute()) == "Metric(2.0, 4.0)"
     large = Sum()
     large.update(2**62)
     assert large.compute() == SIZE * 2**62
@@ -138,11 +141,25 @@ def collected_on_rank_0() -> None:
 
 
 def ranks_with_other_metrics() -> None:
+    """Also of other sizes: all ranks are told alike, and the group works afterwards."""
     mine = Metrics(a=Accuracy(k=1 if RANK else 2))
-    with pytest.raises(RankMismatchError, match=rf"rank {RANK} brings .*Accuracy\(k={1 if RANK else 2}.*others"):
+    with pytest.raises(
+        RankMismatchError, match=r"different metrics: a Accuracy\(k=2.* on rank 0; a Accuracy\(k=1.* on ranks? 1"
+    ):
         mine.compute()
-    with pytest.raises(RankMismatchError):
+    with pytest.raises(RankMismatchError, match=r"a Mean\(\), b Mean\(\) on ranks? 1"):
         Metrics(**({"a": Mean(), "b": Mean()} if RANK else {"b": Mean(), "a": Mean()})).compute()
+    with pytest.raises(RankMismatchError, match=r"ConfusionCounts\(4.* on rank 1"):
+        ConfusionCounts(4 if RANK == 1 else 3).compute()
+    with pytest.raises(RankMismatchError, match=r"none on rank 1"):
+        Metrics(**({} if RANK == 1 else {"a": Sum()})).compute()
+    huge = Sum()
+    huge.update(2**70 if RANK == 1 else 1)
+    with pytest.raises(OverflowError if RANK == 1 else PeerError, match="does not fit 64 bits"):
+        huge.compute()
+    huge.reset()
+    huge.update(1)
+    assert huge.compute() == SIZE
 
 
 def groups() -> None:

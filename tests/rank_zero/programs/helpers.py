@@ -78,6 +78,39 @@ def turns_that_fail() -> None:
         assert RANK != 3
 
 
+def turns_within_turns() -> None:
+    """Whoever fails around an inner block, and where: the next block is the same one on all ranks."""
+    for number, (failing, where) in enumerate([(0, "after"), (1, "before"), (0, "before"), (2, "after")]):
+        try:
+            with unisono.main_first():
+                if failing == RANK and where == "before":
+                    raise OSError("before the inner block")
+                with unisono.main_first():
+                    pass
+                if failing == RANK:
+                    raise OSError("after the inner block")
+        except OSError:
+            assert failing == RANK
+        except PeerError as error:
+            assert failing == 0 != RANK
+            assert f"OSError: {where} the inner block" in str(error)
+        file = FOLDER / f"after-{number}"
+        with unisono.main_first():
+            if RANK == 0:
+                time.sleep(0.1)
+                file.touch()
+            assert file.exists()
+    try:
+        with unisono.main_first(timeout_s=-1 if RANK == 0 else None):
+            pass
+    except ValueError as error:
+        assert RANK == 0
+        assert "timeout_s=-1 must be a positive number of seconds" in str(error)
+    except PeerError as error:
+        assert RANK != 0
+        assert "rank 0 failed" in str(error)
+
+
 class Draws(torch.utils.data.Dataset):  # type: ignore[type-arg]
     """What a worker draws from every generator."""
 
@@ -144,6 +177,7 @@ if __name__ == "__main__":
     printing()
     turns()
     turns_that_fail()
+    turns_within_turns()
     seeds()
     bars()
     print("ok")
