@@ -148,3 +148,12 @@ def test_a_group_that_cannot_start_says_why(said):
     for message in said["too_little_memory"][1:]:
         assert "rank 0 has no shared memory to offer: 1 MiB of shared memory are too few" in message
     assert "rank 1 did not come within 0.5 s" in said["nobody_comes_to_a_new_group"][0]
+
+
+def test_memory_that_cannot_be_had_or_mapped_is_an_error_that_says_what_to_do(said):
+    (refused, _), (refused_elsewhere, unmapped) = said["limits_of_the_process"]
+    for message in (refused, refused_elsewhere):
+        assert message.startswith("DistBackendError: ")
+        assert "bytes of shared memory cannot be had: File too large. Let the group take less, by" in message
+    assert unmapped.startswith("DistBackendError: ")
+    assert "bytes of shared memory cannot be mapped: Cannot allocate memory" in unmapped

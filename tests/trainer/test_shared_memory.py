@@ -259,6 +259,32 @@ say(trainer.digest(), model.unused.grad is None, model.turned.grad.norm().item()
         assert set(run_alone(n, script)) == set(alone)
 
 
+def test_parameters_without_elements_have_their_state(run_alone):
+    """Wherever they lie: before and behind the others, and where the parts of two ranks meet."""
+    script = """
+class Empty(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.only = nn.Parameter(torch.zeros(0, 4)), nn.Linear(6, 3, bias=False)
+        self.middle, self.other = nn.Parameter(torch.zeros(0)), nn.Linear(6, 3, bias=False)
+        self.last = nn.Parameter(torch.zeros(2, 0))
+
+    def forward(self, x):
+        return self.only(x) + self.other(x) + self.first.sum() + self.middle.sum() + self.last.sum()
+
+model = Empty()
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+trainer = make_trainer(engine="auto", clip_grad_norm=0.5)
+for batch in trainer.batches(data, batch_size=12):
+    trainer.step(loss, batch)
+say(trainer.digest(), [tuple(optimizer.state[p]["exp_avg"].shape) for p in model.parameters()])
+"""
+    alone = run_alone(1, script)
+    assert alone[0].endswith(" [(0, 4), (0,), (2, 0), (3, 6), (3, 6)]\n")
+    for n in (2, 3):
+        assert set(run_alone(n, script)) == set(alone)
+
+
 def test_a_rank_may_have_nothing_to_update(run_alone):
     said = run_alone(
         2,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import sys
 import tempfile
@@ -225,6 +226,22 @@ def too_little_memory(rank):
     started = said(lambda: dist.new_group(pg_options=Options(mib=1) if rank == 0 else None))
     dist.barrier()
     return started
+
+
+@scenario(2)
+def limits_of_the_process(rank):
+    if rank == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, resource.RLIM_INFINITY))
+    refused = said(dist.new_group)
+    if rank == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    else:
+        mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (mapped + 2**20, resource.RLIM_INFINITY))
+    dist.barrier()
+    unmapped = said(dist.new_group)
+    resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    return [refused, unmapped]
 
 
 @scenario(2, timeout_s=1.0)

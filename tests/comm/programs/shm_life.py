@@ -106,6 +106,49 @@ def collectives_in_callbacks() -> None:
         assert (future.wait() == 2 * SIZE).all()
 
 
+def callbacks_keep_their_order() -> None:
+    """What a callback calls comes right after its work, whether that ended at once or was late: for PowerSGD on DDP."""
+    for late in range(SIZE):
+        if late == RANK:
+            time.sleep(0.1)  # the others have called everything by now, this rank calls one after the other
+        futures = []
+        for i in range(4):
+
+            def again(_: object, numel: int = 10 + i) -> float:
+                tensor = torch.ones(numel)
+                dist.all_reduce(tensor, async_op=True).get_future().wait()
+                return float(tensor[0])
+
+            future = dist.all_reduce(torch.ones(1 + i), async_op=True).get_future()
+            futures.append(future.then(again).then(lambda done, numel=20 + i: done.value() + total(numel=numel)))
+        assert [future.wait() for future in futures] == [SIZE + EVERYBODY] * 4
+
+
+def callbacks_that_wait_for_others() -> None:
+    """A callback may wait for what was asked for after its own work."""
+    if RANK == 0:
+        time.sleep(0.1)
+    tensor = torch.ones(3)
+    first, second = (dist.all_reduce(t, async_op=True) for t in (torch.ones(2), tensor))
+    future = first.get_future().then(lambda _: second.wait(timedelta(seconds=20)) and float(tensor[0]))
+    assert future.wait() == SIZE
+
+
+def views_and_versions() -> None:
+    """A view that shows its memory negated is summed as it is; no version is counted, as with torch's backends."""
+    view = torch.full((1,), 1j * (RANK + 1)).conj().imag
+    assert view.is_neg()
+    dist.all_reduce(view)
+    assert view.item() == -EVERYBODY
+    with pytest.raises(RuntimeError, match="negated or conjugated cannot travel"):
+        dist.isend(view, (RANK + 1) % SIZE)
+    tensor = torch.ones(2, 3)
+    for each in (tensor, tensor.t()):
+        dist.all_reduce(each)
+    assert (tensor == SIZE**2).all()
+    assert tensor._version == 0
+
+
 def forked_children() -> None:
     child = os.fork()
     if not child:
@@ -205,7 +248,8 @@ def made_again() -> None:
 
 STEPS = [
     what_it_is, threads_with_groups_of_their_own, many_small_ones_in_flight, groups_in_different_orders,
-    collectives_in_callbacks, forked_children, subgroups, sizes, leaves_nothing, made_again,
+    collectives_in_callbacks, callbacks_keep_their_order, callbacks_that_wait_for_others, views_and_versions,
+    forked_children, subgroups, sizes, leaves_nothing, made_again,
 ]  # fmt: skip
 for step in STEPS:
     step()

@@ -127,7 +127,7 @@ def hooks():
         model = ddp()
         model.register_comm_hook(None, hook)
         results.append(train(model))
-    model = DistributedDataParallel(mlp())  # one bucket: with several, ranks may call PowerSGD's in different orders
+    model = DistributedDataParallel(mlp())  # one bucket: with several, gloo may mix up its calls
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     return digest(*results, train(model))

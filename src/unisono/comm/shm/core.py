@@ -103,7 +103,7 @@ class GroupCore(dist.ProcessGroup):
         timeout = opts.timeout
         # torch says -1 ms for none.
         timeout_s = self._timeout_s if timeout.days < 0 else timeout.total_seconds()
-        work = Work(tensors, what=call, late=self._lane.late)
+        work = Work(tensors, what=call, late=self._lane.late, drive=self._lane.drive)
         stays = not opts.asyncOp and self._coalescing is None
         self._lane.submit(Job(operation, work, timeout_s=timeout_s), stays=stays)
         if self._coalescing is not None:

@@ -16,10 +16,15 @@ __all__ = ["chain", "cut", "filling", "flatten", "in_place"]
 
 
 def flatten(tensor: Tensor) -> Tensor:
-    """Show a tensor in one dimension: itself, or a copy if its elements do not lie in order."""
+    """Show a tensor in one dimension: itself, or a copy if its elements do not lie in order, as they are.
+
+    Writes to what it shows are not counted as versions of the tensor: no backend of torch's counts them.
+    """
+    if tensor.is_neg():
+        tensor = tensor.resolve_neg()
     if tensor.is_complex():
         tensor = tensor.resolve_conj()
-    return tensor.view(-1) if tensor.is_contiguous() else tensor.contiguous().view(-1)
+    return tensor.data.contiguous().flatten()
 
 
 def in_place(tensor: Tensor, operate: Callable[[Tensor], Operation], *, writes: bool = True) -> Operation:
@@ -47,7 +52,7 @@ def _put_back(flat: Tensor, tensor: Tensor) -> None:
     for dim, stride in enumerate(tensor.stride()):
         if not stride and tensor.shape[dim] > 1:  # expanded: its elements are one
             source, tensor = source.narrow(dim, 0, 1), tensor.narrow(dim, 0, 1)
-    tensor.copy_(source)
+    tensor.data.copy_(source)
 
 
 def cut(flat: Tensor, numels: Sequence[int]) -> list[Tensor]:

@@ -73,13 +73,14 @@ class Lane:
             if self._closed is not None:
                 job.work.finish(error=RuntimeError(self._closed))
                 return
-            if self._busy:
+            in_callback = self._busy and self._thread is threading.current_thread()
+            if self._busy and not in_callback:
                 self._queue.append(job)
-                if self._thread is not threading.current_thread():
-                    return
-            in_callback, self._busy = self._busy, True
+                return
+            self._busy = True
         if in_callback:
-            self._run_through(job)
+            # Before what was asked for meanwhile: a rank whose work had ended when it got its callback does the same.
+            self._run(job, patience_s=None, polls=False)
             return
         ended = False
         try:
@@ -90,6 +91,17 @@ class Lane:
                 self._pass_on()
             else:
                 self._pass_on(job)
+
+    def drive(self, work: Work) -> None:
+        """Run what was asked for up to a work, if it is a callback that waits for it: nobody else would."""
+        if self._thread is not threading.current_thread():
+            return
+        while not work.is_completed():
+            with self._lock:
+                if not self._queue:
+                    return
+                job = self._queue.popleft()
+            self._run(job, patience_s=None, polls=False)
 
     def under_way(self) -> list[Job]:
         """List what has not ended, the oldest first. Only a look: it may change at any moment."""
@@ -121,18 +133,6 @@ class Lane:
                 self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
                 self._thread.start()
             self._changed.notify_all()
-
-    def _run_through(self, job: Job) -> None:
-        """Run a job that a callback of a finished work asks for, and what was asked for before, in the lane's thread.
-
-        The callback may wait for it (those of PowerSGD do), and nobody else would run it meanwhile.
-        """
-        while not job.work.is_completed():
-            with self._lock:
-                if not self._queue:
-                    return  # closed meanwhile, which ends the job
-                following = self._queue.popleft()
-            self._run(following, patience_s=None, polls=False)
 
     def _serve(self) -> None:
         while True:

@@ -14,6 +14,7 @@ from unisono.comm.shm.alarm import Alarm
 from unisono.comm.shm.board import Board
 from unisono.comm.shm.mailbox import Mailboxes
 from unisono.comm.shm.segment import Segment, aligned
+from unisono.errors import UnisonoError
 
 __all__ = ["Layout", "Options"]
 
@@ -107,8 +108,14 @@ class Layout:
         return self.board + Board.nbytes(self.size, slot_nbytes=self.slot_nbytes)
 
     def create(self) -> Segment:
-        """Make the segment and prepare its parts: on one rank."""
-        segment = Segment.create(self.nbytes, name="unisono")
+        """Make the segment and prepare its parts: on one rank. Raises: UnisonoError if there is not so much memory."""
+        try:
+            segment = Segment.create(self.nbytes, name="unisono")
+        except UnisonoError as error:
+            raise UnisonoError(
+                f"{error}. Let the group take less, by pg_options=unisono.comm.shm.Options(mib=...) or {_VARIABLE}, or "
+                "raise the limit on this process"
+            ) from error
         segment.memory[: _PREAMBLE.size] = _PREAMBLE.pack(_MAGIC, self.size, self.slot_nbytes, self.mail_nbytes)
         Alarm.create(segment, self.alarm, self.size)
         Mailboxes.create(segment, self.mail, self.size, self.mail_nbytes)

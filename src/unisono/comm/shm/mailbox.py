@@ -306,6 +306,8 @@ class Mailboxes:
                 f"input tensor has to be contiguous, and has shape {tuple(tensor.shape)} with strides "
                 f"{tensor.stride()}: use tensor.contiguous()"
             )
+        if tensor.is_neg() or tensor.is_conj():
+            raise RuntimeError("a view that shows its memory negated or conjugated cannot travel: use tensor.clone()")
 
 
 def _cell_nbytes(size: int, budget_nbytes: int) -> int:

@@ -35,10 +35,17 @@ class Segment:
     """
 
     def __init__(self, fd: int) -> None:
-        """Map the memory behind a descriptor, which is the segment's own from here on."""
+        """Map the memory behind a descriptor, which is the segment's own from here on.
+
+        Raises: UnisonoError if there is no room for it in this process.
+        """
         self.fd = fd
         self.nbytes = os.fstat(fd).st_size
-        self.memory = mmap.mmap(fd, self.nbytes)
+        try:
+            self.memory = mmap.mmap(fd, self.nbytes)
+        except OSError as error:
+            os.close(fd)
+            raise UnisonoError(f"{self.nbytes} bytes of shared memory cannot be mapped: {error.strerror}") from error
         """The memory as bytes, for what is too small to be a tensor."""
         self._bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
         self.address = self._bytes.data_ptr()
@@ -53,12 +60,13 @@ class Segment:
         """
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
+            os.fchmod(fd, 0o600)
             os.ftruncate(fd, max(aligned(nbytes), mmap.PAGESIZE))
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-            return cls(fd)
         except OSError as error:
             os.close(fd)
             raise UnisonoError(f"{nbytes} bytes of shared memory cannot be had: {error.strerror}") from error
+        return cls(fd)
 
     def tensor(self, offset: int, shape: Sequence[int], dtype: torch.dtype = torch.uint8) -> Tensor:
         """Show a part of the memory as a contiguous tensor, whose storage is that part alone.

@@ -29,7 +29,8 @@ class Work(dist.Work):
     """A collective or a transfer that is under way or has ended.
 
     Args: tensors are what it gives: the value of its future and of `result`. what says what it does, for errors; late
-        says for whom it waits, in words, as far as that is known.
+        says for whom it waits, in words, as far as that is known. drive is called by whoever begins to wait, and may
+        end the work.
     """
 
     def __init__(
@@ -38,10 +39,11 @@ class Work(dist.Work):
         *,
         what: object = None,
         late: Callable[[], str] | None = None,
+        drive: Callable[[Work], None] | None = None,
     ) -> None:
         super().__init__()
         self._tensors = list(tensors)
-        self.what, self._late = what, late
+        self.what, self._late, self._drive = what, late, drive
         self._done = False
         self._error: BaseException | None = None
         self._source = -1
@@ -72,6 +74,8 @@ class Work(dist.Work):
 
         Raises: what ended the work, or dist.DistBackendError if the time is over; the work goes on then.
         """
+        if not self._done and self._drive is not None:
+            self._drive(self)
         if not self._done and not self._wait(timeout.total_seconds()):
             late = self._late() if self._late is not None else ""
             raise dist.DistBackendError(

@@ -21,8 +21,10 @@ class Piece(NamedTuple):
 def cut(numels: Sequence[int], *, ranks: int, unit: int) -> list[list[Piece]]:
     """Divide parameters evenly; one that is longer than a unit may be cut at multiples of it.
 
-    >>> [[tuple(piece) for piece in pieces] for pieces in cut([100, 300], ranks=2, unit=64)]
-    [[(0, 0, 100), (1, 0, 128)], [(1, 128, 300)]]
+    One without elements has a piece, too, since optimizers keep state for it.
+
+    >>> [[tuple(piece) for piece in pieces] for pieces in cut([100, 300, 0], ranks=2, unit=64)]
+    [[(0, 0, 100), (1, 0, 128)], [(1, 128, 300), (2, 0, 0)]]
     """
     if not numels:
         return [[] for _ in range(ranks)]
@@ -40,12 +42,12 @@ def cut(numels: Sequence[int], *, ranks: int, unit: int) -> list[list[Piece]]:
         if numel - offset < abs(nearest - offset):
             nearest = numel
         cuts.append(max(ends[index] + nearest, cuts[-1]))
-    cuts.append(ends[-1])
+    cuts.append(ends[-1] + 1)  # so that what is empty at the very end belongs to the last rank
     return [
         [
             Piece(i, max(first - start, 0), min(last, stop) - start)
             for i, (start, stop) in enumerate(pairwise(ends))
-            if start < last and first < stop
+            if start < last and (first < stop or first == start)
         ]
         for first, last in pairwise(cuts)
     ]
