@@ -20,7 +20,8 @@ from unisono.comm.hosts import choose_backend, seats_of
 from unisono.comm.job import require_group
 from unisono.errors import GroupError, LaunchError, RankMismatchError
 
-PROGRAM = Path(__file__).parent / "programs" / "job.py"
+PROGRAMS = Path(__file__).parent / "programs"
+PROGRAM, AGAIN = PROGRAMS / "job.py", PROGRAMS / "again.py"
 TIMEOUT_S = 90
 
 
@@ -212,6 +213,24 @@ with unisono.main_first():
 
 def test_rank_0_keeps_its_store_until_the_others_have_ended():
     assert processes(2, LATE, free_port()) == ["in 0\n", "in 1\n"]
+
+
+def test_a_job_that_begins_again_does_not_meet_at_the_store_that_rank_0_is_closing(fork_ranks):
+    job = fork_ranks(2, AGAIN, "late", 0)
+    assert job.out == "".join(f"[{rank}] ok\n" for rank in range(2))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("n", [2, 4])
+def test_jobs_begin_again_and_again_on_a_busy_machine(fork_ranks, n):
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
+    try:
+        job = fork_ranks(n, AGAIN, "busy", 40)
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+    assert job.out == "".join(f"[{rank}] ok\n" for rank in range(n))
 
 
 def test_a_file_of_an_earlier_job_is_recognised(tmp_path):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import secrets
 import tempfile
 import threading
 import time
@@ -32,8 +33,14 @@ __all__ = ["Board", "Meeting", "name_ranks", "open_meeting", "wait_for"]
 _GRACE_S = 3.0
 """How much longer than rank 0 the others wait: ranks do not begin to wait at the same moment."""
 
+_PAUSE_S = 0.02
+"""How long a rank that finds the store of an earlier job waits, at first, for rank 0 to close it and open the next."""
+
 _meetings: Counter[tuple[str, int]] = Counter()
 """Meetings of this process by place and number of ranks: each has keys of its own."""
+
+_names: set[str] = set()
+"""Jobs that this process has met at stores of rank 0, by the names that rank 0 gave them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,10 +92,14 @@ def open_meeting(
         atexit.register(path.unlink, missing_ok=True)  # runs after the group has ended: last in, first out
         return _numbered(_file_store(path, world_size), rank, world_size, place=f"file://{path}")
     url = _address_of(init_method if scheme == "tcp" else placement.meeting, world_size=world_size)
-    found = _rendezvous(url, rank, world_size, timeout=timeout)
     place = url if url != "env://" else f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or not _is_launchers(url)
-    return _numbered(found, rank, world_size, place=place, hosted=hosted)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or not _is_launchers(url):
+        return _meet_at_rank_0(url, rank, world_size, place=place, timeout=timeout)
+    try:
+        found = _rendezvous(url, rank, world_size, timeout=timeout)
+    except (dist.DistError, RuntimeError, ValueError) as error:
+        raise _not_met(url, rank, world_size, error) from error
+    return _numbered(found, rank, world_size, place=place)
 
 
 class Board:
@@ -239,8 +250,57 @@ def _is_launchers(url: str) -> bool:
     return url == "env://" or url.endswith(f":{os.environ.get('MASTER_PORT')}")
 
 
-def _numbered(
+def _meet_at_rank_0(url: str, rank: int, world_size: int, *, place: str, timeout: timedelta) -> Meeting:
+    """Meet at the store that rank 0 opens at an address, and not at the one of an earlier job that it is closing.
+
+    Rank 0 names the job in its store. Where another rank reads the name of a job that it has been in, it leaves that
+    store at once, before it breaks, and comes again until rank 0 has opened the next one.
+    """
+    deadline_s = time.monotonic() + timeout.total_seconds()
+    pause_s = _PAUSE_S
+    if rank != 0 and _names:
+        time.sleep(pause_s)  # rank 0 closes the last job's store just now, if it was here
+    while True:
+        left = timedelta(seconds=max(0.001, deadline_s - time.monotonic()))
+        try:
+            store = _rendezvous(url, rank, world_size, timeout=left)
+            store.set_timeout(timeout)
+            name = _name_job(store, rank, deadline_s)
+        except (dist.DistError, RuntimeError, ValueError) as error:
+            # In a process that had no job before, it is the right store that broke.
+            broken = isinstance(error, dist.DistNetworkError) and rank != 0 and bool(_names)
+            if not broken or time.monotonic() + pause_s >= deadline_s:
+                raise _not_met(url, rank, world_size, error) from error
+        else:
+            if name is not None and name not in _names:
+                _names.add(name)
+                return _admit(store, name, rank, world_size, place=place, hosted=True)
+            if time.monotonic() + pause_s >= deadline_s:
+                doing = f"join the {world_size} ranks at {place}"
+                raise PeerError(_late(f"rank 0 did not {doing} within {timeout.total_seconds():g} s"))
+            del store
+        time.sleep(pause_s)
+        pause_s = min(0.1, 1.5 * pause_s)
+
+
+def _name_job(store: dist.Store, rank: int, deadline_s: float) -> str | None:  # type: ignore[name-defined]
+    """Give the name of the job at a store of rank 0, which rank 0 chooses; None if it does not in time."""
+    if rank == 0:
+        store.set("unisono/job", secrets.token_hex(8))
+    elif not wait_for(store, ["unisono/job"], deadline_s):
+        return None
+    return str(store.get("unisono/job").decode())
+
+
+def _numbered(store: dist.Store, rank: int, world_size: int, *, place: str) -> Meeting:  # type: ignore[name-defined]
+    """Meet at a store that outlives the job, where each meeting has a number."""
+    _meetings[place, world_size] += 1
+    return _admit(store, str(_meetings[place, world_size]), rank, world_size, place=place)
+
+
+def _admit(
     store: dist.Store,  # type: ignore[name-defined]
+    name: str,
     rank: int,
     world_size: int,
     *,
@@ -248,9 +308,7 @@ def _numbered(
     hosted: bool = False,
 ) -> Meeting:
     """Give a meeting keys of its own, and find a rank that is there twice."""
-    _meetings[place, world_size] += 1
-    number = _meetings[place, world_size]
-    own = dist.PrefixStore(f"unisono_{number}_of_{world_size}", store)  # type: ignore[attr-defined]
+    own = dist.PrefixStore(f"unisono_{name}_of_{world_size}", store)  # type: ignore[attr-defined]
     if own.add(f"came/{rank}", 1) > 1:
         reason = "two processes have this rank" + (
             ", or the file is left from an earlier job. Give each process its own rank, and each job its own file"
@@ -266,17 +324,16 @@ def _rendezvous(url: str, rank: int, world_size: int, *, timeout: timedelta) -> 
         # By torch's own function, in the place where the launcher numbers meetings.
         return next(dist.distributed_c10d.rendezvous(url, rank, world_size, timeout=timeout))[0]  # type: ignore[attr-defined]
 
-    try:
-        return _interruptible(meet)
-    except (dist.DistError, RuntimeError, ValueError) as error:
-        advice = (
-            f"start the other {world_size - 1} with the same address and world_size"
-            if rank == 0
-            else "rank 0 must be running, on that host and with that port"
-        )
-        raise LaunchError(
-            f"rank {rank} of {world_size} could not meet the others at {url} ({error}): {advice}"
-        ) from error
+    return _interruptible(meet)
+
+
+def _not_met(url: str, rank: int, world_size: int, error: Exception) -> LaunchError:
+    advice = (
+        f"start the other {world_size - 1} with the same address and world_size"
+        if rank == 0
+        else "rank 0 must be running, on that host and with that port"
+    )
+    return LaunchError(f"rank {rank} of {world_size} could not meet the others at {url} ({error}): {advice}")
 
 
 def _interruptible(make: Callable[[], Any]) -> Any:
