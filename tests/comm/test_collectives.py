@@ -61,6 +61,7 @@ WRONG = {
     "not divisible": Wrong("ValueError: a tensor of shape [4, 2] cannot be cut into 3 equal parts"),
     "uniform word": Wrong("TypeError: all_gather with uniform=True needs a tensor on every rank"),
     "concat of numbers": Wrong("TypeError: concat=0 joins tensors, and value['n'] is 1: leave concat out"),
+    "concat by name": Wrong("TypeError: concat='0' must be the number of a dimension"),
     "concat of a scalar": Wrong("ValueError: concat=0 needs tensors with that dimension, and value has shape []"),
     "a group that is none": Wrong("TypeError: group='world' is no process group"),
     "an ended group": Wrong("GroupError: the group has ended"),

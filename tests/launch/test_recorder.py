@@ -51,21 +51,22 @@ def step():
     dist.all_gather_object([None], "x")
     dist.barrier()
     dist.monitored_barrier()
+    dist.all_reduce(torch.ones(1), op=dist.ReduceOp(dist.ReduceOp.PRODUCT))
 step()
 tell(calls())
 """)[0]
     made, grouped, *collectives = told
     assert made[:2] == ["init_process_group", "setup"] and grouped[:2] == ["new_group", "setup"]
     # What these call themselves is not recorded: all_gather_object gathers twice.
-    names = ["all_reduce", "broadcast", "all_gather", "all_gather_object", "barrier", "monitored_barrier"]
+    names = ["all_reduce", "broadcast", "all_gather", "all_gather_object", "barrier", "monitored_barrier", "all_reduce"]
     assert [call[0] for call in collectives] == names
-    assert [call[3] for call in collectives] == [1, 1, 2, 3, 4, 5]
+    assert [call[3] for call in collectives] == [1, 1, 2, 3, 4, 5, 6]
     all_reduce, broadcast, all_gather = collectives[:3]
     assert all_reduce[4:7] == ["float32[4, 4]", "max", None]
     assert broadcast[4:7] == ["int64[2]", "", 0] and broadcast[2] != all_reduce[2] == all_gather[2]
-    assert all_gather[4] == "float32[3]"
+    assert all_gather[4] == "float32[3]" and collectives[-1][5] == "product"
     assert {call[8] for call in collectives} == {"step"}
-    assert [call[7] for call in collectives] == list(range(all_reduce[7], all_reduce[7] + 6))
+    assert [call[7] for call in collectives] == list(range(all_reduce[7], all_reduce[7] + 7))
     assert not any(call[9] or call[10] for call in told)
 
 

@@ -329,6 +329,8 @@ def test_losses_that_cannot_be_read():
         parallel(lambda model, batch: model(batch), x)
     with pytest.raises(LossError, match=r"returned 3\.0"):
         parallel(lambda model, batch: 3.0, x)
+    with pytest.raises(LossError, match="weights of the batch add up to 0"):
+        parallel(lambda model, batch: (model(batch).sum(), 0), x)
 
 
 def test_models_that_cannot_be_copied():
@@ -343,6 +345,10 @@ def test_models_that_cannot_be_copied():
 
 
 def test_devices_that_are_not_there():
+    with pytest.raises(TypeError, match="module is a int"):
+        DataParallel(3, ["cpu"])
+    with pytest.raises(TypeError, match="device_ids='cpu' must be a list"):
+        DataParallel(nn.Linear(2, 2), "cpu")
     with pytest.raises(ValueError, match="device_ids is empty"):
         DataParallel(nn.Linear(2, 2), [])
     with pytest.raises(ValueError, match=r"cuda:97 is not there: this process has [0-9]+ devices of type cuda"):

@@ -16,7 +16,8 @@ PROGRAM = Path(__file__).parent / "programs" / "replicate.py"
 CHECKS = (
     "like_one_process", "bits_of_ddp", "unused_parameters", "accumulation", "kept_gradients_keep_their_values",
     "checkpointing", "several_models", "frozen_and_changed", "types_and_layouts", "sparse_gradients", "buffers",
-    "uneven_batches", "hooks", "compiled", "penalties_on_gradients", "groups", "failures", "wrong_models", "late_ranks",
+    "uneven_batches", "hooks", "compiled", "penalties_on_gradients", "groups", "failures", "wrong_models",
+    "wrong_arguments", "late_ranks",
 )  # fmt: skip
 
 
@@ -98,6 +99,8 @@ def test_one_process_needs_nothing():
         (None, {"buffers": "max"}, ValueError, 'buffers=\'max\' must be "broadcast", "mean" or None'),
         (None, {"comm_hook": 3}, TypeError, "comm_hook=3 must be a function"),
         (None, {"comm_hook": print, "average": False}, ValueError, "average=False and a comm_hook contradict"),
+        (None, {"bucket_mb": "1"}, TypeError, "bucket_mb='1' must be a number"),
+        (None, {"timeout": "1"}, TypeError, "timeout='1' must be a number of seconds"),
         (None, {"timeout": timedelta(0)}, ValueError, "timeout=0 s must be positive"),
         (nn.LazyLinear(2), {}, ValueError, "'weight' of model has no shape yet: run a forward pass"),
         (nn.Linear(2, 2, device="meta"), {}, ValueError, "'weight' of model is on the meta device"),

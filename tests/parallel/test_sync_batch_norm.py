@@ -130,6 +130,15 @@ def test_options_are_those_of_torchs_layer():
     assert SyncBatchNorm(3, affine=False).weight is None
 
 
+def test_wrong_inputs_are_told_with_one_process_too():
+    with pytest.raises(ValueError, match=r"expected 2 channels in dimension 1, got shape \[4, 3\]"):
+        SyncBatchNorm(2)(torch.ones(4, 3))
+    with pytest.raises(TypeError, match=r"takes floating-point numbers, and got torch\.int64"):
+        SyncBatchNorm(2)(torch.ones(4, 2, dtype=torch.int64))
+    with pytest.raises(TypeError, match="module is a int"):
+        convert_sync_batchnorm(3)
+
+
 def test_layers_to_leave_alone():
     model = convert_sync_batchnorm(network(), skip=["3"])
     assert type(model[1]) is SyncBatchNorm and type(model[3]) is nn.BatchNorm2d

@@ -142,6 +142,8 @@ def test_a_logger_writes_where_standard_error_is_now(monkeypatch):
     assert "not any more" not in stream.getvalue()
     with pytest.raises(ValueError, match="level='loud'"):
         unisono.get_logger(level="loud")
+    with pytest.raises(TypeError, match=r"level=3\.5"):
+        unisono.get_logger(level=3.5)
 
 
 def test_seeds_are_whole_numbers_and_the_same_again():

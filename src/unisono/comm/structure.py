@@ -175,6 +175,8 @@ def check_concat(value: Any, dim: int | None) -> None:
     """Raises: TypeError, ValueError for a value that cannot be joined with others along a dimension."""
     if dim is None:
         return
+    if type(dim) is not int:
+        raise TypeError(f"concat={dim!r} must be the number of a dimension")
     for place, leaf in take_apart(value).leaves:
         if not isinstance(leaf, Tensor):
             raise TypeError(f"concat={dim} joins tensors, and {place} is {leaf!r}: leave concat out to get a list")

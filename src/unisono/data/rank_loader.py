@@ -8,17 +8,15 @@ dataset is here, an iterable one in `data.rank_stream`. A Trainer needs neither:
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch.utils.data import Dataset, IterableDataset
 
-from unisono.comm import post
 from unisono.comm.job import require_group
-from unisono.comm.link import Link, link_of
-from unisono.comm.parcels import wrap
-from unisono.comm.post import Failure, Sent
+from unisono.comm.link import link_of
+from unisono.comm.making import make_on_all
 from unisono.data.fetch import Collate
 from unisono.data.place import Place, check_alike, check_whole, find_rank, place_state, read_place
 from unisono.data.portion import DealSettings, Portion
@@ -88,7 +86,11 @@ def loader(
 
     if overridden or ranks == 1 or not (dist.is_available() and dist.is_initialized()):
         return make()
-    return _made_alike(make, link_of(group))
+    made, everyone = make_on_all(
+        link_of(group), "unisono.data.loader", make, lambda made: made.given, errors=(DataError, TypeError, ValueError)
+    )
+    check_alike(everyone)
+    return made
 
 
 class RankLoader:
@@ -224,14 +226,3 @@ class RankLoader:
         self._at = Place(epoch + 1, 0) if portion.last else Place(epoch, portion.positions.stop)
         self.size, self.indices = size, portion.indices
         self.weight = 0.0 if portion.borrowed else len(portion.indices) * settings.ranks / size
-
-
-def _made_alike(make: Callable[[], RankLoader], link: Link) -> RankLoader:
-    """Make the loader, and see that all ranks of a group have made the same. Every rank must call it."""
-    try:
-        made = make()
-        sent: Sent = wrap(made.given)
-    except (DataError, TypeError, ValueError) as error:
-        sent = Failure(error)  # the other ranks are told, then it is raised here
-    check_alike([arrived.open() for arrived in post.all_gather(link, "unisono.data.loader", sent)])
-    return made

@@ -1,4 +1,4 @@
-"""Whether all ranks have the same model, and making its values the same at the beginning.
+"""Whether all ranks have the same model and arguments, and making values the same at the beginning.
 
 Structure is compared and a difference is an error: ranks with different models would add up unrelated numbers. Values
 are taken from the first rank, since most programs do not seed the initialisation.
@@ -7,6 +7,7 @@ are taken from the first rank, since most programs do not seed the initialisatio
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,10 +16,23 @@ from unisono.errors import RankMismatchError
 from unisono.parallel.lane import Lane
 from unisono.state.digest import digest
 
-__all__ = ["broadcast_values", "check_alike", "check_equal_values"]
+__all__ = ["broadcast_values", "check_alike", "check_equal_values", "check_given"]
 
 _TOGETHER_NBYTES = 25 * 1024 * 1024
 """Values up to so many bytes travel as one message."""
+
+
+def check_given(everyone: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> None:
+    """Compare the arguments that ranks gave, each by name. Raises: RankMismatchError with the first that differs."""
+    for what in everyone[0]:
+        by_value: dict[str, list[str]] = {}
+        for rank, given in zip(ranks, everyone, strict=True):
+            by_value.setdefault(f"{what}={given[what]!r}", []).append(str(rank))
+        if len(by_value) > 1:
+            told = ", ".join(
+                f"{value} on rank{'s' * (len(who) > 1)} {', '.join(who)}" for value, who in by_value.items()
+            )
+            raise RankMismatchError(f"replicate() got other arguments on some ranks: {told}. Give all ranks the same")
 
 
 def check_alike(tensors: Mapping[str, Tensor], lane: Lane) -> None:

@@ -100,7 +100,9 @@ class Bucket:
 
 
 def bytes_of_mb(mb: float, name: str) -> int:
-    """Convert a size in MiB to bytes. Raises: ValueError if it is not positive."""
+    """Convert a size in MiB to bytes. Raises: TypeError, or ValueError if it is not positive."""
+    if isinstance(mb, bool) or not isinstance(mb, int | float):
+        raise TypeError(f"{name}={mb!r} must be a number: it is the size of a message in MiB")
     if not mb > 0:
         raise ValueError(f"{name}={mb} must be positive; it is the size of a message in MiB")
     return max(1, int(mb * 1024 * 1024))

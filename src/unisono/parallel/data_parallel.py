@@ -57,6 +57,10 @@ class DataParallel:
         output_device: int | str | torch.device | None = None,
         dim: int = 0,
     ) -> None:
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"module is a {type(module).__name__}: give a torch.nn.Module")
+        if isinstance(device_ids, int | str | torch.device):
+            raise TypeError(f"device_ids={device_ids!r} must be a list, such as [{device_ids!r}]")
         if device_ids is None:
             device_ids = list(range(torch.cuda.device_count())) or ["cpu"]
         if not device_ids:
@@ -106,8 +110,10 @@ class DataParallel:
         results = self._run(function, parts)
         sums = [_weighted(result, size) for result, size in zip(results, sizes, strict=True)]
         totals = torch.stack([carry(total, self.output_device) for total, _ in sums])
-        weights = [carry(w, self.output_device) if isinstance(w, Tensor) else w for _, w in sums]
-        return totals.sum() / sum(weights)
+        weight = sum(carry(w, self.output_device) if isinstance(w, Tensor) else w for _, w in sums)
+        if (not isinstance(weight, Tensor) or weight.is_cpu) and not weight:
+            raise LossError("the weights of the batch add up to 0, so the loss has no mean: give one above zero")
+        return totals.sum() / weight
 
     def _run(self, function: Callable[[Any, Any], T], parts: list[Any]) -> list[T]:
         devices = self.devices[: len(parts)]

@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from unisono.comm.job import require_group
+from unisono.comm.link import link_of
+from unisono.comm.making import make_on_all
 from unisono.errors import UnisonoError
-from unisono.parallel.agreement import broadcast_values, check_alike, check_equal_values
+from unisono.parallel.agreement import broadcast_values, check_alike, check_equal_values, check_given
 from unisono.parallel.buckets import Parameter, bytes_of_mb
 from unisono.parallel.buffers import BufferMode
 from unisono.parallel.comm_hooks import CommHook, hook_and_state
@@ -82,27 +84,31 @@ def replicate(
     Returns: the handle for everything else: `no_sync`, `join`, `update`.
     Raises: RankMismatchError on all ranks if models differ; GroupError before unisono.init; ValueError, TypeError.
     """
-    named = _named(models)
-    settings = Settings(
-        bucket_nbytes=bytes_of_mb(bucket_mb, "bucket_mb"),
-        first_nbytes=bytes_of_mb(first_bucket_mb, "first_bucket_mb"),
-        average=average,
-        overlap=overlap,
-        static_graph=static_graph,
-        comm_hook=comm_hook,
-        buffers=buffers,
-    )
-    if buffers not in ("broadcast", "mean", None):
-        raise ValueError(f'buffers={buffers!r} must be "broadcast", "mean" or None')
-    if comm_hook is not None:
-        hook_and_state(comm_hook, None)
-        if not average:
-            raise ValueError("average=False and a comm_hook contradict each other: a hook gives means")
-    if timeout is not None:
-        timeout = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
-        if timeout <= timedelta(0):
-            raise ValueError(f"timeout={timeout.total_seconds():g} s must be positive; None takes the group's")
-    replicas = Replicas(named, require_group(group), settings, check=check, timeout=timeout)
+    joined = require_group(group)
+
+    def make() -> Replicas:
+        named = _named(models)
+        settings = Settings(
+            bucket_nbytes=bytes_of_mb(bucket_mb, "bucket_mb"),
+            first_nbytes=bytes_of_mb(first_bucket_mb, "first_bucket_mb"),
+            average=average,
+            overlap=overlap,
+            static_graph=static_graph,
+            comm_hook=comm_hook,
+            buffers=buffers,
+        )
+        if buffers not in ("broadcast", "mean", None):
+            raise ValueError(f'buffers={buffers!r} must be "broadcast", "mean" or None')
+        if comm_hook is not None:
+            hook_and_state(comm_hook, None)
+            if not average:
+                raise ValueError("average=False and a comm_hook contradict each other: a hook gives means")
+        return Replicas(named, joined, settings, check=check, timeout=_timeout(timeout))
+
+    if joined is None or joined.size() == 1:
+        replicas = make()
+    else:
+        replicas, _ = make_on_all(link_of(joined), "replicate", make, lambda _: None)
     replicas.update()
     return replicas
 
@@ -141,19 +147,12 @@ class Replicas:
         Values of parameters and buffers become those of the first rank. Gradients are left alone.
         """
         self._refuse_closed()
-        entries = {name: _parameters(model, name) for name, model in self._models.items()}
         if self._group is None:
+            self._entries()
             return
         self._unwatch()
-        taken: dict[int, str] = {}
-        for name, parameters in entries.items():
-            own = []
-            for p in parameters:
-                if id(p.tensor) not in taken:
-                    taken[id(p.tensor)] = f"{name}.{p.name}"
-                    own.append(p)
-                    _refuse_watched(p)
-            entries[name] = own
+        entries, everyone = make_on_all(link_of(self._group), "replicate", self._entries, lambda _: self._given())
+        check_given(everyone, dist.get_process_group_ranks(self._group))
         for name, model in self._models.items():
             lane = Lane.open(self._group, [p.tensor.device for p in entries[name]], timeout=self._timeout)
             tensors = _tensors(model)
@@ -174,6 +173,7 @@ class Replicas:
 
         They add up in p.grad as without ranks. The next backward outside reduces everything.
         """
+        self._refuse_closed()
         self._set_paused(self._paused + 1)
         try:
             yield
@@ -199,6 +199,12 @@ class Replicas:
         Collectives other than those of replicas are not taken part in.
         """
         self._refuse_closed()
+        for thing in stateful:
+            if not hasattr(thing, "state_dict") or not hasattr(thing, "load_state_dict"):
+                raise TypeError(
+                    f"join() was given a {type(thing).__name__}, and takes what has state_dict() and "
+                    "load_state_dict(), such as the optimizer"
+                )
         rounds = [reducer.rounds for reducer in self._reducers]
         for reducer in self._reducers:
             reducer.joining = True
@@ -225,6 +231,33 @@ class Replicas:
         """Leave the models alone from now on: their gradients stay on each rank. Every rank must call it."""
         self._unwatch()
         self._closed = True
+
+    def _entries(self) -> dict[str, list[Parameter]]:
+        """List the parameters of each model; one that several share belongs to the first. Raises: ValueError."""
+        taken: set[int] = set()
+        entries: dict[str, list[Parameter]] = {}
+        for name, model in self._models.items():
+            entries[name] = [p for p in _parameters(model, name) if id(p.tensor) not in taken]
+            taken.update(id(p.tensor) for p in entries[name])
+            for p in entries[name]:
+                _refuse_watched(p)
+        return entries
+
+    def _given(self) -> dict[str, Any]:
+        """What must be the same on all ranks, by the name of its argument."""
+        settings = self._settings
+        hook = settings.comm_hook[1] if isinstance(settings.comm_hook, tuple) else settings.comm_hook
+        return {
+            "models": list(self._models),
+            "bucket_mb": settings.bucket_nbytes / 2**20,
+            "first_bucket_mb": settings.first_nbytes / 2**20,
+            "average": settings.average,
+            "buffers": settings.buffers,
+            "check": self._check,
+            "static_graph": settings.static_graph,
+            "comm_hook": None if hook is None else getattr(hook, "__qualname__", type(hook).__qualname__),
+            "overlap": settings.overlap,
+        }
 
     def _unwatch(self) -> None:
         for reducer in self._reducers:
@@ -303,6 +336,19 @@ def _named(models: Models) -> dict[str, nn.Module]:
     if not found:
         raise ValueError("no model was given")
     return found
+
+
+def _timeout(timeout: timedelta | float | None) -> timedelta | None:
+    """Read the argument `timeout`. Raises: TypeError, ValueError."""
+    if timeout is None:
+        return None
+    if not isinstance(timeout, timedelta):
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+            raise TypeError(f"timeout={timeout!r} must be a number of seconds, a timedelta, or None for the group's")
+        timeout = timedelta(seconds=timeout)
+    if timeout <= timedelta(0):
+        raise ValueError(f"timeout={timeout.total_seconds():g} s must be positive; None takes the group's")
+    return timeout
 
 
 def _parameters(model: nn.Module, model_name: str) -> list[Parameter]:

@@ -80,11 +80,13 @@ class SyncBatchNorm(_BatchNorm):
 
     def _train(self, values: Tensor) -> Tensor:
         link = link_of(self.process_group)
-        if link.group is None or link.size == 1:
-            return super().forward(values)
         self._check_input_dim(values)
         if values.shape[1] != self.num_features:
             raise ValueError(f"expected {self.num_features} channels in dimension 1, got shape {list(values.shape)}")
+        if not values.is_floating_point():
+            raise TypeError(f"SyncBatchNorm takes floating-point numbers, and got {values.dtype}: use values.float()")
+        if link.group is None or link.size == 1:
+            return super().forward(values)
         running, momentum = None, 0.0
         if self.track_running_stats and self.running_mean is not None and self.running_var is not None:
             running, momentum = (self.running_mean, self.running_var), self._next_momentum()
@@ -124,6 +126,7 @@ def convert_sync_batchnorm(
     Raises: TypeError for a subclass of torch's layers with a forward of its own, which would be lost, and for a lazy
         layer whose sizes are not known yet; ValueError for a name in skip that is no layer. Nothing is changed then.
     """
+    _check_module(module)
     layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, _BatchNorm)}
     if unknown := set(skip) - layers.keys():
         raise ValueError(
@@ -146,12 +149,18 @@ def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
 
     For use in one process: export, quantisation. A layer that was made as SyncBatchNorm becomes a `BatchNormNd`.
     """
+    _check_module(module)
     for layer in module.modules():
         if isinstance(layer, SyncBatchNorm):
             was = layer._was
             del layer._was, layer.process_group
             layer.__class__ = was  # type: ignore[assignment]
     return module
+
+
+def _check_module(module: object) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module is a {type(module).__name__}: give a torch.nn.Module")
 
 
 def _check_convertible(name: str, layer: nn.Module) -> None:

@@ -54,6 +54,8 @@ class _RankHandler(logging.StreamHandler):  # type: ignore[type-arg]
 def _number(level: int | str) -> int:
     if isinstance(level, int):
         return level
+    if not isinstance(level, str):
+        raise TypeError(f'level={level!r} must be a name such as "INFO", or a number of logging')
     found = logging.getLevelName(level.upper())
     if not isinstance(found, int):
         raise ValueError(  # noqa: TRY004  it is a text, as asked

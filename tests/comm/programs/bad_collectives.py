@@ -38,6 +38,7 @@ CASES = {
     "not divisible": lambda: comm.reduce_scatter(torch.ones(4, 2)),
     "uniform word": lambda: comm.all_gather("x", uniform=True),
     "concat of numbers": lambda: comm.all_gather({"n": 1}, concat=0),
+    "concat by name": lambda: comm.all_gather(torch.ones(1), concat="0"),
     "concat of a scalar": lambda: comm.all_gather(torch.tensor(1.0), concat=0),
     "a group that is none": lambda: comm.barrier(group="world"),
     "an ended group": lambda: comm.barrier(group=ended),

@@ -212,6 +212,9 @@ def leaves_nothing() -> None:
         dist.destroy_process_group(group)
         del group
         maps = Path("/proc/self/maps").read_text().count("memfd:unisono")
+        links = [fd for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()]
+        segments = [fd for fd in links if str(fd.readlink()).startswith("/memfd:unisono (")]
+        assert {fd.stat().st_mode & 0o777 for fd in segments} == {0o600}, "others may open a segment"
         return len(list(Path("/proc/self/fd").iterdir())), threading.active_count(), maps
 
     first = [made() for _ in range(3)][-1]

@@ -5,7 +5,7 @@ replicate.py BACKEND [CHECK ...]
 
 import sys
 
-from replicate_errors import failures, late_ranks, wrong_models
+from replicate_errors import failures, late_ranks, wrong_arguments, wrong_models
 from replicate_gradients import (
     accumulation,
     bits_of_ddp,
@@ -30,7 +30,7 @@ from replicate_uses import (
 for check in (like_one_process, bits_of_ddp, unused_parameters, accumulation, kept_gradients_keep_their_values,
               checkpointing, several_models, frozen_and_changed, types_and_layouts, sparse_gradients, buffers,
               uneven_batches, hooks, compiled, penalties_on_gradients, groups, failures, wrong_models,
-              late_ranks):  # fmt: skip
+              wrong_arguments, late_ranks):  # fmt: skip
     if len(sys.argv) > 2 and check.__name__ not in sys.argv[2:]:
         continue
     check()

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from replicate_common import RANK, SIZE, SMALL, Branches, alike, drawn, mlp, same_gradients, whole
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
-from unisono.errors import RankMismatchError, UnisonoError
+from unisono.errors import PeerError, RankMismatchError, UnisonoError
 from unisono.parallel import Replicas, replicate
 
 
@@ -86,9 +87,31 @@ def wrong_models() -> None:
     frozen.close()
 
 
+def wrong_arguments() -> None:
+    model = nn.Linear(3, 4)
+    error, message = (
+        (TypeError, "models is a int") if RANK == 1 else (PeerError, r"replicate was not done.*rank 1, with")
+    )
+    with pytest.raises(error, match=message):
+        replicate(3 if RANK == 1 else model)
+    everyone = r"replicate\(\) got other arguments on some ranks: .*on rank"
+    with pytest.raises(RankMismatchError, match=everyone + r"s? 0.*average=False on rank 1"):
+        replicate(model, average=RANK != 1)
+    with pytest.raises(RankMismatchError, match=everyone):
+        replicate([model, nn.Linear(1, 1)] if RANK == 1 else [model])
+    with pytest.raises(RankMismatchError, match=r"comm_hook='fp16_compress_hook' on rank 1"):
+        replicate(model, comm_hook=fp16_compress_hook if RANK == 1 else None)
+    replicas = replicate(model)
+    with pytest.raises(TypeError, match=r"join\(\) was given a int"), replicas.join(3):  # type: ignore[arg-type]
+        pass
+    model(torch.full((1, 3), RANK + 1.0)).sum().backward()
+    alike(*(p.grad for p in model.parameters()))
+    replicas.close()
+
+
 def late_ranks() -> None:
     model = mlp(4, 8, 2)
-    replicas = replicate(model, timeout=1.5)
+    replicas = replicate(model, timeout=3)
     if RANK == 0:
         with pytest.raises(
             RuntimeError, match=r"(?s)bucket 1 of 1 with .* '0.weight' did not come .* \d ranks.*join\(\)"

@@ -426,5 +426,6 @@ def _signature_text(
 
 
 def _reduction(op: Any) -> str:
-    name = getattr(op, "name", None) or str(op)
+    kind = getattr(op, "op", op)  # of an operation that carries a factor
+    name = getattr(kind, "name", None) or str(kind)
     return str(name).rpartition(".")[2].lower()
