@@ -87,7 +87,7 @@ time.sleep(60)
 @pytest.mark.parametrize(
     ("where", "said"),
     [
-        ("call", "rank 0: all_reduce(float32[3], sum) at script.py:13"),
+        pytest.param("call", "rank 0: all_reduce(float32[3], sum) at script.py:13", marks=pytest.mark.soak),
         ("backward", "rank 0: all_reduce(float32[20]) at script.py:10 in step"),
     ],
 )

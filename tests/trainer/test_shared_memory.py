@@ -281,8 +281,7 @@ say(trainer.digest(), [tuple(optimizer.state[p]["exp_avg"].shape) for p in model
 """
     alone = run_alone(1, script)
     assert alone[0].endswith(" [(0, 4), (0,), (2, 0), (3, 6), (3, 6)]\n")
-    for n in (2, 3):
-        assert set(run_alone(n, script)) == set(alone)
+    assert set(run_alone(3, script)) == set(alone)
 
 
 def test_a_rank_may_have_nothing_to_update(run_alone):
