@@ -1,4 +1,4 @@
-"""The command line: python -m bench --list | NAME [--quick] [--json FILE] | --all."""
+"""The command line: python -m bench --list | NAME [--quick] [--json FILE] [--page] | --all."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bench.catalogue import BENCHMARKS, Benchmark
 from bench.errors import CannotRun
 from bench.machine import describe_machine, describe_versions, load
 from bench.measure import Effort
-from bench.page import Section, page
+from bench.page import Section, page, with_section
 from bench.rows import Row, row_from_json, row_to_json
 from bench.tables import table
 
@@ -29,7 +29,10 @@ def main(arguments: list[str] | None = None) -> int:
     what.add_argument("name", nargs="?", choices=[b.name for b in BENCHMARKS], metavar="NAME", help="run this one")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the JSON lines here, not to the terminal")
     parser.add_argument("--quick", action="store_true", help="small cases, few rounds: see that it works")
+    parser.add_argument("--page", action="store_true", help="put the result of NAME into docs/benchmarks.md")
     options = parser.parse_args(arguments)
+    if options.page and (options.name is None or options.quick):
+        parser.error("--page goes with a NAME, and without --quick")
     effort = Effort(quick=options.quick)
     if options.list:
         width = max(len(b.name) for b in BENCHMARKS)
@@ -39,14 +42,15 @@ def main(arguments: list[str] | None = None) -> int:
         return _run_all(effort, options.json)
     benchmark = next(b for b in BENCHMARKS if b.name == options.name)
     try:
-        return _run_one(benchmark, effort, options.json)
+        return _run_one(benchmark, effort, options.json, onto_page=options.page)
     except CannotRun as reason:
         print(reason, file=sys.stderr)
         return 1
 
 
-def _run_one(benchmark: Benchmark, effort: Effort, json: Path | None) -> int:
-    print(f"{benchmark.name}: {benchmark.line}; {load()}", file=sys.stderr)
+def _run_one(benchmark: Benchmark, effort: Effort, json: Path | None, *, onto_page: bool) -> int:
+    before = load()
+    print(f"{benchmark.name}: {benchmark.line}; {before}", file=sys.stderr)
     rows: list[Row] = []
     try:
         for row in benchmark.run(effort):
@@ -61,6 +65,10 @@ def _run_one(benchmark: Benchmark, effort: Effort, json: Path | None) -> int:
             print(lines, end="")
         else:
             json.write_text(lines, encoding="utf-8")
+    if onto_page:
+        section = Section(benchmark, rows, None)
+        text = with_section(_PAGE.read_text(encoding="utf-8"), section, date=date.today().isoformat(), load=before)
+        _PAGE.write_text(text, encoding="utf-8")
     return 0
 
 

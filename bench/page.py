@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from bench.catalogue import Benchmark
+from bench.errors import CannotRun
 from bench.rows import Row
 from bench.tables import table
 
-__all__ = ["Section", "page"]
+__all__ = ["Section", "page", "with_section"]
 
 _INTRODUCTION = """\
 # Benchmarks
@@ -29,6 +31,8 @@ of the median, so that another run may as well meet it. Ratios carry over to oth
 quiet machine: a busy neighbour costs the side that uses more processes more.
 """
 
+_MISSED = "**Goals missed**: "
+
 
 class Section(NamedTuple):
     """What a benchmark came to."""
@@ -41,15 +45,39 @@ class Section(NamedTuple):
 
 def page(sections: Sequence[Section], *, date: str, machine: str, load: str, versions: str) -> str:
     """Write the page."""
-    missed = [
-        f"{row.bench}: {row.case}" for section in sections for row in section.rows if row.met is False and not row.even
-    ]
-    parts = [_INTRODUCTION.format(date=date, machine=machine, load=load, versions=versions)]
-    parts.append(f"**Goals missed**: {'; '.join(missed) if missed else 'none'}.\n")
-    for benchmark, rows, problem in sections:
-        parts.append(f"## {benchmark.name}\n\n{benchmark.notes.strip()}\n")
-        if rows:
-            parts.append(table(rows) + "\n")
-        if problem is not None:
-            parts.append(f"It did not run to its end: {problem}\n")
+    introduction = _INTRODUCTION.format(date=date, machine=machine, load=load, versions=versions)
+    parts = [f"{introduction}\n{_MISSED}none.\n", *map(_written, sections)]
+    return _with_missed("\n".join(parts))
+
+
+def with_section(text: str, section: Section, *, date: str, load: str) -> str:
+    """Put what a benchmark has come to into a page, in place of what it came to before, with its own date."""
+    new = f"{_written(section)}\nMeasured again on {date}; before the run: {load}.\n"
+    old = re.compile(rf"^## {re.escape(section.benchmark.name)}\n.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
+    parts = old.split(text)
+    if len(parts) != 2:
+        raise CannotRun(f"the page has no section {section.benchmark.name!r}: run all benchmarks first (--all)")
+    before, after = parts
+    return _with_missed(f"{before}{new}\n{after}".rstrip("\n") + "\n")
+
+
+def _written(section: Section) -> str:
+    benchmark, rows, problem = section
+    parts = [f"## {benchmark.name}\n\n{benchmark.notes.strip()}\n"]
+    if rows:
+        parts.append(table(rows) + "\n")
+    if problem is not None:
+        parts.append(f"It did not run to its end: {problem}\n")
     return "\n".join(parts)
+
+
+def _with_missed(text: str) -> str:
+    """List the goals that are missed at the top of a page, from its tables."""
+    missed, name = [], ""
+    for line in text.splitlines():
+        if line.startswith("## "):
+            name = line[3:]
+        elif line.startswith("| ") and ": MISSED " in line:
+            missed.append(f"{name}: {line.split(' | ')[0][2:].strip()}")
+    shown = "; ".join(missed) or "none"
+    return re.sub(rf"^{re.escape(_MISSED)}.*$", lambda _: f"{_MISSED}{shown}.", text, count=1, flags=re.MULTILINE)
