@@ -12,7 +12,8 @@ PROGRAMS = Path(__file__).with_name("programs")
     ("name", "lines"),
     [
         ("accelerate_script.py", {0: ["trained on 2"]}),
-        ("fabric_script.py", {0: ["trained as 0"], 1: ["trained as 1"]}),
+        # It imports for longer than all the others together.
+        pytest.param("fabric_script.py", {0: ["trained as 0"], 1: ["trained as 1"]}, marks=pytest.mark.soak),
     ],
 )
 def test_a_training_script(launcher, name, lines):
