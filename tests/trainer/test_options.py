@@ -313,3 +313,26 @@ def stepped(trainer):
     for batch in trainer.batches(make_data(), batch_size=8):
         trainer.step(per_sample, batch)
         yield batch
+
+
+def test_a_backward_that_writes_to_its_gradient_spoils_no_later_step():
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient.mul_(2)
+
+    def mean(factor):
+        model, data = make_model(), make_data()
+        trainer = make_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1 / factor))
+        function = Doubled.apply if factor == 2 else torch.clone
+
+        def loss(model, batch):
+            return function(F.cross_entropy(model(batch[0]), batch[1], reduction="sum")), len(batch[1])
+
+        return train(trainer, loss=loss, data=data).digest()
+
+    assert mean(2) == mean(1)

@@ -160,7 +160,8 @@ class StepRunner:
     def _share_of_one(self, loss: Tensor, samples: int) -> Tensor:
         """Give the gradient that `loss / samples` hands down to the loss, without the division and its backward."""
         key = (samples, loss.dtype, loss.device)
-        if key != self._seed_key:
+        # A backward that writes to the gradient it is handed would else spoil all steps after it.
+        if key != self._seed_key or self._seed._version:
             self._seed_key, self._seed = key, torch.ones_like(loss, requires_grad=False) / samples
         return self._seed
 
