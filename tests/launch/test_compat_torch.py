@@ -33,6 +33,11 @@ def test_parallel_training(launcher, name, lines):
     assert (printed(result.stdout), result.stderr) == ({0: lines, 1: lines}, "")
 
 
+def test_ddp_ends_while_a_thread_of_gloo_lets_go_of_its_tensors(launcher):
+    result = run(launcher, "ended_ddp.py")
+    assert (printed(result.stdout), result.stderr) == ({0: ["ended"], 1: ["ended"]}, "")
+
+
 def test_pipelining(launcher):
     result = run(launcher, "pipelining.py")
     assert (printed(result.stdout), result.stderr) == ({0: ["stage 0 done"], 1: ["stage 1 done"]}, "")

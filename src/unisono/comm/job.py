@@ -236,6 +236,7 @@ def _end(*, linger: bool = True) -> None:
     life, _life = _life, None
     _ended_size = life.job.world_size
     if dist.is_initialized():
+        let_threads_finish()  # a thread of gloo that still holds a tensor would hang the end of a DDP model
         dist.destroy_process_group()
     # After an exception the others are not to be waited for. Python sets last_value when it shows one.
     if linger and getattr(sys, "last_value", None) is None:

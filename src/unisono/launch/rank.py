@@ -21,7 +21,7 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
-from unisono.launch import backend, meeting
+from unisono.launch import backend, ending, meeting
 from unisono.launch.environment import program_arguments
 from unisono.launch.failure.account import account_of
 from unisono.launch.hang import recorder, stacks, training
@@ -190,6 +190,7 @@ def _open_up(process: RankProcess) -> Page:
     stacks.install(process.files.dump, has_thread=lambda: recording.has_thread)
     meeting.install(os.environ)
     backend.install(process.program.cpu_backend)
+    ending.install()
     use_scratch(process.scratch)
     if process.program.numa_binding is not None:
         _bind_to_gpu(process.program.numa_binding, gpu=int(os.environ["LOCAL_RANK"]))

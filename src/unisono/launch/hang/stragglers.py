@@ -1,7 +1,7 @@
 """Ranks that stay when the others have ended well, and do nothing: stuck at their end, where no collective shows it.
 
-A group of gloo that is dropped while its thread wants the interpreter's lock does that, and so does a thread or a child
-that is waited for. A rank that still computes, or that others have not left yet, is let alone. Pure.
+A thread or a child that is waited for does that, and so does a lock that two threads of a library want. A rank that
+still computes, or that others have not left yet, is let alone. Pure.
 """
 
 from __future__ import annotations
