@@ -77,8 +77,9 @@ class Watch:
         groups = [",".join(map(str, group)) for group in files]
         command = [sys.executable, "-W", "ignore", "-c", _HOST, str(script), *groups]
         errors = (self.folder / "stderr").open("wb")
+        # Without a buffer: a line that lay in one would not show in `select`.
         self._host = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=errors, pass_fds=flat, start_new_session=True
+            command, bufsize=0, stdout=subprocess.PIPE, stderr=errors, pass_fds=flat, start_new_session=True
         )
         errors.close()
         for file in flat:
