@@ -233,6 +233,10 @@ def test_jobs_begin_again_and_again_on_a_busy_machine(fork_ranks, n):
     assert job.out == "".join(f"[{rank}] ok\n" for rank in range(n))
 
 
+def test_nothing_stays_of_jobs_groups_and_replicas_that_have_ended(fork_ranks):
+    assert fork_ranks(2, PROGRAMS / "ended.py").out == "[0] ok\n[1] ok\n"
+
+
 def test_a_file_of_an_earlier_job_is_recognised(tmp_path):
     program = "import sys, unisono; unisono.init(init_method=sys.argv[1], rank=0, world_size=2, timeout=0.2)"
     meet = f"file://{tmp_path / 'meet'}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from torch.utils.data import Dataset, TensorDataset
 
 import unisono
 from unisono.watch import read_events
+
+DROPPED = Path(__file__).parent / "programs" / "dropped.py"
 
 
 def make_model():
@@ -336,3 +339,9 @@ def test_a_backward_that_writes_to_its_gradient_spoils_no_later_step():
         return train(trainer, loss=loss, data=data).digest()
 
     assert mean(2) == mean(1)
+
+
+@pytest.mark.parametrize(("ranks", "engine"), [(1, "auto"), (2, "collective"), (2, "shared")])
+def test_nothing_stays_of_trainers_that_are_dropped(fork_ranks, ranks, engine):
+    job = fork_ranks(ranks, DROPPED, engine)
+    assert [job.lines(rank) for rank in range(ranks)] == [["ok"]] * ranks

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unisono.comm.check import describe
 from unisono.comm.link import Link
+from unisono.comm.telling import describe
 
 __all__ = ["Group", "check_one_for_each", "check_parts", "follows", "only_tensor"]
 

@@ -10,26 +10,17 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import sys
 import time
-from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
-from types import CodeType, FrameType
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from unisono.comm.job import current_job
-from unisono.comm.structure import compare, kind_of, signature, take_apart
+from unisono.comm.telling import Kinds, Members, difference, name_ranks, place_of, table, user_frame
 from unisono.errors import PeerError, RankMismatchError
 
-__all__ = [
-    "CHECK_TIMEOUT_VARIABLE", "CHECK_VARIABLE", "Check", "describe", "difference", "kinds_of", "place_of", "user_frame",
-    "wanted",
-]  # fmt: skip
+__all__ = ["CHECK_TIMEOUT_VARIABLE", "CHECK_VARIABLE", "Check", "wanted"]
 
 CHECK_VARIABLE = "UNISONO_CHECK"
 """Asks for check mode: 1."""
@@ -40,9 +31,6 @@ _TIMEOUT_S = 1800.0
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.02
 _LOOK_EVERY_S = 0.25
 """Between looks at what the missing ranks are doing."""
-
-Kinds = list[tuple[str, str]]
-"""Places in a value and what is there, as `comm.structure.signature` gives them."""
 
 
 def wanted() -> bool:
@@ -56,25 +44,13 @@ def wanted() -> bool:
 
 
 class Check:
-    """The comparisons of one group, in the order of its calls.
+    """The comparisons of one group, in the order of its calls. Args: store is the job's."""
 
-    Args: store is the job's; name is the group's, the same on all ranks and used once; ranks are its members, and
-        described says who they are, unless they are all.
-    """
-
-    def __init__(
-        self,
-        store: dist.Store,  # type: ignore[name-defined]
-        name: str,
-        *,
-        own: int,
-        ranks: Sequence[int],
-        described: str,
-    ) -> None:
-        self._store, self._name, self._own, self._ranks = store, name, own, list(ranks)
+    def __init__(self, store: dist.Store, members: Members) -> None:  # type: ignore[name-defined]
+        self._store, self._members = store, members
+        self._name, self._own, self._ranks = members.group, members.own, members.ranks
         self._calls, self._pid = 0, os.getpid()
         self._timeout_s = _timeout_s()
-        self._where = described and f" in the group of {described}"
         atexit.register(self._say_left)
 
     def compare(self, call: str, kinds: Kinds | None = None, *, described: str = "") -> None:
@@ -87,8 +63,9 @@ class Check:
         number, self._calls = self._calls, self._calls + 1
         page = f"{self._name}/{number}"
         text = described or (", ".join(kind for _, kind in (kinds or [])[:4]) + ", ..." * (len(kinds or []) > 4))
-        text = call + self._where + (text and " of ") + text
-        entry = {"call": call, "kinds": kinds, "text": text, "where": caller()}
+        text = call + self._members.where + (text and " of ") + text
+        frame = user_frame()
+        entry = {"call": call, "kinds": kinds, "text": text, "where": place_of(frame.f_code, frame.f_lasti)}
         self._store.set(f"at/{self._own}", json.dumps({"page": page, "ranks": self._ranks, **entry}))
         self._store.set(f"{page}/{self._own}", json.dumps(entry))
         self._wait(page)
@@ -129,11 +106,11 @@ class Check:
         if not left and not crossed and not (late and missing):
             return
         why = (
-            f"{_name(left)} ended before this call"
+            f"{name_ranks(left)} ended before this call"
             if left
-            else f"{_name(sorted([*crossed, self._own]))} wait for each other in different groups"
+            else f"{name_ranks(sorted([*crossed, self._own]))} wait for each other in different groups"
             if crossed
-            else f"{_name(missing)} did not come within {self._timeout_s:g} s"
+            else f"{name_ranks(missing)} did not come within {self._timeout_s:g} s"
         )
         lines = []
         for rank in self._ranks:
@@ -143,7 +120,7 @@ class Check:
             else:
                 does = "waiting in" if rank not in missing or rank in crossed else "last called"
                 lines.append((rank, f"{does} {entry['text']} at {entry['where']}"))
-        text = f"{why}:{_table(lines)}\nMake all ranks of a group call the same, in the same order."
+        text = f"{why}:{table(lines)}\nMake all ranks of a group call the same, in the same order."
         # The first to see it speaks for all, also to those who come later.
         text = self._store.compare_set(f"{page}/given up", "", text).decode()
         raise PeerError(text)
@@ -169,85 +146,6 @@ class Check:
         if os.getpid() == self._pid:
             with suppress(RuntimeError):  # the store may have ended before
                 self._store.set(f"left/{self._own}", "")
-
-
-def kinds_of(value: Any, place: str = "value") -> Kinds:
-    """Give what a value is made of, as it must be on all ranks; what cannot be taken apart is named by its type."""
-    if isinstance(value, Tensor):
-        return [(place, describe(value))]
-    try:
-        return signature(take_apart(value, place=place).leaves)
-    except TypeError:
-        return [(place, _a(type(value).__qualname__))]
-
-
-def describe(value: Any) -> str:
-    """Write what a value is, without what is in it.
-
-    >>> describe(torch.ones(2, requires_grad=True)), describe({"a": 1}), describe(None)
-    ('float32 [2] that requires a gradient', 'a dict', 'None')
-    """
-    if isinstance(value, Tensor):
-        where = "" if value.device.type == "cpu" else f" on {value.device.type}"
-        follows = " that requires a gradient" if value.requires_grad and torch.is_grad_enabled() else ""
-        return f"{kind_of(value)}{where}{follows}"
-    return "None" if value is None else _a(type(value).__qualname__)
-
-
-def caller() -> str:
-    """Name the line outside of unisono and torch that is being executed, as file:line in function."""
-    frame = user_frame()
-    return place_of(frame.f_code, frame.f_lineno)
-
-
-def user_frame(above: int = 0) -> FrameType:
-    """Give the frame outside of unisono and torch that is being executed.
-
-    Args: above is how many frames over the caller's are known to be none; each costs time.
-    """
-    frame = sys._getframe(above + 1)
-    while frame.f_globals.get("__name__", "").partition(".")[0] in ("unisono", "torch") and frame.f_back is not None:
-        frame = frame.f_back
-    return frame
-
-
-def place_of(code: CodeType, line: int) -> str:
-    """Write where code is, as file:line in function."""
-    inside = "" if code.co_name == "<module>" else f" in {code.co_name}"
-    return f"{Path(code.co_filename).name}:{line}{inside}"
-
-
-def difference(entries: Sequence[dict[str, Any]], ranks: Sequence[int], *, absent: Sequence[int] = ()) -> str | None:
-    """Say in what the calls of ranks differ; None if they do not. Args: absent are ranks of which nothing is known."""
-    if len({entry["call"] for entry in entries}) > 1:
-        why, remedy = "ranks call different things", "Make all ranks call the same, in the same order."
-    else:
-        kinds = [entry["kinds"] for entry in entries if entry["kinds"] is not None]
-        who = [rank for rank, entry in zip(ranks, entries, strict=True) if entry["kinds"] is not None]
-        found = compare([[tuple(pair) for pair in each] for each in kinds], who) if kinds else None
-        if found is None:
-            return None
-        why, remedy = f"ranks disagree in {entries[0]['call']}: {found}", "Make the values alike on all ranks."
-    lines = [(rank, f"{entry['text']} at {entry['where']}") for rank, entry in zip(ranks, entries, strict=True)]
-    lines += [(rank, "has not come there") for rank in absent]
-    return f"{why}:{_table(lines)}\n{remedy}"
-
-
-def _table(lines: Sequence[tuple[int, str]]) -> str:
-    """Write a line for each thing that ranks do, with the ranks that do it."""
-    whose: dict[str, list[int]] = {}
-    for rank, text in lines:
-        whose.setdefault(text, []).append(rank)
-    return "".join(f"\n  {_name(ranks)}: {text}" for text, ranks in whose.items())
-
-
-def _name(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-
-
-def _a(noun: str) -> str:
-    """Put the article before a noun."""
-    return f"{'an' if noun[:1].lower() in 'aeiou' else 'a'} {noun}"
 
 
 def _timeout_s() -> float:

@@ -17,13 +17,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unisono.comm.check import difference, place_of, user_frame
 from unisono.comm.reductions import name_of
+from unisono.comm.telling import Members, difference, place_of, user_frame
 from unisono.errors import RankMismatchError
 
 __all__ = ["Call", "Late"]
@@ -49,34 +50,17 @@ _Told = dict[int, dict[str, dict[str, Any]]]
 """By rank the latest calls up to the one that it waits in, by number."""
 
 
-class _Note(NamedTuple):
-    """One call of this rank, with nothing that keeps its value alive."""
-
-    call: Call
-    value: str | tuple[Any, Any]
-    """A description, or type and shape of a tensor."""
-    code: CodeType
-    line: int
+_Note = tuple[Call, str | tuple[torch.dtype, torch.Size], CodeType, int]
+"""One call of this rank, with nothing that keeps its value alive: the call, a description of the value or a tensor's
+type and shape, and where the user's code is. A plain tuple, for one is made at every call."""
 
 
 class Late:
-    """The calls of one group, and their comparison when one is late.
+    """The calls of one group, and their comparison when one is late. Args: store is the job's."""
 
-    Args: store is the job's; name is the group's, the same on all ranks and used once; ranks are its members, and
-        described says who they are, unless they are all.
-    """
-
-    def __init__(
-        self,
-        store: dist.Store,  # type: ignore[name-defined]
-        name: str,
-        *,
-        own: int,
-        ranks: Sequence[int],
-        described: str,
-    ) -> None:
-        self._store, self._name, self._own, self._ranks = store, name, own, list(ranks)
-        self._where = described and f" in the group of {described}"
+    def __init__(self, store: dist.Store, members: Members) -> None:  # type: ignore[name-defined]
+        self._store, self._members = store, members
+        self._name, self._own, self._ranks = members.group, members.own, list(members.ranks)
         self._lock = threading.RLock()  # calls are counted in the order in which the backend gets them
         self._notes: deque[_Note] = deque(maxlen=_KEPT)
         self._count = 0
@@ -87,23 +71,22 @@ class Late:
         call: Call,
         value: Tensor | str,
         operation: Callable[..., Any],
-        *args: Any,
-        group: dist.ProcessGroup | None,
-        **kwargs: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
     ) -> None:
-        """Run an operation of torch.distributed to its end.
+        """Run an operation of torch.distributed to its end. Called by `Link.run` alone.
 
         Args: call says what it is, value what it is called with: a tensor alike on all ranks, or a description of what
-            may differ.
+            may differ. args and kwargs are the operation's, with the group.
         Raises: RankMismatchError if ranks call different things; the backend's error.
         """
         if self._broken is not None:
             raise RankMismatchError(self._broken)
         frame = user_frame(above=2)  # Link.run, and who calls that
         told = value if isinstance(value, str) else (value.dtype, value.shape)
-        note = _Note(call, told, frame.f_code, frame.f_lineno)
+        note = (call, told, frame.f_code, frame.f_lasti)
         with self._lock:
-            work: dist.Work = operation(*args, group=group, async_op=True, **kwargs)
+            work: dist.Work = operation(*args, async_op=True, **kwargs)
             self._notes.append(note)
             self._count += 1
         try:
@@ -116,7 +99,7 @@ class Late:
             self._wait(work, note)
         finally:
             if not work.is_completed():
-                _keep_for_ever(group)
+                _keep_for_ever(kwargs["group"])
 
     def _wait(self, work: dist.Work, note: _Note) -> None:
         """Wait for a call that is late or has failed."""
@@ -204,16 +187,16 @@ class Late:
 
     def _entry(self, note: _Note) -> dict[str, Any]:
         """Write a call down for others. Calls that are alike end together."""
-        template, argument = note.call
+        (template, argument), value, code, instruction = note
         call = template if argument is None else template.format(argument)
-        if isinstance(note.value, str):
-            kind, alike = note.value, [call]
+        if isinstance(value, str):
+            kind, alike = value, [call, "", 0]
         else:
-            dtype, shape = note.value
+            dtype, shape = value
             kind, alike = f"{name_of(dtype)} {list(shape)}", [call, name_of(dtype), shape.numel()]
-        text = call + self._where + (kind and f" of {kind}")
+        text = call + self._members.where + (kind and f" of {kind}")
         kinds = [("value", kind or "not there")]
-        return {"call": call, "kinds": kinds, "text": text, "where": place_of(note.code, note.line), "alike": alike}
+        return {"call": call, "kinds": kinds, "text": text, "where": place_of(code, instruction), "alike": alike}
 
     def _key(self, rank: int) -> str:
         return f"{self._name}/at/{rank}"
@@ -230,6 +213,6 @@ def _difference(told: _Told) -> str | None:
     return None
 
 
-def _keep_for_ever(group: dist.ProcessGroup | None) -> None:
+def _keep_for_ever(group: dist.ProcessGroup) -> None:
     """Keep a group from being taken down, which would wait for an operation that cannot end."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torch import Tensor
 from unisono.comm.check import Check, wanted
 from unisono.comm.job import require_group
 from unisono.comm.late import Call, Late
+from unisono.comm.telling import Members
 from unisono.errors import GroupError
 
 __all__ = ["ALONE", "Link", "link_of"]
@@ -32,8 +33,8 @@ _CPU_BACKENDS = {"gloo", "shm", "mpi", "ucc"}
 class Link:
     """A group as its collectives see it."""
 
-    group: dist.ProcessGroup | None = None
-    """None: this process alone, without a group."""
+    reference: ref[dist.ProcessGroup] | None = None
+    """To the group, which a link does not keep alive: links stay as long as their groups. None: this process alone."""
     rank: int = 0
     """Number of this rank within the group."""
     ranks: tuple[int, ...] = (0,)
@@ -51,10 +52,17 @@ class Link:
         Args: call and value say what it is, as `comm.late` has it: value is a tensor, whose type and size must be
             those of all ranks, or a description.
         """
-        if self.late is None or not (isinstance(value, str) or value.is_cpu or value.device.type not in self.backends):
-            operation(*args, group=self.group, **kwargs)
+        group, late = self.group, self.late
+        if late is None or not (isinstance(value, str) or value.is_cpu or value.device.type not in self.backends):
+            operation(*args, group=group, **kwargs)
         else:
-            self.late.run(call, value, operation, *args, group=self.group, **kwargs)
+            kwargs["group"] = group
+            late.run(call, value, operation, args, kwargs)
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The group; None for this process alone."""
+        return None if self.reference is None else self.reference()
 
     @property
     def size(self) -> int:
@@ -161,12 +169,12 @@ def _look_at(group: dist.ProcessGroup) -> Link:
     ranks = tuple(dist.get_process_group_ranks(group))
     own, check, late = group.rank(), None, None
     described = "" if group is dist.group.WORLD else describe_ranks(ranks)
-    who: dict[str, Any] = {"own": ranks[own], "ranks": ranks, "described": described}
+    members = Members(group=group.group_name, own=ranks[own], ranks=ranks, described=described)
     if wanted() and len(ranks) > 1:
-        check = Check(_store("unisono_check"), group.group_name, **who)
+        check = Check(_store("unisono_check"), members)
     if backends.get("cpu") == "gloo":
-        late = Late(_store("unisono_late"), group.group_name, **who)
-    return Link(group=group, rank=own, ranks=ranks, backends=backends, check=check, late=late)
+        late = Late(_store("unisono_late"), members)
+    return Link(reference=ref(group), rank=own, ranks=ranks, backends=backends, check=check, late=late)
 
 
 def _store(name: str) -> dist.Store:  # type: ignore[name-defined]

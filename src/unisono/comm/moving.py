@@ -14,12 +14,12 @@ from torch import Tensor
 
 from unisono.comm import post, tensors
 from unisono.comm.arguments import Group, check_one_for_each, check_parts, follows, only_tensor
-from unisono.comm.check import describe, kinds_of
 from unisono.comm.differentiable import SendBack, all_gather_flat, all_to_all_flat, attach
 from unisono.comm.link import Link, link_of
 from unisono.comm.parcels import FOLLOWED, NOT_FOLLOWED, Parcel, wrap
 from unisono.comm.post import Arrived, Failure
 from unisono.comm.structure import check_concat, concatenate
+from unisono.comm.telling import describe, kinds_of
 from unisono.errors import RankMismatchError
 
 __all__ = ["all_gather", "all_to_all", "broadcast", "gather", "scatter"]

@@ -17,12 +17,12 @@ from torch import Tensor
 from unisono.comm import differentiable as followed
 from unisono.comm import post, tensors
 from unisono.comm.arguments import Group, check_one_for_each, check_parts, follows
-from unisono.comm.check import describe, kinds_of
 from unisono.comm.link import Link, link_of
 from unisono.comm.parcels import wrap
 from unisono.comm.post import Failure, Sent
 from unisono.comm.reductions import BITWISE, Op, OpName, check_dtype, combine_numbers, read_op
 from unisono.comm.structure import Leaf, Parts, compare, signature, take_apart
+from unisono.comm.telling import describe, kinds_of
 from unisono.errors import RankMismatchError
 
 __all__ = ["all_reduce", "reduce", "reduce_scatter"]

@@ -7,7 +7,6 @@ have to wait for. Where sums go is a subclass's affair.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from unisono.engine.base import Trained, refuse_sparse, totals_row
 from unisono.engine.exchange import Layout
 from unisono.engine.gradients import Gradients, NodeSum, add_one, take
 from unisono.engine.sparse import TableSums
+from unisono.engine.watching import watch
 from unisono.errors import LossError
 
 __all__ = ["LeafSums"]
@@ -90,10 +90,7 @@ class LeafSums(ABC):
 
     def _watch(self) -> None:
         """Take gradients of last leaves while backward runs, from now on."""
-        self._hooks = [
-            p.register_post_accumulate_grad_hook(partial(self._on_gradient, index))  # type: ignore[no-untyped-call]
-            for index, p in enumerate(self._trained.parameters)
-        ]
+        self._hooks = [watch(p, self._on_gradient, index) for index, p in enumerate(self._trained.parameters)]
 
     def _node_of(self, leaf: int) -> int:
         return next(i for i, total in enumerate(self._sums) if leaf < total.node.stop)

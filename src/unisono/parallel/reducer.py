@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from unisono.engine.watching import keep_with, let_go, watch
 from unisono.errors import RankMismatchError, UnisonoError
 from unisono.parallel.backward_end import BackwardEnd
 from unisono.parallel.buckets import Bucket, Parameter
@@ -103,6 +104,8 @@ class Reducer:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        for p in self.parameters:
+            let_go(p.tensor)
         self.lane.close()
 
     def reduce_now(self) -> None:
@@ -340,7 +343,8 @@ class Reducer:
         for i, p in enumerate(self.parameters):
             tensor, needs = p.tensor, p.tensor.requires_grad
             tensor.requires_grad_(True)  # else no hook can be set; a frozen parameter may be unfrozen later
-            hooks.append(tensor.register_post_accumulate_grad_hook(partial(self._on_gradient, i)))  # type: ignore[no-untyped-call]
+            hooks.append(watch(tensor, self._on_gradient, i))
+            keep_with(tensor, self)
             if not self.settings.average:
                 hooks.append(tensor.register_hook(partial(self._before_gradient, i)))  # type: ignore[no-untyped-call]
             tensor.requires_grad_(needs)

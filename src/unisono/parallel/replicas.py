@@ -7,7 +7,7 @@ for one process is a loop for many. Which samples a rank gets is the loader's af
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol
@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from unisono.comm.job import require_group
 from unisono.comm.link import link_of
 from unisono.comm.making import make_on_all
+from unisono.engine.watching import watchers_of
 from unisono.errors import UnisonoError
 from unisono.parallel.agreement import broadcast_values, check_alike, check_equal_values, check_given
 from unisono.parallel.buckets import Parameter, bytes_of_mb
@@ -374,8 +375,7 @@ def _parameters(model: nn.Module, model_name: str) -> list[Parameter]:
 
 
 def _refuse_watched(parameter: Parameter) -> None:
-    hooks: Mapping[int, Callable[..., Any]] = getattr(parameter.tensor, "_post_accumulate_grad_hooks", None) or {}
-    if any(isinstance(getattr(hook, "func", None) and hook.func.__self__, Reducer) for hook in hooks.values()):  # type: ignore[attr-defined]
+    if any(isinstance(watcher, Reducer) for watcher in watchers_of(parameter.tensor)):
         raise ValueError(
             f"parameter {parameter.name!r} is watched by another replicate() already: close() that one first, or give "
             "all models that share parameters to one call"

@@ -260,6 +260,11 @@ class EventLog:
     ) -> None:
         self.close()
 
+    def __del__(self) -> None:
+        # A Trainer that is dropped in mid-run leaves no open file.
+        if hasattr(self, "_silent"):
+            self.close()
+
     def _drop_pipe(self) -> None:
         fd, self._pipe = self._pipe, None
         if fd is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import select
 import threading
+import weakref
 from collections.abc import Sequence
 
 __all__ = ["Peers"]
@@ -21,7 +22,8 @@ class Peers:
 
     def __init__(self, rank: int, pidfds: Sequence[int]) -> None:
         self.rank, self.size = rank, len(pidfds)
-        self._pidfds = tuple(pidfds)
+        self._close_all = weakref.finalize(self, _close_all, tuple(pidfds))
+        self._close_all.atexit = False  # the system does it then
         self._ranks = {fd: r for r, fd in enumerate(pidfds) if r != rank}
         self._lock = threading.Lock()  # one thread at a time may poll
         self._poll = select.poll()
@@ -36,6 +38,10 @@ class Peers:
     def close(self) -> None:
         """Let go of the processes."""
         with self._lock:
-            for fd in self._pidfds:
-                os.close(fd)
-            self._pidfds, self._ranks, self._poll = (), {}, select.poll()
+            self._close_all()
+            self._ranks, self._poll = {}, select.poll()
+
+
+def _close_all(pidfds: Sequence[int]) -> None:
+    for fd in pidfds:
+        os.close(fd)

@@ -1,0 +1,63 @@
+"""Tells an object when a parameter has got its gradient, without keeping the object alive.
+
+Python's garbage collector does not see what torch's hooks after accumulation hold. An object that has a parameter, and
+is called by a hook of it, would stay for ever, and the parameter with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MethodType
+from typing import Any
+from weakref import ref
+
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+__all__ = ["keep_with", "let_go", "watch", "watchers_of"]
+
+
+def watch(parameter: Tensor, method: Callable[[int, Tensor], None], index: int) -> RemovableHandle:
+    """Have an object's method called with the index and the parameter each time p.grad has got its gradient.
+
+    Args: method is bound to the object, which must be kept alive by others; see `keep_with`. The parameter must require
+        a gradient.
+    """
+    assert isinstance(method, MethodType)
+    owner, function = ref(method.__self__), method.__func__
+
+    def hook(parameter: Tensor) -> None:
+        living = owner()
+        if living is not None:
+            function(living, index, parameter)
+
+    hook.owner = owner  # type: ignore[attr-defined]
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    return handle
+
+
+def watchers_of(parameter: Tensor) -> list[Any]:
+    """Give the objects that `watch` calls for a parameter."""
+    hooks: Mapping[int, Any] = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    found = [hook.owner() for hook in hooks.values() if hasattr(hook, "owner")]
+    return [owner for owner in found if owner is not None]
+
+
+def keep_with(parameter: Tensor, owner: object) -> None:
+    """Keep an object alive as long as a parameter, where the garbage collector sees it. It takes the last one's place.
+
+    It lies with the hooks on the gradient, which are neither copied nor saved with the parameter. The parameter must
+    require a gradient.
+    """
+    parameter.register_hook(_pass).remove()  # type: ignore[no-untyped-call]  # now there is a dictionary for hooks
+    parameter._backward_hooks.unisono_owner = owner  # type: ignore[union-attr]
+
+
+def let_go(parameter: Tensor) -> None:
+    """Undo `keep_with`."""
+    if getattr(parameter._backward_hooks, "unisono_owner", None) is not None:
+        parameter._backward_hooks.unisono_owner = None  # type: ignore[union-attr]
+
+
+def _pass(gradient: Tensor) -> None:
+    """Leave a gradient as it is."""
