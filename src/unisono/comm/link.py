@@ -88,6 +88,8 @@ class Link:
 
     def device_for(self, tensor: Tensor) -> torch.device:
         """Give the device on which a tensor travels: its own where the backend takes it. Raises: TypeError."""
+        if tensor.is_cpu and "cpu" in self.backends:
+            return _CPU
         if tensor.is_meta:
             raise TypeError("a tensor on the meta device has a shape and no numbers to send: make it on a real device")
         return tensor.device if tensor.device.type in self.backends else self.bytes_device()

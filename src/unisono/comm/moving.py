@@ -294,7 +294,7 @@ def _scatter_uniform(link: Link, call: str, values: Any, root: int) -> Tensor:
             )
     _check(link, call, like, uniform=True)
     result = tensors.scatter(link, given, like, root)
-    if not any(follows(tensor) for tensor in (like, *sources)):
+    if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in (like, *sources)):
         return result
     return attach(sources, [result], lambda grads: tensors.gather(link, grads[0], root) or [])[0]
 

@@ -115,11 +115,7 @@ def gather(link: Link, tensor: Tensor, dst: int) -> list[Tensor] | None:
 
 def broadcast(link: Link, tensor: Tensor, src: int) -> Tensor:
     """Give all ranks the tensor of one. Args: tensor gives shape, type and device elsewhere."""
-    wire = (
-        _wired(link, tensor)
-        if link.rank == src
-        else torch.empty(tensor.shape, dtype=tensor.dtype, device=link.device_for(tensor))
-    )
+    wire = _wired(link, tensor) if link.rank == src else _room(link, tensor)
     if link.group is None:
         return wire.clone()
     root, moved = link.ranks[src], wire if _moves(wire) else bytes_of(wire)
@@ -132,7 +128,7 @@ def scatter(link: Link, tensors: Sequence[Tensor] | None, like: Tensor, src: int
     if link.group is None:
         assert tensors is not None
         return _wired(link, tensors[0]).clone()
-    out = torch.empty(like.shape, dtype=like.dtype, device=link.device_for(like))
+    out = _room(link, like)
     wires = None if tensors is None else [_wired(link, tensor) for tensor in tensors]
     moved = out
     if not _moves(out):
@@ -190,7 +186,21 @@ def _must_gather(link: Link, wire: Tensor, op: OpName) -> bool:
 
 def _wired(link: Link, tensor: Tensor) -> Tensor:
     """Give a tensor as it can travel: dense, in order, on a device that the backend takes."""
-    return tensor.detach().to(link.device_for(tensor)).resolve_conj().resolve_neg().contiguous()
+    wire = tensor.detach()
+    device = link.device_for(wire)
+    if wire.device != device:
+        wire = wire.to(device)
+    if wire.is_conj() or wire.is_neg():
+        wire = wire.resolve_conj().resolve_neg()
+    return wire if wire.is_contiguous() else wire.contiguous()
+
+
+def _room(link: Link, like: Tensor) -> Tensor:
+    """Make room for a tensor as it travels. Args: like has its shape, type and device at home."""
+    device = link.device_for(like)
+    if like.device == device and type(like) is Tensor and like.layout == torch.strided:  # a quarter of the time
+        return torch.empty_like(like, memory_format=torch.contiguous_format)
+    return torch.empty(like.shape, dtype=like.dtype, device=device)
 
 
 def _loaded(link: Link, tensor: Tensor, op: OpName, *, copies: bool = True) -> Tensor:
