@@ -134,9 +134,12 @@ def rank_host() -> Iterator[RankHost]:
 
 @pytest.fixture
 def fork_ranks(rank_host: RankHost, tmp_path: Path) -> Runner:
-    """Run a script on N ranks as `run_ranks` does, but without a launcher, and without importing torch anew."""
+    """Run a script on N ranks as `run_ranks` does, but without a launcher, and without importing torch anew.
 
-    def run(n: int, script: str | Path, *args: object, code: int | None = 0) -> Job:
+    With watched=False ranks are not ended soon after one has failed.
+    """
+
+    def run(n: int, script: str | Path, *args: object, code: int | None = 0, watched: bool = True) -> Job:
         if isinstance(script, str):
             path = tmp_path / "script.py"
             path.write_text(script)
@@ -153,7 +156,7 @@ def fork_ranks(rank_host: RankHost, tmp_path: Path) -> Runner:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }
-        codes, first = rank_host.run(n, script, *args, folder=folder, environment=environment)
+        codes, first = rank_host.run(n, script, *args, folder=folder, watched=watched, environment=environment)
         out, err = (
             "".join(
                 f"[{rank}] {line}\n"

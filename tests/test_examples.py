@@ -11,7 +11,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def test_digits_learns_resumes_and_prints_accuracy_and_digest(run_ranks, fork_ranks, tmp_path):
-    options = ["--epochs", 4, "--batch-size", 96, "--virtual-ranks", 4, "--workers", 1, "--seed", 3]
+    options = ["--epochs", 3, "--batch-size", 96, "--virtual-ranks", 4, "--workers", 1, "--seed", 3]
     whole = run_ranks(2, EXAMPLES / "digits.py", *options).lines()
     accuracy, sha = whole[-2:]
     found = re.fullmatch(r"test accuracy: (\d\.\d{4}) \((\d+)/360\)", accuracy)
@@ -19,7 +19,7 @@ def test_digits_learns_resumes_and_prints_accuracy_and_digest(run_ranks, fork_ra
     assert float(found[1]) == round(int(found[2]) / 360, 4) > 0.9
     assert re.fullmatch(r"weights sha256: [0-9a-f]{64}", sha)
     stopped = ["--directory", tmp_path, "--checkpoint-every", 5]
-    fork_ranks(1, EXAMPLES / "digits.py", *options, *stopped, "--steps", 23)
+    fork_ranks(1, EXAMPLES / "digits.py", *options, *stopped, "--steps", 17)
     assert fork_ranks(3, EXAMPLES / "digits.py", *options, *stopped).lines()[-2:] == whole[-2:]
     assert (tmp_path / "events.jsonl").exists()
 

@@ -174,12 +174,12 @@ def test_a_killed_training_goes_on_to_the_same_bits(launcher):
         import os, runpy, sys
         if os.environ["RANK"] != "1" or os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
             del sys.argv[2:]
-        sys.argv += ["--virtual-ranks", "4"]
+        sys.argv += ["--virtual-ranks", "4", "--steps", "7"]
         runpy.run_path({str(RESUMABLE)!r}, run_name="__main__")
         """,
     )
     digests = []
-    for name, fault in [("calm", []), ("hurt", ["--die-at", "7", "--phase", "loss"])]:
+    for name, fault in [("calm", []), ("hurt", ["--die-at", "4", "--phase", "loss"])]:
         (launcher.folder / name).mkdir()
         result = launcher.run("run", "-n", "2", "--max-restarts", "1", script, name, *fault)
         assert result.returncode == 0, result.stderr

@@ -30,7 +30,7 @@ def digits_on_one_rank() -> list[str]:
 
 @pytest.fixture(scope="session")
 def language_model_on_one_rank() -> list[str]:
-    return plain_python(ROOT / "examples" / "language_model.py", "--steps", 4)
+    return plain_python(ROOT / "examples" / "language_model.py", "--steps", 3)
 
 
 @pytest.fixture(scope="session")

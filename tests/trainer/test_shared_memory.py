@@ -255,8 +255,7 @@ say(trainer.digest(), model.unused.grad is None, model.turned.grad.norm().item()
 """
     alone = run_alone(1, script)
     assert alone[0].endswith(" True True\n")
-    for n in (3, 4):
-        assert set(run_alone(n, script)) == set(alone)
+    assert set(run_alone(3, script)) == set(alone)
 
 
 def test_parameters_without_elements_have_their_state(run_alone):
