@@ -75,7 +75,9 @@ def against_ddp(
     dist.all_gather_object(losses, peer_loss)
     if not subject.is_random:
         check_equal(loss, sum(losses) / world_size, what=subject.name)
-    pairs = in_blocks(effort, subject.block, ours=lambda: ours.step()[1], peer=lambda: peer.step(ours.batch)[1])
+    pairs = in_blocks(
+        effort, subject.block, ours=lambda: ours.step()[1], peer=lambda: peer.step(ours.batch)[1], prepare=ours.take
+    )
     return summarise(
         bench,
         f"{subject.name}, {world_size} ranks x {subject.batch_size}",
@@ -92,7 +94,12 @@ def _against_no_overlap(effort: Effort, key: str) -> list[Row]:
     subject, world_size = SUBJECTS[key](), dist.get_world_size()
     ours = TrainerSide(subject, virtual_ranks=world_size, shares=world_size, engine="collective")
     peer = TrainerSide(subject, virtual_ranks=world_size, shares=world_size, overlap=False, engine="collective")
-    pairs = in_blocks(effort, subject.block, ours=lambda: ours.step()[1], peer=lambda: peer.step()[1])
+
+    def prepare() -> None:
+        ours.take()
+        peer.take()
+
+    pairs = in_blocks(effort, subject.block, ours=lambda: ours.step()[1], peer=lambda: peer.step()[1], prepare=prepare)
     return [
         summarise(
             "ddp",
@@ -106,11 +113,22 @@ def _against_no_overlap(effort: Effort, key: str) -> list[Row]:
     ]
 
 
-def in_blocks(effort: Effort, block: int, *, ours: Callable[[], float], peer: Callable[[], float]) -> Pairs:
-    """Measure two sides in blocks of so many steps, which begin with a barrier: milliseconds of a step."""
+def in_blocks(
+    effort: Effort,
+    block: int,
+    *,
+    ours: Callable[[], float],
+    peer: Callable[[], float],
+    prepare: Callable[[], None] = lambda: None,
+) -> Pairs:
+    """Measure two sides in blocks of so many steps, which begin with a barrier: milliseconds of a step.
+
+    Args: prepare is called before each block, of either side.
+    """
 
     def side(step: Callable[[], float]) -> Callable[[], float]:
         def measure() -> float:
+            prepare()
             dist.barrier()
             return sum(step() for _ in range(block)) / block
 

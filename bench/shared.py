@@ -47,7 +47,9 @@ def _against_limit(effort: Effort, key: str) -> list[Row]:
     ours = TrainerSide(subject, virtual_ranks=_RANKS, shares=_RANKS, engine="shared")
     peer = ByHand(subject)
     ours.step()
-    pairs = in_blocks(effort, subject.block, ours=lambda: ours.step()[1], peer=lambda: peer.step(ours.batch)[1])
+    pairs = in_blocks(
+        effort, subject.block, ours=lambda: ours.step()[1], peer=lambda: peer.step(ours.batch)[1], prepare=ours.take
+    )
     return [
         summarise(
             "shared",

@@ -22,7 +22,10 @@ _STEPS_PER_EPOCH = 8
 
 
 class TrainerSide:
-    """Times Trainer.step and nothing else: batches are made off the clock."""
+    """Times Trainer.step and nothing else: batches are taken off the clock, one for many steps.
+
+    A rank that takes one between two steps lets the others wait at the next step, on the clock.
+    """
 
     def __init__(
         self, subject: Subject, *, virtual_ranks: int, shares: int, directory: Path | None = None, **options: Any
@@ -41,12 +44,15 @@ class TrainerSide:
             **{"progress": False, **options},
         )
         self._batches = self._endless()
-        self.batch: Batch
-        """The batch of the last step."""
+        self.batch = next(self._batches)
+        """What steps are taken on."""
+
+    def take(self) -> None:
+        """Take the next batch."""
+        self.batch = next(self._batches)
 
     def step(self) -> tuple[float, float]:
         """Take a step; give its loss and its seconds."""
-        self.batch = next(self._batches)
         start = time.perf_counter()
         loss = self.trainer.step(classify, self.batch)
         return loss, time.perf_counter() - start

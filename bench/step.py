@@ -58,8 +58,13 @@ def _row(
     if not subject.is_random:
         check_equal(loss, peer_loss, what=subject.name)
     block = subject.block
+
+    def ours_in_turn() -> float:
+        ours.take()
+        return sum(ours.step()[1] for _ in range(block)) / block
+
     pairs = alternate(
-        lambda: sum(ours.step()[1] for _ in range(block)) / block,
+        ours_in_turn,
         lambda: sum(peer.step(ours.batch)[1] for _ in range(block)) / block,
         rounds=effort.rounds(60),
     ).scaled(1e3)
