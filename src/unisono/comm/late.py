@@ -82,11 +82,12 @@ class Late:
         """
         if self._broken is not None:
             raise RankMismatchError(self._broken)
-        frame = user_frame(above=2)  # Link.run, and who calls that
-        told = value if isinstance(value, str) else (value.dtype, value.shape)
-        note = (call, told, frame.f_code, frame.f_lasti)
         with self._lock:
             work: dist.Work = operation(*args, async_op=True, **kwargs)
+            # Gloo's thread works meanwhile.
+            frame = user_frame(above=2)  # Link.run, and who calls that
+            told = value if isinstance(value, str) else (value.dtype, value.shape)
+            note = (call, told, frame.f_code, frame.f_lasti)
             self._notes.append(note)
             self._count += 1
         try:
