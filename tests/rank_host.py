@@ -4,6 +4,8 @@ Most tests are about what ranks do, and not about how they are started: torch th
 Run as a program it reads one job a line from standard input, as JSON, and answers with how each rank ended.
 """
 
+import atexit
+import gc
 import json
 import os
 import runpy
@@ -12,6 +14,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import NoReturn
 
 _GRACE_S = 2.0
 
@@ -71,6 +74,15 @@ def _become(job: dict) -> None:
     sys.path[0] = str(Path(job["script"]).parent)
 
 
+def _end() -> NoReturn:
+    """End a rank in order, but leave what has been imported to the system: the interpreter takes a second for that."""
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
 if __name__ == "__main__":
     import torch
     import torch._dynamo
@@ -81,6 +93,14 @@ if __name__ == "__main__":
 
     assert threading.active_count() == 1
     torch.set_num_threads(1)
+    # What has been imported is not looked at by the collector of each rank, whose memory would be copied for it.
+    gc.collect()
+    gc.freeze()
     if found := _serve():
         _become(found)
-        runpy.run_path(found["script"], run_name="__main__")
+        try:
+            runpy.run_path(found["script"], run_name="__main__")
+        except SystemExit as end:
+            if end.code:
+                raise
+        _end()
