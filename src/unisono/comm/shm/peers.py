@@ -22,8 +22,8 @@ class Peers:
 
     def __init__(self, rank: int, pidfds: Sequence[int]) -> None:
         self.rank, self.size = rank, len(pidfds)
-        self._close_all = weakref.finalize(self, _close_all, tuple(pidfds))
-        self._close_all.atexit = False  # the system does it then
+        self._finalizer = weakref.finalize(self, _close, tuple(pidfds))
+        self._finalizer.atexit = False  # the system does it then
         self._ranks = {fd: r for r, fd in enumerate(pidfds) if r != rank}
         self._lock = threading.Lock()  # one thread at a time may poll
         self._poll = select.poll()
@@ -38,10 +38,10 @@ class Peers:
     def close(self) -> None:
         """Let go of the processes."""
         with self._lock:
-            self._close_all()
+            self._finalizer()
             self._ranks, self._poll = {}, select.poll()
 
 
-def _close_all(pidfds: Sequence[int]) -> None:
+def _close(pidfds: Sequence[int]) -> None:
     for fd in pidfds:
         os.close(fd)
