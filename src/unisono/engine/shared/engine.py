@@ -314,13 +314,12 @@ class SharedEngine(LeafSums):
         self._stand_in.step(optimizer, gradients, used, self._found_inf if supports else None)
         state.publish()
         hall.show(_UNSETTLED, int(not state.is_settled()))
-        hall.barrier("waiting for the weights")
+        hall.barrier("waiting for the weights", self._show_gradients)
         if any(hall.shown(_UNSETTLED)):
             state.settle(optimizer)
             hall.barrier("waiting for the optimizer's state")
         state.show_numbers(optimizer)
         self._weights.remember()
-        self._show_gradients()
 
     def _show_gradients(self) -> None:
         for p, gradient, used in zip(self._trained.parameters, self._rows.gradients, self._used_by_all, strict=True):

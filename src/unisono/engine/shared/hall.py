@@ -134,18 +134,23 @@ class Hall:
         peers.close()
         return segment
 
-    def barrier(self, what: str) -> None:
+    def barrier(self, what: str, meanwhile: Callable[[], None] | None = None) -> None:
         """Wait for all ranks, and see all that they wrote before. Every rank must call it.
 
+        Args: meanwhile is done when the others know that this rank has come. It may be done twice.
         Raises: UnisonoError if a rank has died, or broken off, or does not come in time.
         """
         self._barrier.report()
         try:
+            if meanwhile is not None:
+                meanwhile()
             self.wait(self._barrier, lambda: what)
         except KeyboardInterrupt:
             # The others may go on to write, and count on this rank: so the step ends first, or fails. A second Ctrl-C
             # ends the wait.
             self.interrupted = True
+            if meanwhile is not None:
+                meanwhile()
             self.wait(self._barrier, lambda: what)
         self.barriers += 1
 
