@@ -1,7 +1,8 @@
 """How the gradient of a step is summed over virtual ranks, and with it what else a forward pass changes."""
 
-from unisono.engine.base import Engine, Totals, Trained
+from unisono.engine.base import Engine, Trained
 from unisono.engine.buffers import BufferTransaction
 from unisono.engine.choose import EngineKind, Engines, choose_engines
+from unisono.engine.totals import Totals
 
 __all__ = ["BufferTransaction", "Engine", "EngineKind", "Engines", "Totals", "Trained", "choose_engines"]

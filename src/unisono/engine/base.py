@@ -8,17 +8,16 @@ where the step fails before `update`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from unisono.engine.totals import Totals
 from unisono.errors import LossError
 
-__all__ = ["Engine", "Totals", "Trained", "refuse_sparse", "totals_row", "weight_of_row"]
-
-# A float32 counts exactly up to 2^24. Two of them, high and low part, count the tokens of any global batch.
-_WEIGHT_BASE = 4096.0
+__all__ = ["Engine", "Trained", "refuse_sparse"]
 
 
 class Trained(NamedTuple):
@@ -26,17 +25,6 @@ class Trained(NamedTuple):
 
     names: tuple[str, ...]
     parameters: tuple[Tensor, ...]
-
-
-class Totals(NamedTuple):
-    """Sums over all leaves of a step, in tree order: equal on all ranks and on any number of them."""
-
-    loss: float
-    """Sum of the losses."""
-    weight: float
-    """Sum of the weights: samples, or tokens."""
-    surprised: bool
-    """Whether some leaf changed a buffer that no step before it had changed."""
 
 
 class Engine(Protocol):
@@ -88,25 +76,11 @@ class Engine(Protocol):
         """Let go of the parameters."""
 
 
-def totals_row(loss: Tensor, weight: float, *, surprised: bool) -> Tensor:
-    """Lay a leaf's totals out as float32, shape [4], so that they can be summed like a gradient."""
-    high = float(weight // _WEIGHT_BASE)
-    low = weight - high * _WEIGHT_BASE
-    if loss.device.type == "cpu":
-        return torch.tensor([loss.item(), high, low, surprised], dtype=torch.float32)
-    row = torch.tensor([0.0, high, low, surprised], dtype=torch.float32, device=loss.device)
-    row[0] = loss.detach()  # without waiting for the device
-    return row
-
-
-def weight_of_row(high: float, low: float) -> float:
-    """Join the two parts of a weight."""
-    return high * _WEIGHT_BASE + low
-
-
-def refuse_sparse(name: str, gradient: Tensor | None) -> None:
+def refuse_sparse(names: Sequence[str], gradients: Sequence[Tensor | None]) -> None:
     """Raise LossError for a sparse gradient of a parameter that is held by no module with sparse=True."""
-    if gradient is not None and gradient.layout != torch.strided:
+    for name, gradient in zip(names, gradients, strict=True):
+        if gradient is None or gradient.layout is torch.strided:
+            continue
         raise LossError(
             f"parameter {name!r} of shape {list(gradient.shape)} got a sparse gradient ({gradient.layout}), but no "
             "nn.Embedding or nn.EmbeddingBag with sparse=True holds it. Use such a module, built before the Trainer's "

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from unisono.comm import World
 from unisono.engine.exchange import Layout, MakeExchange, SumOverRanks
-from unisono.engine.gradients import NodeSum
+from unisono.engine.gradients import NodeSum, add
 from unisono.errors import UnisonoError
 
 __all__ = ["BufferTransaction"]
@@ -92,6 +92,8 @@ class BufferTransaction:
 
     def surprised(self) -> bool:
         """Whether a buffer has changed that no earlier step changed. Only several virtual ranks need to know."""
+        if not self._tracked:
+            return False
         known = set(self._known)
         return self._virtual_ranks > 1 and any(t.changed() for i, t in enumerate(self._tracked) if i not in known)
 
@@ -166,7 +168,7 @@ class BufferTransaction:
         """Sum the changes of this rank's leaves: float64, a flag for each known buffer and then their values."""
         sums = []
         for node in layout.nodes[self._world.rank]:
-            total = NodeSum(node)
+            total = NodeSum(node, add=add)
             for leaf in range(node.start, node.stop):
                 total.push(leaf, [self._vector(leaf)])
             (vector,) = total.total()

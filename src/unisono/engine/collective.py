@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.comm import World
-from unisono.engine.base import Totals, Trained, weight_of_row
+from unisono.engine.base import Trained
 from unisono.engine.exchange import Exchange, Layout
 from unisono.engine.gradients import take
 from unisono.engine.leaves import LeafSums
 from unisono.engine.mail import GroupMail
 from unisono.engine.norm import dense_strides
 from unisono.engine.sparse import TableSums, check_optimizer, split
+from unisono.engine.totals import COUNT, Totals, as_tensor, totals_of
 from unisono.engine.update import prepare_whole, update_whole
 from unisono.errors import UnisonoError
 
@@ -31,7 +32,6 @@ __all__ = ["CollectiveEngine"]
 # Where a parameter begins in its bucket: a multiple of this many elements, 64 bytes in every dtype.
 _ALIGNMENT = 64
 _BUCKET_NBYTES = 12 * 1024 * 1024
-_TOTALS = 4
 
 
 class _Bucket:
@@ -137,15 +137,14 @@ class CollectiveEngine(LeafSums):
         for bucket in self._buckets:
             bucket.exchange.finish()
         start = self._totals_offset
-        loss, high, low, surprised, *used = (
-            self._buckets[-1].exchange.total[start : start + _TOTALS + len(parameters)].tolist()
-        )
+        numbers = self._buckets[-1].exchange.total[start : start + COUNT + len(parameters)].tolist()
+        used = numbers[COUNT:]
         if not all(used):
             for p, count in zip(parameters, used, strict=True):
                 if not count:
                     p.grad = None
         self._launched = 0
-        return Totals(loss, weight_of_row(high, low), surprised > 0)
+        return totals_of(numbers[:COUNT])
 
     def prepare(self, *, factor: float, scaler: torch.amp.GradScaler | None, clip: float | None) -> float | None:
         """Finish p.grad; see `Engine`."""
@@ -185,7 +184,7 @@ class CollectiveEngine(LeafSums):
         if not self._buckets or self._buckets[-1].dtype != torch.float32:
             self._buckets.append(_Bucket(torch.float32, trained.parameters[0].device))
         self._totals_offset = self._buckets[-1].numel
-        self._buckets[-1].numel += _TOTALS + len(dense.parameters)
+        self._buckets[-1].numel += COUNT + len(dense.parameters)
         for bucket in self._buckets:
             bucket.exchange = Exchange(
                 self._world, bucket.numel, widest=self._widest, dtype=bucket.dtype, device=bucket.device
@@ -224,12 +223,12 @@ class CollectiveEngine(LeafSums):
 
     def _write_totals(self, i: int) -> None:
         start, used = self._totals_offset, self._used[i]
-        row = self._buckets[-1].exchange.rows[i][start : start + _TOTALS + len(used)]
+        row = self._buckets[-1].exchange.rows[i][start : start + COUNT + len(used)]
         if all(used):
             row.fill_(1.0)  # the common case, without a tensor of its own
         else:
-            row[_TOTALS:] = torch.tensor(used, device=row.device)
-        row[:_TOTALS] = self._totals_of(i)
+            row[COUNT:] = torch.tensor(used, device=row.device)
+        row[:COUNT] = as_tensor(self._totals[i].total())
 
     def _launch_full_buckets(self) -> None:
         """Let full buckets go, in their order; one bucket's second phase follows the next one's first."""

@@ -7,6 +7,7 @@ size alike: adding zero turns -0.0 into 0.0, so leaving the addition out on some
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from unisono.plan import Node, merges_after
 __all__ = ["Gradients", "NodeSum", "add", "add_one", "take"]
 
 Gradients = list[Tensor | None]
+_T = TypeVar("_T")
 
 
 def add_one(left: Tensor | None, right: Tensor | None) -> Tensor | None:
@@ -39,21 +41,21 @@ def add(left: Gradients, right: Gradients) -> Gradients:
     return left
 
 
-class NodeSum:
+class NodeSum(Generic[_T]):
     """The running sum of one node's leaves, which come in order. Args: add(left, right) may use both up."""
 
-    def __init__(self, node: Node, *, add: Callable[[Gradients, Gradients], Gradients] = add) -> None:
+    def __init__(self, node: Node, *, add: Callable[[_T, _T], _T]) -> None:
         self.node, self._add = node, add
-        self.stack: list[Gradients] = []
+        self.stack: list[_T] = []
         """Sums of finished subtrees, the leftmost first; at most log2(leaves) + 1 of them."""
 
-    def push(self, leaf: int, gradients: Gradients) -> None:
-        """Add the gradient of one leaf, using it up."""
+    def push(self, leaf: int, value: _T) -> None:
+        """Add what one leaf gave, using it up."""
         for _ in range(merges_after(leaf, self.node)):
-            gradients = self._add(self.stack.pop(), gradients)
-        self.stack.append(gradients)
+            value = self._add(self.stack.pop(), value)
+        self.stack.append(value)
 
-    def total(self) -> Gradients:
+    def total(self) -> _T:
         """Return the node's value, all of whose leaves have been pushed."""
         (value,) = self.stack
         return value

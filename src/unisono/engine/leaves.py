@@ -11,10 +11,11 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from unisono.engine.base import Trained, refuse_sparse, totals_row
+from unisono.engine.base import Trained, refuse_sparse
 from unisono.engine.exchange import Layout
-from unisono.engine.gradients import Gradients, NodeSum, add_one, take
+from unisono.engine.gradients import Gradients, NodeSum, add, add_one, take
 from unisono.engine.sparse import TableSums
+from unisono.engine.totals import Row, add_rows, row_of
 from unisono.engine.watching import watch
 from unisono.errors import LossError
 
@@ -30,8 +31,8 @@ class LeafSums(ABC):
         self._trained = Trained((), ())
         """Those with dense gradients; the others are in `_tables`."""
         self._tables = TableSums(self._trained)
-        self._sums: list[NodeSum] = []
-        self._totals: list[NodeSum] = []
+        self._sums: list[NodeSum[Gradients]] = []
+        self._totals: list[NodeSum[Row]] = []
         self._used: list[list[bool]] = []
         """By node, which parameters got a gradient."""
         self._settled: list[bool] = []
@@ -41,7 +42,7 @@ class LeafSums(ABC):
 
     def close_forward(self, leaf: int, loss: Tensor, weight: float, *, surprised: bool) -> None:
         """Keep a leaf's totals, and take gradients as they come if it is this rank's last leaf; see `Engine`."""
-        self._totals[self._node_of(leaf)].push(leaf, [totals_row(loss, weight, surprised=surprised)])
+        self._totals[self._node_of(leaf)].push(leaf, row_of(loss, weight, surprised=surprised))
         self._streaming = bool(self._hooks) and leaf == self._sums[-1].node.stop - 1
 
     def close_leaf(self, leaf: int) -> None:
@@ -57,8 +58,7 @@ class LeafSums(ABC):
                     self._take(index, gradient)
             return
         gradients = take(self._trained.parameters)
-        for name, gradient in zip(self._trained.names, gradients, strict=True):
-            refuse_sparse(name, gradient)
+        refuse_sparse(self._trained.names, gradients)
         if is_last:
             self._used[i] = [gradient is not None for gradient in gradients]
             self._settled = [True] * len(gradients)
@@ -82,8 +82,8 @@ class LeafSums(ABC):
         """Begin a step, in which this rank has some nodes."""
         nodes = layout.nodes[rank]
         self._tables.begin(layout)
-        self._sums = [NodeSum(node) for node in nodes]
-        self._totals = [NodeSum(node) for node in nodes]
+        self._sums = [NodeSum(node, add=add) for node in nodes]
+        self._totals = [NodeSum(node, add=add_rows) for node in nodes]
         self._used = [[False] * len(self._trained.parameters) for _ in nodes]
         self._settled = [False] * len(self._trained.parameters)
         self._streaming = False
@@ -94,11 +94,6 @@ class LeafSums(ABC):
 
     def _node_of(self, leaf: int) -> int:
         return next(i for i, total in enumerate(self._sums) if leaf < total.node.stop)
-
-    def _totals_of(self, i: int) -> Tensor:
-        (totals,) = self._totals[i].total()
-        assert totals is not None
-        return totals
 
     def _on_gradient(self, index: int, parameter: Tensor) -> None:
         if not self._streaming:
@@ -114,7 +109,7 @@ class LeafSums(ABC):
 
     def _take(self, index: int, gradient: Tensor | None) -> None:
         """Add the last leaf's gradient of one parameter to the leaves before it, but for one addition."""
-        refuse_sparse(self._trained.names[index], gradient)
+        refuse_sparse([self._trained.names[index]], [gradient])
         stack, left = self._sums[-1].stack, None
         for lefts in reversed(stack[1:]):
             gradient, lefts[index] = add_one(lefts[index], gradient), None

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unisono.engine.base import Totals, Trained, refuse_sparse, totals_row, weight_of_row
+from unisono.engine.base import Trained, refuse_sparse
 from unisono.engine.exchange import Layout
-from unisono.engine.gradients import NodeSum, take
+from unisono.engine.gradients import NodeSum, add, take
 from unisono.engine.sparse import TableSums, check_optimizer, split
+from unisono.engine.totals import Totals, add_rows, row_of, totals_of
 from unisono.engine.update import prepare_whole, update_whole
 from unisono.plan import Node
 
@@ -28,8 +29,8 @@ class LocalEngine:
         self._given = self._trained = Trained((), ())
         self._tables = TableSums(Trained((), ()))
         self._leaves = 0
-        self._gradients = NodeSum(Node(0, 0))
-        self._totals = NodeSum(Node(0, 0))
+        self._gradients = NodeSum(Node(0, 0), add=add)
+        self._totals = NodeSum(Node(0, 0), add=add_rows)
         self._loss: Tensor | None = None
         self._weight = 0.0
         self._surprised = False
@@ -41,7 +42,8 @@ class LocalEngine:
             self._given, self._tables = trained, TableSums(tables)
         check_optimizer(self._optimizer, self._trained, self._tables.tables)
         self._leaves = leaves
-        self._gradients, self._totals = NodeSum(Node(0, leaves)), NodeSum(Node(0, leaves))
+        self._gradients = NodeSum(Node(0, leaves), add=add)
+        self._totals = NodeSum(Node(0, leaves), add=add_rows)
         take(trained.parameters)
         self._tables.begin(Layout(((Node(0, leaves),),), leaves))
 
@@ -50,12 +52,11 @@ class LocalEngine:
         if self._leaves == 1:
             self._loss, self._weight, self._surprised = loss.detach(), weight, surprised
         else:
-            self._totals.push(leaf, [totals_row(loss, weight, surprised=surprised)])
+            self._totals.push(leaf, row_of(loss, weight, surprised=surprised))
 
     def close_leaf(self, leaf: int) -> None:
         """Add one leaf; see `Engine`."""
-        for name, p in zip(*self._trained, strict=True):
-            refuse_sparse(name, p.grad)
+        refuse_sparse(self._trained.names, [p.grad for p in self._trained.parameters])
         if self._leaves > 1:
             self._gradients.push(leaf, take(self._trained.parameters))
         self._tables.close_leaf(leaf)
@@ -71,10 +72,7 @@ class LocalEngine:
             return Totals(self._loss.item(), self._weight, self._surprised)
         for p, gradient in zip(self._trained.parameters, self._gradients.total(), strict=True):
             p.grad = gradient
-        (row,) = self._totals.total()
-        assert row is not None
-        loss, high, low, surprised = row.tolist()
-        return Totals(loss, weight_of_row(high, low), surprised > 0)
+        return totals_of(self._totals.total().tolist())
 
     def prepare(self, *, factor: float, scaler: torch.amp.GradScaler | None, clip: float | None) -> float | None:
         """Finish p.grad; see `Engine`."""

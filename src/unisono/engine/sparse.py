@@ -82,7 +82,7 @@ class TableSums:
         """The gradient of each table since `finish`: p.grad, in memory of this process."""
         self._rank, self._mail = rank, mail
         self._layout = Layout((), 0)
-        self._sums: list[NodeSum] = []
+        self._sums: list[NodeSum[Gradients]] = []
 
     def begin(self, layout: Layout) -> None:
         """Begin a step."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from unisono.engine.base import Totals, Trained, weight_of_row
+from unisono.engine.base import Trained
 from unisono.engine.exchange import Layout
 from unisono.engine.gradients import Gradients, take
 from unisono.engine.leaves import LeafSums
@@ -32,6 +32,7 @@ from unisono.engine.shared.state import SharedState, give_memory_back
 from unisono.engine.shared.table import Table, note, unscale
 from unisono.engine.shared.weights import Weights
 from unisono.engine.sparse import TableSums, check_optimizer, split
+from unisono.engine.totals import Totals
 from unisono.errors import UnisonoError
 
 __all__ = ["SharedEngine"]
@@ -111,7 +112,7 @@ class SharedEngine(LeafSums):
         """Show this rank's totals; see `Engine`."""
         self._wait_until_freed()
         for i, used in enumerate(self._used):
-            self._table.write(i, self._totals_of(i), used)
+            self._table.write(i, self._totals[i].total(), used)
         self._tables.post()
 
     def finish(self) -> Totals:
@@ -136,10 +137,9 @@ class SharedEngine(LeafSums):
                 f"ranks are at different steps: {attempts} have begun so many. A step that fails on one rank must fail "
                 "on all, or end the job."
             )
-        loss, high, low, surprised, *used = self._table.total(self._layout).tolist()
-        self._used_by_all = [count > 0 for count in used]
+        totals, self._used_by_all = self._table.total(self._layout)
         self._tables.finish()
-        return Totals(loss, weight_of_row(high, low), surprised > 0)
+        return totals
 
     def prepare(self, *, factor: float, scaler: torch.amp.GradScaler | None, clip: float | None) -> float | None:
         """Note the factor; sum already where norm, overflow or hooks are asked for; see `Engine`."""

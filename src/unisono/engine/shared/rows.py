@@ -119,25 +119,23 @@ class Rows:
             elif place.shape == gradient.shape:
                 place.copy_(gradient)
             else:
-                place.copy_(in_memory_order(gradient, self.strides[index])[start:stop])
+                place.copy_(self._part(gradient, index, start, stop))
         if self._plan.kept[index]:
             self._own[i][index] = gradient
 
     def put_all(self, i: int, gradients: Gradients) -> None:
         """Take the gradients of all parameters for this rank's node number i, with one call of torch."""
-        targets, kept = self._plan.targets[i], self._plan.kept
         places: list[Tensor] = []
         sources: list[Tensor] = []
-        for index, gradient in enumerate(gradients):
-            for start, stop, place in targets[index]:
+        for index, (gradient, targets) in enumerate(zip(gradients, self._plan.targets[i], strict=True)):
+            for start, stop, place in targets:
                 if gradient is None:
                     place.zero_()
                     continue
                 places.append(place)
                 whole = place.shape == gradient.shape
-                sources.append(gradient if whole else in_memory_order(gradient, self.strides[index])[start:stop])
-            if kept[index]:
-                self._own[i][index] = gradient
+                sources.append(gradient if whole else self._part(gradient, index, start, stop))
+        self._own[i] = [gradient if kept else None for gradient, kept in zip(gradients, self._plan.kept, strict=True)]
         if places:
             torch._foreach_copy_(places, sources)
 
@@ -206,6 +204,10 @@ class Rows:
         gradient = self._own[i][piece.parameter]
         if gradient is None:
             return torch.zeros_like(like)
-        if gradient.stride() == self.strides[piece.parameter]:  # half the time
-            return gradient.as_strided((piece.stop - piece.start,), (1,), gradient.storage_offset() + piece.start)
-        return in_memory_order(gradient, self.strides[piece.parameter])[piece.start : piece.stop]
+        return self._part(gradient, *piece)
+
+    def _part(self, gradient: Tensor, index: int, start: int, stop: int) -> Tensor:
+        """Show a run of elements of a gradient, in the order of memory that its parameter has."""
+        if gradient.stride() == self.strides[index]:  # half the time
+            return gradient.as_strided((stop - start,), (1,), gradient.storage_offset() + start)
+        return in_memory_order(gradient, self.strides[index])[start:stop]

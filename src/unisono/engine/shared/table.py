@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from unisono.comm.shm.segment import aligned
 from unisono.engine.exchange import Layout
 from unisono.engine.norm import BLOCK, block_norms, blocks_of
 from unisono.engine.shared.hall import Hall
 from unisono.engine.shared.parts import Piece
+from unisono.engine.totals import COUNT, Row, Totals, add_rows, totals_of
 from unisono.plan import fold
 
 __all__ = ["Table", "note", "unscale"]
 
-_TOTALS = 4
+_ROW_NBYTES = 4 * COUNT
+
+
+class _Schedule(NamedTuple):
+    """How the rows of a step are summed; to plan that takes longer than to do it."""
+
+    rows: list[int]
+    """Those of the nodes that the step has."""
+    additions: list[tuple[int, int]]
+    """What to add, by number: rows first, then sums in their order."""
+    last: int
+    """The number of the total."""
 
 
 class Table:
@@ -27,50 +42,65 @@ class Table:
         self._first = self._firsts[hall.rank]
         blocks = [-(-numel // BLOCK) for numel in numels]
         self._first_blocks = [sum(blocks[:i]) for i in range(len(blocks))]
-        width = -(-(_TOTALS + len(numels)) // 64) * 64
-        rows_nbytes = sum(counts) * width * 4
-        norms_nbytes = -(-max(sum(blocks), 1) // 64) * 64 * 8
-        segment = hall.segment(rows_nbytes + norms_nbytes + 4 * hall.size, "totals")
-        rows = segment.tensor(0, (sum(counts), width), torch.float32)[:, : _TOTALS + len(numels)]
-        self._rows = list(rows.unbind())
-        self.norms = segment.tensor(rows_nbytes, (sum(blocks),), torch.float64)
+        totals_nbytes = aligned(sum(counts) * _ROW_NBYTES)
+        self._width = len(numels)
+        used_nbytes = aligned(sum(counts) * self._width)
+        norms_nbytes = aligned(sum(blocks) * 8)
+        segment = hall.segment(totals_nbytes + used_nbytes + norms_nbytes + 4 * hall.size, "totals")
+        memory = memoryview(segment.memory)
+        self._totals = memory[: sum(counts) * _ROW_NBYTES].cast("f")
+        """A row for each node."""
+        self._used = memory[totals_nbytes : totals_nbytes + sum(counts) * self._width]
+        """For each node a byte for each parameter: 1 if it got a gradient there."""
+        self.norms = segment.tensor(totals_nbytes + used_nbytes, (sum(blocks),), torch.float64)
         """Of each block of each parameter."""
-        self.found_inf = segment.tensor(rows_nbytes + norms_nbytes, (hall.size,), torch.float32)
+        self.found_inf = segment.tensor(totals_nbytes + used_nbytes + norms_nbytes, (hall.size,), torch.float32)
         """1 for a rank that found a gradient that is not finite."""
-        self._used_shown: dict[int, list[bool]] = {}
-        self._schedules: dict[int, tuple[list[tuple[int, int]], int]] = {}
-        """By number of leaves, since to plan a sum takes longer than to do it."""
+        self._written: dict[int, list[bool]] = {}
+        """What lies in this rank's part of `_used`."""
+        self._seen: tuple[int, bytes, list[bool]] = (-1, b"", [])
+        """The last step's number of leaves, all of `_used`, and what came of it."""
+        self._schedules: dict[int, _Schedule] = {}
+        """By number of leaves."""
 
-    def write(self, i: int, totals: Tensor, used: list[bool]) -> None:
+    def write(self, i: int, totals: Row, used: list[bool]) -> None:
         """Show the totals of this rank's node number i, and which parameters got a gradient there."""
-        row = self._rows[self._first + i]
-        row[:_TOTALS] = totals
-        if self._used_shown.get(i) != used:
-            row[_TOTALS:] = torch.tensor(used, dtype=torch.float32)
-            self._used_shown[i] = used
+        number = self._first + i
+        assert isinstance(totals, array)  # as of losses on a CPU
+        self._totals[number * COUNT : (number + 1) * COUNT] = memoryview(totals)
+        if self._written.get(i) != used:
+            self._used[number * self._width : (number + 1) * self._width] = bytes(used)
+            self._written[i] = used
 
-    def total(self, layout: Layout) -> Tensor:
-        """Sum the rows in tree order."""
-        schedule = self._schedules.get(layout.leaves)
+    def total(self, layout: Layout) -> tuple[Totals, list[bool]]:
+        """Sum the totals in tree order, and say which parameters got a gradient on any rank."""
+        leaves = layout.leaves
+        schedule = self._schedules.get(leaves)
         if schedule is None:
-            schedule = self._schedules[layout.leaves] = self._schedule(layout)
-        additions, last = schedule
-        values = list(self._rows)
-        for left, right in additions:
-            values.append(torch.add(values[left], values[right]))
-        return values[last]
+            schedule = self._schedules[leaves] = self._schedule(layout)
+        numbers = self._totals.tolist()
+        rows: list[Row] = [array("f", numbers[i : i + COUNT]) for i in range(0, len(numbers), COUNT)]
+        for left, right in schedule.additions:
+            rows.append(add_rows(rows[left], rows[right]))
+        used = self._used.tobytes()
+        if (leaves, used) != self._seen[:2]:
+            w = self._width
+            columns = zip(*(used[row * w : (row + 1) * w] for row in schedule.rows), strict=True)
+            self._seen = leaves, used, [any(column) for column in columns]
+        return totals_of(rows[schedule.last].tolist()), self._seen[2]
 
-    def _schedule(self, layout: Layout) -> tuple[list[tuple[int, int]], int]:
-        """List which values to add, by number: rows first, then sums in their order; and the number of the last."""
+    def _schedule(self, layout: Layout) -> _Schedule:
         additions: list[tuple[int, int]] = []
+        first_sum = len(self._totals) // COUNT
 
         def add(left: int, right: int) -> int:
             additions.append((left, right))
-            return len(self._rows) + len(additions) - 1
+            return first_sum + len(additions) - 1
 
         firsts = zip(self._firsts, layout.nodes, strict=True)
         numbers = {node: first + i for first, nodes in firsts for i, node in enumerate(nodes)}
-        return additions, fold(numbers, leaves=layout.leaves, add=add)
+        last = fold(numbers, leaves=layout.leaves, add=add)
+        return _Schedule(list(numbers.values()), additions, last)
 
     def write_norms(self, pieces: Sequence[Piece], used: Sequence[Piece], totals: Sequence[Tensor]) -> None:
         """Show the norms of this rank's pieces, 0 for those without a gradient."""
