@@ -98,12 +98,29 @@ def grouped(params, **options):
     return optim.AdamW(groups, lr=0.003, **options)
 
 
-def bfloat16():
+def bfloat16(**options):
     class Half(Net):
         def forward(self, x):
             return super().forward(x.bfloat16()).float()
 
-    return train(partial(optim.AdamW, lr=0.01), Half().bfloat16())
+    return train(partial(optim.AdamW, lr=0.01, **options), Half().bfloat16())
+
+
+def two_types(**options):
+    """One parameter group has parameters of two types."""
+
+    class Mixed(Net):
+        def forward(self, x):
+            return self.narrow(self.wide(x.bfloat16()).relu().float()) * self.scale
+
+    model = Mixed()
+    model.wide.bfloat16()
+    return train(partial(optim.AdamW, lr=0.01, **options), model)
+
+
+def one_fused_group(params):
+    params = list(params)
+    return optim.AdamW([{"params": params[:3], "fused": True}, {"params": params[3:]}], lr=0.003)
 
 
 def added():
@@ -119,10 +136,10 @@ def added():
     return trainer.digest()
 
 
-def loaded():
+def loaded(make):
     """Weights and optimizer state are loaded between steps, and hooks see each step once."""
     model = Net()
-    optimizer = optim.NAdam(model.parameters(), lr=0.01)
+    optimizer = make(model.parameters(), lr=0.01)
     trainer = unisono.Trainer(model, optimizer, virtual_ranks=6, engine=ENGINE, progress=False)
     norms, kept = [], None
     optimizer.register_step_pre_hook(lambda *_: norms.append(float(model.wide.weight.grad.norm())))
@@ -142,6 +159,21 @@ def loaded():
     return f"{trainer.digest()[:32]}{abs(hash(tuple(norms))):032x}"[:64]
 
 
+def forgotten():
+    """The optimizer loses its state in mid-run, of one parameter and then of all."""
+    model = Net()
+    optimizer = optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    trainer = unisono.Trainer(model, optimizer, virtual_ranks=6, engine=ENGINE, progress=False)
+    for _ in trainer.epochs(9, steps=7):
+        for batch in trainer.batches(data(), batch_size=20):
+            trainer.step(loss, batch)
+            if trainer.steps == 2:
+                del optimizer.state[model.wide.weight]
+            if trainer.steps == 4:
+                optimizer.state.clear()
+    return trainer.digest()
+
+
 VARIANTS = {
     **{
         f"{kind.__name__} {' '.join(options)}".strip(): partial(train, partial(kind, lr=0.01, **options))
@@ -152,6 +184,7 @@ VARIANTS = {
             (optim.Adam, {}),
             (optim.Adam, {"amsgrad": True, "maximize": True}),
             (optim.AdamW, {"fused": True}),
+            (optim.Adam, {"fused": True, "amsgrad": True, "maximize": True}),
             (optim.AdamW, {"foreach": True}),
             (optim.NAdam, {}),
             (optim.RAdam, {}),
@@ -178,7 +211,17 @@ VARIANTS = {
     "Lamb, clipped": lambda: train(Lamb, clip_grad_norm=0.05),
     "bfloat16": bfloat16,
     "added": added,
-    "loaded": loaded,
+    "loaded": partial(loaded, optim.NAdam),
+    "loaded, fused": partial(loaded, partial(optim.AdamW, fused=True)),
+    "forgotten, fused": forgotten,
+    "groups, schedule, fused": lambda: train(
+        partial(grouped, fused=True),
+        schedule=lambda o: optim.lr_scheduler.OneCycleLR(o, [0.1, 0.2], total_steps=9, cycle_momentum=True),
+    ),
+    "one fused group": lambda: train(one_fused_group),
+    "rate in a tensor, fused": lambda: train(lambda params: optim.AdamW(params, lr=torch.tensor(0.01), fused=True)),
+    "bfloat16, fused": partial(bfloat16, fused=True),
+    "two types, fused": partial(two_types, fused=True),
 }
 
 if __name__ == "__main__":

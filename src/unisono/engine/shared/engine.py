@@ -306,14 +306,14 @@ class SharedEngine(LeafSums):
         if not self._prepared:
             self._rows.reduce(used, self._factor)
         supports = getattr(optimizer, "_step_supports_amp_scaling", False)
-        state.adopt(optimizer)
+        adopted = state.adopt(optimizer)
         gradients: Sequence[Tensor | None] = self._gradients[self._both_rows.index(self._rows)]
         if self._tables.tables.names:
             gradients = [*gradients, *(self._tables.totals[i] for i in self._own_tables)]
             used = [*used, *(total is not None for total in self._tables.totals)]
-        self._stand_in.step(optimizer, gradients, used, self._found_inf if supports else None)
+        changed = self._stand_in.step(optimizer, gradients, used, self._found_inf if supports else None)
         state.publish()
-        hall.show(_UNSETTLED, int(not state.is_settled()))
+        hall.show(_UNSETTLED, int(adopted or (changed and not state.is_settled())))
         hall.barrier("waiting for the weights", self._show_gradients)
         if any(hall.shown(_UNSETTLED)):
             state.settle(optimizer)

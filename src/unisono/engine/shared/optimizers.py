@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, optim
 from torch.optim import Optimizer
 
+from unisono.engine.shared.fused import FusedAdam
 from unisono.engine.shared.parts import Piece
 
 __all__ = ["StandIn", "is_divisible", "is_elementwise"]
@@ -63,23 +64,29 @@ class StandIn:
         self.state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
         """State by place, as in an optimizer."""
         self._optimizer.state = self.state
-        members: list[list[Tensor]] = [[] for _ in optimizer.param_groups]
-        for piece, place in zip(pieces, places, strict=True):
-            members[group_of[id(parameters[piece.parameter])]].append(place)
-        self._groups: list[dict[str, Any]] = [{"params": of_group} for of_group in members]
+        members: list[list[int]] = [[] for _ in optimizer.param_groups]
+        for k, piece in enumerate(pieces):
+            members[group_of[id(parameters[piece.parameter])]].append(k)
+        self._groups: list[dict[str, Any]] = [{"params": [places[k] for k in of_group]} for of_group in members]
         self._optimizer.param_groups = self._groups
         step: Any = type(optimizer).step
         # Without torch's wrapper, which calls hooks: those are called once, for the user's optimizer.
         self._step: Any = step.__wrapped__ if getattr(step, "hooked", False) else step
+        self._fused = FusedAdam(places, members, self.state) if FusedAdam.knows(optimizer, self._step) else None
 
     def step(
         self, optimizer: Optimizer, gradients: Sequence[Tensor | None], used: Sequence[bool], found_inf: Tensor | None
-    ) -> None:
+    ) -> bool:
         """Update the pieces of used parameters.
 
         Args: gradients has one for each piece. found_inf is for optimizers that leave a step out by themselves where
             it is 1.
+        Returns: whether state may have come into being, or gone.
         """
+        if self._fused is not None and found_inf is None:
+            of_pieces = [used[piece.parameter] for piece in self.pieces]
+            if self._fused.step(optimizer.param_groups, gradients, of_pieces):
+                return False
         if self._is_whole or gradients is not self._gradients or used != self._used:
             self._gradients, self._used = gradients, list(used)
             for place, gradient, piece in zip(self.places, gradients, self.pieces, strict=True):
@@ -96,3 +103,4 @@ class StandIn:
         if self._is_whole:  # some of these count their steps in the group
             for own, theirs in zip(self._groups, optimizer.param_groups, strict=True):
                 theirs.update({key: value for key, value in own.items() if key != "params"})
+        return True

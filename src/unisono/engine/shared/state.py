@@ -68,11 +68,14 @@ class SharedState:
         self._adopted: set[int] = set()
         self._has_numbers = False
 
-    def adopt(self, optimizer: Optimizer) -> None:
-        """Take over what is in the user's optimizer and is not from here. No exchange: all ranks have the same."""
+    def adopt(self, optimizer: Optimizer) -> bool:
+        """Take over what is in the user's optimizer and is not from here. No exchange: all ranks have the same.
+
+        Returns: whether there was something.
+        """
         present = [*chain.from_iterable(map(dict.values, optimizer.state.values()))]
         if len(present) == len(self._seen) and all(map(is_, present, self._seen)):
-            return
+            return False
         changed = set()
         for i, (p, shown) in enumerate(zip(self._parameters, self._shown, strict=True)):
             state = optimizer.state.get(p)
@@ -83,7 +86,7 @@ class SharedState:
                 changed.add(i)
         self._seen = [] if changed else present
         if not changed:
-            return
+            return False
         self._adopted |= changed
         for piece, place in zip(self._stand_in.pieces, self._stand_in.places, strict=True):
             if piece.parameter in changed:
@@ -93,6 +96,7 @@ class SharedState:
                     self._stand_in.state[place] = {
                         key: self._own_part(value, p, place, piece.start, piece.stop) for key, value in state.items()
                     }
+        return True
 
     def is_settled(self) -> bool:
         """Whether all state that this rank has made is where all ranks see it."""
