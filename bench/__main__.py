@@ -67,7 +67,13 @@ def _run_one(benchmark: Benchmark, effort: Effort, json: Path | None, *, onto_pa
             json.write_text(lines, encoding="utf-8")
     if onto_page:
         section = Section(benchmark, rows, None)
-        text = with_section(_PAGE.read_text(encoding="utf-8"), section, date=date.today().isoformat(), load=before)
+        text = with_section(
+            _PAGE.read_text(encoding="utf-8"),
+            section,
+            date=date.today().isoformat(),
+            machine=describe_machine(),
+            load=before,
+        )
         _PAGE.write_text(text, encoding="utf-8")
     return 0
 

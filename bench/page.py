@@ -50,9 +50,9 @@ def page(sections: Sequence[Section], *, date: str, machine: str, load: str, ver
     return _with_missed("\n".join(parts))
 
 
-def with_section(text: str, section: Section, *, date: str, load: str) -> str:
-    """Put what a benchmark has come to into a page, in place of what it came to before, with its own date."""
-    new = f"{_written(section)}\nMeasured again on {date}; before the run: {load}.\n"
+def with_section(text: str, section: Section, *, date: str, machine: str, load: str) -> str:
+    """Put what a benchmark has come to into a page, in place of what it came to before, saying when and where."""
+    new = f"{_written(section)}\nMeasured again on {date}, on {machine}; before the run: {load}.\n"
     old = re.compile(rf"^## {re.escape(section.benchmark.name)}\n.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
     parts = old.split(text)
     if len(parts) != 2:

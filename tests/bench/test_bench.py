@@ -167,7 +167,8 @@ def test_rows_survive_json_and_reach_the_page(modules):
     assert "no gloo here" in text
     assert os.uname().nodename not in text.split()
     again = page.Section(BENCHMARKS[2], [row], None)
-    changed = page.with_section(text, again, date="2000-01-02", load="load 2")
-    assert "no gloo here" not in changed and changed.count("Measured again on 2000-01-02; before the run: load 2.") == 1
+    changed = page.with_section(text, again, date="2000-01-02", machine="another", load="load 2")
+    note = "Measured again on 2000-01-02, on another; before the run: load 2."
+    assert "no gloo here" not in changed and changed.count(note) == 1
     assert f"**Goals missed**: step: c; {again.benchmark.name}: c." in changed
-    assert page.with_section(changed, again, date="2000-01-02", load="load 2") == changed
+    assert page.with_section(changed, again, date="2000-01-02", machine="another", load="load 2") == changed
