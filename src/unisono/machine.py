@@ -18,11 +18,12 @@ def usable_cores() -> int:
     return cores if quota is None else max(1, min(cores, math.ceil(quota)))
 
 
-def let_threads_finish(timeout_s: float = 0.2) -> None:
+def let_threads_finish(timeout_s: float = 1.0) -> None:
     """Let the other threads of this process do what they are about to do; call it last before the interpreter ends.
 
     A thread of gloo that drops its last tensor just then needs the interpreter, does not get it any more, and aborts
-    the process, though the program has succeeded. Returns when all other threads have been seen asleep twice.
+    the process, though the program has succeeded. Returns when all other threads have been seen asleep twice: those of
+    gloo need less than a millisecond and a free core. Threads that go on computing are waited for until the timeout.
     """
     deadline_s = time.monotonic() + timeout_s
     calm = 0

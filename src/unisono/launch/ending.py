@@ -18,9 +18,6 @@ from unisono.machine import let_threads_finish
 
 __all__ = ["install"]
 
-_PATIENCE_S = 1.0
-"""How long threads that go on computing are waited for. Those of gloo need less than a millisecond and a free core."""
-
 
 def install() -> None:
     """Have `destroy_process_group` wait for the threads of groups, from the import of torch.distributed on."""
@@ -32,7 +29,7 @@ def _attach(c10d: ModuleType) -> None:
 
     @functools.wraps(destroy)
     def destroy_process_group(*args: Any, **kwargs: Any) -> Any:
-        let_threads_finish(_PATIENCE_S)
+        let_threads_finish()
         return destroy(*args, **kwargs)
 
     for module in (c10d, sys.modules.get("torch.distributed")):
