@@ -29,7 +29,7 @@ def single(tensors: Tensor | Sequence[Tensor], what: str) -> Tensor:
 
 def check_dense(tensor: Tensor, what: str) -> None:
     """Refuse what does not lie in this machine's memory, element by element."""
-    if tensor.device.type != "cpu":
+    if not tensor.is_cpu:
         raise RuntimeError(
             f"{what}: shm shares memory of the CPU, and this tensor is on {tensor.device}. For GPUs use nccl, or gloo: "
             'init_process_group("nccl")'
@@ -93,7 +93,9 @@ def given(kind: Any, opts: Any, timeout: timedelta | None = None) -> Any:
 
     Args: kind is torch's class. opts is an object like it, a root, a reduction, a timeout, or None.
     """
-    if opts is None:
+    if isinstance(opts, kind):
+        pass
+    elif opts is None:
         opts = kind()
     elif isinstance(opts, int):
         root, opts = opts, kind()

@@ -166,6 +166,6 @@ class ReducingGroup(GroupCore):
     def _arithmetic(self, opts: Any, dtype: torch.dtype) -> tuple[str, Arithmetic, float | Tensor | None]:
         """Read what a call asks for. Returns: the operation's name, the operation, a factor for each rank's values."""
         reduce_op = opts.reduceOp
-        name = _NAMES.get(reduce_op.op, str(reduce_op.op))
+        name = _NAMES.get(reduce_op.op) or str(reduce_op.op)
         combine = arithmetic(name, dtype, self._own_size)
         return name, combine, premultiplier(reduce_op) if name == "PREMUL_SUM" else None

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from unisono.comm.shm.arithmetic import Arithmetic, arithmetic
+from unisono.comm.shm.board import Board
 from unisono.comm.shm.calls import Call
 from unisono.comm.shm.moves import all_gather
 from unisono.comm.shm.stage import Operation, Stage, copy
@@ -26,6 +27,8 @@ _TOGETHER_NBYTES = 4 * 1024 * 1024
 
 def all_reduce(stage: Stage, flat: Tensor, call: Call, combine: Arithmetic) -> Operation:
     """Combine a tensor over all ranks, in place."""
+    if flat.numel() * flat.itemsize <= stage.board.slot_nbytes:
+        return _at_once(stage, flat, call, combine)
     return _reduce(stage, flat, call, combine, everywhere=True)
 
 
@@ -34,9 +37,26 @@ def reduce(stage: Stage, flat: Tensor, call: Call, combine: Arithmetic) -> Opera
     return _reduce(stage, flat, call, combine, everywhere=False)
 
 
+def _at_once(stage: Stage, flat: Tensor, call: Call, combine: Arithmetic) -> Operation:
+    """Do an all_reduce of what fits into a slot, as `_reduce` would: in one round, and in half the time."""
+    board, rank = stage.board, stage.board.rank
+    round_, late = board.occupied()
+    if late:
+        yield round_, late
+    stage.announce(call)
+    copy(board.address(rank, board.round), flat.data_ptr(), flat.numel() * flat.itemsize)
+    round_ = board.post()
+    late = board.missing(round_, board.others)
+    if late:
+        yield round_, late
+    stage.agree(round_, board.others)
+    combine(_sources(board, round_, flat), flat)
+    return None
+
+
 def _reduce(stage: Stage, flat: Tensor, call: Call, combine: Arithmetic, *, everywhere: bool) -> Operation:
-    board, dtype, itemsize = stage.board, flat.dtype, flat.itemsize
-    rank, ranks = board.rank, range(board.size)
+    board, itemsize = stage.board, flat.itemsize
+    rank = board.rank
     step = board.slot_nbytes // itemsize
     pieces = [flat] if flat.numel() <= step else list(torch.split(flat, step))
 
@@ -47,16 +67,16 @@ def _reduce(stage: Stage, flat: Tensor, call: Call, combine: Arithmetic, *, ever
             copy(board.address(rank, board.round), piece.data_ptr(), piece.numel() * itemsize)
 
     def take(k: int, round_: int) -> None:
-        piece = pieces[k]
-        count = piece.numel()
-        sources = [board.slot(r, round_, dtype) for r in ranks]
-        if count != step:
-            sources = [source[:count] for source in sources]
-        if rank < 2:
-            sources[rank] = piece  # later ones must not be: combining writes to `piece` after the first two
-        combine(sources, piece)
+        combine(_sources(board, round_, pieces[k]), pieces[k])
 
     return stage.exchange(call, len(pieces), show, take if everywhere or call.root == rank else None)
+
+
+def _sources(board: Board, round_: int, piece: Tensor) -> list[Tensor]:
+    """Show what all ranks have of a piece, in their order."""
+    count, dtype = piece.numel(), piece.dtype
+    # Of later ranks their slot, not the piece: combining writes to that after the first two.
+    return [piece if r == board.rank and r < 2 else board.slot(r, round_, dtype)[:count] for r in range(board.size)]
 
 
 def all_reduce_coalesced(stage: Stage, flats: Sequence[Tensor], op: str) -> Operation:
