@@ -2,10 +2,10 @@
 
 A pair is one call of each, on equal tensors of float32, in the same processes; ten calls in a row up to 1 MB, three up
 to 25 MB, since ranks leave the barrier before them up to a millisecond apart. The time of the slowest rank counts. The
-size is that of the whole: what a rank has after an all_gather, what the root has for a
-gather. A message goes there and back, and half of that counts. The memcpy is measured on rank 0 while the others sleep.
-Four ranks on two cores say little about four cores. The last rows run one script with DDP, which asks for gloo, by
-`unisono run` with and without `--cpu-backend shm`.
+size is that of the whole: what a rank has after an all_gather, what the root has for a gather. A message goes there and
+back, and half of that counts. The memcpy is measured on rank 0 while the others sleep. Four ranks on two cores say
+little about four cores. All_reduce of 25 MB and more must be 1.6 times as fast, and aims at 2.5. The last rows run one
+script with DDP, which asks for gloo, by `unisono run` with and without `--cpu-backend shm`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _KB, _MB = 1000, 1000_000
 _SIZES = (_KB, 10 * _KB, 100 * _KB, _MB, 10 * _MB, 25 * _MB, 100 * _MB)
 _OTHER_SIZES = {2: (_KB, 100 * _KB, _MB, 25 * _MB, 100 * _MB), 4: (_KB, _MB, 25 * _MB)}
 # The peer's time over ours, at least.
-_ALL_REDUCE_GOALS = {_KB: 8.0, 10 * _KB: 8.0, 100 * _KB: 8.0, _MB: 4.0, 25 * _MB: 2.5, 100 * _MB: 2.5}
+_ALL_REDUCE_GOALS = {_KB: 8.0, 10 * _KB: 8.0, 100 * _KB: 8.0, _MB: 4.0, 25 * _MB: 1.6, 100 * _MB: 1.6}
 _STEP_GOALS = {"66k": 2.0, "4m": 1.33}
 _MOST_MEMCPYS = 3
 _SCRIPT = Path(__file__).parent / "scripts" / "ddp_step.py"
