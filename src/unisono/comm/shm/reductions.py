@@ -1,9 +1,8 @@
 """Collectives that combine values: all_reduce, reduce, reduce_scatter.
 
 Each is a generator over the board. Tensors come flat and contiguous. Every rank shows what it has piece by piece, and
-whoever needs a piece combines it in the order of ranks. In an all_reduce all ranks combine everything. To divide that
-among them, and then to exchange what came out, was slower for 2 and 4 ranks at all sizes that were tried, and with 6
-ranks on 2 cores no quicker before 10 MB: a round in which all sleep costs more than the additions it saves.
+whoever needs a piece combines it in the order of ranks. In an all_reduce all ranks combine everything, unless there
+are many ranks and several pieces (`divided`).
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from torch import Tensor
 from unisono.comm.shm.arithmetic import Arithmetic, arithmetic
 from unisono.comm.shm.board import Board
 from unisono.comm.shm.calls import Call
+from unisono.comm.shm.divided import divided_all_reduce, is_quicker
 from unisono.comm.shm.moves import all_gather
 from unisono.comm.shm.stage import Operation, Stage, copy
 
@@ -29,6 +29,8 @@ def all_reduce(stage: Stage, flat: Tensor, call: Call, combine: Arithmetic) -> O
     """Combine a tensor over all ranks, in place."""
     if flat.numel() * flat.itemsize <= stage.board.slot_nbytes:
         return _at_once(stage, flat, call, combine)
+    if is_quicker(stage.board, flat.itemsize):
+        return divided_all_reduce(stage, flat, call, combine)
     return _reduce(stage, flat, call, combine, everywhere=True)
 
 
