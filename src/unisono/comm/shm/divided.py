@@ -35,7 +35,8 @@ def divided_all_reduce(stage: Stage, flat: Tensor, call: Call, combine: Arithmet
     """Combine a tensor over all ranks, in place.
 
     A slot holds a piece and, behind it, the sums of a share of an earlier piece. Round n of the call carries piece n,
-    and each rank's sums of piece n - _LAG.
+    and each rank's sums of piece n - _LAG. A rank has read a round before it posts the one after the next two, as
+    the board wants.
     """
     board, dtype, itemsize = stage.board, flat.dtype, flat.itemsize
     rank, size = board.rank, board.size
