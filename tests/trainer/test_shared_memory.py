@@ -414,10 +414,10 @@ def test_ctrl_c_at_a_barrier_comes_after_the_step(run_alone, tmp_path):
         f"""
 from unisono.engine.shared import Hall
 flag, wait = Path("{tmp_path}/waits"), Hall.wait
-def tell(self, gate, what):
+def tell(self, gate, *args):
     if R == 0 and trainer.steps == 2 and gate is self._barrier:
         flag.touch()
-    return wait(self, gate, what)
+    return wait(self, gate, *args)
 Hall.wait = tell
 pids = [None, None]
 dist.all_gather_object(pids, os.getpid())

@@ -8,7 +8,7 @@ where the step fails before `update`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -46,8 +46,12 @@ class Engine(Protocol):
     def flush(self) -> None:
         """Send what has not been sent yet. Every rank must call it, also one without leaves."""
 
-    def finish(self) -> Totals:
-        """Wait for the gradients of all ranks. Every rank must call it, also one without leaves."""
+    def finish(self, idle: Callable[[], None]) -> Totals:
+        """Wait for the gradients of all ranks. Every rank must call it, also one without leaves.
+
+        Args: idle is called before `update` returns, if possible while this rank has to wait, and before any code that
+            may draw random numbers.
+        """
 
     def prepare(self, *, factor: float, scaler: torch.amp.GradScaler | None, clip: float | None) -> float | None:
         """Have the sum multiplied by a factor, take the scaler's scale out, and clip its norm to a bound.

@@ -9,7 +9,7 @@ DDP's; Li et al., "PyTorch Distributed", VLDB 2020, section 3.2).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -125,8 +125,9 @@ class CollectiveEngine(LeafSums):
         assert self._launched == len(self._buckets), "a leaf of this rank was not closed"
         self._tables.post()
 
-    def finish(self) -> Totals:
+    def finish(self, idle: Callable[[], None]) -> Totals:
         """Wait for the sums, and show them as p.grad; see `Engine`."""
+        idle()  # while sums are on their way
         self._buckets[-1].exchange.advance()
         parameters = self._trained.parameters
         for bucket in self._buckets:

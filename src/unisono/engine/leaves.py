@@ -93,6 +93,8 @@ class LeafSums(ABC):
         self._hooks = [watch(p, self._on_gradient, index) for index, p in enumerate(self._trained.parameters)]
 
     def _node_of(self, leaf: int) -> int:
+        if len(self._sums) == 1:
+            return 0
         return next(i for i, total in enumerate(self._sums) if leaf < total.node.stop)
 
     def _on_gradient(self, index: int, parameter: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -64,8 +64,9 @@ class LocalEngine:
     def flush(self) -> None:
         """Nothing travels; see `Engine`."""
 
-    def finish(self) -> Totals:
+    def finish(self, idle: Callable[[], None]) -> Totals:
         """Complete the sum; see `Engine`."""
+        idle()
         self._tables.finish()
         if self._leaves == 1:
             assert self._loss is not None

@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["COUNT", "Row", "Totals", "add_rows", "as_tensor", "row_of", "totals_of"]
+__all__ = ["COUNT", "Row", "Totals", "add_rows", "as_tensor", "rounded_sum", "row_of", "totals_of"]
 
 COUNT = 4
 """Numbers in a row: the loss, high and low part of the weight, and how many leaves were surprised."""
@@ -52,6 +52,11 @@ def add_rows(left: Row, right: Row) -> Row:
     """Add two rows; both may be used up."""
     if isinstance(left, Tensor) or isinstance(right, Tensor):
         return torch.add(left, right)  # type: ignore[arg-type]
+    return rounded_sum(left, right)
+
+
+def rounded_sum(left: Iterable[float], right: Iterable[float]) -> array[float]:
+    """Add the numbers of two rows, as float32."""
     # A sum of two float32 is exact enough in Python's float64 to be rounded once.
     return array("f", map(add, left, right))
 

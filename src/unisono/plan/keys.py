@@ -22,6 +22,6 @@ def derive_key(seed: int, stream: str, *coordinates: int) -> int:
     >>> derive_key(0, "model", 3, 1) == derive_key(0, "model", 1, 3)
     False
     """
-    # ":d" because repr differs between int, bool and NumPy's integers that are equal.
-    text = " ".join([f"{seed:d}", stream, *(f"{c:d}" for c in coordinates)]).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+    # "%d" because repr differs between int, bool and NumPy's integers that are equal. One call: steps wait for this.
+    text = ("%d %s" + " %d" * len(coordinates)) % (seed, stream, *coordinates)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from operator import is_
 from typing import Any, Literal, NamedTuple
 
@@ -19,6 +20,7 @@ from torch.optim import Optimizer
 from unisono.data.batch import Batch, Share
 from unisono.engine import BufferTransaction, Engine, Totals, Trained
 from unisono.errors import LossError, NonFiniteLossError
+from unisono.trainer.backward import Backward
 from unisono.trainer.loss import weighted_sum
 from unisono.trainer.modules import lone_sample, plain_name, to_device
 from unisono.trainer.run import Run
@@ -69,8 +71,7 @@ class StepRunner:
         """Whether the state is being written: between here and the caller's setting it back, it is of no step."""
         self._trained = Trained((), ())
         self._restricted = False
-        self._seed_key: tuple[int, torch.dtype, torch.device] | None = None
-        self._seed = torch.ones(())
+        self._backward = Backward()
         self._losses: list[tuple[Share, Tensor]] = []
 
     def run(self, loss: Loss, batch: Batch, *, call: int) -> float:
@@ -90,9 +91,8 @@ class StepRunner:
                 self._compute(loss, share, batch)
             self._engine.flush()
             self._buffers.launch()
-            self._run.set_generators("loop", batch.epoch, batch.step, call + 1)  # while sums are on their way
             self.updating = self._engine.shares_weights
-            totals = self._engine.finish()
+            totals = self._engine.finish(partial(self._run.set_generators, "loop", batch.epoch, batch.step, call + 1))
             self._buffers.receive()
             self._check(totals, batch)
             self._finish_gradients(totals, batch)
@@ -141,7 +141,9 @@ class StepRunner:
                     "depends on no parameter that requires one. Return the loss as the tensor that the model's output "
                     "led to."
                 )
-            total = value.total.detach().float()
+            total = value.total.detach()
+            if total.dtype != torch.float32:
+                total = total.float()
             share_loss = total if share_loss is None else share_loss + total
             share_weight += value.weight
             if micro_batch is share.micro_batches[-1]:
@@ -151,19 +153,11 @@ class StepRunner:
                 )
             inputs = self._trained.parameters if self._restricted else None
             if self.scaler is None:
-                value.total.backward(self._share_of_one(value.total, batch.size), inputs=inputs)  # type: ignore[no-untyped-call]
+                self._backward.run(value.total, samples=batch.size, inputs=inputs)
             else:
                 self.scaler.scale(value.total / batch.size).backward(inputs=inputs)  # type: ignore[no-untyped-call]
         self._engine.close_leaf(share.virtual_rank)
         self._buffers.close_leaf(share.virtual_rank)
-
-    def _share_of_one(self, loss: Tensor, samples: int) -> Tensor:
-        """Give the gradient that `loss / samples` hands down to the loss, without the division and its backward."""
-        key = (samples, loss.dtype, loss.device)
-        # A backward that writes to the gradient it is handed would else spoil all steps after it.
-        if key != self._seed_key or self._seed._version:
-            self._seed_key, self._seed = key, torch.ones_like(loss, requires_grad=False) / samples
-        return self._seed
 
     def _forward_context(self, samples: int) -> contextlib.AbstractContextManager[Any]:
         if self._autocast is None and samples > 1:
@@ -177,7 +171,7 @@ class StepRunner:
 
     def _find_trained(self) -> None:
         """List the parameters to train; users may freeze, unfreeze and add some between steps."""
-        parameters = tuple(p for group in self._optimizer.param_groups for p in group["params"] if p.requires_grad)
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"] if p.requires_grad]
         before = self._trained.parameters
         if len(parameters) == len(before) and all(map(is_, parameters, before)):
             return
@@ -197,7 +191,7 @@ class StepRunner:
             raise ValueError("the optimizer has no parameter that requires a gradient: there is nothing to train")
         for p in self._trained.parameters:
             p.grad = None  # or the optimizer would find it with those that are frozen from now on
-        self._trained = Trained(tuple(names[id(p)] for p in parameters), parameters)
+        self._trained = Trained(tuple(names[id(p)] for p in parameters), tuple(parameters))
         trained = {id(p) for p in parameters}
         others = [p for m in self._modules.values() for p in m.parameters() if p.requires_grad and id(p) not in trained]
         # Gradients of parameters that this step does not train would only pile up.

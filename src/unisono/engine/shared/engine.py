@@ -8,7 +8,7 @@ there, one when all weights are written. With clipping there is a third between 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -72,10 +72,12 @@ class SharedEngine(LeafSums):
         self._is_open = False
         self._factor = 1.0
         self._found_inf: Tensor | None = None
+        self._idle: Callable[[], None] | None = None
         self._used_by_all: list[bool] = []
         """Of the dense gradients."""
         self._addresses: list[int] = []
         # All of these are made by `_build`.
+        self._is_whole: bool
         self._both_rows: Sequence[Rows | PairedRows]
         self._rows: Rows | PairedRows
         self._gradients: list[list[Tensor]]
@@ -92,16 +94,15 @@ class SharedEngine(LeafSums):
                 "job and start it again; it resumes from the last checkpoint."
             )
         take(trained.parameters)
-        if trained is not self._given or any(
-            p.data_ptr() != address for p, address in zip(trained.parameters, self._addresses, strict=True)
-        ):
+        if trained is not self._given or [p.data_ptr() for p in trained.parameters] != self._addresses:
             self._build(trained)
         else:
             self._weights.check()
         check_optimizer(self._optimizer, self._trained, self._tables.tables)
         self._attempt += 1
         self._arrived = self._freed = self._prepared = False
-        self._hall.free()
+        if len(self._both_rows) == 1:
+            self._hall.free()
         self._layout = self._layout_of(leaves)
         # With two sets of rows, those of the last step are left alone until all ranks have come to the end of this one.
         self._rows = self._both_rows[self._arrivals % len(self._both_rows)]
@@ -115,13 +116,16 @@ class SharedEngine(LeafSums):
             self._table.write(i, self._totals[i].total(), used)
         self._tables.post()
 
-    def finish(self) -> Totals:
+    def finish(self, idle: Callable[[], None]) -> Totals:
         """Wait for all ranks' gradients; see `Engine`."""
         hall = self._hall
+        self._idle = idle
+        if self._is_whole or self._is_hooked():  # then an update may draw
+            self._rest()
         hall.show(_ATTEMPT, self._attempt)
         self._arrived = self._is_open = hall.is_read = True
         try:
-            hall.barrier(f"waiting for the gradients of step {self._attempt} of this process")
+            hall.barrier(f"waiting for the gradients of step {self._attempt} of this process", idle=self._rest)
         except UnisonoError:
             # Who has not come to this barrier will not any more, so nobody has passed it: no weight is touched.
             self._arrived = False
@@ -182,24 +186,20 @@ class SharedEngine(LeafSums):
     def update(self, scaler: torch.amp.GradScaler | None) -> None:
         """Update this rank's part, and wait for the others; see `Engine`."""
         try:
-            if scaler is not None:
-                assert self._found_inf is not None
-                note(scaler, self._found_inf)
-                if self._found_inf.item() and not getattr(self._optimizer, "_step_supports_amp_scaling", False):
-                    self._hall.barrier("leaving out a step whose gradient overflowed")
-                    self._show_gradients()
-                    return
-            self._optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers look for
-            hooked = _global_optimizer_pre_hooks or _global_optimizer_post_hooks
-            hooked = hooked or self._optimizer._optimizer_step_pre_hooks or self._optimizer._optimizer_step_post_hooks
-            (self._apply_with_hooks if hooked else self._apply)(self._optimizer)
+            if self._overflowed(scaler):
+                self._hall.barrier("leaving out a step whose gradient overflowed")
+                self._show_gradients()
+            else:
+                self._optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers look for
+                (self._apply_with_hooks if self._is_hooked() else self._apply)(self._optimizer)
+            self._rest()
         except BaseException as error:
             self._hall.break_off(f"rank {self._hall.rank} failed while weights were written: {error!r}")
             raise
 
     def abort(self, *, alike: bool) -> bool:
         """Forget the step; see `Engine`."""
-        self._streaming = False
+        self._streaming, self._idle = False, None
         take(self._given.parameters)
         self._rows.forget()
         if not self._arrived:
@@ -228,7 +228,7 @@ class SharedEngine(LeafSums):
         self._trained, parameters = dense, dense.parameters
         self._tables = TableSums(tables, rank=hall.rank, mail=SharedMail(hall, word=_MAIL))
         numels = [p.numel() for p in parameters]
-        whole = not is_elementwise(optimizer)
+        self._is_whole = whole = not is_elementwise(optimizer)
         parts = deal(numels, ranks=hall.size) if whole else cut(numels, ranks=hall.size, unit=BLOCK)
         pieces = parts[hall.rank]
         strides = [dense_strides(p) for p in parameters]
@@ -300,6 +300,26 @@ class SharedEngine(LeafSums):
         self._wait_until_freed()
         self._rows.put_all(i, self._sums[i].total())
 
+    def _overflowed(self, scaler: torch.amp.GradScaler | None) -> bool:
+        """Tell a scaler what was found. Returns: whether the step is left out for it."""
+        if scaler is None:
+            return False
+        assert self._found_inf is not None
+        note(scaler, self._found_inf)
+        return bool(self._found_inf.item()) and not getattr(self._optimizer, "_step_supports_amp_scaling", False)
+
+    def _is_hooked(self) -> bool:
+        """Whether code of the user's runs before or after the optimizer."""
+        hooked = _global_optimizer_pre_hooks or _global_optimizer_post_hooks
+        optimizer = self._optimizer
+        return bool(hooked or optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+    def _rest(self) -> None:
+        """Do what may be done while others are waited for, if it has not been done."""
+        if self._idle is not None:
+            self._idle()
+            self._idle = None
+
     def _apply(self, optimizer: Optimizer) -> None:
         """Do what the optimizer's `step` would do, on all ranks together."""
         hall, state, used = self._hall, self._state, self._used_by_all
@@ -314,7 +334,7 @@ class SharedEngine(LeafSums):
         changed = self._stand_in.step(optimizer, gradients, used, self._found_inf if supports else None)
         state.publish()
         hall.show(_UNSETTLED, int(adopted or (changed and not state.is_settled())))
-        hall.barrier("waiting for the weights", self._show_gradients)
+        hall.barrier("waiting for the weights", meanwhile=self._show_gradients, idle=self._rest)
         if any(hall.shown(_UNSETTLED)):
             state.settle(optimizer)
             hall.barrier("waiting for the optimizer's state")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, optim
@@ -16,22 +16,45 @@ from torch.optim import Optimizer
 
 __all__ = ["FusedAdam"]
 
-_NUMBERS = ("lr", "weight_decay", "eps")
+_NUMBER = (float, int)
+
+
+class _Call(NamedTuple):
+    """What one group's kernel is given, list by list; all but the hyperparameters."""
+
+    lists: tuple[list[Tensor], ...]
+    """Places, gradients, both averages, the maxima of the second, and counts of steps."""
+    numbers: list[ctypes.c_float]
+    """The counts as numbers in memory: an addition by torch costs 4 µs."""
+    others: list[Tensor]
+    """The counts that are not float32, or not on the CPU."""
+
+
+class _Known(NamedTuple):
+    """The calls for some gradients."""
+
+    gradients: Sequence[Tensor | None]
+    used: list[bool]
+    amsgrad: list[bool]
+    """Of each group."""
+    calls: list[_Call | None]
+    """For each group; None if there is nothing to do."""
 
 
 class FusedAdam:
     """The updates of one rank's pieces by Adam or AdamW.
 
     Args: places are where the pieces' values lie, on the CPU; none of them requires a gradient. members has, for each
-        parameter group, the numbers of its pieces. state is by place, as in an optimizer.
+        parameter group, the numbers of its pieces. state is by place, as in an optimizer; `forget` must be called when
+        its tensors are replaced by others.
     """
 
     def __init__(
         self, places: Sequence[Tensor], members: Sequence[Sequence[int]], state: Mapping[Tensor, Mapping[str, Any]]
     ) -> None:
         self._places, self._members, self._state = places, members, state
-        self._counts: dict[Tensor, tuple[Tensor, ctypes.c_float]] = {}
-        """Each piece's count of steps, and the same as a number in memory: an addition by torch costs 4 µs."""
+        self._known: list[_Known] = []
+        """The newest last: a small model has two sets of gradients, which take turns."""
         # The kernel takes one type at a time.
         self._is_plain = all(
             len({places[k].dtype for k in of_group}) <= 1 and all(places[k].is_floating_point() for k in of_group)
@@ -43,6 +66,10 @@ class FusedAdam:
         """Whether this can do what an optimizer does. Args: step is what its class calls, less torch's wrappers."""
         return type(optimizer) in (optim.Adam, optim.AdamW) and getattr(step, "__module__", None) == "torch.optim.adam"
 
+    def forget(self) -> None:
+        """Look at the state afresh in the next step."""
+        self._known = []
+
     def step(
         self, groups: Sequence[Mapping[str, Any]], gradients: Sequence[Tensor | None], used: Sequence[bool]
     ) -> bool:
@@ -52,29 +79,30 @@ class FusedAdam:
         """
         if not self._is_plain or not all(map(_is_usual, groups)):
             return False
-        calls = []
-        for group, of_group in zip(groups, self._members, strict=True):
-            chosen = [
-                (self._places[k], gradient) for k in of_group if used[k] and (gradient := gradients[k]) is not None
-            ]
-            states = [state for place, _ in chosen if (state := self._state.get(place))]
-            if len(states) < len(chosen):
-                return False  # it comes into being in the first step
-            if chosen:
-                calls.append((group, chosen, states))
-        for group, chosen, states in calls:
-            steps = [self._count(place, state["step"]) for (place, _), state in zip(chosen, states, strict=True)]
+        amsgrad = [group["amsgrad"] for group in groups]
+        calls = None
+        for known in self._known:
+            if known.gradients is gradients and known.used == used and known.amsgrad == amsgrad:
+                calls = known.calls
+        if calls is None:
+            calls = self._calls(gradients, used, amsgrad)
+            if calls is None:
+                return False
+            self._known = [*self._known[-1:], _Known(gradients, list(used), amsgrad, calls)]
+        for group, call in zip(groups, calls, strict=True):
+            if call is None:
+                continue
+            for number in call.numbers:
+                number.value += 1.0
+            for count in call.others:
+                count.add_(1)
             kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
+            beta1, beta2 = group["betas"]
             kernel(
-                [place for place, _ in chosen],
-                [gradient for _, gradient in chosen],
-                [state["exp_avg"] for state in states],
-                [state["exp_avg_sq"] for state in states],
-                [state["max_exp_avg_sq"] for state in states] if group["amsgrad"] else [],
-                steps,
+                *call.lists,
                 lr=group["lr"],
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
+                beta1=beta1,
+                beta2=beta2,
                 weight_decay=group["weight_decay"],
                 eps=group["eps"],
                 amsgrad=group["amsgrad"],
@@ -82,21 +110,45 @@ class FusedAdam:
             )
         return True
 
-    def _count(self, place: Tensor, step: Tensor) -> Tensor:
-        """Add one to a piece's count of steps."""
-        known, number = self._counts.get(place, (None, None))
-        if step is not known:
-            if step.dtype != torch.float32 or step.device.type != "cpu":
-                return step.add_(1)
-            number = ctypes.c_float.from_address(step.data_ptr())
-            self._counts[place] = step, number
-        assert number is not None
-        number.value += 1.0
-        return step
+    def _calls(
+        self, gradients: Sequence[Tensor | None], used: Sequence[bool], amsgrad: Sequence[bool]
+    ) -> list[_Call | None] | None:
+        """Gather what the kernel is given; None if a piece has no state yet, which its first step makes."""
+        calls: list[_Call | None] = []
+        for of_group, keeps_maxima in zip(self._members, amsgrad, strict=True):
+            chosen = [
+                (self._places[k], gradient) for k in of_group if used[k] and (gradient := gradients[k]) is not None
+            ]
+            states = [state for place, _ in chosen if (state := self._state.get(place))]
+            if len(states) < len(chosen):
+                return None
+            counts = [state["step"] for state in states]
+            plain = [count.dtype == torch.float32 and count.device.type == "cpu" for count in counts]
+            lists = (
+                [place for place, _ in chosen],
+                [gradient for _, gradient in chosen],
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+                [state["max_exp_avg_sq"] for state in states] if keeps_maxima else [],
+                counts,
+            )
+            numbers = [
+                ctypes.c_float.from_address(c.data_ptr()) for c, is_plain in zip(counts, plain, strict=True) if is_plain
+            ]
+            others = [c for c, is_plain in zip(counts, plain, strict=True) if not is_plain]
+            calls.append(_Call(lists, numbers, others) if chosen else None)
+        return calls
 
 
 def _is_usual(group: Mapping[str, Any]) -> bool:
     """Whether a group asks for the kernel, and has no tensors among its numbers."""
     if not group["fused"] or group["differentiable"] or group["capturable"]:
         return False
-    return all(isinstance(number, (int, float)) for number in (*map(group.__getitem__, _NUMBERS), *group["betas"]))
+    beta1, beta2 = group["betas"]
+    return (
+        isinstance(group["lr"], _NUMBER)
+        and isinstance(beta1, _NUMBER)
+        and isinstance(beta2, _NUMBER)
+        and isinstance(group["weight_decay"], _NUMBER)
+        and isinstance(group["eps"], _NUMBER)
+    )

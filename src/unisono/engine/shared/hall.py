@@ -134,17 +134,20 @@ class Hall:
         peers.close()
         return segment
 
-    def barrier(self, what: str, meanwhile: Callable[[], None] | None = None) -> None:
+    def barrier(
+        self, what: str, *, meanwhile: Callable[[], None] | None = None, idle: Callable[[], None] | None = None
+    ) -> None:
         """Wait for all ranks, and see all that they wrote before. Every rank must call it.
 
-        Args: meanwhile is done when the others know that this rank has come. It may be done twice.
+        Args: meanwhile is done when the others know that this rank has come, and idle if it has to wait for them. Both
+            may be done twice.
         Raises: UnisonoError if a rank has died, or broken off, or does not come in time.
         """
         self._barrier.report()
         try:
             if meanwhile is not None:
                 meanwhile()
-            self.wait(self._barrier, lambda: what)
+            self.wait(self._barrier, lambda: what, idle)
         except KeyboardInterrupt:
             # The others may go on to write, and count on this rank: so the step ends first, or fails. A second Ctrl-C
             # ends the wait.
@@ -164,11 +167,13 @@ class Hall:
         """Wait until nobody reads the last step's gradient any more."""
         self.wait(self._freed, lambda: "waiting for ranks to begin the step")
 
-    def wait(self, gate: Gate, what: Callable[[], str]) -> None:
-        """Wait until all ranks have reported at a gate as often as this one."""
+    def wait(self, gate: Gate, what: Callable[[], str], idle: Callable[[], None] | None = None) -> None:
+        """Wait until all ranks have reported at a gate as often as this one. Args: idle is done if some have not."""
         if not self._unpolled and not gate.late():
             self._pause = 0
             return
+        if idle is not None:
+            idle()
         begun_s = time.monotonic()
         polls = not self._unpolled
         with self._explained():

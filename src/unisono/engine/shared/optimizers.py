@@ -74,6 +74,11 @@ class StandIn:
         self._step: Any = step.__wrapped__ if getattr(step, "hooked", False) else step
         self._fused = FusedAdam(places, members, self.state) if FusedAdam.knows(optimizer, self._step) else None
 
+    def forget(self) -> None:
+        """Note that tensors of the state have been replaced by others, or will be."""
+        if self._fused is not None:
+            self._fused.forget()
+
     def step(
         self, optimizer: Optimizer, gradients: Sequence[Tensor | None], used: Sequence[bool], found_inf: Tensor | None
     ) -> bool:
@@ -87,6 +92,7 @@ class StandIn:
             of_pieces = [used[piece.parameter] for piece in self.pieces]
             if self._fused.step(optimizer.param_groups, gradients, of_pieces):
                 return False
+        self.forget()
         if self._is_whole or gradients is not self._gradients or used != self._used:
             self._gradients, self._used = gradients, list(used)
             for place, gradient, piece in zip(self.places, gradients, self.pieces, strict=True):

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +29,19 @@ from unisono.plan import fold
 __all__ = ["Rows"]
 
 
+class _Target(NamedTuple):
+    """Where a rank writes a piece of its gradient, for others or to keep it."""
+
+    parameter: int
+    """Which one's, by its number."""
+    start: int
+    stop: int
+    is_whole: bool
+    """Whether it is all of the parameter."""
+    place: Tensor
+    """Of the parameter's shape, or of that length."""
+
+
 class _Plan:
     """What a rank writes and sums in a step of a given number of leaves."""
 
@@ -36,10 +51,8 @@ class _Plan:
         of_others = {
             r: {node: row for row, node in enumerate(node for node in nodes if node[0] != r)} for r in range(rows.size)
         }
-        self.targets: list[list[list[tuple[int, int, Tensor]]]] = [
-            [[] for _ in rows.strides] for _ in blocks.nodes[rank]
-        ]
-        """For each own node and parameter: what to write for others, as start, stop and a place of that length."""
+        self.targets: list[list[list[_Target]]] = [[[] for _ in rows.strides] for _ in blocks.nodes[rank]]
+        """By own node and parameter."""
         self.kept = [False] * len(rows.strides)
         """Whether this rank reads a parameter's own gradient where backward left it."""
         self.own_places: dict[tuple[int, int], Tensor] = {}
@@ -51,9 +64,12 @@ class _Plan:
                 for i in range(0 if owner == rank and self.kept[index] else len(blocks.nodes[rank])):
                     row = rows.others + i if owner == rank else of_others[owner][rank, i]
                     place = rows.place(row, index, start, stop)
-                    self.targets[i][index].append((start, stop, place))
+                    is_whole = rows.is_whole(index, start, stop)
+                    self.targets[i][index].append(_Target(index, start, stop, is_whole, place))
                     if owner == rank:
                         self.own_places[i, index] = place
+        self.all_targets = [list(chain.from_iterable(of_node)) for of_node in self.targets]
+        """By own node."""
         # A source is the number of an own node, or of a row, counted from -1 down.
         sources = [i if r == rank else -1 - of_others[rank][r, i] for r, i in nodes]
         self.additions: list[tuple[int, int]] = []
@@ -62,7 +78,7 @@ class _Plan:
         self.total = fold(values, leaves=blocks.leaves, add=self._add)
         """The source in which the sum ends: the first row, unless this rank has all nodes."""
         self.sources = sorted({source for addition in self.additions for source in addition} | {self.total})
-        self.own_rows = {s: [rows.vector(-1 - s, *piece) for piece in rows.parts[rank]] for s in self.sources if s < 0}
+        self.own_rows = {s: [rows.summand(-1 - s, *piece) for piece in rows.parts[rank]] for s in self.sources if s < 0}
         """The pieces of this rank in each row."""
 
     def _add(self, left: int, right: int) -> int:
@@ -113,13 +129,11 @@ class Rows:
 
     def put(self, i: int, index: int, gradient: Tensor | None) -> None:
         """Take one parameter's gradient for this rank's node number i; None counts as zero."""
-        for start, stop, place in self._plan.targets[i][index]:
+        for target in self._plan.targets[i][index]:
             if gradient is None:
-                place.zero_()
-            elif place.shape == gradient.shape:
-                place.copy_(gradient)
+                target.place.zero_()
             else:
-                place.copy_(self._part(gradient, index, start, stop))
+                target.place.copy_(gradient if target.is_whole else self._part(gradient, *target[:3]))
         if self._plan.kept[index]:
             self._own[i][index] = gradient
 
@@ -127,14 +141,13 @@ class Rows:
         """Take the gradients of all parameters for this rank's node number i, with one call of torch."""
         places: list[Tensor] = []
         sources: list[Tensor] = []
-        for index, (gradient, targets) in enumerate(zip(gradients, self._plan.targets[i], strict=True)):
-            for start, stop, place in targets:
-                if gradient is None:
-                    place.zero_()
-                    continue
+        for index, start, stop, is_whole, place in self._plan.all_targets[i]:
+            gradient = gradients[index]
+            if gradient is None:
+                place.zero_()
+            else:
                 places.append(place)
-                whole = place.shape == gradient.shape
-                sources.append(gradient if whole else self._part(gradient, index, start, stop))
+                sources.append(gradient if is_whole else self._part(gradient, index, start, stop))
         self._own[i] = [gradient if kept else None for gradient, kept in zip(gradients, self._plan.kept, strict=True)]
         if places:
             torch._foreach_copy_(places, sources)
@@ -145,8 +158,8 @@ class Rows:
             self.put(i, index, left.add_(right))
             return
         strides = self.strides[index]
-        for start, stop, place in self._plan.targets[i][index]:
-            if place.shape == left.shape:
+        for _, start, stop, is_whole, place in self._plan.targets[i][index]:
+            if is_whole:
                 torch.add(left, right, out=place)
             else:
                 lefts, rights = in_memory_order(left, strides), in_memory_order(right, strides)
@@ -164,15 +177,16 @@ class Rows:
         vectors: dict[int, list[Tensor]] = {}
         for source in plan.sources:
             if source >= 0:
-                vectors[source] = [self._kept(source, pieces[k], self.totals[k]) for k in chosen]
+                vectors[source] = [self._kept(source, pieces[k]) for k in chosen]
             elif len(chosen) == len(pieces):
                 vectors[source] = plan.own_rows[source]
             else:
                 vectors[source] = [plan.own_rows[source][k] for k in chosen]
         if plan.total >= 0:
-            torch._foreach_copy_([self.totals[k] for k in chosen], vectors[plan.total])
-            vectors[plan.total] = [self.totals[k] for k in chosen]
-        add_up(vectors, plan.additions, total=plan.total, factor=factor)
+            totals = [self.summand(0, *pieces[k]) for k in chosen]
+            torch._foreach_copy_(totals, vectors[plan.total])
+            vectors[plan.total] = totals
+        add_up(vectors, plan.additions, total=plan.total, factor=factor, in_blocks=not self.keeps)
         self._own = []
 
     def place(self, row: int, index: int, start: int, stop: int) -> Tensor:
@@ -180,6 +194,10 @@ class Rows:
         if self.is_whole(index, start, stop):
             return self._layout.whole(self._segment, index, base=row * self._layout.nbytes)
         return self.vector(row, index, start, stop)
+
+    def summand(self, row: int, index: int, start: int, stop: int) -> Tensor:
+        """Show a piece of a row as it is summed: in the shape of what it is added to, as that was kept."""
+        return (self.place if self.keeps else self.vector)(row, index, start, stop)
 
     def is_whole(self, index: int, start: int, stop: int) -> bool:
         """Whether a piece is all of its parameter."""
@@ -197,13 +215,15 @@ class Rows:
         plan = self._plans[blocks.leaves] = _Plan(self, blocks)
         return plan
 
-    def _kept(self, i: int, piece: Piece, like: Tensor) -> Tensor:
+    def _kept(self, i: int, piece: Piece) -> Tensor:
         place = self._plan.own_places.get((i, piece.parameter))
         if place is not None:
             return place
         gradient = self._own[i][piece.parameter]
         if gradient is None:
-            return torch.zeros_like(like)
+            return torch.zeros_like(self.summand(0, *piece))
+        if self.keeps and self.is_whole(*piece):
+            return gradient
         return self._part(gradient, *piece)
 
     def _part(self, gradient: Tensor, index: int, start: int, stop: int) -> Tensor:

@@ -88,6 +88,7 @@ class SharedState:
         if not changed:
             return False
         self._adopted |= changed
+        self._stand_in.forget()
         for piece, place in zip(self._stand_in.pieces, self._stand_in.places, strict=True):
             if piece.parameter in changed:
                 p = self._parameters[piece.parameter]
@@ -124,6 +125,7 @@ class SharedState:
             for index, kinds in of_rank.items():
                 everyone[index] = kinds or everyone.get(index, {})
         self._build(everyone)
+        self._stand_in.forget()
         for piece, place in zip(self._stand_in.pieces, self._stand_in.places, strict=True):
             if piece.parameter in everyone:
                 self._move_in(piece.parameter, place, piece.start, piece.stop)
@@ -151,6 +153,7 @@ class SharedState:
                         self._refuse(index, key, f"changed its shape to {list(value.shape)}")
                     home.shown.copy_(value)
                     state[key] = home.shown
+                    self._stand_in.forget()
 
     def show_numbers(self, optimizer: Optimizer) -> None:
         """Put plain numbers, which other ranks may have changed, into the user's optimizer; after ranks met."""

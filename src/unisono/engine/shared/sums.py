@@ -16,12 +16,16 @@ Additions = Sequence[tuple[int, int]]
 """Sources to add, in this order: the second to the first, in place."""
 
 
-def add_up(vectors: Mapping[int, list[Tensor]], additions: Additions, *, total: int, factor: float) -> None:
+def add_up(
+    vectors: Mapping[int, list[Tensor]], additions: Additions, *, total: int, factor: float, in_blocks: bool = True
+) -> None:
     """Do the additions, and multiply their end by a factor.
 
     Args: vectors are the pieces of each source, the same ones of each. total is the source in which the sum ends.
+        in_blocks is whether to do all with one block before the next: what is small is in the cache anyway, and need
+        not be vectors then.
     """
-    if len(additions) + (factor != 1.0) > 1:
+    if in_blocks and len(additions) + (factor != 1.0) > 1:
         _in_cache(vectors, additions, total, factor)
     else:
         _at_once(vectors, additions, total, factor)

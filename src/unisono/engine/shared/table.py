@@ -14,7 +14,7 @@ from unisono.engine.exchange import Layout
 from unisono.engine.norm import BLOCK, block_norms, blocks_of
 from unisono.engine.shared.hall import Hall
 from unisono.engine.shared.parts import Piece
-from unisono.engine.totals import COUNT, Row, Totals, add_rows, totals_of
+from unisono.engine.totals import COUNT, Row, Totals, rounded_sum, totals_of
 from unisono.plan import fold
 
 __all__ = ["Table", "note", "unscale"]
@@ -79,15 +79,15 @@ class Table:
         if schedule is None:
             schedule = self._schedules[leaves] = self._schedule(layout)
         numbers = self._totals.tolist()
-        rows: list[Row] = [array("f", numbers[i : i + COUNT]) for i in range(0, len(numbers), COUNT)]
+        rows: list[Sequence[float]] = [numbers[i : i + COUNT] for i in range(0, len(numbers), COUNT)]
         for left, right in schedule.additions:
-            rows.append(add_rows(rows[left], rows[right]))
+            rows.append(rounded_sum(rows[left], rows[right]))
         used = self._used.tobytes()
         if (leaves, used) != self._seen[:2]:
             w = self._width
             columns = zip(*(used[row * w : (row + 1) * w] for row in schedule.rows), strict=True)
             self._seen = leaves, used, [any(column) for column in columns]
-        return totals_of(rows[schedule.last].tolist()), self._seen[2]
+        return totals_of(rows[schedule.last]), self._seen[2]
 
     def _schedule(self, layout: Layout) -> _Schedule:
         additions: list[tuple[int, int]] = []

@@ -38,10 +38,10 @@ def _recorded(method: Method, recorder: Recorder, place: int) -> Method:
     texts: dict[Any, bytes] = {}
 
     @functools.wraps(method)
-    def recorded(hall: Any, *args: Any) -> Any:
+    def recorded(hall: Any, *args: Any, **options: Any) -> Any:
         page = recorder.page
         if page is None:
-            return method(hall, *args)
+            return method(hall, *args, **options)
         caller = recorder.find_caller()
         key = (hall.name, caller)
         text = texts.get(key)
@@ -58,7 +58,7 @@ def _recorded(method: Method, recorder: Recorder, place: int) -> Method:
             )
         number = page.begin(text, sequence=2 * hall.barriers + place, epoch=recorder.epoch)
         try:
-            result = method(hall, *args)
+            result = method(hall, *args, **options)
         except BaseException:
             page.end(number, failed=True)
             raise
