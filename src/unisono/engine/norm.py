@@ -39,6 +39,13 @@ def in_memory_order(gradient: Tensor, strides: tuple[int, ...]) -> Tensor:
     return gradient.as_strided((gradient.numel(),), (1,), gradient.storage_offset())
 
 
+def run_of(gradient: Tensor, strides: tuple[int, ...], start: int, stop: int) -> Tensor:
+    """Show a run of the elements of `in_memory_order`."""
+    if gradient.stride() == strides:  # half the time of a slice
+        return gradient.as_strided((stop - start,), (1,), gradient.storage_offset() + start)
+    return in_memory_order(gradient, strides)[start:stop]
+
+
 def blocks_of(vector: Tensor) -> Sequence[Tensor]:
     """Cut a vector, which begins where its parameter begins or at a whole block of it, into blocks."""
     return torch.split(vector, BLOCK) if vector.numel() else ()

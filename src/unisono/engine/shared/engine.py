@@ -28,6 +28,7 @@ from unisono.engine.shared.optimizers import StandIn, is_elementwise
 from unisono.engine.shared.pairs import PairedRows
 from unisono.engine.shared.parts import Piece, cut, deal
 from unisono.engine.shared.rows import Rows
+from unisono.engine.shared.small import SmallRows
 from unisono.engine.shared.state import SharedState, give_memory_back
 from unisono.engine.shared.table import Table, note, unscale
 from unisono.engine.shared.weights import Weights
@@ -78,8 +79,8 @@ class SharedEngine(LeafSums):
         self._addresses: list[int] = []
         # All of these are made by `_build`.
         self._is_whole: bool
-        self._both_rows: Sequence[Rows | PairedRows]
-        self._rows: Rows | PairedRows
+        self._both_rows: Sequence[PairedRows | Rows | SmallRows]
+        self._rows: PairedRows | Rows | SmallRows
         self._gradients: list[list[Tensor]]
         self._own_tables: list[int]
         self._stand_in: StandIn
@@ -112,6 +113,7 @@ class SharedEngine(LeafSums):
     def flush(self) -> None:
         """Show this rank's totals; see `Engine`."""
         self._wait_until_freed()
+        self._rows.flush()
         for i, used in enumerate(self._used):
             self._table.write(i, self._totals[i].total(), used)
         self._tables.post()
@@ -234,14 +236,15 @@ class SharedEngine(LeafSums):
         strides = [dense_strides(p) for p in parameters]
         nbytes = sum(p.numel() * p.element_size() for p in parameters)
         is_large = nbytes >= _CACHE_NBYTES
-        if is_large and hall.size > 2:
-            self._both_rows = [PairedRows(hall, parameters, strides, parts, widest=self._widest)]
-        else:
-            make = partial(hall.segment, what="gradients")
+        make = partial(hall.segment, what="gradients")
+        if not is_large:
             self._both_rows = [
-                Rows(make, parameters, strides, parts, rank=hall.rank, widest=self._widest, keeps=not is_large)
-                for _ in range(1 if is_large else 2)
+                SmallRows(make, parameters, parts, rank=hall.rank, widest=self._widest) for _ in range(2)
             ]
+        elif hall.size == 2:
+            self._both_rows = [Rows(make, parameters, strides, parts, rank=hall.rank, widest=self._widest)]
+        else:
+            self._both_rows = [PairedRows(hall, parameters, strides, parts, widest=self._widest)]
         self._rows = self._both_rows[0]
         self._table = Table(hall, self._widest, numels)
         if whole:

@@ -150,6 +150,9 @@ class PairedRows:
         """Take the sum of two gradients, both of which are used up."""
         self.put(i, index, left.add_(right))
 
+    def flush(self) -> None:
+        """Nothing is left to write."""
+
     def reduce(self, used: Sequence[bool], factor: float) -> None:
         """Sum this rank's part over all rows, and multiply it by a factor."""
         parts = self.parts[self._hall.rank]

@@ -4,14 +4,14 @@ Each rank updates a part of the parameters, and so sums that part of the gradien
 backward left it, or in rows of its own where it has but a piece of a parameter: the rest need not be kept then. It
 reads those of the others from rows: for each part there is a row for every node of the tree that another rank has. The
 sum of a part ends in the first row, which is thus the whole gradient once all ranks have summed. Additions are those
-of the tree, whoever does them; a + b and b + a have the same bits.
+of the tree, whoever does them; a + b and b + a have the same bits. Small models have `SmallRows`, more than two ranks
+`PairedRows`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -20,11 +20,10 @@ from torch import Tensor
 from unisono.comm.shm.segment import Segment
 from unisono.engine.exchange import Layout as Blocks
 from unisono.engine.gradients import Gradients
-from unisono.engine.norm import in_memory_order
+from unisono.engine.norm import in_memory_order, run_of
 from unisono.engine.shared.parts import Piece
-from unisono.engine.shared.sums import add_up
+from unisono.engine.shared.sums import Schedule, add_up
 from unisono.engine.shared.weights import Layout
-from unisono.plan import fold
 
 __all__ = ["Rows"]
 
@@ -32,8 +31,6 @@ __all__ = ["Rows"]
 class _Target(NamedTuple):
     """Where a rank writes a piece of its gradient, for others or to keep it."""
 
-    parameter: int
-    """Which one's, by its number."""
     start: int
     stop: int
     is_whole: bool
@@ -47,10 +44,8 @@ class _Plan:
 
     def __init__(self, rows: Rows, blocks: Blocks) -> None:
         rank = rows.rank
-        nodes = [(r, i) for r, of_rank in enumerate(blocks.nodes) for i in range(len(of_rank))]
-        of_others = {
-            r: {node: row for row, node in enumerate(node for node in nodes if node[0] != r)} for r in range(rows.size)
-        }
+        self.schedule = schedule = Schedule(blocks, rank)
+        of_owners = [Schedule(blocks, owner) for owner in range(rows.size)]
         self.targets: list[list[list[_Target]]] = [[[] for _ in rows.strides] for _ in blocks.nodes[rank]]
         """By own node and parameter."""
         self.kept = [False] * len(rows.strides)
@@ -59,40 +54,25 @@ class _Plan:
         """Where the gradient of a piece is kept, by own node and parameter."""
         for owner, pieces in enumerate(rows.parts):
             for index, start, stop in pieces:
-                if owner == rank and (rows.keeps or rows.is_whole(index, start, stop)):
+                if owner == rank and rows.is_whole(index, start, stop):
                     self.kept[index] = True
                 for i in range(0 if owner == rank and self.kept[index] else len(blocks.nodes[rank])):
-                    row = rows.others + i if owner == rank else of_others[owner][rank, i]
+                    row = rows.others + i if owner == rank else of_owners[owner].row(rank, i)
                     place = rows.place(row, index, start, stop)
                     is_whole = rows.is_whole(index, start, stop)
-                    self.targets[i][index].append(_Target(index, start, stop, is_whole, place))
+                    self.targets[i][index].append(_Target(start, stop, is_whole, place))
                     if owner == rank:
                         self.own_places[i, index] = place
-        self.all_targets = [list(chain.from_iterable(of_node)) for of_node in self.targets]
-        """By own node."""
-        # A source is the number of an own node, or of a row, counted from -1 down.
-        sources = [i if r == rank else -1 - of_others[rank][r, i] for r, i in nodes]
-        self.additions: list[tuple[int, int]] = []
-        """Sources to add, in place on the first."""
-        values = dict(zip((blocks.nodes[r][i] for r, i in nodes), sources, strict=True))
-        self.total = fold(values, leaves=blocks.leaves, add=self._add)
-        """The source in which the sum ends: the first row, unless this rank has all nodes."""
-        self.sources = sorted({source for addition in self.additions for source in addition} | {self.total})
-        self.own_rows = {s: [rows.summand(-1 - s, *piece) for piece in rows.parts[rank]] for s in self.sources if s < 0}
+        self.own_rows = {
+            s: [rows.vector(-1 - s, *piece) for piece in rows.parts[rank]] for s in schedule.sources if s < 0
+        }
         """The pieces of this rank in each row."""
-
-    def _add(self, left: int, right: int) -> int:
-        # In the first row, or else in any: an own gradient need not be written to again.
-        target, other = (right, left) if right == -1 or left >= 0 > right else (left, right)
-        self.additions.append((target, other))
-        return target
 
 
 class Rows:
     """The rows of one engine, which lie in a segment of their own.
 
-    Args: parts has the pieces of each rank. strides are those of each parameter, and of its gradient. keeps is whether
-        own gradients are kept also of parameters of which this rank has but a piece: a copy less, where they are small.
+    Args: parts has the pieces of each rank. strides are those of each parameter, and of its gradient.
     """
 
     def __init__(
@@ -104,15 +84,12 @@ class Rows:
         *,
         rank: int,
         widest: Blocks,
-        keeps: bool,
     ) -> None:
-        self.keeps = keeps
         self.rank, self.size, self.parts, self.strides = rank, len(parts), parts, strides
         self._layout = Layout(parameters)
-        counts = [len(nodes) for nodes in widest.nodes]
-        self.others = max(sum(counts) - count for count in counts)
+        self.others = Schedule.most_rows(widest)
         """How many rows there are for the gradients of others."""
-        self._segment = make((self.others + max(counts)) * self._layout.nbytes)
+        self._segment = make((self.others + max(map(len, widest.nodes))) * self._layout.nbytes)
         self.gradients = [self._layout.whole(self._segment, i) for i in range(len(parameters))]
         """The summed gradient of each parameter, once all ranks have summed."""
         self.totals = [self.vector(0, *piece) for piece in parts[rank]]
@@ -129,28 +106,18 @@ class Rows:
 
     def put(self, i: int, index: int, gradient: Tensor | None) -> None:
         """Take one parameter's gradient for this rank's node number i; None counts as zero."""
-        for target in self._plan.targets[i][index]:
+        for start, stop, is_whole, place in self._plan.targets[i][index]:
             if gradient is None:
-                target.place.zero_()
+                place.zero_()
             else:
-                target.place.copy_(gradient if target.is_whole else self._part(gradient, *target[:3]))
+                place.copy_(gradient if is_whole else run_of(gradient, self.strides[index], start, stop))
         if self._plan.kept[index]:
             self._own[i][index] = gradient
 
     def put_all(self, i: int, gradients: Gradients) -> None:
-        """Take the gradients of all parameters for this rank's node number i, with one call of torch."""
-        places: list[Tensor] = []
-        sources: list[Tensor] = []
-        for index, start, stop, is_whole, place in self._plan.all_targets[i]:
-            gradient = gradients[index]
-            if gradient is None:
-                place.zero_()
-            else:
-                places.append(place)
-                sources.append(gradient if is_whole else self._part(gradient, index, start, stop))
-        self._own[i] = [gradient if kept else None for gradient, kept in zip(gradients, self._plan.kept, strict=True)]
-        if places:
-            torch._foreach_copy_(places, sources)
+        """Take the gradients of all parameters for this rank's node number i."""
+        for index, gradient in enumerate(gradients):
+            self.put(i, index, gradient)
 
     def put_sum(self, i: int, index: int, left: Tensor, right: Tensor) -> None:
         """Take the sum of two gradients, both of which are used up."""
@@ -158,12 +125,15 @@ class Rows:
             self.put(i, index, left.add_(right))
             return
         strides = self.strides[index]
-        for _, start, stop, is_whole, place in self._plan.targets[i][index]:
+        for start, stop, is_whole, place in self._plan.targets[i][index]:
             if is_whole:
                 torch.add(left, right, out=place)
             else:
                 lefts, rights = in_memory_order(left, strides), in_memory_order(right, strides)
                 torch.add(lefts[start:stop], rights[start:stop], out=place)
+
+    def flush(self) -> None:
+        """Nothing is left to write."""
 
     def reduce(self, used: Sequence[bool], factor: float) -> None:
         """Sum this rank's part over all nodes, and multiply it by a factor; the gradients given are used up."""
@@ -175,18 +145,18 @@ class Rows:
             self._own = []
             return
         vectors: dict[int, list[Tensor]] = {}
-        for source in plan.sources:
+        for source in plan.schedule.sources:
             if source >= 0:
                 vectors[source] = [self._kept(source, pieces[k]) for k in chosen]
             elif len(chosen) == len(pieces):
                 vectors[source] = plan.own_rows[source]
             else:
                 vectors[source] = [plan.own_rows[source][k] for k in chosen]
-        if plan.total >= 0:
-            totals = [self.summand(0, *pieces[k]) for k in chosen]
-            torch._foreach_copy_(totals, vectors[plan.total])
-            vectors[plan.total] = totals
-        add_up(vectors, plan.additions, total=plan.total, factor=factor, in_blocks=not self.keeps)
+        if plan.schedule.total >= 0:
+            totals = [self.totals[k] for k in chosen]
+            torch._foreach_copy_(totals, vectors[plan.schedule.total])
+            vectors[plan.schedule.total] = totals
+        add_up(vectors, plan.schedule.additions, total=plan.schedule.total, factor=factor)
         self._own = []
 
     def place(self, row: int, index: int, start: int, stop: int) -> Tensor:
@@ -194,10 +164,6 @@ class Rows:
         if self.is_whole(index, start, stop):
             return self._layout.whole(self._segment, index, base=row * self._layout.nbytes)
         return self.vector(row, index, start, stop)
-
-    def summand(self, row: int, index: int, start: int, stop: int) -> Tensor:
-        """Show a piece of a row as it is summed: in the shape of what it is added to, as that was kept."""
-        return (self.place if self.keeps else self.vector)(row, index, start, stop)
 
     def is_whole(self, index: int, start: int, stop: int) -> bool:
         """Whether a piece is all of its parameter."""
@@ -221,13 +187,5 @@ class Rows:
             return place
         gradient = self._own[i][piece.parameter]
         if gradient is None:
-            return torch.zeros_like(self.summand(0, *piece))
-        if self.keeps and self.is_whole(*piece):
-            return gradient
-        return self._part(gradient, *piece)
-
-    def _part(self, gradient: Tensor, index: int, start: int, stop: int) -> Tensor:
-        """Show a run of elements of a gradient, in the order of memory that its parameter has."""
-        if gradient.stride() == self.strides[index]:  # half the time
-            return gradient.as_strided((stop - start,), (1,), gradient.storage_offset() + start)
-        return in_memory_order(gradient, self.strides[index])[start:stop]
+            return torch.zeros_like(self.vector(0, *piece))
+        return run_of(gradient, self.strides[piece.parameter], piece.start, piece.stop)
