@@ -345,3 +345,21 @@ def test_a_backward_that_writes_to_its_gradient_spoils_no_later_step():
 def test_nothing_stays_of_trainers_that_are_dropped(fork_ranks, ranks, engine):
     job = fork_ranks(ranks, DROPPED, engine)
     assert [job.lines(rank) for rank in range(ranks)] == [["ok"]] * ranks
+
+
+class Watched(torch.Tensor):
+    """A tensor that takes down what is done with it, as libraries do that put their own behind torch's functions."""
+
+    calls: list[str]
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        cls.calls.append(getattr(function, "__name__", str(function)))
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def test_a_loss_of_a_tensor_class_of_ones_own_goes_through_that_class():
+    Watched.calls = []
+    watched = train(make_trainer(), loss=lambda model, batch: per_sample(model, batch).as_subclass(Watched))
+    assert Watched.calls.count("backward") == 2 * 5 * 4
+    assert watched.digest() == train(make_trainer()).digest()

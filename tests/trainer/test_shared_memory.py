@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+
 import pytest
 
 PREAMBLE = """
@@ -350,6 +352,34 @@ os._exit(0)  # gloo would wait for the dead
         assert said[rank].startswith("3 ")
         assert "the process of rank 1 has ended" in said[rank]
         assert said[rank].splitlines()[-1] == "[]"  # nothing that they share has a name that could be left
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Muon"])
+def test_the_loop_and_step_hooks_draw_the_same_on_every_rank_and_number_of_ranks(run_alone, name):
+    """Generators are set for the loop at a time that depends on who waits for whom; never after they may be used."""
+    script = f"""
+import random, time
+import numpy as np
+model = nn.Sequential(nn.Linear(6, 16, bias=False), nn.Dropout(0.3), nn.Linear(16, 3, bias=False))
+optimizer = torch.optim.{name}(model.parameters(), lr=0.01)
+def draw(*_):
+    drawn.append((torch.rand(()).item(), random.random(), float(np.random.rand())))
+def late(model, batch):
+    time.sleep(0.002 * ((trainer.steps + R) % 2))  # ranks wait for each other in turn
+    return loss(model, batch)
+trainer, drawn = make_trainer(engine="auto"), []
+for epoch in trainer.epochs(4):
+    if epoch == 2:
+        optimizer.register_step_pre_hook(draw)
+        optimizer.register_step_post_hook(draw)
+    for batch in trainer.batches(data, batch_size=12):
+        trainer.step(late, batch)
+        draw()
+say(drawn, trainer.digest())
+"""
+    (alone,) = run_alone(1, script)
+    assert len(set(ast.literal_eval(alone.rsplit(" ", 1)[0]))) > 10
+    assert run_alone(2, script) == [alone] * 2
 
 
 def test_a_rank_that_fails_in_the_update_makes_the_others_raise(run_alone):
