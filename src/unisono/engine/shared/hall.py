@@ -139,8 +139,8 @@ class Hall:
     ) -> None:
         """Wait for all ranks, and see all that they wrote before. Every rank must call it.
 
-        Args: meanwhile is done when the others know that this rank has come, and idle if it has to wait for them. Both
-            may be done twice.
+        Args: meanwhile is done when the others know that this rank has come; it may be done twice. idle is done if this
+            rank has to wait for them.
         Raises: UnisonoError if a rank has died, or broken off, or does not come in time.
         """
         self._barrier.report()

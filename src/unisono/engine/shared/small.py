@@ -118,12 +118,15 @@ class SmallRows:
         """Write for the others what was taken."""
         for gradients, places in zip(self._own, self._plan.places, strict=True):
             sources = self._others.of(gradients)
-            missing = [place for place, source in zip(places, sources, strict=True) if source is None]
-            if missing:
-                torch._foreach_zero_(missing)
-                places = [place for place, source in zip(places, sources, strict=True) if source is not None]  # noqa: PLW2901
-            if places:
-                torch._foreach_copy_(places, [source for source in sources if source is not None])
+            given = [source for source in sources if source is not None]
+            if len(given) == len(sources):
+                taken = places
+            else:
+                pairs = [*zip(places, sources, strict=True)]
+                taken = [place for place, source in pairs if source is not None]
+                torch._foreach_zero_([place for place, source in pairs if source is None])
+            if taken:
+                torch._foreach_copy_(taken, given)
 
     def reduce(self, used: Sequence[bool], factor: float) -> None:
         """Sum this rank's part over all nodes, and multiply it by a factor; the gradients given are used up."""
