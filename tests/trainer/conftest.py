@@ -55,3 +55,72 @@ def digests(lines: list[str], *, least: int = 25) -> dict[str, str]:
     found = dict(re.findall(r"^(.+) = ([0-9a-f]{64})$", "\n".join(lines), re.MULTILINE))
     assert len(found) >= least
     return found
+
+
+PREAMBLE = """
+import os, signal, sys, time
+from functools import partial
+from pathlib import Path
+import torch, unisono
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+from unisono.errors import LossError, NonFiniteLossError, UnisonoError
+
+R = int(os.environ["RANK"])
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+data = TensorDataset(torch.randn(60, 6), torch.arange(60) % 3)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+def loss(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+def make_trainer(**options):
+    return unisono.Trainer(model, optimizer, **{"virtual_ranks": 4, "engine": "shared", "progress": False, **options})
+
+def say(*values):
+    print(*values, flush=True)
+"""
+
+
+LARGE = """
+class Large(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 900), nn.Linear(900, 3)
+        self.turned = nn.Parameter((torch.randn(500, 900) / 30).t())
+        self.empty, self.unused, self.seldom = (nn.Parameter(torch.zeros(n)) for n in (0, 7, 3))
+
+    def forward(self, x):
+        y = self.last(torch.tanh(torch.tanh(self.first(x)) @ self.turned) @ self.turned.t()) + self.empty.sum()
+        return y + self.seldom if x[0, 0] > 0.5 else y
+
+model = Large()
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+"""
+
+
+@pytest.fixture
+def large_model() -> str:
+    """A script's model whose gradients are not those of a small one."""
+    return LARGE
+
+
+@pytest.fixture
+def run_alone(rank_host, tmp_path):
+    """Run a script on N ranks that nobody watches over: no launcher ends the others when one fails."""
+
+    def run(n: int, script: str, *, codes: dict[int, int] | None = None) -> list[str]:
+        (tmp_path / "meet").unlink(missing_ok=True)
+        start = f'dist.init_process_group("gloo", init_method="file://{tmp_path}/meet", rank=R, world_size={n})'
+        (tmp_path / "script.py").write_text(f"{PREAMBLE}\n{start}\n{script}")
+        ends, _ = rank_host.run(n, tmp_path / "script.py", folder=tmp_path, watched=False)
+        said = [(tmp_path / f"out{r}").read_text() for r in range(n)]
+        for r, code in enumerate(ends):
+            error = (tmp_path / f"err{r}").read_text()
+            assert code == (codes or {}).get(r, 0), f"rank {r}: {code}\n{said[r]}\n{error[-4000:]}"
+        return said
+
+    return run

@@ -1,0 +1,178 @@
+"""The shared-memory engine: what happens when a rank fails, dies or is interrupted, or a step cannot be taken."""
+
+from __future__ import annotations
+
+
+def test_a_loss_or_gradient_that_is_not_finite_leaves_the_shared_weights_alone(run_alone):
+    said = run_alone(
+        3,
+        """
+trainer = make_trainer(clip_grad_norm=1.0)
+batches = trainer.batches(data, batch_size=12)
+trainer.step(loss, next(batches))
+before = trainer.digest()
+batch = next(batches)
+bad = [
+    lambda m, b: loss(m, b) * (torch.nan if R == 1 else 1),
+    lambda m, b: (m(b[0]) * 0).sum(1).sqrt() if R == 1 else loss(m, b),
+    lambda m, b: (loss(m, b).sum(), 0),
+]
+for function in bad:
+    try:
+        trainer.step(function, batch)
+    except LossError as error:
+        say(str(error)[:40], trainer.digest() == before, all(p.grad is None for p in model.parameters()))
+    dist.barrier()
+trainer.step(loss, batch)
+say(trainer.digest() != before, trainer.digest())
+""",
+    )
+    assert said[0] == said[1] == said[2]
+    assert said[0].count("True True") == 3
+    assert "norm of the gradient" in said[0]
+
+
+def test_a_rank_that_dies_while_it_writes_what_two_ranks_share_is_named(run_alone, large_model):
+    said = run_alone(
+        4,
+        f"""
+{large_model}
+from unisono.engine.shared import pairs
+def dies(do, *args):
+    if trainer.steps == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    do(*args)
+if R == 2:  # which may come first or second
+    pairs._write, pairs._add = partial(dies, pairs._write), partial(dies, pairs._add)
+trainer = make_trainer()
+try:
+    for batch in trainer.batches(data, batch_size=12):
+        trainer.step(loss, batch)
+except UnisonoError as error:
+    say(trainer.steps, error)
+os._exit(0)  # gloo would wait for the dead
+""",
+        codes={2: -9},
+    )
+    for rank in (0, 1, 3):
+        assert said[rank].startswith("2 ")
+        assert "the process of rank 2 has ended" in said[rank]
+
+
+def test_a_rank_that_dies_in_mid_step_is_named_by_the_others_and_nothing_is_left(run_alone):
+    said = run_alone(
+        3,
+        """
+trainer = make_trainer()
+def dies(model, batch):
+    if R == 1 and trainer.steps == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return loss(model, batch)
+try:
+    for batch in trainer.batches(data, batch_size=12):
+        trainer.step(dies, batch)
+except UnisonoError as error:
+    say(trainer.steps, error)
+say([line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/" in line])
+os._exit(0)  # gloo would wait for the dead
+""",
+        codes={1: -9},
+    )
+    for rank in (0, 2):
+        assert said[rank].startswith("3 ")
+        assert "the process of rank 1 has ended" in said[rank]
+        assert said[rank].splitlines()[-1] == "[]"  # nothing that they share has a name that could be left
+
+
+def test_a_rank_that_fails_in_the_update_makes_the_others_raise(run_alone):
+    said = run_alone(
+        3,
+        """
+trainer = make_trainer()
+trainer.step(loss, next(trainer.batches(data, batch_size=12)))
+if R == 1:
+    optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+else:
+    optimizer.register_step_pre_hook(lambda *_: None)
+batch = next(trainer.batches(data, batch_size=12))
+try:
+    trainer.step(loss, batch)
+except (UnisonoError, ZeroDivisionError) as error:
+    say(type(error).__name__, error)
+try:
+    trainer.step(loss, batch)
+except UnisonoError as error:
+    say(error)
+os._exit(0)
+""",
+    )
+    assert said[1].startswith("ZeroDivisionError")
+    for rank in (0, 2):
+        assert said[rank].startswith("UnisonoError")
+        assert "rank 1 failed while weights were written: ZeroDivisionError" in said[rank]
+    assert all("an earlier step broke off" in text for text in said)
+
+
+def test_a_step_that_one_rank_alone_gives_up_is_noticed(run_alone):
+    said = run_alone(
+        2,
+        """
+trainer = make_trainer()
+def fails(model, batch):
+    if R == 1 and trainer.steps == 2:
+        raise KeyError("mine")
+    return loss(model, batch)
+for batch in trainer.batches(data, batch_size=12):
+    try:
+        trainer.step(fails, batch)
+    except KeyError:
+        trainer.step(loss, batch)  # the other rank is still at the step before
+    except UnisonoError as error:
+        say(error)
+        break
+os._exit(0)
+""".replace(
+            "        trainer.step(loss, batch)  #",
+            "        try: trainer.step(loss, batch)\n        except UnisonoError as e: say(e); break  #",
+        ),
+    )
+    for text in said:
+        assert "ranks are at different steps: [3, 4]" in text
+
+
+def test_ctrl_c_at_a_barrier_comes_after_the_step(run_alone, tmp_path):
+    said = run_alone(
+        2,
+        f"""
+from unisono.engine.shared import Hall
+flag, wait = Path("{tmp_path}/waits"), Hall.wait
+def tell(self, gate, *args):
+    if R == 0 and trainer.steps == 2 and gate is self._barrier:
+        flag.touch()
+    return wait(self, gate, *args)
+Hall.wait = tell
+pids = [None, None]
+dist.all_gather_object(pids, os.getpid())
+trainer = make_trainer()
+def interrupts(model, batch):
+    if R == 1 and trainer.steps == 2 and pids:
+        while not flag.exists():
+            time.sleep(0.01)
+        time.sleep(0.1)
+        os.kill(pids[0], signal.SIGINT)
+        pids.clear()
+        time.sleep(0.1)
+    return loss(model, batch)
+try:
+    for batch in trainer.batches(data, batch_size=12):
+        trainer.step(interrupts, batch)
+        if trainer.steps == 3:
+            break
+except KeyboardInterrupt:
+    say("interrupted")
+say(trainer.steps, trainer.digest())
+os._exit(0)
+""",
+    )
+    assert said[0] == "interrupted\n" + said[1]
+    assert said[1].startswith("3 ")
