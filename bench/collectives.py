@@ -1,11 +1,11 @@
 """Process groups over shared memory (`shm`) against gloo over loopback: collectives, messages, and a script with DDP.
 
-A pair is one call of each, on equal tensors of float32, in the same processes; ten calls in a row up to 1 MB, three up
-to 25 MB, since ranks leave the barrier before them up to a millisecond apart. The time of the slowest rank counts. The
-size is that of the whole: what a rank has after an all_gather, what the root has for a gather. A message goes there and
-back, and half of that counts. The memcpy is measured on rank 0 while the others sleep. Four ranks on two cores say
-little about four cores. All_reduce of 25 MB and more must be 1.6 times as fast, and aims at 2.5. The last rows run one
-script with DDP, which asks for gloo, by `unisono run` with and without `--cpu-backend shm`.
+A pair is one call of each, on equal tensors of float32, in the same processes, which all ranks begin at the same time;
+ten calls in a row up to 1 MB, three up to 25 MB. The time of the slowest rank counts. The size is that of the whole:
+what a rank has after an all_gather, what the root has for a gather. A message goes there and back, and half of that
+counts. The memcpy is measured on rank 0 while the others sleep. Four ranks on two cores say little about four cores.
+All_reduce of 25 MB and more must be 1.6 times as fast, and aims at 2.5. The last rows run one script with DDP, which
+asks for gloo, by `unisono run` with and without `--cpu-backend shm`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 import unisono  # noqa: F401  it registers the backend
 from bench.chart import draw
-from bench.measure import Effort, Pairs, alternate
-from bench.ranks import run_ranks
+from bench.measure import Effort, alternate
+from bench.ranks import run_ranks, slowest, start_together
 from bench.rows import Goal, Row, summarise
 
 __all__ = ["run"]
@@ -99,7 +99,7 @@ def _row(effort: Effort, name: str, nbytes: int, ours: Call, peer: Call, *, peer
 
     def side(call: Call) -> Callable[[], float]:
         def measure() -> float:
-            dist.barrier()
+            start_together()
             start = time.perf_counter()
             for _ in range(calls):
                 call()
@@ -107,17 +107,13 @@ def _row(effort: Effort, name: str, nbytes: int, ours: Call, peer: Call, *, peer
 
         return measure
 
-    pairs = alternate(side(ours), side(peer), rounds=effort.rounds(rounds)).scaled(1e3)
-    everybodys: list[Pairs] = [pairs] * dist.get_world_size()
-    dist.all_gather_object(everybodys, pairs)
-    half = 0.5 if name == "send and recv" else 1.0
-    slowest = [[half * max(times) for times in zip(*side, strict=True)] for side in zip(*everybodys, strict=True)]
+    a_message = 0.5 if name == "send and recv" else 1.0  # there and back
+    pairs = slowest(alternate(side(ours), side(peer), rounds=effort.rounds(rounds))).scaled(1e3 * a_message)
     ranks = dist.get_world_size()
     return summarise(
         "collectives",
         f"{name} of {_size(nbytes)}, {ranks} ranks",
-        ours=slowest[0],
-        peer=slowest[1],
+        **pairs._asdict(),
         peer_name=peer_name,
         unit="ms",
         goal=goal,

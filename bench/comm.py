@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import unisono  # noqa: F401  it registers the backend
 from bench.measure import Effort, Pairs, alternate
-from bench.ranks import run_ranks
+from bench.ranks import run_ranks, start_together
 from bench.rows import Goal, Row, summarise
 from unisono import comm
 
@@ -97,7 +97,7 @@ def _measure(
 
     def side(call: Call) -> Callable[[], float]:
         def measure() -> float:
-            dist.barrier()
+            start_together()
             start = clock()
             for _ in range(number):
                 call()

@@ -2,8 +2,8 @@
 
 The peer: DDP(gradient_as_bucket_view=True) in a process group of its own, with zero_grad(set_to_none=True), backward,
 step and the rank's own loss.item(); the Trainer gives the loss of the global batch. Both have fused AdamW and the same
-batches. Sides take turns in blocks of steps that begin with a barrier; rank 0's time counts. Four ranks on two cores
-say little about four cores. The last rows compare the Trainer with itself, without overlap.
+batches. Sides take turns in blocks of steps, which all ranks begin at the same time; that of the slowest rank counts.
+Four ranks on two cores say little about four cores. The last rows compare the Trainer with itself, without overlap.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench.measure import Effort, Pairs, alternate
 from bench.models import MLP_4M, MLP_25M, MLP_66K, MLP_66K_SHORT, TINY, Subject, conv_net, transformer
-from bench.ranks import run_ranks
+from bench.ranks import run_ranks, slowest, start_together
 from bench.rows import Goal, Row, summarise
 from bench.sides import ByHand, TrainerSide, check_equal
 
@@ -121,21 +121,22 @@ def in_blocks(
     peer: Callable[[], float],
     prepare: Callable[[], None] = lambda: None,
 ) -> Pairs:
-    """Measure two sides in blocks of so many steps: milliseconds of a step.
+    """Measure two sides in blocks of so many steps: milliseconds of a step, until the last rank has taken it.
 
-    A block begins with a barrier, which ranks leave up to a millisecond apart, and with the other side's data in the
-    caches: a tenth as many steps come first that do not count.
+    A block begins with the other side's data in the caches: a tenth as many steps come first that do not count. Ranks
+    that have nothing to do with each other, which `shared` takes for the limit, take different times for the same work:
+    one core is slower for a while, then the other. A step of a job waits for both.
     Args: prepare is called before each block, of either side.
     """
 
     def side(step: Callable[[], float]) -> Callable[[], float]:
         def measure() -> float:
             prepare()
-            dist.barrier()
+            start_together()
             for _ in range(block // 10):
                 step()
             return sum(step() for _ in range(block)) / block
 
         return measure
 
-    return alternate(side(ours), side(peer), rounds=effort.rounds(40)).scaled(1e3)
+    return slowest(alternate(side(ours), side(peer), rounds=effort.rounds(40))).scaled(1e3)

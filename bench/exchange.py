@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from bench.measure import Effort, alternate
-from bench.ranks import run_ranks
+from bench.ranks import run_ranks, start_together
 from bench.rows import Row, summarise
 from unisono.comm import World
 from unisono.engine.exchange import Exchange, Layout
@@ -45,7 +45,7 @@ def _row(effort: Effort, nbytes: int) -> Row:
     def ours() -> float:
         exchange.start(layout)
         exchange.rows[0].fill_(1.0)
-        dist.barrier()
+        start_together()
         start = time.perf_counter()
         exchange.launch()
         exchange.advance()
@@ -56,7 +56,7 @@ def _row(effort: Effort, nbytes: int) -> Row:
 
     def peer() -> float:
         vector.fill_(1.0)
-        dist.barrier()
+        start_together()
         start = time.perf_counter()
         dist.all_reduce(vector)
         return time.perf_counter() - start

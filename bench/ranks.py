@@ -1,9 +1,10 @@
-"""A measurement inside several fresh processes that share a gloo group over loopback."""
+"""A measurement inside several fresh processes that share a gloo group over loopback, and begin and count together."""
 
 from __future__ import annotations
 
 import os
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,9 +12,15 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
+from bench.measure import Pairs
 from bench.rows import Row, row_from_json, row_to_json
+from unisono.machine import let_threads_finish
 
-__all__ = ["run_ranks"]
+__all__ = ["run_ranks", "slowest", "start_together"]
+
+# From when ranks agree on a time until it has come: long enough for the last of them to hear of it.
+_NOTICE_S = 2e-3
+_SPIN_S = 5e-4
 
 
 def run_ranks(function: Callable[..., list[Row]], world_size: int, *arguments: object) -> list[Row]:
@@ -24,6 +31,27 @@ def run_ranks(function: Callable[..., list[Row]], world_size: int, *arguments: o
     with tempfile.TemporaryDirectory() as folder:
         spawn(_on_rank, args=(world_size, folder, function, arguments), nprocs=world_size)  # type: ignore[no-untyped-call]
         return [row_from_json(line) for line in Path(folder, "rows").read_text(encoding="utf-8").splitlines()]
+
+
+def start_together() -> None:
+    """Wait for all ranks, and go on at the same time on each that has a core. Every rank must call it.
+
+    A barrier of gloo lets ranks go up to a millisecond apart, which is as long as many small collectives take. Ranks
+    agree on a time instead; the monotonic clock is the same for all processes of a host.
+    """
+    begin = torch.tensor(time.perf_counter() + _NOTICE_S, dtype=torch.float64)
+    dist.all_reduce(begin, dist.ReduceOp.MAX)
+    start_s = begin.item()
+    time.sleep(max(0.0, start_s - _SPIN_S - time.perf_counter()))
+    while time.perf_counter() < start_s:
+        os.sched_yield()
+
+
+def slowest(pairs: Pairs) -> Pairs:
+    """Give the times of the rank that took longest, measurement by measurement. Every rank must call it."""
+    everybodys = [pairs] * dist.get_world_size()
+    dist.all_gather_object(everybodys, pairs)
+    return Pairs(*([max(times) for times in zip(*side, strict=True)] for side in zip(*everybodys, strict=True)))
 
 
 def _on_rank(
@@ -39,4 +67,5 @@ def _on_rank(
             Path(folder, "rows").write_text("".join(row_to_json(row) + "\n" for row in rows), encoding="utf-8")
         dist.barrier()
     finally:
+        let_threads_finish()
         dist.destroy_process_group()

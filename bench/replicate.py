@@ -1,8 +1,9 @@
 """`unisono.parallel.replicate` against DistributedDataParallel over the same backend, in the same processes.
 
 The peer: DDP(gradient_as_bucket_view=True). Both sides: zero_grad(set_to_none=True), forward, backward, loss.item(),
-fused AdamW, the same batches, groups of their own. Sides take turns in blocks of steps that begin with a barrier; rank
-0's time counts. The last rows compare replicate with itself: without overlap, with other sizes of messages.
+fused AdamW, the same batches, groups of their own. Sides take turns in blocks of steps, which all ranks begin at the
+same time; that of the slowest rank counts. The last rows compare replicate with itself: without overlap, with other
+sizes of messages.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Trainer.step with the shared-memory engine, 2 ranks, against DDP over gloo and against the limit.
 
-DDP is that of the rows of `ddp`. The limit is two processes that train alone, side by side, on the same batches: what
-two ranks would take if they had nothing to do with each other, but each the whole optimizer. A step of the MLP with 66
-thousand parameters is mostly Python and calls of torch, and DDP's is mostly gloo: how far the limit is from DDP, and so
-whether four times DDP's speed can be had at all, depends on what loopback costs on the machine. With 128 samples a rank
-the model's own work is too much of DDP's step for such a goal. Sides take turns in blocks of steps that begin with a
-barrier; rank 0's time counts. The last row is memory: the sum of the proportional set sizes of 4 ranks, after some
-steps in jobs of their own, each started with `unisono run`.
+DDP is that of the rows of `ddp`. The limit is two processes that train alone, side by side, on the same batches, until
+both have taken their steps: what two ranks would take if they had nothing to do with each other, but each the whole
+optimizer. A step of the MLP with 66 thousand parameters is mostly Python and calls of torch, and DDP's is mostly gloo:
+how far the limit is from DDP, and so whether four times DDP's speed can be had at all, depends on what loopback costs
+on the machine. With 128 samples a rank the model's own work is too much of DDP's step for such a goal. Sides take turns
+in blocks of steps, which all ranks begin at the same time; that of the slowest rank counts. The last row is memory: the
+sum of the proportional set sizes of 4 ranks, after some steps in jobs of their own, each started with `unisono run`.
 """
 
 from __future__ import annotations
