@@ -225,7 +225,7 @@ def _step(effort: Effort, model: str) -> Row:
 
             return measure
 
-        rounds = 1 if effort.quick else 5
+        rounds = 1 if effort.quick else 9
         pairs = alternate(side("shm"), side("gloo"), rounds=rounds, warmup=0).scaled(1e3)
     return summarise(
         "collectives",

@@ -31,7 +31,7 @@ of the median, so that another run may as well meet it. Ratios carry over to oth
 quiet machine: a busy neighbour costs the side that uses more processes more.
 
 **Another machine.** Ratios to gloo depend on what loopback and a switch of threads cost:
-[benchmarks-epyc.md](benchmarks-epyc.md) is this page from a machine where gloo takes half as long again, and was
+[benchmarks-xeon.md](benchmarks-xeon.md) is this page from a machine where gloo takes two thirds as long, and was
 written before the last changes. With 66 thousand parameters a training step is nearly all gloo, or nearly all Python
 and torch's own calls. Four times DDP's speed is then within reach on one machine, and on another one less than a
 process takes that trains alone; the section on `shared` has both.
