@@ -18,9 +18,10 @@ from unisono.machine import let_threads_finish
 
 __all__ = ["run_ranks", "slowest", "start_together"]
 
-# From when ranks agree on a time until it has come: long enough for the last of them to hear of it.
 _NOTICE_S = 2e-3
+"""From when ranks agree on a time until it has come: long enough for the last of them to hear of it."""
 _SPIN_S = 5e-4
+"""The last part of that, in which they look at the clock: a sleep may end so much too late."""
 
 
 def run_ranks(function: Callable[..., list[Row]], world_size: int, *arguments: object) -> list[Row]:
