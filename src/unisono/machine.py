@@ -8,7 +8,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["let_threads_finish", "usable_cores"]
+__all__ = ["let_threads_finish", "resident_bytes", "usable_cores"]
 
 
 def usable_cores() -> int:
@@ -30,6 +30,15 @@ def let_threads_finish(timeout_s: float = 1.0) -> None:
     while calm < 2 and time.monotonic() < deadline_s:
         time.sleep(0.001)  # the interpreter is free meanwhile
         calm = calm + 1 if _all_others_sleep() else 0
+
+
+def resident_bytes() -> int | None:
+    """Return the main memory that this process has in use, with what it shares with others; None if nobody can say."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def _all_others_sleep() -> bool:

@@ -39,7 +39,7 @@ def test_a_mean_is_over_samples():
     value = mean.compute()
     assert isinstance(value, Metric) and unisono.Metric is Metric
     assert (value.total, value.count, float(value)) == (31, 7, 31 / 7)
-    assert str(value) == "4.4286 (31/7)"
+    assert str(value) == "4.4286"  # a sum of other values than counts tells nobody anything
     mean.reset()
     assert math.isnan(mean.compute())
 
@@ -112,7 +112,7 @@ def test_settings_that_cannot_be_meant():
 
 def test_small_and_large_means_are_printed_with_digits_that_tell():
     shown = [str(Metric(total, 4)) for total in (0.0, 2.0, 4.2e-6, 1.5e10, math.nan)]
-    assert shown == ["0.0000 (0/4)", "0.5000 (2/4)", "1.05e-06 (4.2e-06/4)", "3.75e+09 (15000000000/4)", "nan (nan/4)"]
+    assert shown == ["0.0000 (0/4)", "0.5000 (2/4)", "1.05e-06", "3.75e+09", "nan"]
 
 
 def test_many_small_values_are_not_lost():

@@ -29,12 +29,14 @@ class Script:
             "run", **{"version": "0.1.0", "seed": 0, "directory": "runs/digits", "torch": "2.13.0", **figures, **fields}
         )
 
-    def epoch(self, epoch, *, epochs=5, steps=12, first_step=0):
-        self("epoch", epoch=epoch, epochs=epochs, steps=steps, first_step=first_step, num_samples=None)
+    def epoch(self, epoch, *, epochs=5, steps=12, first_step=0, run_steps=None):
+        total_steps = 12 * epoch + first_step
+        fields = {"first_step": first_step, "num_samples": None, "total_steps": total_steps, "run_steps": run_steps}
+        self("epoch", epoch=epoch, epochs=epochs, steps=steps, **fields)
 
-    def steps(self, epoch, steps, *, step_s=0.1, loss=0.8123, samples=100):
+    def steps(self, epoch, steps, *, step_s=0.1, loss=0.8123, samples=100, lr=0.1, **others):
         for step in steps:
-            fields = {"total_steps": 12 * epoch + step + 1, "loss": loss, "samples": samples, "lr": 0.1}
+            fields = {"total_steps": 12 * epoch + step + 1, "loss": loss, "samples": samples, "lr": lr, **others}
             self("step", step_s, epoch=epoch, step=step, step_s=step_s, **fields)
 
     def evaluation(self, epoch, name="evaluation", **values):

@@ -88,8 +88,8 @@ def play(script):
 def test_live_look_at_80_columns(live):
     assert play(live(80)).screen().text == (
         "unisono  2 ranks · 8 virtual ranks · 27,098 parameters · cpu · runs/digits\n"
-        "epoch 1/5  12/12  loss 0.8123    1,000 samples/s    1.2 s\n"
-        "           accuracy 0.9111 (328/360)  loss 2.1034 (26925.1/12800)\n"
+        "epoch 1/5  12/12  loss 0.8123    1,000 samples/s    1.2 s  lr 0.1\n"
+        "           accuracy 0.9111 (328/360)  loss 2.1034\n"
         "epoch 2/5   8/12  loss 0.4132    8,412 samples/s  0:00:04 left  ━━━━━━━━╸━━━━"
     )
 
@@ -101,8 +101,7 @@ def test_live_look_at_60_columns_breaks_between_figures(live):
         "unisono  2 ranks · 8 virtual ranks · 27,098 parameters · cpu\n"
         "         runs/digits\n"
         "epoch 1/5  12/12  loss 0.8123    1,000 samples/s    1.2 s\n"
-        "           accuracy 0.9111 (328/360)\n"
-        "           loss 2.1034 (26925.1/12800)\n"
+        "           accuracy 0.9111 (328/360)  loss 2.1034\n"
         "epoch 2/5   8/12  loss 0.4132    8,412 samples/s  ━━━━╸━━"
     )
 
@@ -126,20 +125,30 @@ def test_a_checkpoint_shows_for_a_moment(live):
     assert "saved" not in script.screen().text
 
 
-def test_a_checkpoint_takes_the_place_of_the_time_where_there_is_no_room(live):
+def test_a_checkpoint_takes_the_place_of_the_bar_where_there_is_no_room(live):
     script = play(live(80))
     script.checkpoint(20)
     script.steps(1, [8], step_s=1.0)
     assert script.screen().text.splitlines()[-1] == (
-        "epoch 2/5   9/12  loss 0.8123    7,488 samples/s  saved step 20  ━━━━━━━━━━━━"
+        "epoch 2/5   9/12  loss 0.4138    7,488 samples/s  0:00:03 left  saved step 20"
     )
+
+
+def test_a_wide_terminal_has_room_for_all_figures(live):
+    script = live(140)
+    script.epoch(0, run_steps=60)
+    script.steps(0, range(8), step_s=1.0, lr=3e-4, grad_norm=0.5, memory=366_000_000)
+    row = "epoch 1/5   8/12  loss 0.8123      100 samples/s"
+    assert script.screen().text == f"{row}  0:00:52 left  {'━' * 30}  lr 0.0003  norm 0.5000  366 MB"
+    script.progress.close()
+    assert script.screen().text == f"{row}    8.0 s  lr 0.0003  norm 0.5000  366 MB"
 
 
 def test_live_look_without_known_totals(live):
     script = live(80)
     script.epoch(0, epochs=None, steps=None)
     script.steps(0, range(3), step_s=1.0)
-    assert script.screen().text == "epoch 1      3 steps  loss 0.8123      100 samples/s  0:00:03"
+    assert script.screen().text == "epoch 1      3 steps  loss 0.8123      100 samples/s  0:00:03       lr 0.1"
 
 
 def test_a_loop_of_the_users_own_in_the_live_look(live):
@@ -157,7 +166,7 @@ def test_the_cursor_is_hidden_while_live_and_restored_by_close(live):
     script.progress.close()
     screen = script.screen()
     assert screen.cursor
-    assert screen.text.splitlines()[-1] == "epoch 2/5   8/12  loss 0.4132    8,412 samples/s    8.0 s"
+    assert screen.text.splitlines()[-1] == "epoch 2/5   8/12  loss 0.4132    8,412 samples/s    8.0 s  lr 0.1"
 
 
 def test_steps_between_redraws_write_nothing(live):
@@ -210,7 +219,7 @@ def test_two_runs_one_after_another(live):
             script.steps(epoch, range(12))
         script("end", total_steps=24, seconds=2.4)
         assert script.screen().text.count("━") == 0
-    row = "  12/12  loss 0.8123    1,000 samples/s    1.2 s\n"
+    row = "  12/12  loss 0.8123    1,000 samples/s    1.2 s  lr 0.1\n"
     one = (
         "unisono  2 ranks · 8 virtual ranks · 27,098 parameters · cpu · runs/digits\n"
         f"epoch 1/2{row}epoch 2/2{row}finished at step 24 after 2.4 s, 1,000 samples/s"
@@ -275,7 +284,7 @@ def test_prints_of_this_process_stand_above_the_row(terminal, monkeypatch):
         "done",
         "..",
         "100% bar",
-        "epoch 1/1   3/12  loss 0.8123      100 samples/s    3.0 s",
+        "epoch 1/1   3/12  loss 0.8123      100 samples/s    3.0 s  lr 0.1",
         " end of the line",
     ]
 

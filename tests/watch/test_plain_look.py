@@ -27,10 +27,10 @@ def test_plain_look_of_a_run(plain):
     plain.progress.close()
     assert text_of(plain) == (
         "unisono: 2 ranks, 8 virtual ranks, 27,098 parameters, cpu, runs/digits\n"
-        "epoch 1/2   12/12 steps   loss 0.8123       1,000 samples/s     1.2 s\n"
-        "epoch 1/2   accuracy 0.9111 (328/360)   loss 2.1034 (26925.1/12800)\n"
-        "epoch 2/2   12/12 steps   loss 1.20e-04     1,000 samples/s     1.2 s\n"
-        "epoch 2/2   accuracy 0.9111 (328/360)   loss 2.1034 (26925.1/12800)\n"
+        "epoch 1/2   12/12 steps   loss 0.8123       1,000 samples/s     1.2 s   lr 0.1\n"
+        "epoch 1/2   accuracy 0.9111 (328/360)   loss 2.1034\n"
+        "epoch 2/2   12/12 steps   loss 1.20e-04     1,000 samples/s     1.2 s   lr 0.1\n"
+        "epoch 2/2   accuracy 0.9111 (328/360)   loss 2.1034\n"
         "finished at step 24 after 3.4 s, 1,000 samples/s\n"
     )
 
@@ -44,10 +44,59 @@ def test_plain_look_of_a_resumed_long_epoch_has_a_line_every_ten_seconds(plain):
     assert text_of(plain) == (
         "unisono: 1 rank, 8 virtual ranks, 27,098 parameters, cpu\n"
         "resumed after step 31, in epoch 3: runs/digits/7\n"
-        "epoch  3/10    9/12 steps   loss 0.8123        16.7 samples/s    12.0 s   0:00:18 left\n"
-        "epoch  3/10   11/12 steps   loss 0.8123        16.7 samples/s    24.0 s   0:00:06 left\n"
-        "epoch  3/10   12/12 steps   loss 0.8123        16.7 samples/s    30.0 s\n"
+        "epoch  3/10    9/12 steps   loss 0.8123        16.7 samples/s    12.0 s   0:00:18 left   lr 0.1\n"
+        "epoch  3/10   11/12 steps   loss 0.8123        16.7 samples/s    24.0 s   0:00:06 left   lr 0.1\n"
+        "epoch  3/10   12/12 steps   loss 0.8123        16.7 samples/s    30.0 s   lr 0.1\n"
     )
+
+
+def test_the_loss_is_the_mean_of_the_epoch_and_before_its_end_of_the_steps_since_the_last_line(plain):
+    plain.epoch(0, epochs=1, steps=6)
+    for step, loss in enumerate((8.0, 6.0, 4.0, 2.0, 1.0, 1.0)):
+        plain.steps(0, [step], step_s=5.0, loss=loss, samples=20 if step else 40)
+    losses = [line.split("loss ")[1].split()[0] for line in text_of(plain).splitlines()]
+    assert losses == [f"{(40 * 8 + 20 * 6) / 60:.4f}", "3.0000", f"{(40 * 8 + 20 * 14) / 140:.4f}"]
+
+
+def test_time_left_is_that_of_the_run_and_knows_where_it_is_to_end(plain):
+    plain.epoch(0, epochs=3, run_steps=30)
+    plain.steps(0, range(6), step_s=2.0)
+    plain.steps(0, range(6, 12), step_s=2.0)
+    plain.evaluation(0, accuracy=ACCURACY)  # takes 0.5 s
+    plain.epoch(1, epochs=3, run_steps=30)
+    plain.steps(1, range(6), step_s=2.0)
+    plain.steps(1, range(6, 12), step_s=2.0)
+    plain.epoch(2, epochs=3, run_steps=30)
+    plain.steps(2, range(6), step_s=2.0)
+    lines = [line.split("   lr")[0] for line in text_of(plain).splitlines()]
+    assert lines[0].endswith("10.0 s   0:00:50 left")  # 25 steps of 2 s
+    assert next(line for line in lines if line.startswith("epoch 2/3    5/12")).endswith(
+        "0:00:27 left"
+    )  # 13, and 0.5 s
+    assert lines[-1].startswith("epoch 3/3   6/6 steps")
+
+
+def test_several_optimizers_have_a_loss_each_and_samples_count_once(plain):
+    plain.epoch(0, epochs=1)
+    for step in range(12):
+        plain.steps(0, [step], optimizer="judge", loss=0.5)
+        plain.steps(0, [step], optimizer="generator", loss=2.0, lr=0.2, step_s=0.0)
+    plain("end", total_steps=12, seconds=1.2)
+    assert text_of(plain) == (
+        "epoch 1/1   12/12 steps   judge 0.5000  generator 2.0000     1,000 samples/s     1.2 s   lr 0.2\n"
+    )
+
+
+def test_tokens_are_counted_where_the_loss_is_a_mean_over_tokens_and_the_rest_is_told(plain):
+    plain.epoch(0, epochs=1)
+    plain.steps(0, range(12), weight=51200.0, grad_norm=1.25, lr=3e-4, memory=1_310_720_000)
+    plain.steps(1, range(1), weight=77.5)
+    plain.progress.close()
+    first, second = text_of(plain).splitlines()
+    assert first == (
+        "epoch 1/1   12/12 steps   loss 0.8123      512,000 tokens/s     1.2 s   lr 0.0003   norm 1.2500   1.31 GB"
+    )
+    assert "samples/s" in second  # weights that are no count
 
 
 def test_plain_look_without_known_totals(plain):
@@ -59,10 +108,10 @@ def test_plain_look_without_known_totals(plain):
     plain("warning", message="3 workers on 2 cores")
     plain.progress.close()
     assert text_of(plain) == (
-        "epoch 1       3 steps   loss 0.8123       1,000 samples/s     0.3 s\n"
+        "epoch 1       3 steps   loss 0.8123       1,000 samples/s     0.3 s   lr 0.1\n"
         "epoch 1   validation   accuracy 0.9111 (328/360)\n"
         "warning: 3 workers on 2 cores\n"
-        "epoch 2       2 steps   loss nan          1,000 samples/s     0.2 s\n"
+        "epoch 2       2 steps   loss nan          1,000 samples/s     0.2 s   lr 0.1\n"
     )
 
 
@@ -137,7 +186,7 @@ def test_unknown_kinds_and_missing_fields_do_no_harm(interactive):
 def test_a_display_that_joins_late_shows_what_it_can(plain):
     plain.steps(3, range(5, 8))
     plain.progress.close()
-    assert text_of(plain) == "epoch 4       8 steps   loss 0.8123       1,000 samples/s     0.3 s\n"
+    assert text_of(plain) == "epoch 4       8 steps   loss 0.8123       1,000 samples/s     0.3 s   lr 0.1\n"
 
 
 def test_the_plain_look_does_not_import_rich(tmp_path):

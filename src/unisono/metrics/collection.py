@@ -22,7 +22,7 @@ class Metrics(Mapping[str, Accumulator[Any]]):
     >>> meters.update(loss=(0.2, 4), longest=11)
     >>> values = meters.compute()
     >>> print(values["loss"], values["longest"])
-    0.4000 (4.8/12) 11
+    0.4000 11
     """
 
     def __init__(self, **metrics: Accumulator[Any]) -> None:

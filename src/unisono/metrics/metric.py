@@ -8,11 +8,13 @@ __all__ = ["Metric"]
 
 
 class Metric(float):
-    """A mean over samples (or tokens) of all ranks. It is a float, and prints with its sum and count.
+    """A mean over samples (or tokens) of all ranks. It is a float that knows its sum and count.
+
+    The mean of truth values prints with the two counts behind it.
 
     >>> accuracy = Metric(350, 360)
-    >>> print(accuracy)
-    0.9722 (350/360)
+    >>> print(accuracy, Metric(238230.2, 78592))
+    0.9722 (350/360) 3.0312
     >>> accuracy > 0.97, round(accuracy, 2)
     (True, 0.97)
     """
@@ -29,7 +31,9 @@ class Metric(float):
         return metric
 
     def __str__(self) -> str:
-        return f"{_digits(float(self))} ({_plain(self.total)}/{_plain(self.count)})"
+        shares = all(math.isfinite(number) and number == int(number) for number in (self.total, self.count))
+        counts = f" ({int(self.total)}/{int(self.count)})" if shares and 0 <= self.total <= self.count else ""
+        return _digits(float(self)) + counts
 
     def __repr__(self) -> str:
         return f"Metric({self.total!r}, {self.count!r})"
@@ -41,9 +45,3 @@ class Metric(float):
 def _digits(value: float) -> str:
     """Write four digits after the point, or in all where those would say nothing."""
     return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e6 else f"{value:.4g}"
-
-
-def _plain(value: float) -> str:
-    if float(value).is_integer():
-        return str(int(value)) if abs(value) < 1e15 else f"{value:.4g}"
-    return f"{value:.1f}" if 0.1 <= abs(value) < 1e9 else f"{value:.4g}"

@@ -7,22 +7,30 @@ call, and what their arguments mean, stands in `trainer`.
 from __future__ import annotations
 
 import atexit
+import math
 import time
 import weakref
 from collections.abc import Iterator
 from typing import Any, Literal
 
+import torch
+
 from unisono.data.batch import Batch
 from unisono.data.mapped import Loader
 from unisono.data.stream import StreamLoader
 from unisono.errors import UnisonoError
+from unisono.machine import resident_bytes
 from unisono.trainer.assembly import Parts
 from unisono.trainer.ending import Terminator
 from unisono.trainer.snapshot import capture, facts_of
-from unisono.trainer.step import Loss
+from unisono.trainer.step import Loss, StepRunner
 from unisono.watch import EventLog
+from unisono.watch.events import StepFields
 
 __all__ = ["Loop"]
+
+_MEASURE_S = 1.0
+"""How often memory is looked at."""
 
 
 class Loop:
@@ -45,6 +53,7 @@ class Loop:
         self._last_step: int | None = None
         self._loss_sum = self._loss_weight = 0.0
         self._started_s = self._step_ended_s = time.monotonic()
+        self._measured_s = -math.inf
         self._keeper.begin(log, total_steps=self._cursor.total_steps)
         if keeps and self._run.world.rank == 0:
             atexit.register(_rescue, weakref.ref(self))
@@ -58,6 +67,7 @@ class Loop:
     def epochs(self, epochs: int, steps: int | None) -> Iterator[int]:
         """Yield the epochs that are left, as `Trainer.epochs` says."""
         self._epochs, self._last_step = epochs, steps
+        self._started_s = time.monotonic()
         cursor = self._cursor
         while cursor.epoch < epochs and not self._is_over():
             yield cursor.epoch
@@ -99,6 +109,8 @@ class Loop:
             steps=loader.steps,
             first_step=cursor.step,
             num_samples=loader.num_samples,
+            total_steps=cursor.total_steps,
+            run_steps=self._run_steps(loader.steps),
         )
         self._step_ended_s = time.monotonic()
         for batch in loader.batches(epoch=cursor.epoch, first_step=cursor.step):
@@ -142,18 +154,7 @@ class Loop:
         if self._terminator is not None:
             self._terminator.check()
         self._loss_sum, self._loss_weight = self._loss_sum + mean * batch.size, self._loss_weight + batch.size
-        now = time.monotonic()
-        self._log.emit(
-            "step",
-            epoch=batch.epoch,
-            step=batch.step,
-            total_steps=cursor.total_steps,
-            loss=mean,
-            samples=batch.size,
-            lr=learning_rate,
-            step_s=round(now - self._step_ended_s, 6),
-        )
-        self._step_ended_s = now
+        self._tell(runner, batch, name, loss=mean, lr=learning_rate)
         return mean
 
     def save(self) -> None:
@@ -168,6 +169,38 @@ class Loop:
             names = ", ".join(map(repr, self._runners))
             raise ValueError(f"optimizer={optimizer!r}, but Trainer was given several: name one of {names}")
         return optimizer
+
+    def _run_steps(self, steps: int | None) -> int | None:
+        """Return how many steps the run will have had at its end, if its epochs have so many."""
+        cursor, epochs, last = self._cursor, self._epochs, self._last_step
+        if epochs is None or steps is None:
+            return last
+        whole = cursor.total_steps - cursor.step + (epochs - cursor.epoch) * steps
+        return whole if last is None else min(whole, last)
+
+    def _tell(self, runner: StepRunner, batch: Batch, name: str, *, loss: float, lr: float) -> None:
+        """Emit the event of a step."""
+        now = time.monotonic()
+        fields: StepFields = {
+            "epoch": batch.epoch,
+            "step": batch.step,
+            "total_steps": self._cursor.total_steps,
+            "loss": loss,
+            "samples": batch.size,
+            "lr": lr,
+            "step_s": round(now - self._step_ended_s, 6),
+        }
+        if runner.weight != batch.size:
+            fields["weight"] = runner.weight
+        if runner.grad_norm is not None:
+            fields["grad_norm"] = runner.grad_norm
+        if len(self._runners) > 1:
+            fields["optimizer"] = name
+        if now - self._measured_s >= _MEASURE_S and (memory := _memory_in_use(self._run.device)) is not None:
+            self._measured_s = now
+            fields["memory"] = memory
+        self._log.emit("step", **fields)
+        self._step_ended_s = now
 
     def _is_over(self) -> bool:
         return self._last_step is not None and self._cursor.total_steps >= self._last_step
@@ -184,6 +217,10 @@ class Loop:
         if self._is_writing() or self._calls not in (0, len(self._runners)):
             return
         self._keeper.rescue(self._cursor.total_steps, self._capture)
+
+
+def _memory_in_use(device: torch.device) -> int | None:
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else resident_bytes()
 
 
 def _rescue(reference: weakref.ref[Loop]) -> None:

@@ -67,6 +67,10 @@ class StepRunner:
             self.scaler.scale(torch.zeros((), device=run.device))
         self.skipped = False
         """Whether the last step left the weights alone because its scaled gradient overflowed, as float16 may."""
+        self.weight = 0.0
+        """What the losses of the last step were divided by: the number of samples, or what the loss function gave."""
+        self.grad_norm: float | None = None
+        """Norm of the last step's gradient before it was clipped; None without clipping."""
         self.updating = False
         """Whether the state is being written: between here and the caller's setting it back, it is of no step."""
         self._trained = Trained((), ())
@@ -110,6 +114,7 @@ class StepRunner:
             scale = self.scaler.get_scale()
             self.scaler.update()
             self.skipped = self.scaler.get_scale() < scale
+        self.weight = totals.weight
         return totals.loss / totals.weight
 
     def raise_deferred(self) -> None:
@@ -222,6 +227,7 @@ class StepRunner:
     def _finish_gradients(self, totals: Totals, batch: Batch) -> None:
         """Divide by the weight, take the scale out, and clip: on every rank alike."""
         norm = self._engine.prepare(factor=batch.size / totals.weight, scaler=self.scaler, clip=self._clip_grad_norm)
+        self.grad_norm = norm
         if norm is not None and self.scaler is None and not math.isfinite(norm):
             raise NonFiniteLossError(
                 f"the norm of the gradient is {norm} at epoch {batch.epoch}, step {batch.step}, though the "

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, overload
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from typing_extensions import Self, Unpack
+    from typing_extensions import NotRequired, Self, Unpack
 
 __all__ = [
     "CheckpointFields",
@@ -88,6 +88,10 @@ class EpochFields(TypedDict):
     """In the whole epoch; None for data without a length."""
     first_step: int
     """0, or where a resumed epoch goes on."""
+    total_steps: int
+    """Steps of the run done before."""
+    run_steps: int | None
+    """In the whole run, after its last epoch or where `steps` ends it; None if not known."""
     num_samples: int | None
     """In the whole epoch; None for data without a length."""
 
@@ -108,6 +112,14 @@ class StepFields(TypedDict):
     lr: float
     step_s: float
     """Seconds since the previous step ended."""
+    weight: NotRequired[float]
+    """What the losses' sum was divided by, if that is not the number of samples: tokens, for example."""
+    grad_norm: NotRequired[float]
+    """Of the gradient before it was clipped, if it is clipped."""
+    optimizer: NotRequired[str]
+    """Which of several."""
+    memory: NotRequired[int]
+    """In use by this rank, in bytes: on its GPU, or resident in main memory. Told about once a second."""
 
 
 class EvaluationFields(TypedDict):
@@ -142,7 +154,7 @@ class EndFields(TypedDict):
 
     total_steps: int
     seconds: float
-    """Since the event `run`."""
+    """Since the loop over epochs began."""
 
 
 class ProgressFields(TypedDict):

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["format_clock", "format_count", "format_duration", "format_rate", "format_ratio", "format_value", "plural"]
+__all__ = [
+    "format_bytes",
+    "format_clock",
+    "format_count",
+    "format_duration",
+    "format_rate",
+    "format_ratio",
+    "format_value",
+    "plural",
+]
 
 
 def format_count(count: int) -> str:
@@ -17,6 +26,16 @@ def format_count(count: int) -> str:
         if abs(count) >= size:
             return f"{count / size:.4g} {unit}"
     return f"{count:,}"
+
+
+def format_bytes(nbytes: int) -> str:
+    """Write a size of memory in powers of ten, three digits.
+
+    >>> [format_bytes(n) for n in (950_000, 251_658_240, 1_310_720_000, 139_586_437_120)]
+    ['0.95 MB', '252 MB', '1.31 GB', '140 GB']
+    """
+    size, unit = (nbytes / 1e9, "GB") if nbytes >= 999.5e6 else (nbytes / 1e6, "MB")
+    return f"{size:.{0 if size >= 99.95 else 1 if size >= 9.995 else 2}f} {unit}"
 
 
 def format_rate(per_s: float) -> str:
@@ -65,17 +84,13 @@ def format_value(value: float) -> str:
 
 
 def format_ratio(total: float, count: float) -> str:
-    """Write the sum and the number behind a mean.
+    """Write the two whole numbers behind a share; nothing for a mean of other values, whose sum tells nobody anything.
 
-    >>> format_ratio(328.0, 360), format_ratio(26925.1306, 12800)
-    ('328/360', '26925.1/12800')
+    >>> format_ratio(328.0, 360), format_ratio(26925.1306, 12800), format_ratio(500.0, 360)
+    ('328/360', '', '')
     """
-
-    def part(number: float) -> str:
-        whole = math.isfinite(number) and number == int(number)
-        return str(int(number)) if whole else f"{number:.1f}"
-
-    return f"{part(total)}/{part(count)}"
+    counts = math.isfinite(total) and math.isfinite(count) and total == int(total) and count == int(count)
+    return f"{int(total)}/{int(count)}" if counts and 0 <= total <= count else ""
 
 
 def plural(count: int, thing: str) -> str:

@@ -6,11 +6,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
-__all__ = ["EpochView", "Look"]
+from unisono.watch.figures import format_bytes, format_value
+
+__all__ = ["EpochView", "Look", "LossSum"]
+
+
+class LossSum(NamedTuple):
+    """Losses of some steps of one optimizer."""
+
+    total: float
+    """Sum over the samples."""
+    samples: int
 
 
 @dataclass(kw_only=True, slots=True)
@@ -29,10 +39,18 @@ class EpochView:
     """Steps of the epoch that are done, also those before a resume."""
     started_s: float
     latest_s: float
-    samples: int = 0
-    """Since it started here: without those before a resume."""
-    loss: float | None = None
-    """Of the latest step."""
+    items: float = 0.0
+    """What the rate counts, since the epoch started here: without what came before a resume."""
+    losses: Mapping[str, LossSum] = field(default_factory=dict)
+    """By optimizer, "" for a single one. Replaced at every step, never changed: looks may keep it."""
+    later_steps: int = 0
+    """Steps of the run after this epoch, if known."""
+    later_s: float = 0.0
+    """Time that the run will spend between its epochs from here on, on evaluations and the like."""
+    lr: float | None = None
+    """Of the latest step, as the next two."""
+    grad_norm: float | None = None
+    memory: int | None = None
     note: str = ""
     """What stands in the place of the loss."""
     counted: str = "steps"
@@ -40,7 +58,7 @@ class EpochView:
     unit: str = "samples"
     """What the rate counts."""
     told: bool = True
-    """Whether the latest step has been told as a line; there is nothing to tell at the start."""
+    """True if the latest step has been told as a line; there is nothing to tell at the start."""
 
     @property
     def elapsed_s(self) -> float:
@@ -49,15 +67,52 @@ class EpochView:
 
     @property
     def rate(self) -> float | None:
-        """Mean samples per second over the epoch so far."""
-        return self.samples / self.elapsed_s if self.samples and self.elapsed_s > 0 else None
+        """Mean items per second over the epoch so far."""
+        return self.items / self.elapsed_s if self.items and self.elapsed_s > 0 else None
 
     @property
-    def remaining_s(self) -> float | None:
-        """Time to the end of the epoch at its mean pace so far."""
-        if self.steps is None or self.done <= self.first:
+    def step_s(self) -> float | None:
+        """Mean time of a step over the epoch so far."""
+        return self.elapsed_s / (self.done - self.first) if self.done > self.first else None
+
+    def remaining_s(self, step_s: float | None) -> float | None:
+        """Return the time to the end of the run, or of the epoch where the run's length is not known.
+
+        Args:
+            step_s: time that a step takes.
+        """
+        if self.steps is None or step_s is None:
             return None
-        return (self.steps - self.done) * self.elapsed_s / (self.done - self.first)
+        return (self.steps - self.done + self.later_steps) * step_s + self.later_s
+
+    def loss_text(self, since: Mapping[str, LossSum] | None = None) -> str:
+        """Write the mean loss of the epoch's steps, or of those since an earlier state of `losses`.
+
+        >>> view = EpochView(label="", number=0, steps=9, done=2, started_s=0, latest_s=0)
+        >>> view.losses = {"": LossSum(30.0, 20)}
+        >>> view.loss_text(), view.loss_text({"": LossSum(10.0, 10)}), view.loss_text(view.losses)
+        ('loss 1.5000', 'loss 2.0000', 'loss 1.5000')
+        """
+        if self.note:
+            return self.note
+        texts = []
+        for name, (total, samples) in self.losses.items():
+            before = (since or {}).get(name, LossSum(0.0, 0))
+            if before.samples >= samples:
+                before = LossSum(0.0, 0)
+            if samples:
+                mean = (total - before.total) / (samples - before.samples)
+                texts.append(f"{name or 'loss'} {format_value(mean)}")
+        return "  ".join(texts)
+
+    def figures(self) -> list[str]:
+        """Write what else is known of the latest step, most important first."""
+        figures = [] if self.lr is None else [f"lr {self.lr:.3g}"]
+        if self.grad_norm is not None:
+            figures.append(f"norm {format_value(self.grad_norm)}")
+        if self.memory is not None:
+            figures.append(format_bytes(self.memory))
+        return figures
 
     def steps_text(self) -> str:
         """Write the steps done and their total, if known, as wide for the first step as for the last.

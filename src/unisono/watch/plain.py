@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TextIO
 
-from unisono.watch.figures import format_clock, format_duration, format_rate, format_value
-from unisono.watch.look import EpochView
+from unisono.watch.figures import format_clock, format_duration, format_rate
+from unisono.watch.look import EpochView, LossSum
 
 __all__ = ["PlainLook"]
 
@@ -23,6 +23,7 @@ class PlainLook:
         self._interval_s = interval_s
         self._epoch: int | None = None
         self._told_s = 0.0
+        self._losses: Mapping[str, LossSum] = {}
 
     def header(self, parts: Sequence[str]) -> None:
         """Write one line with the figures of the run."""
@@ -40,19 +41,20 @@ class PlainLook:
         """Say nothing: in a file, checkpoints would be most of the lines. The event log has them."""
 
     def moved(self, epoch: EpochView) -> None:
-        """Write where the epoch stands, if nothing was written about it for a while."""
+        """Write where the epoch stands, with the mean loss since the last line, if none was written for a while."""
         now_s = self._clock()
         if epoch.number != self._epoch:
-            self._epoch, self._told_s = epoch.number, now_s
+            self._epoch, self._told_s, self._losses = epoch.number, now_s, {}
         elif now_s - self._told_s >= self._interval_s and not epoch.told:
             self._told_s = now_s
-            left = epoch.remaining_s
-            self._tell(epoch, "" if left is None else f"{_GAP}{format_clock(math.ceil(left))} left")
+            left = epoch.remaining_s(epoch.step_s)
+            loss, self._losses = epoch.loss_text(self._losses), epoch.losses
+            self._tell(epoch, loss, "" if left is None else f"{_GAP}{format_clock(math.ceil(left))} left")
 
     def stood(self, epoch: EpochView) -> None:
         """Write where the epoch stands."""
         self._told_s = self._clock()
-        self._tell(epoch, "")
+        self._tell(epoch, epoch.loss_text(), "")
 
     def evaluated(self, label: str, metrics: Sequence[str]) -> None:
         """Write one line with all metrics."""
@@ -70,9 +72,9 @@ class PlainLook:
     def close(self) -> None:
         """Do nothing: every line is already flushed."""
 
-    def _tell(self, epoch: EpochView, tail: str) -> None:
+    def _tell(self, epoch: EpochView, loss: str, tail: str) -> None:
         epoch.told = True
-        loss = epoch.note or ("" if epoch.loss is None else f"loss {format_value(epoch.loss)}")
         rate = "" if epoch.rate is None else f"{format_rate(epoch.rate):>7} {epoch.unit}/s"
         columns = (epoch.label, f"{epoch.steps_text()} {epoch.counted}", f"{loss:<13}", f"{rate:>17}")
-        self.write(f"{_GAP.join(columns)}{_GAP}{format_duration(epoch.elapsed_s):>7}{tail}")
+        figures = "".join(_GAP + figure for figure in epoch.figures())
+        self.write(f"{_GAP.join(columns)}{_GAP}{format_duration(epoch.elapsed_s):>7}{tail}{figures}")

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Any, TextIO
 
 from unisono.watch.figures import format_duration, format_rate, format_ratio, format_value, plural
-from unisono.watch.look import EpochView, Look
+from unisono.watch.look import EpochView, Look, LossSum
 from unisono.watch.plain import PlainLook
 
 if TYPE_CHECKING:
@@ -117,7 +117,8 @@ class Progress:
                 counted=unit,
                 unit=unit,
             )
-        view.done = view.samples = _whole(event, "done") or 0
+        view.done = _whole(event, "done") or 0
+        view.items = view.done
         view.steps, view.latest_s, view.told = _whole(event, "total"), self._latest_s, False
         values = event.get("values")
         if isinstance(values, Mapping):
@@ -137,8 +138,11 @@ class Progress:
         self._epochs: int | None = None
         self._started_s = self._latest_s
         self._epochs_seen = 0
-        self._samples = 0
+        self._items, self._unit = 0.0, "samples"
         self._trained_s = 0.0
+        self._ended_s: float | None = None
+        self._pauses: list[float] = []
+        self._memory: int | None = None
 
     def _run(self, look: Look, event: Event) -> None:
         self._stand(look)  # a run that ended without `end`: its process was replaced
@@ -173,14 +177,21 @@ class Progress:
             # The display joined late, or the event `epoch` was lost.
             self._leave(look)
             view = self._enter(look, event, first=step or 0, started_s=self._latest_s - (_number(event, "step_s") or 0))
-        view.done = view.done + 1 if step is None else step + 1
-        view.samples += _whole(event, "samples") or 0
-        loss = _number(event, "loss")
+        samples, loss = _whole(event, "samples") or 0, _number(event, "loss")
+        done = view.done + 1 if step is None else step + 1
+        if done != view.done:  # not the step of another optimizer on the same batch
+            view.done = done
+            _count(view, samples, _number(event, "weight"))
         if loss is not None:
-            view.loss = loss
+            optimizer = self._sayable(str(event.get("optimizer", "")))
+            total, seen = view.losses.get(optimizer, LossSum(0.0, 0))
+            view.losses = {**view.losses, optimizer: LossSum(total + loss * samples, seen + samples)}
+        view.lr, view.grad_norm = _number(event, "lr"), _number(event, "grad_norm")
+        if (memory := _whole(event, "memory")) is not None:  # told now and then
+            view.memory = self._memory = memory
         view.latest_s = self._latest_s
         view.told = False
-        if view.done == view.steps:
+        if view.done == view.steps and view.losses.keys() <= {""}:  # with several optimizers more steps may follow
             self._stand(look)
             look.rest()
         else:
@@ -211,7 +222,7 @@ class Progress:
         steps, seconds = _whole(event, "total_steps"), _number(event, "seconds")
         if self._epochs_seen > 1 and steps is not None:
             seconds = max(0.0, self._latest_s - self._started_s) if seconds is None else seconds
-            rate = f", {format_rate(self._samples / self._trained_s)} samples/s" if self._trained_s > 0 else ""
+            rate = f", {format_rate(self._items / self._trained_s)} {self._unit}/s" if self._trained_s > 0 else ""
             look.remark(f"finished at step {steps:,} after {format_duration(seconds)}{rate}")
         epochs = self._epochs
         self._reset()
@@ -220,15 +231,22 @@ class Progress:
     def _enter(self, look: Look, event: Event, *, first: int, started_s: float) -> EpochView:
         number = _whole(event, "epoch") or 0
         self._epochs_seen += 1
+        if self._ended_s is not None:
+            self._pauses.append(max(0.0, started_s - self._ended_s))
+        steps, later = _lengths(event, first)
         view = EpochView(
             label=self._label(number),
             number=number,
-            steps=_whole(event, "steps"),
+            steps=steps,
             first=first,
             done=first,
             started_s=started_s,
             latest_s=started_s,
+            later_steps=later,
+            memory=self._memory,
         )
+        if steps and later and self._pauses:
+            view.later_s = -(-later // steps) * sum(self._pauses) / len(self._pauses)
         self._epoch = view
         look.moved(view)
         return view
@@ -236,8 +254,10 @@ class Progress:
     def _leave(self, look: Look) -> None:
         self._stand(look)
         if self._epoch is not None:
-            self._samples += self._epoch.samples
+            self._items += self._epoch.items
+            self._unit = self._epoch.unit
             self._trained_s += self._epoch.elapsed_s
+            self._ended_s = self._epoch.latest_s
             self._epoch = None
 
     def _stand(self, look: Look) -> None:
@@ -279,13 +299,33 @@ def _look(
     return TerminalLook(stream, clock=clock, lock=lock)
 
 
+def _count(view: EpochView, samples: int, weight: float | None) -> None:
+    """Count what went through the model: tokens, where the loss is divided by a number of them."""
+    # The weights of samples, unlike tokens, hardly ever add up to a whole number above that of the samples.
+    if weight is not None and weight > samples and weight == int(weight):
+        view.unit = "tokens"
+    view.items += samples if weight is None or view.unit == "samples" else weight
+
+
+def _lengths(event: Event, first: int) -> tuple[int | None, int]:
+    """Return the steps of an epoch, and those of the run after it; 0 if they are not known."""
+    steps, done, all_steps = (_whole(event, key) for key in ("steps", "total_steps", "run_steps"))
+    if done is None or all_steps is None:
+        return steps, 0
+    left = max(0, all_steps - done)  # of the run, from here on
+    if steps is None or first + left <= steps:
+        return first + left, 0
+    return steps, left - (steps - first)
+
+
 def _result(result: Any) -> str:
     if not isinstance(result, Mapping):
         result = {"value": result}
     value, total, count = (_number(result, key) for key in ("value", "total", "count"))
     if value is None:
         return ""
-    return format_value(value) + (f" ({format_ratio(total, count)})" if total is not None and count is not None else "")
+    ratio = "" if total is None or count is None else format_ratio(total, count)
+    return format_value(value) + (f" ({ratio})" if ratio else "")
 
 
 def _number(event: Event, key: str) -> float | None:

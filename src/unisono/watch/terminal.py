@@ -12,9 +12,9 @@ import math
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -22,8 +22,8 @@ from rich.live import Live
 from rich.segment import Segment
 from rich.text import Text
 
-from unisono.watch.figures import format_clock, format_duration, format_rate, format_value
-from unisono.watch.look import EpochView
+from unisono.watch.figures import format_clock, format_duration, format_rate
+from unisono.watch.look import EpochView, LossSum
 
 __all__ = ["TerminalLook"]
 
@@ -32,6 +32,15 @@ _SAVED_S = 2.0
 _WINDOW = 40
 """Redraws over which the live rate is taken: 6 s of short steps."""
 _BAR_WIDEST, _BAR_NARROWEST = 30, 6
+
+
+class _Mark(NamedTuple):
+    """Where an epoch was at a redraw."""
+
+    time_s: float
+    items: float
+    done: int
+    losses: Mapping[str, LossSum]
 
 
 class TerminalLook:
@@ -53,7 +62,7 @@ class TerminalLook:
         self._saved_s = -math.inf
         self._tail_width = len("0:00:00 left")
         self._number: int | None = None
-        self._window: deque[tuple[float, int, int]] = deque(maxlen=_WINDOW)
+        self._window: deque[_Mark] = deque(maxlen=_WINDOW)
         self._indent = 0
 
     def header(self, parts: Sequence[str]) -> None:
@@ -81,19 +90,21 @@ class TerminalLook:
         if epoch.number != self._number:
             self._number = epoch.number
             self._window.clear()
-        self._window.append((epoch.latest_s, epoch.samples, epoch.done))
+        self._window.append(_Mark(epoch.latest_s, epoch.items, epoch.done, epoch.losses))
         self._show(self._row(epoch, now_s))
 
     def stood(self, epoch: EpochView) -> None:
         """Write the row of the epoch without a bar."""
         self._indent = len(epoch.label) + 2
-        steps, loss, rate, short_rate = _columns(epoch, epoch.rate)
+        steps, loss, rate, short_rate = _columns(epoch, epoch.loss_text(), epoch.rate)
         time = Text(f"  {format_duration(epoch.elapsed_s):>7}", "dim")
         head = Text.assemble(epoch.label, steps, loss)
         choices = [Text.assemble(head, *tail) for tail in ((rate, time), (short_rate, time), (time,), ())]
+        width = self._console.width
+        row = next((row for row in choices if row.cell_len <= width), choices[-1])
         with self._console:  # one write, so that the row is never seen twice
             self.rest()
-            self._keep(next((row for row in choices if row.cell_len <= self._console.width), choices[-1]))
+            self._keep(Text.assemble(row, *_fitting(epoch.figures(), width - row.cell_len)))
 
     def evaluated(self, label: str, metrics: Sequence[str]) -> None:
         """Write the metrics under the row of their epoch."""
@@ -162,8 +173,9 @@ class TerminalLook:
         self._keep(row)
 
     def _row(self, epoch: EpochView, now_s: float) -> Text:
-        rate, left_s = self._pace(epoch)
-        steps, loss, long_rate, short_rate = _columns(epoch, rate)
+        mark = self._window[0]
+        rate, left_s = self._pace(epoch, mark)
+        steps, loss, long_rate, short_rate = _columns(epoch, epoch.loss_text(mark.losses), rate)
         tail = "" if left_s is None else f"{format_clock(math.ceil(left_s))} left"
         if epoch.steps is None:
             tail = format_clock(epoch.elapsed_s)
@@ -173,10 +185,6 @@ class TerminalLook:
         head = Text.assemble(epoch.label, steps, loss)
         if head.cell_len > width:
             head = Text.assemble(epoch.label, steps)
-        # The note has a place of its own where there is room, else that of the remaining time.
-        roomy = head.cell_len + len(long_rate) + 2 + self._tail_width + 2 + _BAR_WIDEST + 2 + len(note) <= width
-        if note and not roomy:
-            tail, note = note, ""
         self._tail_width = max(self._tail_width, len(tail))
         timed = Text(f"  {tail:<{self._tail_width}}", "dim")
         room = 0
@@ -186,10 +194,12 @@ class TerminalLook:
             room = width - row.cell_len - 2
             if room >= (_BAR_NARROWEST if epoch.steps else -2):
                 break
-        if epoch.steps and room >= _BAR_NARROWEST:
-            row = Text.assemble(row, "  ", *self._bar(epoch.done / epoch.steps, min(room, _BAR_WIDEST)))
-        if note:
-            row = Text.assemble(row, (f"  {note}", "dim"))
+        # A note takes the bar's place where there is no room for both.
+        bar = min(room - (len(note) + 2 if note else 0), _BAR_WIDEST)
+        if epoch.steps and bar >= _BAR_NARROWEST:
+            row = Text.assemble(row, "  ", *self._bar(epoch.done / epoch.steps, bar))
+        room = width - row.cell_len
+        row = Text.assemble(row, *_fitting([note] if note else epoch.figures(), room))
         row.truncate(max(1, width), overflow="crop")
         return row
 
@@ -200,28 +210,35 @@ class TerminalLook:
         done, odd = divmod(min(2 * width, int(2 * width * fraction)), 2)
         return [(whole * done + half * odd, "cyan"), (rest * (width - done - odd), "bright_black")]
 
-    def _pace(self, epoch: EpochView) -> tuple[float | None, float | None]:
-        """Take samples per second and seconds left from the last redraws: an hour-long epoch changes its pace."""
-        then_s, samples, done = self._window[0]
-        span_s = epoch.latest_s - then_s
-        if span_s <= 0 or epoch.done <= done:
-            return epoch.rate, epoch.remaining_s
-        left_s = None if epoch.steps is None else (epoch.steps - epoch.done) * span_s / (epoch.done - done)
-        return (epoch.samples - samples) / span_s, left_s
+    def _pace(self, epoch: EpochView, mark: _Mark) -> tuple[float | None, float | None]:
+        """Return items per second and seconds left by the last redraws: an hour-long epoch changes its pace."""
+        span_s = epoch.latest_s - mark.time_s
+        if span_s <= 0 or epoch.done <= mark.done:
+            return epoch.rate, epoch.remaining_s(epoch.step_s)
+        return (epoch.items - mark.items) / span_s, epoch.remaining_s(span_s / (epoch.done - mark.done))
 
 
-def _columns(epoch: EpochView, rate: float | None) -> tuple[Text, Text, Text, Text]:
-    """Give steps, loss, rate and short rate. Blank where not known, so that no column moves when it is."""
+def _columns(epoch: EpochView, loss: str, rate: float | None) -> tuple[Text, Text, Text, Text]:
+    """Return steps, loss, rate and short rate. Blank where not known, so that no column moves when it is."""
     number = " " * 9 if rate is None else f"  {format_rate(rate):>7}"
-    loss = ("  loss ", f"{format_value(epoch.loss):>6}") if epoch.loss is not None else (" " * 7, " " * 6)
-    if epoch.note:
-        loss = ("  ", epoch.note)
+    name, _, value = loss.partition(" ") if loss.startswith("loss ") else ("", "", loss)
     return (
         Text.assemble(f"  {epoch.steps_text()}", ("" if epoch.steps else f" {epoch.counted}", "dim")),
-        Text.assemble((loss[0], "dim"), loss[1]),
+        Text.assemble("  ", (f"{name} " if name else "", "dim"), f"{value:>6}") if loss else Text(" " * 13),
         Text.assemble(number, (" " * (3 + len(epoch.unit)) if rate is None else f" {epoch.unit}/s", "dim")),
         Text.assemble(number, ("  " if rate is None else "/s", "dim")),
     )
+
+
+def _fitting(parts: Sequence[str], room: int) -> list[tuple[str, str]]:
+    """Return the first parts that fit, in a low voice."""
+    fitting = []
+    for part in parts:
+        room -= 2 + cell_len(part)
+        if room < 0:
+            break
+        fitting.append((f"  {part}", "dim"))
+    return fitting
 
 
 class _Raw:
