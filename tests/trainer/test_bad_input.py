@@ -156,6 +156,14 @@ def test_trainer_refuses_arguments_that_cannot_be(options, error, words):
     assert_says(caught, *words)
 
 
+@pytest.mark.parametrize("options", [{}, {"virtual_ranks": None}, {"directory": "/nowhere", "resume": "must"}])
+def test_virtual_ranks_have_no_default_since_they_decide_the_result(options):
+    model = nn.Linear(4, 3)
+    with pytest.raises(TypeError) as caught:
+        unisono.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+    assert_says(caught, "virtual_ranks is missing", "decides the result", "Give virtual_ranks=8")
+
+
 def test_trainer_refuses_optimizers_and_schedulers_that_cannot_serve():
     model = nn.Linear(4, 3)
     with pytest.raises(TypeError, match="LBFGS evaluates the loss several times"):

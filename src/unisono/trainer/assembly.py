@@ -24,10 +24,10 @@ from unisono.trainer.modules import check_batch_norms, check_embeddings, plain_m
 from unisono.trainer.run import Run
 from unisono.trainer.setup import (
     AverageUpdates,
+    check_constants,
     check_equal_models,
     check_schedulers,
     choose_device,
-    choose_virtual_ranks,
     keep_freed_memory,
     named_optimizers,
     start_averages,
@@ -61,7 +61,7 @@ def assemble(
     optimizer: Optimizer | Mapping[str, Optimizer],
     *,
     seed: int,
-    virtual_ranks: int | None,
+    virtual_ranks: int,
     directory: Path | None,
     resume: Resume,
     checkpoints: Checkpoints,
@@ -93,7 +93,7 @@ def assemble(
     keeper = Keeper(directory, checkpoints, world)
     found = keeper.find(resume)
     facts = None if found is None else found.document["facts"]
-    virtual_ranks = choose_virtual_ranks(virtual_ranks, seed=seed, world=world, facts=facts, directory=directory)
+    check_constants(virtual_ranks, seed=seed, world=world, facts=facts, directory=directory)
     check_embeddings(modules, virtual_ranks=virtual_ranks)
     run = Run(seed=seed, virtual_ranks=virtual_ranks, world=world, device=chosen)
     engines = choose_engines(

@@ -22,13 +22,14 @@ from unisono.state.digest import digest
 from unisono.trainer.snapshot import model_tensors
 
 __all__ = [
+    "REQUIRED",
     "AverageUpdates",
     "check_arguments",
+    "check_constants",
     "check_equal_data",
     "check_equal_models",
     "check_schedulers",
     "choose_device",
-    "choose_virtual_ranks",
     "keep_freed_memory",
     "named_optimizers",
     "start_averages",
@@ -39,9 +40,19 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 
 
+class _Required:
+    """The default of an argument that must be given: what it is for is said by our error and not by Python's."""
+
+    def __repr__(self) -> str:
+        return "<required>"
+
+
+REQUIRED: Any = _Required()
+
+
 def check_arguments(
     *,
-    virtual_ranks: int | None,
+    virtual_ranks: int,
     resume: str,
     scheduler_interval: str,
     clip_grad_norm: float | None,
@@ -50,7 +61,13 @@ def check_arguments(
     threads: int,
     engine: str,
 ) -> None:
-    """Refuse arguments that cannot be meant, before anything is started. Raises: ValueError."""
+    """Refuse arguments that cannot be meant, before anything is started. Raises: TypeError or ValueError."""
+    if virtual_ranks is REQUIRED or virtual_ranks is None:
+        raise TypeError(
+            "virtual_ranks is missing: the number of fixed shares of every global batch, which decides the result and "
+            "so must not depend on the number of ranks. Give virtual_ranks=8, and the same from then on: any number of "
+            "ranks up to 8 then gives the same bits, and 1, 2, 4 or 8 share the work evenly."
+        )
     for name, value, choices in (
         ("resume", resume, ("auto", "never", "must")),
         ("scheduler_interval", scheduler_interval, ("step", "epoch")),
@@ -59,7 +76,7 @@ def check_arguments(
     ):
         if value not in choices:
             raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}")
-    if virtual_ranks is not None and virtual_ranks < 1:
+    if virtual_ranks < 1:
         raise ValueError(f"virtual_ranks={virtual_ranks} must be at least 1")
     if clip_grad_norm is not None and not clip_grad_norm > 0:
         raise ValueError(f"clip_grad_norm={clip_grad_norm} must be positive; None does not clip")
@@ -134,34 +151,31 @@ def keep_freed_memory() -> None:
         libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
-def choose_virtual_ranks(
-    virtual_ranks: int | None,
+def check_constants(
+    virtual_ranks: int,
     *,
     seed: int,
     world: World,
     facts: Mapping[str, Any] | None,
     directory: Path | None,
-) -> int:
-    """Settle V: what the checkpoint says, else the argument, else the number of ranks.
+) -> None:
+    """Refuse constants of a run that leave ranks idle, or that are not those of the run that is to be resumed.
 
-    Raises: ValueError if V is too small, or the arguments contradict the run that is to be resumed.
+    Raises: ValueError.
     """
     if facts is not None:
         saved = facts["virtual_ranks"]
-        if virtual_ranks not in (None, saved):
+        if virtual_ranks != saved:
             raise ValueError(
                 f"virtual_ranks={virtual_ranks}, but the run in {directory} has virtual_ranks={saved}, which it keeps "
-                "for life since it changes the result: leave the argument out, or start anew in another directory."
+                f"for life since it changes the result: give virtual_ranks={saved}, or start anew in another directory."
             )
         if seed != facts["seed"]:
             raise ValueError(
                 f"seed={seed}, but the run in {directory} has seed={facts['seed']}: give that one, or start anew in "
                 "another directory."
             )
-        virtual_ranks = saved
-    chosen = virtual_ranks or world.size
-    rank_block(world.rank, world_size=world.size, virtual_ranks=chosen)
-    return chosen
+    rank_block(world.rank, world_size=world.size, virtual_ranks=virtual_ranks)
 
 
 def check_equal_models(world: World, modules: Mapping[str, nn.Module]) -> None:

@@ -29,7 +29,7 @@ from unisono.trainer.evaluation import evaluate, tell
 from unisono.trainer.keeping import Resume
 from unisono.trainer.loop import Loop
 from unisono.trainer.modules import evaluating, lone_samples_warning
-from unisono.trainer.setup import check_arguments
+from unisono.trainer.setup import REQUIRED, check_arguments
 from unisono.trainer.snapshot import Stateful, model_tensors, optimizer_state
 from unisono.trainer.step import Loss
 
@@ -44,9 +44,9 @@ class Trainer:
     Args:
         model: a module, or several by name (for GANs); what the loss function gets as its first argument. Not wrapped.
         optimizer: its optimizer, or several by name; then `step` is told which.
+        virtual_ranks: fixed shares of every global batch, and the largest number of ranks that can be used. It decides
+            the result, so there is no default; 8 is a good choice. It is stored in checkpoints and stays.
         seed: root of all random numbers: order of samples, augmentation, dropout. It does not initialise the model.
-        virtual_ranks: fixed shares of every global batch; more ranks than that cannot be used. None: the number of
-            ranks at the first start. It is stored in checkpoints and stays.
         directory: where checkpoints and events.jsonl go. None: nothing is kept.
         resume: "auto" continues where the directory ends, or starts anew; "never" refuses a directory that holds a
             run; "must" refuses one that holds none.
@@ -66,8 +66,8 @@ class Trainer:
             serve and all optimizers are torch's. Changes no bit. With "shared", write weights through the optimizer
             only, and see that your own optimizer treats each parameter by itself.
         progress: show progress on the terminal.
-    Raises: ValueError for contradicting arguments, RankMismatchError if ranks have different models, CheckpointError if
-        the directory cannot be used or holds another model's run.
+    Raises: TypeError if virtual_ranks is missing, ValueError for contradicting arguments, RankMismatchError if ranks
+        have different models, CheckpointError if the directory cannot be used or holds another model's run.
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class Trainer:
         model: Models,
         optimizer: Optimizer | Mapping[str, Optimizer],
         *,
+        virtual_ranks: int = REQUIRED,
         seed: int = 0,
-        virtual_ranks: int | None = None,
         directory: str | os.PathLike[str] | None = None,
         resume: Resume = "auto",
         checkpoints: Checkpoints | None = None,

@@ -73,7 +73,8 @@ HANGS = (
         source="""
             import time, torch, unisono
             model = torch.nn.Linear(8, 2)
-            trainer = unisono.Trainer(model, torch.optim.SGD(model.parameters(), 0.1), progress=False)
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            trainer = unisono.Trainer(model, optimizer, virtual_ranks=8, progress=False)
             data = torch.utils.data.TensorDataset(torch.ones(32, 8))
             for epoch in trainer.epochs(2):
                 for batch in trainer.batches(data, batch_size=8):
