@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from unisono.data.seeding import seed_everything
     from unisono.launch.spawn.caller import spawn
     from unisono.metrics.metric import Metric
+    from unisono.parallel.losses import Sum
     from unisono.rank_zero.first import main_first
     from unisono.rank_zero.logs import get_logger
     from unisono.rank_zero.printing import print0
@@ -35,6 +36,7 @@ __all__ = [
     "Checkpoints",
     "Job",
     "Metric",
+    "Sum",
     "Trainer",
     "get_logger",
     "init",
@@ -57,6 +59,7 @@ _HOMES = {
     "Checkpoints": "unisono.state.policy",
     "Job": "unisono.comm.job",
     "Metric": "unisono.metrics.metric",
+    "Sum": "unisono.parallel.losses",
     "Trainer": "unisono.trainer.trainer",
     "get_logger": "unisono.rank_zero.logs",
     "init": "unisono.comm.start",

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import unisono
 from unisono.errors import LossError
 from unisono.parallel import DataParallel, Whole, convert_sync_batchnorm
 
@@ -47,8 +48,8 @@ def same_gradients(ours: nn.Module, plain: nn.Module) -> None:
 LOSSES = {
     "per sample": lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], reduction="none"),
     "mean": lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
-    "pair": lambda model, batch: (F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1])),
-    "tensors": lambda model, batch: (
+    "sum": lambda model, batch: unisono.Sum(F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1])),
+    "tensors": lambda model, batch: unisono.Sum(
         F.cross_entropy(model(batch[0]), batch[1], reduction="sum"),
         torch.ones_like(batch[1]).sum(),
     ),
@@ -74,7 +75,8 @@ def test_the_loss_of_a_weighted_part_counts_by_its_weight():
     weights = torch.tensor([0.0, 1, 2, 0, 5], dtype=torch.float64)
 
     def loss(model, batch):
-        return (F.cross_entropy(model(batch["x"]), batch["y"], reduction="none") * batch["w"]).sum(), batch["w"].sum()
+        losses = F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+        return {"loss": unisono.Sum((losses * batch["w"]).sum(), batch["w"].sum()), "scores": None}
 
     found = DataParallel(network(), ["cpu"] * 3).loss(loss, {"x": x, "y": y, "w": weights})
     close(found, (F.cross_entropy(network()(x), y, reduction="none") * weights).sum() / 8)
@@ -325,12 +327,16 @@ def test_outputs_that_cannot_be_joined():
 def test_losses_that_cannot_be_read():
     parallel = DataParallel(network(), ["cpu"] * 2)
     x, _ = data()
-    with pytest.raises(LossError, match=r"shape \[4, 3\] for 4 samples; expected one loss per sample, shape \[4\]"):
+    with pytest.raises(
+        LossError, match=r"shape \[4, 3\] for a micro-batch of 4 samples; expected one loss per sample, shape \[4\]"
+    ):
         parallel(lambda model, batch: model(batch), x)
     with pytest.raises(LossError, match=r"returned 3\.0"):
         parallel(lambda model, batch: 3.0, x)
     with pytest.raises(LossError, match="weights of the batch add up to 0"):
-        parallel(lambda model, batch: (model(batch).sum(), 0), x)
+        parallel(lambda model, batch: unisono.Sum(model(batch).sum(), 0), x)
+    with pytest.raises(LossError, match="returned a tuple of 2 values"):
+        parallel(lambda model, batch: (model(batch).sum(), 4), x)
 
 
 def test_models_that_cannot_be_copied():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -76,10 +77,24 @@ def test_a_dataset_without_length_and_an_empty_stream():
         (lambda m, b: m(b[0]), [r"shape [2, 3]", "micro-batch of 2 samples", "shape [2]", "reduction='none'"]),
         (lambda m, b: per_sample(m, b).sum().item(), ["float", "one loss per sample (shape [2] here)"]),
         (lambda m, b: None, ["None", "return a tensor"]),
-        (lambda m, b: (per_sample(m, b), 2), ["a tensor of shape [2]", "(sum, weight)"]),
-        (lambda m, b: (per_sample(m, b).sum(), "2"), ["'2'", "(sum, weight)"]),
-        (lambda m, b: (per_sample(m, b).sum(), -1.0), ["weight -1.0", "zero or more"]),
-        (lambda m, b: (per_sample(m, b).sum(), 0), ["add up to 0", "8 samples"]),
+        (
+            lambda m, b: (per_sample(m, b).mean(), 0.5),
+            ["tuple of 2 values", "unisono.Sum(total, weight)", '{"loss": loss'],
+        ),
+        (lambda m, b: {"a": 1, "b": 2}, ['a dict without the entry "loss"', "'a', 'b'"]),
+        (lambda m, b: {"loss": {"loss": 1}}, ["a dict in place of a value"]),
+        (lambda m, b: {"loss": None, "logits": m(b[0])}, ["returned None", "return a tensor"]),
+        (lambda m, b: list(per_sample(m, b)), ["a list of 2 values", "torch.stack(losses)"]),
+        (lambda m, b: per_sample(m, b).detach().numpy(), ["a numpy array of shape [2]", "return the tensor"]),
+        (lambda m, b: per_sample(m, b).unsqueeze(1), ["shape [2, 1]", ".view(2)"]),
+        (lambda m, b: per_sample(m, b).to("meta"), ["the loss lies on meta and this rank computes on cpu"]),
+        (lambda m, b: per_sample(m, b) * 1j, ["complex numbers"]),
+        (lambda m, b: unisono.Sum(per_sample(m, b), 2), ["a tensor of shape [2] as its total", "losses.sum()"]),
+        (lambda m, b: unisono.Sum(per_sample(m, b).sum(), b[0]), ["a tensor of shape [2, 4] as its weight"]),
+        (lambda m, b: unisono.Sum(per_sample(m, b).sum(), "2"), ["'2'", "number to divide the sum by"]),
+        (lambda m, b: unisono.Sum(per_sample(m, b).sum(), -1.0), ["weight -1.0", "zero or more"]),
+        (lambda m, b: unisono.Sum(per_sample(m, b).sum(), torch.tensor(-1.0)), ["weight -1.0", "zero or more"]),
+        (lambda m, b: unisono.Sum(per_sample(m, b).sum(), 0), ["add up to 0", "8 samples"]),
     ],
 )
 def test_a_loss_that_cannot_be_trained_on_changes_nothing(loss, words):
@@ -91,6 +106,31 @@ def test_a_loss_that_cannot_be_trained_on_changes_nothing(loss, words):
     assert_says(caught, *words)
     assert trainer.digest() == before
     assert trainer.step(per_sample, batch) > 0  # and one can go on
+
+
+def test_a_loss_may_come_with_further_values_which_train_nothing():
+    """The output of a model of transformers is a mapping, too."""
+
+    class ModelOutput(OrderedDict):
+        pass
+
+    def with_scores(model, batch):
+        return ModelOutput(loss=per_sample(model, batch), scores=model(batch[0]))
+
+    results = [make_trainer().fit(make_data(), loss, batch_size=8, epochs=1) for loss in (per_sample, with_scores)]
+    assert results[0] == results[1]
+    trainer = make_trainer(nn.Linear(4, 3))
+    (result,) = trainer.fit(make_data(), with_scores, batch_size=8, epochs=1, validation=make_data())
+    assert result.validation["validation loss"] == trainer.evaluate(per_sample, make_data())
+
+
+def test_evaluated_functions_return_what_loss_functions_do():
+    trainer = make_trainer()
+    weighted = trainer.evaluate(lambda m, b: {"weighted": unisono.Sum(b[1].sum(), len(b[1]))}, make_data(9))
+    assert (weighted["weighted"].total, weighted["weighted"].count) == (9, 9)
+    with pytest.raises(LossError) as caught:
+        trainer.evaluate(lambda m, b: {"both": (1.0, 2)}, make_data())
+    assert_says(caught, "evaluated function (entry 'both') returned a tuple of 2 values")
 
 
 def test_nan_loss_is_named_with_step_virtual_rank_and_samples_and_changes_nothing():

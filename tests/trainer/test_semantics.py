@@ -97,7 +97,7 @@ def test_token_weights_are_those_of_the_global_batch(as_tensor):
     def by_token(model, batch):
         losses = F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten(), reduction="none")
         weight = batch[2].sum()
-        return (losses * batch[2].flatten()).sum(), weight if as_tensor else weight.item()
+        return unisono.Sum((losses * batch[2].flatten()).sum(), weight if as_tensor else weight.item())
 
     losses = trained(ours, TensorDataset(x, y, mask), loss=by_token, virtual_ranks=4, batch_size=12)
 

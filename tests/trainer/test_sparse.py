@@ -177,7 +177,7 @@ def test_a_gradient_of_one_row_belongs_to_one_table():
     scales = torch.tensor([1.0, 2.0, 4.0])
 
     def quarter_of_sum(model, batch):
-        return ((model[0](batch[0]) + model[1](batch[0])) * scales).sum(), 4.0
+        return unisono.Sum(((model[0](batch[0]) + model[1](batch[0])) * scales).sum(), 4.0)
 
     train(model, optim.SGD(model.parameters(), lr=1.0), loss=quarter_of_sum, dataset=one, batch_size=1, virtual_ranks=1)
     for p, old in zip(model.parameters(), before, strict=True):

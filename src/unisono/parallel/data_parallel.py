@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 from unisono.errors import LossError
 from unisono.parallel.chunks import divide, join, moved
 from unisono.parallel.copies import carry, copy_to
+from unisono.parallel.losses import loss_of, read
 from unisono.parallel.sync_batch_norm import SyncBatchNorm
 
 __all__ = ["DataParallel"]
@@ -100,15 +101,16 @@ class DataParallel:
     def loss(self, function: Callable[[Any, Any], Any], batch: Any) -> Tensor:
         """Compute `function(model, part)` for each device's part of the batch; return the mean over the whole batch.
 
-        The function may return one loss per sample (shape [samples]), a scalar, taken as the mean of its part, or a
-        pair (sum, weight), for means over tokens or weighted samples. Parts of different sizes count by their size.
+        The function may return one loss per sample (shape [samples]), a scalar, taken as the mean of its part,
+        `unisono.Sum(total, weight)` for means over tokens or weighted samples, or a dict with one of these as "loss",
+        whose other values are not used. Parts of different sizes count by their size.
         Returns: a scalar in float32 or float64, on the output device.
         Raises: LossError for another result; what else `__call__` raises.
         """
         self._check_place()
         parts, sizes = divide(batch, self.devices, dim=self.dim, place="batch")
         results = self._run(function, parts)
-        sums = [_weighted(result, size) for result, size in zip(results, sizes, strict=True)]
+        sums = [read(loss_of(result), samples=size) for result, size in zip(results, sizes, strict=True)]
         totals = torch.stack([carry(total, self.output_device) for total, _ in sums])
         weight = sum(carry(w, self.output_device) if isinstance(w, Tensor) else w for _, w in sums)
         if (not isinstance(weight, Tensor) or weight.is_cpu) and not weight:
@@ -163,28 +165,6 @@ def _check_copyable(module: nn.Module) -> None:
             )
         if isinstance(each, torch.jit.ScriptModule) or hasattr(type(each), "dynamo_ctx") or "dynamo_ctx" in vars(each):
             raise ValueError(f"{where} compiled and cannot be copied: give DataParallel the model that was compiled")
-
-
-def _weighted(result: Any, size: int) -> tuple[Tensor, Tensor | float]:
-    """Read what a loss function returned for so many samples: a sum and its weight."""
-    found: tuple[Any, Any] = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
-    total, weight = found
-    if not isinstance(total, Tensor):
-        raise LossError(
-            f"the loss function returned {result!r} ({type(result).__name__}); return a tensor: one loss per sample "
-            f"(shape [{size}] here), the mean as a scalar, or (sum, weight)."
-        )
-    wide = total if total.dtype in (torch.float32, torch.float64) else total.float()
-    if weight is not None and not wide.dim() and isinstance(weight, (int, float, Tensor)):
-        return wide, weight.detach() if isinstance(weight, Tensor) else weight
-    if weight is None and not wide.dim():
-        return wide * size, size
-    if weight is None and wide.shape == (size,):
-        return wide.sum(), size
-    raise LossError(
-        f"the loss function returned shape {list(wide.shape)} for {size} samples; expected one loss per sample, shape "
-        f"[{size}] (reduction='none', and .mean over other dimensions), the mean as a scalar, or (sum, weight)."
-    )
 
 
 def _in_threads(calls: Sequence[Callable[[], T]], devices: Sequence[torch.device]) -> list[T]:

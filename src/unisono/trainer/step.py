@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from unisono.data.batch import Batch, Share
 from unisono.engine import BufferTransaction, Engine, Totals, Trained
 from unisono.errors import LossError, NonFiniteLossError
+from unisono.parallel.losses import loss_of
 from unisono.trainer.backward import Backward
 from unisono.trainer.loss import weighted_sum
 from unisono.trainer.modules import lone_sample, plain_name, to_device
@@ -139,7 +140,12 @@ class StepRunner:
             items = to_device(micro_batch.items, self._run.device)
             with self._forward_context(samples):
                 result = loss(self._models, items)
-            value = weighted_sum(result, samples=samples)
+            value = weighted_sum(loss_of(result), samples=samples)
+            if value.total.device != self._run.device:
+                raise LossError(
+                    f"the loss lies on {value.total.device} and this rank computes on {self._run.device}: return it on "
+                    "the device of the model's output."
+                )
             if not value.total.requires_grad:
                 raise LossError(
                     "the loss has no gradient: it was detached (by .item(), .detach(), torch.no_grad() or argmax), or "

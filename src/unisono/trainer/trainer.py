@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from unisono.data.batch import Batch
 from unisono.data.fetch import Collate
 from unisono.engine import EngineKind
+from unisono.parallel.losses import loss_of
 from unisono.state.digest import digest
 from unisono.state.policy import Checkpoints
 from unisono.trainer.assembly import Models, assemble
@@ -244,7 +245,9 @@ class Trainer:
 
         Args:
             loss: called as loss(model, micro_batch) for each micro-batch of this rank. It returns one loss per sample,
-                the micro-batch's mean as a scalar, or (sum, weight) for a mean over tokens or weighted samples.
+                the micro-batch's mean as a scalar, or `unisono.Sum(total, weight)` for a mean over tokens or weighted
+                samples; or a dict (also a transformers ModelOutput) with one of these as "loss", whose other values
+                are not used.
             batch: from `batches`, the one given last.
             optimizer: which one, if Trainer was given several; a batch may be used for one step of each.
         Raises: NonFiniteLossError if the loss is NaN or infinite: on all ranks, naming virtual rank and samples;
@@ -268,7 +271,8 @@ class Trainer:
 
         Args:
             function: called as function(model, micro_batch), without gradients and in evaluation mode; returns one
-                value per sample (numbers or truth values), a scalar mean, (sum, weight), or a dict of such.
+                value per sample (numbers or truth values), a scalar mean, `unisono.Sum(total, weight)`, or a dict of
+                such.
             batch_size: as in `batches`. None: that of the last training batches.
             ema: use the averaged weights.
             name: how the result is called in events and on the terminal.
@@ -312,6 +316,10 @@ class Trainer:
             options: further arguments of `batches`.
         Returns: what each epoch of this call came to; none if the directory's run was over already.
         """
+
+        def loss_alone(model: Any, batch: Any) -> Any:
+            return loss_of(loss(model, batch))
+
         results = []
         for epoch in self.epochs(epochs, steps=steps):
             for batch in self.batches(train, batch_size=batch_size, **options):
@@ -319,7 +327,7 @@ class Trainer:
             values = {}
             if validation is not None:
                 shared = {key: options[key] for key in ("micro_batch_size", "workers", "collate_fn") if key in options}
-                for name, function in (metrics or {"validation loss": loss}).items():
+                for name, function in (metrics or {"validation loss": loss_alone}).items():
                     values[name] = self.evaluate(function, validation, name=name, **shared)
             results.append(EpochResult(epoch=epoch, loss=self._loop.mean_loss, validation=values))
         return results

@@ -54,7 +54,7 @@ def loss(model, batch):
 
 def weighted(model, batch):
     weights = 1.0 + batch[1]
-    return (weights * loss(model, batch)).sum(), weights.sum()
+    return unisono.Sum((weights * loss(model, batch)).sum(), weights.sum())
 
 
 def both(model):

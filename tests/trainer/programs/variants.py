@@ -95,7 +95,10 @@ def sgd(**options):
 
 
 def weighted():
-    return simple(loss=lambda m, b: ((F.cross_entropy(m(b[0]), b[1], reduction="none") * b[1]).sum(), b[1].sum()))
+    def weighted(m, b):
+        return unisono.Sum((F.cross_entropy(m(b[0]), b[1], reduction="none") * b[1]).sum(), b[1].sum())
+
+    return simple(loss=weighted)
 
 
 def ema():

@@ -1,0 +1,152 @@
+"""What a user's function may return for some samples: the forms, and how each becomes a sum and its weight.
+
+The mean is taken over the global batch and not over the micro-batch. So accumulation, ragged last batches and ranks
+with fewer samples come out as if one process had computed the batch at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.errors import LossError
+
+__all__ = ["Sum", "loss_of", "read"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """A sum over samples or tokens and the weight to divide it by, as a loss or evaluation function returns them.
+
+    With it a mean over tokens or weighted samples is right over the global batch: all sums over all weights.
+
+    Args:
+        total: the sum of the losses (or other values), a scalar tensor.
+        weight: the number to divide it by, zero or more, such as the count of tokens; a number or a scalar tensor.
+    """
+
+    total: Tensor
+    weight: float | Tensor
+
+
+def read(result: Any, *, samples: int, what: str = "loss function") -> tuple[Tensor, float | Tensor]:
+    """Turn what a function returned for some samples into a sum and its weight.
+
+    Args:
+        result: one value per sample (shape [samples]), a scalar, taken as the mean of these samples, or a `Sum`.
+            Values of low precision or whole numbers are summed in float32.
+        samples: how many samples the function was given.
+        what: the function, for messages.
+
+    Returns:
+        A scalar tensor, and what to divide it by.
+
+    Raises:
+        LossError: The function returned something else.
+    """
+    if isinstance(result, Tensor):
+        wide = _widened(result, what)
+        if not wide.dim():
+            return wide * samples, float(samples)
+        if wide.shape == (samples,):
+            return wide.sum(), float(samples)
+        raise LossError(_wrong_shape(list(wide.shape), samples, what))
+    if not isinstance(result, Sum):
+        raise LossError(f"the {what} returned {_other(result, samples)}")
+    total, weight = result.total, result.weight
+    if not isinstance(total, Tensor) or total.dim():
+        raise LossError(
+            f"the {what} returned unisono.Sum with {_describe(total)} as its total; give the sum of the losses as a "
+            "scalar tensor, such as losses.sum()."
+        )
+    if isinstance(weight, Tensor):
+        if weight.numel() != 1:
+            raise LossError(
+                f"the {what} returned unisono.Sum with {_describe(weight)} as its weight; give one number, such as "
+                "weights.sum()."
+            )
+        weight = weight.detach()
+    elif isinstance(weight, bool) or not hasattr(weight, "__float__"):
+        raise LossError(
+            f"the {what} returned unisono.Sum with the weight {_describe(weight)}; give the number to divide the sum "
+            "by, such as the count of tokens."
+        )
+    else:
+        weight = float(weight)
+        if not 0 <= weight < float("inf"):
+            raise LossError(f"the {what} returned weight {weight}; it must be finite, and zero or more.")
+    return _widened(total, what), weight
+
+
+def loss_of(result: Any, *, what: str = "loss function") -> Any:
+    """Return the entry "loss" of a mapping, such as the outputs of transformers; anything else as it is.
+
+    Raises:
+        LossError: The mapping has no such entry.
+    """
+    if isinstance(result, Tensor) or not isinstance(result, Mapping):
+        return result
+    if "loss" not in result:
+        names = ", ".join(repr(key) for key in result) or "none"
+        raise LossError(
+            f'the {what} returned a {type(result).__name__} without the entry "loss" (entries: {names}); name the loss '
+            '"loss". With a model of transformers, give it the labels.'
+        )
+    return result["loss"]
+
+
+def _widened(values: Tensor, what: str) -> Tensor:
+    if values.dtype in (torch.float32, torch.float64):
+        return values
+    if values.is_complex():
+        raise LossError(f"the {what} returned complex numbers ({values.dtype}); return real ones, such as .abs().")
+    return values.float()
+
+
+def _wrong_shape(shape: list[int], samples: int, what: str) -> str:
+    if shape[:1] == [samples] and all(size == 1 for size in shape[1:]):
+        remedy = f"take the other dimensions away, with .view({samples})"
+    else:
+        remedy = "reduction='none', and .mean over other dimensions"
+    return (
+        f"the {what} returned shape {shape} for a micro-batch of {samples} samples; expected one loss per sample, "
+        f"shape [{samples}] ({remedy}), the mean as a scalar, or unisono.Sum(total, weight) for a mean over tokens."
+    )
+
+
+def _other(value: Any, samples: int) -> str:
+    """Describe a result that is no loss, and say what to return in its place."""
+    if isinstance(value, tuple):
+        return (
+            f"a tuple of {len(value)} values, which may mean several things. Return "
+            '{"loss": loss, ...} to go with further values, or unisono.Sum(total, weight) for a sum of losses and the '
+            "number to divide it by."
+        )
+    if isinstance(value, list):
+        return (
+            f"a list of {len(value)} values; return one tensor: torch.stack(losses) for one loss per sample, or the "
+            "sum of several losses."
+        )
+    if isinstance(value, (int, float)) or type(value).__module__ == "numpy":
+        return (
+            f"{_describe(value)}, which is no tensor and has no gradient; leave out .item() and .numpy(), and "
+            f"return the tensor: one loss per sample (shape [{samples}] here), or the mean as a scalar."
+        )
+    if isinstance(value, Mapping):
+        return f"a {type(value).__name__} in place of a value; return a tensor, or unisono.Sum(total, weight)."
+    return (
+        f"{_describe(value)}; return a tensor: one loss per sample (shape [{samples}] here), the mean as a scalar, or "
+        "unisono.Sum(total, weight)."
+    )
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    if type(value).__module__ == "numpy" and hasattr(value, "shape") and value.shape:
+        return f"a numpy array of shape {list(value.shape)}"
+    return f"{value!r} ({type(value).__name__})"
