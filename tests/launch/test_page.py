@@ -123,6 +123,25 @@ def test_threads_that_call_at_once_have_places_of_their_own(file):
     assert not any(call.running for call in page.calls())
 
 
+def test_a_call_begins_however_many_others_still_run(file):
+    rank, agent = Page(file), Page(file)
+    text = describe(name="recv", kind="point-to-point")
+    running = [rank.begin(text) for _ in range(600)]
+    assert len(set(running)) == 600
+    # The first ones are all there, and the latest.
+    seen = {call.number for call in agent.calls() if call.running}
+    assert seen == {*running[:447], running[-1]}
+    for number in running[:300]:
+        rank.end(number)
+    # Their places are free again: an end is not lost, nor is a new call.
+    assert not seen & set(running[:300]) & {call.number for call in agent.calls() if call.running}
+    again = [rank.begin(text) for _ in range(200)]
+    assert {call.number for call in agent.calls() if call.running} >= {*again, *running[300:447]}
+    for number in (*running[300:], *again):
+        rank.end(number)
+    assert (agent.completed, [call for call in agent.calls() if call.running]) == (800, [])
+
+
 def test_a_failure_too_long_for_the_page_loses_the_middle_of_its_texts(file):
     page = Page(file)
     frames = [{"file": f"/home/me/{number}.py", "line": number} for number in range(20)]

@@ -16,25 +16,29 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import count
+from itertools import count, islice
 from typing import Any, Literal
 
 __all__ = ["Call", "Kind", "Page", "create", "describe", "expand_ranks", "name_range"]
 
 _MAGIC = b"unisono1"
-_SIZE = 128 << 10  # memory that is not written to takes no room
-_HEADER = struct.Struct("QQQQQQ")  # pid, main thread, calls begun, calls completed, whether ranks have met, finished
+_SIZE = 512 << 10  # memory that is not written to takes no room
+# pid, main thread, calls begun, calls completed, whether ranks have met, finished, places of calls, left its groups
+_HEADER = struct.Struct("QQQQQQQQ")
 _HEADER_AT = 8
 
 # Calls: the latest ones, each in a place of its own. The rank writes an end without touching the rest of its call.
-_PLACES, _PLACE_SIZE, _CALLS_AT = 32, 768, 4096
+# They take turns in the first places; where threads are in a call in all of these, the next ones get further places.
+_PLACES, _MOST_PLACES, _PLACE_SIZE, _CALLS_AT = 32, 448, 768, 4096
 _END = struct.Struct("Qq")  # number of the call that ended, and when; a negative time: with an error
 _START = struct.Struct("IIQqQQ")  # checksum of what follows, length of the text, number, start, sequence, epoch
+_SHARED_PLACE = _MOST_PLACES - 1
+"""Where calls are recorded for which there is no place left: the latest of them can be read."""
 _LONGEST_TEXT = _PLACE_SIZE - _END.size - _START.size
 
 # Texts: checksum, length and number, then JSON. Two halves take turns, so that one is always whole.
 _TEXT = struct.Struct("IIQ")
-_ANSWER_AT, _ANSWER_SIZE = _CALLS_AT + _PLACES * _PLACE_SIZE, 24 << 10
+_ANSWER_AT, _ANSWER_SIZE = _CALLS_AT + _MOST_PLACES * _PLACE_SIZE, 24 << 10
 _FAILURE_AT, _FAILURE_SIZE = _ANSWER_AT + 2 * _ANSWER_SIZE, 48 << 10
 
 Kind = Literal["collective", "point-to-point", "setup"]
@@ -116,6 +120,9 @@ class Page:
         self._map = mmap.mmap(file, _SIZE)
         self._numbers = count(1)
         self._open = [0] * _PLACES  # by place, the number of the call that is still running there
+        self._spare = list(range(_SHARED_PLACE - 1, _PLACES - 1, -1))  # further places; the last one is taken first
+        self._apart: dict[int, int] = {}  # by number, the further places of calls that are still running
+        self._used = _PLACES
         self._answers = count(1)
         self._done = 0
 
@@ -132,11 +139,12 @@ class Page:
 
     def begin(self, text: bytes, *, sequence: int = 0, epoch: int = 0) -> int:
         """Record that a call begins; text is what `describe` made of it. Returns: the number that `end` takes."""
-        for number in self._numbers:  # threads that call at the same time get different numbers
-            place = number % _PLACES
-            if not self._open[place]:
-                break
-        self._open[place] = number
+        number = next(self._numbers)  # threads that call at the same time get different numbers
+        place = number % _PLACES
+        if self._open[place]:
+            number, place = self._take_place()
+        else:
+            self._open[place] = number
         body = _START.pack(0, len(text), number, time.monotonic_ns(), sequence, epoch)[4:] + text
         at = _CALLS_AT + place * _PLACE_SIZE + _END.size
         self._map[at : at + 4 + len(body)] = zlib.crc32(body).to_bytes(4, sys.byteorder) + body
@@ -145,13 +153,35 @@ class Page:
 
     def end(self, number: int, *, failed: bool = False) -> None:
         """Record that a call has ended."""
-        place = number % _PLACES
+        apart = self._apart.pop(number, None) if self._apart else None
+        place = number % _PLACES if apart is None else apart
         now_ns = time.monotonic_ns()
         _END.pack_into(self._map, _CALLS_AT + place * _PLACE_SIZE, number, -now_ns if failed else now_ns)
-        self._open[place] = 0
+        if apart is None:
+            self._open[place] = 0
+        elif apart != _SHARED_PLACE:
+            self._spare.append(apart)
         if not failed:
             self._done += 1
             struct.pack_into("Q", self._map, _HEADER_AT + 24, self._done)
+
+    def _take_place(self) -> tuple[int, int]:
+        """Find a place for a call whose turn is at one that is in use. Returns: the call's number, and the place."""
+        for number in islice(self._numbers, _PLACES):
+            place = number % _PLACES
+            if not self._open[place]:
+                self._open[place] = number
+                return number, place
+        number = next(self._numbers)
+        try:
+            place = self._spare.pop()
+        except IndexError:
+            place = _SHARED_PLACE
+        self._apart[number] = place
+        if place >= self._used:
+            self._used = place + 1
+            struct.pack_into("Q", self._map, _HEADER_AT + 48, self._used)
+        return number, place
 
     def note_meeting(self) -> None:
         """Record that a collective has completed, though no call was recorded that tells."""
@@ -213,8 +243,8 @@ class Page:
         )
 
     def calls(self) -> list[Call]:
-        """Give the latest calls, the newest last; calls that still run are never missing."""
-        found = (self._call(place) for place in range(_PLACES))
+        """Give the latest calls, the newest last; of the first 447 that run at the same time none is missing."""
+        found = (self._call(place) for place in range(max(_PLACES, self._header()[6])))
         return sorted((call for call in found if call is not None), key=lambda call: call.number)
 
     def read_failure(self) -> dict[str, Any] | None:
