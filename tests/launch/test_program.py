@@ -38,6 +38,57 @@ def test_a_module_runs_like_python_m(launcher):
     assert launcher.told(result) == {0: [[path, "-m", "x"], "__main__", "package", "package.__main__", "found"]}
 
 
+def test_objects_of_the_programs_classes_come_back_from_processes_that_start_afresh(launcher):
+    result = launcher.run_script(
+        """
+        import json, multiprocessing, os
+
+        class Item:
+            def __init__(self, number):
+                self.number = number
+
+        class Items:
+            def __len__(self):
+                return 2
+
+            def __getitem__(self, index):
+                return Item(index)
+
+        def put(queue):
+            queue.put(Item(5))
+
+        def found(batch):
+            return batch[0]
+
+        if __name__ == "__main__":
+            from torch.utils.data import DataLoader
+
+            came = {}
+            for method in ("spawn", "forkserver"):
+                context = multiprocessing.get_context(method)
+                # Queue.get raises in this thread; a Pool whose result cannot be read would wait for ever.
+                queue = context.Queue()
+                process = context.Process(target=put, args=(queue,))
+                process.start()
+                items = [queue.get(timeout=60)]
+                process.join()
+                queue.close()
+                with context.Pool(1) as pool:
+                    items += pool.map(Item, [6])
+                    pool.close()
+                    pool.join()
+                items += DataLoader(Items(), num_workers=1, multiprocessing_context=method, collate_fn=found)
+                came[method] = [item.number for item in items if type(item) is Item]
+            print(json.dumps(came))
+        """,
+        ranks=1,
+    )
+    assert (result.returncode, launcher.told(result)) == (
+        0,
+        {0: {"spawn": [5, 6, 0, 1], "forkserver": [5, 6, 0, 1]}},
+    ), result.stderr
+
+
 def test_a_report_starts_in_the_users_code(launcher):
     result = launcher.run_script("def divide(x):\n    return x / 0\n\ndivide(1)\n", ranks=1)
     lines = [line.rstrip() for line in result.stderr.splitlines()]

@@ -90,7 +90,7 @@ def unpack(data: bytes) -> Call:
     with _importing_main():
         preparation = pickle.loads(head)
         if not any(name.startswith("init_main") for name in preparation):
-            sys.modules["__main__"] = ModuleType("__main__")
+            sys.modules["__main__"] = sys.modules["__mp_main__"] = ModuleType("__main__")
         if "tracker" in preparation:
             resource_tracker._resource_tracker._fd = preparation["tracker"]  # type: ignore[attr-defined]
         spawn.prepare(preparation)
