@@ -147,6 +147,21 @@ def test_ranks_that_were_started_by_hand_meet_in_every_way(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+BY_A_RANK = """
+import sys, unisono
+with unisono.init("gloo", f"tcp://localhost:{sys.argv[2]}", rank=int(sys.argv[1]), world_size=2, timeout=60) as job:
+    print(*unisono.comm.all_gather((job.rank, job.local_rank, job.local_world_size, job.num_nodes, job.launcher)))
+"""
+
+
+def test_processes_that_a_rank_starts_meet_at_the_address_that_they_are_given():
+    # They inherit what the launcher said to their parent, here rank 0 of another job.
+    inherited = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
+    inherited |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    outs = processes(2, BY_A_RANK, free_port(), **inherited)
+    assert outs == ["(0, 0, 2, 1, 'none') (1, 1, 2, 1, 'none')\n"] * 2
+
+
 SPAWNED = """
 import multiprocessing, os, sys, warnings, torch.multiprocessing as mp, unisono
 from unisono.errors import LaunchError

@@ -71,7 +71,7 @@ def test_the_users_settings_stay():
     assert job_environment(mine, ranks=2, cores=8).items() >= mine.items()
 
 
-@pytest.mark.parametrize("name", ["UNISONO_EVENTS_FD", "UNISONO_RANK_FILES", "TORCHELASTIC_ERROR_FILE"])
+@pytest.mark.parametrize("name", ["UNISONO_EVENTS_FD", "TORCHELASTIC_ERROR_FILE"])
 def test_what_belongs_to_an_outer_launchers_rank_is_not_passed_on(name):
     assert name not in job_environment({name: "5"}, ranks=1, cores=1)
 

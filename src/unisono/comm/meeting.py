@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from unisono.comm.placement import Placement
 from unisono.errors import LaunchError, PeerError
+from unisono.tcp_store import open_store
 
 __all__ = ["Board", "Meeting", "name_ranks", "open_meeting", "wait_for"]
 
@@ -93,7 +94,7 @@ def open_meeting(
         return _numbered(_file_store(path, world_size), rank, world_size, place=f"file://{path}")
     url = _address_of(init_method if scheme == "tcp" else placement.meeting, world_size=world_size)
     place = url if url != "env://" else f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or not _is_launchers(url):
+    if not _is_launchers(url):
         return _meet_at_rank_0(url, rank, world_size, place=place, timeout=timeout)
     try:
         found = _rendezvous(url, rank, world_size, timeout=timeout)
@@ -246,7 +247,9 @@ def _address_of(method: str | None, *, world_size: int) -> str:
 
 
 def _is_launchers(url: str) -> bool:
-    """Whether an address is that of the launcher's store."""
+    """True if the launcher hosts a store, and this is its address."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return False
     return url == "env://" or url.endswith(f":{os.environ.get('MASTER_PORT')}")
 
 
@@ -320,7 +323,14 @@ def _admit(
 
 
 def _rendezvous(url: str, rank: int, world_size: int, *, timeout: timedelta) -> dist.Store:  # type: ignore[name-defined]
+    """Open the store at an address, at which rank 0 hosts it unless it is the launcher's."""
+    parts = urlsplit(url)
+
     def meet() -> Any:
+        if parts.scheme == "tcp" and not _is_launchers(url):
+            # Not by torch's function: where a launcher hosts a store, torch takes every address for that one's, also in
+            # processes that inherit the launcher's variables, and then nobody opens a store at this one.
+            return open_store(str(parts.hostname), int(parts.port or 0), rank, world_size, timeout=timeout)
         # By torch's own function, in the place where the launcher numbers meetings.
         return next(dist.distributed_c10d.rendezvous(url, rank, world_size, timeout=timeout))[0]  # type: ignore[attr-defined]
 

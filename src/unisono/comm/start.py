@@ -171,11 +171,17 @@ class _Table:
         if (meeting.rank, meeting.world_size) != (placement.rank, placement.world_size):
             # Who was told its rank by the script: the launcher's numbers are of another job.
             placement = Placement(launcher="none", rank=meeting.rank, world_size=meeting.world_size)
-        self._meeting, self._placement, self._timeout = meeting, placement, timeout
-        nodes = self.told("node", lambda: placement.node_name(own_host()))
+        self._meeting, self._timeout = meeting, timeout
+        told = self.told(
+            "node", lambda: [placement.launcher, placement.seated, placement.node_name(own_host()), own_host()]
+        )
+        # Among processes that a rank started, one can have that rank's number: what the launcher said is of another job.
+        self._launcher = placement.launcher if len({launcher for launcher, *_ in told}) == 1 else "none"
+        seated = self._launcher != "none" and all(by_launcher for _, by_launcher, _, _ in told)
+        nodes = [node if seated else host for *_, node, host in told]
         self._num_nodes = len(set(nodes))
         seat = seats_of(nodes)[meeting.rank]
-        if placement.seated:
+        if seated:
             seat = replace(seat, local_rank=placement.local_rank, node_rank=placement.node_rank)
         self.seat = seat
 
@@ -206,7 +212,7 @@ class _Table:
             num_nodes=self._num_nodes,
             device=device,
             backend=backend,
-            launcher=self._placement.launcher,
+            launcher=self._launcher,
             timeout=self._timeout,
             number=next(_numbers),
         )

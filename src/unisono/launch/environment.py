@@ -13,7 +13,6 @@ __all__ = [
     "CHECK_VARIABLE",
     "CPU_BACKEND_VARIABLE",
     "EVENTS_VARIABLE",
-    "FILES_VARIABLE",
     "job_environment",
     "program_arguments",
     "rank_environment",
@@ -28,10 +27,7 @@ CPU_BACKEND_VARIABLE = "UNISONO_CPU_BACKEND"
 CHECK_VARIABLE = "UNISONO_CHECK"
 """Asks `unisono.comm` to compare calls between ranks: 1."""
 
-FILES_VARIABLE = "UNISONO_RANK_FILES"
-"""Holds the numbers of the open files that an executed rank shares with the launcher."""
-
-_OUTER = frozenset({EVENTS_VARIABLE, FILES_VARIABLE, "TORCHELASTIC_ERROR_FILE"})
+_OUTER = frozenset({EVENTS_VARIABLE, "TORCHELASTIC_ERROR_FILE"})
 """What belongs to the rank of an outer launcher, inside which this job may run."""
 
 _LOCAL_RANK = "${local_rank}"

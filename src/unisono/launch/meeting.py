@@ -9,24 +9,20 @@ there, as without a launcher. Start reading at `install`.
 from __future__ import annotations
 
 import os
-import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, suppress
 from datetime import timedelta
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
 
 from unisono.imports import when_imported
+from unisono.tcp_store import LOCAL_HOSTS, LOOPBACK, open_store
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
 __all__ = ["address_of", "install", "is_job_store"]
-
-_LOOPBACK = "127.0.0.1"
-_LOCAL = ("localhost", _LOOPBACK)
 
 Meeting = tuple["Store", int, int]
 """What torch's rendezvous gives: a store, the rank, the number of ranks."""
@@ -68,7 +64,7 @@ def is_job_store(host: str, port: int, given: Mapping[str, str]) -> bool:
     >>> is_job_store("localhost", 40001, given), is_job_store("localhost", 12355, given)
     (True, False)
     """
-    return str(port) == given.get("MASTER_PORT") and host in (given.get("MASTER_ADDR"), *_LOCAL)
+    return str(port) == given.get("MASTER_PORT") and host in (given.get("MASTER_ADDR"), *LOCAL_HOSTS)
 
 
 class _Meetings:
@@ -115,36 +111,8 @@ class _Meetings:
 
         if not 0 <= port < 1 << 16:
             raise ValueError(f"port must have value from 0 to 65535 but was {port}.")
-        host = _LOOPBACK if hostname in _LOCAL else hostname
+        host = LOOPBACK if hostname in LOCAL_HOSTS else hostname
         if is_job_store(host, port, self._given):
             store = TCPStore(host, port, world_size, is_master=False, timeout=timeout)
             return store if self._generation == "0" else PrefixStore(f"generation_{self._generation}", store)
-        with ExitStack() as stack:
-            listener = _listen(port) if rank == 0 and host == _LOOPBACK else None
-            if listener is not None:
-                stack.enter_context(listener)
-            store = TCPStore(
-                host,
-                port,
-                world_size,
-                is_master=rank == 0,
-                timeout=timeout,
-                multi_tenant=True,
-                use_libuv=use_libuv,
-                master_listen_fd=None if listener is None else listener.fileno(),
-            )
-            if listener is not None:
-                listener.detach()  # the store has it now
-            return store
-
-
-def _listen(port: int) -> socket.socket | None:
-    """Listen on the loopback address only. None if the port is taken: by a store of ours, or torch will say by whom."""
-    listener = socket.socket()
-    with suppress(OSError):
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((_LOOPBACK, port))
-        listener.listen(socket.SOMAXCONN)
-        return listener
-    listener.close()
-    return None
+        return open_store(host, port, rank, world_size, timeout=timeout, use_libuv=use_libuv)
