@@ -74,19 +74,23 @@ def test_other_splits_and_sizes_of_lists_are_named(said):
 def test_a_late_rank_is_named(said):
     for rank in (0, 2):
         first, second = said["late_rank"][rank]
-        assert "rank 1 did not take part within 1 s" in first
+        assert " timed out: rank 1 did not take part within 1 s; see what it does instead" in first
         assert second.endswith(UNUSABLE)
     assert "rank 1 did not take part within 1 s" in said["late_rank"][1][1]
 
 
 def test_a_monitored_barrier_has_its_own_limit_and_fails_on_all_ranks(said):
     for message in said["late_for_one_call"]:
-        assert "rank 1 did not take part within 0.5 s" in message
+        assert "barrier (call 1 of the group) timed out: rank 1 did not take part within 0.5 s" in message
+    # As with gloo, the one that waited says that it has timed out.
+    first, late = said["late_for_one_call"]
+    assert first.startswith("DistBackendError: Rank 0 timed out in monitoredBarrier after 500 ms: ")
+    assert "monitoredBarrier" not in late
 
 
 def test_a_wait_that_gives_up_leaves_the_work_going_on(said):
     (impatient, tensor), (_, other) = said["impatient_wait"]
-    assert impatient.endswith("not done after 0.2 s, waiting for rank 1")
+    assert impatient.endswith(" timed out: not done after 0.2 s, waiting for rank 1")
     assert tensor == other == [4.0] * 4
 
 

@@ -392,7 +392,7 @@ print(ranks(2, body, timeout_s=1))
 def test_a_timeout_names_the_rank_that_is_missing(tmp_path: Path):
     said = _forked(tmp_path, _LATE)
     assert "[0, 0]" in said, said
-    assert said.count("receive from rank 1 (tag 3, 20 bytes): rank 1 did not take part within 1 s") == 2, said
+    assert said.count("receive from rank 1 (tag 3, 20 bytes) timed out: rank 1 did not take part within 1 s") == 2, said
 
 
 _GONE = """

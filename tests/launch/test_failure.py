@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -48,6 +49,8 @@ def ranks(failures) -> list[int]:
     ("message", "kind"),
     [
         (LOST, "RuntimeError"),
+        ("[rank 0, group 0] barrier: the group was left by rank 1, whose", "torch.distributed.DistBackendError"),
+        ("[rank 0, group 0] barrier: the process of rank 1 has ended", "torch.distributed.DistBackendError"),
         ("Read error [127.0.0.1]:37303: Connection reset by peer", "RuntimeError"),
         ("writev [127.0.0.1]:5: Broken pipe", "RuntimeError"),
         ("failed to recv, got 0 bytes. Connection was likely closed.", "torch.distributed.DistNetworkError"),
@@ -128,6 +131,40 @@ def test_a_lost_connection_alone_is_not_a_sure_cause_while_others_run():
     assert not judge([told(0, 10, LOST)], running=[1]).sure
     assert judge([told(0, 10, LOST)]).sure
     assert judge([failure(0, 10)], running=[1]).sure
+
+
+def test_words_like_a_lost_peers_are_not_enough():
+    # Raised by a line of the program, by what is no rank of a group, or long after the last call has ended well.
+    sounds = "Connection reset by peer, failed to connect to database"
+    by_program = told(1, 50, sounds, line=7)
+    raised = {"file": "load.py", "line": 7, "source": f'if not ready: raise RuntimeError("{sounds}")', "span": [14, 90]}
+    by_program.account["frames"][:] = [raised]
+    lonely = replace(told(1, 50, sounds), grouped=False)
+    key = told(1, 50, "wait timeout after 1000ms, keys: /model", "torch.distributed.DistStoreError")
+    for own in (by_program, lonely, replace(key, in_call=False)):
+        verdict = judge([own], finished=[0], running=[2])
+        assert (verdict.ranks, verdict.absent, verdict.sure) == ((1,), (), True)
+        # The others wait for this rank, and lose it.
+        assert judge([own, told(0, 10, LOST)]).ranks == (1,)
+    # In a call, the key is what a peer should have written.
+    assert judge([key], running=[2]).ranks == (2,)
+    # An error that led to another one still counts.
+    by_program.account["chain"] = [{"type": "RuntimeError", "message": LOST, "link": "cause"}]
+    assert judge([by_program], finished=[0]).ranks == (0,)
+
+
+def test_a_rank_that_left_its_groups_is_named_if_nothing_else_is_known():
+    verdict = judge([told(0, 10, LOST)], left=[1], running=[1])
+    assert (verdict.ranks, verdict.absent_left, verdict.absent_finished) == ((1,), True, False)
+    assert judge([told(0, 10, "bad batch", "ValueError")], left=[1], running=[1]).ranks == (0,)
+
+
+@pytest.mark.parametrize("message", [
+    "[rank 0, group 0] barrier (call 3 of the group) timed out: rank 1 did not take part within 1 s; see what it does",
+    "Rank 0 timed out in monitoredBarrier after 500 ms: [rank 0, group 0] barrier timed out: rank 1 did not",
+])  # fmt: skip
+def test_what_the_shm_backend_says_of_a_late_rank_is_understood(message):
+    assert judge([told(0, 10, message, "torch.distributed.DistBackendError")], running=[1]).ranks == (1,)
 
 
 PEERS = """

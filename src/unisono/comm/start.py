@@ -175,7 +175,7 @@ class _Table:
         told = self.told(
             "node", lambda: [placement.launcher, placement.seated, placement.node_name(own_host()), own_host()]
         )
-        # Among processes that a rank started, one can have that rank's number: what the launcher said is of another job.
+        # Among processes that a rank started, one can have that rank's number: the launcher spoke of another job.
         self._launcher = placement.launcher if len({launcher for launcher, *_ in told}) == 1 else "none"
         seated = self._launcher != "none" and all(by_launcher for _, by_launcher, _, _ in told)
         nodes = [node if seated else host for *_, node, host in told]

@@ -304,6 +304,8 @@ class _Agent:
     def _end_failed(self) -> None:
         """Ask the ranks to end that have not failed; one that has may still be on its way out."""
         assert self._stop is not None
+        if not self._now.judge().sure:
+            self._now.look_at_leavers()
         self._begin_stop(self._stop, signal.SIGTERM, self._running - self._now.failed)
         if self._running:
             self._stop = replace(self._stop, waited_for_s=time.monotonic() + _PATIENCE_S)

@@ -34,6 +34,8 @@ class Generation:
         )
         self.running: set[int] = set()
         """Ranks that have been started and have not ended."""
+        self.places: dict[int, str] = {}
+        """Where ranks were that had left their process groups, when others had failed."""
         self._pids: dict[int, int] = {}
         self._failures: dict[int, Failure] = {}
         self._finished: set[int] = set()
@@ -54,6 +56,8 @@ class Generation:
 
     def failing(self, rank: int, code: int, time_ns: int) -> None:
         """Note that a rank has said it fails; its process still runs."""
+        if (known := self._failures.get(rank)) is not None:  # it was on its way out, and was not asked to end
+            time_ns = min(time_ns, known.time_ns)
         self._failures[rank] = self._describe(rank, code=code, time_ns=time_ns, reported=True)
 
     def ended(self, rank: int, code: int, time_ns: int) -> None:
@@ -77,6 +81,22 @@ class Generation:
         if self._ended_ns is None:
             self._ended_ns = time.monotonic_ns()
 
+    def look_at_leavers(self) -> None:
+        """Find out about ranks that have left their process groups and still run: one may be on its way out.
+
+        A rank that cleans up after an exception tells of it only when the clean-up is over. One that handles an
+        exception counts as failing from now on.
+        """
+        left = [rank for rank in self.running - self.failed if self.observer.left_ns(rank) is not None]
+        self.observer.ask_errors(left)
+        for rank in left:
+            if (left_ns := self.observer.left_ns(rank)) is None:  # in a new group by now
+                continue
+            account = self.observer.failure(rank)
+            if account is not None and account.get("handled"):
+                self._failures[rank] = self._describe(rank, code=1, time_ns=left_ns, reported=True)
+            self.places[rank] = self.observer.where(rank)
+
     @property
     def failed(self) -> set[int]:
         """Ranks that have failed or said that they fail."""
@@ -91,12 +111,27 @@ class Generation:
         """Find the cause among the failures so far, of which there is one at least."""
         # An interpreter takes some time to end, and peers notice before it has.
         finished = self._finished | {rank for rank in self._pids.keys() - self.failed if self._has_finished(rank)}
+        first_ns = min(failure.time_ns for failure in self._failures.values())
+        left = {rank for rank in self.places if rank not in self._failures and self._left_before(rank, first_ns)}
+        left |= {
+            failure.rank for failure in self._failures.values() if self._was_ended_after_leaving(failure, first_ns)
+        }
         return judge(
             self._failures.values(),
             finished=finished,
+            left=left - finished,
             running=self.running - self.failed - finished,
             ended_ns=self._ended_ns,
         )
+
+    def _left_before(self, rank: int, time_ns: int) -> bool:
+        left_ns = self.observer.left_ns(rank)
+        return left_ns is not None and left_ns < time_ns
+
+    def _was_ended_after_leaving(self, failure: Failure, time_ns: int) -> bool:
+        """True if the launcher ended a rank that had left its process groups before that time."""
+        by_launcher = self._ended_ns is not None and failure.time_ns >= self._ended_ns and failure.code < 0
+        return by_launcher and failure.rank in self.places and self._left_before(failure.rank, time_ns)
 
     def _has_finished(self, rank: int) -> bool:
         """Whether the program of a rank came to its end before the launcher began to end ranks."""
@@ -113,5 +148,7 @@ class Generation:
             account=self.observer.failure(rank),
             crash_stack=self.observer.crash(rank) if code < 0 else "",
             tail=tuple(self._relay.tail(rank)),
+            grouped=self.observer.grouped(rank),
+            in_call=self.observer.in_call(rank),
             doing=self.observer.doing(rank),
         )

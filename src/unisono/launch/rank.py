@@ -233,8 +233,8 @@ def _execute(program: Program) -> None:
     main = ModuleType("__main__")
     main.__dict__["__builtins__"] = sys.modules["builtins"]
     code = _load_module(main, program) if program.module else _load_script(main, program)
-    # Pickle, and processes that multiprocessing starts afresh, look the program up under this name. In those it has the
-    # second one, by which they send its objects; multiprocessing set that when it was imported, perhaps before the fork.
+    # Pickle, and processes that multiprocessing starts afresh, look the program up under this name. In those its
+    # name is the second one; multiprocessing set that when it was imported, perhaps before the fork.
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main
     exec(code, main.__dict__)
 

@@ -17,6 +17,43 @@ EXCEPTIONS = (
         ranks=(1, 4),
     ),
     Fault(
+        name="exception-and-a-long-clean-up",
+        source="""
+            def save():
+                time.sleep(600)  # its peers have failed long before it has
+            try:
+                if bad:
+                    raise ValueError("bad batch 7")  # here
+                wait()
+            finally:
+                dist.destroy_process_group()
+                if bad:
+                    save()
+        """,
+        options=("--shutdown-timeout", "1"),
+        first="{last} left its process groups while handling ValueError: bad batch 7",
+        details=("{here}", "{others} only lost the connection to {last}", "in save when others had failed"),
+        least_ranks=2,
+        ranks=(3,),
+    ),
+    Fault(
+        name="sounds-like-a-lost-peer",
+        source="""
+            import select
+            pids = [None] * size
+            dist.all_gather_object(pids, os.getpid())
+            if bad:
+                ends = [os.pidfd_open(pid) for pid in pids[:-1]]
+                for end in ends:
+                    select.select([end], [], [])  # the others have come to their end, as they should
+                raise RuntimeError("failed to connect to database")  # here
+        """,
+        first="{last} failed: RuntimeError: failed to connect to database",
+        details=("{here}",),
+        least_ranks=2,
+        ranks=(3,),
+    ),
+    Fault(
         name="exception-everywhere",
         source="""
             raise ValueError("bad batch 7")  # here

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
+from torch.distributed import DistBackendError
 
 from unisono.comm.shm import moves
 from unisono.comm.shm.calls import Call
@@ -205,7 +206,16 @@ class ShmGroup(ReducingGroup):
         del wait_all_ranks  # naming all costs nothing here
         opts = given(c10d.BarrierOptions, None, timeout)
         opts.asyncOp = False
-        self.barrier(opts).wait()
+        try:
+            self.barrier(opts).wait()
+        except DistBackendError as error:
+            if not self._waiting.timed_out:
+                raise
+            limit_ms = round(opts.timeout.total_seconds() * 1000)
+            # gloo's words, for programs that look for them.
+            raise DistBackendError(
+                f"Rank {self._own_rank} timed out in monitoredBarrier after {limit_ms} ms: {error}"
+            ) from None
         self._waiting.look()  # a rank that is late itself must not believe that all is well
 
     # Messages

@@ -77,7 +77,8 @@ def _receive_all(
                 if time.monotonic() > deadline_s:
                     missing = [names[r] for r in range(1, size) if r not in guests]
                     raise UnisonoError(
-                        f"{_ranks(missing)} did not come within {timeout_s:g} s to share memory with rank {names[0]}. "
+                        f"timed out: {_ranks(missing)} did not come within {timeout_s:g} s to share memory with rank "
+                        f"{names[0]}. "
                         "Did every rank of the group call init_process_group or new_group?"
                     ) from None
                 continue
@@ -102,7 +103,10 @@ def _receive_all(
 def _go_there(store: Store, *, rank: int, size: int, timeout_s: float, names: Sequence[int]) -> tuple[Segment, Peers]:
     deadline_s = time.monotonic() + timeout_s
     host_rank, own_rank = f"rank {names[0]}", f"rank {names[rank]}"
-    late = f"{host_rank} did not offer {own_rank} its shared memory within {timeout_s:g} s; see what it says, or does"
+    late = (
+        f"timed out: {host_rank} did not offer {own_rank} its shared memory within {timeout_s:g} s; see what it says, "
+        "or does"
+    )
     while True:
         left_s = deadline_s - time.monotonic()
         try:

@@ -61,7 +61,7 @@ class Transfer(Work):
             limit_s = timeout.total_seconds()
             self._progress.wait(self, limit_s)
             if not self.over:
-                raise DistBackendError(f"{self._progress.describe(self)}: not done after {limit_s:g} s")
+                raise DistBackendError(f"{self._progress.describe(self)} timed out: not done after {limit_s:g} s")
             self._progress.announce()
         return super().wait()
 
@@ -267,7 +267,7 @@ class Progress:
 
     def _break(self, what: str) -> None:
         try:
-            self._waiting.give_up(f"{what}: did not end in time")
+            self._waiting.give_up(f"{what} timed out: it did not end in time")
         except DistBackendError as error:
             self._end_all(error)
 

@@ -44,6 +44,8 @@ class Waiting:
         self._ranks, self._group = tuple(ranks), group
         self.timeout_s = timeout_s
         self.polls = polls
+        self.timed_out = False
+        """True once this rank has given up because others did not come in time."""
 
     @property
     def broken(self) -> str | None:
@@ -111,7 +113,12 @@ class Waiting:
             now_s = time.monotonic()
             if now_s >= deadline_s:
                 within = "in time" if timeout_s is None else f"within {timeout_s:g} s"
-                self.give_up(f"{what()}: {self.names(missing)} did not take part {within}; see what it does instead")
+                does = "it does" if len(missing) == 1 else "they do"
+                self.timed_out = True
+                # "timed out" are the words by which programs, torch's tests and filters of logs know a timeout.
+                self.give_up(
+                    f"{what()} timed out: {self.names(missing)} did not take part {within}; see what {does} instead"
+                )
             if now_s >= look_s:
                 look_s = now_s + _SLICE_S
                 if self._nobody_comes(late, what, every=every):

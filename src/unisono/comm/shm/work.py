@@ -79,7 +79,8 @@ class Work(dist.Work):
         if not self._done and not self._wait(timeout.total_seconds()):
             late = self._late() if self._late is not None else ""
             raise dist.DistBackendError(
-                f"{self.describe()}: not done after {timeout.total_seconds():g} s{late and f', waiting for {late}'}"
+                f"{self.describe()} timed out: not done after {timeout.total_seconds():g} s"
+                f"{late and f', waiting for {late}'}"
             )
         if self._error is not None:
             raise self._error

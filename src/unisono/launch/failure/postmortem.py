@@ -30,8 +30,15 @@ class Postmortem:
         self._verdict = verdict = generation.judge()
         # Where ranks were missed that ran on: what they did then.
         missed = () if verdict.absent_finished else verdict.absent[:3]
-        doing = [(rank, words) for rank in missed if (words := generation.observer.doing(rank))]
-        remarks = [*(f"rank {rank} was {words}" for rank, words in doing), *([remark] if remark else [])]
+        # Ranks that were on their way out, and did not get there.
+        ended = {failure.rank for failure in (verdict.cause, *verdict.same) if (failure.account or {}).get("handled")}
+        remarks = []
+        for rank in sorted({*missed, *ended}):
+            doing, place = generation.observer.doing(rank), generation.places.get(rank, "")
+            words = [doing, *([f"{place} when others had failed"] if place else [])]
+            if told := ", and ".join(filter(None, words)):
+                remarks.append(f"rank {rank} was {told}")
+        remarks += [remark] if remark else []
         self._circumstances = Circumstances(
             ranks=job.ranks,
             folder=str(Path.cwd()),

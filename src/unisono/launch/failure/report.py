@@ -139,6 +139,9 @@ def _headline(verdict: Verdict, circumstances: Circumstances) -> str:
         waiting = name_ranks({failure.rank for failure in (cause, *verdict.same, *verdict.victims)})
         if verdict.absent_finished:
             return f"{names} ended while {waiting} still needed {_them(verdict.absent)}"
+        if verdict.absent_left:
+            its = "its" if len(verdict.absent) == 1 else "their"
+            return f"{names} left {its} process groups while {waiting} still needed {_them(verdict.absent)}"
         return f"{names} did not come where {waiting} waited for {_them(verdict.absent)}"
     names = f"all {len(ranks)} ranks" if len(ranks) == circumstances.ranks > 1 else name_ranks(ranks)
     return f"{names} {_what_happened(cause, were='was' if len(ranks) == 1 else 'were')}"
@@ -156,6 +159,8 @@ def _what_happened(cause: Failure, *, were: str) -> str:
     if account["type"] == "KeyboardInterrupt":
         return f"{were} interrupted (KeyboardInterrupt)"
     subject = account.get("remote", account)
+    if account.get("handled"):
+        return f"left its process groups while handling {_title(subject, most=2000)}"
     where = f" in {subject['where']}" if "where" in subject else ""
     return f"failed{where}: {_title(subject, most=2000)}"
 

@@ -16,15 +16,21 @@ that, so a peer's error can be on record first. A peer that is not at fault need
 
 _LOST_PEER = (
     # gloo
+    "connectfullmesh failed",
     "connection closed by peer",
     "connection reset by peer",
     "broken pipe",
     "application timeout caused pair closure",
     "socket closed",
     "remote peer closed the connection",
+    # shm
+    "the group was left by rank",
+    "the process of rank",
+    "the processes of rank",
     # the store
     "connection was likely closed",
-    "failed to connect",
+    "socket has failed to connect to",
+    "client failed to connect",
     "timed out (try=",
     # NCCL
     "remote process exit",
@@ -32,14 +38,14 @@ _LOST_PEER = (
     "ncclremoteerror",
     "communicator was aborted",
     "to avoid data inconsistency, we are taking the entire process down",
-    # RPC
-    "pipe closed",
-    "eof: end of file",
 )
+_LOST_IN_RPC = ("pipe closed", "eof: end of file")
+"""RPC needs no process group."""
+_STORE_TIMEOUT = ("wait timeout", "socket timeout")
+"""A key of the store did not come. Within a call that is a peer that did not come; the program may wait for any key."""
 _WAITED_IN_VAIN = (
     "timed out waiting",
-    "wait timeout",
-    "socket timeout",
+    "timed out: rank",
     "collective operation timeout",
     "failed to pass monitoredbarrier",
     "timed out in monitoredbarrier",
@@ -72,6 +78,10 @@ class Failure:
     """What Python's fault handler wrote when a signal ended it."""
     tail: tuple[str, ...] = ()
     """The last lines that it printed."""
+    grouped: bool = True
+    """False if it has never made a process group, and so cannot have lost a peer there."""
+    in_call: bool = True
+    """False if its latest call of torch.distributed had ended well."""
     doing: str = ""
     """The collective that it was in, or had done last, as words: "in all_reduce at train.py:7"."""
 
@@ -103,6 +113,8 @@ class Verdict:
     """Where all errors are of ranks that missed a peer: the ranks that were missed, as far as is known."""
     absent_finished: bool = False
     """Whether the absent ranks had come to their end with exit code 0, and not just been elsewhere."""
+    absent_left: bool = False
+    """True if the absent ranks had left their process groups, and were not at their end yet."""
     sure: bool = True
     """Whether nothing that may still arrive is likely to change the cause. If not, wait a moment before ending others:
     what is known is only a lost connection, and the rank that closed it has not failed yet."""
@@ -127,6 +139,7 @@ def judge(
     failures: Collection[Failure],
     *,
     finished: Collection[int] = (),
+    left: Collection[int] = (),
     running: Collection[int] = (),
     ended_ns: int | None = None,
 ) -> Verdict:
@@ -134,8 +147,9 @@ def judge(
 
     The cause is the first failure that is not only a lost peer. If there is no such failure, ranks that had left
     with exit code 0, or that let the others wait, are named.
-    Args: finished are ranks that had ended with exit code 0 before the first failure; running are ranks without a
-    failure so far; ended_ns is when the launcher began to end ranks, if it has.
+    Args: finished are ranks that had ended with exit code 0 before the first failure; left are ranks that had left
+    their process groups by then, and did not fail; running are ranks without a failure so far; ended_ns is when the
+    launcher began to end ranks, if it has.
 
     >>> lost = {"type": "RuntimeError", "message": "Connection closed by peer [127.0.0.1]:4000"}
     >>> victim = Failure(rank=0, code=1, time_ns=1, reported=True, account=lost)
@@ -157,7 +171,7 @@ def judge(
     others = [failure for failure in rest if failure not in same and failure not in victims]
     absent: Collection[int] = ()
     if least >= _LOST:
-        absent = finished or (ended.union(running) if doubts[cause.rank] == _LATE else ())
+        absent = finished or left or (ended.union(running) if doubts[cause.rank] == _LATE else ())
     return Verdict(
         cause=cause,
         same=_by_rank(same),
@@ -166,6 +180,7 @@ def judge(
         ended=tuple(sorted(ended)),
         absent=tuple(sorted(absent)),
         absent_finished=bool(absent) and bool(finished),
+        absent_left=bool(absent) and bool(left) and not finished,
         sure=least < _LOST or not running,
     )
 
@@ -200,22 +215,39 @@ def _doubt(failure: Failure) -> int:
         # A library that aborts, or a program that is not Python: all that is known is what it printed. Other signals,
         # and a program that is silent on the matter, are taken as they are.
         text = "\n".join(failure.tail) if failure.code in (1, -signal.SIGABRT) else ""
-        return _doubt_of("", text)
-    return max(_doubt_of(kind, message) for kind, message in _errors(failure.account))
+        return _doubt_of({"type": "", "message": text}, failure)
+    return max(_doubt_of(error, failure) for error in _errors(failure.account))
 
 
-def _doubt_of(kind: str, message: str) -> int:
-    text, name = message.lower(), kind.rpartition(".")[2]
-    late = any(words in text for words in _WAITED_IN_VAIN)
-    lost = name == "DistNetworkError" or any(words in text for words in _LOST_PEER)
-    if name in _TORCH_TYPES and (late or lost):
-        return _LATE if late else _LOST
-    return _PERHAPS if name in _CONNECTION_TYPES else _CERTAIN
+def _doubt_of(error: Mapping[str, Any], failure: Failure) -> int:
+    text, name = error["message"].lower(), error["type"].rpartition(".")[2]
+    if name in _TORCH_TYPES and not _raised_by_program(error):
+        if failure.grouped and _holds(text, _WAITED_IN_VAIN):
+            return _LATE
+        if failure.grouped and failure.in_call and _holds(text, _STORE_TIMEOUT):
+            return _LATE
+        if _holds(text, _LOST_IN_RPC):
+            return _LOST
+        if failure.grouped and (name == "DistNetworkError" or _holds(text, _LOST_PEER)):
+            return _LOST
+    return _PERHAPS if name in _CONNECTION_TYPES or name == "DistNetworkError" else _CERTAIN
 
 
-def _errors(account: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Give type and message of an error and of all that it came from."""
-    yield account["type"], account["message"]
+def _holds(text: str, words: Collection[str]) -> bool:
+    return any(word in text for word in words)
+
+
+def _raised_by_program(error: Mapping[str, Any]) -> bool:
+    """True if a line of the program raised an error, or one of a library other than torch: its words may be any."""
+    frame = (error.get("frames") or [{}])[-1]
+    source: str = frame.get("source", "")
+    start, end = frame.get("span", (0, len(source)))
+    return source[start:end].startswith("raise ") and frame.get("library") not in ("torch", "unisono")
+
+
+def _errors(account: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Give an error and all that it came from."""
+    yield account
     for part in ("chain", "group"):
         for other in account.get(part, ()):
             yield from _errors(other)

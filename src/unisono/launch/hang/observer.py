@@ -10,7 +10,7 @@ from __future__ import annotations
 import linecache
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 from unisono.launch.failure.frames import short_path
 from unisono.launch.hang.judgement import Finding, Pending, Situation, find_mismatch, judge
 from unisono.launch.hang.page import Page, create, expand_ranks
-from unisono.launch.hang.recorder import ASK_RECORDER, ASK_STACKS
+from unisono.launch.hang.recorder import ASK_ERROR, ASK_RECORDER, ASK_STACKS
 from unisono.launch.hang.report import render_finding, render_mismatch, render_stragglers, summarize
 from unisono.launch.hang.stacks import StackRequest, crash_text, create_dump, read_state
 from unisono.launch.hang.stragglers import Stragglers
@@ -66,6 +66,11 @@ class _Watched:
         """Ask the rank's thread, if it has one, for all stacks."""
         with suppress(BlockingIOError, BrokenPipeError):
             os.write(self.ask, ASK_STACKS)
+
+    def ask_error(self) -> None:
+        """Ask the rank's thread which exception the main one handles."""
+        with suppress(BlockingIOError, BrokenPipeError):
+            os.write(self.ask, ASK_ERROR)
 
     def close(self) -> None:
         self.page.close()
@@ -189,17 +194,61 @@ class Observer:
         return False
 
     def doing(self, rank: int) -> str:
-        """Name the collective that a rank is in, or has called last, as words: "in all_reduce at train.py:7"."""
+        """Name the call that a rank is in, or has made last, as words: "in all_reduce at train.py:7"."""
         calls = self._ranks[rank].page.calls() if rank in self._ranks else []
         if not calls:
             return ""
         call = next((call for call in reversed(calls) if call.running), calls[-1])
         where = f"{call.name} at {short_path(call.file, folder=self._folder)}:{call.line}"
-        return f"in {where}" if call.running else f"past its last collective, {where}"
+        last = "its last collective, " if call.kind == "collective" else ""
+        return f"in {where}" if call.running else f"past {last}{where}"
 
     def finished_ns(self, rank: int) -> int | None:
         """Tell when the program of a rank came to its end without an error; its process may still be there."""
         return self._ranks[rank].page.finished_ns if rank in self._ranks else None
+
+    def left_ns(self, rank: int) -> int | None:
+        """Return when a rank left its process groups, by the monotonic clock; None if it has not, or had none."""
+        return self._ranks[rank].page.left_ns if rank in self._ranks else None
+
+    def grouped(self, rank: int) -> bool:
+        """Return False if a rank is known never to have made a process group, nor to have begun to."""
+        if rank not in self._ranks or not self._ranks[rank].page.pid:  # not Python: it records nothing
+            return True
+        page = self._ranks[rank].page
+        return page.begun > 0
+
+    def in_call(self, rank: int) -> bool:
+        """Return False if a rank's latest call of torch.distributed is known to have ended well."""
+        calls = self._ranks[rank].page.calls() if rank in self._ranks else []
+        return not calls or calls[-1].failed or any(call.running for call in calls)
+
+    def ask_errors(self, ranks: Collection[int], *, wait_s: float = 0.2) -> None:
+        """Ask ranks which exceptions they handle, for `failure`, and wait a little for the answers."""
+        asked = [self._ranks[rank] for rank in ranks if self._ranks[rank].alive]
+        for watched in asked:
+            watched.ask_error()
+        end_s = time.monotonic() + wait_s
+        while any(watched.page.read_failure() is None for watched in asked) and time.monotonic() < end_s:
+            time.sleep(0.005)
+
+    def where(self, rank: int) -> str:
+        """Return the line at which the program of a running rank is, as words: "at train.py:7 in save"; "" if unknown.
+
+        Takes up to half a second.
+        """
+        if not self._ranks[rank].alive:
+            return ""
+        self._requests.pop(rank, None)
+        requests = self._request([rank])
+        end_s = time.monotonic() + 0.5
+        while not _poll(requests) and time.monotonic() < end_s:
+            time.sleep(0.005)
+        place = self._situation(rank, time.monotonic(), requests.get(rank)).place
+        if place is None:
+            return ""
+        function = "" if place.function == "<module>" else f" in {place.function}"
+        return f"at {short_path(place.file, folder=self._folder)}:{place.line}{function}"
 
     def failure(self, rank: int) -> dict[str, Any] | None:
         """Give the account that a rank has written of its failure."""

@@ -191,6 +191,10 @@ class Page:
         """Record that the program has come to its end without an error. The process may take a while to end."""
         struct.pack_into("Q", self._map, _HEADER_AT + 40, time.monotonic_ns())
 
+    def note_groups(self, *, left: bool) -> None:
+        """Record that the rank leaves its process groups, or makes them anew."""
+        struct.pack_into("Q", self._map, _HEADER_AT + 56, time.monotonic_ns() if left else 0)
+
     def write_failure(self, account: Mapping[str, Any]) -> None:
         """Write how the rank failed. What is longer than 48 KiB loses the middle of its longest texts."""
         self._write(_FAILURE_AT, _FAILURE_SIZE, _fit(dict(account), _FAILURE_SIZE - _TEXT.size), 1)
@@ -233,6 +237,11 @@ class Page:
     def finished_ns(self) -> int | None:
         """When the program came to its end without an error, by the monotonic clock. None: it has not, so far."""
         return int(self._header()[5]) or None
+
+    @property
+    def left_ns(self) -> int | None:
+        """When the rank left its process groups, by the monotonic clock. None: it has made none, or is in them."""
+        return int(self._header()[7]) or None
 
     @property
     def met(self) -> bool:

@@ -20,14 +20,15 @@ from types import ModuleType
 from typing import Any
 
 from unisono.imports import when_imported
+from unisono.launch.failure.account import account_of
 from unisono.launch.failure.frames import library_of
 from unisono.launch.hang import stacks
 from unisono.launch.hang.flightrecords import FlightRecorder, name_tensors
 from unisono.launch.hang.page import Kind, Page, describe, name_range
 
-__all__ = ["ASK_RECORDER", "ASK_STACKS", "Recorder", "install"]
+__all__ = ["ASK_ERROR", "ASK_RECORDER", "ASK_STACKS", "Recorder", "install"]
 
-ASK_RECORDER, ASK_STACKS = b"?", b"s"
+ASK_RECORDER, ASK_STACKS, ASK_ERROR = b"?", b"s", b"e"
 """What the agent writes into the pipe."""
 
 _MOST_DESCRIPTIONS = 4096
@@ -120,7 +121,8 @@ def install(page: Page, *, ask: int, dump: int) -> Recorder:
     """Record in the page what this process does in its process groups, from the import of torch.distributed on.
 
     Args: ask is a pipe, which a thread reads once there is a process group. `ASK_RECORDER` makes it write into the page
-    what torch's flight recorder has unfinished, `ASK_STACKS` makes it write the stacks of all threads to dump.
+    what torch's flight recorder has unfinished, `ASK_STACKS` makes it write the stacks of all threads to dump, and
+    `ASK_ERROR` makes it write into the page which exception the main thread handles, if any.
     Call it once, in the rank, after the fork. Returns: what does it.
     """
     recorder = Recorder(page, ask=ask, dump=dump)
@@ -187,6 +189,23 @@ class Recorder:
                     if module is not None and getattr(module, name, None) is function:
                         setattr(module, name, replacement)
 
+        leaving = self._recording_leave(c10d.destroy_process_group)
+        for module in (c10d, sys.modules.get("torch.distributed")):
+            if getattr(module, "destroy_process_group", None) is leaving.__wrapped__:  # type: ignore[attr-defined]
+                module.destroy_process_group = leaving  # type: ignore[union-attr]
+
+    def _recording_leave(self, function: Function) -> Function:
+        """Record the end of all groups: peers that still need this rank fail because of it."""
+
+        @functools.wraps(function)
+        def recorded(group: Any = None, *args: Any, **kwargs: Any) -> Any:
+            page, world = self._page, self._c10d.GroupMember.WORLD
+            if page is not None and world is not None and group in (None, world):
+                page.note_groups(left=True)
+            return function(group, *args, **kwargs)
+
+        return recorded
+
     def _recording(self, function: Function, signature: _Signature) -> Function:
         inside, texts, counted = self._inside, self._texts, signature.kind == "collective"
         position, keyword = signature.group
@@ -249,6 +268,7 @@ class Recorder:
                 self._setups.clear()
                 self._texts.clear()
                 self._watch()
+                page.note_groups(left=False)
             file, line, name = self._callers.find(sys._getframe(1))
             text = describe(name=signature.name, kind="setup", file=file, line=line, function=name)
             self._setups[signature.name] = sequence = self._setups.get(signature.name, 0) + 1
@@ -332,6 +352,10 @@ class Recorder:
         while (asked := os.read(self._ask, 64)) and (page := self._page) is not None:
             if ASK_STACKS in asked:
                 stacks.write(self._dump)
+            if ASK_ERROR in asked and (error := _error_of(page.main_thread)) is not None:
+                account = {**account_of(error), "handled": True}
+                if page.read_failure() is None:  # else it has come out of the program by now
+                    page.write_failure(account)
             if ASK_RECORDER not in asked:
                 continue
             with suppress(*_UNUSUAL):
@@ -369,6 +393,13 @@ class _Callers:
             if frame is None:
                 break
         return nearest.f_code.co_filename, nearest.f_lineno, nearest.f_code.co_name
+
+
+def _error_of(thread: int) -> BaseException | None:
+    """Return the exception that a thread handles at this moment, in an `except`, a `finally` or an `__exit__`."""
+    found: Any = sys._current_exceptions().get(thread)
+    error = found[1] if isinstance(found, tuple) else found  # a tuple before Python 3.12
+    return error if isinstance(error, BaseException) else None
 
 
 def _inner_cell(function: Any) -> Any:
