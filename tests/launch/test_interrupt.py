@@ -306,34 +306,59 @@ def test_a_killed_agent_takes_everything_with_it(launcher):
     job.communicate()
 
 
+@pytest.mark.parametrize("spared", ["agent", "store", "server"])
+def test_each_two_of_the_launchers_processes_can_be_killed_and_nothing_is_left(launcher, spared):
+    job, _ = start(launcher, FAMILY.format(seconds=100))
+    wait_for_processes(launcher, 1 + 1 + 1 + 2 + 4)
+    store = child_of(job.pid)
+    pids = {"agent": job.pid, "store": store, "server": child_of(store)}
+    del pids[spared]
+    for pid in pids.values():  # a stopped one does nothing between the two kills
+        os.kill(pid, signal.SIGSTOP)
+    for pid in pids.values():
+        os.kill(pid, signal.SIGKILL)
+    assert launcher.wait_until_gone() == []
+    job.communicate()
+
+
+@pytest.mark.parametrize("stopped", ["store", "server"])
+def test_a_stopped_process_of_the_launcher_does_not_keep_a_job_from_ending(launcher, stopped):
+    job, _ = start(launcher, FAMILY.format(seconds=100))
+    store = child_of(job.pid)
+    os.kill(store if stopped == "store" else child_of(store), signal.SIGSTOP)
+    job.send_signal(signal.SIGINT)
+    assert finish(job) == ("", "unisono: interrupted; 2 ranks ended\n", 130)
+    assert launcher.processes() == []
+
+
+def test_what_goes_on_printing_when_its_rank_has_ended_does_not_keep_the_job(launcher):
+    result = launcher.run_script("import subprocess\nprint('done')\nsubprocess.Popen(['yes'])", ranks=1)
+    assert (result.stdout[:9], result.stderr, result.returncode) == ("[0] done\n", "", 0)
+    assert launcher.processes() == []
+
+
 def test_what_ranks_leave_behind_ends_with_the_job(launcher):
     result = launcher.run_script(FAMILY.format(seconds=0))
     assert (result.returncode, result.stderr) == (0, "")
     assert launcher.processes() == []
 
 
+def child_of(pid):
+    """Find the first child of a process: of the agent, the process of the store; of that, the fork server."""
+    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+
+
 def test_a_killed_fork_server_is_named_and_takes_everything_with_it(launcher):
     job, _ = start(launcher, FAMILY.format(seconds=100))
-    server = int(Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()[0])
-    os.kill(server, signal.SIGKILL)
+    os.kill(child_of(child_of(job.pid)), signal.SIGKILL)
     out, err, code = finish(job)
     assert (out, err, code) == ("", "unisono: the fork server was killed by SIGKILL, and the job with it\n", 1)
     assert launcher.processes() == []
 
 
 def test_the_loss_of_the_store_ends_the_job(launcher):
-    job, lines = start(
-        launcher,
-        """
-        import os, time
-        print(os.getppid())
-        time.sleep(100)
-        """,
-    )
-    server = re.fullmatch(r"\[[\d-]+] (\d+)\n", lines[0])[1]
-    # The store was forked before the ranks.
-    store = int(Path(f"/proc/{server}/task/{server}/children").read_text().split()[0])
-    os.kill(store, signal.SIGKILL)
+    job, _ = start(launcher, "import time\nprint('up')\ntime.sleep(100)")
+    os.kill(child_of(job.pid), signal.SIGKILL)
     out, err, code = finish(job)
     assert (out, err, code) == (
         "",

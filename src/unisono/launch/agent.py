@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-import resource
 import secrets
 import selectors
 import signal
@@ -18,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -36,6 +35,7 @@ from unisono.launch.generation import Generation
 from unisono.launch.hang.report import render_stacks
 from unisono.launch.job import Job
 from unisono.launch.leftovers import remove_scratch
+from unisono.launch.limits import check_open_files, describe_failed_fork
 from unisono.launch.linux import become_subreaper, descendants, end_descendants
 from unisono.launch.output.relay import Relay
 from unisono.launch.output.streams import wants_colour
@@ -53,6 +53,9 @@ _SERVER = (
 
 _PATIENCE_S = 2.0
 """How long ranks may take to end after a failure before it is said whom the job waits for."""
+
+_LAST_S = 10.0
+"""How long the fork server may take, after ranks have been killed, to say that they have ended, and then to end."""
 
 _DOUBT_S = 0.5
 """How long to wait, when all that is known is a lost connection, for the failure of the rank that closed it."""
@@ -97,7 +100,7 @@ class _Stop:
     begins_s: float | None = None
     """When ranks are asked to end, which they have not been yet."""
     deadline_s: float = math.inf
-    """When ranks that are still there are killed, by the monotonic clock."""
+    """When ranks that are still there are killed, by the monotonic clock; after that, when the fork server is."""
     waited_for_s: float | None = None
     """When it is said whom the job waits for. None: it has been said."""
     killed: bool = False
@@ -123,6 +126,7 @@ class _Agent:
         self._memory = read_counters()
         self._port = 0
         self._scratch = ""
+        self._server_pid = 0
         self._restarts = 0
         self._generation: Generation | None = None
         self._ending: Ending | None = None
@@ -131,14 +135,14 @@ class _Agent:
 
     def run(self) -> int:
         """Run the job and return its exit code."""
-        _check_limits(self._job)
+        check_open_files(self._job.ranks)
         become_subreaper()
         with ExitStack() as stack:
             signals = stack.enter_context(_signals_as_bytes(self._job.signals))
             # A caller's other children are none of ours.
             stack.callback(self._clean_up, spare=descendants(os.getpid()))
-            self._server, self._channel = self._start_server()
-            stack.callback(self._server.wait)
+            self._guardian, self._channel = self._start_server()
+            stack.callback(self._await_guardian)
             stack.callback(self._channel.close)  # ends the server, whatever brought us here
             stack.callback(Control(self._selector, self._answer).close)
             self._selector.register(self._channel, selectors.EVENT_READ, self._on_message)
@@ -150,6 +154,22 @@ class _Agent:
         # The usual handlers are back, so a reader that takes no more cannot keep an interrupt from us.
         self._relay.flush()
         return code
+
+    def _await_guardian(self) -> None:
+        """Wait for the end of the process that hosts the store; one that does not end is killed."""
+        self._guardian.send_signal(signal.SIGCONT)
+        try:
+            self._guardian.wait(_LAST_S)
+        except subprocess.TimeoutExpired:
+            self._guardian.kill()
+            self._guardian.wait()
+
+    def _wake(self) -> None:
+        """Let the fork server and its guardian go on: one that is stopped would hear nothing."""
+        for pid in (self._guardian.pid, self._server_pid):
+            if pid:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
 
     def _clean_up(self, spare: Collection[int]) -> None:
         """End what is left and remove its files: after a fork server that was killed, everything."""
@@ -163,13 +183,17 @@ class _Agent:
             self._environment, ranks=job.ranks, cores=usable_cores(), huge_pages=uses_trainer(source)
         )
         with theirs:
-            server = subprocess.Popen(
-                [sys.executable, "-c", _SERVER, str(theirs.fileno()), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                env=environment,
-                pass_fds=[theirs.fileno(), *job.files],
-                start_new_session=True,
-            )
+            try:
+                guardian = subprocess.Popen(
+                    [sys.executable, "-c", _SERVER, str(theirs.fileno()), str(os.getpid())],
+                    stdin=subprocess.DEVNULL,
+                    env=environment,
+                    pass_fds=[theirs.fileno(), *job.files],
+                    start_new_session=True,
+                )
+            except OSError as error:
+                ours.close()
+                raise LaunchError(f"no process could be started: {describe_failed_fork(error)}") from error
         channel = Channel(ours)
         program = {
             "target": job.target,
@@ -183,7 +207,7 @@ class _Agent:
         }
         preload = modules_to_preload(job, source)
         channel.send({"type": "start", "program": program, "preload": preload, "port": job.master_port})
-        return server, channel
+        return guardian, channel
 
     def _turn(self) -> None:
         for key, _ in self._selector.select(self._timeout_s()):
@@ -204,7 +228,7 @@ class _Agent:
         deadlines = [self._relay.next_deadline_s()]
         if self._generation is not None:
             deadlines.append(self._generation.observer.next_deadline_s())
-        if (stop := self._stop) is not None and not stop.killed:
+        if (stop := self._stop) is not None:
             deadlines += [stop.begins_s, stop.waited_for_s, stop.deadline_s]
         soonest_s = min((deadline_s for deadline_s in deadlines if deadline_s is not None), default=math.inf)
         return None if soonest_s == math.inf else max(0.0, soonest_s - time.monotonic())
@@ -212,9 +236,15 @@ class _Agent:
     def _watch_stop(self) -> None:
         """Do what is due while ranks are ended: ask them, say whom the job waits for, kill them."""
         stop, now_s = self._stop, time.monotonic()
-        if stop is None or stop.killed:
+        if stop is None:
             return
-        if stop.begins_s is not None and now_s >= stop.begins_s:
+        if stop.killed:
+            if now_s >= stop.deadline_s:
+                self._stop = replace(stop, deadline_s=math.inf)
+                self._relay.say(f"the fork server has not ended within {_LAST_S:g} s; killed")
+                with suppress(ProcessLookupError):
+                    os.kill(self._server_pid, signal.SIGKILL)  # its guardian ends the rest
+        elif stop.begins_s is not None and now_s >= stop.begins_s:
             self._end_failed()
         elif stop.waited_for_s is not None and now_s >= stop.waited_for_s:
             self._stop = replace(stop, waited_for_s=None)
@@ -236,8 +266,14 @@ class _Agent:
         for message, _ in self._channel.receive():
             kind = message.pop("type")
             if kind == "ready":
-                self._port, self._scratch = message["port"], message["scratch"]
+                self._port, self._scratch, self._server_pid = message["port"], message["scratch"], message["pid"]
                 self._start_ranks()
+            elif kind == "unstarted":
+                self._on_unstarted(**message)
+            elif kind == "store lost":
+                code = self._guardian.wait()
+                how = f"was killed by {name_signal(-code)}" if code < 0 else f"exited with code {code}"
+                self._end_for_loss(f"the process of the job's store {how}")
             elif kind == "started":
                 self._now.started(**message)
             elif kind == "failing":
@@ -276,6 +312,13 @@ class _Agent:
             self._channel.send(message, [*files.values()])
             for file in files.values():
                 os.close(file)
+
+    def _on_unstarted(self, rank: int, problem: str) -> None:
+        """A rank could not be forked: then no rank after it is."""
+        self._now.running.discard(rank)
+        self._end_for_loss(f"rank {rank} could not be started, {rank} of {self._job.ranks} were: {problem}")
+        if not self._running:
+            self._on_generation_end()
 
     def _on_exit(self, message: Message) -> None:
         # What it printed belongs before what is said about it.
@@ -383,9 +426,10 @@ class _Agent:
     def _begin_stop(self, stop: _Stop, signum: int, ranks: Iterable[int]) -> None:
         self._stop = replace(stop, begins_s=None, deadline_s=time.monotonic() + self._job.shutdown_timeout_s)
         if self._generation is None:
-            self._server.kill()
+            self._guardian.kill()
             return
         self._generation.ends()
+        self._wake()
         # Only the ranks, not what they started: a rank that saves its work still needs its worker processes, and they
         # would answer with tracebacks of their own. A program that is not Python may be a shell that passes nothing on.
         group = not self._job.python
@@ -394,13 +438,15 @@ class _Agent:
 
     def _kill(self) -> None:
         assert self._stop is not None
-        self._stop = replace(self._stop, killed=True)
+        deadline_s = time.monotonic() + _LAST_S
+        self._stop = replace(self._stop, killed=True, begins_s=None, waited_for_s=None, deadline_s=deadline_s)
         if self._generation is not None:
+            self._wake()
             ranks = sorted(self._running)
             # Only the ranks: what they started is ended with the generation, and helpers among it clean up before.
             self._channel.send({"type": "signal", "signal": signal.SIGKILL, "ranks": ranks, "group": False})
         else:
-            self._server.kill()
+            self._guardian.kill()
 
     def _answer(self, question: dict[str, Any]) -> dict[str, Any] | None:
         """Reply to `unisono ps` and `unisono stacks`."""
@@ -426,7 +472,7 @@ class _Agent:
 
     def _conclude(self) -> int:
         """Say how the job ended, if that is not said yet. Returns: the exit code."""
-        stop, server = self._stop, self._server.returncode
+        stop, server = self._stop, self._guardian.returncode
         if (postmortem := self._postmortem) is not None and not self._on_failure(*postmortem.blamed):
             self._relay.show(postmortem.text(colour=self._colour))
         if stop is not None:
@@ -456,17 +502,6 @@ def _signals_as_bytes(signals: Iterable[int]) -> Iterator[int]:
         signal.set_wakeup_fd(earlier_file)
         os.close(read)
         os.close(write)
-
-
-def _check_limits(job: Job) -> None:
-    per_rank, ours = 8, 48  # pipes, pages and log files of a rank; what the interpreter and the agent have open
-    needed = per_rank * job.ranks + ours
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if limit != resource.RLIM_INFINITY and needed > limit:
-        raise LaunchError(
-            f"{job.ranks} ranks need {needed} open files, and the limit is {limit}; "
-            f"raise it with `ulimit -n {needed}`, or start at most {max(1, (limit - ours) // per_rank)} ranks"
-        )
 
 
 def _verdict(signum: int) -> str:

@@ -4,12 +4,16 @@ The agent starts it and talks to it over a channel. It runs no operation of torc
 a fork copies only the calling thread, and CUDA does not survive one. It is the parent of the ranks, so it sees
 them end; it is the subreaper of all they start, so it can leave nothing behind, also when the agent is killed.
 
+What the agent starts imports torch and forks once: the child is the fork server, the parent hosts the job's store and
+is the subreaper above the server (`launch.guardian`). So agent and server can both be killed, and nothing is left.
+
 Under `--start-method spawn`, and for programs that are not Python, it imports nothing: what it forks executes an
 interpreter of its own, or the program.
 
 From the agent: `start` (the program), `fork` (rank, environment; files by name), `signal` (ranks, signal, group),
-`sweep` (end what ranks that have ended left behind) and `end`. To the agent: `ready` (port, scratch), `started` (rank,
-pid), `failing` and `exited` (rank, code, time_ns), `lost` (message). Start reading at `main`.
+`sweep` (end what ranks that have ended left behind) and `end`. To the agent: `ready` (port, scratch, pid), `started`
+(rank, pid), `unstarted` (rank, problem), `failing` and `exited` (rank, code, time_ns), `lost` (message),
+`store lost`. Start reading at `main`.
 """
 
 from __future__ import annotations
@@ -22,14 +26,14 @@ import socket
 import sys
 import time
 from contextlib import suppress
-from datetime import timedelta
 from importlib import import_module
 from typing import Any, NoReturn
 
 from unisono.launch.channel import Channel, Message
 from unisono.launch.environment import EVENTS_VARIABLE
-from unisono.launch.failure.verdict import name_signal
+from unisono.launch.guardian import guard
 from unisono.launch.leftovers import Leftovers, make_scratch, remove_scratch
+from unisono.launch.limits import describe_failed_fork
 from unisono.launch.linux import become_subreaper, end_descendants, ends_at_once, set_parent_death_signal
 from unisono.launch.rank import Program, RankFiles, RankProcess, execute, run_program, settle
 
@@ -61,8 +65,9 @@ class _Server:
         self._channel = channel
         self._ranks: dict[int, int] = {}  # by process id
         self._leftovers = Leftovers()
-        self._store = 0
+        self._guardian = -1
         self._scratch = ""
+        self._refused = ""
         self._reports, self._report = os.pipe2(os.O_CLOEXEC)
         self._wakeups, self._wakeup = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         os.set_blocking(self._reports, False)
@@ -72,7 +77,7 @@ class _Server:
         """Answer the agent until it is done or gone, then end this process. Returns in forked ranks only."""
         self._start()
         poll = select.poll()
-        for file in (self._channel.fileno(), self._reports, self._wakeups):
+        for file in (self._channel.fileno(), self._reports, self._wakeups, self._guardian):
             poll.register(file, select.POLLIN)
         while True:
             ready = {file for file, _ in poll.poll()}
@@ -82,6 +87,9 @@ class _Server:
             if self._wakeups in ready:
                 os.read(self._wakeups, 1024)
                 self._reap()
+            if self._guardian in ready:
+                poll.unregister(self._guardian)
+                self._channel.send({"type": "store lost"})
             if self._channel.fileno() in ready:
                 for message, files in self._channel.receive():
                     process = self._obey(message, files)
@@ -102,11 +110,8 @@ class _Server:
         # Objects that every rank shares: out of the collector's sight, ranks neither visit nor copy them.
         gc.collect()
         gc.freeze()
-        become_subreaper()
         # From here on the closed channel tells that the agent is gone, and there is something to clean up.
         set_parent_death_signal(0)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
         listener = socket.socket()
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that a job before has just left
@@ -116,10 +121,33 @@ class _Server:
             self._channel.send({"type": "lost", "message": problem})
             self._end()
         listener.listen(socket.SOMAXCONN)
-        self._fork_store(listener)
         self._scratch = make_scratch() if self._program.python else ""
-        self._channel.send({"type": "ready", "port": listener.getsockname()[1], "scratch": self._scratch})
+        self._leave_store(listener)
+        become_subreaper()
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
+        ready = {"port": listener.getsockname()[1], "scratch": self._scratch, "pid": os.getpid()}
+        self._channel.send({"type": "ready", **ready})
         listener.close()
+
+    def _leave_store(self, listener: socket.socket) -> None:
+        """Go on as a child of this process, which hosts the job's store from here on.
+
+        A process of its own, because the store runs threads and the server must have none. It listens on a socket
+        bound beforehand: no other process can take the port, and none outside this machine can reach it.
+        """
+        self._guardian, alive = os.pipe2(os.O_CLOEXEC)  # its end is the end of the guardian, however that comes
+        try:
+            server = os.fork()
+        except OSError as error:
+            problem = f"the job's fork server could not be started: {describe_failed_fork(error)}"
+            self._channel.send({"type": "lost", "message": problem})
+            self._end()
+        if server:
+            for file in (self._guardian, self._reports, self._report, self._wakeups, self._wakeup):
+                os.close(file)
+            guard(server, agent=self._channel, listener=listener, scratch=self._scratch)
+        os.close(alive)
 
     def _obey(self, message: Message, files: list[int]) -> RankProcess | None:
         kind = message["type"]
@@ -131,7 +159,8 @@ class _Server:
             self._signal(message["signal"], set(message["ranks"]), group=message["group"])
             return None
         if kind == "sweep":
-            end_descendants(spare=[self._store], leftovers=self._leftovers)
+            self._refused = ""
+            end_descendants(leftovers=self._leftovers)
             return None
         if kind == "end":
             self._end()
@@ -150,10 +179,9 @@ class _Server:
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)
         server = os.getpid()
         try:
-            pid = os.fork()
+            pid = -1 if self._refused else os.fork()
         except OSError as error:
-            self._channel.send({"type": "lost", "message": f"rank {rank} could not be started: {error.strerror}"})
-            pid = -1
+            pid, self._refused = -1, describe_failed_fork(error)
         if pid != 0:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
             files.close()
@@ -163,6 +191,8 @@ class _Server:
                     os.setpgid(pid, pid)
                 self._ranks[pid] = rank
                 self._channel.send({"type": "started", "rank": rank, "pid": pid})
+            else:
+                self._channel.send({"type": "unstarted", "rank": rank, "problem": self._refused})
             return None
         self._give_up()
         if files.events is not None:
@@ -173,21 +203,6 @@ class _Server:
         if not self._program.forked:
             execute(process)
         return process
-
-    def _fork_store(self, listener: socket.socket) -> None:
-        """Start the process that hosts the job's store.
-
-        A process of its own, because the store runs threads and the server must have none. It listens on a socket
-        bound beforehand: no other process can take the port, and none outside this machine can reach it.
-        """
-        server = os.getpid()
-        self._store = os.fork()
-        if self._store == 0:
-            set_parent_death_signal(signal.SIGKILL)
-            if os.getppid() != server:
-                os._exit(1)
-            self._close_files()
-            _host_store(listener)
 
     def _read_reports(self) -> None:
         with suppress(BlockingIOError):
@@ -205,9 +220,6 @@ class _Server:
                     self._read_reports()
                     message: dict[str, Any] = {"rank": self._ranks.pop(pid), "code": code}
                     self._channel.send({"type": "exited", **message, "time_ns": time.monotonic_ns()})
-                elif pid == self._store:
-                    how = f"was killed by {name_signal(-code)}" if code < 0 else f"exited with code {code}"
-                    self._channel.send({"type": "lost", "message": f"the process of the job's store {how}"})
 
     def _give_up(self) -> None:
         """Close and reset in a rank what belongs to the server."""
@@ -220,7 +232,7 @@ class _Server:
     def _close_files(self) -> None:
         """Close the server's files in a process that it forked. A rank keeps the pipe for its report."""
         self._channel.close()
-        for file in (self._reports, self._wakeups, self._wakeup):
+        for file in (self._reports, self._wakeups, self._wakeup, self._guardian):
             os.close(file)
 
     def _end(self) -> NoReturn:
@@ -228,19 +240,3 @@ class _Server:
         remove_scratch(self._scratch)
         # Unloading torch takes 0.1 s, and there is nothing here to flush.
         os._exit(0)
-
-
-def _host_store(listener: socket.socket) -> NoReturn:
-    from torch import distributed as dist  # noqa: PLC0415  importing this module must not import torch
-
-    _store = dist.TCPStore(  # type: ignore[attr-defined]  # it serves as long as this frame lives
-        "127.0.0.1",
-        listener.getsockname()[1],
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=60),
-        master_listen_fd=listener.detach(),
-        use_libuv=True,
-    )
-    while True:
-        signal.pause()

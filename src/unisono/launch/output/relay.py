@@ -6,9 +6,12 @@ equal lines of other ranks (`folding.py`) and leave at `Relay._pass_on`. Start r
 
 from __future__ import annotations
 
+import fcntl
 import math
 import os
 import selectors
+import sys
+import termios
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -145,11 +148,17 @@ class Relay:
         return ends
 
     def drain(self, ranks: Collection[int]) -> None:
-        """Pass on at once what these ranks, which have ended, had written before."""
+        """Pass on at once what these ranks, which have ended, had written before.
+
+        What they started may still have the pipe and write on: no more is taken than the pipe holds now.
+        """
         for pipe in [pipe for pipe in self._pipes if pipe.writer.rank in ranks]:
-            with suppress(BlockingIOError):  # something that the rank started still has the pipe
-                while pipe in self._pipes:
-                    self._take(pipe)
+            held = _held(pipe.file)
+            with suppress(BlockingIOError):
+                while held > 0 and pipe in self._pipes:
+                    held -= self._take(pipe)
+                if pipe in self._pipes and not _held(pipe.file):
+                    self._take(pipe)  # its end, if nobody has the pipe any more
             if pipe in self._pipes:
                 self._settle(pipe, math.inf)
 
@@ -248,7 +257,8 @@ class Relay:
             if pipe in self._pipes:
                 self._take(pipe)
 
-    def _take(self, pipe: _Pipe) -> None:
+    def _take(self, pipe: _Pipe) -> int:
+        """Pass on what can be read at once. Returns: how many bytes; 0 at the end, where the pipe is closed."""
         data = os.read(pipe.file, _READ)
         if not data:
             self._close(pipe)
@@ -261,6 +271,7 @@ class Relay:
             now_s = self._clock()
             self._pass_lines(pipe, pipe.lines.feed(data, now_s), now_s)
             self._watch(pipe, now_s)
+        return len(data)
 
     def _settle(self, pipe: _Pipe, now_s: float) -> None:
         """Print the lines of a rank that were held back in case it went back to them. They have waited enough."""
@@ -365,6 +376,11 @@ def _columns(terminal: Sink) -> int:
         return os.get_terminal_size(terminal.fileno()).columns or 80
     except OSError:
         return 80
+
+
+def _held(pipe: int) -> int:
+    """Count the bytes that a pipe holds."""
+    return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
 def _close_all(files: Iterable[LogFile]) -> None:
