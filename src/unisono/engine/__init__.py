@@ -2,7 +2,17 @@
 
 from unisono.engine.base import Engine, Trained
 from unisono.engine.buffers import BufferTransaction
+from unisono.engine.checks import check_trained
 from unisono.engine.choose import EngineKind, Engines, choose_engines
 from unisono.engine.totals import Totals
 
-__all__ = ["BufferTransaction", "Engine", "EngineKind", "Engines", "Totals", "Trained", "choose_engines"]
+__all__ = [
+    "BufferTransaction",
+    "Engine",
+    "EngineKind",
+    "Engines",
+    "Totals",
+    "Trained",
+    "check_trained",
+    "choose_engines",
+]

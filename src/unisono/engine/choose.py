@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.comm import World
-from unisono.engine.base import Engine
+from unisono.engine.base import Engine, Trained
+from unisono.engine.checks import sharing_obstacle
 from unisono.engine.collective import CollectiveEngine
 from unisono.engine.exchange import Exchange, Layout
 from unisono.engine.local import LocalEngine
@@ -74,12 +75,16 @@ def choose_engines(
     Every rank must call it. Args: overlap=False takes no gradient before backward has ended.
     Raises: ValueError on all ranks if kind is "shared" and they cannot share memory.
     """
-    modules = list(modules)
+    modules, optimizers = list(modules), list(optimizers)
     shared = None
     may_share = kind == "shared" or (kind == "auto" and all(map(is_divisible, optimizers)))
     if world.group is not None and may_share:
         tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
-        everyone = world.gather((_host(), _obstacle(world, tensors), secrets.token_hex(8)))
+        own = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
+        named = {id(p): (name, p) for module in modules for name, p in module.named_parameters() if id(p) in own}
+        trained = Trained(tuple(name for name, _ in named.values()), tuple(p for _, p in named.values()))
+        obstacle = _obstacle(world, modules, tensors) or sharing_obstacle(trained, tensors)
+        everyone = world.gather((_host(), obstacle, secrets.token_hex(8)))
         obstacle = next((f"rank {rank}: {what}" for rank, (_, what, _) in enumerate(everyone) if what), None)
         hosts = {host for host, _, _ in everyone}
         if obstacle is None and len(hosts) > 1:
@@ -94,8 +99,10 @@ def choose_engines(
     return Engines(world, modules, virtual_ranks=virtual_ranks, overlap=overlap, shared=shared)
 
 
-def _obstacle(world: World, tensors: Sequence[Tensor]) -> str | None:
+def _obstacle(world: World, modules: Sequence[nn.Module], tensors: Sequence[Tensor]) -> str | None:
     """Say why this rank cannot share memory with others of its host; None if it can."""
+    if any(isinstance(m, torch.jit.ScriptModule) for module in modules for m in module.modules()):
+        return "the model is one of torch.jit.script, which does not tell when weights are loaded into it"
     elsewhere = [t for t in tensors if t.device.type != "cpu"]
     if elsewhere:
         return f"the model is on {elsewhere[0].device}, and only memory of the CPU is shared"

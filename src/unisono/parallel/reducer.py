@@ -216,7 +216,7 @@ class Reducer:
         while self._launched < len(self._packing.travelling):
             self._launch(self._packing.travelling[self._launched])
         if self._packing.tail_home is None:
-            self._tail_memory = torch.empty(self._packing.tail.numel, device=self._wire)
+            self._tail_memory = torch.empty(self._packing.tail.numel, dtype=torch.float32, device=self._wire)
             self._write_tail(self._tail_memory)
             what = "what ranks tell each other after a backward"
             self._works.append((self.lane.sum(self._tail_memory, what, stays=self._alone), what))

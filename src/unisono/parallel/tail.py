@@ -7,6 +7,7 @@ changed it, and the values of buffers. It lies behind the last bucket, so it cos
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,9 @@ from torch import Tensor
 from unisono.errors import RankMismatchError
 
 __all__ = ["Tail", "Told"]
+
+_CYCLE = 2**24
+"""A float32 has all whole numbers up to this one; numbers of backward passes begin again with 1 after it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +54,14 @@ class Tail:
         if last is None or (used, late, changed) != last[:3] or vector.device != last[3].device:
             lates = [float(i in late) for i in range(self._parameters)]
             flags = [0.0] * self._ranks + [float(u) for u in used] + lates + [float(c) for c in changed]
-            last = self._template = (list(used), set(late), list(changed), torch.tensor(flags, device=vector.device))
+            last = self._template = (
+                list(used),
+                set(late),
+                list(changed),
+                torch.tensor(flags, dtype=torch.float32, device=vector.device),
+            )
         template = last[3]
-        template[rank : rank + 1].fill_(serial)
+        template[rank : rank + 1].fill_(math.copysign(_sent(serial), serial))
         vector[: self._flags].copy_(template)
         return self.values(vector)
 
@@ -68,10 +77,12 @@ class Tail:
         ranks, parameters = self._ranks, self._parameters
         flags: list[float] = vector[: self._flags].tolist()
         heads, rest = flags[:ranks], flags[ranks:]
+        expected = _sent(serial)
         for rank, head in enumerate(heads):
-            if abs(head) != serial:
+            if abs(head) != expected:
+                theirs = serial + (int(abs(head)) - expected + _CYCLE // 2) % _CYCLE - _CYCLE // 2
                 raise RankMismatchError(
-                    f"rank {rank} of the group is in backward pass {int(abs(head))} of this model while this rank is "
+                    f"rank {rank} of the group is in backward pass {theirs} of this model while this rank is "
                     f"in pass {serial}: their gradients do not belong together. Every rank must run the same backward "
                     "passes; one that catches an error of a backward and goes on does not"
                 )
@@ -86,3 +97,12 @@ class Tail:
         )
         self._last = (rest, told)
         return told
+
+
+def _sent(serial: int) -> int:
+    """Return the number that stands for a backward pass: 1 to `_CYCLE`.
+
+    >>> _sent(1), _sent(-7), _sent(2**24), _sent(2**24 + 1)
+    (1, 7, 16777216, 1)
+    """
+    return (abs(serial) - 1) % _CYCLE + 1

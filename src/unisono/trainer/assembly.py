@@ -99,7 +99,7 @@ def assemble(
     engines = choose_engines(
         engine, world, modules.values(), optimizers.values(), virtual_ranks=virtual_ranks, overlap=overlap
     )
-    buffers = BufferTransaction(modules.values(), world, engines.exchange, virtual_ranks=virtual_ranks)
+    buffers = BufferTransaction(modules, world, engines.exchange, virtual_ranks=virtual_ranks)
     runners = {
         name: StepRunner(
             run,
@@ -123,6 +123,7 @@ def assemble(
         optimizers=optimizers,
         averages={prefix: average.module for prefix, average in averages.items()},
         others=others,
+        buffers=buffers,
     )
     cursor = Cursor()
     if found is None:

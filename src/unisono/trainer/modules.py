@@ -16,6 +16,7 @@ __all__ = [
     "check_batch_norms",
     "check_embeddings",
     "evaluating",
+    "foreign_parameter",
     "lone_sample",
     "lone_samples_warning",
     "plain_modules",
@@ -75,6 +76,16 @@ def check_embeddings(modules: Mapping[str, nn.Module], *, virtual_ranks: int) ->
             "before it on its rank have left. Leave max_norm out, or scale what the layer returns; or give "
             "virtual_ranks=1."
         )
+
+
+def foreign_parameter(parameter: Tensor) -> ValueError:
+    """Make the error for a parameter of an optimizer that no model has."""
+    return ValueError(
+        f"the optimizer has a parameter of shape {list(parameter.shape)} that belongs to no model given to Trainer. "
+        'Give Trainer all models, for example {"generator": g, "discriminator": d}, and build the optimizer from their '
+        "parameters. If a layer was replaced, or weights were loaded with assign=True, the optimizer must have the new "
+        "parameters and not the old ones: do it before you build the optimizer and the Trainer."
+    )
 
 
 def to_device(items: Any, device: torch.device) -> Any:

@@ -13,9 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from unisono.engine import BufferTransaction
+from unisono.engine.contents import member_name
+from unisono.engine.norm import dense_strides
 from unisono.errors import CheckpointError
 from unisono.state.codec import decode, encode
-from unisono.trainer.modules import plain_name
+from unisono.trainer.modules import foreign_parameter, plain_name
 
 __all__ = ["Cursor", "Stateful", "Subjects", "capture", "model_tensors", "optimizer_state", "restore"]
 
@@ -60,6 +63,8 @@ class Subjects:
     """Averaged models by prefix."""
     others: Mapping[str, Stateful] = field(default_factory=dict)
     """Everything else by name."""
+    buffers: BufferTransaction | None = None
+    """What knows of buffers that no state_dict has, and that the run has written."""
 
 
 def model_tensors(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
@@ -75,7 +80,7 @@ def model_tensors(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
 def optimizer_state(modules: Mapping[str, nn.Module], optimizer: Optimizer) -> dict[str, dict[str, Any]]:
     """Give the optimizer's state by parameter name: {"layer.weight": {"exp_avg": tensor, …}}."""
     names = _parameter_names(modules)
-    state = {names[id(p)]: dict(values) for p, values in optimizer.state.items() if isinstance(p, Tensor)}
+    state = {_name(names, p): dict(values) for p, values in optimizer.state.items() if isinstance(p, Tensor)}
     return dict(sorted(state.items()))
 
 
@@ -90,7 +95,7 @@ def capture(subjects: Subjects, facts: Mapping[str, Any]) -> tuple[dict[str, dic
     for key, optimizer in subjects.optimizers.items():
         optimizers[key] = optimizer_state(subjects.modules, optimizer)
         hyperparameters[key] = [
-            {**group, "params": [names[id(p)] for p in group["params"]]} for group in optimizer.param_groups
+            {**group, "params": [_name(names, p) for p in group["params"]]} for group in optimizer.param_groups
         ]
     single = [*optimizers] == [""]
     optimizer_document, optimizer_tensors = encode(optimizers[""] if single else optimizers)
@@ -100,6 +105,8 @@ def capture(subjects: Subjects, facts: Mapping[str, Any]) -> tuple[dict[str, dic
         "extra": _extra_state(subjects.modules),
         "others": {name: other.state_dict() for name, other in subjects.others.items()},
     }
+    if subjects.buffers is not None and (transient := subjects.buffers.state_dict()):
+        others["buffers"] = transient
     other_document, other_tensors = encode(others)
     groups = {"model": model_tensors(subjects.modules), "optimizer": optimizer_tensors, "other": other_tensors}
     if subjects.averages:
@@ -116,7 +123,9 @@ def restore(
     Raises: CheckpointError if the checkpoint is of another model, optimizer or set of objects.
     """
     own = model_tensors(subjects.modules)
-    _compare(own, groups["model"], source, "model")
+    empty = _empty_buffers(subjects.modules)
+    unfilled = {name: groups["model"][name] for name in empty if name in groups["model"]}
+    _compare({**own, **unfilled}, groups["model"], source, "model")
     averages = model_tensors(subjects.averages)
     if averages:
         if "ema" not in groups:
@@ -137,12 +146,20 @@ def restore(
             f"{_listed(subjects.others)}: give it the same scheduler, autocast and stateful objects, or start "
             "anew in another directory."
         )
+    transient = others.get("buffers", {})
+    if subjects.buffers is not None:
+        subjects.buffers.check_state_dict(transient, source)
 
     with torch.no_grad():
+        for name, tensor in unfilled.items():
+            module, buffer, device = empty[name]
+            module._buffers[buffer] = tensor.to(device, copy=True)
         for name, tensor in own.items():
             tensor.copy_(groups["model"][name])
         for name, tensor in averages.items():
             tensor.copy_(groups["ema"][name])
+    if subjects.buffers is not None:
+        subjects.buffers.load_state_dict(transient)
     for prefix, module in subjects.modules.items():
         for path, value in others["extra"].get(prefix, {}).items():
             module.get_submodule(path).set_extra_state(value)
@@ -160,6 +177,24 @@ def facts_of(run_constants: Mapping[str, Any], cursor: Cursor) -> dict[str, Any]
 def _parameter_names(modules: Mapping[str, nn.Module]) -> dict[int, str]:
     return {
         id(p): prefix + plain_name(name) for prefix, module in modules.items() for name, p in module.named_parameters()
+    }
+
+
+def _name(names: Mapping[int, str], parameter: Tensor) -> str:
+    name = names.get(id(parameter))
+    if name is None:
+        raise foreign_parameter(parameter)
+    return name
+
+
+def _empty_buffers(modules: Mapping[str, nn.Module]) -> dict[str, tuple[nn.Module, str, torch.device]]:
+    """Find the buffers that are None: the module, the name there, and where the model lies."""
+    return {
+        prefix + member_name(path, name): (module, name, next(root.parameters()).device)
+        for prefix, root in modules.items()
+        for path, module in root.named_modules()
+        for name, value in module._buffers.items()
+        if value is None and name not in module._non_persistent_buffers_set
     }
 
 
@@ -207,7 +242,7 @@ def _compare_optimizers(
         )
     names = _parameter_names(subjects.modules)
     own = {
-        key: [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+        key: [[_name(names, p) for p in group["params"]] for group in optimizer.param_groups]
         for key, optimizer in subjects.optimizers.items()
     }
     there = {key: [group["params"] for group in groups] for key, groups in saved.items()}
@@ -225,16 +260,27 @@ def _restore_optimizer(
     parameters = {
         prefix + plain_name(name): p for prefix, module in modules.items() for name, p in module.named_parameters()
     }
+    options = {name: group for group in hyperparameters for name in group["params"]}
     optimizer.state.clear()
     for name, values in state.items():
-        p = parameters[name]
-        # torch keeps `step` on the CPU unless the optimizer is fused or capturable; shape tells the others' device.
+        p, group = parameters[name], options.get(name, {})
         optimizer.state[p] = {
-            key: value.to(p.device) if isinstance(value, Tensor) and value.dim() else value
-            for key, value in values.items()
+            key: _placed(key, value, p, group) if isinstance(value, Tensor) else value for key, value in values.items()
         }
     for group, saved in zip(optimizer.param_groups, hyperparameters, strict=True):
         group.update({key: value for key, value in saved.items() if key != "params"})
+
+
+def _placed(key: str, value: Tensor, parameter: Tensor, group: Mapping[str, Any]) -> Tensor:
+    """Lay out a tensor of an optimizer's state as the optimizer would have made it."""
+    if value.dim() and value.shape == parameter.shape:
+        # torch's fused kernels walk parameter, gradient and state in the order of memory.
+        strides = dense_strides(parameter)
+        return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=parameter.device).copy_(value)
+    # As in Optimizer.load_state_dict: `step` stays on the CPU unless a kernel reads it.
+    if key == "step" and not (group.get("fused") or group.get("capturable")):
+        return value
+    return value.to(parameter.device)
 
 
 def _kind(tensor: Tensor) -> str:

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.data.batch import Batch, Share
-from unisono.engine import BufferTransaction, Engine, Totals, Trained
+from unisono.engine import BufferTransaction, Engine, Totals, Trained, check_trained
 from unisono.errors import LossError, NonFiniteLossError
 from unisono.parallel.losses import loss_of
 from unisono.trainer.backward import Backward
 from unisono.trainer.loss import weighted_sum
-from unisono.trainer.modules import lone_sample, plain_name, to_device
+from unisono.trainer.modules import foreign_parameter, lone_sample, plain_name, to_device
 from unisono.trainer.run import Run
 
 __all__ = ["Loss", "StepRunner"]
@@ -65,7 +65,7 @@ class StepRunner:
         if autocast == "fp16":
             self.scaler = torch.amp.GradScaler(run.device.type)
             # A rank without a share of some batch scales no loss, but must unscale like the others.
-            self.scaler.scale(torch.zeros((), device=run.device))
+            self.scaler.scale(torch.zeros((), dtype=torch.float32, device=run.device))
         self.skipped = False
         """Whether the last step left the weights alone because its scaled gradient overflowed, as float16 may."""
         self.weight = 0.0
@@ -75,6 +75,8 @@ class StepRunner:
         self.updating = False
         """Whether the state is being written: between here and the caller's setting it back, it is of no step."""
         self._trained = Trained((), ())
+        self._seen = -1
+        """The version of the models' contents for which parameters were listed."""
         self._restricted = False
         self._backward = Backward()
         self._losses: list[tuple[Share, Tensor]] = []
@@ -88,8 +90,8 @@ class StepRunner:
         leaves = min(self._run.virtual_ranks, batch.size)
         self._find_trained()
         self._losses = []
-        self._buffers.start(leaves=leaves)
         self._engine.start(self._trained, leaves=leaves)
+        self._buffers.start(leaves=leaves)  # after that, which may move parameters
         try:
             for share in batch.shares:
                 self._run.set_generators("model", batch.epoch, batch.step, call, share.virtual_rank)
@@ -105,8 +107,8 @@ class StepRunner:
             self._buffers.commit(surprised=totals.surprised)
         except BaseException as error:
             # Only a loss function that was refused is refused on one rank alone, and that is before `finish`.
-            self.updating = not self._engine.abort(alike=isinstance(error, LossError))
-            self._buffers.roll_back()
+            is_whole = self._engine.abort(alike=isinstance(error, LossError))
+            self.updating = not self._buffers.roll_back() or not is_whole
             self._run.set_generators("loop", batch.epoch, batch.step, call + 1)
             raise
         self.skipped = False
@@ -183,8 +185,8 @@ class StepRunner:
     def _find_trained(self) -> None:
         """List the parameters to train; users may freeze, unfreeze and add some between steps."""
         parameters = [p for group in self._optimizer.param_groups for p in group["params"] if p.requires_grad]
-        before = self._trained.parameters
-        if len(parameters) == len(before) and all(map(is_, parameters, before)):
+        before, version = self._trained.parameters, self._buffers.contents.look()
+        if version == self._seen and len(parameters) == len(before) and all(map(is_, parameters, before)):
             return
         names = {
             id(p): prefix + plain_name(name)
@@ -193,16 +195,15 @@ class StepRunner:
         }
         for p in parameters:
             if id(p) not in names:
-                raise ValueError(
-                    f"the optimizer has a parameter of shape {list(p.shape)} that belongs to no model given to "
-                    'Trainer. Give Trainer all models, for example {"generator": g, "discriminator": d}, and build the '
-                    "optimizer from their parameters."
-                )
+                raise foreign_parameter(p)
         if not parameters:
             raise ValueError("the optimizer has no parameter that requires a gradient: there is nothing to train")
         for p in self._trained.parameters:
             p.grad = None  # or the optimizer would find it with those that are frozen from now on
-        self._trained = Trained(tuple(names[id(p)] for p in parameters), tuple(parameters))
+        self._trained, self._seen = Trained((), ()), version  # if the next line refuses, the next step looks again
+        found = Trained(tuple(names[id(p)] for p in parameters), tuple(parameters))
+        check_trained(found, self._optimizer, scaled=self.scaler is not None)
+        self._trained = found
         trained = {id(p) for p in parameters}
         others = [p for m in self._modules.values() for p in m.parameters() if p.requires_grad and id(p) not in trained]
         # Gradients of parameters that this step does not train would only pile up.

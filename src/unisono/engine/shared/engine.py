@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from unisono.engine.base import Trained
+from unisono.engine.checks import sharing_obstacle
 from unisono.engine.exchange import Layout
 from unisono.engine.gradients import Gradients, take
 from unisono.engine.leaves import LeafSums
@@ -225,6 +226,7 @@ class SharedEngine(LeafSums):
         optimizer, hall = self._optimizer, self._hall
         dense, tables = split(trained, self._modules)
         check_optimizer(optimizer, dense, tables)
+        self._check_movable(trained)
         self._weights.house(trained)
         self._given, self._addresses = trained, [p.data_ptr() for p in trained.parameters]
         self._trained, parameters = dense, dense.parameters
@@ -270,6 +272,18 @@ class SharedEngine(LeafSums):
         if self._overlap and is_large:
             self._watch()
         give_memory_back()
+
+    def _check_movable(self, trained: Trained) -> None:
+        """Refuse parameters that have come since the engine was chosen and cannot be shared, on all ranks."""
+        tensors = [t for module in self._modules for t in (*module.parameters(), *module.buffers())]
+        found = self._hall.world.gather(sharing_obstacle(trained, tensors))
+        rank, obstacle = next(((rank, what) for rank, what in enumerate(found) if what), (0, None))
+        if obstacle is not None:
+            raise ValueError(
+                f"ranks cannot share the weights any more: rank {rank}: {obstacle}. It was not so when the Trainer was "
+                'made. Give Trainer engine="collective", or give the parameter memory of its own: p.data = '
+                "p.data.contiguous().clone()."
+            )
 
     def _layout_of(self, leaves: int) -> Layout:
         layout = self._layouts.get(leaves)

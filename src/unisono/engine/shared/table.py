@@ -121,7 +121,7 @@ class Table:
 def unscale(totals: Sequence[Tensor], scaler: torch.amp.GradScaler) -> Tensor:
     """Take the scale out, as `GradScaler.unscale_` does. Returns: 1 if a value is not finite, else 0."""
     inverse = torch.tensor(scaler.get_scale(), dtype=torch.float64).reciprocal().float()
-    found = torch.zeros(())
+    found = torch.zeros((), dtype=torch.float32)
     for dtype in {total.dtype for total in totals}:
         torch._amp_foreach_non_finite_check_and_unscale_([t for t in totals if t.dtype == dtype], found, inverse)
     return found
@@ -129,6 +129,6 @@ def unscale(totals: Sequence[Tensor], scaler: torch.amp.GradScaler) -> Tensor:
 
 def note(scaler: torch.amp.GradScaler, found_inf: Tensor) -> None:
     """Tell a scaler what was found, which it asks an optimizer's gradients for."""
-    messenger = torch.zeros(())
-    messenger.grad = torch.full((), torch.inf) if found_inf.item() else torch.zeros(())
+    messenger = torch.zeros((), dtype=torch.float32)
+    messenger.grad = torch.full_like(messenger, torch.inf if found_inf.item() else 0.0)
     scaler.unscale_(torch.optim.SGD([messenger], lr=0.0))

@@ -84,13 +84,18 @@ class _House:
         self.addresses = [p.data_ptr() for p in self.parameters]
         # The first, the middle and the last four bytes of each, as they lie in memory: the type does not matter.
         places = [
-            offset // 4 + place
-            for offset, p in zip(layout.offsets, self.parameters, strict=True)
+            (name, offset // 4 + place)
+            for name, offset, p in zip(self.names, layout.offsets, self.parameters, strict=True)
+            if p.numel()
             for length in [max(p.numel() * p.element_size() // 4, 1)]
             for place in (0, length // 2, length - 1)
         ]
+        self._sampled = [name for name, _ in places]
+        """The parameter that each number of a sample belongs to."""
         self._words = memoryview(segment.memory).cast("i")
-        self._take_sample = itemgetter(*places)
+        self._take_sample: Callable[[memoryview], Sequence[int]] = (
+            itemgetter(*(place for _, place in places)) if places else lambda _: ()
+        )
         self.remember()
 
     def remember(self) -> None:
@@ -105,7 +110,7 @@ class _House:
         sample = self._take_sample(self._words)
         if sample == self._sample:
             return None
-        return next(self.names[i // 3] for i, (a, b) in enumerate(zip(sample, self._sample, strict=True)) if a != b)
+        return next(name for name, a, b in zip(self._sampled, sample, self._sample, strict=True) if a != b)
 
 
 class Weights:
