@@ -2,18 +2,23 @@
 
 Most tests are about what ranks do, and not about how they are started: torch then need not be imported for each job.
 Run as a program it reads one job a line from standard input, as JSON, and answers with how each rank ended.
+
+With SLOW_RANKS=SEED in the environment each rank sleeps now and then, at random calls: a test that passes only if some
+rank is faster than another fails for some seeds.
 """
 
 import atexit
 import gc
 import json
 import os
+import random
 import runpy
 import signal
 import sys
 import threading
 import time
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
 _GRACE_S = 2.0
@@ -72,6 +77,20 @@ def _become(job: dict) -> None:
     os.chdir(job["cwd"])
     sys.argv = [job["script"], *job["arguments"]]
     sys.path[0] = str(Path(job["script"]).parent)
+    if seed := os.environ.get("SLOW_RANKS"):
+        _slow_down(random.Random(f"{seed} {rank}"), str(Path(job["script"]).parent))
+
+
+def _slow_down(rng: random.Random, folder: str) -> None:
+    """Sleep for up to 0.3 s at one in a thousand calls of functions of unisono and of the test's program."""
+
+    def before(frame: FrameType, event: str, _: object) -> None:
+        file = frame.f_code.co_filename
+        if event == "call" and ("unisono" in file or folder in file) and rng.random() < 0.003:
+            time.sleep(0.3 * rng.random())
+
+    threading.setprofile(before)
+    sys.setprofile(before)
 
 
 def _end() -> NoReturn:

@@ -51,14 +51,20 @@ def test_the_helpers_on_four_ranks_of_two_nodes(run_ranks, tmp_path):
 
 
 _ENDS_IN_ITS_TURN = """
-import os
+import os, sys, time
+from pathlib import Path
 import unisono
 from unisono.errors import PeerError
 
 unisono.init("gloo")
+other = Path(sys.argv[1])
+if unisono.rank() == 1:
+    other.touch()  # it has come out of init, where the end of rank 0 would be another error
 try:
     with unisono.main_first():
         if unisono.rank() == 0:
+            while not other.exists():
+                time.sleep(0.01)
             os._exit(7)
 except PeerError as error:
     print(error, flush=True)
@@ -66,8 +72,8 @@ except PeerError as error:
 """
 
 
-def test_a_first_rank_that_ends_in_its_turn_is_not_waited_for(fork_ranks):
-    (said,) = fork_ranks(2, _ENDS_IN_ITS_TURN, code=7, watched=False).lines(1)
+def test_a_first_rank_that_ends_in_its_turn_is_not_waited_for(fork_ranks, tmp_path):
+    (said,) = fork_ranks(2, _ENDS_IN_ITS_TURN, tmp_path / "other", code=7, watched=False).lines(1)
     assert said.startswith("rank 0 was not done with its block of main_first when rank 0's process ended")
 
 
