@@ -28,6 +28,8 @@ SCHEDULERS: dict[str, type[LRScheduler]] = {
     and kind not in (LRScheduler, ReduceLROnPlateau)
 }
 
+_ANY = sorted(OPTIMIZERS.keys() - {"LBFGS", "Muon", "SparseAdam"})
+"""Optimizers of all kinds of parameters that do a step with one gradient."""
 _NUMBERS: dict[str, list[Any]] = {
     "lr": [0.01, 0.003],
     "weight_decay": [0.0, 0.1],
@@ -43,7 +45,7 @@ _NUMBERS: dict[str, list[Any]] = {
     "etas": [(0.5, 1.2), (0.4, 1.5)],
     "adjust_lr_fn": [None, "match_rms_adamw"],
 }
-_RARE = {"capturable": 0.05, "differentiable": 0.05, "foreach": 0.25, "fused": 0.5}
+_RARE = {"capturable": 0.03, "differentiable": 0.03, "foreach": 0.25, "fused": 0.5}
 _SCHEDULES: dict[str, dict[str, list[Any]]] = {
     "ChainedScheduler": {},
     "ConstantLR": {"factor": [0.5], "total_iters": [2, 4]},
@@ -108,7 +110,9 @@ def draw_optimizer(
     rng: random.Random, *, model: int, members: str = "all", kinds: Sequence[str] | None = None
 ) -> OptimizerOf:
     """Draw an optimizer that torch lets one build, with its flags; some are refused when they are to do a step."""
-    kind = rng.choice(kinds or [name for name in OPTIMIZERS if name not in ("Muon", "SparseAdam")])
+    kind = rng.choice(kinds or _ANY)
+    if kinds is None and rng.random() < 0.01:
+        kind = "LBFGS"
     options: dict[str, Any] = {}
     rate_in_tensor = False
     for name, parameter in inspect.signature(OPTIMIZERS[kind]).parameters.items():
@@ -137,7 +141,7 @@ def draw_optimizer(
         members=members,
         kind=kind,
         options=options,
-        groups=rng.choice([1, 1, 1, 2, 3]),
+        groups=rng.choice([1, 1, 1, 2, 3]) if kind != "LBFGS" else 1,
         rate_in_tensor=rate_in_tensor,
         schedule=_draw_schedule(rng) if rng.random() < 0.4 else None,
     )

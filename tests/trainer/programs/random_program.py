@@ -117,7 +117,7 @@ def describe(seed: int) -> Program:
         batch_size=batch_size,
         options={
             "micro_batch_size": rng.choice([None, None, 1, 2, 3]),
-            "workers": rng.choices([0, 1, 2], [10, 1, 1])[0],
+            "workers": rng.choices([0, 1, 2], [18, 1, 1])[0],
             "drop_last": drop_last,
         },
         loss=rng.choice(["per sample", "mean", "weighted", "some weigh nothing"]),
@@ -216,7 +216,7 @@ def build_loss(program: Program, *, model: int) -> Any:
             return losses
         if program.loss == "mean":
             return losses.mean()
-        weights = batch[3] if program.loss == "weighted" else (batch[3] > 0.4).float()
+        weights = batch[3] if program.loss == "weighted" else (batch[3] > 0.15).float()
         return (losses * weights).sum(), weights.sum()
 
     return loss

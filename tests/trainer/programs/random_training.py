@@ -118,7 +118,8 @@ class Run:
     def _stop(self) -> None:
         if self.program.stop.how == "killed":
             print(f"program {self.program.seed} = stopped", flush=True)
-            agree("stopped")  # all ranks have said so
+            if AGREEMENT is not None:
+                agree("stopped")  # all ranks have said so
             os.kill(os.getpid(), signal.SIGKILL)
         raise Stopped
 
@@ -133,8 +134,6 @@ class Run:
 
 def agree(outcome: str) -> bool:
     """Whether all ranks ended the program in one way; ends this process if some do not end it at all."""
-    if AGREEMENT is None:
-        return True
     outcomes: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(outcomes, outcome, group=AGREEMENT)
     return len(set(outcomes)) == 1
@@ -161,8 +160,8 @@ def do(program: Program, args: argparse.Namespace) -> None:
         if args.verbose:
             sys.excepthook(type(error), error, error.__traceback__)
     print(f"program {program.seed} = {outcome}", flush=True)
-    alike = agree(outcome)
-    if not alike or (AGREEMENT and run is not None and outcome.startswith("refused")):
+    # An error of one rank's share is known to the others when its process ends, and not before.
+    if AGREEMENT is not None and ((run is not None and outcome.startswith("refused")) or not agree(outcome)):
         sys.exit(3)
 
 
