@@ -158,12 +158,12 @@ PARTED = {
     ("ending", "last"),
     [
         ("crossed", "ranks 0, 1 wait for each other in different groups"),
-        ("late", "rank 1 did not come within 2 s"),
+        ("late", "rank 1 did not come within 4 s"),
         ("ended", "rank 1 ended before this call"),
     ],
 )
 def test_check_mode_says_who_called_what_where(run_ranks, monkeypatch, ending, last):
-    monkeypatch.setenv("UNISONO_CHECK_TIMEOUT", "2")
+    monkeypatch.setenv("UNISONO_CHECK_TIMEOUT", "4" if ending == "late" else "60")
     job = run_ranks(3, PROGRAMS / "checked_collectives.py", ending, flags=["--check"], code=1)
     assert f"PeerError: {last}" in job.said
     assert "checked_collectives.py" in job.said

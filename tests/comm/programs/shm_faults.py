@@ -26,14 +26,14 @@ import unisono  # noqa: F401  makes the backend known
 from unisono.comm.shm import Options
 
 torch.set_num_threads(1)
-LIMIT_S = 40
+LIMIT_S = 100
 TOGETHER = 5
-SCENARIOS: dict[str, tuple[int, float, Callable[[int], object]]] = {}
+SCENARIOS: dict[str, tuple[int, Callable[[int], object]]] = {}
 
 
-def scenario(ranks: int, timeout_s: float = 30.0):
+def scenario(ranks: int):
     def register(function):
-        SCENARIOS[function.__name__] = ranks, timeout_s, function
+        SCENARIOS[function.__name__] = ranks, function
         return function
 
     return register
@@ -46,6 +46,21 @@ def said(call: Callable[[], object]) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
+
+
+MEET = Path()
+"""A folder that the ranks of a scenario share."""
+
+
+def tell(rank: int) -> None:
+    """Let ranks that wait for this one go on."""
+    (MEET / f"told{rank}").touch()
+
+
+def wait_for(*ranks: int) -> None:
+    """Wait until other ranks have told: this one is late, or still there, whoever is faster."""
+    while not all((MEET / f"told{rank}").exists() for rank in ranks):
+        time.sleep(0.01)
 
 
 def vanish() -> None:
@@ -96,28 +111,34 @@ def uneven_gather(rank):
     return said(lambda: dist.all_gather(outputs, torch.ones(3 if rank == 0 else 5)))
 
 
-@scenario(3, timeout_s=1.0)
+@scenario(3)
 def late_rank(rank):
+    group = dist.new_group(timeout=timedelta(seconds=3))
     if rank == 1:
-        time.sleep(3)
-    return both(rank, lambda: dist.all_reduce(torch.ones(4)), lambda: dist.all_reduce(torch.ones(4)))
+        wait_for(0, 2)
+    said_first = said(lambda: dist.all_reduce(torch.ones(4), group=group))
+    tell(rank)
+    return [said_first, said(lambda: dist.barrier(group))]
 
 
 @scenario(2)
 def late_for_one_call(rank):
     group = dist.group.WORLD
     if rank == 1:
-        time.sleep(1.5)
-    return said(lambda: group.monitored_barrier(timedelta(seconds=0.5)))
+        wait_for(0)
+    found = said(lambda: group.monitored_barrier(timedelta(seconds=0.5)))
+    tell(rank)
+    return found
 
 
 @scenario(2)
 def impatient_wait(rank):
     tensor = torch.ones(4)
     if rank == 1:
-        time.sleep(1.0)
+        wait_for(0)
     work = dist.all_reduce(tensor, async_op=True)
     impatient = said(lambda: work.wait(timedelta(seconds=0.2))) if rank == 0 else "nothing"
+    tell(rank)
     work.wait()
     dist.all_reduce(tensor)
     return [impatient, tensor.tolist()]
@@ -132,7 +153,7 @@ def killed_before(rank):
 
 @scenario(3)
 def killed_in_the_middle(rank):
-    tensor = torch.ones(50_000_000)
+    tensor = torch.ones(5_000_000)
     if rank == 2:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         os.kill(os.getpid(), 0)
@@ -143,7 +164,7 @@ def killed_in_the_middle(rank):
             os._exit(0)
 
     def many():
-        for _ in range(200):
+        while True:
             dist.all_reduce(tensor)
 
     return said(many)
@@ -185,9 +206,11 @@ def root_died_after_its_broadcast(rank):
 def left_the_group(rank):
     if rank == 1:
         dist.destroy_process_group()
-        time.sleep(1)
+        wait_for(0, 2)
         return "left"
-    return said(lambda: dist.all_reduce(torch.ones(4)))
+    found = said(lambda: dist.all_reduce(torch.ones(4)))
+    tell(rank)
+    return found
 
 
 @scenario(3)
@@ -207,8 +230,9 @@ def interrupted(rank):
         try:
             dist.barrier()
         except KeyboardInterrupt:
+            tell(rank)
             return said(dist.barrier)
-    time.sleep(1)
+    wait_for(0)
     return said(dist.barrier)
 
 
@@ -244,31 +268,35 @@ def limits_of_the_process(rank):
     return [refused, unmapped]
 
 
-@scenario(2, timeout_s=1.0)
+@scenario(2)
 def nobody_comes_to_a_new_group(rank):
     if rank == 1:
-        time.sleep(2)
+        wait_for(0)
         return "elsewhere"
-    return said(lambda: dist.new_group(timeout=timedelta(seconds=0.5)))
+    found = said(lambda: dist.new_group(timeout=timedelta(seconds=0.5)))
+    tell(rank)
+    return found
 
 
 @scenario(3)
 def aborted(rank):
     if rank == 1:
         dist.distributed_c10d._abort_process_group()
-        time.sleep(1)
+        wait_for(0, 2)
         return "aborted"
-    return said(lambda: dist.all_reduce(torch.ones(4)))
+    found = said(lambda: dist.all_reduce(torch.ones(4)))
+    tell(rank)
+    return found
 
 
 def run(name: str) -> list[object]:
-    size, timeout_s, function = SCENARIOS[name]
+    size, function = SCENARIOS[name]
     with tempfile.TemporaryDirectory() as folder:
         pids = []
         for rank in range(size):
             pid = os.fork()
             if not pid:
-                os._exit(_be(rank, size, timeout_s, function, Path(folder)))
+                os._exit(_be(rank, size, function, Path(folder)))
             pids.append(pid)
         end_s = time.monotonic() + LIMIT_S
         codes = {}
@@ -288,10 +316,12 @@ def run(name: str) -> list[object]:
         return results
 
 
-def _be(rank: int, size: int, timeout_s: float, function: Callable[[int], object], folder: Path) -> int:
+def _be(rank: int, size: int, function: Callable[[int], object], folder: Path) -> int:
+    global MEET  # noqa: PLW0603  this process is one rank of one scenario
+    MEET = folder
     try:
         store = dist.FileStore(str(folder / "store"), size)
-        dist.init_process_group("shm", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
+        dist.init_process_group("shm", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
         found = function(rank)
         (folder / f"tmp{rank}").write_text(json.dumps(found))
         (folder / f"tmp{rank}").rename(folder / f"said{rank}")

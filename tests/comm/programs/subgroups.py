@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 import warnings
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -91,11 +91,13 @@ def one_wrong() -> None:
 
 def absent() -> None:
     unisono.init().end()
-    job = unisono.init(backend=sys.argv[1], timeout=1)
+    job = unisono.init(backend=sys.argv[1], timeout=4)
+    store = job.store("absent")
     if RANK == 1:
-        time.sleep(2)
+        store.wait(["0", "2", "3"], timedelta(seconds=60))
     else:
-        expect(PeerError, "rank 1 did not call unisono.split within 1 s", call=lambda: unisono.split(0))
+        expect(PeerError, "rank 1 did not call unisono.split within 4 s", call=lambda: unisono.split(0))
+        store.set(str(RANK), "told")
     group = None if RANK == 1 else job.group
     job.end()
     if group is not None:
