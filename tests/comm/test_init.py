@@ -69,8 +69,8 @@ def free_port() -> str:
         return str(listener.getsockname()[1])
 
 
-def test_three_ranks_under_unisono_run(run_ranks):
-    job = run_ranks(3, PROGRAM)
+def test_three_ranks_under_unisono_run(run_ranks, tmp_path):
+    job = run_ranks(3, PROGRAM, tmp_path)
     checks = ("before", "ranks_that_differ", "one_job", "again", "groups_of_the_script", "trainers")
     for rank in range(3):
         assert job.lines(rank) == [f"ok {name}" for name in checks]

@@ -11,6 +11,7 @@ import pytest
 _BEGIN = """
 import os, random, signal, sys, threading, time
 from datetime import timedelta
+from pathlib import Path
 import pytest, torch
 import torch.distributed as dist
 import unisono
@@ -380,12 +381,16 @@ def test_a_dead_rank_is_named_and_what_it_sent_before_arrives(tmp_path: Path):
 
 _LATE = """
 def body(rank):
+    given_up = Path(sys.argv[1], "given-up")
+    group = dist.new_group(timeout=timedelta(seconds=1))
     if rank == 0:
-        took(lambda: dist.recv(torch.zeros(5), 1, tag=3))
+        took(lambda: dist.recv(torch.zeros(5), 1, group, tag=3))
+        given_up.touch()
     else:
-        time.sleep(2)
-        took(lambda: dist.recv(torch.zeros(5), 0, tag=4))
-print(ranks(2, body, timeout_s=1))
+        while not given_up.exists():
+            time.sleep(0.01)
+        took(lambda: dist.recv(torch.zeros(5), 0, group, tag=4))
+print(ranks(2, body))
 """
 
 
@@ -398,16 +403,23 @@ def test_a_timeout_names_the_rank_that_is_missing(tmp_path: Path):
 _GONE = """
 def body(rank):
     got = torch.zeros(1)
+    left, named = Path(sys.argv[1], "left"), Path(sys.argv[1], "named")
     if rank == 2:
         dist.send(torch.ones(1), 0)
         dist.destroy_process_group()
-        time.sleep(2)
+        left.touch()
+        while not named.exists():  # its process is still there
+            time.sleep(0.01)
         return
-    dist.recv(got, 2) if rank == 0 else time.sleep(1)
+    if rank == 0:
+        dist.recv(got, 2)
+    while rank == 1 and not left.exists():
+        time.sleep(0.01)
     # Whoever has left for good does not disturb the others who receive from any.
     if rank == 0:
         assert dist.recv(got, None, tag=1) == 1
         took(lambda: dist.recv(got, 2))
+        named.touch()
     else:
         dist.send(got, 0, tag=1)
 print(ranks(3, body))

@@ -92,12 +92,19 @@ threading.Event().wait()
 def test_all_threads_and_forked_children_answer(start, dump):
     source = """
 import os, threading, time
-def child(): time.sleep(1000)
-def thread(): time.sleep(1000)
+there, here = os.pipe()
+running = threading.Event()
+def child():
+    os.write(here, b"!")
+    time.sleep(1000)
+def thread():
+    running.set()
+    time.sleep(1000)
 if os.fork() == 0:
     child()
 threading.Thread(target=thread, daemon=True).start()
-time.sleep(0.2)
+os.read(there, 1)
+running.wait()
 print(flush=True)
 time.sleep(1000)
 """

@@ -1,9 +1,14 @@
-"""`unisono.init` on several ranks under `unisono run`: what it finds, refuses and ends. Prints "ok" per check."""
+"""`unisono.init` on several ranks under `unisono run`: what it finds, refuses and ends. Prints "ok" per check.
+
+Argument: a folder.
+"""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,12 +53,14 @@ def ranks_that_differ() -> None:
         expect(LaunchError, "'cuda:7'", call=wrong)
     else:
         expect(PeerError, "rank 1 could not join", "'cuda:7'", call=wrong)
-    late = lambda: unisono.init(timeout=0.5)  # noqa: E731
+    late = lambda: unisono.init(timeout=2)  # noqa: E731
     if RANK == 1:
-        time.sleep(1.5)
+        while not all((FOLDER / f"given-up-{rank}").exists() for rank in (0, 2)):
+            time.sleep(0.01)
         expect(PeerError, "did not join", call=late)
     else:
-        expect(PeerError, "rank 1 did not join the 3 ranks", "within 0.5 s", call=late)
+        expect(PeerError, "rank 1 did not join the 3 ranks", "within 2 s", call=late)
+        (FOLDER / f"given-up-{RANK}").touch()
 
 
 def one_job() -> None:
@@ -127,6 +134,7 @@ def trainers() -> None:
 
 
 if __name__ == "__main__":
+    FOLDER = Path(sys.argv[1])
     RANK, N = unisono.rank(), unisono.world_size()
     for check in (before, ranks_that_differ, one_job, again, groups_of_the_script, trainers):
         check()
