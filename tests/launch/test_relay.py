@@ -182,6 +182,29 @@ def test_a_bar_of_the_first_rank_stays_below_what_others_print():
         assert job.seen() == ["[1] one", "unisono: a word", "[1] other 100%", "[0] bar 100%"]
 
 
+def test_a_notice_stands_at_the_foot_until_a_rank_prints():
+    with on_terminal() as job:
+        job.relay.notice("unisono: importing torch for 2 ranks ...")
+        assert job.seen() == ["unisono: importing torch for 2 ranks ..."]
+        job.relay.say("a word")
+        assert job.seen() == ["unisono: a word", "unisono: importing torch for 2 ranks ..."]
+        job.start(2)
+        job.write(1, b"one\n")
+        job.wait(0.11)
+        assert job.seen() == ["unisono: a word", "[1] one"]
+        job.relay.notice("again")
+        job.relay.notice("")
+        assert job.seen() == ["unisono: a word", "[1] one"]
+
+
+def test_a_notice_is_not_written_to_a_file(job):
+    quiet = job()
+    quiet.relay.notice("unisono: importing torch for 2 ranks ...")
+    quiet.start(1)
+    quiet.write(0, b"one\n")
+    assert quiet.err() == ""
+
+
 def test_nested_bars_of_a_rank_are_drawn_and_leave_their_last_state():
     with on_terminal() as job:
         job.start(2)

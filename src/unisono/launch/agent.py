@@ -147,6 +147,9 @@ class _Agent:
             stack.callback(Control(self._selector, self._answer).close)
             self._selector.register(self._channel, selectors.EVENT_READ, self._on_message)
             self._selector.register(signals, selectors.EVENT_READ, partial(self._on_signal, signals))
+            if self._job.python and self._job.start_method == "fork":
+                ranks = "1 rank" if self._job.ranks == 1 else f"{self._job.ranks} ranks"
+                self._relay.notice(f"unisono: importing torch for {ranks} ...")
             while not self._channel.closed:
                 self._turn()
         self._relay.finish()
@@ -267,6 +270,7 @@ class _Agent:
             kind = message.pop("type")
             if kind == "ready":
                 self._port, self._scratch, self._server_pid = message["port"], message["scratch"], message["pid"]
+                self._relay.notice("")
                 self._start_ranks()
             elif kind == "unstarted":
                 self._on_unstarted(**message)

@@ -105,6 +105,7 @@ class Relay:
         # Rank 0 has the foot of the terminal or, if it is not shown, the first rank that is.
         self._live_rank = min(output.shown or {0})
         self._area = LiveArea()
+        self._notice = b""
         can_draw = environment.get("TERM") not in ("dumb", "unknown")
         self._foot = next((s for s in (self._stderr, self._stdout) if s.terminal and can_draw), None)
         self._redraw_s: float | None = None
@@ -197,6 +198,17 @@ class Relay:
         self._print(self._folder.flush())
         self._pass_on(self._stderr, f"{text.rstrip()}\n".encode(errors="backslashreplace"))
 
+    def notice(self, text: str) -> None:
+        """Show a line of the launcher's own at the foot of a terminal, until a rank prints or the next notice.
+
+        Args:
+            text: The line; "" removes the one that is there.
+        """
+        self._notice = text.encode(errors="backslashreplace")
+        if self._foot is not None:
+            self._foot.sink.write(self._area.erase() + self._draw())
+            self._foot.sink.flush()
+
     def next_deadline_s(self) -> float | None:
         """Tell when `tick` has something to do, by the monotonic clock."""
         candidates = [self._folder.deadline_s, self._redraw_s, *(pipe.lines.deadline_s for pipe in self._holding)]
@@ -260,6 +272,8 @@ class Relay:
     def _take(self, pipe: _Pipe) -> int:
         """Pass on what can be read at once. Returns: how many bytes; 0 at the end, where the pipe is closed."""
         data = os.read(pipe.file, _READ)
+        if self._notice:
+            self.notice("")
         if not data:
             self._close(pipe)
         elif pipe.stream is None:
@@ -351,6 +365,8 @@ class Relay:
         assert self._foot is not None
         prefix = self._foot.prefixes.of({self._live_rank})
         lines = [prefix + line for pipe in self._pipes if self._is_live(pipe) for line in pipe.lines.live]
+        if self._notice:
+            lines.append(self._notice)
         return self._area.draw(lines[-_MOST_LIVE:], columns=_columns(self._foot.sink)) if lines else b""
 
     def _erase(self) -> None:
