@@ -145,7 +145,7 @@ def test_words_like_a_lost_peers_are_not_enough():
         verdict = judge([own], finished=[0], running=[2])
         assert (verdict.ranks, verdict.absent, verdict.sure) == ((1,), (), True)
         # The others wait for this rank, and lose it.
-        assert judge([own, told(0, 10, LOST)]).ranks == (1,)
+        assert judge([own, told(0, 10, LOST, line=9)]).ranks == (1,)
     # In a call, the key is what a peer should have written.
     assert judge([key], running=[2]).ranks == (2,)
     # An error that led to another one still counts.

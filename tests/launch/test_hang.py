@@ -6,7 +6,7 @@ import pytest
 
 from unisono.launch.hang.judgement import Pending, Situation, find_mismatch, judge
 from unisono.launch.hang.page import Call
-from unisono.launch.hang.report import render_finding, render_stacks
+from unisono.launch.hang.report import render_finding, render_idle, render_stacks
 from unisono.launch.hang.stacks import Frame, Thread
 
 SECOND = 1_000_000_000
@@ -26,6 +26,7 @@ def call(name="all_reduce", sequence=1, *, age_s=40.0, running=True, **more):
         "reduction": "",
         "peer": None,
         "signature": name if kind == "collective" else "",
+        "label": "",
         "file": "/job/train.py",
         "line": 10,
         "function": "step",
@@ -266,6 +267,35 @@ def test_the_report_of_a_mismatch_puts_both_calls_side_by_side():
     )
     assert "ranks 0,2: all_reduce(float32[4, 4], sum)  at train.py:10" in report
     assert "rank 1: broadcast(float32[4, 4], root 0)  at train.py:12" in report
+
+
+def test_groups_are_called_by_what_the_user_knows():
+    tp, made = "the group 'tp'", "the group made at /job/train.py:3"
+    report = text(
+        rank(0, call(sequence=1, group="1", label=tp, ranks=(0, 1))),
+        rank(1, call(sequence=1, group="2", label=made, ranks=(0, 1))),
+        rank(2),
+    )
+    assert "rank 0 has waited 40 s in all_reduce of the group 'tp' (ranks 0-1) for rank 1" in report
+    assert "rank 1 has waited 40 s in all_reduce of the group made at train.py:3 (ranks 0-1) for rank 0" in report
+    # One group alone needs no line, and one of all ranks no name.
+    alone = text(rank(0, call(group="2", label=made, ranks=(0, 1))), rank(1, done()), rank(2))
+    assert "in all_reduce of the group of ranks 0-1 for rank 1" in alone
+    assert "in all_reduce for rank 1" in text(rank(0, call(label="the default group")), rank(1, call("barrier", 2)))
+    mismatch = text(rank(0, call(group="1", label=tp)), rank(1, call("barrier", group="1", label=tp)))
+    assert "(collective 1 of the group 'tp')" in mismatch
+
+
+def test_a_rank_whose_end_waits_for_a_thread_shows_that_thread():
+    end = stack(("/usr/lib/python3.11/threading.py", 1590, "_shutdown", True))
+    poll = Thread(ident=2, frames=(Frame(file="/job/poll.py", line=4, function="poll", is_library=False),))
+    situation = rank(0, threads=(poll, end), main_thread=1, state="sleeping")
+    lines = render_idle(
+        [situation], ended=[], idle_s=30, now_ns=NOW, folder="/job", command="unisono stacks"
+    ).splitlines()
+    assert lines[0] == "rank 0 has done nothing for 30 s: no CPU time, no output, no I/O"
+    assert lines[1] == "rank 0: at the end, waiting for threads that are not daemons"
+    assert lines[-3:-1] == ["  another thread of it:", "    poll.py:4 in poll"]
 
 
 def test_a_stopped_rank_is_reported_with_the_remedy():

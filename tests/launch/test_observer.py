@@ -253,6 +253,33 @@ if rank == 1:
     assert len(watch.reports) == 1
 
 
+def test_ranks_of_which_none_does_anything_are_shown_once_and_go_on(watch):
+    watch.start(
+        """
+import threading
+if rank == 1:
+    while not os.path.exists(sys.argv[0] + ".go"):
+        print("still here", flush=True, file=sys.stderr)
+        time.sleep(0.1)
+lock = threading.Lock()
+lock.acquire()
+lock.acquire()
+""",
+        hang_report_s=1.0,
+        hang_abort_s=1.5,
+    )
+    watch.until(lambda: "still here" in (watch.folder / "stderr").read_text())
+    end_s = time.monotonic() + 2.5
+    watch.until(lambda: time.monotonic() > end_s)
+    assert watch.reports == []  # one of them prints
+    (watch.folder / "script.py.go").touch()
+    report = watch.report("ranks 0-1 have done nothing for", "no CPU time, no output, no I/O")
+    assert f"ranks 0-1: waiting\n    {watch.place('lock.acquire()')}\n        lock.acquire()\n" in report
+    end_s = time.monotonic() + 2.5
+    watch.until(lambda: time.monotonic() > end_s)
+    assert len(watch.reports) == 1 and watch.observer.abort is None
+
+
 def test_a_server_that_waits_for_workers_is_left_in_peace(watch):
     watch.start(
         """
@@ -262,7 +289,9 @@ if rank == 0:
     for _ in range(2):
         dist.recv(buffer)
 else:
-    time.sleep(2.5 * rank)
+    end_s = time.monotonic() + 2.5 * rank
+    while time.monotonic() < end_s:
+        pass
     dist.send(buffer, 0)
 """,
         ranks=3,

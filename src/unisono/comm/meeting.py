@@ -177,8 +177,8 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 def _late(said: str) -> str:
     return (
-        f"{said}. Every rank must come there, and all must agree how many there are: see what the others printed, or "
-        "where they stand with `unisono stacks`."
+        f"{said}. Every rank must come there, and all must agree how many there are: see what the others printed. "
+        "Under `unisono run`, `unisono stacks` shows where they are."
     )
 
 

@@ -29,7 +29,6 @@ from unisono.launch.control import Control
 from unisono.launch.environment import job_environment, rank_environment
 from unisono.launch.failure.memory import read_counters
 from unisono.launch.failure.postmortem import Postmortem, write_report
-from unisono.launch.failure.report import Circumstances, headline
 from unisono.launch.failure.verdict import name_ranks, name_signal
 from unisono.launch.generation import Generation
 from unisono.launch.hang.report import render_stacks
@@ -252,9 +251,12 @@ class _Agent:
         elif stop.waited_for_s is not None and now_s >= stop.waited_for_s:
             self._stop = replace(stop, waited_for_s=None)
             if self._running:
-                grace = f"{self._job.shutdown_timeout_s:g} s"
-                cause = headline(self._now.judge(), Circumstances(ranks=self._job.ranks), most=100)
-                self._relay.say(f"{cause}; waiting up to {grace} for {name_ranks(self._running)} to end")
+                have = "has" if len(self._running) == 1 else "have"
+                left_s = max(0.0, stop.deadline_s - now_s)
+                self._relay.say(
+                    f"the job has failed; the report follows when {name_ranks(self._running)} {have} ended. What "
+                    f"still runs in {left_s:.0f} s is killed"
+                )
         elif now_s >= stop.deadline_s:
             if deaf := self._running - self._now.failed if self._generation is not None else set():
                 grace = f"{self._job.shutdown_timeout_s:g} s"
@@ -409,7 +411,7 @@ class _Agent:
             "max_restarts": self._job.max_restarts,
         }
         write_report(report, relay=self._relay, attempt=self._now.attempt)
-        self._relay.say(f"{hang}; ending the job")
+        self._relay.say(f"ending the job: ranks still wait, and --hang-abort is {self._job.hang_abort_s:g} s")
 
     def _on_signal(self, signals: int) -> None:
         for signum in os.read(signals, 1):

@@ -31,6 +31,7 @@ class Generation:
             hang_abort_s=job.hang_abort_s,
             job=str(job.run_id),
             folder=str(Path.cwd()),
+            has_flags=job.has_flags,
         )
         self.running: set[int] = set()
         """Ranks that have been started and have not ended."""

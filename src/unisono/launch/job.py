@@ -88,6 +88,8 @@ class Job:
     """What makes the process groups in which the program asks for gloo."""
     output: Output = field(default_factory=Output)
     """Where what the ranks print goes."""
+    has_flags: bool = True
+    """True if a command with flags started it, which reports may name, and not a call of `unisono.spawn`."""
     files: tuple[int, ...] = ()
     """Open files of this process that ranks keep, by number."""
 

@@ -6,7 +6,7 @@ enter, and sends and receives that wait in a circle or for a rank that cannot co
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -99,6 +99,8 @@ class Mismatch:
     """Members of a group called different collectives in the same place of its order."""
 
     group: str
+    label: str
+    """What people know the group by."""
     members: tuple[int, ...]
     sequence: int
     operations: tuple[Operation, ...]
@@ -112,6 +114,8 @@ class Wait:
     name: str
     kind: Kind
     group: str
+    label: str
+    """What people know the group by."""
     members: tuple[int, ...]
     """Who takes part. Empty: not known."""
     sequence: int
@@ -197,7 +201,8 @@ def find_mismatch(situations: Sequence[Situation], *, now_ns: int, settled_ns: i
         if len(signatures) > 1 and (settled_ns < 0 or _stuck_since(situations, group, sequence, now_ns - settled_ns)):
             members = next(iter(calls.values())).ranks
             operations = tuple(_operation(rank, call) for rank, call in sorted(calls.items()))
-            mismatch = Mismatch(group=group, members=members, sequence=sequence, operations=operations)
+            label = _label_of(group, situations)
+            mismatch = Mismatch(group=group, label=label, members=members, sequence=sequence, operations=operations)
             found.append((min(call.started_ns for call in calls.values()), mismatch))
     if found:
         return min(found, key=lambda pair: pair[0])[1]
@@ -249,7 +254,8 @@ def _mismatch_of_backends(situations: Sequence[Situation]) -> Mismatch | None:
         if len({entry.name for entry in pending.values()}) > 1:
             members = next((s.groups[group] for s in situations if group in s.groups), ())
             operations = tuple(_operation_of_backend(by_rank[rank], entry) for rank, entry in sorted(pending.items()))
-            return Mismatch(group=group, members=members, sequence=sequence, operations=operations)
+            label = _label_of(group, situations)
+            return Mismatch(group=group, label=label, members=members, sequence=sequence, operations=operations)
     return None
 
 
@@ -289,6 +295,7 @@ def _wait_in(call: Call, situation: Situation, by_rank: Mapping[int, Situation])
         name=call.name,
         kind=call.kind,
         group=call.group,
+        label=call.label,
         members=call.ranks,
         sequence=call.sequence,
         operations=operations,
@@ -331,6 +338,7 @@ def _wait_in_backend(entry: Pending, by_rank: Mapping[int, Situation]) -> Wait:
         name=entry.name,
         kind="collective",
         group=entry.group,
+        label=_label_of(entry.group, by_rank.values()),
         members=members,
         sequence=entry.sequence,
         operations=tuple(_operation_of_backend(by_rank[rank], own) for rank, own in sorted(inside.items())),
@@ -344,6 +352,12 @@ def _wait_in_backend(entry: Pending, by_rank: Mapping[int, Situation]) -> Wait:
             )
         ),
     )
+
+
+def _label_of(group: str, situations: Iterable[Situation]) -> str:
+    """Find what people know a group by, which calls tell."""
+    calls = (call for situation in situations for call in situation.calls)
+    return next((call.label for call in calls if call.group == group and call.label), "")
 
 
 def _same_entry(one: Pending, other: Pending) -> bool:

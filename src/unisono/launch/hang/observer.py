@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from unisono.launch.failure.frames import short_path
+from unisono.launch.hang.idleness import Activity, Idleness, read_activity
 from unisono.launch.hang.judgement import Finding, Pending, Situation, find_mismatch, judge
 from unisono.launch.hang.page import Page, create, expand_ranks
 from unisono.launch.hang.recorder import ASK_ERROR, ASK_RECORDER, ASK_STACKS
-from unisono.launch.hang.report import render_finding, render_mismatch, render_stragglers, summarize
+from unisono.launch.hang.report import render_finding, render_idle, render_mismatch, summarize
 from unisono.launch.hang.stacks import StackRequest, crash_text, create_dump, read_state
-from unisono.launch.hang.stragglers import Stragglers
 
 __all__ = ["Observer"]
 
@@ -83,17 +83,25 @@ class Observer:
 
     Args: ranks is their number; hang_report_s, after how many seconds ranks that wait in vain are reported, 0 for
     never; hang_abort_s, after how many `abort` is set; job, what `unisono stacks` takes to name the job; folder, the
-    working directory, by which paths are shortened.
+    working directory, by which paths are shortened; has_flags, whether it was started with flags.
     """
 
     def __init__(
-        self, ranks: int, *, hang_report_s: float, hang_abort_s: float | None, job: str = "", folder: str = ""
+        self,
+        ranks: int,
+        *,
+        hang_report_s: float,
+        hang_abort_s: float | None,
+        job: str = "",
+        folder: str = "",
+        has_flags: bool = True,
     ) -> None:
         self._num_ranks = ranks
         self._report_s = hang_report_s
         self._abort_s = hang_abort_s
         self._job = job
         self._folder = folder
+        self._has_flags = has_flags
         self._ranks: dict[int, _Watched] = {}
         self._deadline_s = 0.0
         self._judged_s = 0.0
@@ -103,9 +111,9 @@ class Observer:
         self._reported_s = -1e9
         self._requests: dict[int, StackRequest] = {}
         self._finding: Finding | None = None
-        self._stragglers = Stragglers(hang_report_s)
-        self._left: tuple[int, ...] = ()
-        """Ranks that are reported, when their stacks are there, since they stay and do nothing."""
+        self._idleness = Idleness(hang_report_s)
+        self._idle: tuple[int, ...] = ()
+        """Ranks that are reported, when their stacks are there, since they do nothing."""
         self.abort: str | None = None
         """Why the job should be ended, once ranks have waited in vain for `hang_abort_s`."""
         self.report = ""
@@ -156,8 +164,8 @@ class Observer:
         if standing and now_s >= self._quiet_until_s and now_s - self._judged_s >= _JUDGING_S:
             self._judged_s = now_s
             self._judge(now_s)
-            if not self._requests:
-                self._look_for_stragglers(now_s)
+            if self._finding is None and not self._requests:
+                self._look_for_idle(now_s)
         return []
 
     def snapshot(self, *, wait_s: float = 0.8) -> list[Situation]:
@@ -310,16 +318,21 @@ class Observer:
             self._requests = self._request(finding.involved)
             self._deadline_s = now_s + _COLLECTING_TICK_S
 
-    def _look_for_stragglers(self, now_s: float) -> None:
+    def _look_for_idle(self, now_s: float) -> None:
         ended = [watched.exit_code for watched in self._ranks.values() if watched.exit_code is not None]
-        alive = {rank: watched for rank, watched in self._ranks.items() if watched.alive}
-        # A failure is told as such, and who is in a call may wait for a peer that has to come yet.
-        if any(ended) or any(call.running for watched in alive.values() for call in watched.page.calls()):
+        alive = {rank: watched for rank, watched in sorted(self._ranks.items()) if watched.alive}
+        # A failure is told as such, and so is a collective that others do not enter.
+        calls = (call for watched in alive.values() for call in watched.page.calls())
+        if any(ended) or any(call.running and call.kind != "point-to-point" for call in calls):
+            self._idleness.forget()
             return
-        computed_s = {rank: read_state(watched.pid).cpu_s for rank, watched in alive.items()}
-        self._left = self._stragglers.look(now_s, ended=len(ended), computed_s=computed_s)
-        if self._left:
-            self._requests = self._request(self._left)
+
+        def read() -> dict[int, Activity]:
+            return {rank: read_activity(watched.pid, watched.page.mark) for rank, watched in alive.items()}
+
+        self._idle = self._idleness.look(now_s, ended=len(ended), ranks=list(alive), read=read)
+        if self._idle:
+            self._requests = self._request(self._idle)
             self._deadline_s = now_s + _COLLECTING_TICK_S
 
     def _collect(self, now_s: float) -> list[str]:
@@ -330,17 +343,17 @@ class Observer:
         requests, self._requests = self._requests, {}
         linecache.checkcache()
         situations = self._situations(now_s, requests)
-        if self._left:
-            left, self._left = self._left, ()
-            if any(situations[rank].ended for rank in left):
+        if self._idle:
+            idle, self._idle = self._idle, ()
+            if any(situations[rank].ended for rank in idle):
                 return []
-            text = render_stragglers(
-                [situations[rank] for rank in left],
+            text = render_idle(
+                [situations[rank] for rank in idle],
                 ended=[situation.rank for situation in situations if situation.ended],
-                idle_s=now_s - self._stragglers.since_s,
+                idle_s=now_s - self._idleness.since_s,
                 now_ns=time.monotonic_ns(),
                 folder=self._folder,
-                remedy=f"The job goes on until they end. `{self._command}` shows where they are; Ctrl-C ends it.",
+                command=self._command,
             )
             return [f"unisono: {text}"]
         # With stacks, places are known; what has dissolved in the meantime is not reported.
@@ -360,7 +373,8 @@ class Observer:
         if self._abort_s is not None:
             left_s = max(0.0, self._abort_s - (time.monotonic_ns() - finding.since_ns) / 1e9)
             return f"The job is ended in {left_s:.0f} s if nothing changes (--hang-abort)."
-        return f"The job goes on. `{self._command}` shows where all ranks are; --hang-abort SECONDS would end it."
+        flag = "; started with --hang-abort SECONDS, it ends by itself" if self._has_flags else ""
+        return f"The job goes on. `{self._command}` shows where all ranks are; Ctrl-C ends it{flag}."
 
     def _request(self, ranks: Iterable[int]) -> dict[int, StackRequest]:
         found: dict[int, StackRequest] = {}

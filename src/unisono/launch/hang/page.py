@@ -55,7 +55,9 @@ class Call:
     kind: Kind
     """A collective of a group, a send or receive, or the making of a group."""
     group: str
-    """Name of the process group; "" if it is not known."""
+    """Name of the process group, as torch numbers it; "" if it is not known."""
+    label: str
+    """What people know the group by: "the group 'tp'", "the group made at train.py:7", "the default group"; or ""."""
     ranks: tuple[int, ...]
     """The group's members, as global ranks. Empty: all ranks of the job."""
     epoch: int
@@ -311,6 +313,7 @@ def describe(
     name: str,
     kind: Kind,
     group: str = "",
+    label: str = "",
     ranks: str = "",
     tensors: str = "",
     reduction: str = "",
@@ -322,7 +325,8 @@ def describe(
     asynchronous: bool = False,
 ) -> bytes:
     """Give the text of a call for `Page.begin`; ranks as `name_range` writes them. Long parts are cut to fit."""
-    call: dict[str, Any] = {"name": name, "kind": kind, "group": group, "ranks": ranks, "tensors": tensors}
+    call: dict[str, Any] = {"name": name, "kind": kind, "group": group, "label": label, "ranks": ranks}
+    call |= {"tensors": tensors}
     call |= {"reduction": reduction, "peer": peer, "signature": signature, "file": file, "line": line}
     return _fit({**call, "function": function, "asynchronous": asynchronous}, _LONGEST_TEXT)
 
@@ -363,6 +367,7 @@ def _parse(text: bytes) -> dict[str, Any]:
         "name": told["name"],
         "kind": told.get("kind", "collective"),
         "group": told.get("group", ""),
+        "label": told.get("label", ""),
         "ranks": expand_ranks(told.get("ranks", "")),
         "tensors": told.get("tensors", ""),
         "reduction": told.get("reduction", ""),

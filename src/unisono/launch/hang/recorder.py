@@ -114,6 +114,7 @@ class _Group:
 
     name: str
     ranks: str
+    label: str
     sequence: int = 0
 
 
@@ -142,6 +143,7 @@ class Recorder:
         self._inside = threading.local()
         self._texts: dict[Any, bytes] = {}
         self._groups: dict[str, _Group] = {}
+        self._makers: dict[str, str] = {}  # by name, the line that made the group
         self._default: _Group | None = None
         self._setups: dict[str, int] = {}
         self._epoch = 0
@@ -264,6 +266,7 @@ class Recorder:
             if first:
                 self._epoch += 1
                 self._groups.clear()
+                self._makers.clear()
                 self._default = None
                 self._setups.clear()
                 self._texts.clear()
@@ -282,6 +285,9 @@ class Recorder:
             finally:
                 inside.yes = False
             page.end(number)
+            made = getattr(result, "group_name", None)  # of several groups, as new_subgroups makes, each is made apart
+            if isinstance(made, str):
+                self._makers[made] = f"{file}:{line}"
             return result
 
         return _leave_to_python(recorded)
@@ -301,8 +307,17 @@ class Recorder:
         known = self._groups.get(name)
         if known is None:
             ranks = tuple(sorted(self._c10d.get_process_group_ranks(group)))
-            known = self._groups[name] = _Group(name, name_range(ranks))
+            known = self._groups[name] = _Group(name, name_range(ranks), self._label_of(group, name))
         return known
+
+    def _label_of(self, group: Any, name: str) -> str:
+        """Return what the user knows a group by: the description that it was given, or the line that made it."""
+        if group is self._c10d.GroupMember.WORLD:
+            return "the default group"
+        description = getattr(group, "group_desc", "")
+        if description and description != "undefined":
+            return f"the group {description!r}"
+        return f"the group made at {self._makers[name]}" if name in self._makers else ""
 
     def _describe(
         self, signature: _Signature, group: _Group, args: Any, kwargs: Any, place: tuple[str, int, str]
@@ -316,6 +331,7 @@ class Recorder:
             name=signature.name,
             kind=signature.kind,
             group=group.name,
+            label=group.label,
             ranks=group.ranks,
             tensors=name_tensors(tensors),
             reduction=reduction,

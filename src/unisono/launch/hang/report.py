@@ -12,11 +12,12 @@ from unisono.launch.hang.judgement import Finding, Mismatch, Operation, Situatio
 from unisono.launch.hang.page import Call, name_range
 from unisono.launch.hang.stacks import Frame, Thread
 
-__all__ = ["name_group", "render_finding", "render_mismatch", "render_stacks", "render_stragglers", "summarize"]
+__all__ = ["render_finding", "render_idle", "render_mismatch", "render_stacks", "summarize"]
 
 _MOST_FRAMES = 6
 _MOST_MISSING = 4
 _MOST_CHILDREN = 2
+_MOST_THREADS = 2
 _WIDTH = 100
 _LONGEST_LIST = 40
 
@@ -38,8 +39,8 @@ def render_finding(
         lines = []
         several = len({wait.group for wait in finding.waits}) > 1
         for wait in finding.waits[:3]:
-            group = f", group {wait.group!r}" if several and wait.group else ""
-            lines += [_headline(wait, len(by_rank), now_ns) + group, *_operations(wait.operations, folder)]
+            headline = _headline(wait, len(by_rank), now_ns, label=several, folder=folder)
+            lines += [headline, *_operations(wait.operations, folder)]
         missing = sorted({rank for wait in finding.waits for rank in wait.missing})
         waiting = {rank for wait in finding.waits for rank in wait.waiting}
         if missing and set(missing) <= waiting and not any(by_rank[rank].state == "stopped" for rank in missing):
@@ -59,7 +60,8 @@ def summarize(finding: Finding, *, ranks: int, now_ns: int) -> str:
 
 def render_mismatch(mismatch: Mismatch, *, ranks: int, folder: str) -> str:
     """Say which collectives do not match. The first line stands for itself."""
-    whose = "" if len(mismatch.members) in (0, ranks) else f" of {name_group(mismatch.members, ranks)}"
+    whose = _group(mismatch.label, mismatch.members, ranks, folder=folder)
+    whose = f" of {whose}" if whose else ""
     lines = [f"{_odd_ones(mismatch)} (collective {mismatch.sequence}{whose})"]
     lines += _operations(mismatch.operations, folder)
     lines.append("Every rank must call the same collectives in the same order, with equal shapes and dtypes.")
@@ -97,36 +99,50 @@ def render_stacks(situations: Sequence[Situation], *, now_ns: int, folder: str, 
     return "\n".join(parts)
 
 
-def render_stragglers(
-    left: Sequence[Situation], *, ended: Sequence[int], idle_s: float, now_ns: int, folder: str, remedy: str
+def render_idle(
+    idle: Sequence[Situation], *, ended: Sequence[int], idle_s: float, now_ns: int, folder: str, command: str
 ) -> str:
-    """Say that these ranks stay and do nothing since the others have ended."""
-    have = "has" if len(left) == 1 else "have"
-    who = _name(tuple(situation.rank for situation in left))
+    """Say that these ranks do nothing; ended are the others, if any. Args: command shows where they are."""
+    have = "has" if len(idle) == 1 else "have"
+    who = _name(tuple(situation.rank for situation in idle))
     seconds = _duration(int(idle_s * 1e9))
-    lines = [f"{_name(tuple(ended))} ended {seconds} ago or more, and {who} {have} done nothing since"]
-    by_rank = {situation.rank: situation for situation in left}
-    return "\n".join([*lines, *_where(sorted(by_rank), by_rank, now_ns, folder), remedy])
+    if ended:
+        headline = f"{_name(tuple(ended))} ended {seconds} ago or more, and {who} {have} done nothing since"
+        remedy = f"The job goes on until they end. `{command}` shows where they are; Ctrl-C ends it."
+    else:
+        headline = f"{who} {have} done nothing for {seconds}: no CPU time, no output, no I/O"
+        remedy = (
+            "The job goes on, and this is not said again: a program that waits for requests looks like that, too. "
+            f"`{command}` shows where they are; Ctrl-C ends it."
+        )
+    by_rank = {situation.rank: situation for situation in idle}
+    return "\n".join([headline, *_where(sorted(by_rank), by_rank, now_ns, folder), remedy])
 
 
-def name_group(members: tuple[int, ...], ranks: int) -> str:
-    """Name a process group by its members.
+def _group(label: str, members: tuple[int, ...], ranks: int, *, folder: str, always: bool = False) -> str:
+    """Name a process group as the user knows it; "" for one of all ranks that needs no name.
 
-    >>> name_group((0, 2), 4), name_group((0, 1), 2)
-    ('the group of ranks 0,2', 'all ranks')
+    Args: always names also one of all ranks, to tell it from others.
+
+    >>> _group("the group 'tp'", (0, 2), 4, folder=""), _group("the group made at a.py:3", (0, 1), 4, folder="")
+    ("the group 'tp' (ranks 0,2)", 'the group of ranks 0-1')
+    >>> _group("the group made at /job/a.py:3", (0, 1), 2, folder="/job", always=True)
+    'the group made at a.py:3'
     """
-    return "all ranks" if len(members) in (0, ranks) else f"the group of ranks {name_range(members)}"
+    everybody = len(members) in (0, ranks)
+    if not label or not (always or label.startswith("the group '")):
+        return "" if everybody else f"the group of ranks {name_range(members)}"
+    label = label.replace(f"{folder.rstrip('/')}/", "") if folder else label
+    return label if everybody else f"{label} (ranks {name_range(members)})"
 
 
-def _headline(wait: Wait, ranks: int, now_ns: int) -> str:
+def _headline(wait: Wait, ranks: int, now_ns: int, *, label: bool = False, folder: str = "") -> str:
     seconds = _duration(now_ns - wait.since_ns)
     has = "has" if len(wait.waiting) == 1 else "have"
     who = f"{_name(wait.waiting)} {has} waited {seconds} in {wait.name}"
-    where = (
-        ""
-        if len(wait.members) in (0, ranks) or wait.kind != "collective"
-        else " in a group of " + name_range(wait.members)
-    )
+    where = ""
+    if wait.kind == "collective" and (group := _group(wait.label, wait.members, ranks, always=label, folder=folder)):
+        where = f" of {group}"
     if not wait.missing:
         return f"{who}{where}; all ranks of the group are in it"
     if wait.kind == "point-to-point" and len(wait.missing) > 1:
@@ -178,6 +194,8 @@ def _block(situation: Situation, now_ns: int, folder: str, *, full: bool) -> lis
             lines += [f"  {which}", *_stack(thread, folder, full=True)]
     elif situation.main is not None:
         lines += _stack(situation.main, folder, full=False)
+        for thread in _awaited(situation)[:_MOST_THREADS]:
+            lines += ["  another thread of it:", *_stack(thread, folder, full=False)]
     elif not running and last is None and not situation.ended:
         lines.append("  it has called nothing in torch.distributed, and its stack could not be read")
     for pid, name, threads in situation.children[: None if full else _MOST_CHILDREN]:
@@ -200,6 +218,8 @@ def _state(situation: Situation) -> str:
         return "stuck in the kernel, as with a disk or network file system that does not answer"
     if situation.state == "running" or (situation.load is not None and situation.load >= 0.5):
         return "computing"
+    if situation.main is not None and any(_ends(frame) for frame in situation.main.frames):
+        return "at the end, waiting for threads that are not daemons"
     return "waiting for its DataLoader" if _waits_for_loader(situation.main) else "waiting"
 
 
@@ -212,6 +232,20 @@ def _without_parents(thread: Thread, parent: Thread | None) -> Thread:
             break
         common += 1
     return Thread(ident=thread.ident, frames=tuple(reversed(outer[common:])))
+
+
+def _ends(frame: Frame) -> bool:
+    """True if the interpreter waits there for threads before it ends."""
+    return frame.function == "_shutdown" and frame.file.endswith("/threading.py")
+
+
+def _awaited(situation: Situation) -> list[Thread]:
+    """List threads that run the user's code if the main one waits for a thread or a condition, as at its end."""
+    main = situation.main
+    if main is None or not main.frames or not main.frames[0].file.endswith("/threading.py"):
+        return []
+    others = (thread for thread in situation.threads if thread is not main)
+    return [thread for thread in others if any(not frame.is_library for frame in thread.frames)]
 
 
 def _waits_for_loader(thread: Thread | None) -> bool:

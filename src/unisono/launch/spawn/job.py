@@ -39,6 +39,7 @@ def main() -> None:
         ranks=facts["ranks"],
         start_method=facts["start_method"],
         shutdown_timeout_s=30.0,
+        has_flags=False,
         files=(packed, reports, *facts["files"]),
     )
     try:

@@ -1,0 +1,126 @@
+"""Ranks that do nothing, seen from outside: no CPU time, no I/O, no call that begins or ends.
+
+Where no rank is in a collective, nothing else shows that all stand still: each waits for a lock, a queue or a thread,
+or some have ended and the others are stuck at their end. A server that waits for requests looks alike, so this is said
+once, as information. `Idleness` decides and is pure; `read_activity` asks the kernel. Start reading at `Idleness`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from unisono.launch.hang.stacks import read_state
+from unisono.launch.linux import descendants
+
+__all__ = ["Activity", "Idleness", "read_activity"]
+
+_IDLE = 0.02
+"""Cores that a rank keeps busy at most while it does nothing: threads of gloo and others look around."""
+_IDLE_NBYTES = 4096
+"""What it reads at most meanwhile: the questions of the launcher, and threads that wake each other."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Activity:
+    """What a rank has done so far, with all processes that it has started."""
+
+    cpu_s: float = 0.0
+    """Seconds that it has computed."""
+    read_nbytes: int = 0
+    written_nbytes: int = 0
+    """What it has printed counts, too."""
+    mark: tuple[int, int] = (0, 0)
+    """What changes with each call of torch.distributed."""
+    blocked: bool = False
+    """True if it is in the kernel at this moment, as for a slow disk."""
+
+
+class Idleness:
+    """Decides when ranks have done nothing for so long that it has to be said; that is once, and once more when some
+    have ended.
+
+    Args: patience_s, 0 for never.
+
+    >>> idleness = Idleness(30.0)
+    >>> idleness.look(0.0, ended=2, ranks=[1], read=lambda: {1: Activity(cpu_s=5.0)})
+    ()
+    >>> idleness.look(31.0, ended=2, ranks=[1], read=lambda: {1: Activity(cpu_s=5.5)})
+    (1,)
+    """
+
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self._since_s = 0.0
+        self._before: Mapping[int, Activity] | None = None
+        self._told: set[bool] = set()
+
+    @property
+    def since_s(self) -> float:
+        """Since when they have been looked at, on the clock of `look`."""
+        return self._since_s
+
+    def look(
+        self, now_s: float, *, ended: int, ranks: list[int], read: Callable[[], Mapping[int, Activity]]
+    ) -> tuple[int, ...]:
+        """Return the ranks that are left if none of them has done anything for long enough.
+
+        Args:
+            now_s: the time.
+            ended: how many ranks have ended without an error.
+            ranks: those that still run, and are in no collective.
+            read: gives what each of them has done so far. It is called twice in `patience_s`, since it takes a while.
+
+        Returns: their numbers, in order; empty if it is not to be said.
+        """
+        if not self._patience_s or not ranks or (ended > 0) in self._told:
+            return ()
+        if self._before is None or list(self._before) != ranks:
+            self._since_s, self._before = now_s, read()
+            return ()
+        past_s = now_s - self._since_s
+        if past_s < self._patience_s:
+            return ()
+        now = read()
+        if any(_is_active(self._before[rank], now[rank], past_s) for rank in ranks):
+            self._since_s, self._before = now_s, now
+            return ()
+        self._told.add(ended > 0)
+        return tuple(ranks)
+
+    def forget(self) -> None:
+        """Begin anew: a rank is where it is seen otherwise, such as in a collective."""
+        self._before = None
+
+
+def read_activity(pid: int, mark: tuple[int, int]) -> Activity:
+    """Ask the kernel what a rank has done so far; mark is what its page says."""
+    cpu_s, read, written, blocked = 0.0, 0, 0, False
+    for process in (pid, *descendants(pid)):
+        state = read_state(process)
+        cpu_s += state.cpu_s
+        blocked |= state.state == "in the kernel"
+        counts = _io_counts(process)
+        read += counts.get("rchar", 0)
+        written += counts.get("wchar", 0)
+    return Activity(cpu_s=cpu_s, read_nbytes=read, written_nbytes=written, mark=mark, blocked=blocked)
+
+
+def _is_active(before: Activity, now: Activity, past_s: float) -> bool:
+    # A child that has ended takes its counts along: that is something that was done.
+    return (
+        not 0 <= now.cpu_s - before.cpu_s <= _IDLE * past_s
+        or not 0 <= now.read_nbytes - before.read_nbytes <= _IDLE_NBYTES
+        or now.written_nbytes != before.written_nbytes
+        or now.mark != before.mark
+        or now.blocked
+    )
+
+
+def _io_counts(pid: int) -> dict[str, int]:
+    try:
+        lines = Path(f"/proc/{pid}/io").read_text().splitlines()
+    except OSError:  # it has ended, or the kernel does not show it: then CPU time decides
+        return {}
+    return {name: int(value) for name, _, value in (line.partition(": ") for line in lines)}
