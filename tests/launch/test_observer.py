@@ -152,22 +152,23 @@ def test_a_mismatch_is_named_at_once_and_ends_the_job_if_asked(watch):
     watch.start(
         """
 init()
-dist.barrier()
+tp = dist.new_group(group_desc="tp")
+dist.barrier(tp)
 if rank == 0:
-    dist.all_reduce(torch.ones(4, 4))
+    dist.all_reduce(torch.ones(4, 4), group=tp)
 else:
-    dist.broadcast(torch.ones(4, 4), 0)
-    dist.barrier()
+    dist.broadcast(torch.ones(4, 4), 0, group=tp)
+    dist.barrier(tp)
 """,
         hang_report_s=1000,
         hang_abort_s=2,
     )
-    report = watch.report("rank 1 calls broadcast where rank 0 calls all_reduce (collective 2)")
+    report = watch.report("rank 1 calls broadcast where rank 0 calls all_reduce (collective 2 of the group 'tp')")
     assert f"rank 0: all_reduce(float32[4, 4], sum)  at {watch.place('all_reduce')}" in report
     assert f"rank 1: broadcast(float32[4, 4], root 0)  at {watch.place('broadcast')}" in report
     watch.until(lambda: watch.observer.abort is not None)
     assert "--hang-abort is 2 s" in watch.observer.abort
-    assert "(collective 2)" in watch.observer.explain()
+    assert "(collective 2 of the group 'tp')" in watch.observer.explain()
 
 
 def test_a_stopped_rank_is_named_with_its_last_call(watch):
