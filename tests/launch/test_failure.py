@@ -239,6 +239,8 @@ def test_the_cause_is_named_and_its_code_returned(launcher, fault, code, said):
     result = launcher.run_script(MEET.format(fault=fault), ranks=3)
     assert result.returncode == code
     ours = [line for line in result.stderr.splitlines() if line.startswith("unisono:")]
+    # On a slow machine, ranks may take so long to end that it is said whom the launcher waits for.
+    ours = [line for line in ours if not line.startswith("unisono: the job has failed; the cause is told when")]
     assert ours == [f"unisono: {said}"]
 
 

@@ -16,7 +16,9 @@ def check(launcher, fault: Fault, ranks: int) -> None:
     said = result.stderr
     assert result.returncode in fault.codes, said
     # The first thing that the launcher says names the cause.
-    own = [line for line in said.splitlines() if not line.startswith("[")]
+    own = [
+        line for line in said.splitlines() if not line.startswith(("[", "unisono: the job has failed; the cause is"))
+    ]
     assert re.match(fault.pattern(f"unisono: {fault.first}", ranks), own[0]), said
     for detail in fault.details:
         assert re.search(fault.pattern(detail, ranks), said), f"{detail!r} is missing in:\n{said}"

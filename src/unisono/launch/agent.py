@@ -254,7 +254,7 @@ class _Agent:
                 have = "has" if len(self._running) == 1 else "have"
                 left_s = max(0.0, stop.deadline_s - now_s)
                 self._relay.say(
-                    f"the job has failed; the report follows when {name_ranks(self._running)} {have} ended. What "
+                    f"the job has failed; the cause is told when {name_ranks(self._running)} {have} ended. What "
                     f"still runs in {left_s:.0f} s is killed"
                 )
         elif now_s >= stop.deadline_s:

@@ -33,8 +33,8 @@ class Activity:
     """What it has printed counts, too."""
     mark: tuple[int, int] = (0, 0)
     """What changes with each call of torch.distributed."""
-    blocked: bool = False
-    """True if it is in the kernel at this moment, as for a slow disk."""
+    busy: bool = False
+    """True if it runs at this moment, or wants to, or is in the kernel, as for a slow disk."""
 
 
 class Idleness:
@@ -96,15 +96,15 @@ class Idleness:
 
 def read_activity(pid: int, mark: tuple[int, int]) -> Activity:
     """Ask the kernel what a rank has done so far; mark is what its page says."""
-    cpu_s, read, written, blocked = 0.0, 0, 0, False
+    cpu_s, read, written, busy = 0.0, 0, 0, False
     for process in (pid, *descendants(pid)):
         state = read_state(process)
         cpu_s += state.cpu_s
-        blocked |= state.state == "in the kernel"
+        busy |= state.state in ("running", "in the kernel")
         counts = _io_counts(process)
         read += counts.get("rchar", 0)
         written += counts.get("wchar", 0)
-    return Activity(cpu_s=cpu_s, read_nbytes=read, written_nbytes=written, mark=mark, blocked=blocked)
+    return Activity(cpu_s=cpu_s, read_nbytes=read, written_nbytes=written, mark=mark, busy=busy)
 
 
 def _is_active(before: Activity, now: Activity, past_s: float) -> bool:
@@ -114,7 +114,7 @@ def _is_active(before: Activity, now: Activity, past_s: float) -> bool:
         or not 0 <= now.read_nbytes - before.read_nbytes <= _IDLE_NBYTES
         or now.written_nbytes != before.written_nbytes
         or now.mark != before.mark
-        or now.blocked
+        or now.busy
     )
 
 
