@@ -186,6 +186,27 @@ def test_a_gradient_of_one_row_belongs_to_one_table():
         assert torch.equal(p, old)
 
 
+ONE_SAMPLE = """
+import torch, unisono
+for engine in ("shared", "collective"):
+    torch.manual_seed(0)
+    model = torch.nn.EmbeddingBag(17, 4, sparse=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    trainer = unisono.Trainer(model, optimizer, virtual_ranks=3, progress=False, engine=engine)
+    data = torch.utils.data.TensorDataset(torch.arange(4).view(1, 4))
+    for batch in trainer.batches(data, batch_size=3):
+        trainer.step(lambda m, b: m(b[0]).square().sum(1), batch)
+    print(trainer.digest())
+"""
+
+
+def test_the_first_step_may_leave_ranks_without_a_sample(fork_ranks):
+    alone = fork_ranks(1, ONE_SAMPLE).lines()
+    together = fork_ranks(3, ONE_SAMPLE)
+    assert len(set(alone)) == 1
+    assert [together.lines(rank) for rank in range(3)] == [alone] * 3
+
+
 def test_a_module_that_writes_its_table_in_the_forward_pass_is_refused():
     model = nn.Sequential(nn.EmbeddingBag(17, 4, max_norm=1.0), nn.Linear(4, 3))
     optimizer = optim.SGD(model.parameters(), lr=0.1)

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, IterableDataset
 
+import unisono
+
 CLASSES = 4
 
 
@@ -89,7 +91,7 @@ def describe(seed: int) -> Program:
     rng = random.Random(f"training program {seed}")
     models = tuple(_draw_architecture(rng) for _ in range(1 if rng.random() < 0.85 else 2))
     optimizers = tuple(each for i, model in enumerate(models) for each in _draw_optimizers(rng, i, model))
-    virtual_ranks, samples = rng.randint(1, 16), rng.randint(20, 60)
+    virtual_ranks, samples = rng.randint(1, 16), rng.randint(17, 45)
     batch_size = max(virtual_ranks, rng.randint(samples // 4, samples // 2))
     drop_last = rng.random() < 0.2
     steps = samples // batch_size if drop_last else -(-samples // batch_size)
@@ -217,6 +219,6 @@ def build_loss(program: Program, *, model: int) -> Any:
         if program.loss == "mean":
             return losses.mean()
         weights = batch[3] if program.loss == "weighted" else (batch[3] > 0.15).float()
-        return (losses * weights).sum(), weights.sum()
+        return unisono.Sum((losses * weights).sum(), weights.sum())
 
     return loss

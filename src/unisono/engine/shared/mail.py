@@ -34,7 +34,7 @@ class SharedMail:
         nbytes = packed_nbytes(parts)
         self._parts = parts
         self._hall.show(self._word, nbytes)
-        if nbytes <= self._capacity:
+        if self._slots and nbytes <= self._capacity:  # a rank without leaves posts nothing, before there are slots too
             write_parts(parts, self._slots[self._hall.rank])
 
     def collect(self) -> Sequence[Tensor]:
