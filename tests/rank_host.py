@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-_GRACE_S = 20.0
+_GRACE_S = 10.0
 
 
 def _serve() -> dict | None:
