@@ -8,7 +8,8 @@
     ├── CheckpointError        a checkpoint cannot be written, read or applied
     │   └── CorruptCheckpointError  its bytes are not those that were written
     ├── LaunchError            a job cannot be started
-    ├── GroupError             a process group is used before it is there, after its end, or by a rank outside it
+    ├── GroupError             a process group is used before it is there, after its end, by a rank outside it, or
+    │                         where collectives have no place: in a loss function
     └── PeerError              another rank failed or did not come, so this one cannot go on
 
 A wrong argument is a ValueError or TypeError. All messages say what was found, with the numbers, and what to do.
@@ -63,7 +64,8 @@ class LaunchError(UnisonoError):
 
 
 class GroupError(UnisonoError):
-    """A process group is used before it is there, after its end, or by a rank that is not in it."""
+    """A process group is used before it is there, after its end, by a rank that is not in it, or in a loss
+    function, which ranks call different numbers of times."""
 
 
 class PeerError(UnisonoError):

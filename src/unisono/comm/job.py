@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from unisono.comm.meeting import Board, wait_for
 from unisono.comm.placement import own_placement
+from unisono.comm.user_function import refuse_collective
 from unisono.errors import GroupError
 from unisono.machine import let_threads_finish
 
@@ -88,6 +89,7 @@ class Job:
             doing completes "rank 1 did not ..." in errors.
         Raises: PeerError if a rank does not come within the timeout, or gave an exception.
         """
+        refuse_collective()
         board = Board(
             self.store("exchange"),
             f"{name}/{self.next_number(name)}",
@@ -190,8 +192,10 @@ def require_group(group: dist.ProcessGroup | int | None = None) -> dist.ProcessG
     """Give the group that an operation is for; None stands for this process alone, without a group.
 
     Args: group None is the whole job.
-    Raises: GroupError before `init`, after the end, and for a group that this rank is not in; TypeError.
+    Raises: GroupError before `init`, after the end, for a group that this rank is not in, and inside of a loss
+        function; TypeError.
     """
+    refuse_collective()
     if group is None:
         world = dist.group.WORLD
         if world is None:

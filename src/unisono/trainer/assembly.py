@@ -80,6 +80,7 @@ def assemble(
     Every rank must call it with equal arguments; they are those of `Trainer`, which also says what is raised.
     """
     modules = plain_modules(model)
+    check_batch_norms(modules)
     optimizers = named_optimizers(optimizer)
     schedulers = check_schedulers(scheduler, optimizers)
     chosen = choose_device(device, modules, local_rank=own_placement().local_rank)
@@ -89,7 +90,6 @@ def assemble(
     for module in modules.values():
         module.to(chosen)
     world = World.connect(chosen)
-    check_batch_norms(modules, ranks=world.size)
     keeper = Keeper(directory, checkpoints, world)
     found = keeper.find(resume)
     facts = None if found is None else found.document["facts"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from unisono.comm.user_function import count_collectives, enter, leave, refuse_collectives_since
 from unisono.data.batch import Batch
 from unisono.metrics.metric import Metric
 from unisono.plan import Node, fold
@@ -29,11 +30,20 @@ def evaluate(run: Run, function: Loss, models: Any, batches: Iterator[Batch]) ->
     own: dict[int, _Sums] = {virtual_rank: {} for virtual_rank in run.block}
     single = True
     for batch in batches:
+        watches = batch.step == 0
         for share in batch.shares:
             sums = own[share.virtual_rank]
             for part, micro_batch in enumerate(share.micro_batches):
                 run.set_generators("evaluate/model", batch.step, share.virtual_rank, part)
-                result = function(models, to_device(micro_batch.items, run.device))
+                items = to_device(micro_batch.items, run.device)
+                counted = count_collectives() if watches else 0
+                inside = enter("the evaluated function")
+                try:
+                    result = function(models, items)
+                    if watches:
+                        refuse_collectives_since(counted)
+                finally:
+                    leave(inside)
                 single = not isinstance(result, Mapping)
                 for name, value in ({"": result} if single else result).items():
                     what = "evaluated function" + (f" (entry {name!r})" if name else "")

@@ -43,16 +43,16 @@ def plain_modules(model: nn.Module | Mapping[str, nn.Module]) -> dict[str, nn.Mo
     return {prefix: getattr(module, "_orig_mod", module) for prefix, module in models.items()}
 
 
-def check_batch_norms(modules: Mapping[str, nn.Module], *, ranks: int) -> None:
+def check_batch_norms(modules: Mapping[str, nn.Module]) -> None:
     """Raise ValueError for layers that normalise over ranks: how many there are would change the result."""
     found = [
         prefix + name for prefix, root in modules.items() for name, module in root.named_modules() if _syncs(module)
     ]
-    if found and ranks > 1:
+    if found:
         raise ValueError(
-            f"{found[0]!r} is a SyncBatchNorm, which normalises over what {ranks} ranks happen to compute at the same "
-            "time. The Trainer has BatchNorm over each virtual rank's share: leave out the conversion, or use "
-            "unisono.parallel.revert_sync_batchnorm(model)."
+            f"{found[0]!r} is a SyncBatchNorm, which normalises over what all ranks happen to compute at the same "
+            "time, so the result depends on their number. The Trainer has BatchNorm over each virtual rank's share: "
+            "leave out the conversion, or use unisono.parallel.revert_sync_batchnorm(model)."
         )
 
 

@@ -16,6 +16,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from unisono.comm.user_function import refuse_inside
 from unisono.data.batch import Batch
 from unisono.data.fetch import Collate
 from unisono.engine import EngineKind
@@ -218,6 +219,7 @@ class Trainer:
         Raises: ValueError, TypeError or DataError for a dataset or numbers that cannot be; RankMismatchError if ranks
             were given different ones.
         """
+        refuse_inside("trainer.batches")
         loader = self._dealer.loader(
             dataset,
             stream="train",
@@ -253,6 +255,7 @@ class Trainer:
         Raises: NonFiniteLossError if the loss is NaN or infinite: on all ranks, naming virtual rank and samples;
             LossError if the function returned something else. Weights and buffers are then those from before.
         """
+        refuse_inside("trainer.step")
         return self._loop.step(loss, batch, optimizer)
 
     def evaluate(
@@ -278,6 +281,7 @@ class Trainer:
             name: how the result is called in events and on the terminal.
         Returns: a `Metric`, a float that knows its sum and count; a dict of them if the function returned a dict.
         """
+        refuse_inside("trainer.evaluate")
         started_s = time.monotonic()
         loader = self._dealer.loader(
             dataset,
@@ -334,6 +338,7 @@ class Trainer:
 
     def save(self) -> None:
         """Save a checkpoint now, in the background. Call it after the last step of a batch, on every rank."""
+        refuse_inside("trainer.save")
         self._loop.save()
 
     def digest(self) -> str:

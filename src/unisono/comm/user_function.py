@@ -1,0 +1,87 @@
+"""Collectives have no place inside a loss function or an evaluated one, and are refused there.
+
+Such a function is called once for each virtual rank and micro-batch. Ranks have different numbers of those, so one that
+waits for the others would wait for ever, or combine other values on another number of ranks. Our collectives look here
+when they are called; those of torch.distributed are found by the numbers that process groups give to their calls.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar, Token
+
+import torch.distributed as dist
+
+from unisono.errors import GroupError
+
+__all__ = ["count_collectives", "enter", "leave", "refuse_collective", "refuse_collectives_since", "refuse_inside"]
+
+_running: ContextVar[str | None] = ContextVar("running", default=None)
+"""What kind of function runs in this thread."""
+
+_REMEDY = (
+    "It is called once for each virtual rank's samples, and ranks have different numbers of those, so they would wait "
+    "for each other for ever. Return the losses of the samples that it is given, and call collectives in your loop; a "
+    "loss over all samples of a global batch needs virtual_ranks=1 and one rank."
+)
+
+
+def enter(what: str) -> Token[str | None]:
+    """Begin to refuse collectives in this thread. Args: what is the kind of function that is about to be called."""
+    return _running.set(what)
+
+
+def leave(token: Token[str | None]) -> None:
+    """Allow again what was allowed before `enter`."""
+    _running.reset(token)
+
+
+def refuse_collective() -> None:
+    """Refuse a collective of ours that a loss function calls.
+
+    Raises:
+        GroupError: The function of a step or an evaluation is running.
+    """
+    what = _running.get()
+    if what is not None:
+        raise GroupError(f"{what} called a collective. {_REMEDY}")
+
+
+def refuse_inside(name: str) -> None:
+    """Refuse a method of the Trainer that a loss function calls.
+
+    Raises:
+        RuntimeError: The function of a step or an evaluation is running.
+    """
+    what = _running.get()
+    if what is not None:
+        raise RuntimeError(f"{what} called {name}, in the middle of a step or an evaluation: call it in your loop.")
+
+
+def count_collectives() -> int:
+    """Count the calls that this process has made of the collectives of all its groups."""
+    if not dist.is_initialized():
+        return 0
+    return sum(_calls_of(group) for group in dist.distributed_c10d._world.pg_map)
+
+
+def refuse_collectives_since(count: int) -> None:
+    """Refuse collectives of torch.distributed that a loss function has called.
+
+    Args:
+        count: of `count_collectives`, from before the function was called.
+
+    Raises:
+        GroupError: There were some.
+    """
+    called = count_collectives() - count
+    if called > 0:
+        raise GroupError(
+            f"{_running.get()} called {called} collective{'s' * (called > 1)} of torch.distributed. {_REMEDY}"
+        )
+
+
+def _calls_of(group: dist.ProcessGroup) -> int:
+    try:
+        return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+    except RuntimeError:  # the backend does not count, such as mpi
+        return 0
