@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 __all__ = ["Batch", "MicroBatch", "Share"]
+
+_REMEDY = (
+    "it holds this rank's shares of the global batch. Pass it to trainer.step(loss, batch), whose function gets the "
+    "tensors as loss(model, micro_batch); batch.micro_batches yields them for looking at."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,12 @@ class Batch:
 
     def __len__(self) -> int:
         return self.size
+
+    def __iter__(self) -> NoReturn:
+        raise TypeError(f"a batch of unisono cannot be unpacked or looped over: {_REMEDY}")
+
+    def __getitem__(self, key: object) -> NoReturn:
+        raise TypeError(f"a batch of unisono has no entry {key!r}: {_REMEDY}")
 
     @property
     def micro_batches(self) -> Iterator[Any]:

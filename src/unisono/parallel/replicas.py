@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -131,6 +131,17 @@ class Replicas:
         self._reducers: list[Reducer] = []
         self._paused = 0
         self._closed = False
+
+    def __call__(self, *args: object, **kwargs: object) -> NoReturn:
+        """Say that this is no model.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise TypeError(
+            "replicate() returns a handle and leaves the model as it is: keep both, as in replicas = replicate(model), "
+            "and call the model. model = replicate(model) loses it."
+        )
 
     @property
     def models(self) -> dict[str, nn.Module]:

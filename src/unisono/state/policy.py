@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from unisono.arguments import flag, real, whole
+
 __all__ = ["Checkpoints", "is_due"]
 
 
@@ -30,20 +32,19 @@ class Checkpoints:
     one, so that a damaged newest checkpoint costs an interval and not the run."""
 
     def __post_init__(self) -> None:
+        flag("every_epoch", self.every_epoch)
+        whole("keep", self.keep, meant="a whole number of checkpoints")
         if self.every_steps is not None:
-            if isinstance(self.every_steps, bool) or not isinstance(self.every_steps, int):
-                raise TypeError(f"every_steps={self.every_steps!r} must be a whole number of steps, or None")
+            whole("every_steps", self.every_steps, meant="a whole number of steps, or None")
             if self.every_steps < 1:
                 raise ValueError(
                     f"every_steps={self.every_steps} must be at least 1; None saves by the other rules only"
                 )
-        if self.every_minutes is not None and not self.every_minutes > 0:
+        if self.every_minutes is not None and not real("every_minutes", self.every_minutes) > 0:
             raise ValueError(
                 f"every_minutes={self.every_minutes} must be positive; None saves by the other rules only, and "
                 f"every_steps=1 saves after every step"
             )
-        if isinstance(self.keep, bool) or not isinstance(self.keep, int):
-            raise TypeError(f"keep={self.keep!r} must be a whole number of checkpoints")
         if self.keep < 1:
             raise ValueError(
                 f"keep={self.keep} must be at least 1: a run without any checkpoint cannot be resumed. To write none, "

@@ -34,6 +34,7 @@ from unisono.trainer.setup import (
 )
 from unisono.trainer.snapshot import Cursor, Stateful, Subjects, restore
 from unisono.trainer.step import StepRunner
+from unisono.trainer.wrapped import check_models
 
 __all__ = ["Models", "Parts", "assemble"]
 
@@ -79,6 +80,7 @@ def assemble(
 
     Every rank must call it with equal arguments; they are those of `Trainer`, which also says what is raised.
     """
+    check_models(model)
     modules = plain_modules(model)
     check_batch_norms(modules)
     optimizers = named_optimizers(optimizer)

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
+from unisono.arguments import flag, whole
 from unisono.data.mapped import Loader, LoaderSettings
 from unisono.data.stream import StreamLoader
 from unisono.trainer.run import Run
@@ -33,6 +34,15 @@ class Dealer:
         Args: shuffle None means yes for a map-style dataset and no for an iterable one; settings are further fields of
             LoaderSettings.
         """
+        settings["workers"] = whole("workers", settings["workers"])
+        if settings["micro_batch_size"] is not None:
+            settings["micro_batch_size"] = whole("micro_batch_size", settings["micro_batch_size"])
+        flag("drop_last", settings["drop_last"])
+        if shuffle is not None:
+            flag("shuffle", shuffle)
+        collate_fn = settings["collate_fn"]
+        if collate_fn is not None and not callable(collate_fn):
+            raise TypeError(f"collate_fn is a {type(collate_fn).__name__}; give a function of a list of samples")
         stream = isinstance(dataset, IterableDataset)
         full = LoaderSettings(
             virtual_ranks=self._run.virtual_ranks,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,16 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from unisono.arguments import choice, flag, real, whole
 from unisono.comm import World
 from unisono.data.mapped import LoaderSettings
 from unisono.data.place import check_alike
 from unisono.errors import RankMismatchError
 from unisono.plan import rank_block
 from unisono.state.digest import digest
+from unisono.state.policy import Checkpoints
 from unisono.trainer.snapshot import model_tensors
+from unisono.trainer.wrapped import unwrapped_optimizer
 
 __all__ = [
     "REQUIRED",
@@ -52,16 +56,28 @@ REQUIRED: Any = _Required()
 
 def check_arguments(
     *,
-    virtual_ranks: int,
-    resume: str,
-    scheduler_interval: str,
-    clip_grad_norm: float | None,
-    autocast: str | None,
-    ema_decay: float | None,
-    threads: int,
-    engine: str,
+    virtual_ranks: Any,
+    seed: Any,
+    directory: Any,
+    checkpoints: Any,
+    stateful: Any,
+    overlap: Any,
+    progress: Any,
+    resume: Any,
+    scheduler_interval: Any,
+    clip_grad_norm: Any,
+    autocast: Any,
+    ema_decay: Any,
+    threads: Any,
+    engine: Any,
 ) -> None:
     """Refuse arguments that cannot be meant, before anything is started. Raises: TypeError or ValueError."""
+    if virtual_ranks is REQUIRED or virtual_ranks is None:
+        raise TypeError(
+            "virtual_ranks is missing: the number of fixed shares of every global batch, which decides the result and "
+            "so must not depend on the number of ranks. Give virtual_ranks=8, and the same from then on: any number of "
+            "ranks up to 8 then gives the same bits, and 1, 2, 4 or 8 share the work evenly."
+        )
     if virtual_ranks is REQUIRED or virtual_ranks is None:
         raise TypeError(
             "virtual_ranks is missing: the number of fixed shares of every global batch, which decides the result and "
@@ -76,20 +92,44 @@ def check_arguments(
     ):
         if value not in choices:
             raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}")
-    if virtual_ranks < 1:
-        raise ValueError(f"virtual_ranks={virtual_ranks} must be at least 1")
-    if clip_grad_norm is not None and not clip_grad_norm > 0:
+    whole("virtual_ranks", virtual_ranks, least=1, meant="a whole number, such as 8")
+    whole("seed", seed)
+    whole("threads", threads, least=1)
+    choice("resume", resume, ("auto", "never", "must"))
+    choice("scheduler_interval", scheduler_interval, ("step", "epoch"))
+    choice("engine", engine, ("auto", "shared", "collective"))
+    choice("autocast", autocast, ("bf16", "fp16", None))
+    flag("overlap", overlap)
+    flag("progress", progress)
+    if clip_grad_norm is not None and not real("clip_grad_norm", clip_grad_norm) > 0:
         raise ValueError(f"clip_grad_norm={clip_grad_norm} must be positive; None does not clip")
-    if ema_decay is not None and not 0 <= ema_decay < 1:
+    if ema_decay is not None and not 0 <= real("ema_decay", ema_decay) < 1:
         raise ValueError(f"ema_decay={ema_decay} must be at least 0 and below 1; 0.999 is common")
-    if threads < 1:
-        raise ValueError(f"threads={threads} must be at least 1")
+    if directory is not None and (not isinstance(directory, (str, os.PathLike)) or not os.fspath(directory)):
+        raise TypeError(f"directory={directory!r} must be the path of a folder, or None to keep nothing")
+    if checkpoints is not None and not isinstance(checkpoints, Checkpoints):
+        raise TypeError(
+            f"checkpoints={checkpoints!r} is a {type(checkpoints).__name__}; give "
+            "unisono.Checkpoints(every_steps=100), for example"
+        )
+    if not isinstance(stateful, Mapping | None):
+        raise TypeError(f'stateful is a {type(stateful).__name__}; give the objects by name, as {{"name": object}}')
+    for name, each in (stateful or {}).items():
+        if not hasattr(each, "state_dict") or not hasattr(each, "load_state_dict"):
+            raise TypeError(
+                f"stateful[{name!r}] is a {type(each).__name__}, which has no state_dict and load_state_dict"
+            )
 
 
 def named_optimizers(optimizer: Optimizer | Mapping[str, Optimizer]) -> dict[str, Optimizer]:
     """Give the optimizers by name, "" for a single one. Raises: TypeError for what cannot serve as one."""
     optimizers = dict(optimizer) if isinstance(optimizer, Mapping) else {"": optimizer}
     for each in optimizers.values():
+        if unwrapped_optimizer(each) is not None:
+            raise TypeError(
+                f"optimizer is a {type(each).__name__}, which decides itself when to step: give Trainer the one in it, "
+                "optimizer.optimizer"
+            )
         if not isinstance(each, Optimizer):
             raise TypeError(
                 f"optimizer is a {type(each).__name__}; expected a torch.optim.Optimizer, or a dict of them"
@@ -114,6 +154,8 @@ def check_schedulers(scheduler: Any, optimizers: Mapping[str, Optimizer]) -> dic
                 "ReduceLROnPlateau needs a metric: call its step(metric) in your loop after trainer.evaluate, and give "
                 'it to Trainer as stateful={"scheduler": ...} so that it is saved.'
             )
+        if not isinstance(each, LRScheduler):
+            raise TypeError(f"scheduler is a {type(each).__name__}; expected one of torch.optim.lr_scheduler")
         if name not in optimizers:
             raise ValueError(f"scheduler {name!r} belongs to none of the optimizers {', '.join(map(repr, optimizers))}")
     return schedulers
@@ -127,10 +169,26 @@ def choose_device(device: str | torch.device, modules: Mapping[str, nn.Module], 
         else:
             tensors = (t for module in modules.values() for t in module.parameters())
             device = next(tensors, torch.empty(0)).device
-    device = torch.device(device)
+    if not isinstance(device, (str, torch.device)):
+        raise TypeError(f'device={device!r} is a {type(device).__name__}; give "auto", "cpu" or "cuda"')
+    try:
+        device = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f'device={device!r} is no device that torch knows; give "auto", "cpu" or "cuda"') from None
+    if device.type == "meta":
+        raise ValueError('device="meta" computes nothing: give "auto", "cpu" or "cuda"')
+    if device.type == "cpu":
+        return torch.device("cpu")
     if device.type == "cuda":
-        if str(device) == "cuda":
-            device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        index: int | None = device.index
+        if (index or 0) >= there:
+            raise ValueError(
+                f"device={str(device)!r}, but torch sees {there} GPUs here: see that the driver and a build of "
+                'torch for CUDA are installed, or give device="auto" or "cpu"'
+            )
+        if index is None:
+            device = torch.device("cuda", local_rank % there)
         torch.cuda.set_device(device)
         # Algorithms chosen by timing, and those that add in any order, would give other bits each time.
         torch.backends.cudnn.benchmark = False

@@ -16,6 +16,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from unisono.arguments import flag, whole
 from unisono.comm.user_function import refuse_inside
 from unisono.data.batch import Batch
 from unisono.data.fetch import Collate
@@ -96,6 +97,12 @@ class Trainer:
     ) -> None:
         check_arguments(
             virtual_ranks=virtual_ranks,
+            seed=seed,
+            directory=directory,
+            checkpoints=checkpoints,
+            stateful=stateful,
+            overlap=overlap,
+            progress=progress,
             resume=resume,
             scheduler_interval=scheduler_interval,
             clip_grad_norm=clip_grad_norm,
@@ -110,8 +117,8 @@ class Trainer:
         parts = assemble(
             model,
             optimizer,
-            seed=seed,
-            virtual_ranks=virtual_ranks,
+            seed=int(seed),
+            virtual_ranks=int(virtual_ranks),
             directory=self.directory,
             resume=resume,
             checkpoints=checkpoints or Checkpoints(),
@@ -189,9 +196,8 @@ class Trainer:
         Args: steps ends the run after so many steps in all, also in mid-epoch; a later start can go on from there.
         Raises: CheckpointError at the end if the last checkpoint cannot be written.
         """
-        if epochs < 0 or (steps is not None and steps < 0):
-            raise ValueError(f"epochs={epochs} and steps={steps} must not be negative")
-        return self._loop.epochs(epochs, steps)
+        epochs = whole("epochs", epochs, least=0)
+        return self._loop.epochs(epochs, None if steps is None else whole("steps", steps, least=0))
 
     def batches(
         self,
@@ -220,6 +226,7 @@ class Trainer:
             were given different ones.
         """
         refuse_inside("trainer.batches")
+        batch_size = whole("batch_size", batch_size, least=1)
         loader = self._dealer.loader(
             dataset,
             stream="train",
@@ -256,6 +263,11 @@ class Trainer:
             LossError if the function returned something else. Weights and buffers are then those from before.
         """
         refuse_inside("trainer.step")
+        if not callable(loss):
+            raise TypeError(
+                f"the loss function is a {type(loss).__name__}, which cannot be called: trainer.step(loss, batch) "
+                "takes a function of the model and a micro-batch first, and then the batch"
+            )
         return self._loop.step(loss, batch, optimizer)
 
     def evaluate(
@@ -282,6 +294,14 @@ class Trainer:
         Returns: a `Metric`, a float that knows its sum and count; a dict of them if the function returned a dict.
         """
         refuse_inside("trainer.evaluate")
+        if not callable(function):
+            raise TypeError(
+                f"the evaluated function is a {type(function).__name__}, which cannot be called: "
+                "trainer.evaluate(function, dataset) takes a function of the model and a micro-batch first"
+            )
+        flag("ema", ema)
+        if batch_size is not None:
+            batch_size = whole("batch_size", batch_size, least=1)
         started_s = time.monotonic()
         loader = self._dealer.loader(
             dataset,
