@@ -334,7 +334,8 @@ def test_a_backward_that_writes_to_its_gradient_spoils_no_later_step():
         function = Doubled.apply if factor == 2 else torch.clone
 
         def loss(model, batch):
-            return function(F.cross_entropy(model(batch[0]), batch[1], reduction="sum")), len(batch[1])
+            total = function(F.cross_entropy(model(batch[0]), batch[1], reduction="sum"))
+            return unisono.Sum(total, len(batch[1]))
 
         return train(trainer, loss=loss, data=data).digest()
 
