@@ -115,3 +115,22 @@ def test_a_model_that_ddp_wraps_is_refused():
     wrapped = DistributedDataParallel.__new__(DistributedDataParallel)
     with pytest.raises(TypeError, match=r"model is wrapped in DistributedDataParallel.*give its .module"):
         replicate(wrapped)
+
+
+def test_the_type_of_new_tensors_does_not_matter_to_what_ranks_tell_each_other(fork_ranks):
+    """In bfloat16 there is no 257, the number of a backward pass here."""
+    fork_ranks(
+        2,
+        """
+import torch, unisono
+from unisono.parallel import replicate
+
+torch.set_default_dtype(torch.bfloat16)
+unisono.init()
+model = torch.nn.Linear(2, 1)
+replicate(model)
+for _ in range(260):
+    model(torch.ones(1, 2)).sum().backward()
+assert model.weight.grad.dtype == torch.bfloat16
+""",
+    )

@@ -364,3 +364,21 @@ def test_a_loss_of_a_tensor_class_of_ones_own_goes_through_that_class():
     watched = train(make_trainer(), loss=lambda model, batch: per_sample(model, batch).as_subclass(Watched))
     assert Watched.calls.count("backward") == 2 * 5 * 4
     assert watched.digest() == train(make_trainer()).digest()
+
+
+def test_compiled_models_have_kernels_for_each_size_of_a_share():
+    """One for all sizes would round otherwise, and which sizes a rank meets first depends on the number of ranks."""
+    graphs = []
+
+    def compiler(graph, inputs):
+        graphs.append([value for value in inputs if not isinstance(value, torch.Tensor)])
+        return graph.forward
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = unisono.Trainer(torch.compile(model, backend=compiler), optimizer, virtual_ranks=2, progress=False)
+    data = TensorDataset(torch.randn(19, 4), torch.arange(19) % 3)
+    for batch in trainer.batches(data, batch_size=7):  # shares of 4 and 3, and at last of 3 and 2
+        trainer.step(lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction="none"), batch)
+    assert graphs == [[], [], []]

@@ -176,3 +176,59 @@ os._exit(0)
     )
     assert said[0] == "interrupted\n" + said[1]
     assert said[1].startswith("3 ")
+
+
+def test_a_rank_that_dies_while_ranks_meet_to_share_memory_is_named(run_alone):
+    """When the Trainer is made, and in the first step, which makes more shared memory. Nobody waits for a timeout."""
+    first = """
+from unisono.engine import choose
+if R == 1:
+    choose.Hall = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+"""
+    second = """
+from unisono.engine.shared import engine
+if R == 1:
+    engine.cut = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+"""
+    for prepare, words in ((first, "rank 1 did not come to share memory"), (second, "the process of rank 1 has ended")):
+        said = run_alone(
+            3,
+            f"""
+{prepare}
+try:
+    trainer = make_trainer()
+    trainer.step(loss, next(trainer.batches(data, batch_size=12)))
+except UnisonoError as error:
+    say(type(error).__name__, error)
+os._exit(0)  # gloo would wait for the dead
+""",
+            codes={1: -9},
+        )
+        for rank in (0, 2):
+            assert said[rank].startswith("PeerError ")
+            assert words in said[rank]
+
+
+def test_ranks_wait_for_each_other_as_long_as_the_group_says(run_alone):
+    said = run_alone(
+        2,
+        """
+from datetime import timedelta
+folder = Path(__file__).parent
+dist.destroy_process_group()
+dist.init_process_group(
+    "gloo", init_method=f"file://{folder}/again", rank=R, world_size=2, timeout=timedelta(seconds=5)
+)
+trainer = make_trainer()
+while R == 1 and not (folder / "over").exists():
+    time.sleep(0.01)
+try:
+    if R == 0:
+        trainer.step(loss, next(trainer.batches(data, batch_size=12)))
+except Exception as error:
+    say(error)
+(folder / "over").touch()
+os._exit(0)
+""",
+    )
+    assert "5 s" in said[0] or "5000ms" in said[0]

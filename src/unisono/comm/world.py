@@ -69,6 +69,13 @@ class World:
             waiter=Waiter(polls=wire.type == "cpu" and local_world_size() <= usable_cores()),
         )
 
+    @property
+    def timeout_s(self) -> float:
+        """How long ranks wait for each other at most: what the process group was started with."""
+        assert self.group is not None
+        timeout: timedelta = self.group._get_backend(self.device).options._timeout
+        return timeout.total_seconds()
+
     def store(self, name: str) -> dist.Store:  # type: ignore[name-defined]
         """Give the store that all ranks share, under names that begin with the given one."""
         return dist.PrefixStore(name, dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]

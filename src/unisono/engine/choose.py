@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.comm import World
+from unisono.comm.shm.peers import own_process
 from unisono.engine.base import Engine, Trained
 from unisono.engine.checks import sharing_obstacle
 from unisono.engine.collective import CollectiveEngine
@@ -84,13 +85,14 @@ def choose_engines(
         named = {id(p): (name, p) for module in modules for name, p in module.named_parameters() if id(p) in own}
         trained = Trained(tuple(name for name, _ in named.values()), tuple(p for _, p in named.values()))
         obstacle = _obstacle(world, modules, tensors) or sharing_obstacle(trained, tensors)
-        everyone = world.gather((_host(), obstacle, secrets.token_hex(8)))
-        obstacle = next((f"rank {rank}: {what}" for rank, (_, what, _) in enumerate(everyone) if what), None)
-        hosts = {host for host, _, _ in everyone}
+        process = own_process() if obstacle is None else ""
+        everyone = world.gather((_host(), obstacle, secrets.token_hex(8), process))
+        obstacle = next((f"rank {rank}: {what}" for rank, (_, what, *_) in enumerate(everyone) if what), None)
+        hosts = {host for host, *_ in everyone}
         if obstacle is None and len(hosts) > 1:
             obstacle = f"the {world.size} ranks are on {len(hosts)} hosts"
         if obstacle is None:
-            hall = Hall(world, f"unisono/{everyone[0][2]}")
+            hall = Hall(world, f"unisono/{everyone[0][2]}", [process for *_, process in everyone])
             shared = hall, Weights(hall, Loads(modules))
         elif kind == "shared":
             raise ValueError(

@@ -28,6 +28,7 @@ from unisono.trainer.setup import (
     check_equal_models,
     check_schedulers,
     choose_device,
+    compile_each_size,
     keep_freed_memory,
     named_optimizers,
     start_averages,
@@ -89,6 +90,7 @@ def assemble(
     if chosen.type == "cpu":
         torch.set_num_threads(threads)
         keep_freed_memory()
+    compile_each_size()
     for module in modules.values():
         module.to(chosen)
     world = World.connect(chosen)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ __all__ = [
     "check_equal_models",
     "check_schedulers",
     "choose_device",
+    "compile_each_size",
     "keep_freed_memory",
     "named_optimizers",
     "start_averages",
@@ -194,6 +196,17 @@ def choose_device(device: str | torch.device, modules: Mapping[str, nn.Module], 
         torch.backends.cudnn.benchmark = False
         torch.backends.cudnn.deterministic = True
     return device
+
+
+def compile_each_size() -> None:
+    """Have torch.compile make kernels for each size of micro-batches by itself.
+
+    From the second size on it would make one kernel for all sizes, which rounds otherwise. Which size comes second
+    depends on the virtual ranks that a rank has, and so on the number of ranks. Optimizers have imported torch._dynamo.
+    """
+    config: Any = sys.modules.get("torch._dynamo.config")
+    if config is not None:
+        config.automatic_dynamic_shapes = False
 
 
 def keep_freed_memory() -> None:

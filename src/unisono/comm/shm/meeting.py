@@ -2,7 +2,7 @@
 
 Rank 0 makes the segment and listens on a local socket that has no file; its random name goes through the group's store.
 Each rank hands over a pidfd of itself, and gets the segment and everybody's pidfd. Only processes of the same user are
-let in: the kernel tells who is at the other end.
+let in: the kernel tells who is at the other end. While ranks wait here they look whether another one has died.
 """
 
 from __future__ import annotations
@@ -13,21 +13,25 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from functools import cache
 from pathlib import Path
 
-from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
 
-from unisono.comm.shm.peers import Peers
+from unisono.comm.shm.peers import Newcomers, Peers, own_process
 from unisono.comm.shm.segment import Segment
-from unisono.errors import UnisonoError
+from unisono.errors import PeerError, UnisonoError
 
-__all__ = ["meet"]
+__all__ = ["died_on_the_way", "meet"]
 
-_PLACE, _REFUSAL = "shm/place", "shm/refusal"
+_PLACE, _REFUSAL, _PROCESS = "shm/place", "shm/refusal", "shm/process"
+_THROUGH = "-"
 _NONE = "none: "
 _SLICE_S = 0.05
+_LOOK_S = 0.2
+"""How often a rank that waits for rank 0's word looks whether the others live."""
+_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.01
+"""Between two questions to the store, at first and at most."""
 _HELLO = struct.Struct("<i")
 
 
@@ -39,27 +43,43 @@ def meet(
     timeout_s: float,
     make: Callable[[], Segment],
     names: Sequence[int] | None = None,
+    look: Callable[[], None] | None = None,
 ) -> tuple[Segment, Peers]:
     """Bring the ranks of a group together around one segment. Every rank must call it.
 
     Args: store is one that all ranks share, used under names that begin with "shm/". make is called on rank 0.
-        names are the numbers by which errors name ranks; None: those in the group.
-    Raises: UnisonoError if a rank does not come in time, naming it, if ranks are on different hosts, or if rank 0 has
-        no segment; there, what make raises.
+        names are the numbers by which errors name ranks; None: those in the group. look raises if a rank has died; it
+        is called several times a second. None: ranks tell each other of their processes here.
+    Raises: PeerError if a rank dies on the way or does not come in time, naming it; UnisonoError if ranks are on
+        different hosts, or if rank 0 has no segment; there, what make raises.
     """
     names = range(size) if names is None else names
+    if look is None:
+        own = f"{_PROCESS}/{rank}"
+        store.set(own, own_process())
+        with Newcomers() as newcomers:
+            look = _Look(store, newcomers, rank=rank, names=names)
+            found = meet(store, rank=rank, size=size, timeout_s=timeout_s, make=make, names=names, look=look)
+        store.set(own, _THROUGH)
+        return found
     if rank == 0:
         try:
             segment = make()
         except (UnisonoError, ValueError) as error:
             store.set(_PLACE, f"{_NONE}{error}")
             raise
-        return _receive_all(store, size=size, timeout_s=timeout_s, segment=segment, names=names)
-    return _go_there(store, rank=rank, size=size, timeout_s=timeout_s, names=names)
+        return _receive_all(store, size=size, timeout_s=timeout_s, segment=segment, names=names, look=look)
+    return _go_there(store, rank=rank, size=size, timeout_s=timeout_s, names=names, look=look)
 
 
 def _receive_all(
-    store: Store, *, size: int, timeout_s: float, segment: Segment, names: Sequence[int]
+    store: Store,
+    *,
+    size: int,
+    timeout_s: float,
+    segment: Segment,
+    names: Sequence[int],
+    look: Callable[[], None],
 ) -> tuple[Segment, Peers]:
     deadline_s = time.monotonic() + timeout_s
     guests: dict[int, tuple[socket.socket, int]] = {}
@@ -74,9 +94,10 @@ def _receive_all(
                 guest, _ = listener.accept()
             except TimeoutError:
                 _check_refusals(store)
+                look()
                 if time.monotonic() > deadline_s:
                     missing = [names[r] for r in range(1, size) if r not in guests]
-                    raise UnisonoError(
+                    raise PeerError(
                         f"timed out: {_ranks(missing)} did not come within {timeout_s:g} s to share memory with rank "
                         f"{names[0]}. "
                         "Did every rank of the group call init_process_group or new_group?"
@@ -100,19 +121,27 @@ def _receive_all(
     return segment, Peers(0, pidfds)
 
 
-def _go_there(store: Store, *, rank: int, size: int, timeout_s: float, names: Sequence[int]) -> tuple[Segment, Peers]:
+def _go_there(
+    store: Store, *, rank: int, size: int, timeout_s: float, names: Sequence[int], look: Callable[[], None]
+) -> tuple[Segment, Peers]:
     deadline_s = time.monotonic() + timeout_s
+    look_s, pause_s = time.monotonic() + _LOOK_S, _PAUSE_S
     host_rank, own_rank = f"rank {names[0]}", f"rank {names[rank]}"
     late = (
         f"timed out: {host_rank} did not offer {own_rank} its shared memory within {timeout_s:g} s; see what it says, "
         "or does"
     )
     while True:
-        left_s = deadline_s - time.monotonic()
-        try:
-            store.wait([_PLACE], timedelta(seconds=max(left_s, 0.001)))
-        except DistStoreError as error:
-            raise UnisonoError(late) from error
+        # Not by store.wait, which warns when a short wait is over.
+        if not store.check([_PLACE]):
+            if time.monotonic() > look_s:
+                look()
+                look_s = time.monotonic() + _LOOK_S
+            if time.monotonic() > deadline_s:
+                raise PeerError(late)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            continue
         place = store.get(_PLACE).decode()
         if place.startswith(_NONE):
             raise UnisonoError(f"{host_rank} has no shared memory to offer: {place.removeprefix(_NONE)}")
@@ -125,7 +154,7 @@ def _go_there(store: Store, *, rank: int, size: int, timeout_s: float, names: Se
             store.set(_REFUSAL, refusal)
             raise UnisonoError(refusal)
         door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        door.settimeout(max(left_s, 0.001))
+        door.settimeout(_SLICE_S)
         own = os.pidfd_open(os.getpid())
         with door:
             try:
@@ -133,22 +162,59 @@ def _go_there(store: Store, *, rank: int, size: int, timeout_s: float, names: Se
                 if _user_at(door) != os.getuid():
                     raise UnisonoError(f"{host_rank} belongs to another user than {own_rank}, and cannot be trusted")
                 socket.send_fds(door, [_HELLO.pack(rank)], [own])
-                _, fds, _, _ = socket.recv_fds(door, 1, size + 1)
-            except TimeoutError as error:
-                raise UnisonoError(late) from error
+                fds = _fds_from(door, size + 1, deadline_s=deadline_s, look=look)
             except OSError as error:
                 # Nobody is there: the name is that of an earlier group, or rank 0 is in another network namespace.
+                look()
                 if time.monotonic() > deadline_s:
-                    raise UnisonoError(late) from error
+                    raise PeerError(late) from error
                 time.sleep(_SLICE_S)
                 continue
             finally:
                 os.close(own)
         if len(fds) < size + 1:
-            raise UnisonoError(f"{host_rank} ended before it could share its memory with {own_rank}")
+            raise PeerError(f"{host_rank} ended before it could share its memory with {own_rank}")
         segment = Segment(fds[0])
         segment.close_descriptor()
         return segment, Peers(rank, fds[1:])
+
+
+def _fds_from(door: socket.socket, count: int, *, deadline_s: float, look: Callable[[], None]) -> list[int]:
+    """Receive descriptors from rank 0, which sends them when all ranks have come. Raises: TimeoutError."""
+    while True:
+        try:
+            return socket.recv_fds(door, 1, count)[1]
+        except TimeoutError:
+            look()
+            if time.monotonic() > deadline_s:
+                raise
+
+
+class _Look:
+    """Raises PeerError if a rank has died that has told of its process in the store."""
+
+    def __init__(self, store: Store, newcomers: Newcomers, *, rank: int, names: Sequence[int]) -> None:
+        self._store, self._newcomers, self._names = store, newcomers, names
+        self._unknown = [r for r in range(len(names)) if r != rank]
+
+    def __call__(self) -> None:
+        for rank in [*self._unknown]:
+            if self._store.check([f"{_PROCESS}/{rank}"]):
+                self._unknown.remove(rank)
+                if (process := self._told(rank)) != _THROUGH:
+                    self._newcomers.add(rank, process)
+        # One that is through may end.
+        if lost := [self._names[r] for r in self._newcomers.dead() if self._told(r) != _THROUGH]:
+            raise PeerError(died_on_the_way(lost))
+
+    def _told(self, rank: int) -> str:
+        return self._store.get(f"{_PROCESS}/{rank}").decode()
+
+
+def died_on_the_way(ranks: Sequence[int]) -> str:
+    """Say that ranks have died before they shared memory with the others."""
+    whose = "its process has" if len(ranks) == 1 else "their processes have"
+    return f"{_ranks(ranks)} did not come to share memory with the other ranks: {whose} ended; see what it said last"
 
 
 def _check_refusals(store: Store) -> None:
@@ -167,5 +233,5 @@ def _host() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
-def _ranks(ranks: list[int]) -> str:
+def _ranks(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -10,8 +10,49 @@ import select
 import threading
 import weakref
 from collections.abc import Sequence
+from pathlib import Path
 
-__all__ = ["Peers"]
+__all__ = ["Newcomers", "Peers", "own_process"]
+
+
+def own_process() -> str:
+    """Describe this process so that another one of its host can find it: its namespace, number and start."""
+    return f"{_namespace()} {os.getpid()} {_started(os.getpid())}"
+
+
+class Newcomers:
+    """The processes of ranks that are on their way into a group, as far as they have told of themselves.
+
+    A process of another process namespace cannot be found by its number, and is taken to live.
+    """
+
+    def __init__(self) -> None:
+        self._pidfds: dict[int, int] = {}
+        self._ended: set[int] = set()
+
+    def __enter__(self) -> Newcomers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _close([*self._pidfds.values()])
+
+    def add(self, rank: int, process: str) -> None:
+        """Watch over a rank. Args: process is what its `own_process` returned."""
+        namespace, pid, started = process.split()
+        if namespace != str(_namespace()):
+            return
+        try:
+            fd = os.pidfd_open(int(pid))
+        except ProcessLookupError:
+            self._ended.add(rank)
+            return
+        self._pidfds[rank] = fd
+        if _started(int(pid)) != started:  # another process has its number by now
+            self._ended.add(rank)
+
+    def dead(self) -> list[int]:
+        """List the ranks whose process has ended, in order."""
+        return sorted(self._ended | {rank for rank, fd in self._pidfds.items() if _has_ended(fd)})
 
 
 class Peers:
@@ -40,6 +81,24 @@ class Peers:
         with self._lock:
             self._finalizer()
             self._ranks, self._poll = {}, select.poll()
+
+
+def _has_ended(pidfd: int) -> bool:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def _namespace() -> int:
+    return Path("/proc/self/ns/pid").stat().st_ino
+
+
+def _started(pid: int) -> str:
+    """Return when a process was started, in ticks since the system was; empty if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 def _close(pidfds: Sequence[int]) -> None:

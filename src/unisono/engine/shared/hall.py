@@ -7,7 +7,7 @@ middle of a step, makes the others raise within a second.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from torch.distributed import DistBackendError
@@ -15,16 +15,15 @@ from torch.distributed import DistBackendError
 from unisono.comm import World
 from unisono.comm.shm.alarm import Alarm
 from unisono.comm.shm.bell import BELL_NBYTES, Bell
-from unisono.comm.shm.meeting import meet
-from unisono.comm.shm.peers import Peers
+from unisono.comm.shm.meeting import died_on_the_way, meet
+from unisono.comm.shm.peers import Newcomers, Peers
 from unisono.comm.shm.segment import Segment, aligned
 from unisono.comm.shm.waiting import Waiting
-from unisono.errors import UnisonoError
+from unisono.errors import PeerError
 from unisono.machine import usable_cores
 
 __all__ = ["Gate", "Hall"]
 
-_MEETING_TIMEOUT_S = 300.0
 _WORDS = 8
 
 # A wait that lasts longer gained nothing by polling, or others want the core: then each look costs a time slice, and a
@@ -70,11 +69,12 @@ class Gate:
 class Hall:
     """The shared memory of a Trainer on one host. Every rank must build it, and make its collective calls in one order.
 
-    Args: name is one that no other hall of this job has.
+    Args: name is one that no other hall of this job has. processes are those of all ranks, as `own_process`
+        describes them. How long ranks wait for each other is the job's affair.
     """
 
-    def __init__(self, world: World, name: str, *, timeout_s: float = 1800.0) -> None:
-        self.world, self.name, self._timeout_s = world, name, timeout_s
+    def __init__(self, world: World, name: str, processes: Sequence[str]) -> None:
+        self.world, self.name, self._timeout_s = world, name, world.timeout_s
         self.rank, self.size = world.rank, world.size
         self._meetings = 0
         bells = aligned(self.size**2 * BELL_NBYTES)
@@ -89,14 +89,23 @@ class Hall:
                     Bell(segment.address + gate_offset + i * BELL_NBYTES).create()
             return segment
 
-        segment, self._peers = self._meet(make)
+        with Newcomers() as newcomers:
+            for rank, process in enumerate(processes):
+                if rank != self.rank:
+                    newcomers.add(rank, process)
+
+            def look() -> None:
+                if dead := newcomers.dead():
+                    raise PeerError(died_on_the_way(dead))
+
+            segment, self._peers = self._meet(make, look)
         self._alarm = Alarm(segment, 0, rank=self.rank, size=self.size)
         self._waiting = Waiting(
             self._alarm,
             self._peers,
             ranks=range(self.size),
             group="of the Trainer",
-            timeout_s=timeout_s,
+            timeout_s=self._timeout_s,
             polls=self.size <= usable_cores(),
         )
         self._barrier = Gate(segment, alarm_nbytes, self._peers)
@@ -130,7 +139,8 @@ class Hall:
                 prepare(segment)
             return segment
 
-        segment, peers = self._meet(make)
+        with self._explained():
+            segment, peers = self._meet(make, look=self._look)
         peers.close()
         return segment
 
@@ -141,7 +151,7 @@ class Hall:
 
         Args: meanwhile is done when the others know that this rank has come; it may be done twice. idle is done if this
             rank has to wait for them.
-        Raises: UnisonoError if a rank has died, or broken off, or does not come in time.
+        Raises: PeerError if a rank has died, or broken off, or does not come in time.
         """
         self._barrier.report()
         try:
@@ -186,7 +196,7 @@ class Hall:
             self._pause = 0
 
     def take(self, bell: Bell, rank: int, what: str) -> None:
-        """Wait for a bell that a rank will ring, and take it. Raises: UnisonoError if it does not, or has died."""
+        """Wait for a bell that a rank will ring, and take it. Raises: PeerError if it does not, or has died."""
         taken = False
 
         def late() -> list[int]:
@@ -215,12 +225,19 @@ class Hall:
         try:
             yield
         except DistBackendError as error:
-            raise UnisonoError(
+            raise PeerError(
                 f"{error}. Ranks share weights and optimizer, so the others cannot go on alone: start the job again; "
                 "it resumes from the last checkpoint."
             ) from error
 
-    def _meet(self, make: Callable[[], Segment]) -> tuple[Segment, Peers]:
+    def _look(self) -> None:
+        """Raise if a rank has died or given up."""
+        self._waiting.look()
+        if dead := self._peers.dead():
+            names = self._waiting.names(dead)
+            self._waiting.give_up(f"making shared memory: the process of {names} has ended")
+
+    def _meet(self, make: Callable[[], Segment], look: Callable[[], None]) -> tuple[Segment, Peers]:
         self._meetings += 1
         store = self.world.store(f"{self.name}/{self._meetings}")
-        return meet(store, rank=self.rank, size=self.size, timeout_s=_MEETING_TIMEOUT_S, make=make)
+        return meet(store, rank=self.rank, size=self.size, timeout_s=self._timeout_s, make=make, look=look)
