@@ -11,135 +11,19 @@ gets a value in the first step whose virtual ranks all give it one. Parameters t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from unisono.comm import World
 from unisono.engine.contents import Contents, member_name
 from unisono.engine.exchange import Layout, MakeExchange, SumOverRanks
 from unisono.engine.gradients import NodeSum, add
+from unisono.engine.tracked import BufferKind, TrackedBuffer
 from unisono.engine.writes import ParameterWrites
 from unisono.errors import CheckpointError, LossError
 
 __all__ = ["BufferTransaction"]
-
-
-class _Kind(NamedTuple):
-    """What a buffer that was None before the step has become, in one virtual rank."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-class _Tracked:
-    """One buffer, the place that holds it, and its value before the step."""
-
-    def __init__(self, path: str, module: nn.Module, name: str) -> None:
-        self.path, self.module, self.name = path, module, name
-        self.tensor: Tensor | None = None
-        self.before: Tensor | None = None
-        self.version = 0
-        self.written = False
-        """Whether somebody has written to it since the run began."""
-        self._take()
-
-    @property
-    def current(self) -> Tensor | None:
-        """What the module has now."""
-        buffers = self.module._buffers
-        return buffers[self.name] if self.name in buffers else None  # noqa: SIM401  a scripted module has no dict
-
-    @property
-    def is_persistent(self) -> bool:
-        """Whether it is a part of the model's state_dict."""
-        return self.name not in getattr(self.module, "_non_persistent_buffers_set", ())
-
-    @property
-    def numel(self) -> int:
-        """How many elements it has; none if it is None."""
-        return 0 if self.tensor is None else self.tensor.numel()
-
-    def changed(self) -> bool:
-        """Whether the buffer was written to, or another tensor put in its place, since the last look."""
-        if self.current is not self.tensor:
-            return True
-        if self.tensor is None or self.before is None:
-            return False
-        if _version(self.tensor) != self.version:
-            return True
-        if isinstance(self.module, _NormBase):
-            return self.module.training
-        return not torch.equal(self.tensor, self.before)
-
-    def keep(self) -> bool:
-        """Take the present value as the one before the step. Returns: whether it has another size than the last."""
-        numel, self.written = self.numel, True
-        if self.current is not self.tensor or self.tensor is None or self.before is None:
-            self._take()
-        else:
-            self.before.copy_(self.tensor.detach())
-            self.version = _version(self.tensor)
-        return self.numel != numel
-
-    def put_back(self) -> None:
-        """Restore the value from before the step."""
-        if self.tensor is None or self.before is None:
-            self.module._buffers[self.name] = None
-        else:
-            self.put(self.before)
-
-    def put(self, value: Tensor) -> None:
-        """Write a value into the tensor that was there before the step, and put that back in its place."""
-        assert self.tensor is not None
-        with torch.no_grad():
-            self.tensor.copy_(value)
-        self.module._buffers[self.name] = self.tensor
-        self.version = _version(self.tensor)
-
-    def make(self, kind: _Kind, device: torch.device) -> None:
-        """Make a tensor for a buffer that was None."""
-        self.tensor = torch.zeros(kind.shape, dtype=kind.dtype, device=device)
-        self.before, self.version = self.tensor.clone(), _version(self.tensor)
-
-    def taken(self) -> Tensor | None:
-        """Copy what a leaf made of the buffer, and restore the value from before the step. None: not to be kept.
-
-        Raises: LossError for what cannot be told for all virtual ranks together.
-        """
-        value, before = self.current, self.before
-        if value is not None and value is self.tensor:
-            value = value.detach().clone()  # before the next line writes there
-        self.put_back()
-        where = f"buffer {self.path!r} of {type(self.module).__name__}"
-        if value is None:
-            raise LossError(
-                f"{where} was set to None in the forward pass: virtual ranks could not agree on its value. Leave the "
-                "tensor in its place, or keep what is no state of the model in an attribute that is no buffer."
-            )
-        if value.is_complex():
-            raise LossError(
-                f"{where} is complex and changes in the forward pass; its mean over virtual ranks is not defined here. "
-                "Keep its parts as real buffers."
-            )
-        if before is not None and value.shape != before.shape:
-            if self.is_persistent:
-                raise LossError(
-                    f"{where} had shape {list(before.shape)} before the forward pass and has {list(value.shape)} after "
-                    "it, of which virtual ranks can have no mean. Give it its final shape from the beginning; or, if "
-                    "it is only a cache, register it with persistent=False."
-                )
-            return None  # a cache, which each virtual rank makes anew
-        return value.detach().to(value.dtype if before is None else before.dtype)
-
-    def _take(self) -> None:
-        self.tensor = self.current
-        if self.tensor is None:
-            self.before, self.version = None, 0
-        else:
-            self.before, self.version = self.tensor.detach().clone(), _version(self.tensor)
 
 
 class BufferTransaction:
@@ -155,7 +39,7 @@ class BufferTransaction:
         self._world, self._virtual_ranks, self._make_exchange = world, virtual_ranks, make_exchange
         self.contents = Contents(models)
         self._seen = -1
-        self._tracked: list[_Tracked] = []
+        self._tracked: list[TrackedBuffer] = []
         self._known: list[int] = []
         self._leaves = 0
         self._changes: dict[int, dict[int, Tensor]] = {}
@@ -180,18 +64,26 @@ class BufferTransaction:
             self._parameters.remember()
 
     def surprised(self) -> bool:
-        """Whether a buffer has changed that no earlier step changed. Only several virtual ranks need to know."""
-        if not self._tracked:
+        """Whether a buffer has changed that no earlier step changed. Only several virtual ranks need to know.
+
+        Raises: LossError for what cannot be told for all virtual ranks together, before gradients are on their way.
+        """
+        if self._virtual_ranks == 1:
             return False
+        if not self._changes:  # later leaves do what the first one does; if not, `launch` finds it
+            self._check_parameters()
+        if self.contents.has_new_buffers():
+            self._refuse_new_buffers()
         known = set(self._known)
-        return self._virtual_ranks > 1 and any(t.changed() for i, t in enumerate(self._tracked) if i not in known)
+        found = [t for i, t in enumerate(self._tracked) if i not in known and t.changed()]
+        for tracked in found:
+            tracked.check()
+        return bool(found)
 
     def close_leaf(self, leaf: int) -> None:
         """Put this leaf's changes aside and restore the values from before the step."""
         if self._virtual_ranks == 1:
             return  # What the one leaf left in place is the result.
-        if self.contents.has_new_buffers():
-            self._refuse_new_buffers()
         changes = {}
         for i, tracked in enumerate(self._tracked):
             if tracked.changed() and (value := tracked.taken()) is not None:
@@ -210,8 +102,8 @@ class BufferTransaction:
 
         Raises: LossError if this rank's leaves have written to a parameter.
         """
-        if self._virtual_ranks > 1 and (written := self._parameters.written()) is not None:
-            self._refuse_written(written)
+        if self._virtual_ranks > 1:
+            self._check_parameters()
         if self._known and self._world.group is not None:
             self._send()
 
@@ -277,7 +169,7 @@ class BufferTransaction:
         before = {(id(t.module), t.name): t for t in self._tracked}
         known = {id(self._tracked[i]) for i in self._known}
         self._tracked = [
-            before.get((id(module), name)) or _Tracked(member_name(path, name), module, name)
+            before.get((id(module), name)) or TrackedBuffer(member_name(path, name), module, name)
             for path, module in self.contents.modules().items()
             for name in module._buffers.keys()  # noqa: SIM118  a scripted module's are no dict
         ]
@@ -290,12 +182,12 @@ class BufferTransaction:
 
         Raises: LossError if a buffer that was None did not become the same for all virtual ranks.
         """
-        own: dict[int, list[_Kind]] = {}
+        own: dict[int, list[BufferKind]] = {}
         for changes in self._changes.values():
             for i, value in changes.items():
-                own.setdefault(i, []).append(_Kind(tuple(value.shape), value.dtype))
+                own.setdefault(i, []).append(BufferKind(tuple(value.shape), value.dtype))
         found = self._world.gather(own)
-        made: dict[int, _Kind] = {}
+        made: dict[int, BufferKind] = {}
         new = {i for of_rank in found for i in of_rank} - {*self._known}
         for i in sorted(new):
             tracked = self._tracked[i]
@@ -390,7 +282,11 @@ class BufferTransaction:
                     )
         raise LossError("a buffer was deleted in the forward pass: set it to a tensor, or leave it as it is.")
 
-    def _refuse_written(self, written: Tensor) -> None:
+    def _check_parameters(self) -> None:
+        """Raise LossError if a forward pass has written to a parameter."""
+        written = self._parameters.written()
+        if written is None:
+            return
         self._damaged = True
         names = {
             id(p): member_name(path, name)
@@ -421,7 +317,3 @@ def _as_whole(numbers: Tensor, dtype: torch.dtype) -> Tensor:
     upper, lower = numbers.long().chunk(2)
     whole = (upper << 32) | lower
     return whole.view(dtype) if dtype == torch.uint64 else whole.to(dtype)
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version

@@ -1,0 +1,135 @@
+"""One buffer over a step: its value before it, whether it has changed, and what a virtual rank made of it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from unisono.errors import LossError
+
+__all__ = ["BufferKind", "TrackedBuffer"]
+
+
+class BufferKind(NamedTuple):
+    """What a buffer that was None before the step has become, in one virtual rank."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class TrackedBuffer:
+    """One buffer, the place that holds it, and its value before the step."""
+
+    def __init__(self, path: str, module: nn.Module, name: str) -> None:
+        self.path, self.module, self.name = path, module, name
+        self.tensor: Tensor | None = None
+        self.before: Tensor | None = None
+        self.version = 0
+        self.written = False
+        """Whether somebody has written to it since the run began."""
+        self._take()
+
+    @property
+    def current(self) -> Tensor | None:
+        """What the module has now."""
+        buffers = self.module._buffers
+        return buffers[self.name] if self.name in buffers else None  # noqa: SIM401  a scripted module has no dict
+
+    @property
+    def is_persistent(self) -> bool:
+        """Whether it is a part of the model's state_dict."""
+        return self.name not in getattr(self.module, "_non_persistent_buffers_set", ())
+
+    @property
+    def numel(self) -> int:
+        """How many elements it has; none if it is None."""
+        return 0 if self.tensor is None else self.tensor.numel()
+
+    def changed(self) -> bool:
+        """Whether the buffer was written to, or another tensor put in its place, since the last look."""
+        if self.current is not self.tensor:
+            return True
+        if self.tensor is None or self.before is None:
+            return False
+        if _version(self.tensor) != self.version:
+            return True
+        if isinstance(self.module, _NormBase):
+            return self.module.training
+        return not torch.equal(self.tensor, self.before)
+
+    def keep(self) -> bool:
+        """Take the present value as the one before the step. Returns: whether it has another size than the last."""
+        numel, self.written = self.numel, True
+        if self.current is not self.tensor or self.tensor is None or self.before is None:
+            self._take()
+        else:
+            self.before.copy_(self.tensor.detach())
+            self.version = _version(self.tensor)
+        return self.numel != numel
+
+    def put_back(self) -> None:
+        """Restore the value from before the step."""
+        if self.tensor is None or self.before is None:
+            self.module._buffers[self.name] = None
+        else:
+            self.put(self.before)
+
+    def put(self, value: Tensor) -> None:
+        """Write a value into the tensor that was there before the step, and put that back in its place."""
+        assert self.tensor is not None
+        with torch.no_grad():
+            self.tensor.copy_(value)
+        self.module._buffers[self.name] = self.tensor
+        self.version = _version(self.tensor)
+
+    def make(self, kind: BufferKind, device: torch.device) -> None:
+        """Make a tensor for a buffer that was None."""
+        self.tensor = torch.zeros(kind.shape, dtype=kind.dtype, device=device)
+        self.before, self.version = self.tensor.clone(), _version(self.tensor)
+
+    def check(self) -> None:
+        """Raise LossError if a leaf made something of the buffer that virtual ranks could not agree on."""
+        value = self.current
+        where = f"buffer {self.path!r} of {type(self.module).__name__}"
+        if value is None:
+            raise LossError(
+                f"{where} was set to None in the forward pass: virtual ranks could not agree on its value. Leave the "
+                "tensor in its place, or keep what is no state of the model in an attribute that is no buffer."
+            )
+        if value.is_complex():
+            raise LossError(
+                f"{where} is complex and changes in the forward pass; its mean over virtual ranks is not defined here. "
+                "Keep its parts as real buffers."
+            )
+        if self.before is not None and value.shape != self.before.shape and self.is_persistent:
+            raise LossError(
+                f"{where} had shape {list(self.before.shape)} before the forward pass and has {list(value.shape)} "
+                "after it, of which virtual ranks can have no mean. Give it its final shape from the beginning; or, if "
+                "it is only a cache, register it with persistent=False."
+            )
+
+    def taken(self) -> Tensor | None:
+        """Copy what a leaf made of the buffer, and restore the value from before the step. None: not to be kept."""
+        self.check()
+        value, before = self.current, self.before
+        assert value is not None
+        if value is self.tensor:
+            value = value.detach().clone()  # before the next line writes there
+        self.put_back()
+        if before is not None and value.shape != before.shape:
+            return None  # a cache, which each virtual rank makes anew
+        return value.detach().to(value.dtype if before is None else before.dtype)
+
+    def _take(self) -> None:
+        self.tensor = self.current
+        if self.tensor is None:
+            self.before, self.version = None, 0
+        else:
+            self.before, self.version = self.tensor.detach().clone(), _version(self.tensor)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
