@@ -173,6 +173,7 @@ def _go_there(
             finally:
                 os.close(own)
         if len(fds) < size + 1:
+            look()  # rank 0 may have given up for another's death
             raise PeerError(f"{host_rank} ended before it could share its memory with {own_rank}")
         segment = Segment(fds[0])
         segment.close_descriptor()
@@ -213,8 +214,9 @@ class _Look:
 
 def died_on_the_way(ranks: Sequence[int]) -> str:
     """Say that ranks have died before they shared memory with the others."""
-    whose = "its process has" if len(ranks) == 1 else "their processes have"
-    return f"{_ranks(ranks)} did not come to share memory with the other ranks: {whose} ended; see what it said last"
+    whose = "the process of" if len(ranks) == 1 else "the processes of"  # a victim's words, as launch sees
+    has = "has" if len(ranks) == 1 else "have"
+    return f"{whose} {_ranks(ranks)} {has} ended before all ranks had come to share memory; see what it said last"
 
 
 def _check_refusals(store: Store) -> None:
