@@ -330,7 +330,10 @@ finally:
             "torch.manual_seed(RANK); model = nn.Linear(4, 3)",
             ["model differs", "'weight' of rank 1", "torch.manual_seed"],
         ),
-        ("model = nn.Linear(4, 3 + RANK)", ["model differs between ranks", "rank 1"]),
+        (
+            "model = nn.Linear(4, 3 + RANK)",
+            ["given different things", "'float32 [3, 4]' on rank 0 and 'float32 [4, 4]' on"],
+        ),
         ("n = 40 - RANK", ["number of samples differs between ranks", "rank 0: 40, rank 1: 39"]),
         ("batch_size = 8 + RANK", ["batch_size differs between ranks", "rank 0: 8, rank 1: 9"]),
     ],

@@ -17,9 +17,10 @@ from unisono.comm.shm.peers import own_process
 from unisono.engine.base import Engine, Trained
 from unisono.engine.checks import sharing_obstacle
 from unisono.engine.collective import CollectiveEngine
+from unisono.engine.comparison import Comparison, GroupComparison, NoComparison
 from unisono.engine.exchange import Exchange, Layout
 from unisono.engine.local import LocalEngine
-from unisono.engine.shared import Hall, Loads, SharedEngine, SharedExchange, Weights, is_divisible
+from unisono.engine.shared import Hall, Loads, SharedComparison, SharedEngine, SharedExchange, Weights, is_divisible
 
 __all__ = ["EngineKind", "Engines", "choose_engines"]
 
@@ -36,10 +37,20 @@ class Engines:
         *,
         virtual_ranks: int,
         overlap: bool,
-        shared: tuple[Hall, Weights] | None,
+        hall: Hall | None,
+        shares: bool,
     ) -> None:
-        self._world, self._modules, self._shared = world, modules, shared
+        self._world, self._modules = world, modules
+        self._shared: tuple[Hall, Weights, SharedComparison] | None = None
         self._virtual_ranks, self._overlap = virtual_ranks, overlap
+        self.comparison: Comparison = NoComparison()
+        """Compares what ranks do."""
+        if hall is not None:
+            self.comparison = comparison = SharedComparison(hall, counts_attempts=shares)
+            if shares:
+                self._shared = hall, Weights(hall, Loads(modules)), comparison
+        elif world.group is not None:
+            self.comparison = GroupComparison(world)
 
     def engine(self, optimizer: Optimizer) -> Engine:
         """Make the engine of an optimizer. Every rank must call it, in the same order."""
@@ -48,7 +59,9 @@ class Engines:
         virtual_ranks, overlap = self._virtual_ranks, self._overlap
         if self._shared is not None:
             return SharedEngine(optimizer, self._modules, *self._shared, virtual_ranks=virtual_ranks, overlap=overlap)
-        return CollectiveEngine(optimizer, self._modules, self._world, virtual_ranks=virtual_ranks, overlap=overlap)
+        return CollectiveEngine(
+            optimizer, self._modules, self._world, self.comparison, virtual_ranks=virtual_ranks, overlap=overlap
+        )
 
     def exchange(
         self, numel: int, *, widest: Layout, dtype: torch.dtype, device: torch.device
@@ -77,32 +90,47 @@ def choose_engines(
     Raises: ValueError on all ranks if kind is "shared" and they cannot share memory.
     """
     modules, optimizers = list(modules), list(optimizers)
-    shared = None
+    hall = None
     may_share = kind == "shared" or (kind == "auto" and all(map(is_divisible, optimizers)))
-    if world.group is not None and may_share:
+    shares = False
+    if world.group is not None:
         tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
         own = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
         named = {id(p): (name, p) for module in modules for name, p in module.named_parameters() if id(p) in own}
         trained = Trained(tuple(name for name, _ in named.values()), tuple(p for _, p in named.values()))
-        obstacle = _obstacle(world, modules, tensors) or sharing_obstacle(trained, tensors)
-        process = own_process() if obstacle is None else ""
-        everyone = world.gather((_host(), obstacle, secrets.token_hex(8), process))
-        obstacle = next((f"rank {rank}: {what}" for rank, (_, what, *_) in enumerate(everyone) if what), None)
+        to_sharing = _obstacle_to_sharing(world, modules, tensors) or sharing_obstacle(trained, tensors)
+        to_meeting = _obstacle()
+        process = own_process() if to_meeting is None else ""
+        everyone = world.gather((_host(), to_meeting, to_sharing, secrets.token_hex(8), process))
         hosts = {host for host, *_ in everyone}
+        obstacle = next((f"rank {r}: {a or b}" for r, (_, a, b, *_) in enumerate(everyone) if a or b), None)
         if obstacle is None and len(hosts) > 1:
             obstacle = f"the {world.size} ranks are on {len(hosts)} hosts"
-        if obstacle is None:
-            hall = Hall(world, f"unisono/{everyone[0][2]}", [process for *_, process in everyone])
-            shared = hall, Weights(hall, Loads(modules))
-        elif kind == "shared":
+        shares = may_share and obstacle is None
+        if kind == "shared" and not shares:
             raise ValueError(
                 f'engine="shared" cannot serve here: {obstacle}. Leave engine="auto", which then takes "collective".'
             )
-    return Engines(world, modules, virtual_ranks=virtual_ranks, overlap=overlap, shared=shared)
+        # Ranks of one host that send their gradients compare what they do in shared memory all the same.
+        if shares or (len(hosts) == 1 and not any(cannot_meet for _, cannot_meet, *_ in everyone)):
+            hall = Hall(world, f"unisono/{everyone[0][3]}", [process for *_, process in everyone])
+    return Engines(world, modules, virtual_ranks=virtual_ranks, overlap=overlap, hall=hall, shares=shares)
 
 
-def _obstacle(world: World, modules: Sequence[nn.Module], tensors: Sequence[Tensor]) -> str | None:
-    """Say why this rank cannot share memory with others of its host; None if it can."""
+def _obstacle() -> str | None:
+    """Say why this rank cannot meet others of its host in shared memory; None if it can."""
+    if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
+        return "this system has no memfd_create or pidfd_open, which Linux has"
+    try:
+        os.close(os.memfd_create("unisono"))
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError as error:
+        return f"memfd_create or pidfd_open is not allowed here: {error}"
+    return None
+
+
+def _obstacle_to_sharing(world: World, modules: Sequence[nn.Module], tensors: Sequence[Tensor]) -> str | None:
+    """Say why this rank cannot share its model with others of its host; None if it can."""
     if any(isinstance(m, torch.jit.ScriptModule) for module in modules for m in module.modules()):
         return "the model is one of torch.jit.script, which does not tell when weights are loaded into it"
     elsewhere = [t for t in tensors if t.device.type != "cpu"]
@@ -110,14 +138,13 @@ def _obstacle(world: World, modules: Sequence[nn.Module], tensors: Sequence[Tens
         return f"the model is on {elsewhere[0].device}, and only memory of the CPU is shared"
     if world.device.type != "cpu":
         return f"its process group has no backend for the CPU, only for {world.device.type}"
-    if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
-        return "this system has no memfd_create or pidfd_open, which Linux has"
     return None
 
 
 def _host() -> str:
-    """Name the running system; containers of one host may share it."""
+    """Name the running system, and the network within it: containers of one host may have their own."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/net').readlink()}"
     except OSError:
         return "unknown"

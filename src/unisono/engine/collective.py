@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from unisono.comm import World
 from unisono.engine.base import Trained
+from unisono.engine.comparison import Comparison
 from unisono.engine.exchange import Exchange, Layout
 from unisono.engine.gradients import take
 from unisono.engine.leaves import LeafSums
@@ -73,11 +74,13 @@ class CollectiveEngine(LeafSums):
         optimizer: Optimizer,
         modules: Sequence[nn.Module],
         world: World,
+        comparison: Comparison,
         *,
         virtual_ranks: int,
         overlap: bool = True,
     ) -> None:
         super().__init__()
+        self._comparison = comparison
         self._optimizer, self._modules = optimizer, modules
         self._world, self._virtual_ranks, self._overlap = world, virtual_ranks, overlap
         self._widest = self._layout_of(virtual_ranks)
@@ -112,9 +115,16 @@ class CollectiveEngine(LeafSums):
         self._buckets[-1].waiting += 1  # for the totals
         take(trained.parameters)
 
+    def close_forward(self, leaf: int, loss: Tensor, weight: float, *, surprised: bool) -> None:
+        """Show what this rank does, once it has no forward pass before it that may fail; see `Engine`."""
+        super().close_forward(leaf, loss, weight, surprised=surprised)
+        if leaf == self._sums[-1].node.stop - 1:
+            self._comparison.begin()
+
     def flush(self) -> None:
         """Send what is left; see `Engine`."""
         if not self._sums:
+            self._comparison.begin()
             for bucket in self._buckets:
                 bucket.waiting = 0
             self._launch_full_buckets()
@@ -158,7 +168,9 @@ class CollectiveEngine(LeafSums):
     def abort(self, *, alike: bool) -> bool:
         """Forget the step; see `Engine`. What has been sent cannot be called back: then the engine serves no more."""
         self._streaming = False
-        self._broken = self._broken or self._launched > 0
+        # A rank that has said what it does cannot be compared once more while others are at that step still.
+        told = self._comparison.is_open and not alike
+        self._broken = self._broken or self._launched > 0 or told
         take(self._given.parameters)
         return True
 
@@ -232,7 +244,12 @@ class CollectiveEngine(LeafSums):
         row[:COUNT] = as_tensor(self._totals[i].total())
 
     def _launch_full_buckets(self) -> None:
-        """Let full buckets go, in their order; one bucket's second phase follows the next one's first."""
+        """Let full buckets go, in their order; one bucket's second phase follows the next one's first.
+
+        Before the first one ranks are compared: if they train other parameters, buckets have other lengths.
+        """
+        if not self._launched and not self._buckets[0].waiting:
+            self._comparison.check()
         while self._launched < len(self._buckets) and not self._buckets[self._launched].waiting:
             self._buckets[self._launched].exchange.launch()
             if self._launched:

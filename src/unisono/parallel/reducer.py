@@ -14,12 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from unisono.comm.differences import tell_differences
 from unisono.engine.watching import keep_with, let_go, watch
 from unisono.errors import RankMismatchError, UnisonoError
 from unisono.parallel.backward_end import BackwardEnd
@@ -60,6 +62,7 @@ class Reducer:
     ) -> None:
         self.model, self.lane, self.settings = model, lane, settings
         self.parameters = list(parameters)
+        self._tensors = [p.tensor for p in self.parameters]
         self._alone = alone
         self.paused = False
         """Whether gradients stay on this rank for now."""
@@ -246,6 +249,7 @@ class Reducer:
             used=used if active else [False] * len(used),
             late=self._late,
             changed=self.buffers.changed() if active else [False] * len(self.buffers),
+            frozen=bytes([not tensor.requires_grad for tensor in self._tensors]),
         )
         if values.numel():
             scale = 1.0 / self.lane.size if active else 0.0
@@ -321,6 +325,8 @@ class Reducer:
                 everyone = tuple(range(self.lane.size))
                 return Told(everyone, frozenset(used), frozenset(), (True,) * len(self.buffers))
         told = self._packing.tail.read(self._told_memory(), serial=self._serial)
+        if not told.alike:
+            self._refuse_frozen(told)
         if self.settings.static_graph and self.rounds and told.active:
             surprises = {i for i in range(n) if self._packing.expected[i]} ^ told.used
             if surprises:
@@ -329,6 +335,16 @@ class Reducer:
                     f"in the first: {self._names(surprises)}. Leave static_graph out"
                 )
         return told
+
+    def _refuse_frozen(self, told: Told) -> NoReturn:
+        """Say on which ranks other parameters are frozen. Every rank must call it. Raises: RankMismatchError."""
+        everyone = self.lane.gather({p.name: p.tensor.requires_grad for p in self.parameters})
+        documents = [{f"requires_grad of {name!r}": needs for name, needs in everyone[r].items()} for r in told.active]
+        ranks = dist.get_process_group_ranks(self.lane.group)
+        raise RankMismatchError(
+            f"{tell_differences(documents, [ranks[r] for r in told.active])}, so the mean over ranks would count it as "
+            "zero where it is frozen. Freeze and unfreeze parameters on every rank, between the same backward passes"
+        )
 
     def _told_memory(self) -> Tensor:
         if self._packing.tail_home is None:

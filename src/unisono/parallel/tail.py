@@ -1,8 +1,9 @@
 """What ranks tell each other at the end of a backward beside the gradients, as numbers that are added up.
 
-One float32 vector: for each rank the number of its backward passes (negative if it has no batch any more), for each
-parameter the ranks on which it got a gradient and those on which it got one too late, for each buffer the ranks that
-changed it, and the values of buffers. It lies behind the last bucket, so it costs no message of its own.
+One float32 vector: for each rank the number of its backward passes (negative if it has no batch any more) and a hash
+of which parameters it has frozen, for each parameter the ranks on which it got a gradient and those on which it got one
+too late, for each buffer the ranks that changed it, and the values of buffers. It lies behind the last bucket, so it
+costs no message of its own.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -34,6 +36,8 @@ class Told:
     """Those that got one after their bucket had left, on any rank."""
     changed: tuple[bool, ...]
     """By buffer, whether any rank changed it."""
+    alike: bool = True
+    """Whether the ranks that had a batch have frozen the same parameters."""
 
 
 class Tail:
@@ -41,26 +45,35 @@ class Tail:
 
     def __init__(self, *, ranks: int, parameters: int, buffers: int, values: int) -> None:
         self._ranks, self._parameters, self._buffers = ranks, parameters, buffers
-        self.numel = ranks + 2 * parameters + buffers + values
-        self._flags = ranks + 2 * parameters + buffers
+        self._flags = 2 * ranks + 2 * parameters + buffers
+        self.numel = self._flags + values
         self._last: tuple[list[float], Told] | None = None
-        self._template: tuple[Sequence[float], set[int], Sequence[bool], Tensor] | None = None
+        self._template: tuple[Sequence[float], set[int], Sequence[bool], bytes, Tensor] | None = None
 
     def write(
-        self, vector: Tensor, *, rank: int, serial: int, used: Sequence[float], late: set[int], changed: Sequence[bool]
+        self,
+        vector: Tensor,
+        *,
+        rank: int,
+        serial: int,
+        used: Sequence[float],
+        late: set[int],
+        changed: Sequence[bool],
+        frozen: bytes,
     ) -> Tensor:
-        """Write this rank's part. Returns: the piece of the vector for values of buffers."""
+        """Write this rank's part. Args: frozen has a byte for each parameter.
+
+        Returns: the piece of the vector for values of buffers.
+        """
         last = self._template
-        if last is None or (used, late, changed) != last[:3] or vector.device != last[3].device:
+        if last is None or (used, late, changed, frozen) != last[:4] or vector.device != last[4].device:
             lates = [float(i in late) for i in range(self._parameters)]
-            flags = [0.0] * self._ranks + [float(u) for u in used] + lates + [float(c) for c in changed]
-            last = self._template = (
-                list(used),
-                set(late),
-                list(changed),
-                torch.tensor(flags, dtype=torch.float32, device=vector.device),
-            )
-        template = last[3]
+            hashes = [0.0] * self._ranks
+            hashes[rank] = float(crc32(frozen) % _CYCLE)
+            flags = [0.0] * self._ranks + hashes + [float(u) for u in used] + lates + [float(c) for c in changed]
+            template = torch.tensor(flags, dtype=torch.float32, device=vector.device)
+            last = self._template = (list(used), set(late), list(changed), frozen, template)
+        template = last[4]
         template[rank : rank + 1].fill_(math.copysign(_sent(serial), serial))
         vector[: self._flags].copy_(template)
         return self.values(vector)
@@ -89,13 +102,15 @@ class Tail:
         active = tuple(rank for rank, head in enumerate(heads) if head > 0)
         if self._last is not None and self._last[0] == rest and self._last[1].active == active:
             return self._last[1]  # as nearly always
+        hashes, rest = rest[:ranks], rest[ranks:]
         told = Told(
             active,
             frozenset(i for i in range(parameters) if rest[i]),
             frozenset(i for i in range(parameters) if rest[parameters + i]),
             tuple(count > 0 for count in rest[2 * parameters :]),
+            len({hashes[rank] for rank in active}) < 2,
         )
-        self._last = (rest, told)
+        self._last = (hashes + rest, told)
         return told
 
 

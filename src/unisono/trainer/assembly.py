@@ -6,7 +6,7 @@ Nothing here is called again once a run goes on. Start reading at `assemble`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -17,15 +17,25 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from unisono.comm import World, own_placement
-from unisono.engine import BufferTransaction, EngineKind, choose_engines
+from unisono.engine import BufferTransaction, Comparison, EngineKind, choose_engines
 from unisono.state.policy import Checkpoints
+from unisono.trainer.description import (
+    check_equal_documents,
+    describe_models,
+    describe_optimizers,
+    describe_schedulers,
+    describe_system,
+    parameter_names,
+    plain,
+)
+from unisono.trainer.fingerprint import StepFingerprint
 from unisono.trainer.keeping import Found, Keeper, Resume
 from unisono.trainer.modules import check_batch_norms, check_embeddings, plain_modules
 from unisono.trainer.run import Run
 from unisono.trainer.setup import (
     AverageUpdates,
     check_constants,
-    check_equal_models,
+    check_equal_values,
     check_schedulers,
     choose_device,
     compile_each_size,
@@ -47,6 +57,7 @@ class Parts:
     """What a Trainer is made of."""
 
     run: Run
+    comparison: Comparison
     keeper: Keeper
     modules: dict[str, nn.Module]
     runners: dict[str, StepRunner]
@@ -68,6 +79,7 @@ def assemble(
     resume: Resume,
     checkpoints: Checkpoints,
     scheduler: LRScheduler | Mapping[str, LRScheduler] | None,
+    scheduler_interval: str,
     clip_grad_norm: float | None,
     autocast: Literal["bf16", "fp16"] | None,
     ema_decay: float | None,
@@ -94,6 +106,30 @@ def assemble(
     for module in modules.values():
         module.to(chosen)
     world = World.connect(chosen)
+    # Before anything that ranks do together, which may not end where they differ.
+    check_equal_documents(
+        world,
+        {
+            "seed": seed,
+            "virtual_ranks": virtual_ranks,
+            "directory": None if directory is None else str(directory),
+            "resume": resume,
+            **{f"checkpoints.{name}": plain(value) for name, value in asdict(checkpoints).items()},
+            "scheduler_interval": scheduler_interval,
+            "clip_grad_norm": plain(clip_grad_norm),
+            "autocast": autocast,
+            "ema_decay": plain(ema_decay),
+            "the names of stateful": list(stateful),
+            "the type of the device": chosen.type,
+            "threads": threads,
+            "overlap": overlap,
+            "engine": engine,
+            **describe_models(modules),
+            **describe_optimizers(optimizers, parameter_names(modules)),
+            **describe_schedulers(schedulers),
+            **describe_system(),
+        },
+    )
     keeper = Keeper(directory, checkpoints, world)
     found = keeper.find(resume)
     facts = None if found is None else found.document["facts"]
@@ -112,6 +148,8 @@ def assemble(
             optimizer=each,
             engine=engines.engine(each),
             buffers=buffers,
+            comparison=engines.comparison,
+            fingerprint=StepFingerprint(name, each, modules),
             autocast=autocast,
             clip_grad_norm=clip_grad_norm,
         )
@@ -131,12 +169,13 @@ def assemble(
     )
     cursor = Cursor()
     if found is None:
-        check_equal_models(world, modules)
+        check_equal_values(world, modules, optimizers)
     else:
         restore(subjects, found.groups, found.document, source=found.source)
         cursor = Cursor(**found.document["facts"]["cursor"])
     return Parts(
         run=run,
+        comparison=engines.comparison,
         keeper=keeper,
         modules=modules,
         runners=runners,

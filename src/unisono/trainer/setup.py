@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -23,7 +23,9 @@ from unisono.errors import RankMismatchError
 from unisono.plan import rank_block
 from unisono.state.digest import digest
 from unisono.state.policy import Checkpoints
-from unisono.trainer.snapshot import model_tensors
+from unisono.trainer.description import plain
+from unisono.trainer.modules import plain_name
+from unisono.trainer.snapshot import model_tensors, optimizer_state
 from unisono.trainer.wrapped import unwrapped_optimizer
 
 __all__ = [
@@ -32,7 +34,7 @@ __all__ = [
     "check_arguments",
     "check_constants",
     "check_equal_data",
-    "check_equal_models",
+    "check_equal_values",
     "check_schedulers",
     "choose_device",
     "compile_each_size",
@@ -249,14 +251,18 @@ def check_constants(
     rank_block(world.rank, world_size=world.size, virtual_ranks=virtual_ranks)
 
 
-def check_equal_models(world: World, modules: Mapping[str, nn.Module]) -> None:
-    """Compare the models of all ranks by hashes. Every rank must call it.
+def check_equal_values(world: World, modules: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]) -> None:
+    """Compare the values of models, and of what state their optimizers have, by hashes. Every rank must call it.
 
     Raises: RankMismatchError on all ranks, naming a tensor that differs.
     """
     if world.group is None:
         return
-    hashes = {name: digest({"": tensor}) for name, tensor in model_tensors(modules).items()}
+    hashes = {name: digest({"": tensor}) for name, tensor in _all_tensors(modules).items()}
+    for key, optimizer in optimizers.items():
+        of = f"optimizer {key!r}" if key else "the optimizer"
+        for name, state in optimizer_state(modules, optimizer).items():
+            hashes[f"{name} in the state of {of}"] = digest({"": repr(plain(state))})
     everyone = world.gather(hashes)
     for rank, theirs in enumerate(everyone):
         differing = [name for name, value in everyone[0].items() if theirs.get(name) != value]
@@ -267,6 +273,12 @@ def check_equal_models(world: World, modules: Mapping[str, nn.Module]) -> None:
                 f"({len(differing)} of {len(everyone[0])} tensors differ). Every rank must build the same model: call "
                 "torch.manual_seed with the same number on every rank before building it, or load the same file."
             )
+
+
+def _all_tensors(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    """Name all that a checkpoint holds of the models, and buffers that it does not hold."""
+    buffers = {prefix + plain_name(name): b for prefix, m in modules.items() for name, b in m.named_buffers()}
+    return buffers | model_tensors(modules)
 
 
 def check_equal_data(world: World, num_samples: int | None, settings: LoaderSettings) -> None:

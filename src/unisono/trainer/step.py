@@ -19,10 +19,11 @@ from torch.optim import Optimizer
 
 from unisono.comm.user_function import count_collectives, enter, leave, refuse_collectives_since
 from unisono.data.batch import Batch, Share
-from unisono.engine import BufferTransaction, Engine, Totals, Trained, check_trained
+from unisono.engine import BufferTransaction, Comparison, Engine, Totals, Trained, check_trained
 from unisono.errors import LossError, NonFiniteLossError
 from unisono.parallel.losses import loss_of
 from unisono.trainer.backward import Backward
+from unisono.trainer.fingerprint import StepFingerprint
 from unisono.trainer.loss import weighted_sum
 from unisono.trainer.modules import foreign_parameter, lone_sample, plain_name, to_device
 from unisono.trainer.run import Run
@@ -55,11 +56,14 @@ class StepRunner:
         optimizer: Optimizer,
         engine: Engine,
         buffers: BufferTransaction,
+        comparison: Comparison,
+        fingerprint: StepFingerprint,
         autocast: Literal["bf16", "fp16"] | None,
         clip_grad_norm: float | None,
     ) -> None:
         self._run, self._models, self._modules = run, models, modules
         self._optimizer, self._engine, self._buffers = optimizer, engine, buffers
+        self._comparison, self._fingerprint = comparison, fingerprint
         self._clip_grad_norm = clip_grad_norm
         self._autocast = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}[autocast]
         self.scaler: torch.amp.GradScaler | None = None
@@ -89,11 +93,16 @@ class StepRunner:
         """Do one step and return the mean loss of the global batch, equal on all ranks.
 
         Args: call counts the steps taken with this batch before.
-        Raises: NonFiniteLossError or LossError, after which weights and buffers are those from before the step.
+        Raises: NonFiniteLossError, LossError or RankMismatchError, after which weights and buffers are those from
+            before the step.
         """
         leaves = min(self._run.virtual_ranks, batch.size)
         self._find_trained()
         self._losses = []
+        if self._run.world.group is not None:
+            self._comparison.intend(
+                self._fingerprint.intent(self._trained, epoch=batch.epoch, step=batch.step, call=call)
+            )
         self._engine.start(self._trained, leaves=leaves)
         self._buffers.start(leaves=leaves)  # after that, which may move parameters
         self._look_at(loss)
@@ -115,7 +124,7 @@ class StepRunner:
             self.updating = True
             self._buffers.commit(surprised=totals.surprised)
         except BaseException as error:
-            # Only a loss function that was refused is refused on one rank alone, and that is before `finish`.
+            # A loss function may be refused on one rank alone, but that is before `finish`.
             is_whole = self._engine.abort(alike=isinstance(error, LossError))
             self.updating = not self._buffers.roll_back() or not is_whole
             self._run.set_generators("loop", batch.epoch, batch.step, call + 1)

@@ -29,6 +29,7 @@ from unisono.trainer.dealing import Dealer
 from unisono.trainer.display import announce, open_log
 from unisono.trainer.epoch import EpochResult
 from unisono.trainer.evaluation import evaluate, tell
+from unisono.trainer.fingerprint import intent_of_call
 from unisono.trainer.keeping import Resume
 from unisono.trainer.loop import Loop
 from unisono.trainer.modules import evaluating, lone_samples_warning
@@ -123,6 +124,7 @@ class Trainer:
             resume=resume,
             checkpoints=checkpoints or Checkpoints(),
             scheduler=scheduler,
+            scheduler_interval=scheduler_interval,
             clip_grad_norm=clip_grad_norm,
             autocast=autocast,
             ema_decay=ema_decay,
@@ -134,7 +136,7 @@ class Trainer:
         )
         self._run, self._cursor, self._modules = parts.run, parts.cursor, parts.modules
         self._subjects, self._averages = parts.subjects, parts.averages
-        self._dealer = Dealer(self._run)
+        self._comparison, self._dealer = parts.comparison, Dealer(self._run)
         self._warned = False
         self._run.set_generators("loop", self._cursor.epoch, self._cursor.step, 0)
         self._log = open_log(self.directory, is_main=self.is_main, progress=progress)
@@ -227,6 +229,7 @@ class Trainer:
         """
         refuse_inside("trainer.batches")
         batch_size = whole("batch_size", batch_size, least=1)
+        self._compare("trainer.batches()")
         loader = self._dealer.loader(
             dataset,
             stream="train",
@@ -303,6 +306,7 @@ class Trainer:
         if batch_size is not None:
             batch_size = whole("batch_size", batch_size, least=1)
         started_s = time.monotonic()
+        self._compare(f"trainer.evaluate(name={name!r}, ema={ema})")
         loader = self._dealer.loader(
             dataset,
             stream="evaluate",
@@ -370,6 +374,12 @@ class Trainer:
             name: optimizer_state(self._modules, optimizer) for name, optimizer in self._subjects.optimizers.items()
         }
         return digest({"model": model_tensors(self._modules), "optimizer": optimizers})
+
+    def _compare(self, call: str) -> None:
+        """See that all ranks make the same call at the same place of the run."""
+        cursor = self._cursor
+        intent = intent_of_call(call, epoch=cursor.epoch, step=cursor.step, total_steps=cursor.total_steps)
+        self._comparison.meet(intent)
 
     def _averaged_model(self) -> Any:
         if not self._averages:

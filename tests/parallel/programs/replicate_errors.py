@@ -62,6 +62,18 @@ def failures() -> None:
     with pytest.raises(RankMismatchError, match=r"static_graph=True, but after 1 backward.*'branches\.1\.weight'"):
         model(drawn(0, RANK, 3, 4), 3 if RANK == 0 else 1).sum().backward()
     replicas.close()
+    # Frozen and unfrozen again on all ranks, and then on one.
+    model = mlp(4, 8, 2)
+    replicas = replicate(model)
+    for frozen in (False, True, False, True):
+        model[0].weight.requires_grad_(not frozen)
+        model(drawn(0, RANK, 3, 4)).sum().backward()
+    model[0].weight.requires_grad_(RANK == 1)
+    others = "rank 0" if SIZE == 2 else r"ranks 0, 2.*"
+    message = rf"requires_grad of '0\.weight' is False on {others} and True on rank 1, so the mean"
+    with pytest.raises(RankMismatchError, match=message):
+        model(drawn(0, RANK, 3, 4)).sum().backward()
+    replicas.close()
 
 
 def wrong_models() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from unisono.engine.exchange import Layout
 from unisono.engine.gradients import Gradients, take
 from unisono.engine.leaves import LeafSums
 from unisono.engine.norm import BLOCK, block_norms, blocks_of, clip_factor, dense_strides, global_norm
+from unisono.engine.shared.comparison import SharedComparison
 from unisono.engine.shared.hall import Hall
 from unisono.engine.shared.mail import SharedMail
 from unisono.engine.shared.optimizers import StandIn, is_elementwise
@@ -43,8 +45,8 @@ __all__ = ["SharedEngine"]
 # 66 thousand parameters in 6 tensors then take 1.2 ms of CPU time a step instead of 1.35. They have two sets of rows,
 # so that a rank need not wait until all others have begun the step.
 _CACHE_NBYTES = 1024 * 1024
-# Columns of the hall's words.
-_ATTEMPT, _UNSETTLED, _MAIL = 0, 1, 2
+# Columns of the hall's words, behind those of the comparison.
+_UNSETTLED, _MAIL, _HOOKED = 4, 5, 6
 
 
 class SharedEngine(LeafSums):
@@ -58,18 +60,22 @@ class SharedEngine(LeafSums):
         modules: Sequence[nn.Module],
         hall: Hall,
         weights: Weights,
+        comparison: SharedComparison,
         *,
         virtual_ranks: int,
         overlap: bool = True,
     ) -> None:
         super().__init__()
+        self._comparison = comparison
         self._optimizer, self._modules, self._hall, self._weights = optimizer, modules, hall, weights
         self._virtual_ranks, self._overlap = virtual_ranks, overlap
         self._layouts: dict[int, Layout] = {}
         self._widest = self._layout_of(virtual_ranks)
         self._layout = self._widest
         self._apply_with_hooks: Any = Optimizer.profile_hook_step(self._apply)
-        self._attempt = self._arrivals = 0
+        self._arrivals = 0
+        self._hooked = False
+        """Whether code of the user's runs before this step's update, on any rank."""
         self._arrived = self._freed = self._prepared = False
         self._is_open = False
         self._factor = 1.0
@@ -96,19 +102,20 @@ class SharedEngine(LeafSums):
                 "job and start it again; it resumes from the last checkpoint."
             )
         take(trained.parameters)
-        if trained is not self._given or [p.data_ptr() for p in trained.parameters] != self._addresses:
+        self._arrived = self._freed = self._prepared = False
+        self._comparison.enter()
+        if self._is_new(trained):
+            # Ranks that do not come here are at the barrier of a step or of another call, and compare there.
+            self._comparison.begin(anew=True)
+            self._comparison.check("waiting for all ranks to begin the step", defers=True)
             self._build(trained)
         else:
             self._weights.check()
         check_optimizer(self._optimizer, self._trained, self._tables.tables)
-        self._attempt += 1
-        self._arrived = self._freed = self._prepared = False
-        if len(self._both_rows) == 1:
-            self._hall.free()
         self._layout = self._layout_of(leaves)
         # With two sets of rows, those of the last step are left alone until all ranks have come to the end of this one.
         self._rows = self._both_rows[self._arrivals % len(self._both_rows)]
-        self._rows.start(self._layout, self._attempt)
+        self._rows.start(self._layout, self._comparison.attempt)
         self._begin(self._layout, self._hall.rank)
 
     def flush(self) -> None:
@@ -121,29 +128,26 @@ class SharedEngine(LeafSums):
 
     def finish(self, idle: Callable[[], None]) -> Totals:
         """Wait for all ranks' gradients; see `Engine`."""
-        hall = self._hall
+        hall, comparison = self._hall, self._comparison
         self._idle = idle
         if self._is_whole or self._is_hooked():  # then an update may draw
             self._rest()
-        hall.show(_ATTEMPT, self._attempt)
-        self._arrived = self._is_open = hall.is_read = True
+        hall.show(_HOOKED, bool(_global_optimizer_pre_hooks or self._optimizer._optimizer_step_pre_hooks))
+        comparison.begin()
+        self._arrived = self._is_open = True
+        what = f"waiting for the gradients of step {comparison.attempt} of this process"
         try:
-            hall.barrier(f"waiting for the gradients of step {self._attempt} of this process", idle=self._rest)
+            comparison.check(what, idle=self._rest, defers=True)
         except UnisonoError:
-            # Who has not come to this barrier will not any more, so nobody has passed it: no weight is touched.
+            # A rank that has not come to this barrier will not any more, so nobody has passed it; and where ranks
+            # differ, all find so. No weight is touched.
             self._arrived = False
             if hall.interrupted:
                 self.raise_deferred()
             raise
         self._is_open = False
         self._arrivals += 1
-        attempts = hall.shown(_ATTEMPT)
-        if any(attempt != self._attempt for attempt in attempts):
-            hall.break_off(f"rank {hall.rank} found ranks at different steps: {attempts}")
-            raise UnisonoError(
-                f"ranks are at different steps: {attempts} have begun so many. A step that fails on one rank must fail "
-                "on all, or end the job."
-            )
+        self._hooked = any(hall.shown(_HOOKED))
         totals, self._used_by_all = self._table.total(self._layout)
         self._tables.finish()
         return totals
@@ -155,8 +159,7 @@ class SharedEngine(LeafSums):
         sparse = self._tables.vectors()
         if sparse and factor != 1.0:
             torch._foreach_mul_(sparse, factor)
-        hooked = bool(_global_optimizer_pre_hooks or self._optimizer._optimizer_step_pre_hooks)
-        if scaler is None and clip is None and not hooked:
+        if scaler is None and clip is None and not self._hooked:
             return None
         self._rows.reduce(self._used_by_all, factor)
         self._prepared = True
@@ -181,7 +184,7 @@ class SharedEngine(LeafSums):
             scale = clip_factor(norm, clip)
             if scale < 1.0 and (totals or sparse):
                 torch._foreach_mul_([*totals, *sparse], scale)
-        if hooked:
+        if self._hooked:
             hall.barrier("waiting for the whole gradient, which hooks may read")
             self._show_gradients()
         return norm
@@ -220,6 +223,18 @@ class SharedEngine(LeafSums):
             self._hall.interrupted = False
             raise KeyboardInterrupt
 
+    def _is_new(self, trained: Trained) -> bool:
+        """Whether these parameters, or the places where they lie, are not those that all was built for."""
+        given = self._given
+        if trained is not given:
+            # A step that was refused since ranks differed may have been for others meanwhile.
+            if len(trained.parameters) != len(given.parameters) or not all(
+                map(is_, trained.parameters, given.parameters)
+            ):
+                return True
+            self._given = trained
+        return [p.data_ptr() for p in trained.parameters] != self._addresses
+
     def _build(self, trained: Trained) -> None:
         """Move the parameters to shared memory where they are not there, and divide the work. All ranks do so alike."""
         self.close()
@@ -248,6 +263,9 @@ class SharedEngine(LeafSums):
         else:
             self._both_rows = [PairedRows(hall, parameters, strides, parts, widest=self._widest)]
         self._rows = self._both_rows[0]
+        if len(self._both_rows) == 1 and not hall.frees:
+            hall.frees = True
+            hall.free()
         self._table = Table(hall, self._widest, numels)
         if whole:
             places = [parameters[piece.parameter] for piece in pieces]

@@ -110,8 +110,8 @@ class Hall:
         )
         self._barrier = Gate(segment, alarm_nbytes, self._peers)
         self._freed = Gate(segment, alarm_nbytes + bells, self._peers)
-        self.is_read = True
-        """Whether this rank may be reading the last step's gradient."""
+        self.frees = False
+        """Whether some engine waits until nobody reads the last step's gradient."""
         self._words = memoryview(segment.memory)[words_offset : words_offset + 8 * _WORDS * self.size].cast("q")
         self._pause = self._unpolled = 0
         self.barriers = 0
@@ -144,16 +144,26 @@ class Hall:
         peers.close()
         return segment
 
+    def report(self) -> None:
+        """Tell all others that this rank has come to the next barrier, and show them what it wrote before."""
+        self._barrier.report()
+
     def barrier(
-        self, what: str, *, meanwhile: Callable[[], None] | None = None, idle: Callable[[], None] | None = None
+        self,
+        what: str,
+        *,
+        meanwhile: Callable[[], None] | None = None,
+        idle: Callable[[], None] | None = None,
+        reported: bool = False,
     ) -> None:
         """Wait for all ranks, and see all that they wrote before. Every rank must call it.
 
         Args: meanwhile is done when the others know that this rank has come; it may be done twice. idle is done if this
-            rank has to wait for them.
+            rank has to wait for them. reported is whether `report` was called for this barrier.
         Raises: PeerError if a rank has died, or broken off, or does not come in time.
         """
-        self._barrier.report()
+        if not reported:
+            self._barrier.report()
         try:
             if meanwhile is not None:
                 meanwhile()
@@ -168,9 +178,12 @@ class Hall:
         self.barriers += 1
 
     def free(self) -> None:
-        """Tell all others that this rank reads the last step's gradient no more."""
-        if self.is_read:
-            self.is_read = False
+        """Tell all others that this rank has begun a call, and so reads the last step's gradient no more.
+
+        Ranks do so once in every call, also in one without gradients: else a rank that takes a step would wait here for
+        one that does something else, and none would ever compare what they do.
+        """
+        if self.frees:
             self._freed.report()
 
     def wait_until_free(self) -> None:
@@ -226,8 +239,7 @@ class Hall:
             yield
         except DistBackendError as error:
             raise PeerError(
-                f"{error}. Ranks share weights and optimizer, so the others cannot go on alone: start the job again; "
-                "it resumes from the last checkpoint."
+                f"{error}. The others cannot go on alone: start the job again; it resumes from the last checkpoint."
             ) from error
 
     def _look(self) -> None:

@@ -1,0 +1,121 @@
+"""What differs between ranks that must be alike, as words. Pure: nothing is sent here.
+
+Each rank describes itself by a document: values by what they are, such as {"lr of parameter group 0": 0.1}. The entries
+that differ are told with all their values and who has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+__all__ = ["CALL", "Document", "list_differences", "name_ranks", "tell_differences"]
+
+Document: TypeAlias = Mapping[str, Any]
+"""What a rank is, has or does, by name: plain values with a telling `repr`; lists are compared entry by entry."""
+
+CALL = "call"
+"""The entry that is told alone if it differs: ranks that call different functions have little else in common."""
+
+_TOLD = 4
+_LONGEST = 120
+
+
+class _Absent:
+    """The value of an entry that a rank does not have."""
+
+    def __repr__(self) -> str:
+        return "nothing of the kind"
+
+
+_ABSENT = _Absent()
+
+
+def tell_differences(everyone: Sequence[Document], ranks: Sequence[int] | None = None) -> str | None:
+    """Say how the documents of some ranks differ, in a few clauses; None if they are equal.
+
+    Args: ranks are the numbers of the ranks, in the order of their documents. None: 0, 1, 2, ….
+
+    >>> tell_differences([{"lr": 0.1}, {"lr": 0.1}, {"lr": 0.2}])
+    'lr is 0.1 on ranks 0-1 and 0.2 on rank 2'
+    """
+    found = list_differences(everyone, ranks)
+    if not found:
+        return None
+    more = f"; and {len(found) - _TOLD} more" if len(found) > _TOLD else ""
+    return "; ".join(found[:_TOLD]) + more
+
+
+def list_differences(everyone: Sequence[Document], ranks: Sequence[int] | None = None) -> list[str]:
+    """List what differs between documents, a clause for each entry, in the order in which they have them.
+
+    >>> list_differences([{"names": ["a", "b"]}, {"names": ["a", "c"]}])
+    ["names differ at number 1: 'b' on rank 0 and 'c' on rank 1"]
+    >>> list_differences([{"names": ["a", "b"]}, {"names": ["b"]}])
+    ["names are 2 on rank 0 and 1 on rank 1 ('a' is not on all)"]
+    >>> list_differences([{"call": "save()", "at": 1}, {"call": "load()", "at": 2}])
+    ['save() on rank 0 and load() on rank 1']
+    """
+    ranks = range(len(everyone)) if ranks is None else ranks
+    shared: list[str] = []
+    partial: list[str] = []
+    for name in dict.fromkeys(name for document in everyone for name in document):
+        values = [document.get(name, _ABSENT) for document in everyone]
+        if _all_equal(values):
+            continue
+        if name == CALL:
+            return [_by_value(values, ranks, show=str)]
+        is_partial = any(value is _ABSENT for value in values)
+        (partial if is_partial else shared).append(_clause(name, values, ranks))
+    # What only some have follows from what all have, such as the number of groups.
+    return shared or partial
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Name some ranks, given in ascending order.
+
+    >>> name_ranks([0, 1, 2, 5])
+    'ranks 0-2, 5'
+    >>> name_ranks([3])
+    'rank 3'
+    """
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    listed = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+    return f"rank{'s' * (len(ranks) > 1)} {listed}"
+
+
+def _clause(name: str, values: Sequence[Any], ranks: Sequence[int]) -> str:
+    if not all(isinstance(value, list) for value in values):
+        return f"{name} is {_by_value(values, ranks)}"
+    if all(len(value) == len(values[0]) for value in values):
+        place, items = next((i, items) for i, items in enumerate(zip(*values, strict=True)) if not _all_equal(items))
+        return f"{name} differ at number {place}: {_by_value(items, ranks)}"
+    held = [set(map(_shown, value)) for value in values]
+    some = next((item for value in values for item in map(_shown, value) if not all(item in h for h in held)), None)
+    return f"{name} are {_by_value(list(map(len, values)), ranks)}" + (f" ({some} is not on all)" if some else "")
+
+
+def _by_value(values: Sequence[Any], ranks: Sequence[int], *, show: Callable[[Any], str] | None = None) -> str:
+    groups: dict[str, list[int]] = {}
+    for value, rank in zip(values, ranks, strict=True):
+        groups.setdefault((show or repr)(value), []).append(rank)
+    told = [f"{_shortened(text)} on {name_ranks(who)}" for text, who in groups.items()]
+    return f"{', '.join(told[:-1])} and {told[-1]}" if len(told) > 1 else told[0]
+
+
+def _shown(value: Any) -> str:
+    return _shortened(repr(value))
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+
+
+def _all_equal(values: Sequence[Any]) -> bool:
+    # By what is shown, so that NaN is like NaN, and 1 is told from 1.0 and True.
+    return len(set(map(repr, values))) == 1

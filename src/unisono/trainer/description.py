@@ -1,0 +1,194 @@
+"""What one rank's Trainer was given, as a document that must be equal on all ranks, and comparing it at the start.
+
+The ranks of a run evaluate one function, so all that the function depends on is described: arguments, models,
+optimizers, schedulers, versions. The values of tensors are compared by `setup.check_equal_values`, if no checkpoint
+replaces them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.metadata import version
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from unisono.comm import World
+from unisono.comm.differences import Document, tell_differences
+from unisono.errors import RankMismatchError
+from unisono.state.digest import digest
+from unisono.trainer.modules import plain_name
+
+__all__ = [
+    "PLAIN",
+    "check_equal_documents",
+    "describe_groups",
+    "describe_models",
+    "describe_modes",
+    "describe_optimizers",
+    "describe_schedulers",
+    "describe_system",
+    "describe_trained",
+    "hyperparameters",
+    "parameter_names",
+    "plain",
+]
+
+
+PLAIN = frozenset({bool, int, float, str, type(None)})
+"""The types of values whose `repr` says all."""
+
+
+def check_equal_documents(world: World, document: Document) -> None:
+    """Compare what the ranks were given; a hash of it travels, and all of it only if hashes differ.
+
+    Every rank must call it. Raises: RankMismatchError on all ranks, with what differs and on which.
+    """
+    if world.group is None:
+        return
+    hashes = world.gather(digest({"": repr(list(document.items()))}))
+    if len(set(hashes)) == 1:
+        return
+    told = tell_differences(world.gather(dict(document))) or "the order in which things are listed"
+    raise RankMismatchError(
+        f"the Trainer was given different things on different ranks: {told}. Give it the same on every rank: nothing "
+        "that it is built from may depend on the rank."
+    )
+
+
+def describe_models(modules: Mapping[str, nn.Module]) -> Document:
+    """Describe parameters, buffers and modes, but not values. Args: modules by the prefix of their names."""
+    buffers = {
+        prefix + plain_name(name): buffer
+        for prefix, module in modules.items()
+        for name, buffer in module.named_buffers()
+    }
+    parameters = {
+        prefix + plain_name(name): p for prefix, module in modules.items() for name, p in module.named_parameters()
+    }
+    tables = {
+        id(module.weight)
+        for root in modules.values()
+        for module in root.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+    }
+    return {
+        "the names of the models": list(modules),
+        "the names of the model's parameters": list(parameters),
+        **{f"parameter {name!r}": _form(p) for name, p in parameters.items()},
+        **describe_trained(modules),
+        "the names of parameters with sparse gradients": [n for n, p in parameters.items() if id(p) in tables],
+        "the names of the model's buffers": list(buffers),
+        **{f"buffer {name!r}": _form(buffer) for name, buffer in buffers.items()},
+        **describe_modes(modules),
+    }
+
+
+def describe_trained(modules: Mapping[str, nn.Module]) -> Document:
+    """Describe which parameters are frozen."""
+    return {
+        f"requires_grad of {prefix + plain_name(name)!r}": p.requires_grad
+        for prefix, module in modules.items()
+        for name, p in module.named_parameters()
+    }
+
+
+def describe_modes(modules: Mapping[str, nn.Module]) -> Document:
+    """Describe which modules train."""
+    return {
+        f"the mode of {(prefix + plain_name(name)).rstrip('.') or 'the model'!r} ({type(module).__name__})": (
+            "training" if module.training else "evaluation"
+        )
+        for prefix, root in modules.items()
+        for name, module in root.named_modules()
+    }
+
+
+def describe_optimizers(optimizers: Mapping[str, Optimizer], names: Mapping[int, str]) -> Document:
+    """Describe optimizers by name, "" for a single one. Args: names are those of parameters, by id."""
+    document: dict[str, Any] = {"the names of the optimizers": list(optimizers)}
+    for key, optimizer in optimizers.items():
+        document[f"the class of the optimizer{_of(key)}"] = type(optimizer).__qualname__
+        document.update(describe_groups(optimizer, names, of=key))
+    return document
+
+
+def describe_groups(optimizer: Optimizer, names: Mapping[int, str], *, of: str) -> Document:
+    """Describe an optimizer's parameter groups. Args: of is its name, "" for a single one."""
+    groups = optimizer.param_groups
+    document: dict[str, Any] = {f"the number of parameter groups{_of(of)}": len(groups)}
+    for i, group in enumerate(groups):
+        where = f"of parameter group {i}{_of(of)}"
+        document.update({f"{key} {where}": value for key, value in hyperparameters(group).items()})
+        document[f"the parameters {where}"] = [names.get(id(p), "a parameter of no model") for p in group["params"]]
+    return document
+
+
+def describe_schedulers(schedulers: Mapping[str, LRScheduler]) -> Document:
+    """Describe schedulers by the names of their optimizers."""
+    document: dict[str, Any] = {"the names of the schedulers": list(schedulers)}
+    for key, scheduler in schedulers.items():
+        document[f"the class of the scheduler{_of(key)}"] = type(scheduler).__qualname__
+        state = plain(scheduler.state_dict())
+        document.update({f"{entry} of the scheduler{_of(key)}": value for entry, value in state.items()})
+    return document
+
+
+def describe_system() -> Document:
+    """Describe what computes."""
+    return {
+        "the version of unisono": version("unisono"),
+        "the version of torch": str(torch.__version__),
+        "torch.get_default_dtype()": str(torch.get_default_dtype()),
+        "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled(),
+    }
+
+
+def parameter_names(modules: Mapping[str, nn.Module]) -> dict[int, str]:
+    """Name the parameters of models, by id."""
+    return {
+        id(p): prefix + plain_name(name) for prefix, module in modules.items() for name, p in module.named_parameters()
+    }
+
+
+def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Read a parameter group's numbers as plain values."""
+    return {key: plain(value) for key, value in group.items() if key != "params"}
+
+
+def plain(value: Any) -> Any:
+    """Show a value as one whose `repr` is equal on ranks where the value is.
+
+    >>> plain((torch.tensor(0.5), {"f": len}))
+    (0.5, {'f': 'len'})
+    """
+    if type(value) in PLAIN or isinstance(value, str | bytes | complex):  # as nearly all are
+        return value
+    if isinstance(value, Tensor):
+        return f"{_form(value)} {digest({'': value.detach()})[:16]}" if value.dim() else plain(value.item())
+    if isinstance(value, Mapping):
+        return {plain(key): plain(each) for key, each in value.items()}
+    if isinstance(value, tuple | list):
+        return tuple(map(plain, value))
+    if isinstance(value, Real):  # NumPy's among them, which are shown in a way of their own
+        return int(value) if isinstance(value, Integral) else float(value)
+    return getattr(value, "__qualname__", type(value).__qualname__)
+
+
+def _form(tensor: Tensor) -> str:
+    """Describe all of a tensor but its values."""
+    if nn.parameter.is_lazy(tensor):
+        return "without a shape yet"
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    told = f"{dtype} {list(tensor.shape)}"
+    if tensor.layout is not torch.strided:
+        return f"{told} {tensor.layout}"
+    return told if tensor.is_contiguous() else f"{told} with strides {list(tensor.stride())}"
+
+
+def _of(key: str) -> str:
+    return f" of optimizer {key!r}" if key else ""
