@@ -71,7 +71,7 @@ class Trainer:
             only, and see that your own optimizer treats each parameter by itself.
         progress: show progress on the terminal.
     Raises: TypeError if virtual_ranks is missing, ValueError for contradicting arguments, RankMismatchError if ranks
-        have different models, CheckpointError if the directory cannot be used or holds another model's run.
+        were given different things, CheckpointError if the directory cannot be used or holds another model's run.
     """
 
     def __init__(
@@ -263,6 +263,7 @@ class Trainer:
             batch: from `batches`, the one given last.
             optimizer: which one, if Trainer was given several; a batch may be used for one step of each.
         Raises: NonFiniteLossError if the loss is NaN or infinite: on all ranks, naming virtual rank and samples;
+            RankMismatchError if ranks differ, in a learning rate, in what is frozen, in the batch or in what they call;
             LossError if the function returned something else. Weights and buffers are then those from before.
         """
         refuse_inside("trainer.step")
