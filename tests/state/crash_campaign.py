@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from unisono.state.store import Store, parse
+from unisono.state.store import Store
 
 CHANGING_CALLS = ["mkdir", "rename", "fsync", "unlink", "rmdir"]
 
@@ -36,10 +36,10 @@ def check(store):
     store.clean()
     left = [path.name for path in store.folder.iterdir() if not path.name.startswith("step-")]
     assert left == [], left
-    info, errors = store.newest_good()
+    loaded, errors = store.load_newest()
     assert errors == [], errors
-    assert info is not None
-    found, document = parse(store.read(info))
+    assert loaded is not None
+    info, found, document = loaded
     expected = groups(document["value"])
     for group, tensors in expected.items():
         for name, tensor in tensors.items():

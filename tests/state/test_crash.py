@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from unisono.state.store import Store, parse
+from unisono.state.store import Store
 
 CAMPAIGN = str(Path(__file__).with_name("crash_campaign.py"))
 
@@ -58,9 +58,9 @@ def test_a_full_disk_is_explained_and_leaves_the_older_checkpoints(tmp_path):
     )
     store = Store(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000000001"]
-    info, errors = store.newest_good()
+    found, errors = store.load_newest()
     assert errors == []
-    assert torch.equal(parse(store.read(info))[0]["model"]["w"], torch.ones(10))
+    assert torch.equal(found.groups["model"]["w"], torch.ones(10))
 
 
 UNCLOSED = """
@@ -75,5 +75,5 @@ writer.submit(5, {"model": {"w": torch.ones(3_000_000)}}, {})
 
 def test_an_interpreter_that_ends_finishes_the_checkpoint_and_ends(tmp_path):
     run("-c", UNCLOSED, tmp_path)
-    info, errors = Store(tmp_path).newest_good()
-    assert (info.step, errors) == (5, [])
+    found, errors = Store(tmp_path).load_newest()
+    assert (found.info.step, errors) == (5, [])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from unisono.errors import CheckpointError
-from unisono.state.store import Store, parse
+from unisono.state.store import Store
 from unisono.state.writer import BackgroundWriter
 
 
@@ -61,7 +61,7 @@ def test_training_may_change_the_state_after_submit(store):
         document["losses"].append(2.0)
         state["model"].clear()
         store.gate.set()
-    found, document = parse(store.read(store.list()[0]))
+    _, found, document = store.load(store.list()[0])
     assert document == {"losses": [1.0]}
     assert list(found["model"]) == ["w", "tied", "view", "conj", "none"]
     for name in ("w", "tied", "view"):

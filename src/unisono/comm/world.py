@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from unisono.comm.placement import own_placement
 from unisono.comm.ranks import local_rank, local_world_size, world_size
@@ -106,3 +107,17 @@ class World:
             return bytes(content)
         received = buffer.cpu()
         return ctypes.string_at(received.data_ptr(), received.numel())
+
+    def broadcast_tensor(self, tensor: Tensor) -> None:
+        """Give every rank the bytes of rank 0's tensor, which is contiguous and on the CPU, in the memory of its own.
+
+        Every rank must call it, with a tensor of the same size. No copy where tensors may travel from the CPU.
+        """
+        if self.group is None or not tensor.numel():
+            return
+        plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        buffer = plain.view(-1).view(torch.uint8)
+        sent = buffer.to(self.device)
+        dist.broadcast(sent, src=0, group=self.group)
+        if sent is not buffer and self.rank:
+            buffer.copy_(sent)

@@ -68,6 +68,17 @@ class Loader:
         self._tasks = _Tasks(settings, self.num_samples, length)
         self._reader = Reader(fetcher, self._tasks, workers=settings.workers, pin_memory=settings.pin_memory)
 
+    @property
+    def dealt(self) -> dict[str, Any]:
+        """What decides which samples lie in which batch, beside the run's constants."""
+        settings = self._settings
+        return {
+            "batch_size": settings.batch_size,
+            "num_samples": self.num_samples,
+            "shuffle": settings.shuffle,
+            "drop_last": settings.drop_last,
+        }
+
     def batches(self, *, epoch: int, first_step: int = 0) -> Iterator[Batch]:
         """Yield this rank's part of the batches of an epoch, from a step on."""
         self._tasks.epoch, self._tasks.first_step = epoch, first_step

@@ -44,6 +44,17 @@ class StreamLoader:
         self._reader = _Reader(dataset, settings)
         self._workers: DataLoader[Any] | None = None
 
+    @property
+    def dealt(self) -> dict[str, Any]:
+        """What decides which samples lie in which batch, beside the run's constants."""
+        settings = self._settings
+        return {
+            "batch_size": settings.batch_size,
+            "num_samples": self.num_samples,
+            "shuffle": settings.shuffle,
+            "drop_last": settings.drop_last,
+        }
+
     def batches(self, *, epoch: int, first_step: int = 0) -> Iterator[Batch]:
         """Yield this rank's part of the batches of an epoch, from a step on.
 

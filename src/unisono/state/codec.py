@@ -1,9 +1,9 @@
-"""Values as bytes, and back, exactly and without pickle: Python values as JSON, tensors as safetensors.
+"""Values as JSON and back, exactly and without pickle; the tensors in them are named, and lie in files of their own.
 
 JSON has no tuples, no integer keys, no infinities. What JSON has stands for itself; all else is an object with a tag:
 `{"~": "tuple", "items": [...]}`. Types come back too: a tuple is a tuple, the key 0 is an int, -0.0 keeps its sign.
-Nothing in a document can name code: decoding makes the types listed here and no others. Tensors go into the open
-safetensors format, which other tools read. Pure: no files, no clock. Start reading at `encode` and `lay_out`.
+Nothing in a document can name code: decoding makes the types listed here and no others. How tensors lie in a file is
+`layout`'s. Pure: no files, no clock. Start reading at `encode`.
 """
 
 from __future__ import annotations
@@ -17,19 +17,14 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
-import safetensors.torch
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from unisono.errors import CheckpointError, CorruptCheckpointError
-from unisono.state.digest import check_storable, same_memory
 
-__all__ = ["Json", "Piece", "decode", "encode", "lay_out", "rebuild", "render"]
+__all__ = ["Json", "decode", "decode_dtype", "encode", "render"]
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
-Piece: TypeAlias = bytes | tuple[str, Tensor]
-"""A part of a file: bytes, or a tensor by name, whose memory is the part."""
 
 _TAG = "~"
 # Levels of nesting: above any real state and below Python's own limit, so that a loop is an error and not a crash.
@@ -37,24 +32,6 @@ _MAX_DEPTH = 60
 # Other readers of JSON hold numbers as float64. Greater integers are tagged and in hexadecimal, which also avoids
 # Python's limit of 4,300 decimal digits.
 _EXACT_IN_ALL_READERS = 2**53
-
-# Types that every supported safetensors reads. Others are stored under a type of the same width, and the manifest says
-# which they are; complex numbers as pairs.
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
-_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _PATHS: dict[str, Callable[[str], pathlib.PurePath]] = {
     "Path": pathlib.Path,
@@ -283,7 +260,8 @@ def _decode_complex(document: dict[str, Any]) -> complex:
     return complex(real, imag)
 
 
-def _decode_dtype(name: str) -> torch.dtype:
+def decode_dtype(name: str) -> torch.dtype:
+    """Return the dtype of a name such as "float32"."""
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"torch.{name} is not a dtype")
@@ -302,83 +280,8 @@ _DECODERS: dict[str, Callable[[Any, tuple[object, ...], Mapping[str, Tensor]], A
     "set": lambda document, path, tensors: set(_items(document, path, tensors)),
     "frozenset": lambda document, path, tensors: frozenset(_items(document, path, tensors)),
     "size": lambda document, path, tensors: torch.Size(document["items"]),
-    "dtype": lambda document, path, tensors: _decode_dtype(document["name"]),
+    "dtype": lambda document, path, tensors: decode_dtype(document["name"]),
     "device": lambda document, path, tensors: torch.device(document["name"]),
     "path": lambda document, path, tensors: _PATHS[document["kind"]](document["path"]),
     "tensor": _decode_tensor,
 }
-
-
-def lay_out(tensors: Mapping[str, Tensor], group: str) -> tuple[list[Piece], dict[str, Json]]:
-    """Plan a safetensors file: its parts in order, and what `rebuild` must know besides. Copies nothing.
-
-    Names that see the same memory are stored once. A part that is a tensor stands for `digest.exact` of it.
-    Raises: CheckpointError naming group and tensor where one cannot be stored.
-    """
-    # The container is written by hand and read by the library. The library's save_file needs NumPy; its serialize_file
-    # takes copies of all data before version 0.8, and tells of a full disk without an errno. The format: 8 bytes with
-    # the header's length, the header as JSON, the data (https://huggingface.co/docs/safetensors).
-    first: dict[tuple[object, ...], str] = {}
-    aliases: dict[str, str] = {}
-    dtypes: dict[str, str] = {}
-    kept: list[tuple[int, str, Json]] = []
-    for name, tensor in tensors.items():
-        check_storable(tensor, f"{group}.{name}")
-        if name == "__metadata__" or not _is_text(name):
-            raise CheckpointError(f"{group} has a tensor named {name!r}, which safetensors cannot hold. Rename it.")
-        owner = first.setdefault(same_memory(tensor), name)
-        if owner != name:
-            aliases[name] = owner
-            continue
-        dtype, shape = tensor.dtype, [*tensor.shape]
-        if dtype.is_complex:
-            dtype, shape = dtype.to_real(), [*shape, 2]
-        elif dtype not in _DTYPES:
-            dtype = _CARRIERS[dtype.itemsize]
-        if dtype != tensor.dtype:
-            dtypes[name] = str(tensor.dtype).removeprefix("torch.")
-        kept.append((-dtype.itemsize, name, {"dtype": _DTYPES[dtype], "shape": [*shape]}))
-    # Wide types first, as the library does: every tensor is then aligned in the file, and can be mapped.
-    kept.sort(key=lambda entry: entry[:2])
-    # Other readers find tied names where the library's save_model puts them; unisono's are in the manifest.
-    header: dict[str, Json] = {"__metadata__": {**aliases, "format": "pt"}}
-    offset = 0
-    for _, name, described in kept:
-        end = offset + tensors[name].numel() * tensors[name].element_size()
-        header[name] = {**described, "data_offsets": [offset, end]}  # type: ignore[dict-item]
-        offset = end
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    data: list[Piece] = [(name, tensors[name]) for _, name, _ in kept]
-    return [len(text).to_bytes(8, "little") + text, *data], {
-        "names": [*tensors],
-        "aliases": {**aliases},
-        "dtypes": {**dtypes},
-    }
-
-
-def rebuild(data: bytes, described: Mapping[str, Any], name: str) -> dict[str, Tensor]:
-    """Rebuild the tensors of a file that `lay_out` planned: new CPU memory, tied names share a tensor again.
-
-    Raises: CorruptCheckpointError with the file's name where the bytes are not such a file.
-    """
-    try:
-        tensors = safetensors.torch.load(data)
-        for key, dtype in described["dtypes"].items():
-            stored, wanted = tensors[key], _decode_dtype(dtype)
-            tensors[key] = torch.view_as_complex(stored) if wanted.is_complex else stored.view(wanted)
-        return {key: tensors[described["aliases"].get(key, key)] for key in described["names"]}
-    # A type that the installed safetensors does not know is a KeyError or an AssertionError there.
-    except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError, AttributeError, AssertionError) as error:
-        raise CorruptCheckpointError(
-            f"{name} does not hold the tensors that its manifest describes: {type(error).__name__}: {error}. It was "
-            f"not written by unisono, or by a newer one. Take an older checkpoint, or upgrade."
-        ) from error
-
-
-def _is_text(name: str) -> bool:
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

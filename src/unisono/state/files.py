@@ -1,6 +1,6 @@
 """Files of a checkpoint on disk: written so that they survive a power cut, read so that no damage goes unseen.
 
-Knows nothing of what is in them. Start reading at `write_file` and `checked`.
+Knows nothing of what is in them. Start reading at `write_file` and `CheckedFile`.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import io
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -16,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unisono.errors import CorruptCheckpointError
-from unisono.state.codec import Piece
 from unisono.state.digest import exact, memory
+from unisono.state.layout import Piece
 
 __all__ = [
+    "CheckedFile",
     "Entry",
-    "checked",
     "flush_folder",
     "is_locked",
     "locked",
@@ -131,39 +132,86 @@ def remedy(error: OSError, folder: Path) -> str:
     return "Look at the disk and its mount, or choose another directory."
 
 
-def checked(path: Path, entry: Entry, *, at_once: int = _CHUNK) -> Iterator[bytes]:
-    """Yield a file's bytes in pieces; at the end raise CorruptCheckpointError if they are not those written."""
-    sha = hashlib.sha256()
-    for chunk in read_file(path, lambda size: size == entry.nbytes, f"{entry.nbytes:,} bytes", at_once):
-        sha.update(chunk)
-        yield chunk
-    if sha.hexdigest() != entry.sha256:
-        raise CorruptCheckpointError(
-            f"{path}: expected sha256 {entry.sha256}, found {sha.hexdigest()} in {entry.nbytes:,} bytes: the file was "
-            f"changed or the disk is failing. Take an older checkpoint."
-        )
+class CheckedFile:
+    """A file that is hashed while it is read, from its first byte to its last.
+
+    Raises: CorruptCheckpointError if it is no file, has another size or cannot be read; here and in all methods.
+    """
+
+    def __init__(self, path: Path, entry: Entry) -> None:
+        self._path, self._entry = path, entry
+        self._sha = hashlib.sha256()
+        self._left = entry.nbytes
+        expected = f"{entry.nbytes:,} bytes"
+        with _explained(path, expected):
+            self._file = open_file(path, lambda size: size == entry.nbytes, expected)
+
+    def read(self, view: memoryview) -> None:
+        """Fill a view with the next bytes. Raises: ValueError if fewer are left."""
+        if len(view) > self._left:
+            raise ValueError(f"{len(view):,} bytes were asked for, and {self._left:,} are left")
+        with _explained(self._path, f"{self._entry.nbytes:,} bytes"):
+            for start in range(0, len(view), _CHUNK):
+                chunk = view[start : start + _CHUNK]
+                filled = 0
+                while filled < len(chunk):
+                    found = self._file.readinto(chunk[filled:])
+                    if not found:
+                        raise OSError(errno.EIO, "the file ended early")
+                    filled += found
+                self._sha.update(chunk)
+        self._left -= len(view)
+
+    def finish(self) -> None:
+        """Read what is left, and compare the hash of all bytes with that of those written."""
+        rest = memoryview(bytearray(min(self._left, _CHUNK)))
+        while self._left:
+            self.read(rest[: self._left])
+        if self._sha.hexdigest() != self._entry.sha256:
+            raise CorruptCheckpointError(
+                f"{self._path}: expected sha256 {self._entry.sha256}, found {self._sha.hexdigest()} in "
+                f"{self._entry.nbytes:,} bytes: the file was changed or the disk is failing. Take an older checkpoint."
+            )
+
+    def __enter__(self) -> CheckedFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
 
 
-def read_file(path: Path, fits: Callable[[int], bool], expected: str, at_once: int = _CHUNK) -> Iterator[bytes]:
-    """Yield a file's bytes in pieces of at most at_once.
+def read_file(path: Path, fits: Callable[[int], bool], expected: str) -> bytes:
+    """Read a file.
 
-    Args: fits tells whether a size in bytes is right; expected is what it should be, in words.
+    Args:
+        path: where it is.
+        fits: returns True for a size in bytes that is right.
+        expected: what it should be, in words.
     Raises: CorruptCheckpointError if it is no file, has another size or cannot be read.
     """
+    with _explained(path, expected), open_file(path, fits, expected) as file:
+        return file.readall()
+
+
+def open_file(path: Path, fits: Callable[[int], bool], expected: str) -> io.FileIO:
+    """Open a file to read, as `read_file` does. Raises: OSError, or CorruptCheckpointError."""
+    # Without O_NONBLOCK a named pipe in the folder would wait for a writer for ever.
+    file = io.FileIO(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
+    status = os.fstat(file.fileno())
+    if stat.S_ISREG(status.st_mode) and fits(status.st_size):
+        return file
+    file.close()
+    if not stat.S_ISREG(status.st_mode):
+        raise CorruptCheckpointError(f"{path}: expected a file, found {stat.filemode(status.st_mode)}.")
+    raise CorruptCheckpointError(
+        f"{path}: expected {expected}, found {status.st_size:,}: it was cut off or changed. Take an older checkpoint."
+    )
+
+
+@contextmanager
+def _explained(path: Path, expected: str) -> Iterator[None]:
     try:
-        # Without O_NONBLOCK a named pipe in the folder would wait for a writer for ever.
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-        with os.fdopen(handle, "rb", buffering=0) as file:
-            status = os.fstat(handle)
-            if not stat.S_ISREG(status.st_mode):
-                raise CorruptCheckpointError(f"{path}: expected a file, found {stat.filemode(status.st_mode)}.")
-            if not fits(status.st_size):
-                raise CorruptCheckpointError(
-                    f"{path}: expected {expected}, found {status.st_size:,}: it was cut off or changed. Take an older "
-                    f"checkpoint."
-                )
-            while chunk := file.read(at_once):
-                yield chunk
+        yield
     except OSError as error:
         raise CorruptCheckpointError(
             f"{path}: expected {expected}, but it cannot be read: [Errno {error.errno}] {error.strerror}. Take an "

@@ -50,11 +50,11 @@ class Manifest:
     step: int
     files: list[Entry]
     groups: dict[str, dict[str, Any]]
-    """By name, what `codec.rebuild` needs beside the file."""
+    """By name, what `layout.read_tensors` needs beside the file."""
 
 
 def render_manifest(step: int, entries: list[Entry], groups: dict[str, Json]) -> bytes:
-    """Write the manifest of a checkpoint. Args: groups has what `codec.lay_out` says of each."""
+    """Write the manifest of a checkpoint. Args: groups has what `layout.lay_out` returns for each."""
     try:
         version = importlib.metadata.version("unisono")
     except importlib.metadata.PackageNotFoundError:  # run from a source tree
@@ -84,14 +84,13 @@ def manifest_of(folder: Path) -> Manifest:
 
 def read_manifest(folder: Path) -> bytes:
     """Read the bytes of a manifest, unless it is absurdly large. Raises: CorruptCheckpointError."""
-    path = folder / MANIFEST
-    return b"".join(read_file(path, lambda size: size <= _LIMIT, f"a manifest of up to {_LIMIT:,} bytes"))
+    return read_file(folder / MANIFEST, lambda size: size <= _LIMIT, f"a manifest of up to {_LIMIT:,} bytes")
 
 
-def parse_manifest(data: bytes, where: str, folder_name: str | None) -> Manifest:
+def parse_manifest(data: bytes, where: str, folder_name: str) -> Manifest:
     """Check a manifest and give what it says.
 
-    Args: where names it in errors; folder_name is that of its folder, None if it is not known.
+    Args: where names it in errors; folder_name is that of its folder.
     Raises: CorruptCheckpointError saying what is wrong with it.
     """
 
@@ -134,7 +133,7 @@ def parse_manifest(data: bytes, where: str, folder_name: str | None) -> Manifest
         raise corrupt(f"names {bad[0]!r}, which is not a file of a checkpoint; nothing was read from there")
     if not sound or len(names) != len(expected) or set(names) != expected:
         raise corrupt(f"lists the files {names}, expected {sorted(expected)} with a size and a hash each")
-    if folder_name is not None and folder_name != f"step-{manifest.step:09d}":
+    if folder_name != f"step-{manifest.step:09d}":
         raise corrupt(f"is of step {manifest.step}, but the folder is {folder_name}: it was renamed or copied")
     return manifest
 

@@ -7,7 +7,7 @@
 
 A checkpoint is written into a `.tmp-…` folder beside the others, flushed to the disk, then renamed: a crash at any
 moment leaves the older checkpoints as they were. Nothing is read with pickle and no file is executed. One process
-writes at a time (rank 0); any number may read. Start reading at `Store.write` and `parse`.
+writes at a time (rank 0); any number may read. Start reading at `Store.write` and `Store.load`.
 """
 
 from __future__ import annotations
@@ -19,28 +19,22 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from unisono.errors import CheckpointError, CorruptCheckpointError
-from unisono.state.codec import Json, Piece, lay_out, rebuild, render
-from unisono.state.files import Entry, checked, flush_folder, is_locked, locked, make_folder, remedy, write_file
-from unisono.state.manifest import (
-    GROUP,
-    MANIFEST,
-    STATE,
-    SUFFIX,
-    manifest_of,
-    parse_manifest,
-    read_manifest,
-    render_manifest,
-)
+from unisono.state.codec import Json, render
+from unisono.state.files import CheckedFile, Entry, flush_folder, is_locked, locked, make_folder, remedy, write_file
+from unisono.state.layout import Piece, lay_out, read_tensors
+from unisono.state.manifest import GROUP, MANIFEST, STATE, SUFFIX, manifest_of, render_manifest
 
-__all__ = ["CheckpointInfo", "Store", "parse"]
+__all__ = ["CheckpointInfo", "Loaded", "Store"]
 
 _STEP = re.compile(r"step-([0-9]{9,})")
 
@@ -55,6 +49,15 @@ class CheckpointInfo:
     """The step it was made at, by the folder's name."""
     nbytes: int
     """Size of its files, all together."""
+
+
+class Loaded(NamedTuple):
+    """A checkpoint in memory."""
+
+    info: CheckpointInfo
+    groups: dict[str, dict[str, Tensor]]
+    """Tensors by group and name, in CPU memory of their own; names that were tied share one."""
+    document: Json
 
 
 class Store:
@@ -142,38 +145,52 @@ class Store:
         Raises: CorruptCheckpointError naming the file, and what was expected and found.
         """
         for entry in manifest_of(info.path).files:
-            for _ in checked(info.path / entry.name, entry):
-                pass
+            with CheckedFile(info.path / entry.name, entry) as file:
+                file.finish()
 
-    def newest_good(self) -> tuple[CheckpointInfo | None, builtins.list[CorruptCheckpointError]]:
-        """Find the newest checkpoint that is whole, and what is wrong with each newer one.
+    def load(self, info: CheckpointInfo) -> Loaded:
+        """Read a checkpoint's values, and compare every byte's hash with its manifest in the same pass.
+
+        Memory: that of the tensors, each of which is read to where it stays.
+        Raises: CorruptCheckpointError naming the file, and what was expected and found.
+        """
+        manifest = manifest_of(info.path)
+        entries = {entry.name: entry for entry in manifest.files}
+
+        def values(name: str, parse: Callable[[Callable[[memoryview], None], int], Any]) -> Any:
+            with CheckedFile(info.path / name, entries[name]) as file:
+                try:
+                    found = parse(file.read, entries[name].nbytes)
+                except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, RecursionError) as error:
+                    file.finish()  # damage is what explains it best
+                    what = "the state as JSON" if name == STATE else "the tensors that its manifest describes"
+                    raise CorruptCheckpointError(
+                        f"{info.path / name} does not hold {what}: {type(error).__name__}: {error}. It was not written "
+                        "by unisono, or by a newer one. Take an older checkpoint, or upgrade."
+                    ) from error
+                file.finish()
+            return found
+
+        document = values(STATE, _read_json)
+        groups = {
+            group: values(group + SUFFIX, partial(read_tensors, described=described))
+            for group, described in manifest.groups.items()
+        }
+        return Loaded(info, groups, document)
+
+    def load_newest(self) -> tuple[Loaded | None, builtins.list[CorruptCheckpointError]]:
+        """Load the newest checkpoint that is whole, and return what is wrong with each newer one.
 
         (None, []) means that there is none; (None, errors) that all are damaged, which a caller should not mistake for
-        a fresh start. Cost: reads each checkpoint up to the first good one.
+        a fresh start. Cost: reads each checkpoint up to the first good one, once.
         """
         errors: list[CorruptCheckpointError] = []
         for info in self.list():
             try:
-                self.verify(info)
+                return self.load(info), errors
             except CorruptCheckpointError as error:
                 errors.append(error)
-            else:
-                return info, errors
         return None, errors
-
-    def read(self, info: CheckpointInfo) -> dict[str, bytes]:
-        """Read a checkpoint's files, manifest included, and check them in the same pass. `parse` rebuilds the values.
-
-        Bytes, so that the rank that has the disk can send them to the others. Memory: the size of the checkpoint,
-        and of its largest file once more if that is above 2 GiB.
-        Raises: CorruptCheckpointError naming the file, and what was expected and found.
-        """
-        files = {MANIFEST: read_manifest(info.path)}
-        for entry in parse_manifest(files[MANIFEST], str(info.path), info.path.name).files:
-            # In one piece where the system gives it (2 GiB at a time on Linux): joining pieces costs the memory twice.
-            pieces = [*checked(info.path / entry.name, entry, at_once=max(entry.nbytes, 1))]
-            files[entry.name] = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-        return files
 
     def prune(self, keep: int) -> builtins.list[CheckpointInfo]:
         """Delete all but the newest `keep` checkpoints, and return those deleted.
@@ -265,26 +282,11 @@ class Store:
         )
 
 
-def parse(files: Mapping[str, bytes]) -> tuple[dict[str, dict[str, Tensor]], Json]:
-    """Rebuild the groups of tensors and the document from the bytes that `Store.read` gave. Pure; on any rank.
-
-    Tensors are new CPU memory. Names that were stored once because they saw the same memory share a tensor again.
-    Memory: the tensors, beside the bytes.
-    Raises: CorruptCheckpointError naming the file that does not hold what a checkpoint must hold.
-    """
-    manifest = parse_manifest(files.get(MANIFEST, b""), "checkpoint", None)
-    for entry in manifest.files:
-        if entry.name not in files or len(files[entry.name]) != entry.nbytes:
-            found = f"{len(files[entry.name]):,} bytes" if entry.name in files else "no such file"
-            raise CorruptCheckpointError(f"{entry.name}: expected {entry.nbytes:,} bytes, found {found}.")
-    try:
-        document: Json = json.loads(files[STATE])
-    except (ValueError, RecursionError) as error:
-        raise CorruptCheckpointError(f"{STATE} is not JSON: {error}. Take an older checkpoint.") from error
-    groups = {
-        group: rebuild(files[group + SUFFIX], described, group + SUFFIX) for group, described in manifest.groups.items()
-    }
-    return groups, document
+def _read_json(read: Callable[[memoryview], None], nbytes: int) -> Json:
+    data = bytearray(nbytes)
+    read(memoryview(data))
+    document: Json = json.loads(data)
+    return document
 
 
 def _nbytes(piece: Piece) -> int:

@@ -86,11 +86,15 @@ class BackgroundWriter:
         self._told = True
         return self._error
 
-    def wait(self) -> CheckpointError | None:
-        """Wait until no write is under way, then do as `poll`."""
+    def join(self) -> None:
+        """Wait until no write is under way."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+
+    def wait(self) -> CheckpointError | None:
+        """Wait until no write is under way, then do as `poll`."""
+        self.join()
         return self.poll()
 
     @property

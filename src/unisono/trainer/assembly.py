@@ -6,7 +6,7 @@ Nothing here is called again once a run goes on. Start reading at `assemble`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -28,10 +28,12 @@ from unisono.trainer.description import (
     parameter_names,
     plain,
 )
+from unisono.trainer.finding import Resume
 from unisono.trainer.fingerprint import StepFingerprint
-from unisono.trainer.keeping import Found, Keeper, Resume
+from unisono.trainer.keeping import Keeper
 from unisono.trainer.modules import check_batch_norms, check_embeddings, plain_modules
 from unisono.trainer.run import Run
+from unisono.trainer.settings import given_by, settings_of
 from unisono.trainer.setup import (
     AverageUpdates,
     check_constants,
@@ -43,7 +45,7 @@ from unisono.trainer.setup import (
     named_optimizers,
     start_averages,
 )
-from unisono.trainer.snapshot import Cursor, Stateful, Subjects, restore
+from unisono.trainer.snapshot import Cursor, Stateful, Subjects, check_storable_models, restore
 from unisono.trainer.step import StepRunner
 from unisono.trainer.wrapped import check_models
 
@@ -65,8 +67,10 @@ class Parts:
     averages: dict[str, AveragedModel]
     subjects: Subjects
     cursor: Cursor
-    found: Found | None
+    source: str | None
     """The checkpoint that the run goes on from."""
+    warnings: list[str]
+    """What is to be known of it."""
 
 
 def assemble(
@@ -97,7 +101,7 @@ def assemble(
     modules = plain_modules(model)
     check_batch_norms(modules)
     optimizers = named_optimizers(optimizer)
-    schedulers = check_schedulers(scheduler, optimizers)
+    schedulers = check_schedulers(scheduler, optimizers, stateful)
     chosen = choose_device(device, modules, local_rank=own_placement().local_rank)
     if chosen.type == "cpu":
         torch.set_num_threads(threads)
@@ -130,9 +134,12 @@ def assemble(
             **describe_system(),
         },
     )
+    if directory is not None:
+        check_storable_models(modules)
     keeper = Keeper(directory, checkpoints, world)
     found = keeper.find(resume)
-    facts = None if found is None else found.document["facts"]
+    source = None if found is None else found.source
+    facts = None if found is None or source is None else found.document["facts"]
     check_constants(virtual_ranks, seed=seed, world=world, facts=facts, directory=directory)
     check_embeddings(modules, virtual_ranks=virtual_ranks)
     run = Run(seed=seed, virtual_ranks=virtual_ranks, world=world, device=chosen)
@@ -168,11 +175,19 @@ def assemble(
         buffers=buffers,
     )
     cursor = Cursor()
-    if found is None:
+    warnings = [] if found is None else found.warnings
+    given = given_by(settings_of(optimizers, others))
+    if found is None or source is None:
         check_equal_values(world, modules, optimizers)
     else:
-        restore(subjects, found.groups, found.document, source=found.source)
+        given, overruled = restore(subjects, found.groups, found.document, source=source)
         cursor = Cursor(**found.document["facts"]["cursor"])
+        if overruled:
+            warnings.append(
+                f"these settings come from the checkpoint: {'; '.join(overruled)}. To change them in a run that goes "
+                "on, write to optimizer.param_groups after the Trainer has been made."
+            )
+    subjects = replace(subjects, given=given)
     return Parts(
         run=run,
         comparison=engines.comparison,
@@ -183,5 +198,6 @@ def assemble(
         averages=averages,
         subjects=subjects,
         cursor=cursor,
-        found=found,
+        source=source,
+        warnings=warnings,
     )

@@ -7,23 +7,24 @@ come from where things happen.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from unisono.trainer.keeping import Found
 from unisono.trainer.run import Run
 from unisono.trainer.snapshot import Cursor
-from unisono.watch import EventLog, Progress
+from unisono.watch import Event, EventLog, Progress
 from unisono.watch.pipe import launcher_pipe
 
 __all__ = ["announce", "open_log"]
 
 
-def open_log(directory: Path | None, *, is_main: bool, progress: bool) -> EventLog:
+def open_log(
+    directory: Path | None, *, is_main: bool, progress: bool, listeners: Sequence[Callable[[Event], None]] = ()
+) -> EventLog:
     """Open the event log of a run on rank 0; on other ranks, one that drops everything.
 
     Progress is drawn by the launcher if it passed a pipe (UNISONO_EVENTS_FD), else here, on standard error.
@@ -32,11 +33,11 @@ def open_log(directory: Path | None, *, is_main: bool, progress: bool) -> EventL
         return EventLog()
     path = None if directory is None else directory / "events.jsonl"
     if not progress:
-        return EventLog(path)
+        return EventLog(path, listeners=listeners)
     fd = launcher_pipe()
     if fd is not None:
-        return EventLog(path, fd=fd)
-    return EventLog(path, listeners=[Progress(sys.stderr).handle])
+        return EventLog(path, fd=fd, listeners=listeners)
+    return EventLog(path, listeners=[Progress(sys.stderr).handle, *listeners])
 
 
 def announce(
@@ -45,7 +46,8 @@ def announce(
     *,
     modules: Mapping[str, nn.Module],
     directory: Path | None,
-    found: Found | None,
+    source: str | None,
+    warnings: Sequence[str],
     cursor: Cursor,
 ) -> None:
     """Tell that a run begins, or goes on from a checkpoint that was found."""
@@ -61,8 +63,7 @@ def announce(
         directory=None if directory is None else str(directory),
         torch=str(torch.__version__),
     )
-    if found is None:
-        return
-    for message in found.warnings:
+    for message in warnings:
         log.emit("warning", message=message)
-    log.emit("resume", path=found.source, epoch=cursor.epoch, step=cursor.step, total_steps=cursor.total_steps)
+    if source is not None:
+        log.emit("resume", path=source, epoch=cursor.epoch, step=cursor.step, total_steps=cursor.total_steps)

@@ -1,52 +1,104 @@
-"""Ending a run when the system asks for it: batch systems send SIGTERM before they kill, and so does the launcher.
+"""Ending a run when the system asks for it: SIGTERM, which batch systems send before they kill, and Ctrl-C.
 
-By itself SIGTERM ends Python at once, without exit handlers. With a `Terminator` it raises SystemExit instead, so that
-what runs at exit can save; while the state is being written, only when that is done.
+Without more, SIGTERM ends Python at once, without exit handlers, and Ctrl-C raises KeyboardInterrupt at any line. With
+`StopSignals` both are raised where the state of the run can be saved: at once if that is so, otherwise when the loop
+asks for the next batch. Start reading at `StopSignals.__call__`.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from types import FrameType
+from typing import NoReturn
 
-__all__ = ["Terminator"]
+__all__ = ["StopSignals"]
+
+# A terminal sends Ctrl-C to all processes of a job, and some launchers pass it on as well: that is no second one.
+_SAME_S = 0.5
+# For so long, and until the next step has been done, ranks other than 0 go on, so that rank 0 can end its step.
+_LINGER_S = 1.0
+
+_Stop = Callable[[], bool]
 
 
-class Terminator:
-    """Turns SIGTERM into SystemExit(143), the exit code that a shell reports for that signal."""
+class StopSignals:
+    """Turns SIGTERM into SystemExit(143), the code that a shell reports for it, and SIGINT into KeyboardInterrupt."""
 
     def __init__(self) -> None:
-        self._guards: list[weakref.WeakMethod[Callable[[], bool]]] = []
-        self._pending = False
+        self._pid = os.getpid()
+        self._guards: list[tuple[weakref.WeakMethod[_Stop], weakref.WeakMethod[Callable[[str], None]]]] = []
+        self._signum: int | None = None
+        self._came_s = 0.0
+        self._asks = 0
 
     @classmethod
-    def install(cls, is_writing: Callable[[], bool]) -> Terminator | None:
-        """Handle SIGTERM from now on, if nobody else does.
+    def install(cls, can_stop: _Stop, tell: Callable[[str], None]) -> StopSignals | None:
+        """Handle SIGTERM and SIGINT from now on, each if nobody else does.
 
-        Args: is_writing is a bound method that tells whether the state is being written; its object is not kept alive.
-        Returns: the handler, which several callers share; None where a handler of the user's has the signal, or
+        Args:
+            can_stop: a bound method that returns True while a signal may be raised at once.
+            tell: a bound method that is called with a sentence when one is put off. Their object is not kept alive.
+        Returns: the handler, which several callers share; None if both signals have handlers of the user's, or
             outside of the main thread, where Python allows none.
         """
-        handler = signal.getsignal(signal.SIGTERM)
-        if not isinstance(handler, cls):
-            if handler != signal.SIG_DFL or threading.current_thread() is not threading.main_thread():
+        handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
+        found = next((each for each in handlers.values() if isinstance(each, cls)), None)
+        if found is None:
+            free = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+            ours = [signum for signum, handler in handlers.items() if handler is free[signum]]
+            if not ours or threading.current_thread() is not threading.main_thread():
                 return None
-            handler = cls()
-            signal.signal(signal.SIGTERM, handler)
-        handler._guards.append(weakref.WeakMethod(is_writing))
-        return handler
+            found = cls()
+            for signum in ours:
+                signal.signal(signum, found)
+        found._guards.append((weakref.WeakMethod(can_stop), weakref.WeakMethod(tell)))
+        return found
 
     def __call__(self, signum: int, _frame: FrameType | None) -> None:
-        """Handle the signal; called by the interpreter."""
-        self._pending = True
-        self.check()
+        """Handle a signal; called by the interpreter."""
+        now_s = time.monotonic()
+        if os.getpid() != self._pid:  # a worker that was forked
+            self._raise(signum)
+        again = self._signum is not None
+        if again and signum == signal.SIGINT and now_s - self._came_s > _SAME_S:
+            self._raise(signum)
+        if not again:
+            self._signum, self._came_s, self._asks = signum, now_s, 0
+        guards = [(can_stop(), tell()) for can_stop, tell in self._guards]
+        if all(can_stop is None or can_stop() for can_stop, _ in guards):
+            self._raise(self._signum or signum)
+        if not again:
+            name = "Ctrl-C" if signum == signal.SIGINT else "SIGTERM"
+            more = "; Ctrl-C again ends it at once" if signum == signal.SIGINT else ""
+            for can_stop, tell in guards:
+                if can_stop is not None and tell is not None and not can_stop():
+                    tell(f"{name}: the run ends when its loop asks for the next batch, where it can be saved{more}")
 
-    def check(self) -> None:
-        """Raise SystemExit if the signal has come, unless state is being written."""
-        if self._pending and not any(guard is not None and guard() for guard in [ref() for ref in self._guards]):
-            # Saving must not be interrupted in its turn; who is in a hurry kills.
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            raise SystemExit(128 + signal.SIGTERM)
+    def is_due(self, *, is_main: bool) -> bool:
+        """Return True if a signal was put off and is to be raised now, where the loop asks for what comes next.
+
+        Rank 0 stops first. The others go on for a second and for one more step, if it does not take them along by its
+        end: it may need them to end its own step.
+        """
+        if self._signum is None:
+            return False
+        self._asks += 1
+        return is_main or (self._asks > 1 and time.monotonic() - self._came_s > _LINGER_S)
+
+    def raise_pending(self) -> None:
+        """Raise what was put off, if something was."""
+        if self._signum is not None:
+            self._raise(self._signum)
+
+    def _raise(self, signum: int) -> NoReturn:
+        self._signum = None
+        if signum == signal.SIGINT:
+            raise KeyboardInterrupt
+        # Saving must not be interrupted in its turn; who is in a hurry kills.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise SystemExit(128 + signal.SIGTERM)

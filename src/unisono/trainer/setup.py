@@ -25,6 +25,7 @@ from unisono.state.digest import digest
 from unisono.state.policy import Checkpoints
 from unisono.trainer.description import plain
 from unisono.trainer.modules import plain_name
+from unisono.trainer.settings import is_scheduler
 from unisono.trainer.snapshot import model_tensors, optimizer_state
 from unisono.trainer.wrapped import unwrapped_optimizer
 
@@ -46,6 +47,11 @@ __all__ = [
 # Options of mallopt, from glibc's malloc.h.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
+
+_FOREIGN = (
+    "was built with another optimizer than the one that Trainer was given, so it would change no learning rate here: "
+    "build it from the same object."
+)
 
 
 class _Required:
@@ -147,11 +153,14 @@ def named_optimizers(optimizer: Optimizer | Mapping[str, Optimizer]) -> dict[str
     return optimizers
 
 
-def check_schedulers(scheduler: Any, optimizers: Mapping[str, Optimizer]) -> dict[str, LRScheduler]:
+def check_schedulers(
+    scheduler: Any, optimizers: Mapping[str, Optimizer], stateful: Mapping[str, Any]
+) -> dict[str, LRScheduler]:
     """Give the schedulers by the names of their optimizers. Raises: TypeError or ValueError where they do not fit."""
-    if scheduler is None:
-        return {}
-    schedulers = dict(scheduler) if isinstance(scheduler, Mapping) else {"": scheduler}
+    schedulers = {} if scheduler is None else dict(scheduler) if isinstance(scheduler, Mapping) else {"": scheduler}
+    for name, each in stateful.items():
+        if is_scheduler(each) and not any(each.optimizer is optimizer for optimizer in optimizers.values()):
+            raise ValueError(f"stateful[{name!r}], a {type(each).__name__}, {_FOREIGN}")
     for name, each in schedulers.items():
         if isinstance(each, ReduceLROnPlateau):
             raise TypeError(
@@ -159,9 +168,14 @@ def check_schedulers(scheduler: Any, optimizers: Mapping[str, Optimizer]) -> dic
                 'it to Trainer as stateful={"scheduler": ...} so that it is saved.'
             )
         if not isinstance(each, LRScheduler):
-            raise TypeError(f"scheduler is a {type(each).__name__}; expected one of torch.optim.lr_scheduler")
+            raise TypeError(
+                f"scheduler is a {type(each).__name__}; expected one of torch.optim.lr_scheduler, or a dict of them"
+            )
         if name not in optimizers:
             raise ValueError(f"scheduler {name!r} belongs to none of the optimizers {', '.join(map(repr, optimizers))}")
+        if getattr(each, "optimizer", optimizers[name]) is not optimizers[name]:
+            which = f"scheduler {name!r}, a" if name else "the scheduler, a"
+            raise ValueError(f"{which} {type(each).__name__}, {_FOREIGN}")
     return schedulers
 
 

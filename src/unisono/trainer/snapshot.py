@@ -5,7 +5,7 @@ A snapshot holds nothing that depends on the number of ranks, and names everythi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
@@ -18,9 +18,21 @@ from unisono.engine.contents import member_name
 from unisono.engine.norm import dense_strides
 from unisono.errors import CheckpointError
 from unisono.state.codec import decode, encode
+from unisono.state.digest import same_memory
 from unisono.trainer.modules import foreign_parameter, plain_name
+from unisono.trainer.settings import Settings, given_by, overruled, settings_of
 
-__all__ = ["Cursor", "Stateful", "Subjects", "capture", "model_tensors", "optimizer_state", "restore"]
+__all__ = [
+    "Cursor",
+    "Stateful",
+    "Subjects",
+    "capture",
+    "check_storable_models",
+    "facts_of",
+    "model_tensors",
+    "optimizer_state",
+    "restore",
+]
 
 _EXTRA_STATE = "_extra_state"
 
@@ -49,6 +61,15 @@ class Cursor:
     """Global batch size of the epoch under way."""
     num_samples: int | None = None
     """Samples of the epoch under way."""
+    shuffle: bool | None = None
+    """True if that epoch's samples are shuffled. None: not known yet."""
+    drop_last: bool | None = None
+    """True if that epoch leaves out a smaller last batch. None: not known yet."""
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """Where the run is; another place is another state."""
+        return self.epoch, self.step, self.total_steps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,16 +86,39 @@ class Subjects:
     """Everything else by name."""
     buffers: BufferTransaction | None = None
     """What knows of buffers that no state_dict has, and that the run has written."""
+    given: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """What the script said of optimizers and schedulers at the first start of the run."""
 
 
 def model_tensors(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
-    """Name all parameters and persistent buffers; the tensors share memory with the models."""
+    """Name all parameters and persistent buffers; the tensors share memory with the models.
+
+    They are read from the modules themselves: a `state_dict` that is overridden may leave some out, or give copies.
+    """
     return {
-        prefix + plain_name(name): value
-        for prefix, module in modules.items()
-        for name, value in module.state_dict().items()
-        if isinstance(value, Tensor)
+        prefix + plain_name(f"{path}.{name}" if path else name): value.detach()
+        for prefix, root in modules.items()
+        for path, module in root.named_modules(remove_duplicate=False)
+        for tensors, left_out in ((module._parameters, ()), (module._buffers, module._non_persistent_buffers_set))
+        for name, value in tensors.items()
+        if value is not None and name not in left_out
     }
+
+
+def check_storable_models(modules: Mapping[str, nn.Module]) -> None:
+    """Raise CheckpointError for state of a module that could not be restored, since only its `state_dict` knows it."""
+    names = model_tensors(modules)
+    own = {same_memory(tensor) for tensor in names.values()}
+    for prefix, module in modules.items():
+        for name, value in module.state_dict().items():
+            known = isinstance(value, Tensor) and (prefix + plain_name(name) in names or same_memory(value) in own)
+            if not known and name.rpartition(".")[2] != _EXTRA_STATE:
+                what = f"tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+                raise CheckpointError(
+                    f"state_dict() of the model holds {prefix + name!r}, a {what} that is no parameter and no "
+                    "persistent buffer, so a resume could not put it back. Register it as a buffer, return it from "
+                    "get_extra_state, or give its owner to Trainer as stateful={...}."
+                )
 
 
 def optimizer_state(modules: Mapping[str, nn.Module], optimizer: Optimizer) -> dict[str, dict[str, Any]]:
@@ -84,18 +128,25 @@ def optimizer_state(modules: Mapping[str, nn.Module], optimizer: Optimizer) -> d
     return dict(sorted(state.items()))
 
 
-def capture(subjects: Subjects, facts: Mapping[str, Any]) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+def capture(
+    subjects: Subjects, facts: Mapping[str, Any], settings: Settings | None = None
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
     """Describe a run as groups of tensors, which share memory with it, and a JSON document.
 
-    Args: facts are the run's constants and its cursor.
+    Args:
+        subjects: the objects of the run.
+        facts: the run's constants and its cursor.
+        settings: those to store, of an earlier moment. None: as they are now.
     Raises: CheckpointError if some object's state holds a thing that cannot be written without pickle.
     """
     names = _parameter_names(subjects.modules)
+    settings = settings or settings_of(subjects.optimizers, subjects.others)
     optimizers, hyperparameters = {}, {}
     for key, optimizer in subjects.optimizers.items():
         optimizers[key] = optimizer_state(subjects.modules, optimizer)
         hyperparameters[key] = [
-            {**group, "params": [_name(names, p) for p in group["params"]]} for group in optimizer.param_groups
+            {**numbers, "params": [_name(names, p) for p in group["params"]]}
+            for numbers, group in zip(settings.hyperparameters[key], optimizer.param_groups, strict=True)
         ]
     single = [*optimizers] == [""]
     optimizer_document, optimizer_tensors = encode(optimizers[""] if single else optimizers)
@@ -103,7 +154,10 @@ def capture(subjects: Subjects, facts: Mapping[str, Any]) -> tuple[dict[str, dic
         "hyperparameters": hyperparameters,
         "kinds": {key: type(optimizer).__name__ for key, optimizer in subjects.optimizers.items()},
         "extra": _extra_state(subjects.modules),
-        "others": {name: other.state_dict() for name, other in subjects.others.items()},
+        "others": {
+            name: settings.schedulers.get(name) or other.state_dict() for name, other in subjects.others.items()
+        },
+        "given": {where: dict(values) for where, values in subjects.given.items()},
     }
     if subjects.buffers is not None and (transient := subjects.buffers.state_dict()):
         others["buffers"] = transient
@@ -116,11 +170,13 @@ def capture(subjects: Subjects, facts: Mapping[str, Any]) -> tuple[dict[str, dic
 
 def restore(
     subjects: Subjects, groups: Mapping[str, Mapping[str, Tensor]], document: Mapping[str, Any], *, source: str
-) -> None:
+) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """Give a run the state that `capture` described.
 
     Everything is compared before anything is changed.
-    Raises: CheckpointError if the checkpoint is of another model, optimizer or set of objects.
+    Returns: what the script said of optimizers and schedulers at the first start, and what it says now in vain.
+    Raises: CheckpointError if the checkpoint is of another model, optimizer or set of objects, or if an object does not
+        take its state; the message then says that others have taken theirs.
     """
     own = model_tensors(subjects.modules)
     empty = _empty_buffers(subjects.modules)
@@ -150,6 +206,8 @@ def restore(
     if subjects.buffers is not None:
         subjects.buffers.check_state_dict(transient, source)
 
+    here = settings_of(subjects.optimizers, subjects.others)
+    _restore_objects(subjects, others, source)
     with torch.no_grad():
         for name, tensor in unfilled.items():
             module, buffer, device = empty[name]
@@ -160,13 +218,36 @@ def restore(
             tensor.copy_(groups["ema"][name])
     if subjects.buffers is not None:
         subjects.buffers.load_state_dict(transient)
-    for prefix, module in subjects.modules.items():
-        for path, value in others["extra"].get(prefix, {}).items():
-            module.get_submodule(path).set_extra_state(value)
     for key, optimizer in subjects.optimizers.items():
         _restore_optimizer(subjects.modules, optimizer, states[key], others["hyperparameters"][key])
-    for name, other in subjects.others.items():
-        other.load_state_dict(others["others"][name])
+    began = others["given"]
+    goes_on = settings_of(subjects.optimizers, subjects.others)
+    return began, overruled(began, given_by(goes_on), given_by(here))
+
+
+def _restore_objects(subjects: Subjects, others: Mapping[str, Any], source: str) -> None:
+    """Give all that is not the trainer's own its state. It comes first, since only here foreign code can fail."""
+    takers: list[tuple[str, Callable[[Any], Any], Any]] = [
+        (
+            f"{type(module).__name__}.set_extra_state of {prefix + path!r}",
+            module.get_submodule(path).set_extra_state,
+            value,
+        )
+        for prefix, module in subjects.modules.items()
+        for path, value in others["extra"].get(prefix, {}).items()
+    ]
+    takers += [
+        (f"load_state_dict of {name!r}", other.load_state_dict, others["others"][name])
+        for name, other in subjects.others.items()
+    ]
+    for name, take, state in takers:
+        try:
+            take(state)
+        except Exception as error:
+            raise CheckpointError(
+                f"{name} refused what {source} holds ({type(error).__name__}: {error}). Weights and optimizers are as "
+                "they were, but other such objects may have taken their state: build them anew before they are used."
+            ) from error
 
 
 def facts_of(run_constants: Mapping[str, Any], cursor: Cursor) -> dict[str, Any]:

@@ -1,14 +1,15 @@
 """The Trainer: a training loop that stays the user's, in which each step is a transaction on all ranks or on none.
 
 This file is the public face; the work is done in the files beside it: `loop` (the order of things), `step` (one step),
-`evaluation`, `snapshot` (what is saved), `keeping` (when and where), `setup` (what is checked before the first step).
+`evaluation`, `snapshot` (what is saved), `finding` and `keeping` (where and when), `setup` (what is checked before the
+first step).
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,13 +30,14 @@ from unisono.trainer.dealing import Dealer
 from unisono.trainer.display import announce, open_log
 from unisono.trainer.epoch import EpochResult
 from unisono.trainer.evaluation import evaluate, tell
+from unisono.trainer.finding import Resume
 from unisono.trainer.fingerprint import intent_of_call
-from unisono.trainer.keeping import Resume
 from unisono.trainer.loop import Loop
 from unisono.trainer.modules import evaluating, lone_samples_warning
 from unisono.trainer.setup import REQUIRED, check_arguments
 from unisono.trainer.snapshot import Stateful, model_tensors, optimizer_state
 from unisono.trainer.step import Loss
+from unisono.watch import Event
 
 __all__ = ["Trainer"]
 
@@ -70,6 +72,8 @@ class Trainer:
             serve and all optimizers are torch's. Changes no bit. With "shared", write weights through the optimizer
             only, and see that your own optimizer treats each parameter by itself.
         progress: show progress on the terminal.
+        listeners: functions that rank 0 calls with each event of the run, a dict; see docs/events.md. What they raise
+            comes out of the call that the event is about.
     Raises: TypeError if virtual_ranks is missing, ValueError for contradicting arguments, RankMismatchError if ranks
         were given different things, CheckpointError if the directory cannot be used or holds another model's run.
     """
@@ -95,6 +99,7 @@ class Trainer:
         overlap: bool = True,
         engine: EngineKind = "auto",
         progress: bool = True,
+        listeners: Sequence[Callable[[Event], None]] = (),
     ) -> None:
         check_arguments(
             virtual_ranks=virtual_ranks,
@@ -139,13 +144,14 @@ class Trainer:
         self._comparison, self._dealer = parts.comparison, Dealer(self._run)
         self._warned = False
         self._run.set_generators("loop", self._cursor.epoch, self._cursor.step, 0)
-        self._log = open_log(self.directory, is_main=self.is_main, progress=progress)
+        self._log = open_log(self.directory, is_main=self.is_main, progress=progress, listeners=listeners)
         announce(
             self._log,
             self._run,
             modules=self._modules,
             directory=self.directory,
-            found=parts.found,
+            source=parts.source,
+            warnings=parts.warnings,
             cursor=self._cursor,
         )
         keeps = self.directory is not None
@@ -195,8 +201,12 @@ class Trainer:
         """Yield the epochs that are left of so many, and save at the end.
 
         After a resume it begins with the epoch that was under way, whose `batches` begin where it stopped.
-        Args: steps ends the run after so many steps in all, also in mid-epoch; a later start can go on from there.
-        Raises: CheckpointError at the end if the last checkpoint cannot be written.
+        When the loop ends, its last checkpoint is on disk, for all ranks.
+        Args:
+            epochs: how many in all, from the start of the run.
+            steps: ends the run after so many steps in all, also in mid-epoch; a later start can go on from there.
+        Raises: ValueError if this Trainer has done all of them, or if a loop over epochs is under way; CheckpointError
+            at the end, on all ranks, if the last checkpoint cannot be written.
         """
         epochs = whole("epochs", epochs, least=0)
         return self._loop.epochs(epochs, None if steps is None else whole("steps", steps, least=0))
@@ -362,7 +372,10 @@ class Trainer:
         return results
 
     def save(self) -> None:
-        """Save a checkpoint now, in the background. Call it after the last step of a batch, on every rank."""
+        """Save a checkpoint now, in the background. Call it after the last step of a batch, on every rank.
+
+        What the loop does behind it, before it asks for the next batch, is not in it.
+        """
         refuse_inside("trainer.save")
         self._loop.save()
 

@@ -31,6 +31,7 @@ __all__ = [
     "Event",
     "EventLog",
     "Kind",
+    "OverFields",
     "ProgressFields",
     "ResumeFields",
     "RunFields",
@@ -39,7 +40,9 @@ __all__ = [
     "read_events",
 ]
 
-Kind: TypeAlias = Literal["run", "resume", "epoch", "step", "evaluation", "checkpoint", "warning", "end", "progress"]
+Kind: TypeAlias = Literal[
+    "run", "resume", "epoch", "step", "evaluation", "checkpoint", "warning", "over", "end", "progress"
+]
 """What happened."""
 
 Event: TypeAlias = Mapping[str, Any]
@@ -149,6 +152,18 @@ class WarningFields(TypedDict):
     message: str
 
 
+class OverFields(TypedDict):
+    """There is nothing to do: the run that goes on has had all the epochs or steps that are asked for."""
+
+    epoch: int
+    """Epochs done."""
+    total_steps: int
+    epochs: int
+    """Asked for."""
+    steps: int | None
+    """Asked for; None: as many as the epochs have."""
+
+
 class EndFields(TypedDict):
     """The run ended in order."""
 
@@ -219,6 +234,8 @@ class EventLog:
     def emit(self, kind: Literal["checkpoint"], /, **fields: Unpack[CheckpointFields]) -> None: ...
     @overload
     def emit(self, kind: Literal["warning"], /, **fields: Unpack[WarningFields]) -> None: ...
+    @overload
+    def emit(self, kind: Literal["over"], /, **fields: Unpack[OverFields]) -> None: ...
     @overload
     def emit(self, kind: Literal["end"], /, **fields: Unpack[EndFields]) -> None: ...
     @overload

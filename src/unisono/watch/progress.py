@@ -215,6 +215,20 @@ class Progress:
     def _warning(self, look: Look, event: Event) -> None:
         look.warning(self._sayable(str(event.get("message", ""))))
 
+    def _over(self, look: Look, event: Event) -> None:
+        self._leave(look)
+        steps, done = _whole(event, "total_steps"), _whole(event, "epoch")
+        text = (
+            "nothing to do: this run has ended" if steps is None else f"nothing to do: this run ended at step {steps:,}"
+        )
+        text += "" if done is None else f", after {plural(done, 'epoch')}"
+        asked, most = _whole(event, "epochs"), _whole(event, "steps")
+        if asked is not None:
+            text += f"; asked for were {plural(asked, 'epoch')}" + (
+                "" if most is None else f" and {plural(most, 'step')}"
+            )
+        look.remark(f"{text}. Ask for more to go on, or give another directory to start anew")
+
     def _end(self, look: Look, event: Event) -> None:
         self._leave(look)
         look.rest()
@@ -281,6 +295,7 @@ _HANDLERS: dict[str, Callable[[Progress, Look, Event], None]] = {
     "evaluation": Progress._evaluation,
     "checkpoint": Progress._checkpoint,
     "warning": Progress._warning,
+    "over": Progress._over,
     "end": Progress._end,
     "progress": Progress._advance,
 }

@@ -1,6 +1,6 @@
 """A run that can be stopped anywhere: `resumable.py DIRECTORY [--steps N] [--die-at STEP --phase PHASE] [--every N]`.
 
-Every rank dies by SIGKILL (or SIGTERM) at the given step and phase. Each rank appends what it trained on to
+Every rank dies by a signal, or fails, at the given step and phase. Each rank appends what it trained on to
 DIRECTORY/dealt.txt.
 """
 
@@ -33,12 +33,15 @@ args = parser.parse_args()
 
 def die(phase):
     if args.phase == phase and trainer.steps == args.die_at:
-        os.kill(os.getpid(), signal.SIGTERM if "term" in phase else signal.SIGKILL)
+        signals = {"term": signal.SIGTERM, "late-term": signal.SIGTERM, "interrupt": signal.SIGINT}
+        os.kill(os.getpid(), signals.get(phase, signal.SIGKILL))
 
 
 def loss(model, batch):
     die("loss")
     die("term")
+    if args.phase == "error" and trainer.steps == args.die_at:
+        raise RuntimeError("the user's own")
     return F.cross_entropy(model(batch[0] + 0.1 * torch.randn_like(batch[0])), batch[1], reduction="none")
 
 
@@ -74,10 +77,7 @@ with open(f"{args.directory}/dealt.txt", "a") as dealt:  # noqa: PTH123
             indices = [i for share in batch.shares for m in share.micro_batches for i in m.indices]
             os.write(dealt.fileno(), f"{epoch} {batch.step} {trainer.rank} {indices}\n".encode())
             die("after")
-            if trainer.steps == args.die_at and args.phase == "error":
-                raise RuntimeError("the user's own")
-            if trainer.steps == args.die_at and args.phase == "interrupt":
-                raise KeyboardInterrupt
+            die("interrupt")
             if args.phase == "save" and trainer.steps == args.die_at:
                 trainer.save()
                 die("save")

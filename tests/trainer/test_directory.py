@@ -1,0 +1,212 @@
+"""One directory is one run of one job: who holds it, that it has ended, and what its checkpoints overrule."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import unisono
+from unisono.errors import CheckpointError
+
+DATA = TensorDataset(torch.randn(20, 6, generator=torch.Generator().manual_seed(0)))
+
+
+def loss(model, batch):
+    return model(batch[0]).square().sum(1)
+
+
+def make_trainer(directory, *, lr=0.1, optimizer=torch.optim.SGD, model=None, **options):
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3) if model is None else model
+    made = optimizer(model.parameters(), lr=lr)
+    if "scheduler" in options:
+        options["scheduler"] = options["scheduler"](made)
+    events = []
+    trainer = unisono.Trainer(
+        model, made, virtual_ranks=2, directory=directory, progress=False, listeners=[events.append], **options
+    )
+    trainer.seen = events
+    return trainer
+
+
+def fit(trainer, epochs=1, **options):
+    return trainer.fit(DATA, loss, batch_size=10, epochs=epochs, **options)
+
+
+HOLDER = """
+import sys, time, torch, unisono
+from torch.utils.data import TensorDataset
+torch.manual_seed(0)
+model = torch.nn.Linear(6, 3)
+trainer = unisono.Trainer(
+    model, torch.optim.SGD(model.parameters(), lr=0.1), virtual_ranks=2, directory=sys.argv[1], progress=False
+)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_directory_is_held_by_one_job_and_free_when_it_dies(tmp_path, monkeypatch):
+    monkeypatch.setattr("unisono.state.lock._PATIENCE_S", 0.0)
+    command = [sys.executable, "-c", HOLDER, str(tmp_path / "run")]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as holder:
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(CheckpointError, match=rf"is in use: process {holder.pid} on \S+, since .* Wait for it"):
+            make_trainer(tmp_path / "run")
+        holder.send_signal(signal.SIGKILL)
+        holder.wait()
+    assert len(fit(make_trainer(tmp_path / "run"))) == 1
+
+
+def test_trainers_of_one_process_take_over(tmp_path):
+    first = make_trainer(tmp_path)
+    fit(first)
+    second = make_trainer(tmp_path)
+    fit(second, epochs=2)
+    with pytest.raises(CheckpointError, match="a later Trainer of this process"):
+        fit(first, epochs=2)
+    assert make_trainer(tmp_path).steps == 4
+
+
+def test_a_loop_that_is_over_gives_its_directory_back(tmp_path, monkeypatch):
+    monkeypatch.setattr("unisono.state.lock._PATIENCE_S", 0.0)
+    first = make_trainer(tmp_path)
+    fit(first)
+    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
+    assert "held" in subprocess.run(command, input="", capture_output=True, text=True, check=True).stdout
+    assert len(fit(first, epochs=2)) == 1  # nobody has gone on with it
+    child = os.fork()
+    if not child:  # a worker that outlives its parent does not keep the lock
+        signal.pause()
+    try:
+        del first
+        assert make_trainer(tmp_path).steps == 4
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_a_run_that_is_over_says_so(tmp_path, capsys):
+    assert len(fit(make_trainer(tmp_path), epochs=2)) == 2
+    again = make_trainer(tmp_path)
+    assert fit(again, epochs=2) == []
+    (over,) = [event for event in again.seen if event["event"] == "over"]
+    assert (over["epoch"], over["total_steps"], over["epochs"]) == (2, 4, 2)
+    display = unisono.watch.Progress(sys.stdout, interactive=False)
+    for event in again.seen:
+        display.handle(event)
+    assert "nothing to do: this run ended at step 4, after 2 epochs; asked for were 2 epochs" in capsys.readouterr().out
+
+
+def test_settings_that_the_checkpoint_overrules_are_named(tmp_path):
+    def schedule(optimizer):
+        return torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+
+    fit(make_trainer(tmp_path, scheduler=schedule))
+    calm = make_trainer(tmp_path, scheduler=schedule)
+    assert [event["event"] for event in calm.seen] == ["run", "resume"]
+    changed = make_trainer(tmp_path, lr=0.5, scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 3, gamma=0.5))
+    (warning,) = [event["message"] for event in changed.seen if event["event"] == "warning"]
+    assert "lr 0.025, at first 0.1 (the script says 0.5)" in warning
+    assert "step_size of scheduler/ 1 (the script says 3)" in warning
+    assert "write to optimizer.param_groups" in warning
+    assert changed.optimizer.param_groups[0]["lr"] == 0.025
+
+
+class Adapter(nn.Module):
+    """Its state_dict leaves out the frozen base, as those of adapters do, and gives copies."""
+
+    def __init__(self):
+        super().__init__()
+        self.base, self.low = nn.Linear(6, 3), nn.Linear(6, 3)
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+
+    def forward(self, x):
+        return self.base(x) + self.low(x)
+
+    def state_dict(self, *args, **kwargs):
+        found = super().state_dict(*args, **kwargs)
+        return {name: value.clone() for name, value in found.items() if name.startswith("low")}
+
+
+def test_a_resume_restores_what_an_overridden_state_dict_leaves_out(tmp_path):
+    trainer = make_trainer(tmp_path, model=Adapter())
+    fit(trainer)
+    torch.manual_seed(5)
+    resumed = make_trainer(tmp_path, model=Adapter())
+    assert resumed.digest() == trainer.digest()
+    assert torch.equal(resumed.model.base.weight, trainer.model.base.weight)
+    assert not torch.equal(resumed.model.base.weight, Adapter().base.weight)
+
+
+def test_state_that_only_state_dict_knows_is_refused_at_the_start(tmp_path):
+    class Model(nn.Linear):
+        def state_dict(self, *args, **kwargs):
+            return {**super().state_dict(*args, **kwargs), "seen": torch.zeros(3)}
+
+    with pytest.raises(CheckpointError, match=r"holds 'seen', a tensor of shape \[3\] that is no parameter"):
+        make_trainer(tmp_path, model=Model(6, 3))
+
+
+def test_an_object_that_refuses_its_state_leaves_the_weights_alone(tmp_path):
+    class Counter:
+        def state_dict(self):
+            return {"n": 1}
+
+        def load_state_dict(self, state):
+            raise KeyError("m")
+
+    fit(make_trainer(tmp_path, stateful={"counter": Counter()}))
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3)
+    before = model.weight.clone()
+    with pytest.raises(CheckpointError, match=r"load_state_dict of 'stateful/counter' refused .* \(KeyError: 'm'\)"):
+        make_trainer(tmp_path, model=model, stateful={"counter": Counter()})
+    assert torch.equal(model.weight, before)
+
+
+LAST = """
+import sys, json, torch, unisono
+from pathlib import Path
+from torch.utils.data import TensorDataset
+torch.manual_seed(0)
+model = torch.nn.Linear(6, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+full = len(sys.argv) > 2
+trainer = unisono.Trainer(
+    model, optimizer, virtual_ranks=2, directory=sys.argv[1], progress=False, engine="collective"
+)
+data = TensorDataset(torch.randn(20, 6))
+if full and trainer.is_main:
+    import resource
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+    import signal
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+try:
+    trainer.fit(data, lambda m, b: m(b[0]).square().sum(1), batch_size=10, epochs=1)
+    print(*sorted(path.name for path in Path(sys.argv[1], "checkpoints").glob("step-*")))
+except unisono.errors.CheckpointError as error:
+    print("refused", "was not written" in str(error))
+"""
+
+
+def test_all_ranks_leave_the_loop_when_the_last_checkpoint_is_there_or_has_failed(fork_ranks, tmp_path):
+    job = fork_ranks(2, LAST, tmp_path / "good")
+    assert [job.lines(rank) for rank in range(2)] == [["step-000000002"]] * 2
+    job = fork_ranks(2, LAST, tmp_path / "full", "full")
+    assert [job.lines(rank) for rank in range(2)] == [["refused True"]] * 2
+
+
+def test_checkpoints_name_their_holder(tmp_path):
+    trainer = make_trainer(tmp_path)
+    assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
+    assert trainer.directory == tmp_path

@@ -1,0 +1,138 @@
+"""Loops that cannot be meant are refused, with what to do; loops that are left can be taken up again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import ConcatDataset, IterableDataset, TensorDataset
+
+import unisono
+
+DATA = TensorDataset(torch.randn(24, 6, generator=torch.Generator().manual_seed(0)))
+SCHEDULER = torch.optim.lr_scheduler.StepLR
+
+
+def loss(model, batch):
+    return model(batch[0]).square().sum(1)
+
+
+def make_trainer(*, scheduler=None, **options):
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    if scheduler is not None:
+        options["scheduler"] = scheduler(optimizer)
+    return unisono.Trainer(model, optimizer, virtual_ranks=2, progress=False, **options)
+
+
+def deal(trainer, data=DATA, *, most=99, **options):
+    """Step through batches, leave the loop after some, and return the steps' numbers."""
+    seen = []
+    for batch in trainer.batches(data, batch_size=8, **options):
+        trainer.step(loss, batch)
+        seen.append(batch.step)
+        if len(seen) == most:
+            break
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("began", "goes_on", "words"),
+    [
+        ({}, {"shuffle": False}, r"with shuffle=True; the epoch cannot go on with shuffle=False"),
+        ({}, {"drop_last": True}, r"with drop_last=False; the epoch cannot go on with drop_last=True"),
+        ({}, {"data": ConcatDataset([DATA, DATA])}, r"with num_samples=24; .* with num_samples=48"),
+    ],
+)
+def test_an_epoch_that_is_dealt_otherwise_after_a_resume_is_refused(tmp_path, began, goes_on, words):
+    first = make_trainer(directory=tmp_path)
+    for _ in first.epochs(1, steps=1):
+        deal(first, **began)
+    second = make_trainer(directory=tmp_path)
+    with pytest.raises(ValueError, match=words):
+        deal(second, **goes_on)
+    assert deal(second, **began) == [1, 2]
+    assert deal(second, **goes_on)[0] == 0
+
+
+def test_the_kind_of_dataset_may_not_change_in_mid_epoch():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(torch.ones(24, 6).unsqueeze(1))
+
+    trainer = make_trainer()
+    deal(trainer, most=1)
+    with pytest.raises(ValueError, match="num_samples=24, shuffle=True"):
+        trainer.batches(Stream(), batch_size=8)
+
+
+def test_a_schedule_by_epochs_goes_on_without_a_loop_over_epochs():
+    trainer = make_trainer(scheduler=lambda o: SCHEDULER(o, 1, gamma=0.5), scheduler_interval="epoch")
+    for expected in (0.5, 0.25):
+        deal(trainer)
+        assert trainer.optimizer.param_groups[0]["lr"] == expected
+
+
+def test_schedulers_of_another_optimizer_are_refused():
+    other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0)
+    with pytest.raises(ValueError, match="the scheduler, a StepLR, was built with another optimizer"):
+        make_trainer(scheduler=lambda _: SCHEDULER(other, 1))
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(other)
+    with pytest.raises(ValueError, match=r"stateful\['plateau'\], a ReduceLROnPlateau, was built with another"):
+        make_trainer(stateful={"plateau": plateau})
+    with pytest.raises(TypeError, match="scheduler is a int"):
+        make_trainer(scheduler=lambda _: 3)
+
+
+def test_batches_go_on_after_a_break_out_of_epochs():
+    trainer = make_trainer()
+    for _ in trainer.epochs(5):
+        deal(trainer, most=2)
+        break
+    assert deal(trainer) == [2]
+    for _ in trainer.epochs(5):
+        deal(trainer)
+        break
+    assert (trainer.epoch, deal(trainer)) == (1, [0, 1, 2])
+    assert trainer.epoch == 3
+
+
+def test_a_loop_that_was_run_already_is_refused():
+    trainer = make_trainer()
+    assert len(trainer.fit(DATA, loss, batch_size=8, epochs=2)) == 2
+    with pytest.raises(ValueError, match=r"epochs=2 is done: this Trainer is at epoch 2, after 6 steps.* epochs=4"):
+        trainer.fit(DATA, loss, batch_size=8, epochs=2)
+    assert len(trainer.fit(DATA, loss, batch_size=8, epochs=4)) == 2
+
+
+@pytest.mark.parametrize("arguments", [(2.5,), ("3",), (None,), (2, 1.5)])
+def test_epochs_and_steps_are_whole_numbers(arguments):
+    with pytest.raises(TypeError, match=r"=.* is a .*; expected a whole number"):
+        make_trainer().epochs(arguments[0], steps=arguments[-1] if len(arguments) > 1 else None)
+
+
+def test_two_loops_at_once_are_refused():
+    trainer = make_trainer()
+    for _ in trainer.epochs(1):
+        with pytest.raises(ValueError, match=r"a loop over trainer\.epochs is under way"):
+            next(trainer.epochs(2))
+        deal(trainer)
+        with pytest.raises(ValueError, match="the batches of epoch 0 have all been dealt"):
+            deal(trainer)
+    pairs = zip(trainer.batches(DATA, batch_size=8), trainer.batches(DATA, batch_size=8), strict=True)
+    next(pairs)
+    with pytest.raises(ValueError, match=r"another loop over trainer\.batches has begun since step 0 of epoch 1"):
+        next(pairs)
+
+
+def test_batches_that_the_loop_leaves_out_are_not_dealt_again(tmp_path):
+    trainer = make_trainer(directory=tmp_path)
+    batches = trainer.batches(DATA, batch_size=8)
+    first = next(batches)
+    trainer.step(loss, first)
+    assert (next(batches).step, next(batches).step) == (1, 2)
+    trainer.save()
+    batches.close()
+    resumed = make_trainer(directory=tmp_path)
+    assert deal(resumed) == [2]
