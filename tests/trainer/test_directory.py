@@ -210,3 +210,35 @@ def test_checkpoints_name_their_holder(tmp_path):
     trainer = make_trainer(tmp_path)
     assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()
     assert trainer.directory == tmp_path
+
+
+RESUMED = """
+import sys, torch, unisono
+from pathlib import Path
+from torch.utils.data import TensorDataset
+
+def nbytes(field):
+    return next(1024 * int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(field))
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(6)])
+optimizer = torch.optim.AdamW(model.parameters())
+Path("/proc/self/clear_refs").write_text("5")
+before = nbytes("VmRSS")
+trainer = unisono.Trainer(
+    model, optimizer, virtual_ranks=2, directory=sys.argv[1], progress=False, engine="collective"
+)
+print(nbytes("VmHWM") - before)
+trainer.fit(TensorDataset(torch.randn(4, 1024)), lambda m, b: m(b[0]).square().mean(1), batch_size=4, epochs=1)
+"""
+
+
+def test_a_resume_holds_a_checkpoint_once_on_each_rank(fork_ranks, tmp_path):
+    fork_ranks(2, RESUMED, tmp_path / "run")
+    (path,) = (tmp_path / "run" / "checkpoints").iterdir()
+    nbytes = sum(file.stat().st_size for file in path.iterdir())
+    assert nbytes > 70e6
+    job = fork_ranks(2, RESUMED, tmp_path / "run")
+    for rank in range(2):
+        (peak,) = map(int, job.lines(rank))
+        assert peak < 1.5 * nbytes, f"rank {rank} took {peak:,} bytes for {nbytes:,}"
