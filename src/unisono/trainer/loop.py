@@ -92,7 +92,7 @@ class Loop:
         self._asked = self._note()
         if self._keeper.writes:
             atexit.register(_rescue, weakref.ref(self))
-        self._stops = StopSignals.install(self._can_stop, self._tell) if keeps else None
+        self._stops = StopSignals.install(self._can_stop, self._warn) if keeps else None
 
     @property
     def mean_loss(self) -> float:
@@ -358,7 +358,7 @@ class Loop:
         is_looping = self._epochs is not None or self._is_dealing
         return self._is_asking or not is_looping or not (self._has_stepped or self._unknown)
 
-    def _tell(self, sentence: str) -> None:
+    def _warn(self, sentence: str) -> None:
         self._log.emit("warning", message=sentence)
 
     def _rescue(self) -> None:
@@ -377,7 +377,7 @@ class Loop:
         else:
             self._keeper.rescue(asked.place, partial(self._capture, asked))
             return
-        self._tell(
+        self._warn(
             f"steps after {self._keeper.last_step} were not saved: {why}. The next start goes on after step "
             f"{self._keeper.last_step}; checkpoints=Checkpoints(every_steps=...) loses less, and trainer.save() saves "
             "before a break."
