@@ -51,7 +51,7 @@ def test_a_name_of_a_job_is_free_without_log_files():
         ("trian.py", r"no such file: 'trian.py' .*did you mean 'train.py'\?"),
         ("nothing/at/all.py", "check the path"),
         ("package.train", "add -m if this is a module"),
-        ("folder", r"'folder' is a directory.*run 'folder/__main__.py'"),
+        ("folder", "no __main__.py in the directory 'folder'; name a script inside it"),
         ("binary", "null bytes|cannot contain null"),
         ("train.py/inside", r"no such file: 'train.py/inside'"),
         ("pipe", "not a regular file, and every rank has to read it"),
@@ -63,7 +63,6 @@ def test_a_script_that_cannot_run_is_named_with_a_remedy(tmp_path, monkeypatch, 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
     (tmp_path / "folder").mkdir()
-    (tmp_path / "folder/__main__.py").touch()
     (tmp_path / "binary").write_bytes(b"\0\0")
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises((LaunchError, SyntaxError), match=message):

@@ -1,7 +1,12 @@
 """The user's program finds itself run as Python runs it."""
 
+import json
+import py_compile
+import shutil
 import subprocess
 import sys
+import zipapp
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -227,3 +232,54 @@ def test_files_of_the_user_do_not_hide_modules_that_torch_needs(launcher):
         [command, "run", script], cwd=launcher.folder, env=launcher.environment, capture_output=True, check=True
     )
     assert (done.stdout, done.stderr) == (b"[0] ran\n", b"")
+
+
+TELL = """
+    import json, os, sys
+    import helper
+    spec = __spec__ and [__spec__.name, __spec__.origin, type(__spec__.loader).__name__]
+    facts = [sys.argv, __name__, __package__, __file__, __cached__, spec, type(__loader__).__name__, helper.WORD]
+    if os.environ.get("RANK", "0") == "0":
+        print(json.dumps([*facts, sys.path[0], sys.modules["__main__"].__dict__ is globals()]))
+"""
+
+
+def test_archives_folders_and_compiled_scripts_run_as_by_python(launcher):
+    folder = launcher.folder / "app"
+    launcher.write("app/__main__.py", TELL)
+    launcher.write("app/helper.py", "WORD = 'found'")
+    launcher.write("plain/helper.py", "WORD = 'found'")
+    launcher.write("odd/helper.py", "WORD = 'found'")
+    zipapp.create_archive(folder, launcher.folder / "app.pyz")
+    py_compile.compile(str(folder / "__main__.py"), str(launcher.folder / "plain/main.pyc"), dfile="main.py")
+    shutil.copy(launcher.folder / "plain/main.pyc", launcher.folder / "odd/compiled")
+    script = launcher.write("run.py", TELL)
+    launcher.write("helper.py", "WORD = 'found'")
+    for target in ("app", "app/", str(folder), "app.pyz", "plain/main.pyc", "odd/compiled", script):
+        done = subprocess.run(
+            [sys.executable, target, "-x"],
+            cwd=launcher.folder,
+            env=launcher.environment,
+            capture_output=True,
+            check=True,
+        )
+        result = launcher.run("run", target, "-x")
+        assert (result.stderr, result.returncode) == ("", 0)
+        assert launcher.told(result) == {0: json.loads(done.stdout)}, target
+
+
+def test_what_cannot_be_run_is_said_once(launcher):
+    (launcher.folder / "empty").mkdir()
+    zipapp.create_archive(launcher.folder / "empty", launcher.folder / "empty.pyz", main="nothing:main")
+    (launcher.folder / "old.pyc").write_bytes(b"\x00\x01\r\n" + bytes(12))
+    with zipfile.ZipFile(launcher.folder / "no_main.pyz", "w") as archive:
+        archive.writestr("other.py", "")
+    launcher.write("wrong/__main__.py", "x = = 1")
+    for target, said, code in (
+        ("empty", "unisono: there is no __main__.py in the directory 'empty'; name a script inside it", 2),
+        ("no_main.pyz", "unisono: there is no __main__.py in the archive 'no_main.pyz'", 2),
+        ("old.pyc", "unisono: 'old.pyc' was compiled by another version of Python", 2),
+        ("wrong", f'  File "{launcher.folder}/wrong', 1),
+    ):
+        result = launcher.run("run", "-n", "2", target)
+        assert (result.stderr[: len(said)], result.returncode) == (said, code)

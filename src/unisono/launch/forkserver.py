@@ -31,6 +31,7 @@ from typing import Any, NoReturn
 
 from unisono.launch.channel import Channel, Message
 from unisono.launch.environment import EVENTS_VARIABLE
+from unisono.launch.finish import Preloaded, prepare
 from unisono.launch.guardian import guard
 from unisono.launch.leftovers import Leftovers, make_scratch, remove_scratch
 from unisono.launch.limits import describe_failed_fork
@@ -65,6 +66,7 @@ class _Server:
         self._channel = channel
         self._ranks: dict[int, int] = {}  # by process id
         self._leftovers = Leftovers()
+        self._preloaded = Preloaded()
         self._guardian = -1
         self._scratch = ""
         self._refused = ""
@@ -107,6 +109,7 @@ class _Server:
         if self._program.forked:
             for name in ("torch", "torch.distributed", *message["preload"]):
                 import_module(name)
+            self._preloaded = prepare(programs=bool(set(message["preload"]) - {"torch._dynamo"}))
         # Objects that every rank shares: out of the collector's sight, ranks neither visit nor copy them.
         gc.collect()
         gc.freeze()
@@ -198,7 +201,14 @@ class _Server:
         if files.events is not None:
             environment = {**environment, EVENTS_VARIABLE: str(files.events)}
         settle(parent=server, files=files, environment=environment)
-        process = RankProcess(rank=rank, program=self._program, report=self._report, files=files, scratch=self._scratch)
+        process = RankProcess(
+            rank=rank,
+            program=self._program,
+            report=self._report,
+            files=files,
+            scratch=self._scratch,
+            preloaded=self._preloaded,
+        )
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         if not self._program.forked:
             execute(process)

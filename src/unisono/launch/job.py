@@ -9,7 +9,6 @@ import difflib
 import importlib.util
 import math
 import signal
-import stat
 import sys
 import warnings
 from collections.abc import Mapping
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from unisono.errors import LaunchError
+from unisono.launch.program import read_program
 
 __all__ = ["Job", "Output", "check_target"]
 
@@ -140,32 +140,21 @@ def check_target(job: Job) -> None:
 
 
 def _check_script(script: Path) -> None:
-    source = _read(script)
+    try:
+        source = read_program(script)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise LaunchError(f"no such file: {str(script)!r} (in {str(Path.cwd())!r}); {_suggestion(script)}") from error
+    except (OSError, ValueError) as error:  # a ValueError: a NUL in the name
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise LaunchError(f"cannot read {str(script)!r}: {reason}; make it a file that you may read") from error
+    if source is None:
+        return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # every rank gives them too
         try:
             compile(source, str(script.absolute()), "exec", dont_inherit=True)
         except ValueError as error:  # a NUL byte, for Python before 3.12
             raise LaunchError(f"{str(script)!r} is not Python source: {error}; name a .py file") from error
-
-
-def _read(script: Path) -> bytes:
-    try:
-        mode = script.stat().st_mode
-        if stat.S_ISDIR(mode):
-            inside = script / "__main__.py"
-            remedy = f"run {str(inside)!r}" if inside.is_file() else "name a script inside it"
-            raise LaunchError(f"{str(script)!r} is a directory, not a script; {remedy}, or a module with -m")
-        if not stat.S_ISREG(mode):
-            raise LaunchError(
-                f"{str(script)!r} is not a regular file, and every rank has to read it; save it as a .py file"
-            )
-        return script.read_bytes()
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise LaunchError(f"no such file: {str(script)!r} (in {str(Path.cwd())!r}); {_suggestion(script)}") from error
-    except (OSError, ValueError) as error:  # a ValueError: a NUL in the name
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise LaunchError(f"cannot read {str(script)!r}: {reason}; make it a file that you may read") from error
 
 
 def _check_module(name: str, *, folder: Path | None) -> None:

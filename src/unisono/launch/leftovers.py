@@ -92,6 +92,9 @@ def use_scratch(folder: str) -> None:
 
 def remove_scratch(folder: str) -> None:
     """Remove the folder with all that is in it. It may be gone already."""
+    if folder:
+        with suppress(OSError):  # it is empty in most jobs
+            Path(folder).rmdir()
     if folder and Path(folder).is_dir():
         import shutil  # noqa: PLC0415  rarely needed
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from unisono.errors import LaunchError
 from unisono.launch.gpus import usable_gpus
 from unisono.launch.job import Job
-from unisono.launch.source import asks_for_nccl
+from unisono.launch.source import asks_for_nccl, read_source
 
 __all__ = ["check_machine", "is_this_machine", "with_log_folder"]
 
@@ -102,7 +102,7 @@ def _is_nccl_script(job: Job, gpus: int) -> bool:
     # A backend named on the command line beats the default in the script.
     if any(name in argument for argument in job.arguments for name in ("gloo", "mpi")):
         return False
-    return asks_for_nccl(Path(job.target).read_bytes(), gpus=gpus)
+    return asks_for_nccl(read_source(job), gpus=gpus)
 
 
 def _check_port(port: int) -> None:

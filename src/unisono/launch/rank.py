@@ -1,13 +1,11 @@
 """What a forked process does to become a rank: its own place in the system, then the user's program as `__main__`.
 
-`settle` runs right after the fork; `run_program` is called from the top level of the interpreter, so that the program
-ends as any Python program does: exit handlers, threads, flushed streams. Start reading at `run_program`.
+`settle` runs right after the fork; `run_program` is called from the top level of the interpreter. Start reading there.
 """
 
 from __future__ import annotations
 
 import atexit
-import importlib.util
 import json
 import os
 import signal
@@ -15,20 +13,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from importlib.machinery import ModuleSpec, SourceFileLoader
-from pathlib import Path
-from types import CodeType, ModuleType, TracebackType
-from typing import Any, NoReturn
+from dataclasses import asdict, dataclass, field
+from typing import NoReturn
 
 from unisono.launch import backend, ending, meeting
 from unisono.launch.environment import program_arguments
 from unisono.launch.failure.account import account_of
+from unisono.launch.finish import Preloaded, finish
 from unisono.launch.hang import recorder, stacks, training
 from unisono.launch.hang.flightrecords import has_completed
 from unisono.launch.hang.page import Page
 from unisono.launch.leftovers import use_scratch
 from unisono.launch.linux import set_parent_death_signal
+from unisono.launch.program import NoProgramError, run_main, without_frames
 from unisono.machine import let_threads_finish
 
 __all__ = ["Program", "RankFiles", "RankProcess", "execute", "main", "run_program", "settle"]
@@ -89,6 +86,8 @@ class RankProcess:
     files: RankFiles
     scratch: str = ""
     """The job's folder for sockets of multiprocessing, "" for none."""
+    preloaded: Preloaded = field(default_factory=Preloaded)
+    """What was imported before the fork; nothing where the rank executes an interpreter of its own."""
 
 
 def settle(*, parent: int, files: RankFiles, environment: Mapping[str, str]) -> None:
@@ -140,46 +139,56 @@ def main() -> None:
     """Run the program in an interpreter of its own. Called by that interpreter, with the rank as JSON."""
     facts = json.loads(sys.argv[1])
     files = RankFiles(**facts["files"])
-    process = RankProcess(**{**facts, "program": Program(**facts["program"]), "files": files})
+    process = RankProcess(**{**facts, "program": Program(**facts["program"]), "files": files, "preloaded": Preloaded()})
     for file in (files.page, files.dump, files.ask, process.report):
         os.set_inheritable(file, False)
     run_program(process)
 
 
-def run_program(process: RankProcess) -> None:
-    """Run the program as `__main__` and end the interpreter as Python would.
+def run_program(process: RankProcess) -> NoReturn:
+    """Run the program as `__main__` and end this process as Python would.
 
-    Raises: SystemExit, always unless the program came to its end.
+    Raises: SystemExit where the interpreter itself has to end the process.
     """
-    program = process.program
     # Registered first, so that it runs last.
     atexit.register(let_threads_finish)
-    page = _open_up(process)
     try:
-        try:
-            _execute(program)
-        except _NoProgramError as error:
-            _tell(process, page, ModuleNotFoundError(*error.args), 2)
-            raise SystemExit(2) from None
-        except SystemExit as end:
-            if code := _exit_code(end):
-                _tell(process, page, end, code)
-            else:
-                _finish(page)
-            raise
-        except KeyboardInterrupt as interrupt:
-            _tell(process, page, interrupt, 128 + signal.SIGINT)
-            raise
-        # This is the top level of the user's program: whatever it did not catch ends here.
-        except BaseException as error:
-            error.__traceback__ = _without_frames(error.__traceback__)
-            if not _tell(process, page, error, 1) or _shows_errors_itself():
-                sys.excepthook(type(error), error, error.__traceback__)
-            raise SystemExit(1) from None
-        _finish(page)
+        code = _run(process)
     except KeyboardInterrupt:
         # Also while the failure of a peer, interrupted a moment earlier, was being shown.
-        raise SystemExit(128 + signal.SIGINT) from None
+        code = 128 + signal.SIGINT
+    # Here nothing holds the frames of the program any more.
+    finish(code, process.preloaded)
+
+
+def _run(process: RankProcess) -> int:
+    """Run the program. Returns: its exit code."""
+    program = process.program
+    page = _open_up(process)
+    try:
+        run_main(program.target, _arguments(program), module=program.module)
+    except NoProgramError as error:
+        _tell(process, page, ModuleNotFoundError(*error.args), 2)
+        return 2
+    except SystemExit as end:
+        if code := _exit_code(end):
+            _tell(process, page, end, code)
+        else:
+            _finish(page)
+        if end.code is not None and not isinstance(end.code, int):
+            print(end.code, file=sys.stderr)  # as Python does
+        return code
+    except KeyboardInterrupt as interrupt:
+        _tell(process, page, interrupt, 128 + signal.SIGINT)
+        return 128 + signal.SIGINT
+    # This is the top level of the user's program: whatever it did not catch ends here.
+    except BaseException as error:
+        error.__traceback__ = without_frames(error.__traceback__, __file__)
+        if not _tell(process, page, error, 1) or _shows_errors_itself():
+            sys.excepthook(type(error), error, error.__traceback__)
+        return 1
+    _finish(page)
+    return 0
 
 
 def _open_up(process: RankProcess) -> Page:
@@ -224,72 +233,6 @@ def _shows_errors_itself() -> bool:
     return hook is not sys.__excepthook__ and not (hook.__module__ or "").startswith("torch.distributed")
 
 
-class _NoProgramError(Exception):
-    """There is no such program."""
-
-
-def _execute(program: Program) -> None:
-    sys.argv = [program.target, *_arguments(program)]
-    main = ModuleType("__main__")
-    main.__dict__["__builtins__"] = sys.modules["builtins"]
-    code = _load_module(main, program) if program.module else _load_script(main, program)
-    # Pickle, and processes that multiprocessing starts afresh, look the program up under this name. In those its
-    # name is the second one; multiprocessing set that when it was imported, perhaps before the fork.
-    sys.modules["__main__"] = sys.modules["__mp_main__"] = main
-    exec(code, main.__dict__)
-
-
-def _load_script(main: ModuleType, program: Program) -> CodeType:
-    path = str(Path(program.target).absolute())
-    _search_first(str(Path(program.target).resolve().parent))
-    main.__file__ = path
-    main.__loader__ = SourceFileLoader("__main__", path)
-    main.__dict__["__cached__"] = None
-    return compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
-
-
-def _load_module(main: ModuleType, program: Program) -> CodeType:
-    _search_first(str(Path.cwd()))
-    spec = _find_module(program.target)
-    if spec is None or (code := _code_of(spec)) is None:
-        raise _NoProgramError(
-            f"no module named {program.target!r} that can be run; check the name, and that a package has a file "
-            "__main__.py"
-        )
-    main.__file__ = spec.origin
-    main.__loader__ = spec.loader
-    main.__package__ = spec.parent
-    main.__spec__ = spec
-    main.__dict__["__cached__"] = spec.cached
-    sys.argv[0] = spec.origin or program.target
-    return code
-
-
-def _find_module(name: str) -> ModuleSpec | None:
-    try:
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.submodule_search_locations is not None:
-            spec = importlib.util.find_spec(f"{name}.__main__")
-    except ModuleNotFoundError as error:
-        # An import inside the package that fails is the user's to see.
-        if error.name is None or not f"{name}.__main__".startswith(error.name):
-            raise
-        return None
-    return spec
-
-
-def _code_of(spec: ModuleSpec) -> CodeType | None:
-    loader: Any = spec.loader
-    code: CodeType | None = loader.get_code(spec.name) if hasattr(loader, "get_code") else None
-    return code
-
-
-def _search_first(folder: str) -> None:
-    # Python 3.11 and later leave the folder out under -P and PYTHONSAFEPATH.
-    if not getattr(sys.flags, "safe_path", False):
-        sys.path.insert(0, folder)
-
-
 def _refuse(message: str) -> NoReturn:
     # All ranks find the same; one of them says it.
     if os.environ["RANK"] == "0":
@@ -313,13 +256,3 @@ def _exit_code(end: SystemExit) -> int:
     if end.code is None:
         return 0
     return end.code & 0xFF if isinstance(end.code, int) else 1
-
-
-def _without_frames(trace: TracebackType | None) -> TracebackType | None:
-    """Drop what lies between the interpreter and the user's first frame: this file's frames and the import system's."""
-    while trace is not None:
-        file = trace.tb_frame.f_code.co_filename
-        if file not in (__file__, importlib.util.__file__) and not file.startswith("<frozen importlib"):
-            break
-        trace = trace.tb_next
-    return trace

@@ -10,7 +10,9 @@ import warnings
 from pathlib import Path
 from types import CodeType
 
+from unisono.errors import LaunchError
 from unisono.launch.job import Job
+from unisono.launch.program import read_program
 
 __all__ = ["asks_for_nccl", "modules_to_preload", "read_source", "uses_dynamo", "uses_trainer"]
 
@@ -19,19 +21,19 @@ _USERS_OF_TRAINER = re.compile(rb"\bunisono\b[\s\S]*\bTrainer\b")
 
 
 def read_source(job: Job) -> bytes:
-    """Read the program of a job; empty if it is not a file that is found without importing anything."""
+    """Read the program of a job; empty if there is no source that is found without importing anything."""
     if not job.python:
         return b""
     if job.module:
         place = Path(*job.target.split("."))
         candidates = [place.with_suffix(".py"), place / "__main__.py"]
     else:
-        candidates = [Path(job.target), Path(job.target) / "__main__.py"]
+        candidates = [Path(job.target)]
     for path in candidates:
-        if path.is_file():
+        if path.exists():
             try:
-                return path.read_bytes()
-            except OSError:  # who runs it says why
+                return read_program(path) or b""
+            except (OSError, LaunchError):  # who runs it says why
                 return b""
     return b""
 
