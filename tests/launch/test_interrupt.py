@@ -5,7 +5,8 @@ import re
 import signal
 import tempfile
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 import pytest
@@ -231,6 +232,28 @@ def test_shared_memory_with_a_name_is_removed_when_the_launcher_is_killed(launch
     job.kill()
     assert launcher.wait_until_gone() == []
     job.communicate()
+    assert_no_trace(launcher, (files, set(), name))
+
+
+@pytest.mark.usefixtures("temporary")
+def test_shared_memory_is_removed_also_when_its_helpers_have_been_killed(launcher):
+    job, lines = start(launcher, SHARING.replace("time.sleep(1000)", """import signal, sys
+        def end(*_):
+            # As on a machine with so much to do that they do not get to run in time.
+            from unisono.launch.linux import descendants
+            for pid in descendants(os.getpid()):
+                os.kill(pid, signal.SIGKILL)
+            os._exit(1)
+        signal.signal(signal.SIGINT, end)
+        print("up", flush=True)
+        time.sleep(1000)""").replace("import time", "import os, time"), ranks=1)  # fmt: skip
+    read_lines(job, 1)
+    files, _, name = traces(launcher, job, lines)
+    with closing(SharedMemory(create=True, size=64)) as ours:
+        job.send_signal(signal.SIGINT)
+        job.communicate(timeout=60)
+        assert Path(f"/dev/shm/{ours.name}").exists()
+        ours.unlink()
     assert_no_trace(launcher, (files, set(), name))
 
 

@@ -6,6 +6,7 @@ import re
 import selectors
 import signal
 import socket
+import time
 from contextlib import contextmanager, suppress
 
 import pytest
@@ -73,7 +74,7 @@ def test_jobs_are_listed_side_by_side(launcher, only):
     with running(launcher, name="train.py") as (one, _), running(launcher, name="tune.py", ranks=3) as (other, _):
         only(one.pid, other.pid)
         head, *rows = call(commands.ps)
-        assert head.split() == ["JOB", "NAME", "RANKS", "SINCE", "STEP", "DIRECTORY"]
+        assert head.split() == ["JOB", "NAME", "RANKS", "SINCE", "STEP", "LOSS", "ARGUMENTS", "DIRECTORY"]
         found = {(*row.split()[:3], row.split()[-1]) for row in rows}
         folder = str(launcher.folder)
         assert found == {(str(one.pid), "train.py", "2", folder), (str(other.pid), "tune.py", "3", folder)}
@@ -132,7 +133,7 @@ def test_a_job_whose_launcher_is_stopped_is_shown_as_such(launcher, only):
         os.kill(job.pid, signal.SIGSTOP)
         try:
             (row,) = call(commands.ps)[1:]
-            assert row.split() == [str(job.pid), "(stopped)", "-", "-", "-", str(launcher.folder)]
+            assert row.split() == [str(job.pid), "(stopped)", *"-----", str(launcher.folder)]
             for names in ([], [str(job.pid)]):
                 assert call(commands.stacks, *names).startswith(
                     f"job {job.pid} does not answer: its launcher is stopped"
@@ -140,6 +141,45 @@ def test_a_job_whose_launcher_is_stopped_is_shown_as_such(launcher, only):
         finally:
             os.kill(job.pid, signal.SIGCONT)
         assert call(commands.ps)[1].split()[:3] == [str(job.pid), "script.py", "2"]
+
+
+SWEPT = """
+    import os, sys, time
+    told = [
+        '{"event": "epoch", "epoch": 2, "epochs": 5, "steps": 12}',
+        '{"event": "step", "epoch": 2, "step": 7, "total_steps": 32, "loss": %s}' % sys.argv[2],
+    ]
+    os.write(int(os.environ["UNISONO_EVENTS_FD"]), "".join(line + "\\n" for line in told).encode())
+    time.sleep(1000)
+"""
+
+
+def test_jobs_of_a_sweep_are_told_apart_in_80_columns(launcher, only):
+    script = launcher.write("train.py", SWEPT)
+    losses = ("0.51234567", '"nan"')
+    more = ["--data", "/somewhere/with/a/rather/long/path", "--seed", "0"]
+    jobs = [launcher.start("run", script, "--lr", loss, *more) for loss in losses]
+    try:
+        only(*(job.pid for job in jobs))
+        deadline_s = time.monotonic() + 60
+        while time.monotonic() < deadline_s:
+            answers = [control.ask(job.pid, {"ask": "job"}) for job in jobs]
+            rows = [commands._row(answer) for answer in answers if answer is not None]
+            if [row[5] != "-" for row in rows] == [True, True]:
+                break
+            time.sleep(0.02)
+        assert [row[4:6] for row in rows] == [("32/60", "0.5123"), ("32/60", "nan")]
+        wide = "\n".join(call(commands.ps))
+        assert "--lr 0.51234567 --data /somewhere/with/a/rather/long/path --seed 0" in wide
+        narrow = commands._table(rows, width=80)
+        assert all(len(line) <= 80 for line in narrow)
+        assert "… --lr 0.51234567 " in narrow[1]
+        assert "nan" in narrow[2].split("…")[1]
+    finally:
+        for job in jobs:
+            job.terminate()
+        for job in jobs:
+            job.communicate(timeout=60)
 
 
 def connect(agent):

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
+import shutil
+import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +19,13 @@ from unisono.watch.figures import format_duration
 
 __all__ = ["ps", "stacks"]
 
+Row = tuple[str, ...]
+
 _PATIENCE_S = 1.0
-_COLUMNS = ("JOB", "NAME", "RANKS", "SINCE", "STEP", "DIRECTORY")
+_COLUMNS = ("JOB", "NAME", "RANKS", "SINCE", "STEP", "LOSS", "ARGUMENTS", "DIRECTORY")
+_ARGUMENTS, _DIRECTORY = 6, 7
+_LEAST = 12
+"""Characters that a directory keeps on a narrow terminal."""
 
 
 @click.command(short_help="List running jobs of this user on this machine.")
@@ -26,11 +35,69 @@ def ps() -> int:
     if not jobs and not silent:
         click.echo("no job of yours is running on this machine", err=True)
         return 0
-    rows = [_COLUMNS, *sorted([*map(_row, jobs), *map(_silent_row, silent)], key=lambda row: int(row[0]))]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS) - 1)]
-    for *cells, last in rows:
-        click.echo("  ".join([*(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)), last]))
+    rows = sorted([*map(_row, jobs), *map(_silent_row, silent)], key=lambda row: int(row[0]))
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    for line in _table(rows, width=width):
+        click.echo(line)
     return 0
+
+
+def _table(rows: Sequence[Row], *, width: int | None) -> list[str]:
+    """Lay out the table. Where it is wider than the terminal, what tells jobs apart stays.
+
+    First arguments that all jobs of a program share are left out, then directories lose their beginning, then
+    arguments their end.
+    """
+    shown = [_COLUMNS, *rows]
+    if width is not None and _width(shown) > width:
+        shown = [_COLUMNS, *_without_shared_arguments(rows)]
+    if width is not None and (over := _width(shown) - width) > 0:
+        longest = max(len(row[_DIRECTORY]) for row in shown)
+        most = max(_LEAST, longest - over)
+        shown = [(*row[:_DIRECTORY], _cut_left(row[_DIRECTORY], most)) for row in shown]
+    if width is not None and (over := _width(shown) - width) > 0:
+        most = max(len(_COLUMNS[_ARGUMENTS]), max(len(row[_ARGUMENTS]) for row in shown) - over)
+        shown = [(*row[:_ARGUMENTS], _cut_right(row[_ARGUMENTS], most), row[_DIRECTORY]) for row in shown]
+    widths = _widths(shown)
+    return ["  ".join(cell.ljust(wide) for cell, wide in zip(row, widths, strict=True)).rstrip() for row in shown]
+
+
+def _widths(rows: Sequence[Row]) -> list[int]:
+    return [max(map(len, column)) for column in zip(*rows, strict=True)]
+
+
+def _width(rows: Sequence[Row]) -> int:
+    return sum(_widths(rows)) + 2 * (len(_COLUMNS) - 1)
+
+
+def _without_shared_arguments(rows: Sequence[Row]) -> list[Row]:
+    """Leave out what stands in the arguments of all jobs of a program, if there are several."""
+    by_name: dict[str, list[list[str]]] = {}
+    for row in rows:
+        by_name.setdefault(row[1], []).append(row[_ARGUMENTS].split(" "))
+    found = []
+    for row in rows:
+        same = by_name[row[1]]
+        words = row[_ARGUMENTS].split(" ")
+        if len(same) > 1 and all(len(other) == len(words) for other in same):
+            differing = {place for place, texts in enumerate(zip(*same, strict=True)) if len(set(texts)) > 1}
+            # The flag in front of a value says what the value is.
+            kept = differing | {place - 1 for place in differing if place > 0}
+            kept = {place for place in kept if place in differing or words[place].startswith("-")}
+            text = " ".join(words[place] for place in sorted(kept))
+            short = text if len(kept) == len(words) else f"… {text}".rstrip()
+            found.append((*row[:_ARGUMENTS], short, row[_DIRECTORY]))
+        else:
+            found.append(row)
+    return found
+
+
+def _cut_left(text: str, most: int) -> str:
+    return text if len(text) <= most else f"…{text[1 - most :]}"
+
+
+def _cut_right(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 @click.command(short_help="Show where all ranks of a running job are.")
@@ -87,10 +154,19 @@ def _silent_row(agent: int) -> tuple[str, ...]:
     except OSError:
         directory = "-"
     state = read_state(agent).state
-    return str(agent), "(stopped)" if state == "stopped" else "(no answer)", "-", "-", "-", directory
+    name = "(stopped)" if state == "stopped" else "(no answer)"
+    return str(agent), name, "-", "-", "-", "-", "-", directory
 
 
 def _row(job: dict[str, Any]) -> tuple[str, ...]:
     ranks = str(job["ranks"]) if job["running"] == job["ranks"] else f"{job['running']} of {job['ranks']}"
-    step = "-" if job["step"] is None else str(job["step"])
-    return str(job["pid"]), job["name"], ranks, format_duration(time.time() - job["started_s"]), step, job["directory"]
+    step = "-" if job["step"] is None else f"{job['step']}" + (f"/{job['steps']}" if job.get("steps") else "")
+    loss = job.get("loss")
+    told = f"{loss:.4g}" if isinstance(loss, float | int) else str(loss or "-")
+    arguments = shlex.join(job.get("arguments", ())) or "-"
+    since = format_duration(time.time() - job["started_s"])
+    return str(job["pid"]), job["name"], ranks, since, step, told, _printable(arguments), job["directory"]
+
+
+def _printable(text: str) -> str:
+    return text if text.isprintable() else "".join(sign if sign.isprintable() else "?" for sign in text)

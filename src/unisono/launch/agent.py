@@ -460,14 +460,15 @@ class _Agent:
         if kind == "job":
             return {
                 "pid": os.getpid(),
-                "name": Path(job.target).name,
+                "name": Path(job.target).absolute().name,
                 "run_id": job.run_id,
                 "ranks": job.ranks,
                 "running": len(self._running),
                 "restarts": self._restarts,
                 "started_s": self._started_s,
                 "directory": str(Path.cwd()),
-                "step": self._relay.step,
+                "arguments": list(job.arguments),
+                **self._relay.progress,
             }
         if kind == "stacks":
             situations = self._generation.observer.snapshot() if self._generation is not None else []

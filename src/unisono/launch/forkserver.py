@@ -31,11 +31,12 @@ from typing import Any, NoReturn
 
 from unisono.launch.channel import Channel, Message
 from unisono.launch.environment import EVENTS_VARIABLE
+from unisono.launch.files import move_out_of_the_way
 from unisono.launch.finish import Preloaded, prepare
 from unisono.launch.guardian import guard
 from unisono.launch.leftovers import Leftovers, make_scratch, remove_scratch
 from unisono.launch.limits import describe_failed_fork
-from unisono.launch.linux import become_subreaper, end_descendants, ends_at_once, set_parent_death_signal
+from unisono.launch.linux import become_subreaper, descendants, end_descendants, ends_at_once, set_parent_death_signal
 from unisono.launch.rank import Program, RankFiles, RankProcess, execute, run_program, settle
 
 __all__ = ["main"]
@@ -170,6 +171,8 @@ class _Server:
         raise AssertionError(f"the agent sent {message}")
 
     def _signal(self, signum: int, ranks: set[int], *, group: bool) -> None:
+        if signum != signal.SIGCONT:
+            self._leftovers.look(descendants(os.getpid()))
         for pid, rank in self._ranks.items():  # none of them is reaped, so no number has a new owner
             if rank in ranks:
                 # The workers of a rank that just vanishes would complain of that, so they go with it.
@@ -198,13 +201,14 @@ class _Server:
                 self._channel.send({"type": "unstarted", "rank": rank, "problem": self._refused})
             return None
         self._give_up()
+        files = files.moved()
         if files.events is not None:
             environment = {**environment, EVENTS_VARIABLE: str(files.events)}
         settle(parent=server, files=files, environment=environment)
         process = RankProcess(
             rank=rank,
             program=self._program,
-            report=self._report,
+            report=move_out_of_the_way(self._report),
             files=files,
             scratch=self._scratch,
             preloaded=self._preloaded,

@@ -8,7 +8,9 @@ Start reading at `Leftovers`.
 from __future__ import annotations
 
 import os
+import re
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -29,6 +31,13 @@ class Leftovers:
         self._begin_s = time.time()
         self._pids: set[int] = set()
         self._sockets: set[Path] = set()
+        self._named: set[Path] = set()
+        self._seen: set[int] = set()
+
+    def look(self, pids: Iterable[int]) -> None:
+        """Remember what processes have, before they are asked to end: what helps them may end first."""
+        for pid in pids:
+            self.note(pid)
 
     def note(self, pid: int, *, hurry: bool = False) -> float:
         """Remember a process that is to be killed or has ended. Returns: the seconds for which it should live on.
@@ -38,6 +47,9 @@ class Leftovers:
         the latter has not enough time.
         """
         self._pids.add(pid)
+        if pid not in self._seen:
+            self._seen.add(pid)
+            self._named |= _mapped_names(pid)
         try:
             command = Path(f"/proc/{pid}/cmdline").read_bytes()
         except OSError:
@@ -58,6 +70,13 @@ class Leftovers:
             if maker in self._pids:
                 with suppress(OSError):
                     file.unlink()
+        # Removed by Python's resource tracker, unless that has ended too soon. The name may be another's.
+        made = [path for path in self._named if _changed_since(path, self._begin_s)]
+        if made:
+            used = set().union(*map(_mapped_names, _all_pids()))
+            for path in set(made) - used:
+                with suppress(OSError):
+                    path.unlink()
 
     def _has_unknown(self) -> bool:
         """Tell whether there are files of processes that ended unnoticed, and may have been of this job."""
@@ -99,6 +118,29 @@ def remove_scratch(folder: str) -> None:
         import shutil  # noqa: PLC0415  rarely needed
 
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _mapped_names(pid: int) -> set[Path]:
+    """Find the files of Python's named shared memory that a process has mapped."""
+    try:
+        text = Path(f"/proc/{pid}/maps").read_text(errors="replace")
+    except OSError:
+        return set()
+    return {Path(name) for name in _NAMED.findall(text)}
+
+
+_NAMED = re.compile(rf"{_SHARED_MEMORY}/psm_\w+$", re.MULTILINE)
+
+
+def _changed_since(path: Path, time_s: float) -> bool:
+    try:
+        return path.stat().st_ctime >= time_s
+    except OSError:
+        return False
+
+
+def _all_pids() -> list[int]:
+    return [int(folder.name) for folder in os.scandir("/proc") if folder.name.isdigit()]
 
 
 def _tensor_files() -> list[tuple[Path, int]]:

@@ -13,12 +13,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import NoReturn
 
 from unisono.launch import backend, ending, meeting
 from unisono.launch.environment import program_arguments
 from unisono.launch.failure.account import account_of
+from unisono.launch.files import OwnFile, move_out_of_the_way
 from unisono.launch.finish import Preloaded, finish
 from unisono.launch.hang import recorder, stacks, training
 from unisono.launch.hang.flightrecords import has_completed
@@ -67,6 +69,12 @@ class RankFiles:
     """A pipe: a byte asks for the collectives that are not finished."""
     events: int | None = None
     """Where rank 0 writes progress events."""
+
+    def moved(self) -> RankFiles:
+        """Give those that stay open in the rank high numbers, out of the program's way."""
+        events = None if self.events is None else move_out_of_the_way(self.events)
+        page, dump, ask = map(move_out_of_the_way, (self.page, self.dump, self.ask))
+        return replace(self, page=page, dump=dump, ask=ask, events=events)
 
     def close(self) -> None:
         """Close all of them in this process."""
@@ -165,26 +173,27 @@ def _run(process: RankProcess) -> int:
     """Run the program. Returns: its exit code."""
     program = process.program
     page = _open_up(process)
+    tell = partial(_tell, page, OwnFile(process.report), rank=process.rank)
     try:
         run_main(program.target, _arguments(program), module=program.module)
     except NoProgramError as error:
-        _tell(process, page, ModuleNotFoundError(*error.args), 2)
+        tell(ModuleNotFoundError(*error.args), 2)
         return 2
     except SystemExit as end:
         if code := _exit_code(end):
-            _tell(process, page, end, code)
+            tell(end, code)
         else:
             _finish(page)
         if end.code is not None and not isinstance(end.code, int):
             print(end.code, file=sys.stderr)  # as Python does
         return code
     except KeyboardInterrupt as interrupt:
-        _tell(process, page, interrupt, 128 + signal.SIGINT)
+        tell(interrupt, 128 + signal.SIGINT)
         return 128 + signal.SIGINT
     # This is the top level of the user's program: whatever it did not catch ends here.
     except BaseException as error:
         error.__traceback__ = without_frames(error.__traceback__, __file__)
-        if not _tell(process, page, error, 1) or _shows_errors_itself():
+        if not tell(error, 1) or _shows_errors_itself():
             sys.excepthook(type(error), error, error.__traceback__)
         return 1
     _finish(page)
@@ -206,7 +215,7 @@ def _open_up(process: RankProcess) -> Page:
     return page
 
 
-def _tell(process: RankProcess, page: Page, error: BaseException, code: int) -> bool:
+def _tell(page: Page, report: OwnFile, error: BaseException, code: int, *, rank: int) -> bool:
     """Tell of an error, now. Until the interpreter has shut down, peers that fail because of us may end first.
 
     Returns: False in a process that the program has forked; its end is not the rank's.
@@ -217,7 +226,8 @@ def _tell(process: RankProcess, page: Page, error: BaseException, code: int) -> 
     page.write_failure({**account_of(error), "printed": _shows_errors_itself()})
     if page.begun and not page.met and has_completed():  # in DDP, say: no call of the program told
         page.note_meeting()
-    os.write(process.report, f"{process.rank} {code} {time_ns}\n".encode())
+    if report.is_intact:  # else the program has closed it, and the end of this process tells
+        os.write(report.number, f"{rank} {code} {time_ns}\n".encode())
     return True
 
 

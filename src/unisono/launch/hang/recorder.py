@@ -22,6 +22,7 @@ from typing import Any
 from unisono.imports import when_imported
 from unisono.launch.failure.account import account_of
 from unisono.launch.failure.frames import library_of
+from unisono.launch.files import OwnFile
 from unisono.launch.hang import stacks
 from unisono.launch.hang.flightrecords import FlightRecorder, name_tensors
 from unisono.launch.hang.page import Kind, Page, describe, name_range
@@ -139,7 +140,7 @@ class Recorder:
 
     def __init__(self, page: Page, *, ask: int, dump: int) -> None:
         self._page: Page | None = page
-        self._ask, self._dump = ask, dump
+        self._ask, self._dump = OwnFile(ask), OwnFile(dump)
         self._inside = threading.local()
         self._texts: dict[Any, bytes] = {}
         self._groups: dict[str, _Group] = {}
@@ -365,7 +366,8 @@ class Recorder:
     def _answer(self) -> None:
         """Write what is unfinished each time the agent asks."""
         reader = FlightRecorder()
-        while (asked := os.read(self._ask, 64)) and (page := self._page) is not None:
+        # A program that closes all files may open its own at this number.
+        while self._ask.is_intact and (asked := os.read(self._ask.number, 64)) and (page := self._page) is not None:
             if ASK_STACKS in asked:
                 stacks.write(self._dump)
             if ASK_ERROR in asked and (error := _error_of(page.main_thread)) is not None:

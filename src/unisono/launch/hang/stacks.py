@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from unisono.launch.failure.frames import library_of
+from unisono.launch.files import OwnFile
 from unisono.launch.linux import descendants, signal_main_thread
 
 __all__ = [
@@ -113,20 +114,23 @@ def install(dump: int, *, has_thread: Callable[[], bool] = lambda: False) -> Non
     Call it in the main thread. Args: has_thread tells whether a thread of this process answers instead of the main one.
     """
 
+    file = OwnFile(dump)
+
     def answer(*_: object) -> None:
         if not has_thread():
-            write(dump)
+            write(file)
 
     faulthandler.enable(file=dump, all_threads=True)
     faulthandler.register(STACK_SIGNAL, file=dump, all_threads=False, chain=False)
     signal.signal(ASK_SIGNAL, answer)
 
 
-def write(dump: int) -> None:
-    """Write the stacks of all threads to the file."""
-    os.write(dump, _BEGIN)
-    faulthandler.dump_traceback(file=dump, all_threads=True)
-    os.write(dump, _END)
+def write(dump: OwnFile) -> None:
+    """Write the stacks of all threads to the file, if the program has not closed it."""
+    if dump.is_intact:
+        os.write(dump.number, _BEGIN)
+        faulthandler.dump_traceback(file=dump.number, all_threads=True)
+        os.write(dump.number, _END)
 
 
 class StackRequest:

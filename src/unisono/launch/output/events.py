@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from unisono.watch.progress import Progress
@@ -34,6 +34,11 @@ class EventRelay:
         """The display, once there was an event."""
         self.step: int | None = None
         """Steps of the run that are done, if rank 0 has told."""
+        self.steps: int | None = None
+        """Steps of the run at its end, if that is known."""
+        self.loss: float | str | None = None
+        """The loss of the latest step; "nan" and the like are texts."""
+        self._epoch: dict[str, Any] = {}
 
     def feed(self, data: bytes) -> None:
         """Show the events that these bytes complete."""
@@ -62,13 +67,28 @@ class EventRelay:
         except ValueError:
             event = None
         if isinstance(event, dict):
-            if isinstance(step := event.get("total_steps"), int):
-                self.step = step
+            self._note(event)
             self._open().handle(event)
         elif not self._complained:
             self._complained = True
             shown = line[:80].decode(errors="replace")
             self._complain(f"rank 0 wrote a progress event that is not a JSON object: {shown!r}; ignored")
+
+    def _note(self, event: dict[str, Any]) -> None:
+        """Keep what `unisono ps` shows."""
+        if event.get("event") == "epoch":
+            self._epoch = event
+        step: Any = event.get("total_steps")
+        if isinstance(step, int):
+            self.step = step
+        if event.get("event") == "step":
+            self.loss = event.get("loss")
+            epochs: Any = self._epoch.get("epochs")
+            steps: Any = self._epoch.get("steps")
+            epoch: Any = event.get("epoch")
+            done: Any = event.get("step")
+            if all(isinstance(number, int) for number in (epochs, steps, epoch, done, step)):
+                self.steps = step + (epochs - epoch) * steps - done - 1
 
     def _open(self) -> Progress:
         if self.display is None:

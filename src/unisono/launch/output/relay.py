@@ -21,7 +21,7 @@ from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from unisono.launch.job import Output
 from unisono.launch.output.events import EventRelay
@@ -123,9 +123,9 @@ class Relay:
         return self._logs.folder
 
     @property
-    def step(self) -> int | None:
-        """How many steps of the run are done, if rank 0 tells."""
-        return self._events.step
+    def progress(self) -> dict[str, Any]:
+        """How far the run is, if rank 0 tells: `step`, `steps` at its end, and `loss`; None for what is not known."""
+        return {"step": self._events.step, "steps": self._events.steps, "loss": self._events.loss}
 
     def open(self, rank: int, *, attempt: int = 0) -> list[int]:
         """Make the pipes of one rank. Returns: the ends to write to (stdout, stderr; events for rank 0).
