@@ -76,6 +76,15 @@ FLAGS = (
         help="Give PROGRAM --local-rank=N as its first argument, as torch.distributed.launch does.",
     ),
     Flag(
+        ["--stdin"],
+        section=_PROGRAM,
+        torchruns=False,
+        type=Reader(reading.read_count),
+        metavar="RANK",
+        help="This rank has the standard input, such as the terminal for breakpoint(); for the others it is empty.  "
+        "[with one rank: 0]",
+    ),
+    Flag(
         ["--start-method"],
         section=_PROGRAM,
         type=click.Choice(["fork", "spawn", "forkserver"]),
@@ -297,6 +306,7 @@ def job_of(given: Mapping[str, Any], command: tuple[str, ...]) -> Job:
         start_method="spawn" if given["start_method"] == "spawn" else "fork",
         preload=given["preload"],
         pass_local_rank=given["pass_local_rank"],
+        stdin=0 if given["stdin"] is None and given["nproc_per_node"] == 1 else given["stdin"],
         virtual_local_rank=given["virtual_local_rank"],
         master_port=0 if given["standalone"] else _port(given["rdzv_endpoint"], given["master_port"]),
         max_restarts=given["max_restarts"],

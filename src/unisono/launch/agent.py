@@ -300,6 +300,8 @@ class _Agent:
         self._generation = generation = Generation(job, attempt=attempt, relay=self._relay)
         for rank in range(job.ranks):
             files = generation.open(rank)
+            if rank == job.stdin and (file := _own_stdin()) is not None:
+                files["stdin"] = file
             folder = self._relay.rank_folder(rank, attempt=attempt)
             environment = rank_environment(
                 rank,
@@ -509,6 +511,17 @@ def _signals_as_bytes(signals: Iterable[int]) -> Iterator[int]:
         signal.set_wakeup_fd(earlier_file)
         os.close(read)
         os.close(write)
+
+
+def _own_stdin() -> int | None:
+    """Copy the number of standard input. None: it is closed, or a terminal that another program reads in front."""
+    with suppress(OSError):  # it is no terminal, or not the one that controls this process
+        if os.tcgetpgrp(0) != os.getpgrp():
+            return None
+    try:
+        return os.dup(0)
+    except OSError:
+        return None
 
 
 def _verdict(signum: int) -> str:

@@ -17,7 +17,7 @@ __all__ = ["Channel", "Message"]
 Message = dict[str, Any]
 
 _MOST_FILES = 64
-"""Files taken by one read. A message of ours carries three; several may have arrived."""
+"""Files taken by one read. A message of ours carries up to seven, those of a rank; several may have arrived."""
 
 
 class Channel:

@@ -90,12 +90,16 @@ class Job:
     """Where what the ranks print goes."""
     has_flags: bool = True
     """True if a command with flags started it, which reports may name, and not a call of `unisono.spawn`."""
+    stdin: int | None = None
+    """The rank that has the standard input of this process. None: it is empty for all."""
     files: tuple[int, ...] = ()
     """Open files of this process that ranks keep, by number."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self) -> None:  # noqa: PLR0912  one setting after the other
         if self.ranks < 1:
             raise ValueError(f"ranks={self.ranks}: a job has at least one rank")
+        if self.stdin is not None and not 0 <= self.stdin < self.ranks:
+            raise ValueError(f"stdin={self.stdin} is no rank: there are {self.ranks}, counted from 0")
         if self.max_restarts < 0:
             raise ValueError(f"max_restarts={self.max_restarts} must be 0 or more")
         if not 0 <= self.master_port < _PORTS:

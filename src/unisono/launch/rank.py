@@ -69,6 +69,8 @@ class RankFiles:
     """A pipe: a byte asks for the collectives that are not finished."""
     events: int | None = None
     """Where rank 0 writes progress events."""
+    stdin: int | None = None
+    """The launcher's standard input, for the rank that has it."""
 
     def moved(self) -> RankFiles:
         """Give those that stay open in the rank high numbers, out of the program's way."""
@@ -107,6 +109,10 @@ def settle(*, parent: int, files: RankFiles, environment: Mapping[str, str]) -> 
     set_parent_death_signal(signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+    if files.stdin is not None:
+        os.dup2(files.stdin, 0)
+        os.close(files.stdin)
+        sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]  # noqa: SIM115
     for source, target in ((files.stdout, 1), (files.stderr, 2)):
         os.dup2(source, target)
         os.close(source)
@@ -134,7 +140,9 @@ def execute(process: RankProcess) -> NoReturn:
         except OSError as error:
             _refuse(f"unisono: cannot execute {program.target!r}: {error.strerror}; give a program that is executable")
     kept = [
-        file for name, file in asdict(process.files).items() if name not in ("stdout", "stderr") and file is not None
+        file
+        for name, file in asdict(process.files).items()
+        if name not in ("stdin", "stdout", "stderr") and file is not None
     ]
     for file in (*kept, process.report):
         os.set_inheritable(file, True)

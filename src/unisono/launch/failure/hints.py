@@ -27,6 +27,10 @@ _HINTS = (
         ("device-side assert",),
         "the place shown may be later than the fault; run again with CUDA_LAUNCH_BLOCKING=1 for the true one",
     ),
+    (
+        ("eof when reading a line", "bdbquit"),
+        "of several ranks none has the terminal, and standard input is empty, unless `--stdin RANK` gives it to one",
+    ),
     (("too many open files",), "raise the limit with `ulimit -n`, or use fewer DataLoader workers"),
     (("address already in use",), "another process has that port; use another one, or port 0 for any that is free"),
     (
