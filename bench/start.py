@@ -26,6 +26,7 @@ from bench.rows import Goal, Row, summarise
 __all__ = ["run"]
 
 _SCRIPT = Path(__file__).parent / "scripts" / "first_all_reduce.py"
+_LAST_LINE = Path(__file__).parent / "scripts" / "last_line.py"
 _RESTART = Path(__file__).parent / "scripts" / "restart.py"
 _UNISONO = [sys.executable, "-m", "unisono"]
 _TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -45,6 +46,8 @@ def run(effort: Effort) -> Iterator[Row]:
             if not _works(ours):
                 raise CannotRun("`unisono run` does not work in this tree yet")
             yield from _starts(effort, ranks, ours, peer, stamp)
+        for ranks in (1,) if effort.quick else (1, 8):
+            yield _end(effort, ranks, Path(folder))
         yield _restart(effort, 2 if effort.quick else 4, Path(folder))
     helps = alternate(
         lambda: _seconds([*_UNISONO, "--help"]), lambda: _seconds([*_TORCHRUN, "--help"]), rounds=effort.rounds(9)
@@ -83,6 +86,31 @@ def _ratio_goal(ranks: int) -> Goal | None:
 
 def _floor_goal(ranks: int, floors: Sequence[float]) -> Goal:
     return Goal(of="ours", bound=round(statistics.median(floors) + _ABOVE_IMPORT_S[ranks], 2))
+
+
+def _end(effort: Effort, ranks: int, folder: Path) -> Row:
+    """Measure from the last line of the last rank to the end of the command."""
+
+    def side(command: Sequence[str]) -> float:
+        _seconds([*command, str(_LAST_LINE), str(folder / "last")])
+        end = time.monotonic()
+        return end - max(float((folder / f"last{rank}").read_text()) for rank in range(ranks))
+
+    pairs = alternate(
+        lambda: side([*_UNISONO, "run", "-n", str(ranks)]),
+        lambda: side([*_TORCHRUN, f"--nproc-per-node={ranks}"]),
+        rounds=effort.rounds(7),
+        warmup=1,
+    )
+    return summarise(
+        "start",
+        f"{ranks} rank{'s' * (ranks > 1)}, from the last line to the end of the command",
+        **pairs._asdict(),
+        peer_name="torchrun --standalone",
+        unit="s",
+        goal=Goal(of="ours", bound=0.15),
+        ranks=ranks,
+    )
 
 
 def _restart(effort: Effort, ranks: int, folder: Path) -> Row:

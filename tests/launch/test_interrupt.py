@@ -2,11 +2,11 @@
 
 import os
 import re
+import secrets
 import signal
 import tempfile
 import time
-from contextlib import closing, suppress
-from multiprocessing.shared_memory import SharedMemory
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -249,11 +249,14 @@ def test_shared_memory_is_removed_also_when_its_helpers_have_been_killed(launche
         time.sleep(1000)""").replace("import time", "import os, time"), ranks=1)  # fmt: skip
     read_lines(job, 1)
     files, _, name = traces(launcher, job, lines)
-    with closing(SharedMemory(create=True, size=64)) as ours:
+    others = Path(f"/dev/shm/psm_{secrets.token_hex(4)}")
+    others.touch()
+    try:
         job.send_signal(signal.SIGINT)
         job.communicate(timeout=60)
-        assert Path(f"/dev/shm/{ours.name}").exists()
-        ours.unlink()
+        assert others.exists()
+    finally:
+        others.unlink()
     assert_no_trace(launcher, (files, set(), name))
 
 

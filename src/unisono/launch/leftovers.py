@@ -121,7 +121,7 @@ def remove_scratch(folder: str) -> None:
 
 
 def _mapped_names(pid: int) -> set[Path]:
-    """Find the files of Python's named shared memory that a process has mapped."""
+    """Find the files of Python's named shared memory and semaphores that a process has mapped."""
     try:
         text = Path(f"/proc/{pid}/maps").read_text(errors="replace")
     except OSError:
@@ -129,7 +129,7 @@ def _mapped_names(pid: int) -> set[Path]:
     return {Path(name) for name in _NAMED.findall(text)}
 
 
-_NAMED = re.compile(rf"{_SHARED_MEMORY}/psm_\w+$", re.MULTILINE)
+_NAMED = re.compile(rf"{_SHARED_MEMORY}/(?:psm_|sem\.mp-)\w+$", re.MULTILINE)
 
 
 def _changed_since(path: Path, time_s: float) -> bool:
