@@ -118,7 +118,13 @@ class _Agent:
         # Not epoll: it refuses regular files, which a stream of ours may be.
         self._selector = selectors.PollSelector()
         self._relay = Relay(
-            self._selector, stdout=stdout, stderr=stderr, environment=environment, output=job.output, run_id=job.run_id
+            self._selector,
+            stdout=stdout,
+            stderr=stderr,
+            environment=environment,
+            output=job.output,
+            run_id=job.run_id,
+            stdin=job.stdin,
         )
         self._colour = wants_colour(environment, terminal=stderr.isatty())
         self._started_s = time.time()

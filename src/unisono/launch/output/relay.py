@@ -77,7 +77,7 @@ class Relay:
 
     Lines are held back for a tenth of a second at most: call `tick` when `next_deadline_s` has come.
     Args: selector is the agent's; the data of each key is the function to call when the file is ready. run_id names the
-    folder of log files. clock is the monotonic one.
+    folder of log files. stdin is the rank that has standard input, whose prompts are shown. clock is the monotonic one.
     Raises: LaunchError if the folder of log files cannot be made.
     """
 
@@ -90,6 +90,7 @@ class Relay:
         environment: Mapping[str, str],
         output: Output,
         run_id: str = "",
+        stdin: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._selector = selector
@@ -103,7 +104,7 @@ class Relay:
         self._reading = True
         self._writing: set[Sink] = set()
         # Rank 0 has the foot of the terminal or, if it is not shown, the first rank that is.
-        self._live_rank = min(output.shown or {0})
+        self._live_rank = min(output.shown or {0}) if stdin is None else stdin
         self._area = LiveArea()
         self._notice = b""
         can_draw = environment.get("TERM") not in ("dumb", "unknown")
