@@ -220,7 +220,7 @@ def restore(
         subjects.buffers.load_state_dict(transient)
     for key, optimizer in subjects.optimizers.items():
         _restore_optimizer(subjects.modules, optimizer, states[key], others["hyperparameters"][key])
-    began = others["given"]
+    began = others.get("given", {})  # an older version has not stored it
     goes_on = settings_of(subjects.optimizers, subjects.others)
     return began, overruled(began, given_by(goes_on), given_by(here))
 
@@ -271,8 +271,9 @@ def _name(names: Mapping[int, str], parameter: Tensor) -> str:
 def _empty_buffers(modules: Mapping[str, nn.Module]) -> dict[str, tuple[nn.Module, str, torch.device]]:
     """Find the buffers that are None: the module, the name there, and where the model lies."""
     return {
-        prefix + member_name(path, name): (module, name, next(root.parameters()).device)
+        prefix + member_name(path, name): (module, name, device)
         for prefix, root in modules.items()
+        for device in [next((p.device for p in root.parameters()), torch.device("cpu"))]
         for path, module in root.named_modules()
         for name, value in module._buffers.items()
         if value is None and name not in module._non_persistent_buffers_set
