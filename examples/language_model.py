@@ -66,8 +66,8 @@ class LanguageModel(nn.Module):
 
 def loss(model, batch):
     """The sum over bytes and their number: the mean is taken over all bytes of the global batch."""
-    losses = F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten(), reduction="sum")
-    return losses, batch[1].numel()
+    total = F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten(), reduction="sum")
+    return unisono.Sum(total, batch[1].numel())
 
 
 # 3. Loop.

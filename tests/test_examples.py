@@ -26,7 +26,7 @@ def test_digits_learns_resumes_and_prints_accuracy_and_digest(run_ranks, fork_ra
 
 def test_language_model_learns(run_ranks):
     lines = run_ranks(2, EXAMPLES / "language_model.py", "--steps", 12, "--batch-size", 32).lines()
-    found = re.fullmatch(r"test loss: (\d\.\d{4}) \((\d+\.\d)/(\d+)\)", lines[-2])
+    found = re.fullmatch(r"test loss: (\d\.\d{4})", lines[-2])
     assert found
     # 5.55 is what knowing nothing of 256 bytes costs.
     assert float(found[1]) < 4.5

@@ -86,7 +86,7 @@ MISTAKES = [
     ),
     (["run", "--log-dir", "logs", "--rdzv-id", "a/b", "x.py"], "run_id='a/b' cannot be the name of a log folder"),
     (["run", "no_such_script.py"], "no such file: 'no_such_script.py'"),
-    (["run", "/"], "'/' is a directory"),
+    (["run", "/"], "there is no __main__.py in the directory '/'"),
     (["run", os.devnull], "is not a regular file"),
     (["run", "-m", "no_such_module"], "no module named 'no_such_module'"),
     (["run", "--no-python", "no_such_program"], "no program named 'no_such_program'"),

@@ -70,4 +70,4 @@ def test_the_agent_draws_the_progress_of_rank_0(launcher):
     )
     assert result.returncode == 0
     assert result.stdout in ("[0-1] done\n", "[0] done\n[1] done\n", "[1] done\n[0] done\n")
-    assert "2 ranks" in result.stderr and "loss 0.25" in result.stderr
+    assert "2 ranks" in result.stderr and "loss 0.3750" in result.stderr

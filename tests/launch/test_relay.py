@@ -272,7 +272,7 @@ def test_a_new_attempt_has_pipes_files_and_events_of_its_own(job, tmp_path):
     job.write(0, b'{"event": "unknown", "total_steps": 7}\n', stream=3)
     job.write(0, b"second\n")
     job.end(0, 1)
-    assert job.relay.step == 7
+    assert job.relay.progress["step"] == 7
     assert job.out() == "[0] first\n[0] second\n"
     texts = [(job.relay.rank_folder(0, attempt=attempt) / "stdout.log").read_text() for attempt in (0, 1)]
     assert texts == ["first\n", "second\n"]

@@ -21,7 +21,7 @@ ENGINES = ("auto", "collective")
 TOLD = re.compile(r"program (\d+) = (.+)")
 
 
-PEER_FAILED = re.compile(r"refused: (UnisonoError: \[rank #, group of the Trainer\]|RuntimeError: \[\S+gloo/transport)")
+PEER_FAILED = re.compile(r"refused: (PeerError: \[rank #, group of the Trainer\]|RuntimeError: \[\S+gloo/transport)")
 """What a rank says whose peer has ended."""
 
 

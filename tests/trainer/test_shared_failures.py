@@ -110,7 +110,7 @@ os._exit(0)
     )
     assert said[1].startswith("ZeroDivisionError")
     for rank in (0, 2):
-        assert said[rank].startswith("UnisonoError")
+        assert said[rank].startswith("PeerError")
         assert "rank 1 failed while weights were written: ZeroDivisionError" in said[rank]
     assert all("an earlier step broke off" in text for text in said)
 

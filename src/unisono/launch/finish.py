@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from types import ModuleType
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 from unisono.launch.failure.frames import library_of
 
@@ -111,13 +111,16 @@ def _empty_modules(preloaded: Preloaded) -> None:
     """Drop what the program's own modules hold: first `__main__`, then the others, the latest import first."""
     modules = [sys.modules["__main__"], *_programs_modules(preloaded)]
     if _has_finalizers():
+        # The collector ends the layers of a file in any order. What a buffer holds is lost if the file under it goes
+        # first, so files of libraries stay until they are closed from the outside in.
+        files = [file for file in _open_files() if not _is_programs(sys.modules.get(type(file).__module__))]
         # As Python does: what is collected together with its module still finds all names in it.
         alive = [weakref.ref(module) for module in modules]
-        for module in modules:
-            sys.modules.pop(module.__name__, None)
-        del module
+        for name in ("__mp_main__", *(module.__name__ for module in modules)):  # the first is `__main__` again
+            sys.modules.pop(name, None)
         modules.clear()
         gc.collect()
+        del files
         modules = [kept for reference in alive if (kept := reference()) is not None]
     for module in modules:
         names = module.__dict__
@@ -136,7 +139,7 @@ def _programs_modules(preloaded: Preloaded) -> list[ModuleType]:
     return [module for module in found if _is_programs(module)]
 
 
-def _is_programs(module: ModuleType) -> bool:
+def _is_programs(module: ModuleType | None) -> bool:
     file = module.__dict__.get("__file__") if isinstance(module, ModuleType) else None
     # torch.ops has a file that is none.
     return isinstance(file, str) and file.startswith("/") and not library_of(file)
@@ -176,6 +179,16 @@ _WITHOUT_NEED = ("python", "torch", "unisono")
 
 def _write_files(*, close: bool) -> None:
     """Write what is in the buffers of files, outermost layer first, and close them if asked to."""
+    layers = (io.TextIOBase, io.BufferedIOBase, io.IOBase)
+    inner = (io.BufferedWriter, io.BufferedRandom, io.BufferedRWPair)
+    for file in sorted(_open_files(), key=lambda file: (_first(file, layers), isinstance(file, inner))):
+        with suppress(Exception):  # of a class of the program's; Python, too, says nothing here
+            if not file.closed and file.writable():
+                file.close() if close else file.flush()
+
+
+def _open_files() -> list[Any]:
+    """List all file objects, each layer by itself, except the standard streams."""
     kept = set()
     for stream in (sys.stdin, sys.stdout, sys.stderr, sys.__stdin__, sys.__stdout__, sys.__stderr__):
         buffer = getattr(stream, "buffer", None)
@@ -183,13 +196,7 @@ def _write_files(*, close: bool) -> None:
     # Not `isinstance`: that asks objects for a class that they may claim to have.
     base = io.IOBase.__base__
     assert base is not None, "the class of all files is written in C"
-    files = [found for found in gc.get_objects() if issubclass(type(found), base) and id(found) not in kept]
-    layers = (io.TextIOBase, io.BufferedIOBase, io.IOBase)
-    inner = (io.BufferedWriter, io.BufferedRandom, io.BufferedRWPair)
-    for file in sorted(files, key=lambda file: (_first(file, layers), isinstance(file, inner))):
-        with suppress(Exception):  # of a class of the program's; Python, too, says nothing here
-            if not file.closed and file.writable():
-                file.close() if close else file.flush()
+    return [found for found in gc.get_objects() if issubclass(type(found), base) and id(found) not in kept]
 
 
 def _first(file: io.IOBase, layers: tuple[type[io.IOBase], ...]) -> int:

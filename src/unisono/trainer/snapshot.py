@@ -358,6 +358,8 @@ def _placed(key: str, value: Tensor, parameter: Tensor, group: Mapping[str, Any]
     if value.dim() and value.shape == parameter.shape:
         # torch's fused kernels walk parameter, gradient and state in the order of memory.
         strides = dense_strides(parameter)
+        if value.stride() == strides and value.device == parameter.device:
+            return value
         return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=parameter.device).copy_(value)
     # As in Optimizer.load_state_dict: `step` stays on the CPU unless a kernel reads it.
     if key == "step" and not (group.get("fused") or group.get("capturable")):

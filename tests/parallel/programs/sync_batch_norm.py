@@ -253,7 +253,7 @@ def in_a_model() -> None:
 
 def the_trainer_says_no() -> None:
     model = convert_sync_batchnorm(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
-    with pytest.raises(ValueError, match=rf"'1' is a SyncBatchNorm, .* {SIZE} ranks .*revert_sync_batchnorm"):
+    with pytest.raises(ValueError, match=r"'1' is a SyncBatchNorm, .*revert_sync_batchnorm"):
         unisono.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), virtual_ranks=4)
 
 
