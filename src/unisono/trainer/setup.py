@@ -88,20 +88,6 @@ def check_arguments(
             "so must not depend on the number of ranks. Give virtual_ranks=8, and the same from then on: any number of "
             "ranks up to 8 then gives the same bits, and 1, 2, 4 or 8 share the work evenly."
         )
-    if virtual_ranks is REQUIRED or virtual_ranks is None:
-        raise TypeError(
-            "virtual_ranks is missing: the number of fixed shares of every global batch, which decides the result and "
-            "so must not depend on the number of ranks. Give virtual_ranks=8, and the same from then on: any number of "
-            "ranks up to 8 then gives the same bits, and 1, 2, 4 or 8 share the work evenly."
-        )
-    for name, value, choices in (
-        ("resume", resume, ("auto", "never", "must")),
-        ("scheduler_interval", scheduler_interval, ("step", "epoch")),
-        ("engine", engine, ("auto", "shared", "collective")),
-        ("autocast", autocast, ("bf16", "fp16", None)),
-    ):
-        if value not in choices:
-            raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}")
     whole("virtual_ranks", virtual_ranks, least=1, meant="a whole number, such as 8")
     whole("seed", seed)
     whole("threads", threads, least=1)
