@@ -27,17 +27,23 @@ def open_log(
 ) -> EventLog:
     """Open the event log of a run on rank 0; on other ranks, one that drops everything.
 
-    Progress is drawn by the launcher if it passed a pipe (UNISONO_EVENTS_FD), else here, on standard error.
+    Progress is drawn by the launcher if it passed a pipe (UNISONO_EVENTS_FD), else here, on standard error. Without
+    progress, warnings alone are written there.
     """
     if not is_main:
         return EventLog()
     path = None if directory is None else directory / "events.jsonl"
     if not progress:
-        return EventLog(path, listeners=listeners)
+        return EventLog(path, listeners=listeners, warned=_write_warning)
     fd = launcher_pipe()
     if fd is not None:
         return EventLog(path, fd=fd, listeners=listeners)
     return EventLog(path, listeners=[Progress(sys.stderr).handle, *listeners])
+
+
+def _write_warning(event: Event) -> None:
+    if event["event"] == "warning":
+        print(f"unisono: warning: {event['message']}", file=sys.stderr, flush=True)
 
 
 def announce(

@@ -242,7 +242,13 @@ class Loop:
         runner.raise_deferred()
         self._loss_sum, self._loss_weight = self._loss_sum + mean * batch.size, self._loss_weight + batch.size
         self._tell(runner, batch, name, loss=mean, lr=learning_rate)
+        if (message := runner.mode_warning(batch.epoch)) is not None:
+            self._warn(message)
         return mean
+
+    def begin_training(self, optimizer: str | None) -> None:
+        """Put what an optimizer trains into training mode, where it is in evaluation mode as a whole."""
+        self._runners[self._name(optimizer)].begin_training()
 
     def save(self) -> None:
         """Save a checkpoint now, in the background."""

@@ -25,6 +25,7 @@ from unisono.parallel.losses import loss_of
 from unisono.trainer.backward import Backward
 from unisono.trainer.fingerprint import StepFingerprint
 from unisono.trainer.loss import weighted_sum
+from unisono.trainer.modes import begin_training, idle_dropout
 from unisono.trainer.modules import foreign_parameter, lone_sample, plain_name, to_device
 from unisono.trainer.run import Run
 
@@ -84,6 +85,9 @@ class StepRunner:
         self._seen = -1
         """The version of the models' contents for which parameters were listed."""
         self._restricted = False
+        self._looked_in = -1
+        """The epoch in which the modes of modules were looked at; -1: not yet, for what is trained now."""
+        self._warned = False
         self._backward = Backward()
         self._code: Any = None
         self._watched_steps, self._watches = 0, False
@@ -146,6 +150,23 @@ class StepRunner:
     def learning_rate(self) -> float:
         """The learning rate of the optimizer's first parameter group."""
         return float(self._optimizer.param_groups[0]["lr"])
+
+    def begin_training(self) -> None:
+        """Put models with parameters of this optimizer into training mode, unless they are in it."""
+        parameters = (p for group in self._optimizer.param_groups for p in group["params"])
+        begin_training(self._modules, {id(p) for p in parameters if p.requires_grad})
+
+    def mode_warning(self, epoch: int) -> str | None:
+        """Return a warning if what the last step trained has dropout in evaluation mode; once.
+
+        It is looked at after the first step of each epoch, and after the first one that trains other parameters.
+        """
+        if epoch == self._looked_in or self._warned:
+            return None
+        self._looked_in = epoch
+        message = idle_dropout(self._modules, {id(p) for p in self._trained.parameters})
+        self._warned = message is not None
+        return message
 
     def trains(self, module: nn.Module) -> bool:
         """Whether the last step trained a parameter of this module."""
@@ -235,7 +256,7 @@ class StepRunner:
         self._trained, self._seen = Trained((), ()), version  # if the next line refuses, the next step looks again
         found = Trained(tuple(names[id(p)] for p in parameters), tuple(parameters))
         check_trained(found, self._optimizer, scaled=self.scaler is not None)
-        self._trained = found
+        self._trained, self._looked_in = found, -1
         trained = {id(p) for p in parameters}
         others = [p for m in self._modules.values() for p in m.parameters() if p.requires_grad and id(p) not in trained]
         # Gradients of parameters that this step does not train would only pile up.

@@ -71,7 +71,7 @@ class Trainer:
             host; "collective" keeps a copy for each rank, and sends gradients; "auto" takes "shared" where it can
             serve and all optimizers are torch's. Changes no bit. With "shared", write weights through the optimizer
             only, and see that your own optimizer treats each parameter by itself.
-        progress: show progress on the terminal.
+        progress: show progress on the terminal; without it, warnings alone.
         listeners: functions that rank 0 calls with each event of the run, a dict; see docs/events.md. What they raise
             comes out of the call that the event is about.
     Raises: TypeError if virtual_ranks is missing, ValueError for contradicting arguments, RankMismatchError if ranks
@@ -349,6 +349,7 @@ class Trainer:
     ) -> list[EpochResult]:
         """Train for some epochs and evaluate after each: the short form of the loop.
 
+        A model that is in evaluation mode as a whole, as from_pretrained returns it, is put into training mode.
         Args:
             validation: a dataset to evaluate on after each epoch. None: no evaluation.
             metrics: functions to evaluate there, by name. None: the loss.
@@ -360,6 +361,7 @@ class Trainer:
             return loss_of(loss(model, batch))
 
         results = []
+        self._loop.begin_training(None)
         for epoch in self.epochs(epochs, steps=steps):
             for batch in self.batches(train, batch_size=batch_size, **options):
                 self.step(loss, batch)

@@ -199,16 +199,22 @@ class EventLog:
     Cost: about 5 µs for an event of kind "step" and a file, one write to the page cache, no fsync.
     Args: path is appended to, and made with its folders if missing; fd is a blocking descriptor, and is duplicated, so
     the caller keeps (and closes) its own; listeners are called in order with the dict, under the lock, and what they
-    raise comes out of `emit`.
+    raise comes out of `emit`; so is warned, for warnings alone.
     Raises: OSError if the file cannot be opened or fd is not open.
     """
 
     def __init__(
-        self, path: Path | None = None, *, fd: int | None = None, listeners: Sequence[Callable[[Event], None]] = ()
+        self,
+        path: Path | None = None,
+        *,
+        fd: int | None = None,
+        listeners: Sequence[Callable[[Event], None]] = (),
+        warned: Callable[[Event], None] | None = None,
     ) -> None:
         # Reentrant: a listener, or a signal handler that strikes inside `emit`, may emit too.
         self._lock = threading.RLock()
         self._listeners = tuple(listeners)
+        self._warned = warned
         self._path = path
         self._file = None if path is None else _open_log(path)
         self._pipe: int | None = None
@@ -247,7 +253,7 @@ class EventLog:
         `float` reads back. Listeners get the float itself.
         Raises: TypeError for a field that JSON cannot say, such as a tensor; nothing is written then.
         """
-        if self._silent:
+        if self._silent and kind != "warning":
             return
         with self._lock:
             event = {"time": round(time.time(), 6), "event": kind, **fields}
@@ -267,6 +273,8 @@ class EventLog:
                         self._drop_file()
             for listener in self._listeners:
                 listener(event)
+            if kind == "warning" and self._warned is not None:
+                self._warned(event)
             if lost is not None:
                 self.emit(
                     "warning",
@@ -277,7 +285,7 @@ class EventLog:
         """Close the sinks. What is emitted later goes nowhere. May be called again."""
         with self._lock:
             self._silent = True
-            self._listeners = ()
+            self._listeners, self._warned = (), None
             self._drop_pipe()
             self._drop_file()
 
