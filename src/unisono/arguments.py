@@ -7,7 +7,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["choice", "flag", "real", "whole"]
+__all__ = ["choice", "flag", "real", "text", "whole"]
 
 
 def whole(name: str, value: Any, *, least: int | None = None, meant: str = "a whole number") -> int:
@@ -79,3 +79,17 @@ def choice(name: str, value: Any, choices: Sequence[str | None]) -> None:
     """
     if not any(value is each or (isinstance(value, str) and value == each) for each in choices):
         raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}")
+
+
+def text(name: str, value: Any) -> str:
+    """Read a text that is not empty.
+
+    Raises:
+        TypeError: It is no text.
+        ValueError: It is empty.
+    """
+    if not isinstance(value, str):
+        raise TypeError(f"{name}={value!r} must be a text, and is a {type(value).__name__}")
+    if not value:
+        raise ValueError(f"{name}={value!r} must not be empty")
+    return value

@@ -113,7 +113,7 @@ def test_wrong_arguments(models, options, error, message):
 
 def test_a_model_that_ddp_wraps_is_refused():
     wrapped = DistributedDataParallel.__new__(DistributedDataParallel)
-    with pytest.raises(TypeError, match=r"model is wrapped in DistributedDataParallel.*give its .module"):
+    with pytest.raises(TypeError, match=r"model is wrapped in DistributedDataParallel.*, model\.module"):
         replicate(wrapped)
 
 

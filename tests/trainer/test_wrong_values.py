@@ -13,6 +13,7 @@ from torch.nn.parallel import DataParallel
 from torch.utils.data import TensorDataset
 
 import unisono
+from unisono.errors import DataError
 from unisono.parallel import replicate
 
 DATA = TensorDataset(torch.randn(40, 4, generator=torch.Generator().manual_seed(1)), torch.arange(40) % 3)
@@ -37,6 +38,21 @@ def with_model(**options):
 
 def batches(**options):
     return next(make_trainer().batches(DATA, **{"batch_size": 8, **options}))
+
+
+def fit(train=DATA, loss=per_sample, trainer=None, **options):
+    """A run whose first epoch says so: what is refused has to be refused before."""
+
+    def seen(model, batch):
+        raise AssertionError("training has begun")
+
+    loss = seen if loss is per_sample else loss
+    return (trainer or with_model()).fit(train, loss, **{"batch_size": 8, "epochs": 1, **options})
+
+
+def two_optimizers():
+    models = {"g": nn.Linear(4, 3), "d": nn.Linear(4, 3)}
+    return make_trainer(models, optimizer={k: torch.optim.SGD(m.parameters(), lr=0.1) for k, m in models.items()})
 
 
 def evaluate(function=per_sample, **options):
@@ -104,6 +120,34 @@ EVALUATE = [
     ({"batch_size": "8"}, TypeError, "batch_size='8' must be "),
     ({"ema": "yes"}, TypeError, "ema='yes' must be "),
     ({"function": DATA}, TypeError, "the evaluated function is a TensorDataset, which cannot be called"),
+    ({"name": 3}, TypeError, "name=3 must be a text, and is a int"),
+    ({"name": None}, TypeError, "name=None must be "),
+    ({"name": ""}, ValueError, "name='' must not be empty"),
+]
+FIT = [
+    ({"metrics": [per_sample], "validation": DATA}, TypeError, "metrics is a list; give functions by name, as {"),
+    (
+        {"metrics": {"accuracy": 3}, "validation": DATA},
+        TypeError,
+        "metrics['accuracy'] is a int, which cannot be called",
+    ),
+    (
+        {"metrics": {1: per_sample}, "validation": DATA},
+        TypeError,
+        "metrics has the key 1; functions are given by",
+    ),
+    ({"metrics": {"accuracy": per_sample}}, ValueError, "give validation=dataset as well"),
+    ({"validation": 3}, TypeError, "a int is no map-style dataset"),
+    ({"validation": []}, DataError, "the dataset (list) is empty"),
+    ({"validation": {"test": DATA}}, TypeError, "the dataset is a dict with the keys 'test': give one of its values"),
+    ({"validation": TensorDataset}, TypeError, "the dataset is the class TensorDataset, not called"),
+    ({"train": {"train": DATA, "test": DATA}}, TypeError, "the dataset is a dict with the keys 'train', 'test': give"),
+    ({"train": "data/train"}, TypeError, "a str is no map-style dataset"),
+    ({"loss": 3}, TypeError, "the loss function is a int, which cannot"),
+    ({"batch_size": "8", "validation": DATA}, TypeError, "batch_size='8' must be "),
+    ({"epochs": "2", "validation": DATA}, TypeError, "epochs='2' must be "),
+    ({"workers": -1, "validation": DATA}, ValueError, "workers=-1 must be 0"),
+    ({"trainer": two_optimizers()}, ValueError, "fit takes steps of one optimizer, and Trainer was given 'g', 'd'"),
 ]
 CHECKPOINTS = [
     ({"every_steps": "10"}, TypeError, "every_steps='10' must be a whole number of steps, or None, and is a str"),
@@ -119,6 +163,7 @@ CASES = [
         (make_trainer, TRAINER),
         (batches, BATCHES),
         (evaluate, EVALUATE),
+        (fit, FIT),
         (unisono.Checkpoints, CHECKPOINTS),
     )
     for case in cases

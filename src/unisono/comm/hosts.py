@@ -90,8 +90,8 @@ def choose_backend(
             )
         if shared:
             raise LaunchError(
-                f"{name_ranks(shared)} share a GPU, which nccl does not serve: start one rank per GPU, or use "
-                'backend="gloo"'
+                f"{name_ranks(shared)} share a GPU, which nccl does not serve: start one rank per GPU, and leave "
+                'the number out of device="cuda:0"; or use backend="gloo"'
             )
     if asked[0] != "auto":
         return asked[0], None

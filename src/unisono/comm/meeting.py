@@ -214,9 +214,6 @@ def _who(init_method: str | None, *, rank: int | None, world_size: int | None, p
     if rank is None or world_size is None:
         given, other = ("rank", "world_size") if world_size is None else ("world_size", "rank")
         raise ValueError(f"{given} is given and {other} is not: give both, or neither under a launcher")
-    for name, number in (("rank", rank), ("world_size", world_size)):
-        if isinstance(number, bool) or not isinstance(number, int):
-            raise TypeError(f"{name}={number!r} must be a whole number")
     if world_size < 1 or not 0 <= rank < world_size:
         raise ValueError(
             f"rank={rank} and world_size={world_size} do not fit: ranks count from 0, so rank is one of "

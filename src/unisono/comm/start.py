@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from unisono.arguments import whole
 from unisono.comm.hosts import CPU_BACKEND_VARIABLE, choose_backend, own_gpu, own_host, seats_of
 from unisono.comm.job import Job, Life, current_job, current_life, refuse_lone_rank, remember, store_of
 from unisono.comm.meeting import Board, Meeting, open_meeting
@@ -72,6 +73,10 @@ def init(
         raise TypeError(f'backend={backend!r} must be a name such as "auto", "gloo", "nccl" or "shm"')
     if not isinstance(init_method, (str, type(None))):
         raise TypeError(f"init_method={init_method!r} must be a text: env://, tcp://host:port or file:///path")
+    if store is not None and not isinstance(store, dist.Store):  # type: ignore[attr-defined]
+        raise TypeError(f"store is a {type(store).__name__}; give a store of torch.distributed, such as a TCPStore")
+    rank = None if rank is None else whole("rank", rank)
+    world_size = None if world_size is None else whole("world_size", world_size)
     backend = backend.lower()
     life = current_life()
     if life is not None and life.pid != os.getpid():
@@ -156,6 +161,8 @@ def choose_device(device: str | torch.device | None, backend: str, *, local_rank
         device = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ValueError(f'device={device!r} is no device: give "cpu", "cuda", "cuda:1" or None') from error
+    if device.type == "meta":
+        raise ValueError('device="meta" computes nothing: give "cpu", "cuda", "cuda:1" or None')
     if device.type != "cuda":
         return device
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0

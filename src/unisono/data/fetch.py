@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default
 from unisono.plan import derive_key
 from unisono.state.random import set_generators
 
-__all__ = ["Collate", "Fetcher", "Reader", "Task", "as_it_is"]
+__all__ = ["Collate", "Fetcher", "Reader", "Task", "as_it_is", "check_collate"]
 
 Collate = Callable[[list[Any]], Any]
 
@@ -102,6 +102,16 @@ class Reader:
 def as_it_is(item: Any) -> Any:
     """Take the place of collate_fn where items are batches already; a function that worker processes can be sent."""
     return item
+
+
+def check_collate(collate_fn: Any) -> None:
+    """Refuse what cannot collate.
+
+    Raises:
+        TypeError: It is neither None nor a function.
+    """
+    if collate_fn is not None and not callable(collate_fn):
+        raise TypeError(f"collate_fn is a {type(collate_fn).__name__}; give a function of a list of samples")
 
 
 def _whole_tensors(dataset: Any) -> tuple[Sequence[Tensor] | None, Tensor | None]:

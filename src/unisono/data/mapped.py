@@ -6,7 +6,7 @@ read in this process or in worker processes of torch's DataLoader, which give th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -156,7 +156,12 @@ def map_length(dataset: Any) -> int:
 
     Raises: TypeError for something that is no map-style dataset, DataError for an empty one.
     """
-    if isinstance(dataset, (DataLoader, IterableDataset)) or not hasattr(dataset, "__getitem__"):
+    if isinstance(dataset, type):
+        raise TypeError(f"the dataset is the class {dataset.__name__}, not called: give an object of it")
+    if isinstance(dataset, Mapping) and 0 not in dataset:
+        keys = ", ".join(map(repr, list(dataset)[:4]))
+        raise TypeError(f"the dataset is a {type(dataset).__name__} with the keys {keys}: give one of its values")
+    if isinstance(dataset, (DataLoader, IterableDataset, str, bytes)) or not hasattr(dataset, "__getitem__"):
         raise TypeError(
             f"a {type(dataset).__name__} is no map-style dataset: give the dataset itself, with __len__ and "
             "__getitem__, or an IterableDataset; batches, order, workers and ranks are looked after here."

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from unisono.data.fetch import Collate
+from unisono.arguments import flag
+from unisono.data.fetch import Collate, check_collate
 from unisono.data.place import check_whole
 from unisono.plan import even_range, even_steps
 
@@ -40,6 +41,9 @@ class DealSettings:
 
     def __post_init__(self) -> None:
         check_whole(batch_size=self.batch_size, seed=self.seed, workers=self.workers)
+        for name in ("shuffle", "drop_last", "pin_memory"):
+            flag(name, getattr(self, name))
+        check_collate(self.collate_fn)
         if self.batch_size < self.ranks:
             raise ValueError(
                 f"batch_size={self.batch_size} is smaller than the number of ranks, {self.ranks}: it counts the "

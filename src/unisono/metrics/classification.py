@@ -11,6 +11,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
+from unisono.arguments import real, whole
 from unisono.metrics.accumulator import Accumulator
 from unisono.metrics.metric import Metric
 
@@ -29,7 +30,8 @@ class Accuracy(Accumulator[Metric]):
     """
 
     def __init__(self, k: int = 1, *, ignore_index: int | None = None, threshold: float | None = None) -> None:
-        _check_whole(k, "k", least=1)
+        k = whole("k", k, least=1)
+        ignore_index, threshold = _options(ignore_index, threshold)
         if k > 1 and threshold is not None:
             raise ValueError(f"k={k} and threshold={threshold} contradict each other: a threshold is for two classes")
         self.k, self.ignore_index, self.threshold = k, ignore_index, threshold
@@ -157,7 +159,8 @@ class ConfusionCounts(Accumulator[Confusion]):
     """
 
     def __init__(self, num_classes: int, *, ignore_index: int | None = None, threshold: float | None = None) -> None:
-        _check_whole(num_classes, "num_classes", least=2)
+        num_classes = whole("num_classes", num_classes, least=2)
+        ignore_index, threshold = _options(ignore_index, threshold)
         if threshold is not None and num_classes != 2:
             raise ValueError(f"threshold={threshold} is for two classes, and num_classes={num_classes}: give scores")
         self.num_classes, self.ignore_index, self.threshold = num_classes, ignore_index, threshold
@@ -245,11 +248,11 @@ def _check_tensors(predictions: Tensor, targets: Tensor) -> None:
             raise TypeError(f"{name} are of type {type(given).__name__}: give a tensor, such as torch.as_tensor(...)")
 
 
-def _check_whole(number: int, name: str, *, least: int) -> None:
-    if not isinstance(number, int):
-        raise TypeError(f"{name}={number!r} must be a whole number")
-    if number < least:
-        raise ValueError(f"{name}={number} must be {least} or more")
+def _options(ignore_index: int | None, threshold: float | None) -> tuple[int | None, float | None]:
+    return (
+        None if ignore_index is None else whole("ignore_index", ignore_index, meant="a class number, or None"),
+        None if threshold is None else real("threshold", threshold),
+    )
 
 
 def _unfit(predictions: Tensor, targets: Tensor, expected: str) -> str:

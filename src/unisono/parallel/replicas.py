@@ -6,6 +6,7 @@ for one process is a loop for many. Which samples a rank gets is the loader's af
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,8 +15,8 @@ from typing import Any, NoReturn, Protocol
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
+from unisono.arguments import flag
 from unisono.comm.job import require_group
 from unisono.comm.link import link_of
 from unisono.comm.making import make_on_all
@@ -27,6 +28,7 @@ from unisono.parallel.buffers import BufferMode
 from unisono.parallel.comm_hooks import CommHook, hook_and_state
 from unisono.parallel.lane import Lane
 from unisono.parallel.reducer import Reducer, Settings
+from unisono.parallel.wrapped import wrapper_of
 
 __all__ = ["Replicas", "Stateful", "replicate"]
 
@@ -98,6 +100,13 @@ def replicate(
             comm_hook=comm_hook,
             buffers=buffers,
         )
+        for name, value in (
+            ("average", average),
+            ("check", check),
+            ("static_graph", static_graph),
+            ("overlap", overlap),
+        ):
+            flag(name, value)
         if buffers not in ("broadcast", "mean", None):
             raise ValueError(f'buffers={buffers!r} must be "broadcast", "mean" or None')
         if comm_hook is not None:
@@ -333,21 +342,32 @@ def _named(models: Models) -> dict[str, nn.Module]:
     if isinstance(models, nn.Module):
         found: dict[str, Any] = {"model": models}
     elif isinstance(models, Mapping):
-        found = {str(name): model for name, model in models.items()}
+        found = dict(models)
     elif isinstance(models, list | tuple):
         found = {f"model {i}": model for i, model in enumerate(models)}
     else:
-        raise TypeError(f"models is a {type(models).__name__}: give a module, or a list or dict of modules")
+        if isinstance(models, Replicas):
+            raise TypeError("models is the handle that replicate() returned: give the model itself, and once")
+        raise TypeError(f"models is {_what(models)}: give a module, or a list or dict of modules")
     for name, model in found.items():
-        if isinstance(model, DistributedDataParallel):
-            raise TypeError(
-                f"{name} is wrapped in DistributedDataParallel, which reduces gradients too: give its .module"
-            )
+        if not isinstance(name, str):
+            raise TypeError(f"models has the key {name!r}; models are given by names, which are strings")
         if not isinstance(model, nn.Module):
-            raise TypeError(f"{name} is a {type(model).__name__}, and must be a torch.nn.Module")
+            raise TypeError(f"{name} is {_what(model)}, and must be a torch.nn.Module")
+        for path, module in model.named_modules(prefix=name):
+            wrapper = wrapper_of(module, path)
+            if wrapper is not None:
+                raise TypeError(
+                    f"{path} is wrapped in {wrapper[0]}, which looks after gradients or parameters too: give replicate "
+                    f"{wrapper[1]}"
+                )
     if not found:
         raise ValueError("no model was given")
     return found
+
+
+def _what(given: object) -> str:
+    return f"the class {given.__name__}, not called" if isinstance(given, type) else f"a {type(given).__name__}"
 
 
 def _timeout(timeout: timedelta | float | None) -> timedelta | None:
@@ -357,6 +377,8 @@ def _timeout(timeout: timedelta | float | None) -> timedelta | None:
     if not isinstance(timeout, timedelta):
         if isinstance(timeout, bool) or not isinstance(timeout, int | float):
             raise TypeError(f"timeout={timeout!r} must be a number of seconds, a timedelta, or None for the group's")
+        if not math.isfinite(timeout):
+            raise ValueError(f"timeout={timeout} must be a finite number of seconds; None takes the group's")
         timeout = timedelta(seconds=timeout)
     if timeout <= timedelta(0):
         raise ValueError(f"timeout={timeout.total_seconds():g} s must be positive; None takes the group's")

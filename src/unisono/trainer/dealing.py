@@ -10,6 +10,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from unisono.arguments import flag, whole
+from unisono.data.fetch import check_collate
 from unisono.data.mapped import Loader, LoaderSettings
 from unisono.data.stream import StreamLoader
 from unisono.trainer.run import Run
@@ -40,9 +41,7 @@ class Dealer:
         flag("drop_last", settings["drop_last"])
         if shuffle is not None:
             flag("shuffle", shuffle)
-        collate_fn = settings["collate_fn"]
-        if collate_fn is not None and not callable(collate_fn):
-            raise TypeError(f"collate_fn is a {type(collate_fn).__name__}; give a function of a list of samples")
+        check_collate(settings["collate_fn"])
         stream = isinstance(dataset, IterableDataset)
         full = LoaderSettings(
             virtual_ranks=self._run.virtual_ranks,
@@ -53,7 +52,8 @@ class Dealer:
             **settings,
         )
         # The loader keeps the dataset alive, so its id belongs to no other while the entry is here. It may have grown.
-        key = (id(dataset), len(dataset) if hasattr(dataset, "__len__") else None, full)
+        length = len(dataset) if hasattr(dataset, "__len__") and not isinstance(dataset, type) else None
+        key = (id(dataset), length, full)
         if key not in self._loaders:
             loader = StreamLoader(dataset, full) if stream else Loader(dataset, full)
             check_equal_data(self._run.world, loader.num_samples, full)

@@ -17,10 +17,12 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from unisono.arguments import flag, whole
+from unisono.arguments import flag, text, whole
 from unisono.comm.user_function import refuse_inside
 from unisono.data.batch import Batch
 from unisono.data.fetch import Collate
+from unisono.data.mapped import Loader
+from unisono.data.stream import StreamLoader
 from unisono.engine import EngineKind
 from unisono.parallel.losses import loss_of
 from unisono.state.digest import digest
@@ -34,7 +36,7 @@ from unisono.trainer.finding import Resume
 from unisono.trainer.fingerprint import intent_of_call
 from unisono.trainer.loop import Loop
 from unisono.trainer.modules import evaluating, lone_samples_warning
-from unisono.trainer.setup import REQUIRED, check_arguments
+from unisono.trainer.setup import REQUIRED, check_arguments, check_fit
 from unisono.trainer.snapshot import Stateful, model_tensors, optimizer_state
 from unisono.trainer.step import Loss
 from unisono.watch import Event
@@ -314,19 +316,17 @@ class Trainer:
                 "trainer.evaluate(function, dataset) takes a function of the model and a micro-batch first"
             )
         flag("ema", ema)
+        name = text("name", name)
         if batch_size is not None:
             batch_size = whole("batch_size", batch_size, least=1)
         started_s = time.monotonic()
         self._compare(f"trainer.evaluate(name={name!r}, ema={ema})")
-        loader = self._dealer.loader(
+        loader = self._test_loader(
             dataset,
-            stream="evaluate",
             batch_size=batch_size or self._cursor.batch_size or 32 * self.virtual_ranks,
-            shuffle=False,
             micro_batch_size=micro_batch_size,
             workers=workers,
             collate_fn=collate_fn,
-            drop_last=False,
         )
         models = self._averaged_model() if ema else self.model
         with evaluating(self._subjects.averages if ema else self._modules):
@@ -355,19 +355,26 @@ class Trainer:
             metrics: functions to evaluate there, by name. None: the loss.
             options: further arguments of `batches`.
         Returns: what each epoch of this call came to; none if the directory's run was over already.
+        Raises: as `batches`, `step` and `evaluate`; ValueError if Trainer was given several optimizers.
         """
+        refuse_inside("trainer.fit")
+        check_fit(loss, metrics, validation=validation, optimizer=self.optimizer)
+        batch_size = whole("batch_size", batch_size, least=1)
+        shared = {key: options[key] for key in ("micro_batch_size", "workers", "collate_fn") if key in options}
 
         def loss_alone(model: Any, batch: Any) -> Any:
             return loss_of(loss(model, batch))
 
         results = []
+        left = self.epochs(epochs, steps=steps)
+        if validation is not None:
+            self._test_loader(validation, batch_size=batch_size, **shared)  # or an error, and not after an epoch
         self._loop.begin_training(None)
-        for epoch in self.epochs(epochs, steps=steps):
+        for epoch in left:
             for batch in self.batches(train, batch_size=batch_size, **options):
                 self.step(loss, batch)
             values = {}
             if validation is not None:
-                shared = {key: options[key] for key in ("micro_batch_size", "workers", "collate_fn") if key in options}
                 for name, function in (metrics or {"validation loss": loss_alone}).items():
                     values[name] = self.evaluate(function, validation, name=name, **shared)
             results.append(EpochResult(epoch=epoch, loss=self._loop.mean_loss, validation=values))
@@ -396,6 +403,26 @@ class Trainer:
         cursor = self._cursor
         intent = intent_of_call(call, epoch=cursor.epoch, step=cursor.step, total_steps=cursor.total_steps)
         self._comparison.meet(intent)
+
+    def _test_loader(
+        self,
+        dataset: Any,
+        *,
+        batch_size: int,
+        micro_batch_size: int | None = None,
+        workers: int = 0,
+        collate_fn: Collate | None = None,
+    ) -> Loader | StreamLoader:
+        return self._dealer.loader(
+            dataset,
+            stream="evaluate",
+            batch_size=batch_size,
+            shuffle=False,
+            micro_batch_size=micro_batch_size,
+            workers=workers,
+            collate_fn=collate_fn,
+            drop_last=False,
+        )
 
     def _averaged_model(self) -> Any:
         if not self._averages:

@@ -10,18 +10,9 @@ from torch import nn
 from unisono.engine.watching import watchers_of
 from unisono.parallel import Replicas
 from unisono.parallel.reducer import Reducer
+from unisono.parallel.wrapped import wrapper_of
 
 __all__ = ["check_models", "unwrapped_optimizer"]
-
-_WRAPPERS = {
-    ("torch", "DistributedDataParallel"): "the module in it, {name}.module",
-    ("torch", "DataParallel"): "the module in it, {name}.module, and start a rank for each device",
-    ("torch", "FullyShardedDataParallel"): "the model as it was before it was sharded",
-    ("torch", "FSDPModule"): "the model as it was before fully_shard",
-    ("lightning_fabric", "_FabricModule"): "the module in it, {name}.module",
-    ("lightning", "_FabricModule"): "the module in it, {name}.module",
-}
-"""By names, since asking for the classes would import their libraries."""
 
 
 def check_models(model: Any) -> None:
@@ -68,13 +59,12 @@ def check_models(model: Any) -> None:
 
 
 def _check_module(module: nn.Module, name: str) -> None:
-    for base in type(module).__mro__:
-        remedy = _WRAPPERS.get((base.__module__.partition(".")[0], base.__name__))
-        if remedy is not None:
-            raise ValueError(
-                f"{name!r} is wrapped in {base.__name__}, which looks after gradients or parameters itself, as the "
-                f"Trainer does: give Trainer {remedy.format(name=name)}."
-            )
+    wrapper = wrapper_of(module, name)
+    if wrapper is not None:
+        raise ValueError(
+            f"{name!r} is wrapped in {wrapper[0]}, which looks after gradients or parameters itself, as the Trainer "
+            f"does: give Trainer {wrapper[1]}."
+        )
 
 
 def unwrapped_optimizer(optimizer: Any) -> Any:

@@ -1,0 +1,33 @@
+"""Models that another library has wrapped or sharded, known by the names of their classes, so that none is imported."""
+
+from __future__ import annotations
+
+from torch import nn
+
+__all__ = ["wrapper_of"]
+
+_WRAPPERS = {
+    ("torch", "DistributedDataParallel"): "the module in it, {name}.module",
+    ("torch", "DataParallel"): "the module in it, {name}.module, and start a rank for each device",
+    ("torch", "FullyShardedDataParallel"): "the model as it was before it was sharded",
+    ("torch", "FSDPModule"): "the model as it was before fully_shard",
+    ("lightning_fabric", "_FabricModule"): "the module in it, {name}.module",
+    ("lightning", "_FabricModule"): "the module in it, {name}.module",
+}
+
+
+def wrapper_of(module: nn.Module, name: str) -> tuple[str, str] | None:
+    """Find out whether another library looks after the gradients or parameters of a module.
+
+    Args:
+        module: the module; those below it are not looked at.
+        name: how the user knows it, for the remedy.
+
+    Returns:
+        The wrapper's name and what to give in place of the module; None if it is not wrapped.
+    """
+    for base in type(module).__mro__:
+        remedy = _WRAPPERS.get((base.__module__.partition(".")[0], base.__name__))
+        if remedy is not None:
+            return base.__name__, remedy.format(name=name)
+    return None
