@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono.launch.failure.memory import MemoryCounters, evidence, read_counters
+from unisono.memory import MemoryCounters, evidence, read_counters
 
 LIMIT = 64 << 20
 MOUNT = Path("/sys/fs/cgroup")
@@ -165,7 +165,7 @@ def small_group():
 _KILLED_FOR_MEMORY = """
 import os, sys
 from pathlib import Path
-from unisono.launch.failure.memory import evidence, read_counters
+from unisono.memory import evidence, read_counters
 
 group, limit = Path(sys.argv[1]), int(sys.argv[2])
 try:

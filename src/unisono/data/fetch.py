@@ -6,17 +6,17 @@ epoch, step, virtual rank). So augmentation does not depend on which worker of w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 from unisono.plan import derive_key
 from unisono.state.random import set_generators
 
-__all__ = ["Collate", "Fetcher", "Reader", "Task", "as_it_is", "check_collate"]
+__all__ = ["Collate", "Fetcher", "Task", "check_collate"]
 
 Collate = Callable[[list[Any]], Any]
 
@@ -68,40 +68,6 @@ class Fetcher(Dataset[Any]):
 
     def _set_generators(self, use: str, *coordinates: int) -> None:
         set_generators(derive_key(self.seed, f"{self.stream}/{use}", *coordinates))
-
-
-class Reader:
-    """Fetches tasks in their order, in this process or in worker processes, which live on from epoch to epoch.
-
-    Args: tasks are iterated over anew for each iteration. workers is their number; 0 reads in this process.
-    """
-
-    def __init__(self, fetcher: Fetcher, tasks: Iterable[Task], *, workers: int, pin_memory: bool) -> None:
-        self._fetcher, self._tasks, self._num_workers, self._pin_memory = fetcher, tasks, workers, pin_memory
-        self._workers: DataLoader[Any] | None = None
-
-    def __iter__(self) -> Iterator[tuple[list[int], Any]]:
-        """Give the indices and items of each task."""
-        if not self._num_workers:
-            return (self._fetcher[task] for task in self._tasks)
-        if self._workers is None:
-            self._workers = DataLoader(
-                self._fetcher,
-                batch_size=None,
-                sampler=self._tasks,
-                num_workers=self._num_workers,
-                collate_fn=as_it_is,
-                pin_memory=self._pin_memory,
-                persistent_workers=True,
-                # Else the loader would draw a seed from the generator of the training loop.
-                generator=torch.Generator(),
-            )
-        return iter(self._workers)
-
-
-def as_it_is(item: Any) -> Any:
-    """Take the place of collate_fn where items are batches already; a function that worker processes can be sent."""
-    return item
 
 
 def check_collate(collate_fn: Any) -> None:

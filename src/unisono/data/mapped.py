@@ -6,7 +6,7 @@ read in this process or in worker processes of torch's DataLoader, which give th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from unisono.data.batch import Batch, MicroBatch, Share
-from unisono.data.fetch import Collate, Fetcher, Reader, Task
+from unisono.data.fetch import Collate, Fetcher, Task
+from unisono.data.workers import Reader, warn_on_stderr
 from unisono.errors import DataError
 from unisono.plan import num_steps, permute, share_positions, step_size
 
@@ -56,7 +57,7 @@ class LoaderSettings:
 class Loader:
     """This rank's part of every batch of a map-style dataset."""
 
-    def __init__(self, dataset: Any, settings: LoaderSettings) -> None:
+    def __init__(self, dataset: Any, settings: LoaderSettings, *, tell: Callable[[str], None] = warn_on_stderr) -> None:
         check_settings(settings)
         length = map_length(dataset)
         self.num_samples: int = whole_batches(length, settings.batch_size) if settings.drop_last else length
@@ -66,7 +67,7 @@ class Loader:
         self._settings = settings
         fetcher = Fetcher(dataset, collate_fn=settings.collate_fn, seed=settings.seed, stream=settings.stream)
         self._tasks = _Tasks(settings, self.num_samples, length)
-        self._reader = Reader(fetcher, self._tasks, workers=settings.workers, pin_memory=settings.pin_memory)
+        self._reader = Reader(fetcher, self._tasks, workers=settings.workers, pin_memory=settings.pin_memory, tell=tell)
 
     @property
     def dealt(self) -> dict[str, Any]:

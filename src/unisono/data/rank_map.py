@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
-from unisono.data.fetch import Fetcher, Reader, Task
+from unisono.data.fetch import Fetcher, Task
 from unisono.data.mapped import map_length, whole_batches
 from unisono.data.place import Place
 from unisono.data.portion import DealSettings, Portion
+from unisono.data.workers import Reader
 from unisono.plan import permute
 
 __all__ = ["MapSource"]

@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import IterableDataset, default_collate
 
-from unisono.data.fetch import as_it_is
 from unisono.data.mapped import whole_batches
 from unisono.data.place import Place
 from unisono.data.portion import DealSettings, Portion
+from unisono.data.workers import Workers
 from unisono.errors import DataError
 from unisono.plan import derive_key
 from unisono.state.random import set_generators
@@ -43,16 +42,7 @@ class StreamSource:
         if not self._settings.workers:
             return iter(self._reader)
         # A second worker would read the whole stream once more: one reads ahead of the training.
-        return iter(
-            DataLoader(
-                self._reader,
-                batch_size=None,
-                num_workers=1,
-                collate_fn=as_it_is,
-                pin_memory=self._settings.pin_memory,
-                generator=torch.Generator(),
-            )
-        )
+        return iter(Workers(self._reader, tasks=None, number=1, pin_memory=self._settings.pin_memory))
 
 
 class _Reader(IterableDataset[Portion]):

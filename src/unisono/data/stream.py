@@ -9,15 +9,14 @@ before each sample. There is no shuffling, and a resume in mid-epoch reads up to
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import IterableDataset, default_collate
 
 from unisono.data.batch import Batch, MicroBatch, Share
-from unisono.data.fetch import as_it_is
 from unisono.data.mapped import LoaderSettings, check_settings
+from unisono.data.workers import Workers, warn_on_stderr
 from unisono.errors import DataError
 from unisono.plan import derive_key, num_steps
 from unisono.state.random import set_generators
@@ -28,7 +27,13 @@ __all__ = ["StreamLoader"]
 class StreamLoader:
     """This rank's part of every batch of an iterable dataset."""
 
-    def __init__(self, dataset: IterableDataset[Any], settings: LoaderSettings) -> None:
+    def __init__(
+        self,
+        dataset: IterableDataset[Any],
+        settings: LoaderSettings,
+        *,
+        tell: Callable[[str], None] = warn_on_stderr,
+    ) -> None:
         check_settings(settings)
         if settings.shuffle:
             raise ValueError(
@@ -42,7 +47,7 @@ class StreamLoader:
         """Steps of an epoch, None if the dataset does not say."""
         self._settings = settings
         self._reader = _Reader(dataset, settings)
-        self._workers: DataLoader[Any] | None = None
+        self._tell = tell
 
     @property
     def dealt(self) -> dict[str, Any]:
@@ -64,14 +69,7 @@ class StreamLoader:
         source: Any = self._reader
         if self._settings.workers:
             # A second worker would read the whole stream once more: one reads ahead of the training.
-            source = DataLoader(
-                self._reader,
-                batch_size=None,
-                num_workers=1,
-                collate_fn=as_it_is,
-                pin_memory=self._settings.pin_memory,
-                generator=torch.Generator(),
-            )
+            source = Workers(self._reader, tasks=None, number=1, pin_memory=self._settings.pin_memory, tell=self._tell)
         step = first_step
         for size, shares in source:
             yield Batch(epoch, step, size, shares)

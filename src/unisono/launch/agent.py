@@ -27,7 +27,6 @@ from unisono.errors import LaunchError
 from unisono.launch.channel import Channel, Message
 from unisono.launch.control import Control
 from unisono.launch.environment import job_environment, rank_environment
-from unisono.launch.failure.memory import read_counters
 from unisono.launch.failure.postmortem import Postmortem, write_report
 from unisono.launch.failure.verdict import name_ranks, name_signal
 from unisono.launch.generation import Generation
@@ -41,6 +40,7 @@ from unisono.launch.output.streams import wants_colour
 from unisono.launch.restarts import Ending, decide
 from unisono.launch.source import modules_to_preload, read_source, uses_trainer
 from unisono.machine import usable_cores
+from unisono.memory import read_counters
 
 __all__ = ["run_job"]
 

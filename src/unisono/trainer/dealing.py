@@ -5,6 +5,7 @@ A loader is kept between epochs, so that worker processes are started once.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch.utils.data import IterableDataset
@@ -23,10 +24,15 @@ _KEPT_LOADERS = 4
 
 
 class Dealer:
-    """Makes and keeps the loaders of one run."""
+    """Makes and keeps the loaders of one run.
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    Args:
+        run: its constants.
+        tell: gets a sentence about a worker that is slow.
+    """
+
+    def __init__(self, run: Run, tell: Callable[[str], None]) -> None:
+        self._run, self._tell = run, tell
         self._loaders: dict[tuple[int, int | None, LoaderSettings], Loader | StreamLoader] = {}
 
     def loader(self, dataset: Any, *, shuffle: bool | None, **settings: Any) -> Loader | StreamLoader:
@@ -55,7 +61,7 @@ class Dealer:
         length = len(dataset) if hasattr(dataset, "__len__") and not isinstance(dataset, type) else None
         key = (id(dataset), length, full)
         if key not in self._loaders:
-            loader = StreamLoader(dataset, full) if stream else Loader(dataset, full)
+            loader = StreamLoader(dataset, full, tell=self._tell) if stream else Loader(dataset, full, tell=self._tell)
             check_equal_data(self._run.world, loader.num_samples, full)
             self._loaders[key] = loader
             if len(self._loaders) > _KEPT_LOADERS:

@@ -14,12 +14,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from unisono.data.workers import warn_on_stderr
 from unisono.trainer.run import Run
 from unisono.trainer.snapshot import Cursor
 from unisono.watch import Event, EventLog, Progress
 from unisono.watch.pipe import launcher_pipe
 
-__all__ = ["announce", "open_log"]
+__all__ = ["announce", "open_log", "warn_of_rank"]
 
 
 def open_log(
@@ -43,7 +44,17 @@ def open_log(
 
 def _write_warning(event: Event) -> None:
     if event["event"] == "warning":
-        print(f"unisono: warning: {event['message']}", file=sys.stderr, flush=True)
+        warn_on_stderr(event["message"])
+
+
+def warn_of_rank(log: EventLog, run: Run, message: str) -> None:
+    """Warn of what one rank has seen: as an event of rank 0, else on the standard error of that rank alone."""
+    if run.world.size > 1:
+        message = f"rank {run.world.rank}: {message}"
+    if run.world.rank == 0:
+        log.emit("warning", message=message)
+    else:
+        warn_on_stderr(message)
 
 
 def announce(

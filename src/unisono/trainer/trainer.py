@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,7 +30,7 @@ from unisono.state.digest import digest
 from unisono.state.policy import Checkpoints
 from unisono.trainer.assembly import Models, assemble
 from unisono.trainer.dealing import Dealer
-from unisono.trainer.display import announce, open_log
+from unisono.trainer.display import announce, open_log, warn_of_rank
 from unisono.trainer.epoch import EpochResult
 from unisono.trainer.evaluation import evaluate, tell
 from unisono.trainer.finding import Resume
@@ -143,10 +144,11 @@ class Trainer:
         )
         self._run, self._cursor, self._modules = parts.run, parts.cursor, parts.modules
         self._subjects, self._averages = parts.subjects, parts.averages
-        self._comparison, self._dealer = parts.comparison, Dealer(self._run)
+        self._comparison = parts.comparison
         self._warned = False
         self._run.set_generators("loop", self._cursor.epoch, self._cursor.step, 0)
         self._log = open_log(self.directory, is_main=self.is_main, progress=progress, listeners=listeners)
+        self._dealer = Dealer(self._run, partial(warn_of_rank, self._log, self._run))
         announce(
             self._log,
             self._run,

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from unisono.launch.failure.memory import MemoryCounters, evidence, read_counters
 from unisono.launch.failure.report import Circumstances, headline, render, to_json
 from unisono.launch.generation import Generation
 from unisono.launch.job import Job
 from unisono.launch.output.relay import Relay
+from unisono.memory import MemoryCounters, evidence, read_counters
 
 __all__ = ["Postmortem", "write_report"]
 

@@ -38,7 +38,7 @@ class Circumstances:
     folder: str = ""
     """Working directory; paths of source files are shown relative to it."""
     evidence: str | None = None
-    """What the kernel's counters say of memory (`launch.failure.memory.evidence`)."""
+    """What the kernel's counters say of memory (`unisono.memory.evidence`)."""
     log_files: Mapping[int, Sequence[Path]] = field(default_factory=dict)
     """By rank, the files with all that it printed in this generation."""
     restarts: int = 0

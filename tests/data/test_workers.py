@@ -1,0 +1,102 @@
+"""Workers that are slow are told of and waited for; those that die are named, with their samples."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from torch.utils.data import IterableDataset, default_collate
+
+from unisono.data import loader
+from unisono.data.fetch import Fetcher, Task
+from unisono.data.workers import Reader
+from unisono.errors import DataError
+
+TASKS = [Task(0, step, 0, 0, [*range(10 * step, 10 * step + 10)]) for step in range(4)]
+
+
+class Gated:
+    """A dataset whose sample 17 comes once a file is there."""
+
+    def __init__(self, gate):
+        self.gate = gate
+
+    def __getitem__(self, index):
+        if index == 17:
+            with self.gate.open("rb"):  # a named pipe, which waits for its writer
+                pass
+        return index
+
+
+class Deadly:
+    """A dataset whose sample 17 ends the process that reads it."""
+
+    def __init__(self, end):
+        self.end = end
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        if index == 17:
+            self.end()
+        return index
+
+
+class DeadlyStream(IterableDataset):
+    def __iter__(self):
+        yield 0
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def ended():
+    os._exit(3)
+
+
+def failed():
+    raise ConnectionResetError("the dataset's own")
+
+
+def reader(dataset, **options):
+    fetcher = Fetcher(dataset, collate_fn=default_collate, seed=0, stream="train")
+    return Reader(fetcher, TASKS, workers=2, pin_memory=False, **options)
+
+
+def test_a_slow_worker_is_waited_for_and_told_of_with_its_samples(tmp_path: Path):
+    gate, told = tmp_path / "gate", []
+    os.mkfifo(gate)
+
+    def tell(message):
+        told.append(message)
+        if len(told) == 2:
+            gate.open("wb").close()
+
+    assert [indices for indices, _ in reader(Gated(gate), tell=tell, patience_s=0.05)] == [t.indices for t in TASKS]
+    shown = "reading samples 10, 11, 12, 13, 14, 15, 16, 17, … (10 in all)"
+    assert told[:2] == [f"waiting for worker 1 for 0 s: it is {shown}"] * 2
+
+
+@pytest.mark.parametrize(("end", "how"), [(killed, "was killed by SIGKILL"), (ended, "ended with exit code 3")])
+def test_a_dead_worker_is_named_with_its_samples(end, how):
+    with pytest.raises(DataError, match=rf"worker 1 of 2 \(process \d+\) {how} while it was reading samples 10, 11"):
+        list(reader(Deadly(end)))
+    with pytest.raises(DataError, match=rf"worker [01] of 2 \(process \d+\) {how} while it was reading sample 17: "):
+        list(loader(Deadly(end), 1, shuffle=False, workers=2))
+
+
+def test_a_dead_worker_of_a_stream_is_named():
+    with pytest.raises(DataError, match=r"worker 0 of 1 \(process \d+\) was killed by SIGKILL while it was reading"):
+        list(loader(DeadlyStream(), 1, workers=2))
+
+
+def test_what_a_dataset_raises_itself_is_raised():
+    with pytest.raises(ConnectionResetError, match="the dataset's own"):
+        list(reader(Deadly(failed)))
+    gc.collect()  # the error's frames hold the workers
