@@ -17,6 +17,7 @@ from torch import Tensor
 from unisono.comm import differentiable as followed
 from unisono.comm import post, tensors
 from unisono.comm.arguments import Group, check_one_for_each, check_parts, follows
+from unisono.comm.dropped import warn_if_dropped
 from unisono.comm.link import Link, link_of
 from unisono.comm.parcels import wrap
 from unisono.comm.post import Failure, Sent
@@ -43,6 +44,8 @@ def all_reduce(value: Any, op: Op = "sum", *, group: Group = None) -> Any:
     or types differ. Tensors given by themselves are compared in check mode, and over gloo if the call is late.
     """
     link = link_of(group)
+    if link.size > 1:
+        warn_if_dropped("comm.all_reduce")
     if isinstance(value, Tensor):
         name = read_op(op)
         check_dtype(value.dtype, name, "the tensor")
