@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -33,8 +34,9 @@ _SHOWN = 8
 
 
 def warn_on_stderr(message: str) -> None:
-    """Write a warning where nothing else tells it."""
-    print(f"unisono: warning: {message}", file=sys.stderr, flush=True)
+    """Write a warning where nothing else tells it. A standard error that is full or gone ends no run."""
+    with suppress(OSError, ValueError):
+        print(f"unisono: warning: {message}", file=sys.stderr, flush=True)
 
 
 class Workers:
