@@ -53,6 +53,19 @@ class LoaderSettings:
     pin_memory: bool = False
     """Read into page-locked memory, for copies to a GPU."""
 
+    def dealt(self, num_samples: int | None) -> dict[str, Any]:
+        """Return what decides which samples lie in which batch, beside the run's constants.
+
+        Args:
+            num_samples: Samples of an epoch; None if the dataset does not say.
+        """
+        return {
+            "batch_size": self.batch_size,
+            "num_samples": num_samples,
+            "shuffle": self.shuffle,
+            "drop_last": self.drop_last,
+        }
+
 
 class Loader:
     """This rank's part of every batch of a map-style dataset."""
@@ -71,14 +84,8 @@ class Loader:
 
     @property
     def dealt(self) -> dict[str, Any]:
-        """What decides which samples lie in which batch, beside the run's constants."""
-        settings = self._settings
-        return {
-            "batch_size": settings.batch_size,
-            "num_samples": self.num_samples,
-            "shuffle": settings.shuffle,
-            "drop_last": settings.drop_last,
-        }
+        """What decides which samples lie in which batch; see `LoaderSettings.dealt`."""
+        return self._settings.dealt(self.num_samples)
 
     def batches(self, *, epoch: int, first_step: int = 0) -> Iterator[Batch]:
         """Yield this rank's part of the batches of an epoch, from a step on."""

@@ -51,14 +51,8 @@ class StreamLoader:
 
     @property
     def dealt(self) -> dict[str, Any]:
-        """What decides which samples lie in which batch, beside the run's constants."""
-        settings = self._settings
-        return {
-            "batch_size": settings.batch_size,
-            "num_samples": self.num_samples,
-            "shuffle": settings.shuffle,
-            "drop_last": settings.drop_last,
-        }
+        """What decides which samples lie in which batch; see `LoaderSettings.dealt`."""
+        return self._settings.dealt(self.num_samples)
 
     def batches(self, *, epoch: int, first_step: int = 0) -> Iterator[Batch]:
         """Yield this rank's part of the batches of an epoch, from a step on.
