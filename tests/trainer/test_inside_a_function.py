@@ -55,6 +55,34 @@ comm.all_reduce(1)  # and outside it is allowed, as ever
 """
 
 
+LATE = """
+from unisono.errors import GroupError
+
+trainer = make_trainer(virtual_ranks=4, engine=ENGINE)
+
+steps = 0
+
+def late(model, batch):
+    if steps == 4:
+        dist.all_reduce(torch.ones(1))
+    return loss(model, batch)
+
+try:
+    for _ in range(2):
+        for batch in trainer.batches(data, batch_size=12):
+            trainer.step(late, batch)
+            steps += 1
+except GroupError as error:
+    say(steps, error)
+"""
+
+
+@pytest.mark.parametrize("engine", ["auto", "collective"])
+def test_a_collective_that_a_loss_function_calls_first_in_a_later_step_is_refused(run_alone, engine):
+    for said in run_alone(3, LATE.replace("ENGINE", repr(engine))):
+        assert said.startswith("4 the loss function called 1 collective of torch.distributed. ")
+
+
 @pytest.mark.parametrize("n", [1, 3])
 def test_collectives_and_the_trainer_are_refused_inside_functions(run_alone, n):
     """With three ranks one of them has two of the four virtual ranks, and the others would wait for its second call."""

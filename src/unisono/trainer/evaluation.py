@@ -30,18 +30,16 @@ def evaluate(run: Run, function: Loss, models: Any, batches: Iterator[Batch]) ->
     own: dict[int, _Sums] = {virtual_rank: {} for virtual_rank in run.block}
     single = True
     for batch in batches:
-        watches = batch.step == 0
         for share in batch.shares:
             sums = own[share.virtual_rank]
             for part, micro_batch in enumerate(share.micro_batches):
                 run.set_generators("evaluate/model", batch.step, share.virtual_rank, part)
                 items = to_device(micro_batch.items, run.device)
-                counted = count_collectives() if watches else 0
+                counted = count_collectives()
                 inside = enter("the evaluated function")
                 try:
                     result = function(models, items)
-                    if watches:
-                        refuse_collectives_since(counted)
+                    refuse_collectives_since(counted)
                 finally:
                     leave(inside)
                 single = not isinstance(result, Mapping)

@@ -33,7 +33,6 @@ __all__ = ["Loss", "StepRunner"]
 
 Loss = Callable[[Any, Any], Any]
 _SHOWN_SAMPLES = 16
-_WATCHED_STEPS = 3
 
 
 class _BadShare(NamedTuple):
@@ -89,8 +88,6 @@ class StepRunner:
         """The epoch in which the modes of modules were looked at; -1: not yet, for what is trained now."""
         self._warned = False
         self._backward = Backward()
-        self._code: Any = None
-        self._watched_steps, self._watches = 0, False
         self._losses: list[tuple[Share, Tensor]] = []
 
     def run(self, loss: Loss, batch: Batch, *, call: int) -> float:
@@ -109,7 +106,6 @@ class StepRunner:
             )
         self._engine.start(self._trained, leaves=leaves)
         self._buffers.start(leaves=leaves)  # after that, which may move parameters
-        self._look_at(loss)
         inside = enter("the loss function")
         try:
             try:
@@ -179,11 +175,10 @@ class StepRunner:
         for micro_batch in share.micro_batches:
             samples = len(micro_batch.indices)
             items = to_device(micro_batch.items, self._run.device)
-            counted = count_collectives() if self._watches else 0
+            counted = count_collectives()
             with self._forward_context(samples):
                 result = loss(self._models, items)
-            if self._watches:
-                refuse_collectives_since(counted)
+            refuse_collectives_since(counted)
             value = weighted_sum(loss_of(result), samples=samples)
             if value.total.device != self._run.device:
                 raise LossError(
@@ -213,17 +208,6 @@ class StepRunner:
                 self.scaler.scale(value.total / batch.size).backward(inputs=inputs)  # type: ignore[no-untyped-call]
         self._engine.close_leaf(share.virtual_rank)
         self._buffers.close_leaf(share.virtual_rank)
-
-    def _look_at(self, loss: Loss) -> None:
-        """Decide whether to look for collectives in this step: in the first ones of each function, for the cost of it.
-
-        Each rank has a share of the first batch, so a collective there ends, and all ranks refuse it.
-        """
-        code = getattr(loss, "__code__", type(loss))
-        if code is not self._code:
-            self._code, self._watched_steps = code, 0
-        self._watches = self._watched_steps < _WATCHED_STEPS
-        self._watched_steps += self._watches
 
     def _forward_context(self, samples: int) -> contextlib.AbstractContextManager[Any]:
         if self._autocast is None and samples > 1:

@@ -107,8 +107,6 @@ def describe(seed: int) -> Program:
     evaluates = rng.random() < 0.4
     plateau = evaluates and all(each.schedule is None for each in optimizers) and rng.random() < 0.5
     how = rng.choice(["steps", "error", "error", "killed"])
-    # A run that is ended in order at the end of an epoch does what the loop does after each epoch once more.
-    places = [step for step in range(1, 2 * steps) if not (plateau and how == "steps" and step % steps == 0)]
     return Program(
         seed=seed,
         models=models,
@@ -128,7 +126,7 @@ def describe(seed: int) -> Program:
         plateau=plateau,
         evaluates=evaluates,
         every_steps=rng.choice([1, 2, 1000]),
-        stop=Stop(how, rng.choice(places)),
+        stop=Stop(how, rng.choice(range(1, 2 * steps))),
     )
 
 
