@@ -84,12 +84,18 @@ def test_the_launchers_side_starts_without_torch(module):
 
 def test_importing_changes_nothing():
     code = """
-import os, random, threading, torch
-before = dict(os.environ), random.getstate(), torch.get_rng_state(), threading.active_count(), torch.get_num_threads()
+import gc, os, random, signal, sys, threading, torch
+def state():
+    return (
+        dict(os.environ), random.getstate(), torch.get_rng_state().tolist(), threading.active_count(),
+        torch.get_num_threads(), list(sys.meta_path), list(sys.path), list(sys.path_hooks), sys.excepthook,
+        threading.excepthook, gc.get_threshold(), [signal.getsignal(s) for s in signal.valid_signals()],
+        torch.get_default_dtype(),
+    )
+before = state()
 from unisono import Trainer, Checkpoints, Metric
-import unisono.data, unisono.comm, unisono.engine
-after = dict(os.environ), random.getstate(), torch.get_rng_state(), threading.active_count(), torch.get_num_threads()
-assert before[:2] == after[:2] and before[3:] == after[3:] and torch.equal(before[2], after[2])
+import unisono.data, unisono.comm, unisono.engine, unisono.launch, unisono.watch, unisono.parallel
+assert state() == before
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 

@@ -1,16 +1,13 @@
 """unisono: distributed training for PyTorch in which the number of ranks is a resource, not a hyperparameter.
 
 Start reading at `unisono.trainer.trainer.Trainer`, or at docs/architecture.md for the layers. Names are loaded on first
-use, so that the launcher, which lives in this package too, starts without importing torch. The backend "shm" of
-torch.distributed is known from here on, too: see `unisono.backend`.
+use, so that the launcher, which lives in this package too, starts without importing torch.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
-
-from unisono.backend import register
 
 if TYPE_CHECKING:
     from unisono import comm as comm
@@ -80,8 +77,6 @@ _HOMES = {
 
 _PACKAGES = frozenset({"comm", "data", "metrics", "parallel"})
 """Packages that `import unisono` alone gives, on first use."""
-
-register()  # init_process_group("shm")
 
 
 def __getattr__(name: str) -> Any:

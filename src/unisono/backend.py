@@ -1,26 +1,24 @@
-"""Tells torch.distributed of the backend `shm`, when and only when the program imports torch.distributed.
+"""Makes the backend `shm` known to torch.distributed.
 
-The rest of the package is imported when a group is made. Nothing changes for a program that asks for another backend,
-or for none.
+Where unisono is installed, `import torch` calls `register`, which stands in the package's metadata as an entry point of
+the group "torch.backends". The rest of the package is imported when a group is made. Nothing changes for a program that
+asks for another backend, or for none.
 """
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
-
-from unisono.imports import when_imported
 
 __all__ = ["register"]
 
 
 def register() -> None:
-    """Make `init_process_group("shm")` known, at once or right after torch.distributed has been imported."""
-    when_imported("torch.distributed.distributed_c10d", _register)
+    """Make `init_process_group("shm")` known to this process. Imports torch; a second call does nothing."""
+    import torch.distributed as dist  # noqa: PLC0415  the launcher reads this module's package, and has no torch
 
-
-def _register(c10d: ModuleType) -> None:
-    backend: Any = c10d.Backend
+    if not dist.is_available():
+        return
+    backend: Any = dist.Backend
     if "shm" not in backend.backend_list:
         # With a default backend for the CPU in place, as there is, torch keeps that.
         backend.register_backend("shm", _make_group, extended_api=True, devices=["cpu"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -41,13 +42,12 @@ def test_the_life_of_groups(run_ranks, ranks):
     assert [line for line in job.lines(ranks - 1) if line in LIFE] == LIFE
 
 
-@pytest.mark.parametrize("first", ["unisono", "torch.distributed"])
-def test_the_backend_is_known_whichever_is_imported_first(first):
-    second = {"unisono": "torch.distributed", "torch.distributed": "unisono"}[first]
+@pytest.mark.parametrize("first", ["unisono", "torch.distributed", "nothing"])
+def test_torch_knows_the_backend_whether_the_program_imports_unisono_or_not(first):
     code = f"""
-import sys, {first}
+import sys
+{f"import {first}" if first != "nothing" else ""}
 {"assert 'torch' not in sys.modules" if first == "unisono" else ""}
-import {second}
 import torch.distributed as dist
 assert "unisono.comm.shm.group" not in sys.modules
 assert "shm" in dist.Backend.backend_list
@@ -60,6 +60,17 @@ assert dist.get_backend() != "shm", dist.get_backend()
 dist.destroy_process_group()
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_init_makes_the_backend_known_where_torch_does_not_look_for_it():
+    code = """
+import torch.distributed as dist, unisono
+assert "shm" not in dist.Backend.backend_list
+unisono.init("shm", store=dist.HashStore(), rank=0, world_size=1)
+assert dist.get_backend() == "shm"
+"""
+    environ = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env=environ)
 
 
 def test_a_program_may_end_without_destroying_its_groups():

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from unisono.arguments import whole
+from unisono.backend import register
 from unisono.comm.hosts import CPU_BACKEND_VARIABLE, choose_backend, own_gpu, own_host, seats_of
 from unisono.comm.job import Job, Life, current_job, current_life, refuse_lone_rank, remember, store_of
 from unisono.comm.meeting import Board, Meeting, open_meeting
@@ -112,6 +113,7 @@ def begin(
     device: str | torch.device | None = None,
 ) -> Job:
     """Begin a job where there is none; `init` says how. Every rank must call it."""
+    register()
     _check_backend(backend)
     placement = own_placement()
     if rank is world_size is store is init_method is None:

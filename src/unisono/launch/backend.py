@@ -13,6 +13,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from unisono.backend import register
 from unisono.imports import when_imported
 
 __all__ = ["install", "substitute_for"]
@@ -67,6 +68,7 @@ class _Substitution:
             other = self._substitute(str(asked))
             if other is None:
                 return make(*args, **kwargs)
+            register()
             if len(args) > _BACKEND:
                 args = (*args[:_BACKEND], other, *args[_BACKEND + 1 :])
             else:

@@ -22,7 +22,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import unisono  # noqa: F401  makes the backend known
 from unisono.comm.shm import Options
 
 torch.set_num_threads(1)

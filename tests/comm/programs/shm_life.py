@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
-import unisono  # noqa: F401  makes the backend known
 from unisono.comm.shm import Options
 
 warnings.simplefilter("ignore")

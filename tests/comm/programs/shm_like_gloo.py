@@ -14,8 +14,6 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
-import unisono  # noqa: F401  makes the backend known
-
 warnings.simplefilter("ignore")
 dist.init_process_group("gloo")
 GLOO, SHM = dist.group.WORLD, dist.new_group(backend="shm")

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import unisono  # noqa: F401  makes the backend known
 from unisono.comm.shm import Options
 
 SEED, COUNT, SLEEPS = int(sys.argv[1]), int(sys.argv[2]), "sleeps" in sys.argv[3:]

@@ -15,7 +15,6 @@ import torch.distributed as dist
 import torchmetrics
 from torch import Tensor
 
-import unisono  # noqa: F401  makes the backend known
 from unisono.errors import PeerError, RankMismatchError
 from unisono.metrics import Accuracy, ConfusionCounts, Max, Mean, Metrics, Min, Sum, TorchMetric
 
