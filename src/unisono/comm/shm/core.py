@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
+from unisono import activity
 from unisono.comm.shm.alarm import Alarm
 from unisono.comm.shm.board import Board
 from unisono.comm.shm.calls import Call
@@ -31,7 +32,7 @@ from unisono.comm.shm.work import Work
 from unisono.errors import UnisonoError
 from unisono.machine import usable_cores
 
-__all__ = ["GroupCore", "open_groups"]
+__all__ = ["GroupCore"]
 
 _DRAIN_S = 10.0
 """What is under way when a group is destroyed may take so long to end."""
@@ -95,6 +96,7 @@ class GroupCore(dist.ProcessGroup):
         self._coalescing: list[Any] | None = None
         self._is_open, self._is_forked = True, False
         _groups.add(self)
+        activity.groups.add(self)
 
     def _submit(self, operation: Operation, call: Call, tensors: list[Tensor], opts: Any) -> Work:
         """Put an operation into the lane. Returns: its work, which gives the tensors."""
@@ -201,11 +203,10 @@ class GroupCore(dist.ProcessGroup):
 
     _set_default_timeout = set_timeout
 
-    def under_way(self) -> tuple[int, list[tuple[Any, float]]]:
-        """Say what is not finished, for reports of hangs; any thread may ask.
-
-        Returns: the number of the latest call, and those that have not ended, the oldest first, with their seconds.
-        """
+    def pending(self) -> tuple[int, list[tuple[Any, float]]] | None:
+        """Return what is not finished, for reports of hangs: see `unisono.activity.GroupActivity`."""
+        if not self._is_open:
+            return None
         now_s = time.monotonic()
         return self._stage.number, [(job.work.what, now_s - job.begin_s) for job in self._lane.under_way()]
 
@@ -214,11 +215,6 @@ class GroupCore(dist.ProcessGroup):
 
     def _get_sequence_number_for_group(self) -> int:
         return self._stage.number
-
-
-def open_groups() -> list[GroupCore]:
-    """List the groups of this process that have not been destroyed."""
-    return [group for group in list(_groups) if group._is_open]
 
 
 def _ranks_here(size: int) -> int:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 from torch.distributed import DistBackendError
 
+from unisono.activity import Observed, Wait
 from unisono.comm import World
 from unisono.comm.shm.alarm import Alarm
 from unisono.comm.shm.bell import BELL_NBYTES, Bell
@@ -164,17 +165,18 @@ class Hall:
         """
         if not reported:
             self._barrier.report()
-        try:
-            if meanwhile is not None:
-                meanwhile()
-            self.wait(self._barrier, lambda: what, idle)
-        except KeyboardInterrupt:
-            # The others may go on to write, and count on this rank: so the step ends first, or fails. A second Ctrl-C
-            # ends the wait.
-            self.interrupted = True
-            if meanwhile is not None:
-                meanwhile()
-            self.wait(self._barrier, lambda: what)
+        with Observed(self._described(2)):
+            try:
+                if meanwhile is not None:
+                    meanwhile()
+                self.wait(self._barrier, lambda: what, idle)
+            except KeyboardInterrupt:
+                # The others may go on to write, and count on this rank: so the step ends first, or fails. A second
+                # Ctrl-C ends the wait.
+                self.interrupted = True
+                if meanwhile is not None:
+                    meanwhile()
+                self.wait(self._barrier, lambda: what)
         self.barriers += 1
 
     def free(self) -> None:
@@ -188,7 +190,8 @@ class Hall:
 
     def wait_until_free(self) -> None:
         """Wait until nobody reads the last step's gradient any more."""
-        self.wait(self._freed, lambda: "waiting for ranks to begin the step")
+        with Observed(self._described(1)):
+            self.wait(self._freed, lambda: "waiting for ranks to begin the step")
 
     def wait(self, gate: Gate, what: Callable[[], str], idle: Callable[[], None] | None = None) -> None:
         """Wait until all ranks have reported at a gate as often as this one. Args: idle is done if some have not."""
@@ -232,6 +235,10 @@ class Hall:
     def broken(self) -> str | None:
         """Why ranks no longer agree; None while they do."""
         return self._waiting.broken
+
+    def _described(self, place: int) -> Wait:
+        """Describe a wait: before the n-th barrier, the second, ranks wait until all have begun the step."""
+        return Wait("Trainer.step", self.name, self.size, 2 * self.barriers + place)
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

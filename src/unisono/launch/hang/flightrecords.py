@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from unisono import activity
+
 __all__ = ["FlightRecorder", "has_completed", "name_tensors"]
 
 _MOST_TENSORS = 8
@@ -61,10 +63,11 @@ class FlightRecorder:
 
 
 def _look_at_shared_memory(status: dict[str, dict[str, int]], pending: list[dict[str, Any]]) -> None:
-    """Add the groups of the backend shm, which keep records of their own; there are none unless it was used."""
-    backend: Any = sys.modules.get("unisono.comm.shm.core")
-    for group in backend.open_groups() if hasattr(backend, "open_groups") else ():
-        number, calls = group.under_way()
+    """Add the groups that keep records of their own."""
+    for group in list(activity.groups):
+        if (found := group.pending()) is None:
+            continue
+        number, calls = found
         status[group.group_name] = {"enqueued": number, "completed": number - bool(calls)}
         pending += [
             {
