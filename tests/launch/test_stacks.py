@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono.launch.hang.stacks import crash_text, create_dump, parse_stacks, read_state, request_stacks
+from unisono.launch.hang.stacks import StackRequest, crash_text, create_dump, parse_stacks, read_state
 
 Start = Callable[..., subprocess.Popen[bytes]]
 
@@ -40,6 +40,14 @@ def start(dump: int, tmp_path: Path) -> Iterator[Start]:
     for process in started:
         process.kill()
         process.communicate()
+
+
+def request_stacks(pid, dump, *, timeout_s=1.0, children=False):
+    """Collect the stacks of a process. Returns: threads by process; empty if it cannot answer."""
+    request = StackRequest(pid, dump, children=children, timeout_s=timeout_s)
+    while not request.poll():
+        time.sleep(0.001)
+    return request.stacks
 
 
 def test_a_loop_in_the_program_is_found(start, dump):

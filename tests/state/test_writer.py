@@ -53,14 +53,15 @@ def test_training_may_change_the_state_after_submit(store):
         "optimizer": {"w": torch.nn.Parameter(weight)},
     }
     store.gate.clear()
-    with BackgroundWriter(store, keep=1) as writer:
-        writer.submit(1, state, document)
-        weight.zero_()
-        wide.zero_()
-        number.zero_()
-        document["losses"].append(2.0)
-        state["model"].clear()
-        store.gate.set()
+    writer = BackgroundWriter(store, keep=1)
+    writer.submit(1, state, document)
+    weight.zero_()
+    wide.zero_()
+    number.zero_()
+    document["losses"].append(2.0)
+    state["model"].clear()
+    store.gate.set()
+    assert writer.wait() is None
     _, found, document = store.load(store.list()[0])
     assert document == {"losses": [1.0]}
     assert list(found["model"]) == ["w", "tied", "view", "conj", "none"]
@@ -73,9 +74,10 @@ def test_training_may_change_the_state_after_submit(store):
 
 def test_writes_are_in_order_one_at_a_time_and_pruned(store):
     written = []
-    with BackgroundWriter(store, keep=2, on_written=lambda info, seconds: written.append((info, seconds))) as writer:
-        for step in range(6):
-            writer.submit(step, model(step), {"step": step})
+    writer = BackgroundWriter(store, keep=2, on_written=lambda info, seconds: written.append((info, seconds)))
+    for step in range(6):
+        writer.submit(step, model(step), {"step": step})
+    assert writer.wait() is None
     assert [info.step for info, _ in written] == list(range(6))
     assert all(seconds > 0 for _, seconds in written)
     assert [info.step for info in store.list()] == [5, 4]
@@ -94,7 +96,7 @@ def test_a_submit_waits_for_the_one_before(store):
     assert store.begun == [1]
     store.gate.set()
     second.join()
-    writer.close()
+    assert writer.wait() is None
     assert store.begun == [1, 2]
     assert [info.step for info in store.list()] == [2, 1]
 
@@ -105,10 +107,6 @@ def test_no_thread_before_the_first_submit(store):
     assert threading.active_count() == before
     assert not writer.is_writing
     assert writer.wait() is None
-    writer.close()
-    writer.close()
-    with pytest.raises(ValueError, match="step 1 was submitted to a writer that is closed"):
-        writer.submit(1, model(1), {})
 
 
 def test_an_error_that_nobody_asked_for_is_raised_by_the_next_submit_once(store):
@@ -120,7 +118,7 @@ def test_an_error_that_nobody_asked_for_is_raised_by_the_next_submit_once(store)
         writer.submit(3, model(3), {})
     assert store.begun == [1, 2]
     writer.submit(3, model(3), {})
-    writer.close()
+    assert writer.wait() is None
     assert [info.step for info in store.list()] == [3, 1]
 
 
@@ -132,22 +130,8 @@ def test_a_caller_who_asks_goes_on_and_the_newer_state_makes_up_for_the_lost_one
     assert writer.wait() is None
     assert writer.poll() is None
     writer.submit(2, model(2), {})
-    writer.close()
+    assert writer.wait() is None
     assert [info.step for info in store.list()] == [2]
-
-
-@pytest.mark.parametrize("asked", [True, False])
-def test_close_raises_if_the_last_write_failed_asked_or_not(store, asked):
-    store.failing = {2}
-    writer = BackgroundWriter(store, keep=3)
-    writer.submit(1, model(1), {})
-    writer.submit(2, model(2), {})
-    if asked:
-        assert writer.wait() is not None
-    with pytest.raises(CheckpointError, match="no space for step 2"):
-        writer.close()
-    writer.close()
-    assert [info.step for info in store.list()] == [1]
 
 
 def test_an_error_in_on_written_is_handed_over_with_its_cause(store):
@@ -159,8 +143,6 @@ def test_an_error_in_on_written_is_handed_over_with_its_cause(store):
     error = writer.wait()
     assert "step 1 ended by RuntimeError: mine" in str(error)
     assert isinstance(error.__cause__, RuntimeError)
-    with pytest.raises(CheckpointError):
-        writer.close()
     assert [info.step for info in store.list()] == [1]
 
 
@@ -170,18 +152,5 @@ def test_wrong_arguments_are_refused_at_submit(store):
         writer.submit(1, {"model": {"w": torch.eye(2).to_sparse()}}, {})
     with pytest.raises(TypeError, match="document"):
         writer.submit(1, model(1), {"a": {1, 2}})
-    writer.close()
     with pytest.raises(ValueError, match="keep=0"):
         BackgroundWriter(store, keep=0)
-
-
-def test_an_exception_in_the_body_is_not_hidden_by_one_of_a_checkpoint(store):
-    store.failing = {1}
-
-    def body():
-        with BackgroundWriter(store, keep=1) as writer:
-            writer.submit(1, model(1), {})
-            raise KeyError("mine")
-
-    with pytest.raises(KeyError, match="mine"):
-        body()

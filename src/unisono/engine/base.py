@@ -76,9 +76,6 @@ class Engine(Protocol):
     def raise_deferred(self) -> None:
         """Raise KeyboardInterrupt if Ctrl-C came while the others counted on this rank to end the step."""
 
-    def close(self) -> None:
-        """Let go of the parameters."""
-
 
 def refuse_sparse(names: Sequence[str], gradients: Sequence[Tensor | None]) -> None:
     """Raise LossError for a sparse gradient of a parameter that is held by no module with sparse=True."""

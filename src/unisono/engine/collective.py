@@ -179,7 +179,7 @@ class CollectiveEngine(LeafSums):
 
     def _build(self, trained: Trained) -> None:
         """Pack the parameters into buckets, and watch them."""
-        self.close()
+        self._let_go()
         dense, tables = split(trained, self._modules)
         self._given, self._trained = trained, dense
         self._tables = TableSums(tables, rank=self._world.rank, mail=GroupMail(self._world))

@@ -70,8 +70,8 @@ class LeafSums(ABC):
             self._put_node(i)
             self._sums[i].stack = []
 
-    def close(self) -> None:
-        """Take the hooks off the parameters; see `Engine`."""
+    def _let_go(self) -> None:
+        """Take the hooks off the parameters, and let go of them."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

@@ -90,8 +90,3 @@ class LocalEngine:
 
     def raise_deferred(self) -> None:
         """Nothing is put off; see `Engine`."""
-
-    def close(self) -> None:
-        """Let go of the parameters; see `Engine`."""
-        self._given = self._trained = Trained((), ())
-        self._tables = TableSums(self._trained)

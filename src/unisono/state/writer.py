@@ -4,8 +4,8 @@
 Price: memory for one more copy of the state while a write is under way. One write at a time: the next submit waits.
 
 A failed write does not stop training by itself: a run should not lose its work because a disk is full. The error is
-handed out once, by `poll` or `wait` or, to a caller who asks neither, by the next `submit`, which raises it. `close`
-raises if the last write failed, asked or not. The caller who wants to warn and go on therefore does:
+handed out once, by `poll` or `wait` or, to a caller who asks neither, by the next `submit`, which raises it. The caller
+who wants to warn and go on therefore does:
 
     if (error := writer.wait()) is not None:
         warn(error)                          # the checkpoints before it are untouched
@@ -20,7 +20,6 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping
-from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -40,8 +39,8 @@ class BackgroundWriter:
         keep: checkpoints that stay after each write; see `Store.prune`.
         on_written: called in the writing thread after each checkpoint is safe on disk, with the seconds the write took.
 
-    A thread lives as long as one write. It is not a daemon: an interpreter that ends without `close` first finishes the
-    write, and never waits longer than that.
+    A thread lives as long as one write. It is not a daemon: an interpreter that ends first finishes the write, and
+    never waits longer than that.
     """
 
     def __init__(
@@ -53,7 +52,6 @@ class BackgroundWriter:
         self._keep = keep
         self._on_written = on_written
         self._thread: threading.Thread | None = None
-        self._closed = False
         self._error: CheckpointError | None = None  # of the last write
         self._told = True  # the caller has that error
 
@@ -64,10 +62,8 @@ class BackgroundWriter:
         memory; those that see the same memory are copied once.
         Raises: CheckpointError of an earlier write that `poll` and `wait` have not handed out; this state is then not
             submitted, and the same call again submits it. CheckpointError at once for a tensor that cannot be stored,
-            TypeError for a document that is not JSON, ValueError after `close`.
+            TypeError for a document that is not JSON.
         """
-        if self._closed:
-            raise ValueError(f"step {step} was submitted to a writer that is closed; submit before close()")
         error = self.wait()
         if error is not None:
             raise error
@@ -101,30 +97,6 @@ class BackgroundWriter:
     def is_writing(self) -> bool:
         """Whether a write is under way: a submit would wait."""
         return self._thread is not None and self._thread.is_alive()
-
-    def close(self) -> None:
-        """Wait for the write under way and take no more. May be called again.
-
-        Raises: CheckpointError if the last write failed, even where `poll` or `wait` told it before: without an error
-            here, the state that was submitted last is on disk. Raised once.
-        """
-        self._closed = True
-        self.wait()
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-    def __enter__(self) -> BackgroundWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
-            self.close()
-        else:  # the error under way says more than one of a checkpoint
-            self._closed = True
-            self.wait()
 
     def _run(self, step: int, groups: dict[str, dict[str, Tensor]], document: Json) -> None:
         start = time.monotonic()

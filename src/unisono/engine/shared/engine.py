@@ -237,7 +237,7 @@ class SharedEngine(LeafSums):
 
     def _build(self, trained: Trained) -> None:
         """Move the parameters to shared memory where they are not there, and divide the work. All ranks do so alike."""
-        self.close()
+        self._let_go()
         optimizer, hall = self._optimizer, self._hall
         dense, tables = split(trained, self._modules)
         check_optimizer(optimizer, dense, tables)

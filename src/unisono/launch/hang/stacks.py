@@ -36,7 +36,6 @@ __all__ = [
     "install",
     "parse_stacks",
     "read_state",
-    "request_stacks",
     "write",
 ]
 
@@ -215,16 +214,6 @@ class StackRequest:
                     if self._ask_thread is not None:
                         self._ask_thread()
             self._ask_thread = None  # only the rank has one
-
-
-def request_stacks(
-    pid: int, dump: int, *, timeout_s: float = 1.0, children: bool = False
-) -> dict[int, tuple[Thread, ...]]:
-    """Collect the stacks of a process, waiting for them. Returns: threads by process; empty if it cannot answer."""
-    request = StackRequest(pid, dump, children=children, timeout_s=timeout_s)
-    while not request.poll():
-        time.sleep(_PAUSE_S / 4)
-    return request.stacks
 
 
 def crash_text(dump: int) -> str:
