@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import CompletedProcess
 from types import MappingProxyType
 
 import pytest
@@ -62,7 +63,7 @@ Runner = Callable[..., Job]
 
 
 @pytest.fixture
-def run_ranks(tmp_path: Path) -> Runner:
+def run_ranks(tmp_path: Path, fork_launcher: Callable[..., CompletedProcess[str]] | None) -> Runner:
     """Run a script on N ranks with `unisono run`, and check its exit code."""
 
     def run(n: int, script: str | Path, *args: object, code: int | None = 0, flags: Sequence[str] = ()) -> Job:
@@ -70,9 +71,13 @@ def run_ranks(tmp_path: Path) -> Runner:
             path = tmp_path / "script.py"
             path.write_text(script)
             script = path
-        command = [sys.executable, "-m", "unisono", "run", "-n", str(n), *flags, str(script), *map(str, args)]
+        command = ["run", "-n", str(n), *flags, str(script), *map(str, args)]
         environ = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "OMP_"))}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environ, check=False)
+        if fork_launcher is not None:
+            done = fork_launcher(*command, cwd=Path.cwd(), environment=environ)
+        else:
+            command = [sys.executable, "-m", "unisono", *command]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environ, check=False)
         job = Job(done.returncode, done.stdout, done.stderr)
         assert code is None or job.code == code, f"exit code {job.code}\n{job.out[-3000:]}\n{job.err[-6000:]}"
         return job
@@ -170,6 +175,37 @@ def fork_ranks(rank_host: RankHost, tmp_path: Path) -> Runner:
         return job
 
     return run
+
+
+@pytest.fixture(scope="session")
+def fork_launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., CompletedProcess[str]] | None]:
+    """Run the command `unisono` as a new process would, but without importing torch anew; see launch_host.py.
+
+    Fails if it leaves a process behind. None if FRESH_LAUNCHES asks for new processes.
+    """
+    if os.environ.get("FRESH_LAUNCHES") == "1":
+        yield None
+        return
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "OMP_"))}
+    code = f"import sys; sys.path[0] = {str(Path(__file__).parent)!r}; import launch_host; exec(launch_host.serve())"
+    command, pipe = [sys.executable, "-c", code], subprocess.PIPE
+    environ |= {"OMP_NUM_THREADS": "1"}
+
+    def run(*arguments: str, cwd: Path, environment: Mapping[str, str]) -> CompletedProcess[str]:
+        folder = tmp_path_factory.mktemp("launch")
+        facts = {"arguments": arguments, "folder": str(folder), "cwd": str(cwd), "environment": dict(environment)}
+        host.stdin.write(json.dumps({**facts, "timeout_s": TIMEOUT_S}) + "\n")
+        host.stdin.flush()
+        code, left = json.loads(host.stdout.readline())
+        out, err = ((folder / name).read_text(errors="surrogateescape") for name in ("out", "err"))
+        assert code is not None, f"the job did not end within {TIMEOUT_S} s\n{out[-3000:]}\n{err[-6000:]}"
+        assert not left, f"processes left behind: {left}"
+        return CompletedProcess(arguments, code, out, err)
+
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environ, start_new_session=True) as host:
+        yield run
+        host.stdin.close()
+        host.wait(timeout=60)
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,8 +20,9 @@ TIMEOUT_S = 60
 class Launcher:
     """Starts `unisono` in a folder of its own. All that descends from it carries a mark in its environment."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, fork: Callable[..., subprocess.CompletedProcess[str]] | None = None) -> None:
         self.folder = folder
+        self._fork = fork
         self._mark = secrets.token_hex(16)
         kept = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NO_COLOR")}
         self.environment = {**kept, "UNISONO_TEST_MARK": self._mark}
@@ -46,6 +47,8 @@ class Launcher:
         )
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        if self._fork is not None:
+            return self._fork(*arguments, cwd=self.folder, environment=self.environment)
         with self.start(*arguments) as process:
             try:
                 out, err = process.communicate(timeout=TIMEOUT_S)
@@ -85,6 +88,18 @@ class Launcher:
 def launcher(tmp_path: Path) -> Iterator[Launcher]:
     launcher = Launcher(tmp_path)
     yield launcher
+    check_nothing_is_left(launcher)
+
+
+@pytest.fixture
+def warm_launcher(tmp_path: Path, fork_launcher: Callable[..., subprocess.CompletedProcess[str]]) -> Iterator[Launcher]:
+    """A launcher whose `run` does not import torch anew; for tests that are about the ranks of a job."""
+    launcher = Launcher(tmp_path, fork_launcher)
+    yield launcher
+    check_nothing_is_left(launcher)
+
+
+def check_nothing_is_left(launcher: Launcher) -> None:
     left = launcher.wait_until_gone()
     for pid in left:
         with suppress(ProcessLookupError):

@@ -16,7 +16,7 @@ PROGRAMS = Path(__file__).with_name("programs")
         pytest.param("fabric_script.py", {0: ["trained as 0"], 1: ["trained as 1"]}, marks=pytest.mark.soak),
     ],
 )
-def test_a_training_script(launcher, name, lines):
-    result = launcher.run("run", "-n", "2", str(PROGRAMS / name))
+def test_a_training_script(warm_launcher, name, lines):
+    result = warm_launcher.run("run", "-n", "2", str(PROGRAMS / name))
     assert result.returncode == 0, result.stderr
     assert printed(result.stdout) == lines

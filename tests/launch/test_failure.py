@@ -235,8 +235,8 @@ MEET = """
         ("ctypes.string_at(0)", 139, "rank 1 was killed by SIGSEGV"),
     ],
 )
-def test_the_cause_is_named_and_its_code_returned(launcher, fault, code, said):
-    result = launcher.run_script(MEET.format(fault=fault), ranks=3)
+def test_the_cause_is_named_and_its_code_returned(warm_launcher, fault, code, said):
+    result = warm_launcher.run_script(MEET.format(fault=fault), ranks=3)
     assert result.returncode == code
     ours = [line for line in result.stderr.splitlines() if line.startswith("unisono:")]
     # On a slow machine, ranks may take so long to end that it is said whom the launcher waits for.
@@ -244,8 +244,8 @@ def test_the_cause_is_named_and_its_code_returned(launcher, fault, code, said):
     assert ours == [f"unisono: {said}"]
 
 
-def test_ranks_that_do_not_listen_are_killed(launcher):
-    script = launcher.write(
+def test_ranks_that_do_not_listen_are_killed(warm_launcher):
+    script = warm_launcher.write(
         "script.py",
         """
         import os, pathlib, signal, sys, time
@@ -258,7 +258,7 @@ def test_ranks_that_do_not_listen_are_killed(launcher):
         sys.exit("no data")
         """,
     )
-    result = launcher.run("run", "-n", "2", "--shutdown-timeout", "0.2", script)
+    result = warm_launcher.run("run", "-n", "2", "--shutdown-timeout", "0.2", script)
     assert result.returncode == 1
     said, killed, blamed, *_ = result.stderr.splitlines()
     assert [said, killed, blamed] == [

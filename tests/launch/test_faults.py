@@ -30,8 +30,8 @@ def check(launcher, fault: Fault, ranks: int) -> None:
 @pytest.mark.parametrize(
     ("name", "ranks"), [pytest.param(f.name, ranks, id=f"{f.name}-{ranks}") for f in FAULTS for ranks in f.ranks]
 )
-def test_the_rank_at_fault_is_named_first(launcher, name, ranks):
-    check(launcher, BY_NAME[name], ranks)
+def test_the_rank_at_fault_is_named_first(warm_launcher, name, ranks):
+    check(warm_launcher, BY_NAME[name], ranks)
 
 
 @pytest.mark.soak
@@ -43,16 +43,16 @@ def test_the_rank_at_fault_is_named_first_every_time(launcher, name, ranks):
         check(launcher, BY_NAME[name], ranks)
 
 
-def test_a_syntax_error_in_the_script_is_shown_once_and_nothing_is_started(launcher):
-    result = launcher.run_script("import os\nfor i in range(3:\n    print(i)\n", ranks=3)
+def test_a_syntax_error_in_the_script_is_shown_once_and_nothing_is_started(warm_launcher):
+    result = warm_launcher.run_script("import os\nfor i in range(3:\n    print(i)\n", ranks=3)
     assert (result.returncode, result.stdout) == (1, "")
     place, source, _, error = result.stderr.splitlines()
     assert place.endswith('script.py", line 2') and source.strip() == "for i in range(3:"
     assert error.startswith("SyntaxError: ")
 
 
-def test_an_error_in_a_process_that_a_rank_forked_is_not_the_ranks(launcher):
-    result = launcher.run_script("""
+def test_an_error_in_a_process_that_a_rank_forked_is_not_the_ranks(warm_launcher):
+    result = warm_launcher.run_script("""
         import os, sys
         for code in (0, 3):
             if not (child := os.fork()):
@@ -63,15 +63,15 @@ def test_an_error_in_a_process_that_a_rank_forked_is_not_the_ranks(launcher):
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
         print('"done"')
     """)
-    assert (result.returncode, launcher.told(result)) == (0, {0: "done", 1: "done"}), result.stderr
+    assert (result.returncode, warm_launcher.told(result)) == (0, {0: "done", 1: "done"}), result.stderr
     assert "ValueError: in the child" in result.stderr and "unisono:" not in result.stderr
 
 
-def test_the_report_is_in_the_log_folder_as_data(launcher):
+def test_the_report_is_in_the_log_folder_as_data(warm_launcher):
     fault = BY_NAME["exception"]
-    launcher.write("script.py", fault.script())
-    launcher.run("run", "-n", "3", "--log-dir", "logs", "script.py")
-    (file,) = launcher.folder.glob("logs/*/attempt_0/report.json")
+    warm_launcher.write("script.py", fault.script())
+    warm_launcher.run("run", "-n", "3", "--log-dir", "logs", "script.py")
+    (file,) = warm_launcher.folder.glob("logs/*/attempt_0/report.json")
     report = json.loads(file.read_text())
     assert (report["cause_ranks"], report["exit_code"]) == ([2], 1)
     assert report["headline"] == "rank 2 failed: ValueError: bad batch 7"
@@ -82,11 +82,11 @@ def test_the_report_is_in_the_log_folder_as_data(launcher):
     )
 
 
-def test_a_hang_that_ended_the_job_is_in_the_log_folder_as_data(launcher):
+def test_a_hang_that_ended_the_job_is_in_the_log_folder_as_data(warm_launcher):
     fault = BY_NAME["mismatched-collectives"]
-    launcher.write("script.py", fault.script())
-    result = launcher.run("run", "-n", "2", *fault.options, "--log-dir", "logs", "script.py")
-    (file,) = launcher.folder.glob("logs/*/attempt_0/report.json")
+    warm_launcher.write("script.py", fault.script())
+    result = warm_launcher.run("run", "-n", "2", *fault.options, "--log-dir", "logs", "script.py")
+    (file,) = warm_launcher.folder.glob("logs/*/attempt_0/report.json")
     report = json.loads(file.read_text())
     assert (result.returncode, report["exit_code"], report["ranks"]) == (1, 1, 2)
     assert report["headline"].startswith("rank 1 calls broadcast where rank 0 calls all_reduce (collective 2), and")

@@ -40,8 +40,8 @@ def test_a_stream_without_reader_is_broken():
     os.close(write)
 
 
-def test_lines_of_four_ranks_are_whole_and_in_order(launcher):
-    result = launcher.run_script(
+def test_lines_of_four_ranks_are_whole_and_in_order(warm_launcher):
+    result = warm_launcher.run_script(
         """
         import os, sys
         rank = os.environ["RANK"]
@@ -70,17 +70,17 @@ def test_lines_of_four_ranks_are_whole_and_in_order(launcher):
     assert (len(out), len(err)) == (4 * 2001, 4 * 1001)
 
 
-def test_a_print_appears_at_once(launcher):
-    script = launcher.write("script.py", "import sys, time\nprint('here')\ntime.sleep(100)")
-    with launcher.start("run", script) as job:
+def test_a_print_appears_at_once(warm_launcher):
+    script = warm_launcher.write("script.py", "import sys, time\nprint('here')\ntime.sleep(100)")
+    with warm_launcher.start("run", script) as job:
         assert job.stdout.readline() == b"[0] here\n"
         job.terminate()
         assert job.wait(timeout=30) == 143
 
 
-def test_the_job_ends_with_the_reader_of_its_output(launcher):
-    script = launcher.write("script.py", "import time\nwhile True:\n    print('line')\n    time.sleep(0.001)")
-    with launcher.start("run", "-n", "2", script) as job:
+def test_the_job_ends_with_the_reader_of_its_output(warm_launcher):
+    script = warm_launcher.write("script.py", "import time\nwhile True:\n    print('line')\n    time.sleep(0.001)")
+    with warm_launcher.start("run", "-n", "2", script) as job:
         job.stdout.readline()
         job.stdout.close()
         assert job.stderr.read() == b"unisono: standard output was closed; 2 ranks ended\n"

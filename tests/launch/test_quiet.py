@@ -34,14 +34,14 @@ def test_a_quiet_script_is_quiet(launcher, ranks):
     assert printed(result.stdout) == {rank: [f"done {ranks}"] for rank in range(ranks)}
 
 
-def test_a_group_that_is_not_destroyed_is_no_reason_to_speak(launcher):
-    result = launcher.run_script(TRAIN.replace("dist.destroy_process_group()", ""))
+def test_a_group_that_is_not_destroyed_is_no_reason_to_speak(warm_launcher):
+    result = warm_launcher.run_script(TRAIN.replace("dist.destroy_process_group()", ""))
     assert (result.stderr, result.returncode) == ("", 0)
 
 
 @pytest.mark.soak
-def test_ten_jobs_run_side_by_side(launcher):
-    script = launcher.write(
+def test_ten_jobs_run_side_by_side(warm_launcher):
+    script = warm_launcher.write(
         "script.py",
         """
         import json, os, sys, torch
@@ -54,7 +54,7 @@ def test_ten_jobs_run_side_by_side(launcher):
         """,
     )
     with ExitStack() as stack:
-        jobs = [stack.enter_context(launcher.start("run", "-n", "2", script, str(number))) for number in range(10)]
+        jobs = [stack.enter_context(warm_launcher.start("run", "-n", "2", script, str(number))) for number in range(10)]
         results = [(*job.communicate(timeout=120), job.returncode) for job in jobs]
     ports = set()
     for number, (out, err, code) in enumerate(results):
@@ -67,9 +67,9 @@ def test_ten_jobs_run_side_by_side(launcher):
 
 
 @pytest.mark.parametrize("attempt", range(3))
-def test_a_thread_that_is_late_at_the_end_does_not_abort_a_rank(launcher, attempt):
+def test_a_thread_that_is_late_at_the_end_does_not_abort_a_rank(warm_launcher, attempt):
     # A thread of gloo frees the last tensors, for which it needs the interpreter, while that is going down.
-    result = launcher.run_script(
+    result = warm_launcher.run_script(
         """
         import sys
         import torch, torch.distributed as dist
@@ -88,12 +88,12 @@ def test_a_thread_that_is_late_at_the_end_does_not_abort_a_rank(launcher, attemp
     assert (result.stdout, result.stderr, result.returncode) == ("", "", 0)
 
 
-def test_a_long_path_of_the_temporary_folder_does_not_hold_up_a_dataloader(launcher):
+def test_a_long_path_of_the_temporary_folder_does_not_hold_up_a_dataloader(warm_launcher):
     # A worker hands a tensor over through a socket, whose path has 107 bytes at most.
-    folder = launcher.folder / ("x" * 100)
+    folder = warm_launcher.folder / ("x" * 100)
     folder.mkdir()
-    launcher.environment["TMPDIR"] = str(folder)
-    result = launcher.run_script(
+    warm_launcher.environment["TMPDIR"] = str(folder)
+    result = warm_launcher.run_script(
         """
         from torch.utils.data import DataLoader
         print(sum(int(batch.sum()) for batch in DataLoader(list(range(20)), batch_size=4, num_workers=2)))

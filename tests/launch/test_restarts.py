@@ -35,9 +35,9 @@ def notes(result):
         ("os._exit(7)", "rank 1 exited with code 7"),
     ],
 )
-def test_ranks_meet_afresh_after_a_failure(launcher, fault, words):
+def test_ranks_meet_afresh_after_a_failure(warm_launcher, fault, words):
     script = f"{MEET}    if rank == 1 and attempt < 2:\n        {fault}\n    dist.barrier()\n"
-    result = launcher.run("run", "-n", "2", "--max-restarts", "2", launcher.write("script.py", script))
+    result = warm_launcher.run("run", "-n", "2", "--max-restarts", "2", warm_launcher.write("script.py", script))
     assert result.returncode == 0, result.stderr
     lines = {rank: [json.loads(line) for line in lines] for rank, lines in printed(result.stdout).items()}
     port = lines[0][0][2]
@@ -50,17 +50,19 @@ def test_ranks_meet_afresh_after_a_failure(launcher, fault, words):
     assert result.stderr.splitlines() == notes(result)
 
 
-def test_the_budget_is_one_for_all_ranks(launcher):
+def test_the_budget_is_one_for_all_ranks(warm_launcher):
     script = f"{MEET}    if rank == attempt:\n        raise ValueError(f'rank {{rank}}')\n    time.sleep(100)\n"
-    result = launcher.run("run", "-n", "3", "--max-restarts", "1", launcher.write("script.py", script))
+    result = warm_launcher.run("run", "-n", "3", "--max-restarts", "1", warm_launcher.write("script.py", script))
     assert result.returncode == 1
     first, *report = result.stderr.splitlines()
     assert first == "unisono: rank 0 failed: ValueError: rank 0; starting all 3 ranks again (restart 1 of 1)"
     assert report[0] == "unisono: rank 1 failed: ValueError: rank 1"
 
 
-def test_the_same_error_twice_before_any_collective_is_not_tried_again(launcher):
-    result = launcher.run("run", "--max-restarts", "5", launcher.write("script.py", "print('ran')\n{}['key']"))
+def test_the_same_error_twice_before_any_collective_is_not_tried_again(warm_launcher):
+    result = warm_launcher.run(
+        "run", "--max-restarts", "5", warm_launcher.write("script.py", "print('ran')\n{}['key']")
+    )
     assert (result.stdout, result.returncode) == ("[0] ran\n" * 2, 1)
     assert notes(result) == [
         "unisono: rank 0 failed: KeyError: 'key'; starting it again (restart 1 of 5)",
@@ -69,7 +71,7 @@ def test_the_same_error_twice_before_any_collective_is_not_tried_again(launcher)
 
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
-def test_the_same_error_after_a_reduction_of_ddp_is_tried_again(launcher, backend):
+def test_the_same_error_after_a_reduction_of_ddp_is_tried_again(warm_launcher, backend):
     # The program calls no collective itself: what DDP does is not seen from Python.
     script = """
         import os, torch, torch.distributed as dist
@@ -80,22 +82,22 @@ def test_the_same_error_after_a_reduction_of_ddp_is_tried_again(launcher, backen
             raise ValueError("bad batch")
         print("done")
     """
-    result = launcher.run(
-        "run", "-n", "2", "--max-restarts", "2", "--cpu-backend", backend, launcher.write("script.py", script)
+    result = warm_launcher.run(
+        "run", "-n", "2", "--max-restarts", "2", "--cpu-backend", backend, warm_launcher.write("script.py", script)
     )
     assert (printed(result.stdout), result.returncode) == ({0: ["done"], 1: ["done"]}, 0), result.stderr
     assert len(notes(result)) == 2
 
 
-def test_a_signal_twice_is_tried_again(launcher):
+def test_a_signal_twice_is_tried_again(warm_launcher):
     script = "import os\nprint('ran')\nif os.environ['TORCHELASTIC_RESTART_COUNT'] != '2': os.kill(os.getpid(), 9)"
-    result = launcher.run("run", "--max-restarts", "3", launcher.write("script.py", script))
+    result = warm_launcher.run("run", "--max-restarts", "3", warm_launcher.write("script.py", script))
     assert (result.stdout, result.returncode) == ("[0] ran\n" * 3, 0)
     assert len(notes(result)) == 2
 
 
-def test_nothing_of_the_old_generation_runs_beside_the_new_one(launcher):
-    script = launcher.write(
+def test_nothing_of_the_old_generation_runs_beside_the_new_one(warm_launcher):
+    script = warm_launcher.write(
         "script.py",
         """
         import os, subprocess, time
@@ -122,15 +124,17 @@ def test_nothing_of_the_old_generation_runs_beside_the_new_one(launcher):
         print(len(old), sum(Path("/proc", pid).exists() for pid in old))
         """,
     )
-    result = launcher.run("run", "-n", "2", "--max-restarts", "1", script)
+    result = warm_launcher.run("run", "-n", "2", "--max-restarts", "1", script)
     assert (result.stdout, result.returncode) == ("[0-1] 6 0\n", 0), result.stderr
 
 
-def test_each_attempt_has_its_log_files_and_its_report(launcher):
-    script = launcher.write("script.py", f"{MEET}    if rank == 1:\n        raise ValueError(f'attempt {{attempt}}')\n")
-    result = launcher.run("run", "-n", "2", "--max-restarts", "1", "--log-dir", "logs", "--rdzv-id", "a", script)
+def test_each_attempt_has_its_log_files_and_its_report(warm_launcher):
+    script = warm_launcher.write(
+        "script.py", f"{MEET}    if rank == 1:\n        raise ValueError(f'attempt {{attempt}}')\n"
+    )
+    result = warm_launcher.run("run", "-n", "2", "--max-restarts", "1", "--log-dir", "logs", "--rdzv-id", "a", script)
     assert result.returncode == 1
-    folder = launcher.folder / "logs" / "a"
+    folder = warm_launcher.folder / "logs" / "a"
     for attempt in range(2):
         report = json.loads((folder / f"attempt_{attempt}" / "report.json").read_text())
         assert f"attempt {attempt}" in json.dumps(report)
@@ -139,10 +143,10 @@ def test_each_attempt_has_its_log_files_and_its_report(launcher):
     assert sorted(path.name for path in folder.iterdir()) == ["attempt_0", "attempt_1"]
 
 
-def test_ctrl_c_while_ranks_fail_ends_the_job(launcher):
-    job = launcher.start(
+def test_ctrl_c_while_ranks_fail_ends_the_job(warm_launcher):
+    job = warm_launcher.start(
         *("run", "-n", "2", "--max-restarts", "5"),
-        launcher.write(
+        warm_launcher.write(
             "script.py",
             """
             import os, signal, time
@@ -167,8 +171,8 @@ def test_ctrl_c_while_ranks_fail_ends_the_job(launcher):
     assert err.endswith(b"unisono: interrupted\n")
 
 
-def test_a_killed_training_goes_on_to_the_same_bits(launcher):
-    script = launcher.write(
+def test_a_killed_training_goes_on_to_the_same_bits(warm_launcher):
+    script = warm_launcher.write(
         "once.py",
         f"""
         import os, runpy, sys
@@ -180,8 +184,8 @@ def test_a_killed_training_goes_on_to_the_same_bits(launcher):
     )
     digests = []
     for name, fault in [("calm", []), ("hurt", ["--die-at", "4", "--phase", "loss"])]:
-        (launcher.folder / name).mkdir()
-        result = launcher.run("run", "-n", "2", "--max-restarts", "1", script, name, *fault)
+        (warm_launcher.folder / name).mkdir()
+        result = warm_launcher.run("run", "-n", "2", "--max-restarts", "1", script, name, *fault)
         assert result.returncode == 0, result.stderr
         assert len(notes(result)) == len(fault) // 4
         digests += re.findall("weights sha256: ([0-9a-f]+)", result.stdout)

@@ -1,0 +1,153 @@
+"""A process that has imported torch, and forks `unisono run` and its fork server for each job that a test asks for.
+
+Most tests of jobs are about what ranks do and what is said of it. The launcher then need not import torch anew, which
+is nearly all the time that such a job takes. All else is as ever: the agent, the process with the store, the fork
+server and the ranks are the processes that they always are, with the parents, files and environment that they always
+have. Two things are not: neither the agent nor the fork server begins as a new interpreter, and what torch and its
+libraries read from the environment on import is what this process had. Tests to which that matters start the command.
+
+With FRESH_LAUNCHES=1 in the environment all tests start the command.
+
+It reads one job a line from standard input, as JSON, and answers with the exit code and with what was left behind.
+The interpreter runs the code that `serve` returns at its top level, so that no frame of this file lies below a rank.
+"""
+
+import gc
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+import torch._dynamo
+import torch.distributed  # noqa: F401
+
+from unisono.launch import agent
+from unisono.launch.channel import Channel
+from unisono.launch.linux import become_subreaper, descendants
+
+_AGENT = "from unisono.cli.main import main; main()"
+_SERVER = "from unisono.launch.forkserver import main; main()"
+
+_LEFT_S = 30.0
+"""How long what a job has left may take to end."""
+
+
+def serve() -> str:
+    """Run jobs until there are no more. Returns: what the forked processes of a job go on with."""
+    assert threading.active_count() == 1
+    become_subreaper()  # of what a job leaves behind
+    gc.collect()
+    gc.freeze()
+    for line in iter(sys.stdin.readline, ""):
+        job = json.loads(line)
+        pid = os.fork()
+        if not pid:
+            return _become_agent(job)
+        print(json.dumps([_wait(pid, job["timeout_s"]), _wait_for_the_rest()]), flush=True)
+    return ""
+
+
+def _wait(pid: int, timeout_s: float) -> int | None:
+    """Wait for the end of a process. Returns: its exit code; None for one that had to be ended."""
+    end_s = time.monotonic() + timeout_s
+    while not (ended := os.waitpid(pid, os.WNOHANG))[0]:
+        if time.monotonic() > end_s:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            return None
+        time.sleep(0.002)
+    return os.waitstatus_to_exitcode(ended[1])
+
+
+def _wait_for_the_rest() -> list[str]:
+    """Wait for all that a job has left. Returns: the commands of what did not end by itself."""
+    end_s = time.monotonic() + _LEFT_S
+    late = []
+    while True:
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return late
+        if time.monotonic() > end_s:
+            for pid in descendants(os.getpid()):
+                with suppress(OSError):
+                    late.append(f"{pid} {Path(f'/proc/{pid}/cmdline').read_bytes()!r}")
+                    os.kill(pid, signal.SIGKILL)
+        time.sleep(0.002)
+
+
+def _become_agent(job: dict) -> str:
+    """Take the place of `python -m unisono`. A child waits to become its fork server."""
+    for number, name in ((0, os.devnull), (1, f"{job['folder']}/out"), (2, f"{job['folder']}/err")):
+        file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_APPEND if number else os.O_RDONLY)
+        os.dup2(file, number)
+        os.close(file)
+    sys.stdin = open(0)  # noqa: SIM115  the old one is the host's
+    os.chdir(job["cwd"])
+    _set_environment(job["environment"])
+    # A process that is there before the agent begins is to the agent one of its caller's, which it would not end. So
+    # the one that waits forks when it is asked for the server, and ends.
+    ours, theirs = socket.socketpair()
+    if not (waiting := os.fork()):
+        ours.close()
+        return _become_server(Channel(theirs))
+    theirs.close()
+    agent.subprocess = _Subprocess(waiting, Channel(ours))
+    sys.path[0] = job["cwd"]  # where it held this file's folder
+    sys.argv = ["unisono", *job["arguments"]]
+    return _AGENT
+
+
+class _Subprocess:
+    """Stands in for the module in the agent, which starts one process: the parent of the fork server."""
+
+    DEVNULL = subprocess.DEVNULL
+    TimeoutExpired = subprocess.TimeoutExpired
+
+    def __init__(self, waiting: int, channel: Channel) -> None:
+        self._waiting, self._channel = waiting, channel
+
+    def Popen(self, command: list[str], *, env: dict[str, str], pass_fds: list[int], **options: object):  # noqa: N802
+        assert options == {"stdin": subprocess.DEVNULL, "start_new_session": True}
+        assert command[2].endswith(_SERVER) and pass_fds == [int(command[3])]
+        self._channel.send({"environment": env, "agent": int(command[4])}, pass_fds)
+        os.waitpid(self._waiting, 0)
+        ((message, _),) = self._channel.receive()
+        self._channel.close()
+        process = subprocess.Popen.__new__(subprocess.Popen)
+        nothing = dict.fromkeys(("stdin", "stdout", "stderr", "returncode"))
+        vars(process).update(nothing, args=command, pid=message["pid"], _child_created=True)
+        process._waitpid_lock = threading.Lock()
+        return process
+
+
+def _become_server(agent: Channel) -> str:
+    """Take the place of what the agent starts, when it does."""
+    while not (received := agent.receive()):
+        if agent.closed:
+            os._exit(0)  # there is nothing to run
+    ((message, (file,)),) = received
+    if pid := os.fork():
+        agent.send({"pid": pid})
+        os._exit(0)  # from now on the agent, a subreaper, is the parent of the other
+    while os.getppid() != message["agent"]:
+        time.sleep(0.001)
+    agent.close()
+    os.setsid()
+    _set_environment(message["environment"])
+    del sys.path[0]
+    sys.argv = ["-c", str(file), str(message["agent"])]
+    return _SERVER
+
+
+def _set_environment(environment: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
