@@ -44,6 +44,9 @@ __all__ = ["main"]
 _HELD_BACK = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that a batch system or a container sends to every process. The agent decides what they mean."""
 
+_DYNAMO = "torch._dynamo"
+"""What is preloaded for programs that make an optimizer."""
+
 
 def main() -> None:
     """Serve the agent; in a forked process, become a rank and run the user's program. Called by the interpreter."""
@@ -108,9 +111,13 @@ class _Server:
         message = received[0][0]
         self._program = Program(**message["program"])
         if self._program.forked:
-            for name in ("torch", "torch.distributed", *message["preload"]):
+            gc.disable()  # what torch makes on import stays, and to look for garbage in it takes a sixth of the time
+            for name in ("torch", "torch.distributed", *(name for name in message["preload"] if name == _DYNAMO)):
                 import_module(name)
-            self._preloaded = prepare(programs=bool(set(message["preload"]) - {"torch._dynamo"}))
+            gc.enable()
+            for name in message["preload"]:
+                import_module(name)
+            self._preloaded = prepare(programs=bool(set(message["preload"]) - {_DYNAMO}))
         # Objects that every rank shares: out of the collector's sight, ranks neither visit nor copy them.
         gc.collect()
         gc.freeze()
