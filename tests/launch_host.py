@@ -24,10 +24,6 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-import torch
-import torch._dynamo
-import torch.distributed  # noqa: F401
-
 from unisono.launch import agent
 from unisono.launch.channel import Channel
 from unisono.launch.linux import become_subreaper, descendants
@@ -41,8 +37,14 @@ _LEFT_S = 30.0
 
 def serve() -> str:
     """Run jobs until there are no more. Returns: what the forked processes of a job go on with."""
+    gc.disable()  # what an import makes stays, and to look for garbage in it takes a sixth of the time
+    import torch
+    import torch._dynamo
+    import torch.distributed  # noqa: F401
+
     assert threading.active_count() == 1
     become_subreaper()  # of what a job leaves behind
+    gc.enable()
     gc.collect()
     gc.freeze()
     for line in iter(sys.stdin.readline, ""):

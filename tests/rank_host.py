@@ -103,6 +103,7 @@ def _end() -> NoReturn:
 
 
 if __name__ == "__main__":
+    gc.disable()  # what an import makes stays, and to look for garbage in it takes a sixth of the time
     import torch
     import torch._dynamo
     import torch.distributed
@@ -113,6 +114,7 @@ if __name__ == "__main__":
     assert threading.active_count() == 1
     torch.set_num_threads(1)
     # What has been imported is not looked at by the collector of each rank, whose memory would be copied for it.
+    gc.enable()
     gc.collect()
     gc.freeze()
     if found := _serve():
