@@ -82,12 +82,18 @@ def _become(job: dict) -> None:
 
 
 def _slow_down(rng: random.Random, folder: str) -> None:
-    """Sleep for up to 0.3 s at one in a thousand calls of functions of unisono and of the test's program."""
+    """Sleep for up to 0.3 s at some calls of functions of unisono and of the test's program.
+
+    At three in a thousand at first, and at fewer the longer it has slept: a program of many calls has to end as well.
+    """
+    slept_s = 0.0
 
     def before(frame: FrameType, event: str, _: object) -> None:
+        nonlocal slept_s
         file = frame.f_code.co_filename
-        if event == "call" and ("unisono" in file or folder in file) and rng.random() < 0.003:
-            time.sleep(0.3 * rng.random())
+        if event == "call" and ("unisono" in file or folder in file) and rng.random() < 0.003 / (1 + slept_s / 5):
+            slept_s += (sleep_s := 0.3 * rng.random())
+            time.sleep(sleep_s)
 
     threading.setprofile(before)
     sys.setprofile(before)

@@ -263,13 +263,18 @@ def test_a_file_of_an_earlier_job_is_recognised(tmp_path):
 
 def test_waiting_for_ranks_that_do_not_come_can_be_interrupted():
     program = "import sys, unisono; print(1, flush=True); unisono.init(init_method=sys.argv[1], rank=0, world_size=2)"
+    port = free_port()
     waiting = subprocess.Popen(
-        [sys.executable, "-c", program, f"tcp://127.0.0.1:{free_port()}"],
+        [sys.executable, "-c", program, f"tcp://127.0.0.1:{port}"],
         env=environ(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert waiting.stdout is not None
     assert waiting.stdout.readline() == "1\n"
-    time.sleep(2)  # it begins to wait; earlier it would be interrupted as well
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while f":{int(port):04X} 00000000:0000 0A" not in Path("/proc/net/tcp").read_text():  # its store listens
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    time.sleep(0.2)  # it begins to wait; earlier it would be interrupted as well
     waiting.send_signal(signal.SIGINT)
     _, err = waiting.communicate(timeout=TIMEOUT_S)
     assert waiting.returncode == -signal.SIGINT

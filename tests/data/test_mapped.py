@@ -163,10 +163,10 @@ if __name__ == "__main__":
         for epoch in (0, 1, 1):  # workers stay over epochs, and an epoch may be left early
             next(loader.batches(epoch=5))
             print([(key, [(i, x.tolist()) for i, x in parts]) for key, parts in dealt(loader, epoch=epoch).items()])
-    workers = int(sys.argv[1])
-    printed(Noisy(), Loader, workers)
-    printed(Noisy(), Loader, workers, micro_batch_size=1, rank=1, world_size=3)
-    printed(Counting(), StreamLoader, workers, shuffle=False)
+    for workers in map(int, sys.argv[1:]):
+        printed(Noisy(), Loader, workers)
+        printed(Noisy(), Loader, workers, micro_batch_size=1, rank=1, world_size=3)
+        printed(Counting(), StreamLoader, workers, shuffle=False)
 """
 
 
@@ -175,14 +175,12 @@ def test_worker_processes_change_nothing(tmp_path):
 
     script = tmp_path / "workers.py"
     script.write_text(WORKERS.format(folder=str(Path(__file__).parent)))
-    outputs = []
-    for workers in (0, 1, 3):
-        command = [sys.executable, "-W", "ignore", str(script), str(workers)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-        assert done.returncode == 0, done.stderr
-        outputs.append(done.stdout)
-    assert len(outputs[0].splitlines()) == 9
-    assert outputs[0] == outputs[1] == outputs[2]
+    command = [sys.executable, "-W", "ignore", str(script), "0", "1", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3 * 9
+    assert lines[:9] == lines[9:18] == lines[18:]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -106,6 +107,14 @@ def test_no_job_is_no_error_for_ps(only):
     assert call(commands.stacks) == "no job of yours is running on this machine"
 
 
+def until(done):
+    """Wait until something holds."""
+    deadline_s = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
 def line_of(text):
     return 1 + next(i for i, line in enumerate(MEET.splitlines()) if text in line)
 
@@ -115,6 +124,8 @@ def test_stacks_show_the_line_of_every_rank(launcher, only, method):
     options = ["--rdzv-id", f"exp.{os.getpid()}", "--start-method", method]
     with running(launcher, *options) as (job, pids):
         only(job.pid)
+        # Ranks print before they come where they stay.
+        until(lambda: "in barrier()" in (text := "\n".join(call(commands.stacks))) and "time.sleep(1000)" in text)
         for names in ([], [str(job.pid)], ["script.py"], [options[1]]):
             text = "\n".join(call(commands.stacks, *names))
             first, second = re.split("^rank 1: ", text.partition("rank 0: ")[2], flags=re.MULTILINE)
@@ -122,6 +133,7 @@ def test_stacks_show_the_line_of_every_rank(launcher, only, method):
             assert f"script.py:{line_of('sleep')} in compute" in second
             assert f"all_reduce(float32[3], sum) at script.py:{line_of('all_reduce')}" in second
         os.kill(pids[1], signal.SIGSTOP)
+        until(lambda: Path(f"/proc/{pids[1]}/stat").read_text().rpartition(") ")[2].startswith("T"))
         text = "\n".join(call(commands.stacks))
         assert "rank 1: stopped" in text
         assert f"script.py:{line_of('all_reduce')}" in text.partition("rank 1: ")[2]

@@ -112,7 +112,7 @@ def test_nothing_of_the_old_generation_runs_beside_the_new_one(warm_launcher):
 
         if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             batches = iter(DataLoader(Numbers(range(100)), num_workers=2))
-            next(batches)
+            next(batches), next(batches)  # one of each worker
             child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
             Path(f"child.{child.pid}").touch()
             dist.init_process_group("gloo")

@@ -39,13 +39,13 @@ EXCEPTIONS = (
     Fault(
         name="sounds-like-a-lost-peer",
         source="""
-            import select
+            import contextlib, select
             pids = [None] * size
             dist.all_gather_object(pids, os.getpid())
             if bad:
-                ends = [os.pidfd_open(pid) for pid in pids[:-1]]
-                for end in ends:
-                    select.select([end], [], [])  # the others have come to their end, as they should
+                for pid in pids[:-1]:
+                    with contextlib.suppress(ProcessLookupError):  # it is gone already
+                        select.select([os.pidfd_open(pid)], [], [])  # it comes to its end, as it should
                 raise RuntimeError("failed to connect to database")  # here
         """,
         first="{last} failed: RuntimeError: failed to connect to database",

@@ -3,7 +3,7 @@
 from faults.fault import Fault
 
 _HANG = ("--hang-report", "1", "--hang-abort", "2")
-_WAITED = "{others} {have} waited 1."
+_WAITED = "{others} {have} waited "
 
 HANGS = (
     Fault(
