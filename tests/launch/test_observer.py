@@ -4,6 +4,7 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,22 +14,47 @@ from pathlib import Path
 
 import pytest
 
+from unisono.launch.channel import Channel
 from unisono.launch.hang.observer import Observer
 from unisono.launch.hang.report import render_stacks
 
 TIMEOUT_S = 90
 
-# Imports torch once and forks ranks; tells their process ids, then how each ended.
+# Imports torch once and forks a process for each job, which forks the ranks; that tells its process id and theirs, then
+# how each ended.
 _HOST = """
-import json, os, runpy, sys
-script, *files = sys.argv[1:]
+import gc, json, os, runpy, signal, socket, sys
 import torch.distributed
+from unisono.launch.channel import Channel
 from unisono.launch.hang import page, recorder, stacks
-pids = {}
-for rank, (page_file, dump, ask) in enumerate(tuple(map(int, group.split(","))) for group in files):
+gc.collect()
+gc.freeze()
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+jobs = Channel(socket.socket(fileno=int(sys.argv[1])))
+while True:
+    for message, (output, errors, *files) in jobs.receive():
+        if os.fork():
+            for file in (output, errors, *files):
+                os.close(file)
+            continue
+        jobs.close()
+        break
+    else:
+        if jobs.closed:
+            os._exit(0)
+        continue
+    break
+os.setsid()
+signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+os.dup2(output, 1)
+os.dup2(errors, 2)
+os.close(output)
+os.close(errors)
+script, pids = message["script"], {}
+for rank, (page_file, dump, ask) in enumerate(zip(*[iter(files)] * 3)):
     pid = os.fork()
     if pid == 0:
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(len(files)), GLOO_SOCKET_IFNAME="lo")
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(len(files) // 3), GLOO_SOCKET_IFNAME="lo")
         recording = recorder.install(page.Page(page_file), ask=ask, dump=dump)
         stacks.install(dump, has_thread=lambda: recording.has_thread)
         sys.argv = [script]
@@ -39,7 +65,7 @@ for rank, (page_file, dump, ask) in enumerate(tuple(map(int, group.split(","))) 
         finally:
             os._exit(code)
     pids[pid] = rank
-print(json.dumps(list(pids)), flush=True)
+print(json.dumps([os.getpid(), *pids]), flush=True)
 while pids:
     pid, status = os.wait()
     print(json.dumps([pids.pop(pid), os.waitstatus_to_exitcode(status)]), flush=True)
@@ -54,11 +80,25 @@ def init():
 """
 
 
+@pytest.fixture(scope="module")
+def host() -> Iterator[Channel]:
+    """The process that forks ranks for the tests of this file."""
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-W", "ignore", "-c", _HOST, str(theirs.fileno())]
+    with theirs:
+        process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
+    channel = Channel(ours)
+    yield channel
+    channel.close()
+    process.wait(timeout=60)
+
+
 class Watch:
     """An observer and the ranks that it watches."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, host: Channel) -> None:
         self.folder = folder
+        self._host = host
         self.pids: list[int] = []
         self.codes: dict[int, int] = {}
         self.reports: list[str] = []
@@ -74,19 +114,16 @@ class Watch:
         )
         files = [self.observer.files(rank) for rank in range(ranks)]
         flat = [file for group in files for file in group]
-        groups = [",".join(map(str, group)) for group in files]
-        command = [sys.executable, "-W", "ignore", "-c", _HOST, str(script), *groups]
-        errors = (self.folder / "stderr").open("wb")
+        told, output = os.pipe()
+        errors = os.open(self.folder / "stderr", os.O_WRONLY | os.O_CREAT)
         # Without a buffer: a line that lay in one would not show in `select`.
-        self._host = subprocess.Popen(
-            command, bufsize=0, stdout=subprocess.PIPE, stderr=errors, pass_fds=flat, start_new_session=True
-        )
-        errors.close()
-        for file in flat:
+        self._told = os.fdopen(told, "rb", buffering=0)
+        self._host.send({"script": str(script)}, [output, errors, *flat])
+        for file in (output, errors, *flat):
             os.close(file)
-        line = self._host.stdout.readline()
+        line = self._told.readline()
         assert line, (self.folder / "stderr").read_text()
-        self.pids = json.loads(line)
+        self._job, *self.pids = json.loads(line)
         for rank, pid in enumerate(self.pids):
             self.observer.started(rank, pid)
 
@@ -97,8 +134,8 @@ class Watch:
             assert time.monotonic() < end_s, f"nothing after {TIMEOUT_S} s: {self.reports}"
             deadline_s = self.observer.next_deadline_s()
             wait_s = 0.1 if deadline_s is None else max(0.0, deadline_s - time.monotonic())
-            ready, _, _ = select.select([self._host.stdout], [], [], min(wait_s, 1.0))
-            if ready and (line := self._host.stdout.readline()):
+            ready, _, _ = select.select([self._told], [], [], min(wait_s, 1.0))
+            if ready and (line := self._told.readline()):
                 rank, code = json.loads(line)
                 self.codes[rank] = code
                 self.observer.ended(rank, code)
@@ -116,14 +153,15 @@ class Watch:
 
     def close(self) -> None:
         with suppress(ProcessLookupError):
-            os.killpg(self._host.pid, signal.SIGKILL)
-        self._host.communicate()
+            os.killpg(self._job, signal.SIGKILL)
+        self._told.read()  # to the end, which is that of all that can write
+        self._told.close()
         self.observer.close()
 
 
 @pytest.fixture
-def watch(tmp_path: Path) -> Iterator[Watch]:
-    watch = Watch(tmp_path)
+def watch(tmp_path: Path, host: Channel) -> Iterator[Watch]:
+    watch = Watch(tmp_path, host)
     yield watch
     watch.close()
 

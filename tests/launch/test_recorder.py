@@ -23,7 +23,21 @@ def tell(*values):
 
 
 @pytest.fixture
-def run(tmp_path: Path):
+def run(rank_host, tmp_path: Path):
+    """Run a program after the prologue, in a process of its own that has torch imported. Returns: what it told."""
+
+    def run(source: str) -> list[object]:
+        path = tmp_path / "program.py"
+        path.write_text(_PROLOGUE + source)
+        codes, _ = rank_host.run(1, path, folder=tmp_path)
+        assert codes == [0], (tmp_path / "err0").read_text()
+        return json.loads((tmp_path / "out0").read_text().splitlines()[-1])
+
+    return run
+
+
+@pytest.fixture
+def run_afresh(tmp_path: Path):
     """Run a program after the prologue, in an interpreter of its own. Returns: what it told."""
 
     def run(source: str) -> list[object]:
@@ -70,8 +84,8 @@ tell(calls())
     assert not any(call[9] or call[10] for call in told)
 
 
-def test_torch_that_is_imported_afterwards_is_recorded_too(run):
-    told = run("""
+def test_torch_that_is_imported_afterwards_is_recorded_too(run_afresh):
+    told = run_afresh("""
 install(page, ask=ask, dump=-1)
 before = "torch" in sys.modules
 import torch, torch.distributed as dist

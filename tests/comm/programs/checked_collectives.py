@@ -1,9 +1,10 @@
 """Ranks that part, in check mode: all of them print one error, and go on.
 
-It is run as `unisono run --check -n 3 checked_collectives.py crossed`, and with "late" and UNISONO_CHECK_TIMEOUT=4, or
-"ended", for the last call alone.
+It is run as `unisono run --check -n 3 checked_collectives.py crossed`, and with "late" or "ended" for the last call
+alone.
 """
 
+import os
 import sys
 import time
 
@@ -26,9 +27,12 @@ def crossed():
 
 
 def late():
-    if ODD:
-        time.sleep(6)
+    group = unisono.subgroup(range(SIZE))
+    os.environ["UNISONO_CHECK_TIMEOUT"] = "2"  # it is read when the group is first used
     comm.barrier()
+    if ODD:
+        time.sleep(100)
+    comm.barrier(group=group)
 
 
 CASES = {
