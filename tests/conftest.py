@@ -178,6 +178,19 @@ def fork_ranks(rank_host: RankHost, tmp_path: Path) -> Runner:
 
 
 @pytest.fixture(scope="session")
+def fork_python(rank_host: RankHost, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[str]]:
+    """Run a script as `python` does, without any launcher, but without importing torch anew; return what it printed."""
+
+    def run(script: Path, *args: object) -> list[str]:
+        folder = tmp_path_factory.mktemp("python")
+        codes, _ = rank_host.run(1, script, *args, folder=folder, environment={})
+        assert codes == [0], (folder / "err0").read_text()[-4000:]
+        return (folder / "out0").read_text().splitlines()
+
+    return run
+
+
+@pytest.fixture(scope="session")
 def fork_launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., CompletedProcess[str]] | None]:
     """Run the command `unisono` as a new process would, but without importing torch anew; see launch_host.py.
 

@@ -200,8 +200,8 @@ def test_save_without_prefix(fork_ranks):
     assert job.lines(0)[-1] == job.lines(1)[-1] == "loaded on this rank, equal: True"
 
 
-def test_data_parallel():
-    assert run_python("data_parallel.py") == [
+def test_data_parallel(fork_python):
+    assert fork_python(FOLDER / "data_parallel.py") == [
         "outputs gathered: (32, 3)  gradients of the whole batch: True",
         "samples for each device: [8, 8, 8, 8]  gradients of the whole batch: True",
         "30 samples, cut into [7, 7, 8, 8]  gradients of the whole batch: True",
@@ -243,8 +243,8 @@ def test_spawned_ranks():
     assert lines[2:] == ["both found 3.0; equal: True", "rank 1 failed: ValueError: wrong learning rate"]
 
 
-def test_notebook_trainer_has_64_steps_on_one_rank_and_32_on_two(run_ranks):
-    alone = run_python("notebook_trainer.py", "--max-epochs", 2)
+def test_notebook_trainer_has_64_steps_on_one_rank_and_32_on_two(fork_python, run_ranks):
+    alone = fork_python(FOLDER / "notebook_trainer.py", "--max-epochs", 2)
     assert alone[:2] == [f"[rank 0] epoch {epoch} | batch size 32 | steps 64" for epoch in range(2)]
     job = run_ranks(2, FOLDER / "notebook_trainer.py", "--max-epochs", 2)
     for rank in range(2):
@@ -270,7 +270,7 @@ def write_idx(path: Path, data: torch.Tensor, *, packed: bool) -> None:
         path.write_bytes(content)
 
 
-def test_mnist_reads_idx_files(tmp_path):
+def test_mnist_reads_idx_files(fork_python, tmp_path):
     """Files as MNIST's, with pictures that are easily told apart: each class has its bright square."""
     for part, count in (("train", 320), ("t10k", 60)):
         labels = torch.arange(count) % 10
@@ -279,7 +279,7 @@ def test_mnist_reads_idx_files(tmp_path):
         images = images.repeat_interleave(3, 1).repeat_interleave(3, 2)
         write_idx(tmp_path / f"{part}-images-idx3-ubyte", images, packed=part == "train")
         write_idx(tmp_path / f"{part}-labels-idx1-ubyte", labels, packed=part != "train")
-    lines = run_python("mnist.py", "--data", tmp_path, "--batch-size", 32, "--epochs", 3)
+    lines = fork_python(FOLDER / "mnist.py", "--data", tmp_path, "--batch-size", 32, "--epochs", 3)
     assert lines[0] == "320 images to train on, 60 to test"
     assert lines[-1] == "epoch 2: accuracy 1.0000 (60/60)"
 

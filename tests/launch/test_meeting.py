@@ -54,11 +54,15 @@ def test_a_second_group_sees_nothing_of_the_first(store, before):
     assert run(source, MASTER_PORT=str(store.port)) == ["False", "False", "False"]
 
 
-def test_a_generation_sees_nothing_of_the_one_before(store):
-    source = MEET.format(before="") + "print(meet())"
+def test_a_generation_sees_nothing_of_the_one_before(store, rank_host, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(MEET.format(before="") + "print(meet())")
+    variables = {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "1"}
     for restarts in range(3):
-        port = str(store.port)
-        assert run(source, MASTER_PORT=port, TORCHELASTIC_RESTART_COUNT=str(restarts)) == ["False"]
+        variables |= {"MASTER_PORT": str(store.port), "TORCHELASTIC_RESTART_COUNT": str(restarts)}
+        codes, _ = rank_host.run(1, script, folder=tmp_path, environment=variables)
+        told = [(tmp_path / name).read_text() for name in ("out0", "err0")]
+        assert (codes, told) == ([0], ["False\n", ""])
 
 
 def test_a_store_at_an_address_of_the_scripts_own_listens_on_loopback_only(launcher):

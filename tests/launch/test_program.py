@@ -43,8 +43,8 @@ def test_a_module_runs_like_python_m(launcher):
     assert launcher.told(result) == {0: [[path, "-m", "x"], "__main__", "package", "package.__main__", "found"]}
 
 
-def test_objects_of_the_programs_classes_come_back_from_processes_that_start_afresh(launcher):
-    result = launcher.run_script(
+def test_objects_of_the_programs_classes_come_back_from_processes_that_start_afresh(warm_launcher):
+    result = warm_launcher.run_script(
         """
         import json, multiprocessing, os
 
@@ -88,14 +88,14 @@ def test_objects_of_the_programs_classes_come_back_from_processes_that_start_afr
         """,
         ranks=1,
     )
-    assert (result.returncode, launcher.told(result)) == (
+    assert (result.returncode, warm_launcher.told(result)) == (
         0,
         {0: {"spawn": [5, 6, 0, 1], "forkserver": [5, 6, 0, 1]}},
     ), result.stderr
 
 
-def test_a_report_starts_in_the_users_code(launcher):
-    result = launcher.run_script("def divide(x):\n    return x / 0\n\ndivide(1)\n", ranks=1)
+def test_a_report_starts_in_the_users_code(warm_launcher):
+    result = warm_launcher.run_script("def divide(x):\n    return x / 0\n\ndivide(1)\n", ranks=1)
     lines = [line.rstrip() for line in result.stderr.splitlines()]
     assert lines[:6] == [
         "unisono: rank 0 failed: ZeroDivisionError: division by zero",
@@ -108,10 +108,10 @@ def test_a_report_starts_in_the_users_code(launcher):
     assert lines[-1].split() == ["exit", "code", "1"]
 
 
-def test_a_module_that_fails_to_import_shows_the_users_frames_only(launcher):
-    launcher.write("package/__init__.py", "import no_such_thing")
-    launcher.write("package/__main__.py", "")
-    result = launcher.run("run", "-m", "package")
+def test_a_module_that_fails_to_import_shows_the_users_frames_only(warm_launcher):
+    warm_launcher.write("package/__init__.py", "import no_such_thing")
+    warm_launcher.write("package/__main__.py", "")
+    result = warm_launcher.run("run", "-m", "package")
     lines = [line.rstrip() for line in result.stderr.splitlines()]
     assert lines[:4] == [
         "unisono: rank 0 failed: ModuleNotFoundError: No module named 'no_such_thing'",
@@ -122,8 +122,8 @@ def test_a_module_that_fails_to_import_shows_the_users_frames_only(launcher):
     assert not any("unisono/" in line for line in lines)
 
 
-def test_a_missing_submodule_is_reported(launcher):
-    result = launcher.run("run", "-n", "2", "-m", "json.nothing")
+def test_a_missing_submodule_is_reported(warm_launcher):
+    result = warm_launcher.run("run", "-n", "2", "-m", "json.nothing")
     assert result.returncode == 2
     # One rank may fail, and end the job, before the other has come so far.
     said = result.stderr.replace("all 2 ranks", "rank 0").replace("rank 1", "rank 0")
@@ -142,8 +142,8 @@ def test_a_syntax_error_is_said_once_in_pythons_words(launcher):
     ]
 
 
-def test_classes_of_the_program_can_be_pickled_and_sent_to_spawned_processes(launcher):
-    result = launcher.run_script(
+def test_classes_of_the_program_can_be_pickled_and_sent_to_spawned_processes(warm_launcher):
+    result = warm_launcher.run_script(
         """
         import multiprocessing, pickle
         from torch.utils.data import DataLoader, Dataset
@@ -164,8 +164,8 @@ def test_classes_of_the_program_can_be_pickled_and_sent_to_spawned_processes(lau
     assert (result.stdout, result.stderr) == ("[0] [[0, 1, 4], [9, 16, 25]]\n", "")
 
 
-def test_ranks_differ_where_separate_processes_differ(launcher):
-    result = launcher.run_script(
+def test_ranks_differ_where_separate_processes_differ(warm_launcher):
+    result = warm_launcher.run_script(
         """
         import atexit, json, os, random, sys
         import numpy as np
@@ -177,7 +177,7 @@ def test_ranks_differ_where_separate_processes_differ(launcher):
         """
     )
     assert (result.returncode, result.stderr) == (0, "")
-    first, second = launcher.told(result).values()
+    first, second = warm_launcher.told(result).values()
     assert all(a != b for a, b in zip(first, second, strict=True))
 
 
@@ -244,28 +244,28 @@ TELL = """
 """
 
 
-def test_archives_folders_and_compiled_scripts_run_as_by_python(launcher):
-    folder = launcher.folder / "app"
-    launcher.write("app/__main__.py", TELL)
-    launcher.write("app/helper.py", "WORD = 'found'")
-    launcher.write("plain/helper.py", "WORD = 'found'")
-    launcher.write("odd/helper.py", "WORD = 'found'")
-    zipapp.create_archive(folder, launcher.folder / "app.pyz")
-    py_compile.compile(str(folder / "__main__.py"), str(launcher.folder / "plain/main.pyc"), dfile="main.py")
-    shutil.copy(launcher.folder / "plain/main.pyc", launcher.folder / "odd/compiled")
-    script = launcher.write("run.py", TELL)
-    launcher.write("helper.py", "WORD = 'found'")
+def test_archives_folders_and_compiled_scripts_run_as_by_python(warm_launcher):
+    folder = warm_launcher.folder / "app"
+    warm_launcher.write("app/__main__.py", TELL)
+    warm_launcher.write("app/helper.py", "WORD = 'found'")
+    warm_launcher.write("plain/helper.py", "WORD = 'found'")
+    warm_launcher.write("odd/helper.py", "WORD = 'found'")
+    zipapp.create_archive(folder, warm_launcher.folder / "app.pyz")
+    py_compile.compile(str(folder / "__main__.py"), str(warm_launcher.folder / "plain/main.pyc"), dfile="main.py")
+    shutil.copy(warm_launcher.folder / "plain/main.pyc", warm_launcher.folder / "odd/compiled")
+    script = warm_launcher.write("run.py", TELL)
+    warm_launcher.write("helper.py", "WORD = 'found'")
     for target in ("app", "app/", str(folder), "app.pyz", "plain/main.pyc", "odd/compiled", script):
         done = subprocess.run(
             [sys.executable, target, "-x"],
-            cwd=launcher.folder,
-            env=launcher.environment,
+            cwd=warm_launcher.folder,
+            env=warm_launcher.environment,
             capture_output=True,
             check=True,
         )
-        result = launcher.run("run", target, "-x")
+        result = warm_launcher.run("run", target, "-x")
         assert (result.stderr, result.returncode) == ("", 0)
-        assert launcher.told(result) == {0: json.loads(done.stdout)}, target
+        assert warm_launcher.told(result) == {0: json.loads(done.stdout)}, target
 
 
 def test_what_cannot_be_run_is_said_once(launcher):

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,20 +35,22 @@ def language_model_on_one_rank() -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def variants_on_one_rank() -> dict[str, str]:
-    return digests(plain_python(Path(__file__).parent / "programs" / "variants.py"))
+def variants_on_one_rank(fork_python: Callable[..., list[str]]) -> dict[str, str]:
+    return digests(fork_python(Path(__file__).parent / "programs" / "variants.py"))
 
 
 @pytest.fixture(scope="session")
-def optimizers_on_one_rank() -> dict[str, str]:
-    return digests(plain_python(Path(__file__).parent / "programs" / "optimizers.py", "auto"))
+def optimizers_on_one_rank(fork_python: Callable[..., list[str]]) -> dict[str, str]:
+    return digests(fork_python(Path(__file__).parent / "programs" / "optimizers.py", "auto"))
 
 
 @pytest.fixture(scope="session")
-def sparse_on_one_rank(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+def sparse_on_one_rank(
+    fork_python: Callable[..., list[str]], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, str]]:
     """The folder of a run that one rank has begun, and the digests."""
     folder = tmp_path_factory.mktemp("sparse")
-    found = digests(plain_python(Path(__file__).parent / "programs" / "sparse.py", folder, "auto"), least=13)
+    found = digests(fork_python(Path(__file__).parent / "programs" / "sparse.py", folder, "auto"), least=13)
     return folder / "begun", {name.removeprefix("auto: "): sha for name, sha in found.items()}
 
 
