@@ -1,9 +1,6 @@
 """A rank that fails ends the job, is named, and gives its exit code."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -170,38 +167,33 @@ def test_what_the_shm_backend_says_of_a_late_rank_is_understood(message):
 PEERS = """
 import json, os, sys, time
 from datetime import timedelta
+from pathlib import Path
 import torch, torch.distributed as dist
 from unisono.launch.failure.account import account_of
-rank, fault, file = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-store = dist.FileStore(file, 2)
-dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=1 + 60 * rank))
-dist.all_reduce(torch.ones(1))
-if rank == 1:
+fault, over = sys.argv[1], Path(sys.argv[2])
+dist.init_process_group("gloo")
+group = dist.new_group(timeout=timedelta(seconds=1 + 60 * dist.get_rank()))
+dist.all_reduce(torch.ones(1), group=group)
+if dist.get_rank() == 1:
     if fault == "exit":
         os._exit(3)
     if fault == "raise":
         raise ValueError("bad batch")
-    sys.stdin.read()
+    while not over.exists():
+        time.sleep(0.01)
+    sys.exit()
 try:
-    dist.all_reduce(torch.ones(1))
+    dist.all_reduce(torch.ones(1), group=group)
 except RuntimeError as error:
     print(json.dumps(account_of(error)))
+over.touch()
 """
 
 
 @pytest.mark.parametrize("fault", ["exit", "raise", "wait"])
-def test_what_torch_says_of_a_lost_peer_is_understood(tmp_path, fault):
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "env": environment}
-    command = [sys.executable, "-c", PEERS]
-    both = [subprocess.Popen([*command, str(rank), fault, str(tmp_path / "store")], **pipes) for rank in range(2)]
-    try:
-        out = both[0].stdout.read()
-    finally:
-        for process in both:
-            process.kill()
-            process.communicate()
-    account = json.loads(out)
+def test_what_torch_says_of_a_lost_peer_is_understood(fork_ranks, tmp_path, fault):
+    job = fork_ranks(2, PEERS, fault, tmp_path / "over", code=None)
+    account = json.loads(job.lines(0)[0])
     victim = Failure(rank=0, code=1, time_ns=10 * MS, reported=True, account=account)
     assert judge([victim, told(1, 50, "bad batch", "ValueError")]).rank == 1
     if fault == "wait":
