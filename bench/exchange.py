@@ -15,8 +15,8 @@ import torch.distributed as dist
 from bench.measure import Effort, alternate
 from bench.ranks import run_ranks, start_together
 from bench.rows import Row, summarise
-from unisono.comm import World
-from unisono.engine.exchange import Exchange, Layout
+from unisono.collectives.world import World
+from unisono.engine.tree_all_reduce import NodeLayout, TreeAllReduce
 
 __all__ = ["run"]
 
@@ -36,9 +36,9 @@ def _on_ranks(effort: Effort) -> list[Row]:
 
 def _row(effort: Effort, nbytes: int) -> Row:
     world = World.connect(torch.device("cpu"))
-    layout = Layout.of(leaves=world.size, world_size=world.size, virtual_ranks=world.size)
+    layout = NodeLayout.of(leaves=world.size, world_size=world.size, virtual_ranks=world.size)
     numel = nbytes // 4
-    exchange = Exchange(world, numel, widest=layout, dtype=torch.float32, device=world.device)
+    exchange = TreeAllReduce(world, numel, widest=layout, dtype=torch.float32, device=world.device)
     vector = torch.empty(numel)
     calls = 10 if nbytes <= 1024 * _KIB else 1
 

@@ -17,9 +17,10 @@ import unisono
 ROOT = Path(unisono.__file__).parent
 # From the top. The launcher and the trainer do not need each other.
 LAYERS = [
-    "cli", "launch", "trainer", "parallel", "rank_zero", "metrics", "engine", "data", "state", "comm", "plan", "watch",
+    "cli", "launch", "comm", "trainer", "parallel", "rank_zero", "metrics", "engine", "data", "state", "collectives",
+    "job", "shm", "plan", "watch",
 ]  # fmt: skip
-APART = {("launch", "trainer"), ("launch", "engine"), ("launch", "data"), ("launch", "state"), ("launch", "comm")}
+APART = {("launch", layer) for layer in ("comm", "trainer", "engine", "data", "state", "collectives", "job", "shm")}
 
 
 def module_name(path: Path) -> str:

@@ -14,18 +14,18 @@ if TYPE_CHECKING:
     from unisono import data as data
     from unisono import metrics as metrics
     from unisono import parallel as parallel
-    from unisono.comm.job import Job
-    from unisono.comm.ranks import is_main, local_rank, local_world_size, node_rank, rank, world_size
-    from unisono.comm.start import init
-    from unisono.comm.subgroups import split, subgroup
     from unisono.data.seeding import seed_everything
+    from unisono.job.current import Job
+    from unisono.job.initialize import init
+    from unisono.job.ranks import is_main, local_rank, local_world_size, node_rank, rank, world_size
+    from unisono.job.subgroups import split, subgroup
     from unisono.launch.spawn.caller import spawn
     from unisono.metrics.metric import Metric
     from unisono.parallel.losses import Sum
-    from unisono.rank_zero.first import main_first
-    from unisono.rank_zero.logs import get_logger
+    from unisono.rank_zero.main_first import main_first
     from unisono.rank_zero.printing import print0
-    from unisono.rank_zero.progress import progress
+    from unisono.rank_zero.progress_bar import progress
+    from unisono.rank_zero.rank_logger import get_logger
     from unisono.state.policy import Checkpoints
     from unisono.trainer.trainer import Trainer
 
@@ -54,25 +54,25 @@ __all__ = [
 
 _HOMES = {
     "Checkpoints": "unisono.state.policy",
-    "Job": "unisono.comm.job",
+    "Job": "unisono.job.current",
     "Metric": "unisono.metrics.metric",
     "Sum": "unisono.parallel.losses",
     "Trainer": "unisono.trainer.trainer",
-    "get_logger": "unisono.rank_zero.logs",
-    "init": "unisono.comm.start",
-    "is_main": "unisono.comm.ranks",
-    "local_rank": "unisono.comm.ranks",
-    "local_world_size": "unisono.comm.ranks",
-    "main_first": "unisono.rank_zero.first",
-    "node_rank": "unisono.comm.ranks",
+    "get_logger": "unisono.rank_zero.rank_logger",
+    "init": "unisono.job.initialize",
+    "is_main": "unisono.job.ranks",
+    "local_rank": "unisono.job.ranks",
+    "local_world_size": "unisono.job.ranks",
+    "main_first": "unisono.rank_zero.main_first",
+    "node_rank": "unisono.job.ranks",
     "print0": "unisono.rank_zero.printing",
-    "progress": "unisono.rank_zero.progress",
-    "rank": "unisono.comm.ranks",
+    "progress": "unisono.rank_zero.progress_bar",
+    "rank": "unisono.job.ranks",
     "seed_everything": "unisono.data.seeding",
     "spawn": "unisono.launch.spawn.caller",
-    "split": "unisono.comm.subgroups",
-    "subgroup": "unisono.comm.subgroups",
-    "world_size": "unisono.comm.ranks",
+    "split": "unisono.job.subgroups",
+    "subgroup": "unisono.job.subgroups",
+    "world_size": "unisono.job.ranks",
 }
 
 _PACKAGES = frozenset({"comm", "data", "metrics", "parallel"})

@@ -26,10 +26,10 @@ def register() -> None:
 
 def _make_group(asked: Any, pg_options: Any) -> Any:
     """Make a group, as torch asks for it."""
-    from unisono.comm.shm.group import ShmGroup  # noqa: PLC0415  imported when it is needed
-    from unisono.comm.shm.layout import options_of_environment  # noqa: PLC0415
+    from unisono.shm.process_group import ProcessGroupShm  # noqa: PLC0415  imported when it is needed
+    from unisono.shm.segment_layout import options_of_environment  # noqa: PLC0415
 
-    return ShmGroup(
+    return ProcessGroupShm(
         asked.store,
         asked.group_rank,
         asked.group_size,

@@ -1,5 +1,5 @@
 """A TCPStore at an address that the program has chosen, hosted by rank 0; on this machine's loopback address it
-listens there alone. Used by `launch.meeting` and `comm.meeting`. Start reading at `open_store`.
+listens there alone. Used by `launch.rendezvous_patch` and `job.rendezvous`. Start reading at `open_store`.
 """
 
 from __future__ import annotations

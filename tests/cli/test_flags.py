@@ -9,7 +9,7 @@ from torch.distributed.run import get_args_parser
 
 from unisono.cli import run as command
 from unisono.cli.run import FLAGS, job_of
-from unisono.launch.job import Job, Output
+from unisono.launch.job import LaunchJob, Output
 
 BOTH = frozenset({"stdout", "stderr"})
 NONE = frozenset()
@@ -47,7 +47,7 @@ def test_every_flag_of_torchrun_is_known_and_so_is_its_variable(monkeypatch):
 def test_nothing_given_means_one_rank_and_torchruns_defaults():
     defaults = get_args_parser().parse_args(["train.py"])
     made = job()
-    assert made == Job(target="train.py", stdin=0, output=made.output, signals=made.signals)
+    assert made == LaunchJob(target="train.py", stdin=0, output=made.output, signals=made.signals)
     assert set(made.signals) == {signal.Signals[name] for name in defaults.signals_to_handle.split(",")}
     assert made.max_restarts == defaults.max_restarts and made.role == defaults.role
     assert made.output == Output(redirected={0: NONE}, teed={0: NONE})

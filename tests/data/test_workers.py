@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset, default_collate
 
 from unisono.data import loader
 from unisono.data.fetch import Fetcher, Task
-from unisono.data.workers import Reader
+from unisono.data.workers import TaskReader
 from unisono.errors import DataError
 
 TASKS = [Task(0, step, 0, 0, [*range(10 * step, 10 * step + 10)]) for step in range(4)]
@@ -67,7 +67,7 @@ def failed():
 
 def reader(dataset, **options):
     fetcher = Fetcher(dataset, collate_fn=default_collate, seed=0, stream="train")
-    return Reader(fetcher, TASKS, workers=2, pin_memory=False, **options)
+    return TaskReader(fetcher, TASKS, workers=2, pin_memory=False, **options)
 
 
 def test_a_slow_worker_is_waited_for_and_told_of_with_its_samples(tmp_path: Path):

@@ -2,11 +2,11 @@
 
 import io
 
-from unisono.launch.output.events import EventRelay
+from unisono.launch.output.event_relay import EventRelay
 
 
 class Display:
-    """Stands in for `unisono.watch.progress.Progress`."""
+    """Stands in for `unisono.watch.display.Progress`."""
 
     def __init__(self, stream):
         self.seen = []
@@ -20,7 +20,7 @@ class Display:
 
 
 def test_events_reach_the_display_whatever_the_pieces(monkeypatch):
-    monkeypatch.setattr("unisono.watch.progress.Progress", Display)
+    monkeypatch.setattr("unisono.watch.display.Progress", Display)
     complaints = []
     relay = EventRelay(io.StringIO(), complain=complaints.append)
     relay.feed(b'{"event": "run"')
@@ -35,7 +35,7 @@ def test_events_reach_the_display_whatever_the_pieces(monkeypatch):
 
 
 def test_half_an_event_of_a_lost_process_is_forgotten(monkeypatch):
-    monkeypatch.setattr("unisono.watch.progress.Progress", Display)
+    monkeypatch.setattr("unisono.watch.display.Progress", Display)
     complaints = []
     relay = EventRelay(io.StringIO(), complain=complaints.append)
     relay.feed(b'{"event": "step", "total_steps": 3}\n{"event": "st')

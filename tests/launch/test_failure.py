@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from unisono.launch.failure.verdict import Failure, first_failure, judge, name_ranks
+from unisono.launch.failure.root_cause import RankFailure, find_root_cause, first_failure, name_ranks
 
 MS = 1_000_000
 
 
-def failure(rank: int, ms: float, *, code: int = 1, reported: bool = True) -> Failure:
-    return Failure(rank=rank, code=code, time_ns=int(ms * MS), reported=reported)
+def failure(rank: int, ms: float, *, code: int = 1, reported: bool = True) -> RankFailure:
+    return RankFailure(rank=rank, code=code, time_ns=int(ms * MS), reported=reported)
 
 
 def test_the_earliest_error_is_the_cause():
@@ -31,11 +31,13 @@ LOST = "[../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1
 LATE = "[../gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 5000ms for recv operation to complete"
 
 
-def told(rank: int, ms: float, message: str, kind: str = "RuntimeError", *, line: int = 7, **more: object) -> Failure:
+def told(
+    rank: int, ms: float, message: str, kind: str = "RuntimeError", *, line: int = 7, **more: object
+) -> RankFailure:
     """A failure with an account."""
     frames = [{"file": "train.py", "line": line}]
     account = {"type": kind, "message": message, "frames": frames, "chain": [], **more}
-    return Failure(rank=rank, code=1, time_ns=int(ms * MS), reported=True, account=account)
+    return RankFailure(rank=rank, code=1, time_ns=int(ms * MS), reported=True, account=account)
 
 
 def ranks(failures) -> list[int]:
@@ -59,75 +61,81 @@ def ranks(failures) -> list[int]:
     ],
 )
 def test_a_rank_that_only_lost_a_peer_is_a_victim_also_if_it_was_first(message, kind):
-    verdict = judge([told(0, 10, message, kind), told(1, 50, "bad batch", "ValueError")])
+    verdict = find_root_cause([told(0, 10, message, kind), told(1, 50, "bad batch", "ValueError")])
     assert (verdict.rank, ranks(verdict.victims), verdict.sure) == (1, [0], True)
 
 
 def test_an_error_raised_while_a_lost_peer_was_handled_is_a_victims():
     lost = {"type": "RuntimeError", "message": LOST, "link": "context"}
-    verdict = judge([told(0, 10, "cannot save", "OSError", chain=[lost]), told(1, 50, "bad batch", "ValueError")])
+    verdict = find_root_cause(
+        [told(0, 10, "cannot save", "OSError", chain=[lost]), told(1, 50, "bad batch", "ValueError")]
+    )
     assert (verdict.rank, ranks(verdict.victims)) == (1, [0])
 
 
 def test_a_library_that_aborts_with_words_of_a_lost_peer_is_a_victim():
     words = ("[rank0]: ncclRemoteError: A call failed possibly due to a network error or a remote process exiting",)
-    aborted = Failure(rank=0, code=-6, time_ns=1, reported=False, tail=words)
-    verdict = judge([aborted, failure(1, 20, code=-9, reported=False)])
+    aborted = RankFailure(rank=0, code=-6, time_ns=1, reported=False, tail=words)
+    verdict = find_root_cause([aborted, failure(1, 20, code=-9, reported=False)])
     assert (verdict.rank, ranks(verdict.victims), verdict.code) == (1, [0], 137)
 
 
 def test_words_of_another_kind_of_error_are_not_mistaken_for_a_lost_peer():
     refused = told(0, 10, "upload: Connection reset by peer", "botocore.UploadError")
-    assert judge([refused, told(1, 50, LOST)]).rank == 0
-    assert judge([refused, told(1, 50, "bad batch", "ValueError")]).rank == 0
+    assert find_root_cause([refused, told(1, 50, LOST)]).rank == 0
+    assert find_root_cause([refused, told(1, 50, "bad batch", "ValueError")]).rank == 0
 
 
 def test_a_connection_lost_by_the_users_code_comes_before_the_peers_it_cost():
-    verdict = judge([told(0, 10, LOST), told(1, 20, "[Errno 104] Connection reset by peer", "ConnectionResetError")])
+    verdict = find_root_cause(
+        [told(0, 10, LOST), told(1, 20, "[Errno 104] Connection reset by peer", "ConnectionResetError")]
+    )
     assert (verdict.rank, ranks(verdict.victims)) == (1, [0])
 
 
 def test_ranks_with_the_same_error_in_the_same_place_are_named_together():
     failures = [told(rank, 10 + rank, "no file", "FileNotFoundError") for rank in range(3)]
-    verdict = judge([*failures, told(3, 5, LOST), told(4, 40, "no file", "FileNotFoundError", line=9)])
+    verdict = find_root_cause([*failures, told(3, 5, LOST), told(4, 40, "no file", "FileNotFoundError", line=9)])
     assert verdict.ranks == (0, 1, 2)
     assert (ranks(verdict.victims), ranks(verdict.others)) == ([3], [4])
 
 
 def test_ranks_that_the_launcher_ended_are_not_among_the_failed():
-    ended = Failure(rank=1, code=-15, time_ns=30 * MS, reported=False)
-    handled = Failure(rank=2, code=1, time_ns=40 * MS, reported=True, account={"type": "SystemExit", "message": "1"})
-    verdict = judge([told(0, 10, "bad batch", "ValueError"), ended, handled], ended_ns=20 * MS)
+    ended = RankFailure(rank=1, code=-15, time_ns=30 * MS, reported=False)
+    handled = RankFailure(
+        rank=2, code=1, time_ns=40 * MS, reported=True, account={"type": "SystemExit", "message": "1"}
+    )
+    verdict = find_root_cause([told(0, 10, "bad batch", "ValueError"), ended, handled], ended_ns=20 * MS)
     assert (verdict.rank, verdict.ended, verdict.victims, verdict.others) == (0, (1, 2), (), ())
 
 
 def test_a_rank_ended_by_somebody_else_is_the_cause():
-    verdict = judge([Failure(rank=1, code=-15, time_ns=10, reported=False), told(0, 1, LOST)])
+    verdict = find_root_cause([RankFailure(rank=1, code=-15, time_ns=10, reported=False), told(0, 1, LOST)])
     assert (verdict.rank, verdict.code) == (1, 143)
 
 
 def test_a_rank_that_finished_while_others_needed_it_is_the_cause_with_an_exit_code_of_theirs():
-    verdict = judge([told(0, 10, LOST), told(2, 11, LOST)], finished=[1])
+    verdict = find_root_cause([told(0, 10, LOST), told(2, 11, LOST)], finished=[1])
     assert (verdict.rank, verdict.ranks, verdict.absent_finished, verdict.code) == (1, (1,), True, 1)
 
 
 def test_a_rank_that_finished_is_not_blamed_for_an_error_of_another_kind():
-    assert judge([told(0, 10, "disk full", "OSError")], finished=[1]).rank == 0
+    assert find_root_cause([told(0, 10, "disk full", "OSError")], finished=[1]).rank == 0
 
 
 def test_a_rank_that_never_came_is_named_when_the_others_have_timed_out():
     # The first that gives up closes its connections, which is what the others see.
     failures = [told(0, 10, LATE), told(2, 11, LOST)]
-    verdict = judge(failures, running=[1])
+    verdict = find_root_cause(failures, running=[1])
     assert (verdict.ranks, verdict.absent_finished, verdict.sure) == ((1,), False, False)
-    ended = Failure(rank=1, code=-15, time_ns=90 * MS, reported=False)
-    assert judge([*failures, ended], ended_ns=50 * MS).ranks == (1,)
+    ended = RankFailure(rank=1, code=-15, time_ns=90 * MS, reported=False)
+    assert find_root_cause([*failures, ended], ended_ns=50 * MS).ranks == (1,)
 
 
 def test_a_lost_connection_alone_is_not_a_sure_cause_while_others_run():
-    assert not judge([told(0, 10, LOST)], running=[1]).sure
-    assert judge([told(0, 10, LOST)]).sure
-    assert judge([failure(0, 10)], running=[1]).sure
+    assert not find_root_cause([told(0, 10, LOST)], running=[1]).sure
+    assert find_root_cause([told(0, 10, LOST)]).sure
+    assert find_root_cause([failure(0, 10)], running=[1]).sure
 
 
 def test_words_like_a_lost_peers_are_not_enough():
@@ -139,21 +147,21 @@ def test_words_like_a_lost_peers_are_not_enough():
     lonely = replace(told(1, 50, sounds), grouped=False)
     key = told(1, 50, "wait timeout after 1000ms, keys: /model", "torch.distributed.DistStoreError")
     for own in (by_program, lonely, replace(key, in_call=False)):
-        verdict = judge([own], finished=[0], running=[2])
+        verdict = find_root_cause([own], finished=[0], running=[2])
         assert (verdict.ranks, verdict.absent, verdict.sure) == ((1,), (), True)
         # The others wait for this rank, and lose it.
-        assert judge([own, told(0, 10, LOST, line=9)]).ranks == (1,)
+        assert find_root_cause([own, told(0, 10, LOST, line=9)]).ranks == (1,)
     # In a call, the key is what a peer should have written.
-    assert judge([key], running=[2]).ranks == (2,)
+    assert find_root_cause([key], running=[2]).ranks == (2,)
     # An error that led to another one still counts.
     by_program.account["chain"] = [{"type": "RuntimeError", "message": LOST, "link": "cause"}]
-    assert judge([by_program], finished=[0]).ranks == (0,)
+    assert find_root_cause([by_program], finished=[0]).ranks == (0,)
 
 
 def test_a_rank_that_left_its_groups_is_named_if_nothing_else_is_known():
-    verdict = judge([told(0, 10, LOST)], left=[1], running=[1])
+    verdict = find_root_cause([told(0, 10, LOST)], left=[1], running=[1])
     assert (verdict.ranks, verdict.absent_left, verdict.absent_finished) == ((1,), True, False)
-    assert judge([told(0, 10, "bad batch", "ValueError")], left=[1], running=[1]).ranks == (0,)
+    assert find_root_cause([told(0, 10, "bad batch", "ValueError")], left=[1], running=[1]).ranks == (0,)
 
 
 @pytest.mark.parametrize("message", [
@@ -161,7 +169,7 @@ def test_a_rank_that_left_its_groups_is_named_if_nothing_else_is_known():
     "Rank 0 timed out in monitoredBarrier after 500 ms: [rank 0, group 0] barrier timed out: rank 1 did not",
 ])  # fmt: skip
 def test_what_the_shm_backend_says_of_a_late_rank_is_understood(message):
-    assert judge([told(0, 10, message, "torch.distributed.DistBackendError")], running=[1]).ranks == (1,)
+    assert find_root_cause([told(0, 10, message, "torch.distributed.DistBackendError")], running=[1]).ranks == (1,)
 
 
 PEERS = """
@@ -169,7 +177,7 @@ import json, os, sys, time
 from datetime import timedelta
 from pathlib import Path
 import torch, torch.distributed as dist
-from unisono.launch.failure.account import account_of
+from unisono.launch.failure.error_record import record_error
 fault, over = sys.argv[1], Path(sys.argv[2])
 dist.init_process_group("gloo")
 group = dist.new_group(timeout=timedelta(seconds=1 + 60 * dist.get_rank()))
@@ -185,7 +193,7 @@ if dist.get_rank() == 1:
 try:
     dist.all_reduce(torch.ones(1), group=group)
 except RuntimeError as error:
-    print(json.dumps(account_of(error)))
+    print(json.dumps(record_error(error)))
 over.touch()
 """
 
@@ -194,10 +202,10 @@ over.touch()
 def test_what_torch_says_of_a_lost_peer_is_understood(fork_ranks, tmp_path, fault):
     job = fork_ranks(2, PEERS, fault, tmp_path / "over", code=None)
     account = json.loads(job.lines(0)[0])
-    victim = Failure(rank=0, code=1, time_ns=10 * MS, reported=True, account=account)
-    assert judge([victim, told(1, 50, "bad batch", "ValueError")]).rank == 1
+    victim = RankFailure(rank=0, code=1, time_ns=10 * MS, reported=True, account=account)
+    assert find_root_cause([victim, told(1, 50, "bad batch", "ValueError")]).rank == 1
     if fault == "wait":
-        assert judge([victim], running=[1]).ranks == (1,)
+        assert find_root_cause([victim], running=[1]).ranks == (1,)
 
 
 def test_many_ranks_are_named_briefly():

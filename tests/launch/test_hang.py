@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from unisono.launch.hang.judgement import Pending, Situation, find_mismatch, judge
-from unisono.launch.hang.page import Call
-from unisono.launch.hang.report import render_finding, render_idle, render_stacks
+from unisono.launch.hang.analysis import Pending, Situation, find_hang, find_mismatch
+from unisono.launch.hang.hang_report import render_finding, render_idle, render_stacks
 from unisono.launch.hang.stacks import Frame, Thread
+from unisono.launch.hang.status_block import RecordedCall
 
 SECOND = 1_000_000_000
 NOW = 1000 * SECOND
@@ -34,7 +34,7 @@ def call(name="all_reduce", sequence=1, *, age_s=40.0, running=True, **more):
         "ended_ns": None if running else started + SECOND,
         "failed": False,
     }
-    return Call(name=name, kind=kind, sequence=sequence, started_ns=started, **{**fields, **more})
+    return RecordedCall(name=name, kind=kind, sequence=sequence, started_ns=started, **{**fields, **more})
 
 
 def rank(number, *calls, **more):
@@ -42,7 +42,7 @@ def rank(number, *calls, **more):
 
 
 def verdict(*situations, patience_ns=PATIENCE):
-    return judge(situations, now_ns=NOW, patience_ns=patience_ns)
+    return find_hang(situations, now_ns=NOW, patience_ns=patience_ns)
 
 
 def text(*situations):

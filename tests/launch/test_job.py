@@ -6,21 +6,21 @@ from pathlib import Path
 import pytest
 
 from unisono.errors import LaunchError
-from unisono.launch import Job, check_target
+from unisono.launch import LaunchJob, check_target
 from unisono.launch.job import Output
 
 
 @pytest.mark.parametrize("ranks", [0, -1])
 def test_a_job_has_ranks(ranks):
     with pytest.raises(ValueError, match=f"ranks={ranks}: a job has at least one rank"):
-        Job(target="x.py", ranks=ranks)
+        LaunchJob(target="x.py", ranks=ranks)
 
 
 @pytest.mark.parametrize("field", ["shutdown_timeout_s", "hang_report_s", "hang_abort_s"])
 @pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
 def test_times_are_finite(field, seconds):
     with pytest.raises(ValueError, match=f"{field}=.*finite number of seconds"):
-        Job(target="x.py", **{field: seconds})
+        LaunchJob(target="x.py", **{field: seconds})
 
 
 @pytest.mark.parametrize(
@@ -38,11 +38,11 @@ def test_times_are_finite(field, seconds):
 )
 def test_what_cannot_be_is_refused(fields, message):
     with pytest.raises(ValueError, match=message):
-        Job(target="x.py", **fields)
+        LaunchJob(target="x.py", **fields)
 
 
 def test_a_name_of_a_job_is_free_without_log_files():
-    assert Job(target="x.py", run_id="team/seven").run_id == "team/seven"
+    assert LaunchJob(target="x.py", run_id="team/seven").run_id == "team/seven"
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_a_script_that_cannot_run_is_named_with_a_remedy(tmp_path, monkeypatch, 
     (tmp_path / "binary").write_bytes(b"\0\0")
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises((LaunchError, SyntaxError), match=message):
-        check_target(Job(target=target))
+        check_target(LaunchJob(target=target))
 
 
 @pytest.mark.parametrize(
@@ -77,16 +77,16 @@ def test_a_missing_module_is_named_with_a_remedy(tmp_path, monkeypatch, name, me
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
     with pytest.raises(LaunchError, match=message):
-        check_target(Job(target=name, module=True))
+        check_target(LaunchJob(target=name, module=True))
 
 
 def test_a_module_is_looked_for_where_the_job_starts(tmp_path, monkeypatch):
     (tmp_path / "package_of_mine").mkdir()
     (tmp_path / "package_of_mine/train.py").touch()
     monkeypatch.chdir(tmp_path)
-    check_target(Job(target="package_of_mine.train", module=True))
+    check_target(LaunchJob(target="package_of_mine.train", module=True))
     with pytest.raises(LaunchError, match="no module named 'package_of_mine'"):
-        check_target(Job(target="json.tool", module=True, preload=("package_of_mine",)))
+        check_target(LaunchJob(target="json.tool", module=True, preload=("package_of_mine",)))
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
@@ -94,16 +94,16 @@ def test_a_script_that_may_not_be_read_is_named(tmp_path):
     script = tmp_path / "train.py"
     script.touch(mode=0o200)
     with pytest.raises(LaunchError, match=r"cannot read .*Permission denied"):
-        check_target(Job(target=str(script)))
+        check_target(LaunchJob(target=str(script)))
 
 
 def test_a_program_that_is_not_python_is_not_compiled(tmp_path):
     (tmp_path / "train.sh").write_text("if [ 1 ]; then :; fi\n")
-    check_target(Job(target=str(tmp_path / "train.sh"), python=False))
+    check_target(LaunchJob(target=str(tmp_path / "train.sh"), python=False))
 
 
 def test_a_good_target_passes(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("import warnings\nassert (1, 'always true, which Python warns about')\n")
-    check_target(Job(target=str(script)))
-    check_target(Job(target="json.tool", module=True))
+    check_target(LaunchJob(target=str(script)))
+    check_target(LaunchJob(target="json.tool", module=True))

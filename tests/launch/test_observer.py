@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from unisono.launch.channel import Channel
+from unisono.launch.hang.hang_report import render_stacks
 from unisono.launch.hang.observer import Observer
-from unisono.launch.hang.report import render_stacks
 
 TIMEOUT_S = 90
 
@@ -26,7 +26,7 @@ _HOST = """
 import gc, json, os, runpy, signal, socket, sys
 import torch.distributed
 from unisono.launch.channel import Channel
-from unisono.launch.hang import page, recorder, stacks
+from unisono.launch.hang import call_recorder, stacks, status_block
 gc.collect()
 gc.freeze()
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -55,7 +55,7 @@ for rank, (page_file, dump, ask) in enumerate(zip(*[iter(files)] * 3)):
     pid = os.fork()
     if pid == 0:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(len(files) // 3), GLOO_SOCKET_IFNAME="lo")
-        recording = recorder.install(page.Page(page_file), ask=ask, dump=dump)
+        recording = call_recorder.install(status_block.StatusBlock(page_file), ask=ask, dump=dump)
         stacks.install(dump, has_thread=lambda: recording.has_thread)
         sys.argv = [script]
         code = 1

@@ -5,11 +5,11 @@ import socket
 import pytest
 
 from unisono.errors import LaunchError
-from unisono.launch import Job, preflight
+from unisono.launch import LaunchJob, preflight
 from unisono.launch.gpus import present_gpus
 from unisono.launch.job import Output
 from unisono.launch.preflight import check_machine, is_this_machine, with_log_folder
-from unisono.launch.source import asks_for_nccl
+from unisono.launch.source_scan import asks_for_nccl
 
 NCCL = "import torch.distributed as dist\n{}\ndist.init_process_group({})\n"
 
@@ -43,23 +43,23 @@ def test_ranks_that_need_a_gpu_each_are_not_more_than_the_gpus(gpus, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(NCCL.format("", "'nccl'"))
     gpus(3)
-    check_machine(Job(target=str(script), ranks=3), environment={})
+    check_machine(LaunchJob(target=str(script), ranks=3), environment={})
     gpus(None)
-    check_machine(Job(target=str(script), ranks=4), environment={})
+    check_machine(LaunchJob(target=str(script), ranks=4), environment={})
     gpus(3)
     with pytest.raises(LaunchError, match=r"asks for nccl.* has 3 GPUs .* for 4 ranks; start at most 3"):
-        check_machine(Job(target=str(script), ranks=4), environment={})
-    check_machine(Job(target=str(script), ranks=4, arguments=("--backend=gloo",)), environment={})
+        check_machine(LaunchJob(target=str(script), ranks=4), environment={})
+    check_machine(LaunchJob(target=str(script), ranks=4, arguments=("--backend=gloo",)), environment={})
     script.write_text("print(1)")
-    check_machine(Job(target=str(script), ranks=4), environment={})
+    check_machine(LaunchJob(target=str(script), ranks=4), environment={})
     with pytest.raises(LaunchError, match=r"--numa-binding .* has 3 GPUs"):
-        check_machine(Job(target=str(script), ranks=4, numa_binding="node"), environment={})
+        check_machine(LaunchJob(target=str(script), ranks=4, numa_binding="node"), environment={})
 
 
 def test_every_rank_gets_an_entry_of_the_visible_gpus(gpus, tmp_path):
     script = tmp_path / "train.py"
     script.write_text("print(1)")
-    job = Job(target=str(script), ranks=2, virtual_local_rank=True)
+    job = LaunchJob(target=str(script), ranks=2, virtual_local_rank=True)
     gpus(0)
     check_machine(job, environment={})
     with pytest.raises(LaunchError, match=r"entry of CUDA_VISIBLE_DEVICES, and '5' has 1 for 2 ranks"):
@@ -85,7 +85,7 @@ def test_a_port_that_nobody_has_is_free_and_one_that_listens_is_not(tmp_path):
     with socket.socket() as taken:
         taken.bind(("0.0.0.0", 0))
         taken.listen()
-        job = Job(target=str(script), master_port=taken.getsockname()[1])
+        job = LaunchJob(target=str(script), master_port=taken.getsockname()[1])
         with pytest.raises(LaunchError, match="is in use; choose another, or leave the port out"):
             check_machine(job, environment={})
     check_machine(job, environment={})
@@ -95,13 +95,13 @@ def test_programs_are_looked_for_in_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tool").write_text("#!/bin/sh\n")
     with pytest.raises(LaunchError, match=r"give its path, such as \./tool"):
-        check_machine(Job(target="tool", python=False), environment={"PATH": "/nowhere"})
+        check_machine(LaunchJob(target="tool", python=False), environment={"PATH": "/nowhere"})
     with pytest.raises(LaunchError, match="cannot be executed; make it executable"):
-        check_machine(Job(target="./tool", python=False), environment={})
+        check_machine(LaunchJob(target="./tool", python=False), environment={})
     with pytest.raises(LaunchError, match="no such file"):
-        check_machine(Job(target="./took", python=False), environment={})
+        check_machine(LaunchJob(target="./took", python=False), environment={})
     (tmp_path / "tool").chmod(0o755)
-    check_machine(Job(target="tool", python=False), environment={"PATH": str(tmp_path)})
+    check_machine(LaunchJob(target="tool", python=False), environment={"PATH": str(tmp_path)})
 
 
 def test_this_machine_is_known_by_its_names_and_addresses():
@@ -113,10 +113,10 @@ def test_this_machine_is_known_by_its_names_and_addresses():
 
 def test_output_that_goes_to_files_only_gets_a_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(preflight.tempfile, "tempdir", str(tmp_path))
-    redirected = Job(target="x.py", output=Output(redirected={0: frozenset({"stdout"})}))
+    redirected = LaunchJob(target="x.py", output=Output(redirected={0: frozenset({"stdout"})}))
     folder = with_log_folder(redirected).output.directory
     assert folder is not None and folder.parent == tmp_path and folder.is_dir()
-    teed = Job(target="x.py", output=Output(teed={0: frozenset({"stdout"})}))
+    teed = LaunchJob(target="x.py", output=Output(teed={0: frozenset({"stdout"})}))
     assert with_log_folder(teed) is teed
-    placed = Job(target="x.py", output=Output(directory=tmp_path, redirected={0: frozenset({"stdout"})}))
+    placed = LaunchJob(target="x.py", output=Output(directory=tmp_path, redirected={0: frozenset({"stdout"})}))
     assert with_log_folder(placed) is placed

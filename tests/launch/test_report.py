@@ -8,34 +8,34 @@ from pathlib import Path
 import pytest
 import torch
 
-from unisono.launch.failure.account import account_of
-from unisono.launch.failure.report import Circumstances, render, to_json
-from unisono.launch.failure.verdict import Failure, judge
+from unisono.launch.failure.error_record import record_error
+from unisono.launch.failure.failure_report import Circumstances, render, to_json
+from unisono.launch.failure.root_cause import RankFailure, find_root_cause
 
 HERE = Path(__file__)
 LOST = {"type": "RuntimeError", "message": "Connection closed by peer", "frames": [], "chain": [], "notes": []}
 CIRCUMSTANCES = Circumstances(ranks=4, folder=str(HERE.parent))
 
 
-def failed(function, *, rank=1, tail=()) -> Failure:
+def failed(function, *, rank=1, tail=()) -> RankFailure:
     try:
         function()
     except BaseException as error:
-        account = json.loads(json.dumps(account_of(error)))
-        return Failure(rank=rank, code=account["code"], time_ns=9, reported=True, account=account, tail=tail)
+        account = json.loads(json.dumps(record_error(error)))
+        return RankFailure(rank=rank, code=account["code"], time_ns=9, reported=True, account=account, tail=tail)
     raise AssertionError("no error")
 
 
-def killed(signum, *, rank=1, **more) -> Failure:
-    return Failure(rank=rank, code=-signum, time_ns=9, reported=False, **more)
+def killed(signum, *, rank=1, **more) -> RankFailure:
+    return RankFailure(rank=rank, code=-signum, time_ns=9, reported=False, **more)
 
 
-def victim(rank) -> Failure:
-    return Failure(rank=rank, code=1, time_ns=1, reported=True, account=LOST)
+def victim(rank) -> RankFailure:
+    return RankFailure(rank=rank, code=1, time_ns=1, reported=True, account=LOST)
 
 
 def report(*failures, circumstances=CIRCUMSTANCES, **more) -> str:
-    return render(judge(failures, **more), circumstances)
+    return render(find_root_cause(failures, **more), circumstances)
 
 
 def bad_batch():
@@ -64,7 +64,7 @@ def test_a_program_within_a_package_is_told_by_its_innermost_frames():
         for n in range(6)
     ]
     account = {**LOST, "type": "ValueError", "message": "no", "frames": frames}
-    text = report(Failure(rank=0, code=1, time_ns=1, reported=True, account=account))
+    text = report(RankFailure(rank=0, code=1, time_ns=1, reported=True, account=account))
     assert "… 3 frames in tool" in text
     assert "tool/5.py:5 in f\n      s5" in text
 
@@ -126,7 +126,7 @@ def test_a_rank_that_finished_too_early_is_named():
 
 def test_a_rank_that_never_came_is_named():
     late = {**LOST, "message": "Timed out waiting 5000ms for recv operation to complete"}
-    text = report(Failure(rank=0, code=1, time_ns=1, reported=True, account=late), running=[1])
+    text = report(RankFailure(rank=0, code=1, time_ns=1, reported=True, account=late), running=[1])
     assert text.splitlines()[0] == "unisono: rank 1 did not come where rank 0 waited for it"
 
 
@@ -172,9 +172,9 @@ def recurse(depth=0):
 @pytest.mark.parametrize("columns", [60, 100])
 def test_the_report_fits_on_a_screen(function, columns):
     failures = [failed(function, tail=tuple(f"{n} " + "x" * 300 for n in range(20)))]
-    others = [Failure(rank=r, code=r, time_ns=99, reported=False) for r in range(2, 30)]
+    others = [RankFailure(rank=r, code=r, time_ns=99, reported=False) for r in range(2, 30)]
     circumstances = Circumstances(ranks=32, log_files={1: [Path("a/stdout.log"), Path("a/stderr.log")]}, max_restarts=1)
-    lines = render(judge([*failures, *others, victim(0)]), circumstances, columns=columns).splitlines()
+    lines = render(find_root_cause([*failures, *others, victim(0)]), circumstances, columns=columns).splitlines()
     assert len(lines) <= 45
     assert max(map(len, lines)) <= columns
 
@@ -184,8 +184,8 @@ def test_colour_is_only_there_if_asked_for_and_words_cannot_bring_their_own():
         raise ValueError("\x1b[2Jcleared\rover")
 
     failure = failed(fail, tail=("\x1b[31mred\x1b[0m",))
-    plain = render(judge([failure]), CIRCUMSTANCES)
-    coloured = render(judge([failure]), CIRCUMSTANCES, colour=True)
+    plain = render(find_root_cause([failure]), CIRCUMSTANCES)
+    coloured = render(find_root_cause([failure]), CIRCUMSTANCES, colour=True)
     assert "\x1b" not in plain
     assert "\r" not in plain
     assert "\x1b[1;31m" in coloured
@@ -194,7 +194,7 @@ def test_colour_is_only_there_if_asked_for_and_words_cannot_bring_their_own():
 
 def test_the_same_facts_are_given_as_json():
     circumstances = Circumstances(ranks=4, run_id="a", log_files={1: [Path("a/stderr.log")]})
-    data = json.loads(json.dumps(to_json(judge([failed(bad_batch), victim(0)]), circumstances)))
+    data = json.loads(json.dumps(to_json(find_root_cause([failed(bad_batch), victim(0)]), circumstances)))
     assert (data["cause_ranks"], data["exit_code"], data["run_id"]) == ([1], 1, "a")
     assert data["cause"]["error"]["type"] == "ValueError"
     assert data["cause"]["log_files"] == ["a/stderr.log"]

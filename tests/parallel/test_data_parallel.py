@@ -220,7 +220,7 @@ def test_second_derivatives_and_accumulation():
 
 
 def test_more_than_one_bucket(monkeypatch):
-    monkeypatch.setattr("unisono.parallel.copies.BUCKET_BYTES", 100)
+    monkeypatch.setattr("unisono.parallel.device_copies.BUCKET_BYTES", 100)
     plain, ours = network(), network()
     x, y = data()
     DataParallel(ours, ["cpu"] * 4)(LOSSES["mean"], (x, y)).backward()

@@ -15,7 +15,7 @@ import torch
 
 from unisono.errors import CheckpointError, CorruptCheckpointError
 from unisono.state.codec import decode, encode, render
-from unisono.state.layout import lay_out, read_tensors
+from unisono.state.safetensors_format import plan_file, read_tensors
 
 
 def through_json(value):
@@ -213,7 +213,7 @@ def test_documents_that_would_not_read_back_equal_are_refused():
 def test_a_tensor_file_is_a_plain_safetensors_file_to_others():
     safetensors = pytest.importorskip("safetensors.torch")
     weight = torch.arange(6.0).view(2, 3)
-    pieces, described = lay_out({"w": weight, "tied": weight, "n": torch.tensor(3)}, "model")
+    pieces, described = plan_file({"w": weight, "tied": weight, "n": torch.tensor(3)}, "model")
     data = pieces[0] + b"".join(bytes(tensor.flatten().view(torch.uint8).tolist()) for _, tensor in pieces[1:])
     assert set(safetensors.load(data)) == {"w", "n"}
     back = read_tensors(io.BytesIO(data).readinto, len(data), described)

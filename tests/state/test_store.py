@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from unisono.errors import CheckpointError, CorruptCheckpointError
-from unisono.state import layout as layout_module
 from unisono.state import manifest
+from unisono.state import safetensors_format as layout_module
 from unisono.state import store as store_module
 from unisono.state.codec import decode, encode
 from unisono.state.store import Store

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from unisono.comm.differences import tell_differences
+from unisono.mismatch import tell_differences
 
 PROGRAM = Path(__file__).parent / "programs" / "ranks_differ.py"
 

@@ -39,13 +39,13 @@ def test_a_rank_that_dies_while_it_writes_what_two_ranks_share_is_named(run_alon
         4,
         f"""
 {large_model}
-from unisono.engine.shared import pairs
+from unisono.engine.shared import paired_rows
 def dies(do, *args):
     if trainer.steps == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     do(*args)
 if R == 2:  # which may come first or second
-    pairs._write, pairs._add = partial(dies, pairs._write), partial(dies, pairs._add)
+    paired_rows._write, paired_rows._add = partial(dies, paired_rows._write), partial(dies, paired_rows._add)
 trainer = make_trainer()
 try:
     for batch in trainer.batches(data, batch_size=12):
@@ -146,13 +146,13 @@ def test_ctrl_c_at_a_barrier_comes_after_the_step(run_alone, tmp_path):
     said = run_alone(
         2,
         f"""
-from unisono.engine.shared import Hall
-flag, wait = Path("{tmp_path}/waits"), Hall.wait
+from unisono.engine.shared import SharedRuntime
+flag, wait = Path("{tmp_path}/waits"), SharedRuntime.wait
 def tell(self, gate, *args):
     if R == 0 and trainer.steps == 2 and gate is self._barrier:
         flag.touch()
     return wait(self, gate, *args)
-Hall.wait = tell
+SharedRuntime.wait = tell
 pids = [None, None]
 dist.all_gather_object(pids, os.getpid())
 trainer = make_trainer()
@@ -183,9 +183,9 @@ os._exit(0)
 def test_a_rank_that_dies_while_ranks_meet_to_share_memory_is_named(run_alone):
     """When the Trainer is made, and in the first step, which makes more shared memory. Nobody waits for a timeout."""
     first = """
-from unisono.engine import choose
+from unisono.engine import selection
 if R == 1:
-    choose.Hall = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    selection.SharedRuntime = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 """
     second = """
 from unisono.engine.shared import engine

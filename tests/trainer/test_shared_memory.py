@@ -120,8 +120,8 @@ def test_shared_is_refused_where_it_cannot_serve_and_auto_does_without(run_alone
     said = run_alone(
         2,
         """
-import unisono.engine.choose
-unisono.engine.choose._host = lambda: f"host {R}"
+import unisono.engine.selection
+unisono.engine.selection._host = lambda: f"host {R}"
 try:
     make_trainer()
 except ValueError as error:

@@ -4,10 +4,10 @@ import doctest
 
 import pytest
 
-from unisono.watch import figures, look
+from unisono.watch import figures, renderer
 
 
-@pytest.mark.parametrize("module", [figures, look])
+@pytest.mark.parametrize("module", [figures, renderer])
 def test_examples_in_docstrings_hold(module):
     result = doctest.testmod(module)
     assert result.attempted > 0

@@ -16,7 +16,7 @@ import click
 
 from unisono.cli import reading
 from unisono.cli.flags import Flag, FlagCommand, Reader
-from unisono.launch import Job, check_target, run_job
+from unisono.launch import LaunchJob, check_target, run_job
 from unisono.launch.environment import CHECK_VARIABLE, CPU_BACKEND_VARIABLE
 from unisono.launch.gpus import usable_gpus
 from unisono.launch.job import Output
@@ -287,7 +287,7 @@ def run(command: tuple[str, ...], **given: Any) -> int:
     return run_job(job, environment={**os.environ, **told}, stdout=sys.stdout, stderr=sys.stderr)
 
 
-def job_of(given: Mapping[str, Any], command: tuple[str, ...]) -> Job:
+def job_of(given: Mapping[str, Any], command: tuple[str, ...]) -> LaunchJob:
     """Make a job of the values of all flags, and the program with its arguments.
 
     Raises: ValueError if the flags contradict each other.
@@ -295,7 +295,7 @@ def job_of(given: Mapping[str, Any], command: tuple[str, ...]) -> Job:
     if given["hang_abort"] == 0:
         raise ValueError("--hang-abort 0 would end every job: give more than 0 seconds, or leave it out")
     as_path = given["run_path"]
-    return Job(
+    return LaunchJob(
         target=command[0],
         arguments=command[1:],
         module=given["module"] and not as_path,

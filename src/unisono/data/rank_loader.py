@@ -2,7 +2,7 @@
 
 It takes the place of DataLoader, DistributedSampler and set_epoch. Which positions of the epoch belong to a step is
 `plan.even_range`; rank r of W reads those of them that are r modulo W, as DistributedSampler deals. Reading a map-style
-dataset is here, an iterable one in `data.rank_stream`. A Trainer needs neither: it has loaders of its own.
+dataset is here, an iterable one in `data.rank_stream_source`. A Trainer needs neither: it has loaders of its own.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils.data import Dataset, IterableDataset
 
-from unisono.comm.job import require_group
-from unisono.comm.link import link_of
-from unisono.comm.making import make_on_all
+from unisono.collectives.construction import construct_on_all
+from unisono.collectives.group import group_of
 from unisono.data.fetch import Collate
-from unisono.data.place import Place, check_alike, check_whole, find_rank, place_state, read_place
-from unisono.data.portion import DealSettings, Portion
-from unisono.data.rank_map import MapSource
-from unisono.data.rank_stream import StreamSource
+from unisono.data.position import Position, check_same_data, check_whole, find_rank, position_state, read_position
+from unisono.data.rank_batch import RankBatch, RankLoaderSettings
+from unisono.data.rank_map_source import MapSource
+from unisono.data.rank_stream_source import StreamSource
 from unisono.errors import DataError
+from unisono.job.current import require_group
 from unisono.state.random import kept_generators
 
 __all__ = ["RankLoader", "loader"]
@@ -71,7 +71,7 @@ def loader(
     iterable = isinstance(dataset, IterableDataset)
 
     def make() -> RankLoader:
-        settings = DealSettings(
+        settings = RankLoaderSettings(
             batch_size=batch_size,
             rank=own_rank,
             ranks=ranks,
@@ -86,10 +86,10 @@ def loader(
 
     if overridden or ranks == 1 or not (dist.is_available() and dist.is_initialized()):
         return make()
-    made, everyone = make_on_all(
-        link_of(group), "unisono.data.loader", make, lambda made: made.given, errors=(DataError, TypeError, ValueError)
+    made, everyone = construct_on_all(
+        group_of(group), "unisono.data.loader", make, lambda made: made.given, errors=(DataError, TypeError, ValueError)
     )
-    check_alike(everyone)
+    check_same_data(everyone)
     return made
 
 
@@ -99,11 +99,11 @@ class RankLoader:
     An iteration from which only one batch was taken was a look at the data: the next one begins with the same epoch.
     """
 
-    def __init__(self, dataset: Any, settings: DealSettings) -> None:
+    def __init__(self, dataset: Any, settings: RankLoaderSettings) -> None:
         self._settings = settings
         stream = isinstance(dataset, IterableDataset)
         self._source: MapSource | StreamSource = (StreamSource if stream else MapSource)(dataset, settings)
-        self._next = self._at = Place(0, 0)
+        self._next = self._at = Position(0, 0)
         self._running: object = None
         self.epoch: int = 0
         """The epoch that is being iterated over, else the next one."""
@@ -174,8 +174,8 @@ class RankLoader:
                     "a newer iteration over this loader has begun, so this one cannot go on: the workers and the "
                     "place in the epoch belong to one iteration at a time. Make a second loader."
                 )
-            self._next = Place(place.epoch + 1, 0)
-        self._next = self._at = Place(place.epoch + 1, 0)
+            self._next = Position(place.epoch + 1, 0)
+        self._next = self._at = Position(place.epoch + 1, 0)
         self.epoch = place.epoch + 1
 
     def set_epoch(self, epoch: int) -> None:
@@ -185,7 +185,7 @@ class RankLoader:
         """
         check_whole(epoch=epoch)
         if epoch != self._next.epoch:
-            self._next = self._at = Place(epoch, 0)
+            self._next = self._at = Position(epoch, 0)
         self.epoch = epoch
 
     def state_dict(self) -> dict[str, Any]:
@@ -195,7 +195,7 @@ class RankLoader:
         Returns: plain integers and booleans, in the form of `DistributedSampler`'s.
         """
         settings = self._settings
-        return place_state(self._at, seed=settings.seed, num_samples=self.num_samples, shuffle=settings.shuffle)
+        return position_state(self._at, seed=settings.seed, num_samples=self.num_samples, shuffle=settings.shuffle)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Let the next iteration go on from a saved place, on any number of ranks. Every rank must call it.
@@ -204,16 +204,16 @@ class RankLoader:
         Raises: ValueError if the state is not of this order of this dataset.
         """
         settings = self._settings
-        place = read_place(
+        place = read_position(
             state_dict, seed=settings.seed, num_samples=self.num_samples, shuffle=settings.shuffle, owner="loader"
         )
         if self.num_samples is not None and not settings.steps(self.num_samples, start=place.position):
-            place = Place(place.epoch + 1, 0)
+            place = Position(place.epoch + 1, 0)
         self._next = self._at = place
         self._running = None
         self.epoch = place.epoch
 
-    def _note(self, epoch: int, portion: Portion) -> None:
+    def _note(self, epoch: int, portion: RankBatch) -> None:
         settings = self._settings
         size = len(portion.positions)
         if portion.borrowed:
@@ -223,6 +223,6 @@ class RankLoader:
                 " or multiply the loss by the weight and count the batch in metrics only if that is not 0.",
                 stacklevel=3,
             )
-        self._at = Place(epoch + 1, 0) if portion.last else Place(epoch, portion.positions.stop)
+        self._at = Position(epoch + 1, 0) if portion.last else Position(epoch, portion.positions.stop)
         self.size, self.indices = size, portion.indices
         self.weight = 0.0 if portion.borrowed else len(portion.indices) * settings.ranks / size

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import Dataset
 from torch.utils.data.distributed import DistributedSampler as TorchDistributedSampler
 
-from unisono.data.place import Place, check_whole, find_rank, length_of, place_state, read_place
+from unisono.data.position import Position, check_whole, find_rank, length_of, position_state, read_position
 from unisono.errors import DataError
 from unisono.plan.permutation import permute
 
@@ -158,8 +158,8 @@ class DistributedSampler(TorchDistributedSampler[int]):
         position = min(cursor.start + given * self.num_replicas, self._length)
         if self.drop_last and given == share:
             position = self._length  # the tail is done with, too
-        return place_state(
-            Place(cursor.epoch, position), seed=self.seed, num_samples=self._length, shuffle=self.shuffle
+        return position_state(
+            Position(cursor.epoch, position), seed=self.seed, num_samples=self._length, shuffle=self.shuffle
         )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -169,7 +169,9 @@ class DistributedSampler(TorchDistributedSampler[int]):
         iteration is empty, and the one after `set_epoch` is whole. pad and drop_last make what is left equal in length.
         Raises: ValueError if the state is not of this order of this dataset.
         """
-        place = read_place(state_dict, seed=self.seed, num_samples=self._length, shuffle=self.shuffle, owner="sampler")
+        place = read_position(
+            state_dict, seed=self.seed, num_samples=self._length, shuffle=self.shuffle, owner="sampler"
+        )
         self.epoch = place.epoch
         self._cursor = _Cursor(place.epoch, start=place.position)
 

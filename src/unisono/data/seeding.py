@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from unisono.comm.ranks import rank
-from unisono.data.place import check_whole
+from unisono.data.position import check_whole
+from unisono.job.ranks import rank
 from unisono.plan import derive_key
 from unisono.state.random import set_generators
 

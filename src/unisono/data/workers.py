@@ -24,7 +24,7 @@ from unisono.data.fetch import Fetcher, Task
 from unisono.errors import DataError
 from unisono.memory import evidence, read_counters
 
-__all__ = ["PATIENCE_S", "Reader", "Workers", "warn_on_stderr"]
+__all__ = ["PATIENCE_S", "TaskReader", "Workers", "warn_on_stderr"]
 
 PATIENCE_S = 60.0
 """How long a worker is waited for before that is told; then again after twice, four times, ... as long."""
@@ -143,7 +143,7 @@ class Workers:
         return f"{who} {how} while it was {self._doing(worker)}: {remedy}."
 
 
-class Reader:
+class TaskReader:
     """Fetches tasks in their order, in this process or in worker processes, which live on from epoch to epoch.
 
     Args:

@@ -1,21 +1,21 @@
 """How the gradient of a step is summed over virtual ranks, and with it what else a forward pass changes."""
 
 from unisono.engine.base import Engine, Trained
-from unisono.engine.buffers import BufferTransaction
-from unisono.engine.checks import check_trained
-from unisono.engine.choose import EngineKind, Engines, choose_engines
-from unisono.engine.comparison import Comparison, Intent
+from unisono.engine.buffer_transaction import BufferTransaction
+from unisono.engine.consistency import ConsistencyCheck, StepDescription
+from unisono.engine.selection import EngineKind, Engines, select_engines
 from unisono.engine.totals import Totals
+from unisono.engine.trainable import check_trained
 
 __all__ = [
     "BufferTransaction",
-    "Comparison",
+    "ConsistencyCheck",
     "Engine",
     "EngineKind",
     "Engines",
-    "Intent",
+    "StepDescription",
     "Totals",
     "Trained",
     "check_trained",
-    "choose_engines",
+    "select_engines",
 ]

@@ -3,8 +3,8 @@
 Parameters are packed into buckets from the last to the first, about the order in which backward reaches them. Hooks on
 the parameters add each gradient of a rank's last leaf to what its earlier leaves left, write the sum into its bucket,
 and let full buckets go, always in the same order on every rank. What bucket a parameter lies in changes no bit: each
-element is summed by itself (`engine.exchange`). Hooks sit on parameters, so the model needs no wrapper (the idea is
-DDP's; Li et al., "PyTorch Distributed", VLDB 2020, section 3.2).
+element is summed by itself (`engine.tree_all_reduce`). Hooks sit on parameters, so the model needs no wrapper (the idea
+is DDP's; Li et al., "PyTorch Distributed", VLDB 2020, section 3.2).
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unisono.comm import World
+from unisono.collectives.world import World
+from unisono.engine.accumulation import GradientAccumulation
+from unisono.engine.all_gather_v import GroupAllGatherV
 from unisono.engine.base import Trained
-from unisono.engine.comparison import Comparison
-from unisono.engine.exchange import Exchange, Layout
-from unisono.engine.gradients import take
-from unisono.engine.leaves import LeafSums
-from unisono.engine.mail import GroupMail
+from unisono.engine.consistency import ConsistencyCheck
+from unisono.engine.node_sums import take
 from unisono.engine.norm import dense_strides
-from unisono.engine.sparse import TableSums, check_optimizer, split
+from unisono.engine.sparse_tables import TableSums, check_optimizer, split_sparse
 from unisono.engine.totals import COUNT, Totals, as_tensor, totals_of
+from unisono.engine.tree_all_reduce import NodeLayout, TreeAllReduce
 from unisono.engine.update import prepare_whole, update_whole
 from unisono.errors import UnisonoError
 
@@ -44,7 +44,7 @@ class _Bucket:
         self.offsets: list[int] = []
         self.numel = 0
         self.waiting = 0
-        self.exchange: Exchange
+        self.exchange: TreeAllReduce
         self._views: dict[int, list[Tensor]] = {}
 
     def append(self, index: int, parameter: Tensor) -> None:
@@ -64,7 +64,7 @@ class _Bucket:
         return views
 
 
-class CollectiveEngine(LeafSums):
+class CollectiveEngine(GradientAccumulation):
     """Sums the leaves of all ranks by sends and receives, overlapped with backward."""
 
     shares_weights = False
@@ -74,7 +74,7 @@ class CollectiveEngine(LeafSums):
         optimizer: Optimizer,
         modules: Sequence[nn.Module],
         world: World,
-        comparison: Comparison,
+        comparison: ConsistencyCheck,
         *,
         virtual_ranks: int,
         overlap: bool = True,
@@ -92,8 +92,8 @@ class CollectiveEngine(LeafSums):
         self._broken = False
         self._unsettled = 0
 
-    def _layout_of(self, leaves: int) -> Layout:
-        return Layout.of(leaves=leaves, world_size=self._world.size, virtual_ranks=self._virtual_ranks)
+    def _layout_of(self, leaves: int) -> NodeLayout:
+        return NodeLayout.of(leaves=leaves, world_size=self._world.size, virtual_ranks=self._virtual_ranks)
 
     def start(self, trained: Trained, *, leaves: int) -> None:
         """Begin a step; see `Engine`."""
@@ -180,9 +180,9 @@ class CollectiveEngine(LeafSums):
     def _build(self, trained: Trained) -> None:
         """Pack the parameters into buckets, and watch them."""
         self._let_go()
-        dense, tables = split(trained, self._modules)
+        dense, tables = split_sparse(trained, self._modules)
         self._given, self._trained = trained, dense
-        self._tables = TableSums(tables, rank=self._world.rank, mail=GroupMail(self._world))
+        self._tables = TableSums(tables, rank=self._world.rank, mail=GroupAllGatherV(self._world))
         self._buckets = []
         self._home = [None] * len(dense.parameters)  # type: ignore[list-item]
         open_buckets: dict[tuple[torch.dtype, torch.device], _Bucket] = {}
@@ -199,7 +199,7 @@ class CollectiveEngine(LeafSums):
         self._totals_offset = self._buckets[-1].numel
         self._buckets[-1].numel += COUNT + len(dense.parameters)
         for bucket in self._buckets:
-            bucket.exchange = Exchange(
+            bucket.exchange = TreeAllReduce(
                 self._world, bucket.numel, widest=self._widest, dtype=bucket.dtype, device=bucket.device
             )
         if self._overlap:

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.engine.base import Trained, refuse_sparse
-from unisono.engine.exchange import Layout
-from unisono.engine.gradients import NodeSum, add, take
-from unisono.engine.sparse import TableSums, check_optimizer, split
+from unisono.engine.node_sums import NodeSum, add, take
+from unisono.engine.sparse_tables import TableSums, check_optimizer, split_sparse
 from unisono.engine.totals import Totals, add_rows, row_of, totals_of
+from unisono.engine.tree_all_reduce import NodeLayout
 from unisono.engine.update import prepare_whole, update_whole
 from unisono.plan import Node
 
@@ -38,14 +38,14 @@ class LocalEngine:
     def start(self, trained: Trained, *, leaves: int) -> None:
         """Begin a step; see `Engine`."""
         if trained is not self._given:
-            self._trained, tables = split(trained, self._modules)
+            self._trained, tables = split_sparse(trained, self._modules)
             self._given, self._tables = trained, TableSums(tables)
         check_optimizer(self._optimizer, self._trained, self._tables.tables)
         self._leaves = leaves
         self._gradients = NodeSum(Node(0, leaves), add=add)
         self._totals = NodeSum(Node(0, leaves), add=add_rows)
         take(trained.parameters)
-        self._tables.begin(Layout(((Node(0, leaves),),), leaves))
+        self._tables.begin(NodeLayout(((Node(0, leaves),),), leaves))
 
     def close_forward(self, leaf: int, loss: Tensor, weight: float, *, surprised: bool) -> None:
         """Keep a leaf's totals; see `Engine`."""

@@ -25,20 +25,20 @@ from typing import Any, TextIO
 
 from unisono.errors import LaunchError
 from unisono.launch.channel import Channel, Message
+from unisono.launch.cleanup import remove_scratch
 from unisono.launch.control import Control
 from unisono.launch.environment import job_environment, rank_environment
 from unisono.launch.failure.postmortem import Postmortem, write_report
-from unisono.launch.failure.verdict import name_ranks, name_signal
+from unisono.launch.failure.root_cause import name_ranks, name_signal
 from unisono.launch.generation import Generation
-from unisono.launch.hang.report import render_stacks
-from unisono.launch.job import Job
-from unisono.launch.leftovers import remove_scratch
+from unisono.launch.hang.hang_report import render_stacks
+from unisono.launch.job import LaunchJob
 from unisono.launch.limits import check_open_files, describe_failed_fork
 from unisono.launch.linux import become_subreaper, descendants, end_descendants
 from unisono.launch.output.relay import Relay
 from unisono.launch.output.streams import wants_colour
 from unisono.launch.restarts import Ending, decide
-from unisono.launch.source import modules_to_preload, read_source, uses_trainer
+from unisono.launch.source_scan import modules_to_preload, read_source, uses_trainer
 from unisono.machine import usable_cores
 from unisono.memory import read_counters
 
@@ -66,7 +66,7 @@ OnFailure = Callable[[int, int], bool]
 
 
 def run_job(
-    job: Job,
+    job: LaunchJob,
     *,
     environment: Mapping[str, str],
     stdout: TextIO,
@@ -110,7 +110,7 @@ class _Agent:
     """One job from start to end."""
 
     def __init__(
-        self, job: Job, *, environment: Mapping[str, str], stdout: TextIO, stderr: TextIO, on_failure: OnFailure
+        self, job: LaunchJob, *, environment: Mapping[str, str], stdout: TextIO, stderr: TextIO, on_failure: OnFailure
     ) -> None:
         self._job = job = replace(job, run_id=job.run_id or secrets.token_hex(4))
         self._environment = environment

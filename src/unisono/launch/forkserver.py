@@ -5,7 +5,7 @@ a fork copies only the calling thread, and CUDA does not survive one. It is the 
 them end; it is the subreaper of all they start, so it can leave nothing behind, also when the agent is killed.
 
 What the agent starts imports torch and forks once: the child is the fork server, the parent hosts the job's store and
-is the subreaper above the server (`launch.guardian`). So agent and server can both be killed, and nothing is left.
+is the subreaper above the server (`launch.store_process`). So agent and server can both be killed, and nothing is left.
 
 Under `--start-method spawn`, and for programs that are not Python, it imports nothing: what it forks executes an
 interpreter of its own, or the program.
@@ -30,14 +30,14 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from unisono.launch.channel import Channel, Message
+from unisono.launch.cleanup import Leftovers, make_scratch, remove_scratch
 from unisono.launch.environment import EVENTS_VARIABLE
-from unisono.launch.files import move_out_of_the_way
-from unisono.launch.finish import Preloaded, prepare
-from unisono.launch.guardian import guard
-from unisono.launch.leftovers import Leftovers, make_scratch, remove_scratch
+from unisono.launch.fast_exit import Preloaded, prepare
 from unisono.launch.limits import describe_failed_fork
 from unisono.launch.linux import become_subreaper, descendants, end_descendants, ends_at_once, set_parent_death_signal
-from unisono.launch.rank import Program, RankFiles, RankProcess, execute, run_program, settle
+from unisono.launch.rank_process import Program, RankFiles, RankProcess, execute, run_program, settle
+from unisono.launch.reserved_files import move_out_of_the_way
+from unisono.launch.store_process import host_store
 
 __all__ = ["main"]
 
@@ -157,7 +157,7 @@ class _Server:
         if server:
             for file in (self._guardian, self._reports, self._report, self._wakeups, self._wakeup):
                 os.close(file)
-            guard(server, agent=self._channel, listener=listener, scratch=self._scratch)
+            host_store(server, agent=self._channel, listener=listener, scratch=self._scratch)
         os.close(alive)
 
     def _obey(self, message: Message, files: list[int]) -> RankProcess | None:

@@ -9,9 +9,9 @@ import signal
 import time
 from pathlib import Path
 
-from unisono.launch.failure.verdict import Failure, Verdict, judge
+from unisono.launch.failure.root_cause import RankFailure, RootCause, find_root_cause
 from unisono.launch.hang.observer import Observer
-from unisono.launch.job import Job
+from unisono.launch.job import LaunchJob
 from unisono.launch.output.relay import Relay
 
 __all__ = ["Generation"]
@@ -23,7 +23,7 @@ class Generation:
     Args: attempt counts the restarts before it; relay takes what its ranks print.
     """
 
-    def __init__(self, job: Job, *, attempt: int, relay: Relay) -> None:
+    def __init__(self, job: LaunchJob, *, attempt: int, relay: Relay) -> None:
         self._relay, self.attempt = relay, attempt
         self.observer = Observer(
             job.ranks,
@@ -38,7 +38,7 @@ class Generation:
         self.places: dict[int, str] = {}
         """Where ranks were that had left their process groups, when others had failed."""
         self._pids: dict[int, int] = {}
-        self._failures: dict[int, Failure] = {}
+        self._failures: dict[int, RankFailure] = {}
         self._finished: set[int] = set()
         self._ended_ns: int | None = None
 
@@ -104,11 +104,11 @@ class Generation:
         return set(self._failures)
 
     @property
-    def failures(self) -> list[Failure]:
+    def failures(self) -> list[RankFailure]:
         """Their failures."""
         return list(self._failures.values())
 
-    def judge(self) -> Verdict:
+    def judge(self) -> RootCause:
         """Find the cause among the failures so far, of which there is one at least."""
         # An interpreter takes some time to end, and peers notice before it has.
         finished = self._finished | {rank for rank in self._pids.keys() - self.failed if self._has_finished(rank)}
@@ -117,7 +117,7 @@ class Generation:
         left |= {
             failure.rank for failure in self._failures.values() if self._was_ended_after_leaving(failure, first_ns)
         }
-        return judge(
+        return find_root_cause(
             self._failures.values(),
             finished=finished,
             left=left - finished,
@@ -129,7 +129,7 @@ class Generation:
         left_ns = self.observer.left_ns(rank)
         return left_ns is not None and left_ns < time_ns
 
-    def _was_ended_after_leaving(self, failure: Failure, time_ns: int) -> bool:
+    def _was_ended_after_leaving(self, failure: RankFailure, time_ns: int) -> bool:
         """True if the launcher ended a rank that had left its process groups before that time."""
         by_launcher = self._ended_ns is not None and failure.time_ns >= self._ended_ns and failure.code < 0
         return by_launcher and failure.rank in self.places and self._left_before(failure.rank, time_ns)
@@ -139,8 +139,8 @@ class Generation:
         finished_ns = self.observer.finished_ns(rank)
         return finished_ns is not None and (self._ended_ns is None or finished_ns < self._ended_ns)
 
-    def _describe(self, rank: int, *, code: int, time_ns: int, reported: bool) -> Failure:
-        return Failure(
+    def _describe(self, rank: int, *, code: int, time_ns: int, reported: bool) -> RankFailure:
+        return RankFailure(
             rank=rank,
             code=code,
             time_ns=time_ns,

@@ -1,6 +1,6 @@
 """What a job is: the script, its arguments and how many ranks run it.
 
-Start reading at `Job`. `check_target` finds what would fail on every rank before any process is started.
+Start reading at `LaunchJob`. `check_target` finds what would fail on every rank before any process is started.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Literal
 from unisono.errors import LaunchError
 from unisono.launch.program import read_program
 
-__all__ = ["Job", "Output", "check_target"]
+__all__ = ["LaunchJob", "Output", "check_target"]
 
 _PORTS = 1 << 16
 
@@ -45,7 +45,7 @@ class Output:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class LaunchJob:
     """One program run by several ranks on this machine."""
 
     target: str
@@ -126,7 +126,7 @@ class Job:
             raise ValueError(f"run_id={self.run_id!r} cannot be the name of a log folder: leave out '/', '.' and '..'")
 
 
-def check_target(job: Job) -> None:
+def check_target(job: LaunchJob) -> None:
     """Raise what would stop the program on every rank, so that it is said once.
 
     A submodule is not looked for: that would run code of its package in this process. A program that is not Python is

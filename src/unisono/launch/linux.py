@@ -13,7 +13,7 @@ from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
-from unisono.launch.leftovers import Leftovers
+from unisono.launch.cleanup import Leftovers
 
 __all__ = [
     "become_subreaper",

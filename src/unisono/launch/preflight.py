@@ -15,13 +15,13 @@ from pathlib import Path
 
 from unisono.errors import LaunchError
 from unisono.launch.gpus import usable_gpus
-from unisono.launch.job import Job
-from unisono.launch.source import asks_for_nccl, read_source
+from unisono.launch.job import LaunchJob
+from unisono.launch.source_scan import asks_for_nccl, read_source
 
 __all__ = ["check_machine", "is_this_machine", "with_log_folder"]
 
 
-def check_machine(job: Job, *, environment: Mapping[str, str]) -> None:
+def check_machine(job: LaunchJob, *, environment: Mapping[str, str]) -> None:
     """Raise what keeps this machine from running the job. Makes the log folder if there is none.
 
     Raises: LaunchError.
@@ -51,7 +51,7 @@ def is_this_machine(host: str) -> bool:
     return any(_is_own(family, address) for family, _, _, _, address in found)
 
 
-def with_log_folder(job: Job) -> Job:
+def with_log_folder(job: LaunchJob) -> LaunchJob:
     """Give the job a temporary log folder if it prints to files only and has none."""
     output = job.output
     wanted = any((*output.redirected.values(), output.stdout_filters, output.stderr_filters))
@@ -72,7 +72,7 @@ def _check_executable(program: str, environment: Mapping[str, str]) -> None:
     raise LaunchError(f"{program!r} cannot be executed; make it executable, or leave out --no-python if it is Python")
 
 
-def _check_gpus(job: Job, environment: Mapping[str, str]) -> None:
+def _check_gpus(job: LaunchJob, environment: Mapping[str, str]) -> None:
     gpus = usable_gpus(environment)
     setting = environment.get("CUDA_VISIBLE_DEVICES")
     if job.virtual_local_rank and setting is not None and job.ranks > len(names := setting.split(",")):
@@ -96,7 +96,7 @@ def _check_gpus(job: Job, environment: Mapping[str, str]) -> None:
         )
 
 
-def _is_nccl_script(job: Job, gpus: int) -> bool:
+def _is_nccl_script(job: LaunchJob, gpus: int) -> bool:
     if not job.python or job.module:
         return False
     # A backend named on the command line beats the default in the script.

@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unisono.comm import post, tensors
-from unisono.comm.link import Link, link_of
-from unisono.comm.parcels import wrap
-from unisono.comm.post import Failure, Sent, name_some
+from unisono.collectives import object_transport, tensor_collectives
+from unisono.collectives.group import Group, group_of
+from unisono.collectives.object_transport import FailedSend, Outgoing, name_some
+from unisono.collectives.serialization import serialize
 from unisono.errors import RankMismatchError
 
-__all__ = ["Accumulator", "exchange", "kind_of"]
+__all__ = ["Accumulator", "describe_type", "exchange"]
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ class Accumulator(ABC, Generic[T]):
         Raises: GroupError if the ranks have not met; RankMismatchError if they count different things; PeerError if
             another rank cannot tell what it has counted.
         """
-        total: Accumulator[T] = exchange([self], link_of(group))[0]
+        total: Accumulator[T] = exchange([self], group_of(group))[0]
         return total._value()
 
     def local(self) -> T:
@@ -58,7 +58,7 @@ class Accumulator(ABC, Generic[T]):
         The value over all ranks stays what it is. The state of the first rank is then that of all, and can be saved
         and loaded into a job of any size: see `state_dict`.
         """
-        link = link_of(group)
+        link = group_of(group)
         (total,) = exchange([self], link)
         self._take(total, link)
 
@@ -95,17 +95,17 @@ class Accumulator(ABC, Generic[T]):
     def _value(self) -> T:
         """Give the value over what this object has counted."""
 
-    def _merge(self, link: Link) -> None:
+    def _merge(self, link: Group) -> None:
         """Do what words cannot: called on the total, on all ranks, after them."""
 
-    def _take(self, total: Accumulator[T], link: Link) -> None:
+    def _take(self, total: Accumulator[T], link: Group) -> None:
         if link.rank == 0:
             self.__dict__.update(total.__dict__)
         else:
             self.reset()
 
 
-def exchange(metrics: Sequence[Accumulator[Any]], link: Link, names: Sequence[str] = ("",)) -> list[Accumulator[Any]]:
+def exchange(metrics: Sequence[Accumulator[Any]], link: Group, names: Sequence[str] = ("",)) -> list[Accumulator[Any]]:
     """Give for each metric one that has counted what all ranks have. Every rank must call it: one all-reduce for all.
 
     Raises: RankMismatchError on all ranks if they bring different metrics; PeerError if another could not come.
@@ -123,7 +123,7 @@ def exchange(metrics: Sequence[Accumulator[Any]], link: Link, names: Sequence[st
     rows[link.rank] = row
     message = torch.cat([first, rows.flatten()])
     if len(message):  # metrics of torchmetrics have an exchange of their own
-        message = tensors.all_reduce(link, message, "sum").cpu()
+        message = tensor_collectives.all_reduce(link, message, "sum").cpu()
     summed, table = message[: len(first)], message[len(first) :].view(link.size, len(row))
     totals = []
     pairs = zip(
@@ -140,7 +140,7 @@ def exchange(metrics: Sequence[Accumulator[Any]], link: Link, names: Sequence[st
     return totals
 
 
-def _agree(metrics: Sequence[Accumulator[Any]], described: list[str], link: Link) -> list[tuple[Tensor, Tensor]]:
+def _agree(metrics: Sequence[Accumulator[Any]], described: list[str], link: Group) -> list[tuple[Tensor, Tensor]]:
     """Give the words of all metrics, once all ranks have theirs, of the same metrics.
 
     Sums of unequal lengths would otherwise meet, and gloo ends the process then.
@@ -148,10 +148,10 @@ def _agree(metrics: Sequence[Accumulator[Any]], described: list[str], link: Link
     words: list[tuple[Tensor, Tensor]] = []
     try:
         words = [metric._words() for metric in metrics]
-        sent: Sent = wrap(described)
+        sent: Outgoing = serialize(described)
     except Exception as error:  # metrics may be the user's; the other ranks are told, then it is raised here
-        sent = Failure(error)
-    everyone = [arrived.open() for arrived in post.all_gather(link, "compute of metrics", sent)]
+        sent = FailedSend(error)
+    everyone = [arrived.open() for arrived in object_transport.all_gather(link, "compute of metrics", sent)]
     if any(theirs != described for theirs in everyone):
         who: dict[str, list[int]] = {}
         for rank, theirs in zip(link.ranks, everyone, strict=True):
@@ -164,10 +164,10 @@ def _agree(metrics: Sequence[Accumulator[Any]], described: list[str], link: Link
     return words
 
 
-def kind_of(value: object) -> str:
+def describe_type(value: object) -> str:
     """Say what something is that is no metric.
 
-    >>> kind_of(3), kind_of(int)
+    >>> describe_type(3), describe_type(int)
     ('int', 'the class int')
     """
     return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono.comm.link import Link
-from unisono.comm.moving import all_gather
-from unisono.metrics.accumulator import Accumulator, kind_of
+from unisono.collectives.group import Group
+from unisono.collectives.object_collectives import all_gather
+from unisono.metrics.accumulator import Accumulator, describe_type
 
 __all__ = ["TorchMetric"]
 
@@ -33,7 +33,7 @@ class TorchMetric(Accumulator[Any]):
         parts = [part for part in modules if hasattr(part, "_reductions")]
         if len(parts) != 1 or parts[0] is not metric or not metric._defaults:
             raise TypeError(
-                f"{kind_of(metric)} is no single metric with states of its own: give metrics of torchmetrics one "
+                f"{describe_type(metric)} is no single metric with states of its own: give metrics of torchmetrics one "
                 "by one, together in unisono.metrics.Metrics(...)"
             )
         self.metric = metric
@@ -65,7 +65,7 @@ class TorchMetric(Accumulator[Any]):
     def _set_words(self, added: Tensor, apart: Tensor) -> None:
         """Nothing travels as words."""
 
-    def _merge(self, link: Link) -> None:
+    def _merge(self, link: Group) -> None:
         found = [each for each in all_gather(self._states(), group=link.group) if each["updates"]]
         merged = self.metric.clone()
         merged.reset()
@@ -78,7 +78,7 @@ class TorchMetric(Accumulator[Any]):
             self._set_states(merged, sum(updates), states)
         self.metric = merged
 
-    def _take(self, total: Accumulator[Any], link: Link) -> None:
+    def _take(self, total: Accumulator[Any], link: Group) -> None:
         merged: Any = total
         if link.rank == 0:
             states = merged._states()

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from unisono.comm.link import link_of
-from unisono.metrics.accumulator import Accumulator, exchange, kind_of
+from unisono.collectives.group import group_of
+from unisono.metrics.accumulator import Accumulator, describe_type, exchange
 
 __all__ = ["Metrics"]
 
@@ -28,7 +28,7 @@ class Metrics(Mapping[str, Accumulator[Any]]):
     def __init__(self, **metrics: Accumulator[Any]) -> None:
         for name, metric in metrics.items():
             if not isinstance(metric, Accumulator):
-                raise TypeError(f"{name} is {kind_of(metric)}: give metrics, such as Mean() or TorchMetric(...)")
+                raise TypeError(f"{name} is {describe_type(metric)}: give metrics, such as Mean() or TorchMetric(...)")
         self._metrics = metrics
 
     def __getitem__(self, name: str) -> Accumulator[Any]:
@@ -57,7 +57,7 @@ class Metrics(Mapping[str, Accumulator[Any]]):
 
         Raises: GroupError if the ranks have not met; RankMismatchError if they count different things.
         """
-        totals = exchange([*self._metrics.values()], link_of(group), names=[*self._metrics])
+        totals = exchange([*self._metrics.values()], group_of(group), names=[*self._metrics])
         return {name: total.local() for name, total in zip(self._metrics, totals, strict=True)}
 
     def local(self) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class Metrics(Mapping[str, Accumulator[Any]]):
 
     def collect(self, group: dist.ProcessGroup | None = None) -> None:
         """Move what all ranks have counted to the first: see `Accumulator.collect`. Every rank must call it."""
-        link = link_of(group)
+        link = group_of(group)
         totals = exchange([*self._metrics.values()], link, names=[*self._metrics])
         for metric, total in zip(self._metrics.values(), totals, strict=True):
             metric._take(total, link)

@@ -1,8 +1,8 @@
 """How a model lies over ranks and devices, for loops of your own: nothing here knows the Trainer."""
 
-from unisono.parallel.chunks import Whole
 from unisono.parallel.data_parallel import DataParallel
 from unisono.parallel.replicas import Replicas, replicate
+from unisono.parallel.scatter_gather import Whole
 from unisono.parallel.sync_batch_norm import (
     BatchNormNd,
     SyncBatchNorm,

@@ -1,7 +1,7 @@
 """`DataParallel`: one process, several devices, a replica of the model on each for one pass.
 
-What is copied and how gradients come back is `parallel.copies`', how a batch is divided is `parallel.chunks`'. One rank
-per device (`parallel.replicate`) is faster: see docs/data-parallel.md.
+What is copied and how gradients come back is `parallel.device_copies`', how a batch is divided is
+`parallel.scatter_gather`'. One rank per device (`parallel.replicate`) is faster: see docs/data-parallel.md.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from unisono.errors import LossError
-from unisono.parallel.chunks import divide, join, moved
-from unisono.parallel.copies import carry, copy_to
+from unisono.parallel.device_copies import carry, copy_to
 from unisono.parallel.losses import loss_of, read
+from unisono.parallel.scatter_gather import divide, join, moved
 from unisono.parallel.sync_batch_norm import SyncBatchNorm
 
 __all__ = ["DataParallel"]

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unisono.comm import differentiable, tensors
-from unisono.comm.link import Link
+from unisono.collectives import differentiable, tensor_collectives
+from unisono.collectives.group import Group
 from unisono.errors import RankMismatchError
 
 __all__ = ["normalize_over_ranks"]
@@ -33,7 +33,7 @@ def normalize_over_ranks(
     running: tuple[Tensor, Tensor] | None,
     momentum: float,
     eps: float,
-    link: Link,
+    link: Group,
 ) -> Tensor:
     """Normalise each channel by its mean and variance over the batches of all ranks of the group. All must call it.
 
@@ -57,7 +57,7 @@ class _Call:
     running: tuple[Tensor, Tensor] | None
     momentum: float
     eps: float
-    link: Link
+    link: Group
     recording: bool
 
 
@@ -68,7 +68,7 @@ class _Normalize(torch.autograd.Function):
         needs = ctx.needs_input_grad
         told = (_BACKWARD * any(needs[:3]) + _INPUT * needs[0]) if call.recording else 0
         _compare(call.link, "SyncBatchNorm", values)
-        rows = torch.stack(tensors.all_gather(call.link, _summary(values, told)))
+        rows = torch.stack(tensor_collectives.all_gather(call.link, _summary(values, told)))
         ctx.travels = needs[0]
         if values.device.type == "cpu":  # elsewhere it would wait for the device
             ctx.travels = _check_agreement([int(told) for told in rows[:, 1].tolist()], call.link)
@@ -115,7 +115,7 @@ def _backward(ctx: Any, grad: Tensor, saved: Sequence[Any]) -> tuple[Tensor | No
             grad, values, scale, mean, variance, None, None, False, ctx.eps, [False, True, True]
         )
         sums = torch.stack([along, plain])
-    everywhere = tensors.all_reduce(ctx.link, sums.double(), "sum") if ctx.travels else None
+    everywhere = tensor_collectives.all_reduce(ctx.link, sums.double(), "sum") if ctx.travels else None
     if everywhere is None or not ctx.needs_input_grad[0]:
         return None, sums
     if not values.numel():
@@ -144,7 +144,7 @@ def _differentiable_backward(ctx: Any, grad: Tensor, saved: Sequence[Any]) -> tu
     return (slope * (dy - plain.view(shape) - normal * along.view(shape))).to(values.dtype), sums
 
 
-def _compare(link: Link, call: str, values: Tensor) -> None:
+def _compare(link: Group, call: str, values: Tensor) -> None:
     """In check mode, see that all ranks call the same; batches may differ."""
     if link.check is not None:
         link.check.compare(f"{call} over {values.shape[1]} channels", described=f"a batch of {values.shape[0]}")
@@ -173,7 +173,7 @@ def _combine(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return total, mean, variance
 
 
-def _check_agreement(told: list[int], link: Link) -> bool:
+def _check_agreement(told: list[int], link: Group) -> bool:
     """Say whether any rank needs the sums of backward. Raises: RankMismatchError if not all will come there."""
     record = [rank for rank, flags in zip(link.ranks, told, strict=True) if flags & _BACKWARD]
     others = [rank for rank in link.ranks if rank not in record]

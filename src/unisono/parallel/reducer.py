@@ -1,12 +1,12 @@
 """One backward of one model over ranks: from hooks on its parameters to p.grad at the end.
 
 One backward is one round. As gradients come, they go into buckets, and full buckets travel, in one order on all ranks.
-The last bucket leaves at the end of the backward. At its end stands what each rank saw (`parallel.tail`), so all ranks
-know which parameters got a gradient anywhere. Buckets of parameters that lately had none do not travel; if one of these
-gets a gradient, or a parameter gets one after its bucket has left, all learn it there, and those travel once more
-(`parallel.late`). What a rank's own gradients are, and how they get into buckets, stands in `parallel.gradients`.
-The idea of buckets on hooks is that of DDP (Li et al., "PyTorch Distributed", VLDB 2020, section 3.2), and as there the
-order of the first backward is the order of buckets afterwards.
+The last bucket leaves at the end of the backward. At its end stands what each rank saw (`parallel.trailer`), so all
+ranks know which parameters got a gradient anywhere. Buckets of parameters that lately had none do not travel; if one of
+these gets a gradient, or a parameter gets one after its bucket has left, all learn it there, and those travel once more
+(`parallel.late_gradients`). What a rank's own gradients are, and how they get into buckets, stands in
+`parallel.gradient_state`. The idea of buckets on hooks is that of DDP (Li et al., "PyTorch Distributed", VLDB 2020,
+section 3.2), and as there the order of the first backward is the order of buckets afterwards.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from unisono.comm.differences import tell_differences
-from unisono.engine.watching import keep_with, let_go, watch
+from unisono.engine.gradient_hooks import keep_with, let_go, watch
 from unisono.errors import RankMismatchError, UnisonoError
-from unisono.parallel.backward_end import BackwardEnd
+from unisono.mismatch import tell_differences
+from unisono.parallel.backward_callback import BackwardEnd
+from unisono.parallel.bucket_plan import BucketPlan
 from unisono.parallel.buckets import Bucket, Parameter
-from unisono.parallel.buffers import BufferMode, Buffers
+from unisono.parallel.buffer_sync import BufferMode, Buffers
 from unisono.parallel.comm_hooks import CommHook, GradBucket, begin, hook_and_state, result_of
-from unisono.parallel.gradients import LARGE, Gradients
-from unisono.parallel.lane import Lane
-from unisono.parallel.late import reduce_late
-from unisono.parallel.packing import Packing
-from unisono.parallel.sparse import reduce_sparse
-from unisono.parallel.tail import Told
+from unisono.parallel.gradient_group import GradientGroup
+from unisono.parallel.gradient_state import LARGE, GradientState
+from unisono.parallel.late_gradients import reduce_late
+from unisono.parallel.sparse_all_reduce import reduce_sparse
+from unisono.parallel.trailer import RoundSummary
 
-__all__ = ["Reducer", "Settings"]
+__all__ = ["Reducer", "ReducerSettings"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
+class ReducerSettings:
     """How gradients travel."""
 
     bucket_nbytes: int
@@ -58,7 +58,13 @@ class Reducer:
     """
 
     def __init__(
-        self, model: nn.Module, parameters: Sequence[Parameter], lane: Lane, settings: Settings, *, alone: bool
+        self,
+        model: nn.Module,
+        parameters: Sequence[Parameter],
+        lane: GradientGroup,
+        settings: ReducerSettings,
+        *,
+        alone: bool,
     ) -> None:
         self.model, self.lane, self.settings = model, lane, settings
         self.parameters = list(parameters)
@@ -69,7 +75,7 @@ class Reducer:
         self.joining = False
         """Whether some ranks may have no batch."""
         n = len(self.parameters)
-        self._gradients = Gradients(
+        self._gradients = GradientState(
             parameters,
             scale=1.0 / lane.size if settings.average and settings.comm_hook is None else 1.0,
             average=settings.average,
@@ -83,7 +89,7 @@ class Reducer:
         if self._quiet:
             self.buffers.add_often(range(len(self.buffers)))
         self._sparse = [i for i, p in enumerate(self.parameters) if p.sparse]
-        self._packing = Packing(
+        self._packing = BucketPlan(
             self.parameters,
             self.buffers,
             limit_nbytes=settings.bucket_nbytes,
@@ -308,7 +314,7 @@ class Reducer:
             if factor != 1.0:
                 torch._foreach_mul_(list(bucket.views), factor)
 
-    def _listen(self) -> Told:
+    def _listen(self) -> RoundSummary:
         """Learn what all ranks saw."""
         n = len(self.parameters)
         if self._quiet and not self.joining and not self._gradients.shadow:
@@ -323,7 +329,7 @@ class Reducer:
                     range(n) if not self.settings.static_graph else (i for i in range(n) if self._packing.expected[i])
                 )
                 everyone = tuple(range(self.lane.size))
-                return Told(everyone, frozenset(used), frozenset(), (True,) * len(self.buffers))
+                return RoundSummary(everyone, frozenset(used), frozenset(), (True,) * len(self.buffers))
         told = self._packing.tail.read(self._told_memory(), serial=self._serial)
         if not told.alike:
             self._refuse_frozen(told)
@@ -336,7 +342,7 @@ class Reducer:
                 )
         return told
 
-    def _refuse_frozen(self, told: Told) -> NoReturn:
+    def _refuse_frozen(self, told: RoundSummary) -> NoReturn:
         """Say on which ranks other parameters are frozen. Every rank must call it. Raises: RankMismatchError."""
         everyone = self.lane.gather({p.name: p.tensor.requires_grad for p in self.parameters})
         documents = [{f"requires_grad of {name!r}": needs for name, needs in everyone[r].items()} for r in told.active]

@@ -17,18 +17,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unisono.arguments import flag
-from unisono.comm.job import require_group
-from unisono.comm.link import link_of
-from unisono.comm.making import make_on_all
-from unisono.engine.watching import watchers_of
+from unisono.collectives.construction import construct_on_all
+from unisono.collectives.group import group_of
+from unisono.engine.gradient_hooks import watchers_of
 from unisono.errors import UnisonoError
-from unisono.parallel.agreement import broadcast_values, check_alike, check_equal_values, check_given
+from unisono.job.current import require_group
 from unisono.parallel.buckets import Parameter, bytes_of_mb
-from unisono.parallel.buffers import BufferMode
+from unisono.parallel.buffer_sync import BufferMode
 from unisono.parallel.comm_hooks import CommHook, hook_and_state
-from unisono.parallel.lane import Lane
-from unisono.parallel.reducer import Reducer, Settings
-from unisono.parallel.wrapped import wrapper_of
+from unisono.parallel.gradient_group import GradientGroup
+from unisono.parallel.model_agreement import broadcast_values, check_equal_values, check_given, check_same_model
+from unisono.parallel.reducer import Reducer, ReducerSettings
+from unisono.parallel.wrappers import wrapper_of
 
 __all__ = ["Replicas", "Stateful", "replicate"]
 
@@ -91,7 +91,7 @@ def replicate(
 
     def make() -> Replicas:
         named = _named(models)
-        settings = Settings(
+        settings = ReducerSettings(
             bucket_nbytes=bytes_of_mb(bucket_mb, "bucket_mb"),
             first_nbytes=bytes_of_mb(first_bucket_mb, "first_bucket_mb"),
             average=average,
@@ -118,7 +118,7 @@ def replicate(
     if joined is None or joined.size() == 1:
         replicas = make()
     else:
-        replicas, _ = make_on_all(link_of(joined), "replicate", make, lambda _: None)
+        replicas, _ = construct_on_all(group_of(joined), "replicate", make, lambda _: None)
     replicas.update()
     return replicas
 
@@ -130,7 +130,7 @@ class Replicas:
         self,
         models: Mapping[str, nn.Module],
         group: dist.ProcessGroup | None,
-        settings: Settings,
+        settings: ReducerSettings,
         *,
         check: bool,
         timeout: timedelta | None,
@@ -172,14 +172,14 @@ class Replicas:
             self._entries()
             return
         self._unwatch()
-        entries, everyone = make_on_all(link_of(self._group), "replicate", self._entries, lambda _: self._given())
+        entries, everyone = construct_on_all(group_of(self._group), "replicate", self._entries, lambda _: self._given())
         check_given(everyone, dist.get_process_group_ranks(self._group))
         for name, model in self._models.items():
-            lane = Lane.open(self._group, [p.tensor.device for p in entries[name]], timeout=self._timeout)
+            lane = GradientGroup.open(self._group, [p.tensor.device for p in entries[name]], timeout=self._timeout)
             tensors = _tensors(model)
             try:
                 if self._check:
-                    check_alike(tensors, lane)
+                    check_same_model(tensors, lane)
                 broadcast_values(tensors.values(), lane)
             except BaseException:
                 lane.close()

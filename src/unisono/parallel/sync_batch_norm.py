@@ -16,7 +16,7 @@ from torch._compile import _disable_dynamo
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from unisono.comm.link import link_of
+from unisono.collectives.group import group_of
 from unisono.parallel.normalize import normalize_over_ranks
 
 __all__ = ["BatchNormNd", "SyncBatchNorm", "convert_sync_batchnorm", "revert_sync_batchnorm"]
@@ -79,7 +79,7 @@ class SyncBatchNorm(_BatchNorm):
         return _train_outside_graphs(self, input) if torch.compiler.is_compiling() else self._train(input)
 
     def _train(self, values: Tensor) -> Tensor:
-        link = link_of(self.process_group)
+        link = group_of(self.process_group)
         self._check_input_dim(values)
         if values.shape[1] != self.num_features:
             raise ValueError(f"expected {self.num_features} channels in dimension 1, got shape {list(values.shape)}")

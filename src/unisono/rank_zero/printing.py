@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from unisono.comm.ranks import is_main
+from unisono.job.ranks import is_main
 
 __all__ = ["print0"]
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from unisono.errors import CorruptCheckpointError
 from unisono.state.codec import Json
-from unisono.state.files import Entry, read_file
+from unisono.state.durable_files import Entry, read_file
 
 __all__ = [
     "GROUP",

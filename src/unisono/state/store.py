@@ -30,9 +30,18 @@ from torch import Tensor
 
 from unisono.errors import CheckpointError, CorruptCheckpointError
 from unisono.state.codec import Json, render
-from unisono.state.files import CheckedFile, Entry, flush_folder, is_locked, locked, make_folder, remedy, write_file
-from unisono.state.layout import Piece, lay_out, read_tensors
+from unisono.state.durable_files import (
+    CheckedFile,
+    Entry,
+    flush_folder,
+    is_locked,
+    locked,
+    make_folder,
+    remedy,
+    write_file,
+)
 from unisono.state.manifest import GROUP, MANIFEST, STATE, SUFFIX, manifest_of, render_manifest
+from unisono.state.safetensors_format import FilePart, plan_file, read_tensors
 
 __all__ = ["CheckpointInfo", "Loaded", "Store"]
 
@@ -82,12 +91,12 @@ class Store:
         if step < 0:
             raise ValueError(f"step={step} must not be negative")
         final = self.folder / f"step-{step:09d}"
-        files: list[tuple[str, list[Piece]]] = []
+        files: list[tuple[str, list[FilePart]]] = []
         described: dict[str, Json] = {}
         for group, tensors in groups.items():
             if not GROUP.fullmatch(group):
                 raise ValueError(f"group name {group!r}: use letters, digits, '_' and '-': it is part of a file's name")
-            pieces, described[group] = lay_out(tensors, group)
+            pieces, described[group] = plan_file(tensors, group)
             files.append((group + SUFFIX, pieces))
         files.append((STATE, [render(document)]))
         needed = sum(_nbytes(piece) for _, pieces in files for piece in pieces)
@@ -289,7 +298,7 @@ def _read_json(read: Callable[[memoryview], None], nbytes: int) -> Json:
     return document
 
 
-def _nbytes(piece: Piece) -> int:
+def _nbytes(piece: FilePart) -> int:
     return len(piece) if isinstance(piece, bytes) else piece[1].numel() * piece[1].element_size()
 
 

@@ -16,9 +16,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
-from unisono.comm import World, own_placement
-from unisono.engine import BufferTransaction, Comparison, EngineKind, choose_engines
+from unisono.collectives.world import World
+from unisono.engine import BufferTransaction, ConsistencyCheck, EngineKind, select_engines
+from unisono.job.placement import own_placement
 from unisono.state.policy import Checkpoints
+from unisono.trainer.checkpointing import Checkpointing
 from unisono.trainer.description import (
     check_equal_documents,
     describe_models,
@@ -28,12 +30,11 @@ from unisono.trainer.description import (
     parameter_names,
     plain,
 )
-from unisono.trainer.finding import Resume
-from unisono.trainer.fingerprint import StepFingerprint
-from unisono.trainer.keeping import Keeper
+from unisono.trainer.hyperparameters import given_by, settings_of
+from unisono.trainer.model_checks import check_models
 from unisono.trainer.modules import check_batch_norms, check_embeddings, plain_modules
-from unisono.trainer.run import Run
-from unisono.trainer.settings import given_by, settings_of
+from unisono.trainer.resume import Resume
+from unisono.trainer.run_context import RunContext
 from unisono.trainer.setup import (
     AverageUpdates,
     check_constants,
@@ -47,20 +48,20 @@ from unisono.trainer.setup import (
 )
 from unisono.trainer.snapshot import Cursor, Stateful, Subjects, check_storable_models, restore
 from unisono.trainer.step import StepRunner
-from unisono.trainer.wrapped import check_models
+from unisono.trainer.step_fingerprint import StepFingerprint
 
-__all__ = ["Models", "Parts", "assemble"]
+__all__ = ["Models", "TrainerParts", "assemble"]
 
 Models = nn.Module | Mapping[str, nn.Module]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Parts:
+class TrainerParts:
     """What a Trainer is made of."""
 
-    run: Run
-    comparison: Comparison
-    keeper: Keeper
+    run: RunContext
+    comparison: ConsistencyCheck
+    keeper: Checkpointing
     modules: dict[str, nn.Module]
     runners: dict[str, StepRunner]
     schedulers: dict[str, LRScheduler]
@@ -92,7 +93,7 @@ def assemble(
     threads: int,
     overlap: bool,
     engine: EngineKind,
-) -> Parts:
+) -> TrainerParts:
     """Join the ranks, move the models to their device, and give all parts the state with which the run begins.
 
     Every rank must call it with equal arguments; they are those of `Trainer`, which also says what is raised.
@@ -136,14 +137,14 @@ def assemble(
     )
     if directory is not None:
         check_storable_models(modules)
-    keeper = Keeper(directory, checkpoints, world)
+    keeper = Checkpointing(directory, checkpoints, world)
     found = keeper.find(resume)
     source = None if found is None else found.source
     facts = None if found is None or source is None else found.document["facts"]
     check_constants(virtual_ranks, seed=seed, world=world, facts=facts, directory=directory)
     check_embeddings(modules, virtual_ranks=virtual_ranks)
-    run = Run(seed=seed, virtual_ranks=virtual_ranks, world=world, device=chosen)
-    engines = choose_engines(
+    run = RunContext(seed=seed, virtual_ranks=virtual_ranks, world=world, device=chosen)
+    engines = select_engines(
         engine, world, modules.values(), optimizers.values(), virtual_ranks=virtual_ranks, overlap=overlap
     )
     buffers = BufferTransaction(modules, world, engines.exchange, virtual_ranks=virtual_ranks)
@@ -188,7 +189,7 @@ def assemble(
                 "on, write to optimizer.param_groups after the Trainer has been made."
             )
     subjects = replace(subjects, given=given)
-    return Parts(
+    return TrainerParts(
         run=run,
         comparison=engines.comparison,
         keeper=keeper,

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from unisono.comm import World
-from unisono.comm.differences import Document, tell_differences
+from unisono.collectives.world import World
 from unisono.errors import RankMismatchError
+from unisono.mismatch import Document, tell_differences
 from unisono.state.digest import digest
 from unisono.trainer.modules import plain_name
 

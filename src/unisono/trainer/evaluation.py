@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from unisono.comm.user_function import count_collectives, enter, leave, refuse_collectives_since
 from unisono.data.batch import Batch
+from unisono.job.user_function import count_collectives, enter, leave, refuse_collectives_since
 from unisono.metrics.metric import Metric
 from unisono.plan import Node, fold
 from unisono.trainer.loss import weighted_sum
 from unisono.trainer.modules import to_device
-from unisono.trainer.run import Run
+from unisono.trainer.run_context import RunContext
 from unisono.trainer.snapshot import Cursor
 from unisono.trainer.step import Loss
 from unisono.watch import EventLog
@@ -21,7 +21,7 @@ __all__ = ["evaluate", "tell"]
 _Sums = dict[str, tuple[float, float]]
 
 
-def evaluate(run: Run, function: Loss, models: Any, batches: Iterator[Batch]) -> Metric | dict[str, Metric]:
+def evaluate(run: RunContext, function: Loss, models: Any, batches: Iterator[Batch]) -> Metric | dict[str, Metric]:
     """Average what a function says of each sample over all ranks' batches.
 
     Sums are float64, per virtual rank and then in tree order, so the result is the same on any number of ranks. One

@@ -21,16 +21,16 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from unisono.data.batch import Batch
-from unisono.data.mapped import Loader
-from unisono.data.stream import StreamLoader
+from unisono.data.map_loader import MapLoader
+from unisono.data.stream_loader import StreamLoader
 from unisono.errors import UnisonoError
 from unisono.machine import resident_bytes
-from unisono.trainer.assembly import Parts
-from unisono.trainer.ending import StopSignals
-from unisono.trainer.keeping import Place
-from unisono.trainer.settings import Settings, is_scheduler, settings_of
+from unisono.trainer.assembly import TrainerParts
+from unisono.trainer.checkpointing import Place
+from unisono.trainer.hyperparameters import Hyperparameters, is_scheduler, settings_of
 from unisono.trainer.snapshot import capture, facts_of
 from unisono.trainer.step import Loss, StepRunner
+from unisono.trainer.stop_signals import StopSignals
 from unisono.watch import EventLog
 from unisono.watch.events import StepFields
 
@@ -44,7 +44,7 @@ class _Asked(NamedTuple):
     """The run as it was when the loop last asked for a batch or an epoch, as far as that is cheap to note."""
 
     place: Place
-    settings: Settings
+    settings: Hyperparameters
     writes: int
     """How often parameters had been written."""
 
@@ -60,7 +60,7 @@ class Loop:
     """
 
     def __init__(
-        self, parts: Parts, log: EventLog, *, scheduler_interval: Literal["step", "epoch"], keeps: bool
+        self, parts: TrainerParts, log: EventLog, *, scheduler_interval: Literal["step", "epoch"], keeps: bool
     ) -> None:
         self._run, self._keeper, self._cursor = parts.run, parts.keeper, parts.cursor
         self._modules, self._subjects, self._averages = parts.modules, parts.subjects, parts.averages
@@ -131,7 +131,7 @@ class Loop:
         if self._stops is not None:
             self._stops.raise_pending()
 
-    def batches(self, loader: Loader | StreamLoader, *, batch_size: int) -> Iterator[Batch]:
+    def batches(self, loader: MapLoader | StreamLoader, *, batch_size: int) -> Iterator[Batch]:
         """Yield the batches that are left of the current epoch.
 
         Raises: ValueError, at once, if the epoch was begun with other numbers of samples, or has been dealt to its end.
@@ -159,7 +159,7 @@ class Loop:
             setattr(cursor, key, value)
         return self._batches_left(loader)
 
-    def _batches_left(self, loader: Loader | StreamLoader) -> Iterator[Batch]:
+    def _batches_left(self, loader: MapLoader | StreamLoader) -> Iterator[Batch]:
         cursor = self._cursor
         within_epochs = self._epochs is not None
         self._turn += 1

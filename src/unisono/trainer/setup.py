@@ -16,18 +16,18 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from unisono.arguments import choice, flag, real, whole
-from unisono.comm import World
-from unisono.data.mapped import LoaderSettings
-from unisono.data.place import check_alike
+from unisono.collectives.world import World
+from unisono.data.map_loader import TrainerLoaderSettings
+from unisono.data.position import check_same_data
 from unisono.errors import RankMismatchError
 from unisono.plan import rank_block
 from unisono.state.digest import digest
 from unisono.state.policy import Checkpoints
 from unisono.trainer.description import plain
+from unisono.trainer.hyperparameters import is_scheduler
+from unisono.trainer.model_checks import unwrapped_optimizer
 from unisono.trainer.modules import plain_name
-from unisono.trainer.settings import is_scheduler
 from unisono.trainer.snapshot import model_tensors, optimizer_state
-from unisono.trainer.wrapped import unwrapped_optimizer
 
 __all__ = [
     "REQUIRED",
@@ -312,7 +312,7 @@ def _all_tensors(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
     return buffers | model_tensors(modules)
 
 
-def check_equal_data(world: World, num_samples: int | None, settings: LoaderSettings) -> None:
+def check_equal_data(world: World, num_samples: int | None, settings: TrainerLoaderSettings) -> None:
     """Compare what the ranks were given to deal out. Every rank must call it.
 
     Raises: RankMismatchError on all ranks.
@@ -324,7 +324,7 @@ def check_equal_data(world: World, num_samples: int | None, settings: LoaderSett
         "shuffle": settings.shuffle,
         "drop_last": settings.drop_last,
     }
-    check_alike(world.gather(given))
+    check_same_data(world.gather(given))
 
 
 def start_averages(modules: Mapping[str, nn.Module], decay: float | None) -> dict[str, AveragedModel]:

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.engine import BufferTransaction
-from unisono.engine.contents import member_name
+from unisono.engine.model_contents import member_name
 from unisono.engine.norm import dense_strides
 from unisono.errors import CheckpointError
 from unisono.state.codec import decode, encode
 from unisono.state.digest import same_memory
+from unisono.trainer.hyperparameters import Hyperparameters, given_by, overruled, settings_of
 from unisono.trainer.modules import foreign_parameter, plain_name
-from unisono.trainer.settings import Settings, given_by, overruled, settings_of
 
 __all__ = [
     "Cursor",
@@ -129,7 +129,7 @@ def optimizer_state(modules: Mapping[str, nn.Module], optimizer: Optimizer) -> d
 
 
 def capture(
-    subjects: Subjects, facts: Mapping[str, Any], settings: Settings | None = None
+    subjects: Subjects, facts: Mapping[str, Any], settings: Hyperparameters | None = None
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
     """Describe a run as groups of tensors, which share memory with it, and a JSON document.
 

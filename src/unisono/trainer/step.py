@@ -17,17 +17,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unisono.comm.user_function import count_collectives, enter, leave, refuse_collectives_since
 from unisono.data.batch import Batch, Share
-from unisono.engine import BufferTransaction, Comparison, Engine, Totals, Trained, check_trained
+from unisono.engine import BufferTransaction, ConsistencyCheck, Engine, Totals, Trained, check_trained
 from unisono.errors import LossError, NonFiniteLossError
+from unisono.job.user_function import count_collectives, enter, leave, refuse_collectives_since
 from unisono.parallel.losses import loss_of
 from unisono.trainer.backward import Backward
-from unisono.trainer.fingerprint import StepFingerprint
 from unisono.trainer.loss import weighted_sum
 from unisono.trainer.modes import begin_training, idle_dropout
 from unisono.trainer.modules import foreign_parameter, lone_sample, plain_name, to_device
-from unisono.trainer.run import Run
+from unisono.trainer.run_context import RunContext
+from unisono.trainer.step_fingerprint import StepFingerprint
 
 __all__ = ["Loss", "StepRunner"]
 
@@ -49,14 +49,14 @@ class StepRunner:
 
     def __init__(
         self,
-        run: Run,
+        run: RunContext,
         *,
         models: Any,
         modules: Mapping[str, nn.Module],
         optimizer: Optimizer,
         engine: Engine,
         buffers: BufferTransaction,
-        comparison: Comparison,
+        comparison: ConsistencyCheck,
         fingerprint: StepFingerprint,
         autocast: Literal["bf16", "fp16"] | None,
         clip_grad_norm: float | None,

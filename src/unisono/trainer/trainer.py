@@ -19,27 +19,27 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from unisono.arguments import flag, text, whole
-from unisono.comm.user_function import refuse_inside
 from unisono.data.batch import Batch
 from unisono.data.fetch import Collate
-from unisono.data.mapped import Loader
-from unisono.data.stream import StreamLoader
+from unisono.data.map_loader import MapLoader
+from unisono.data.stream_loader import StreamLoader
 from unisono.engine import EngineKind
+from unisono.job.user_function import refuse_inside
 from unisono.parallel.losses import loss_of
 from unisono.state.digest import digest
 from unisono.state.policy import Checkpoints
 from unisono.trainer.assembly import Models, assemble
-from unisono.trainer.dealing import Dealer
-from unisono.trainer.display import announce, open_log, warn_of_rank
 from unisono.trainer.epoch import EpochResult
 from unisono.trainer.evaluation import evaluate, tell
-from unisono.trainer.finding import Resume
-from unisono.trainer.fingerprint import intent_of_call
+from unisono.trainer.loader_cache import LoaderCache
 from unisono.trainer.loop import Loop
 from unisono.trainer.modules import evaluating, lone_samples_warning
+from unisono.trainer.resume import Resume
+from unisono.trainer.run_log import announce, open_log, warn_of_rank
 from unisono.trainer.setup import REQUIRED, check_arguments, check_fit
 from unisono.trainer.snapshot import Stateful, model_tensors, optimizer_state
 from unisono.trainer.step import Loss
+from unisono.trainer.step_fingerprint import intent_of_call
 from unisono.watch import Event
 
 __all__ = ["Trainer"]
@@ -148,7 +148,7 @@ class Trainer:
         self._warned = False
         self._run.set_generators("loop", self._cursor.epoch, self._cursor.step, 0)
         self._log = open_log(self.directory, is_main=self.is_main, progress=progress, listeners=listeners)
-        self._dealer = Dealer(self._run, partial(warn_of_rank, self._log, self._run))
+        self._dealer = LoaderCache(self._run, partial(warn_of_rank, self._log, self._run))
         announce(
             self._log,
             self._run,
@@ -230,7 +230,8 @@ class Trainer:
 
         Every rank must call it with an equal dataset. Every sample occurs once per epoch.
         Args:
-            dataset: map-style (with __len__ and __getitem__), or an IterableDataset: see `data.stream` for its price.
+            dataset: map-style (with __len__ and __getitem__), or an IterableDataset; `data.stream_loader` says what
+                that costs.
             batch_size: samples of the global batch, over all ranks; at least virtual_ranks.
             shuffle: a new order each epoch. None: yes, but not for an iterable dataset, which has its own order.
             micro_batch_size: at most so many samples go through the model at once; a larger share is done in parts
@@ -414,7 +415,7 @@ class Trainer:
         micro_batch_size: int | None = None,
         workers: int = 0,
         collate_fn: Collate | None = None,
-    ) -> Loader | StreamLoader:
+    ) -> MapLoader | StreamLoader:
         return self._dealer.loader(
             dataset,
             stream="evaluate",

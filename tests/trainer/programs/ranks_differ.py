@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import TensorDataset
 
 import unisono
-from unisono.engine import choose
+from unisono.engine import selection
 from unisono.errors import RankMismatchError
 
 RANK = int(os.environ["RANK"])
@@ -383,7 +383,7 @@ def try_changes(engine, *, width):
 
 if __name__ == "__main__":
     if "hosts" in sys.argv:
-        choose._host = lambda: str(RANK)
+        selection._host = lambda: str(RANK)
     if sys.argv[1] == "start":
         try_starts()
     else:

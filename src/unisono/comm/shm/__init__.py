@@ -1,5 +1,5 @@
 """Collectives over memory that the ranks of one host share, and what they are made of."""
 
-from unisono.comm.shm.layout import Options
+from unisono.shm.segment_layout import Options
 
 __all__ = ["Options"]

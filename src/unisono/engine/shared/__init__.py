@@ -1,10 +1,18 @@
 """Training on one host with one copy of the weights for all ranks."""
 
-from unisono.engine.shared.comparison import SharedComparison
 from unisono.engine.shared.engine import SharedEngine
-from unisono.engine.shared.exchange import SharedExchange
-from unisono.engine.shared.hall import Hall
-from unisono.engine.shared.optimizers import is_divisible
-from unisono.engine.shared.weights import Loads, Weights
+from unisono.engine.shared.parameter_arena import LoadStateDictHook, SharedParameters
+from unisono.engine.shared.sharded_optimizer import is_divisible
+from unisono.engine.shared.shared_all_reduce import SharedAllReduce
+from unisono.engine.shared.shared_consistency import SharedConsistencyCheck
+from unisono.engine.shared.shared_runtime import SharedRuntime
 
-__all__ = ["Hall", "Loads", "SharedComparison", "SharedEngine", "SharedExchange", "Weights", "is_divisible"]
+__all__ = [
+    "LoadStateDictHook",
+    "SharedAllReduce",
+    "SharedConsistencyCheck",
+    "SharedEngine",
+    "SharedParameters",
+    "SharedRuntime",
+    "is_divisible",
+]

@@ -18,25 +18,25 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from unisono.engine.accumulation import GradientAccumulation
 from unisono.engine.base import Trained
-from unisono.engine.checks import sharing_obstacle
-from unisono.engine.exchange import Layout
-from unisono.engine.gradients import Gradients, take
-from unisono.engine.leaves import LeafSums
+from unisono.engine.node_sums import Gradients, take
 from unisono.engine.norm import BLOCK, block_norms, blocks_of, clip_factor, dense_strides, global_norm
-from unisono.engine.shared.comparison import SharedComparison
-from unisono.engine.shared.hall import Hall
-from unisono.engine.shared.mail import SharedMail
-from unisono.engine.shared.optimizers import StandIn, is_elementwise
-from unisono.engine.shared.pairs import PairedRows
-from unisono.engine.shared.parts import Piece, cut, deal
-from unisono.engine.shared.rows import Rows
-from unisono.engine.shared.small import SmallRows
-from unisono.engine.shared.state import SharedState, give_memory_back
-from unisono.engine.shared.table import Table, note, unscale
-from unisono.engine.shared.weights import Weights
-from unisono.engine.sparse import TableSums, check_optimizer, split
+from unisono.engine.shared.gradient_rows import Rows
+from unisono.engine.shared.optimizer_state import SharedState, give_memory_back
+from unisono.engine.shared.paired_rows import PairedRows
+from unisono.engine.shared.parameter_arena import SharedParameters
+from unisono.engine.shared.partition import Shard, assign_whole, partition
+from unisono.engine.shared.sharded_optimizer import ShardedOptimizer, is_elementwise
+from unisono.engine.shared.shared_all_gather_v import SharedAllGatherV
+from unisono.engine.shared.shared_consistency import SharedConsistencyCheck
+from unisono.engine.shared.shared_runtime import SharedRuntime
+from unisono.engine.shared.small_rows import SmallRows
+from unisono.engine.shared.step_metadata import StepMetadata, note, unscale
+from unisono.engine.sparse_tables import TableSums, check_optimizer, split_sparse
 from unisono.engine.totals import Totals
+from unisono.engine.trainable import sharing_obstacle
+from unisono.engine.tree_all_reduce import NodeLayout
 from unisono.errors import UnisonoError
 
 __all__ = ["SharedEngine"]
@@ -49,7 +49,7 @@ _CACHE_NBYTES = 1024 * 1024
 _UNSETTLED, _MAIL, _HOOKED = 4, 5, 6
 
 
-class SharedEngine(LeafSums):
+class SharedEngine(GradientAccumulation):
     """Sums and applies gradients in shared memory."""
 
     shares_weights = True
@@ -58,9 +58,9 @@ class SharedEngine(LeafSums):
         self,
         optimizer: Optimizer,
         modules: Sequence[nn.Module],
-        hall: Hall,
-        weights: Weights,
-        comparison: SharedComparison,
+        hall: SharedRuntime,
+        weights: SharedParameters,
+        comparison: SharedConsistencyCheck,
         *,
         virtual_ranks: int,
         overlap: bool = True,
@@ -69,7 +69,7 @@ class SharedEngine(LeafSums):
         self._comparison = comparison
         self._optimizer, self._modules, self._hall, self._weights = optimizer, modules, hall, weights
         self._virtual_ranks, self._overlap = virtual_ranks, overlap
-        self._layouts: dict[int, Layout] = {}
+        self._layouts: dict[int, NodeLayout] = {}
         self._widest = self._layout_of(virtual_ranks)
         self._layout = self._widest
         self._apply_with_hooks: Any = Optimizer.profile_hook_step(self._apply)
@@ -90,9 +90,9 @@ class SharedEngine(LeafSums):
         self._rows: PairedRows | Rows | SmallRows
         self._gradients: list[list[Tensor]]
         self._own_tables: list[int]
-        self._stand_in: StandIn
+        self._stand_in: ShardedOptimizer
         self._state: SharedState
-        self._table: Table
+        self._table: StepMetadata
 
     def start(self, trained: Trained, *, leaves: int) -> None:
         """Begin a step; see `Engine`."""
@@ -239,16 +239,16 @@ class SharedEngine(LeafSums):
         """Move the parameters to shared memory where they are not there, and divide the work. All ranks do so alike."""
         self._let_go()
         optimizer, hall = self._optimizer, self._hall
-        dense, tables = split(trained, self._modules)
+        dense, tables = split_sparse(trained, self._modules)
         check_optimizer(optimizer, dense, tables)
         self._check_movable(trained)
         self._weights.house(trained)
         self._given, self._addresses = trained, [p.data_ptr() for p in trained.parameters]
         self._trained, parameters = dense, dense.parameters
-        self._tables = TableSums(tables, rank=hall.rank, mail=SharedMail(hall, word=_MAIL))
+        self._tables = TableSums(tables, rank=hall.rank, mail=SharedAllGatherV(hall, word=_MAIL))
         numels = [p.numel() for p in parameters]
         self._is_whole = whole = not is_elementwise(optimizer)
-        parts = deal(numels, ranks=hall.size) if whole else cut(numels, ranks=hall.size, unit=BLOCK)
+        parts = assign_whole(numels, ranks=hall.size) if whole else partition(numels, ranks=hall.size, unit=BLOCK)
         pieces = parts[hall.rank]
         strides = [dense_strides(p) for p in parameters]
         nbytes = sum(p.numel() * p.element_size() for p in parameters)
@@ -266,7 +266,7 @@ class SharedEngine(LeafSums):
         if len(self._both_rows) == 1 and not hall.frees:
             hall.frees = True
             hall.free()
-        self._table = Table(hall, self._widest, numels)
+        self._table = StepMetadata(hall, self._widest, numels)
         if whole:
             places = [parameters[piece.parameter] for piece in pieces]
             self._gradients = [[rows.gradients[piece.parameter] for piece in pieces] for rows in self._both_rows]
@@ -280,12 +280,12 @@ class SharedEngine(LeafSums):
                 for rows in self._both_rows
             ]
         # A table is updated whole by one rank, whatever the optimizer. Tables are numbered behind other parameters.
-        dealt = deal([p.numel() for p in tables.parameters], ranks=hall.size)[hall.rank]
+        dealt = assign_whole([p.numel() for p in tables.parameters], ranks=hall.size)[hall.rank]
         self._own_tables = [piece.parameter for piece in dealt]
-        pieces = [*pieces, *(Piece(len(parameters) + i, start, stop) for i, start, stop in dealt)]
+        pieces = [*pieces, *(Shard(len(parameters) + i, start, stop) for i, start, stop in dealt)]
         places += [tables.parameters[i] for i in self._own_tables]
         parameters = (*parameters, *tables.parameters)
-        self._stand_in = StandIn(optimizer, parameters, pieces, places)
+        self._stand_in = ShardedOptimizer(optimizer, parameters, pieces, places)
         self._state = SharedState(hall, (*dense.names, *tables.names), parameters, self._stand_in)
         if self._overlap and is_large:
             self._watch()
@@ -303,10 +303,10 @@ class SharedEngine(LeafSums):
                 "p.data.contiguous().clone()."
             )
 
-    def _layout_of(self, leaves: int) -> Layout:
+    def _layout_of(self, leaves: int) -> NodeLayout:
         layout = self._layouts.get(leaves)
         if layout is None:
-            layout = Layout.of(leaves=leaves, world_size=self._hall.size, virtual_ranks=self._virtual_ranks)
+            layout = NodeLayout.of(leaves=leaves, world_size=self._hall.size, virtual_ranks=self._virtual_ranks)
             self._layouts[leaves] = layout
         return layout
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from unisono.launch.failure.report import Circumstances, headline, render, to_json
+from unisono.launch.failure.failure_report import Circumstances, headline, render, to_json
 from unisono.launch.generation import Generation
-from unisono.launch.job import Job
+from unisono.launch.job import LaunchJob
 from unisono.launch.output.relay import Relay
 from unisono.memory import MemoryCounters, evidence, read_counters
 
@@ -24,7 +24,14 @@ class Postmortem:
     """
 
     def __init__(
-        self, job: Job, generation: Generation, *, relay: Relay, memory: MemoryCounters, restarts: int, remark: str
+        self,
+        job: LaunchJob,
+        generation: Generation,
+        *,
+        relay: Relay,
+        memory: MemoryCounters,
+        restarts: int,
+        remark: str,
     ) -> None:
         self._relay, self._generation = relay, generation
         self._verdict = verdict = generation.judge()

@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from unisono.launch.failure.frames import short_path
+from unisono.launch.hang.analysis import Finding, Pending, Situation, find_hang, find_mismatch
+from unisono.launch.hang.call_recorder import ASK_ERROR, ASK_RECORDER, ASK_STACKS
+from unisono.launch.hang.hang_report import render_finding, render_idle, render_mismatch, summarize
 from unisono.launch.hang.idleness import Activity, Idleness, read_activity
-from unisono.launch.hang.judgement import Finding, Pending, Situation, find_mismatch, judge
-from unisono.launch.hang.page import Page, create, expand_ranks
-from unisono.launch.hang.recorder import ASK_ERROR, ASK_RECORDER, ASK_STACKS
-from unisono.launch.hang.report import render_finding, render_idle, render_mismatch, summarize
 from unisono.launch.hang.stacks import StackRequest, crash_text, create_dump, read_state
+from unisono.launch.hang.status_block import StatusBlock, create, expand_ranks
 
 __all__ = ["Observer"]
 
@@ -37,7 +37,7 @@ _GAP_S = 5.0
 class _Watched:
     """One rank of the present generation."""
 
-    page: Page
+    page: StatusBlock
     page_file: int
     dump: int
     ask: int
@@ -130,7 +130,7 @@ class Observer:
         page_file, dump = create(), create_dump()
         read, write = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(write, False)
-        self._ranks[rank] = _Watched(page=Page(page_file), page_file=page_file, dump=dump, ask=write)
+        self._ranks[rank] = _Watched(page=StatusBlock(page_file), page_file=page_file, dump=dump, ask=write)
         return os.dup(page_file), os.dup(dump), read
 
     def started(self, rank: int, pid: int) -> None:
@@ -367,7 +367,7 @@ class Observer:
         return [f"unisono: {text}"]
 
     def _find(self, situations: list[Situation]) -> Finding | None:
-        return judge(situations, now_ns=time.monotonic_ns(), patience_ns=int(self._patience_s * 1e9))
+        return find_hang(situations, now_ns=time.monotonic_ns(), patience_ns=int(self._patience_s * 1e9))
 
     def _remedy(self, finding: Finding) -> str:
         if self._abort_s is not None:

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Literal
 
 from unisono.launch.failure.frames import library_of
-from unisono.launch.files import OwnFile
 from unisono.launch.linux import descendants, signal_main_thread
+from unisono.launch.reserved_files import OwnFile
 
 __all__ = [
     "ASK_SIGNAL",

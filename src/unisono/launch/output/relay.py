@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from unisono.launch.job import Output
-from unisono.launch.output.events import EventRelay
-from unisono.launch.output.folding import Fold, Folder
+from unisono.launch.output.event_relay import EventRelay
+from unisono.launch.output.line_merging import LineMerger, MergedLine
 from unisono.launch.output.live import LiveArea, LiveLines, plain_text
 from unisono.launch.output.logs import STREAMS, LogFile, Route, RunLogs, route
 from unisono.launch.output.streams import Prefixes, Sink, wants_colour
@@ -97,7 +97,7 @@ class Relay:
         self._clock = clock
         self._streams = self._stdout, self._stderr = _open_streams(stdout, stderr, environment)
         self._events = EventRelay(stderr, complain=self.say)
-        self._folder = Folder()
+        self._folder = LineMerger()
         self._ranks: dict[int, _Rank] = {}
         self._pipes: list[_Pipe] = []
         self._holding: dict[_Pipe, None] = {}
@@ -338,7 +338,7 @@ class Relay:
             return False
         return stream.sink is foot.sink and pipe.writer.rank == self._live_rank and pipe.route.shown
 
-    def _print(self, folds: Iterable[Fold]) -> None:
+    def _print(self, folds: Iterable[MergedLine]) -> None:
         for number, group in groupby(folds, key=attrgetter("stream")):
             stream = self._streams[number]
             self._pass_on(stream, b"".join(stream.prefixes.of(fold.ranks) + fold.line + b"\n" for fold in group))

@@ -11,7 +11,7 @@ import select
 import stat
 from collections.abc import Collection, Hashable, Mapping
 
-from unisono.launch.output.folding import format_ranks
+from unisono.launch.output.line_merging import format_ranks
 
 __all__ = ["Prefixes", "Sink", "wants_colour"]
 

@@ -23,14 +23,14 @@ from contextlib import suppress
 from typing import IO, Any, Literal, TextIO
 
 from unisono.errors import LaunchError
-from unisono.launch.failure.verdict import name_signal
-from unisono.launch.spawn.call import Call, RankReport, pack, read_reports
+from unisono.launch.failure.root_cause import name_signal
+from unisono.launch.spawn.function_call import FunctionCall, RankReport, pack, read_reports
 
 __all__ = ["SpawnContext", "spawn"]
 
 _STARTER = (
     "import sys; getattr(sys.flags, 'safe_path', False) or sys.path.pop(0); "
-    "from unisono.launch.spawn.job import main; main()"
+    "from unisono.launch.spawn.agent_process import main; main()"
 )
 _POLL_S = 0.01
 
@@ -60,7 +60,7 @@ def spawn(  # noqa: PLR0917  the signature of torch.multiprocessing.spawn
     if start_method not in ("fork", "forkserver", "spawn"):
         raise ValueError(f"start_method={start_method!r} is not known: give 'fork', 'forkserver' or 'spawn'")
     method = "spawn" if start_method == "spawn" else "fork"
-    context = SpawnContext(Call(fn, tuple(args)), ranks=nprocs, daemon=daemon, start_method=method)
+    context = SpawnContext(FunctionCall(fn, tuple(args)), ranks=nprocs, daemon=daemon, start_method=method)
     if not join:
         return context
     while not context.join():
@@ -71,10 +71,10 @@ def spawn(  # noqa: PLR0917  the signature of torch.multiprocessing.spawn
 class SpawnContext:
     """Ranks that have been started: what `torch.multiprocessing.spawn` returns with join=False."""
 
-    def __init__(self, call: Call, *, ranks: int, daemon: bool, start_method: str) -> None:
+    def __init__(self, call: FunctionCall, *, ranks: int, daemon: bool, start_method: str) -> None:
         packed = pack(call)
         # Locks, queues and shared memory in the arguments are gone with the last object here that stands for them.
-        self._call: Call | None = call
+        self._call: FunctionCall | None = call
         self._ranks, self._daemon, self._owner = ranks, daemon, os.getpid()
         self._failure: dict[str, int] | None = None
         self._unread = b""

@@ -1,0 +1,53 @@
+"""What the collectives ask of their arguments, and how they say that it is not so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from unisono.collectives.call_description import describe
+from unisono.collectives.group import Group
+
+__all__ = ["GroupArgument", "check_one_for_each", "check_parts", "follows", "only_tensor"]
+
+GroupArgument = dist.ProcessGroup | int | None
+"""A group of `unisono.subgroup`, `unisono.split` or torch; None: the whole job. An int marks no member."""
+
+
+def follows(tensor: Tensor) -> bool:
+    """Say whether autograd follows a tensor now."""
+    return tensor.requires_grad and torch.is_grad_enabled()
+
+
+def only_tensor(value: Any, call: str) -> Tensor:
+    """Give the tensor that a value is. Raises: TypeError for anything else."""
+    if isinstance(value, Tensor):
+        return value
+    raise TypeError(
+        f"{call} with uniform=True needs a tensor on every rank, of one shape and type, and this is a "
+        f"{type(value).__qualname__}: give one, or leave uniform out"
+    )
+
+
+def check_one_for_each(link: Group, values: Any, name: str) -> Sequence[Any]:
+    """Raises: TypeError for what is no list, ValueError for a list without a value for each rank."""
+    if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
+        raise TypeError(
+            f"{name} is {describe(values)}: give a list with a value for each of {link.size} ranks, or a tensor"
+        )
+    if len(values) != link.size:
+        raise ValueError(f"{name} has {len(values)} entries for {link.size} ranks: give one for each rank of the group")
+    return values
+
+
+def check_parts(tensor: Tensor, size: int) -> None:
+    """Raises: ValueError if a tensor cannot be cut into equal parts along its first dimension."""
+    if tensor.dim() == 0 or tensor.shape[0] % size:
+        raise ValueError(
+            f"a tensor of shape {list(tensor.shape)} cannot be cut into {size} equal parts along its first dimension: "
+            f"make that a multiple of {size}, or give a list with a part for each rank"
+        )

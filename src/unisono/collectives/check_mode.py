@@ -1,0 +1,162 @@
+"""Check mode: before each collective the ranks compare what they are about to call, over the job's store.
+
+So a rank that calls something else, somewhere else, or nothing, is an error on all ranks that says who called what
+where, in place of a hang or a corrupted tensor. It costs a few messages to the store for each call. `UNISONO_CHECK=1`
+asks for it, which `unisono run --check` sets.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import time
+from contextlib import suppress
+from typing import Any
+
+import torch.distributed as dist
+
+from unisono.collectives.call_description import Kinds, Members, difference, name_ranks, place_of, table, user_frame
+from unisono.errors import PeerError, RankMismatchError
+from unisono.job.current import current_job
+
+__all__ = ["CHECK_TIMEOUT_VARIABLE", "CHECK_VARIABLE", "CallChecker", "wanted"]
+
+CHECK_VARIABLE = "UNISONO_CHECK"
+"""Asks for check mode: 1."""
+CHECK_TIMEOUT_VARIABLE = "UNISONO_CHECK_TIMEOUT"
+"""Seconds that a rank waits for the others in check mode; the job's timeout if it is not set."""
+
+_TIMEOUT_S = 1800.0
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.02
+_LOOK_EVERY_S = 0.25
+"""Between looks at what the missing ranks are doing."""
+
+
+def wanted() -> bool:
+    """Say whether the environment asks for check mode. Raises: ValueError for a value that is no answer."""
+    said = os.environ.get(CHECK_VARIABLE, "").lower()
+    if said in ("", "0", "false", "no", "off"):
+        return False
+    if said in ("1", "true", "yes", "on"):
+        return True
+    raise ValueError(f"{CHECK_VARIABLE}={said!r} in the environment must be 1 or 0")
+
+
+class CallChecker:
+    """The comparisons of one group, in the order of its calls. Args: store is the job's."""
+
+    def __init__(self, store: dist.Store, members: Members) -> None:  # type: ignore[name-defined]
+        self._store, self._members = store, members
+        self._name, self._own, self._ranks = members.group, members.own, members.ranks
+        self._calls, self._pid = 0, os.getpid()
+        self._timeout_s = _timeout_s()
+        atexit.register(self._say_left)
+
+    def compare(self, call: str, kinds: Kinds | None = None, *, described: str = "") -> None:
+        """Compare a call with those of the other ranks. Every rank of the group must come here.
+
+        Args: call is the operation with its arguments, kinds what its value is made of, where that must agree;
+            described is what is said of a value that may differ.
+        Raises: RankMismatchError, PeerError on all ranks.
+        """
+        number, self._calls = self._calls, self._calls + 1
+        page = f"{self._name}/{number}"
+        text = described or (", ".join(kind for _, kind in (kinds or [])[:4]) + ", ..." * (len(kinds or []) > 4))
+        text = call + self._members.where + (text and " of ") + text
+        frame = user_frame()
+        entry = {"call": call, "kinds": kinds, "text": text, "where": place_of(frame.f_code, frame.f_lasti)}
+        self._store.set(f"at/{self._own}", json.dumps({"page": page, "ranks": self._ranks, **entry}))
+        self._store.set(f"{page}/{self._own}", json.dumps(entry))
+        self._wait(page)
+        keys = [f"{page}/{rank}" for rank in self._ranks]
+        entries = [json.loads(each) for each in self._read_all(keys)]
+        if number:
+            self._store.delete_key(f"{self._name}/{number - 1}/{self._own}")  # all have read it, to come here
+        told = difference(entries, self._ranks)
+        if told is not None:
+            raise RankMismatchError(told)
+
+    def _wait(self, page: str) -> None:
+        """Wait until all ranks have written on a page. Raises: PeerError when it is known that they will not."""
+        keys = [f"{page}/{rank}" for rank in self._ranks]
+        end_s = time.monotonic() + self._timeout_s
+        look_s, pause_s = time.monotonic() + _LOOK_EVERY_S, _SHORTEST_PAUSE_S
+        while not self._store.check(keys):
+            now_s = time.monotonic()
+            if now_s >= min(look_s, end_s):
+                look_s = now_s + _LOOK_EVERY_S
+                self._look(page, late=now_s >= end_s)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        if self._store.check([f"{page}/given up"]):
+            raise PeerError(self._read(f"{page}/given up"))
+
+    def _look(self, page: str, *, late: bool) -> None:
+        """Look at what the missing ranks do. Raises: PeerError if one cannot come, or if it is late."""
+        if self._store.check([f"{page}/given up"]):
+            raise PeerError(self._read(f"{page}/given up"))
+        missing = [rank for rank in self._ranks if not self._store.check([f"{page}/{rank}"])]
+        said: dict[int, dict[str, Any]] = {}
+        for rank in missing:
+            if self._store.check([f"at/{rank}"]):
+                said[rank] = json.loads(self._read(f"at/{rank}"))
+        left = [rank for rank in missing if self._store.check([f"left/{rank}"])]
+        crossed = [rank for rank in missing if rank in said and self._waits_for_us(said[rank], page)]
+        if not left and not crossed and not (late and missing):
+            return
+        why = (
+            f"{name_ranks(left)} ended before this call"
+            if left
+            else f"{name_ranks(sorted([*crossed, self._own]))} wait for each other in different groups"
+            if crossed
+            else f"{name_ranks(missing)} did not come within {self._timeout_s:g} s"
+        )
+        lines = []
+        for rank in self._ranks:
+            entry = said.get(rank) if rank in missing else json.loads(self._read(f"{page}/{rank}"))
+            if entry is None:
+                lines.append((rank, "has called nothing yet"))
+            else:
+                does = "waiting in" if rank not in missing or rank in crossed else "last called"
+                lines.append((rank, f"{does} {entry['text']} at {entry['where']}"))
+        text = f"{why}:{table(lines)}\nMake all ranks of a group call the same, in the same order."
+        # The first to see it speaks for all, also to those who come later.
+        text = self._store.compare_set(f"{page}/given up", "", text).decode()
+        raise PeerError(text)
+
+    def _waits_for_us(self, said: dict[str, Any], page: str) -> bool:
+        """Say whether a rank is in a call of another group that cannot end without this one."""
+        return (
+            said["page"] != page
+            and self._own in said["ranks"]
+            and not said["page"].startswith(f"{self._name}/")
+            and not self._store.check([f"{said['page']}/{self._own}"])
+        )
+
+    def _read_all(self, keys: list[str]) -> list[bytes]:
+        if self._store.has_extended_api():
+            return list(self._store.multi_get(keys))
+        return [self._store.get(key) for key in keys]
+
+    def _read(self, key: str) -> str:
+        return str(self._store.get(key).decode())
+
+    def _say_left(self) -> None:
+        if os.getpid() == self._pid:
+            with suppress(RuntimeError):  # the store may have ended before
+                self._store.set(f"left/{self._own}", "")
+
+
+def _timeout_s() -> float:
+    said = os.environ.get(CHECK_TIMEOUT_VARIABLE)
+    if said:
+        try:
+            seconds = float(said)
+        except ValueError:
+            seconds = -1.0
+        if not seconds > 0:
+            raise ValueError(f"{CHECK_TIMEOUT_VARIABLE}={said!r} in the environment must be a number of seconds")
+        return seconds
+    job = current_job()
+    return _TIMEOUT_S if job is None else job.timeout.total_seconds()

@@ -1,0 +1,166 @@
+"""Collectives that autograd can follow, of tensors whose sizes all ranks know.
+
+The gradients are those of one process whose loss is the sum of the losses of all ranks. So the backward of a collective
+is a collective, and every rank must run it: an `all_reduce` for `all_reduce`, a reduce for a broadcast, and so on.
+What `attach` makes can be differentiated once, the others twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from unisono.collectives import tensor_collectives
+from unisono.collectives.group import Group
+from unisono.collectives.reduce_ops import OpName
+
+__all__ = ["all_gather_flat", "all_reduce", "all_to_all_flat", "attach", "reduce", "reduce_scatter"]
+
+
+def all_reduce(link: Group, tensor: Tensor, op: OpName) -> Tensor:
+    """Combine the tensors of all ranks. Min and max share the gradient among equal values, as `torch.amax` does."""
+    return _AllReduce.apply(link, op, tensor)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def reduce(link: Group, tensor: Tensor, op: OpName, dst: int) -> Tensor:
+    """Combine on one rank; the others get a zero without dimensions that takes part in the graph."""
+    return _Reduce.apply(link, op, dst, tensor)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def reduce_scatter(link: Group, tensor: Tensor, op: OpName) -> Tensor:
+    """Combine, and give each rank its part of the first dimension. Parts are equal."""
+    if op not in ("sum", "mean"):
+        return all_reduce(link, tensor, op).chunk(link.size)[link.rank].clone()
+    return _ReduceScatter.apply(link, op, tensor)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def all_gather_flat(link: Group, tensor: Tensor) -> Tensor:
+    """Give all ranks the tensors of all, one after the other along the first dimension."""
+    return _AllGather.apply(link, tensor)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def all_to_all_flat(link: Group, tensor: Tensor, leaving: Sequence[int], coming: Sequence[int]) -> Tensor:
+    """Give rank r the r-th part of every rank, one after the other along the first dimension."""
+    return _AllToAll.apply(link, leaving, coming, tensor)  # type: ignore[no-any-return, no-untyped-call]
+
+
+SendBack = Callable[[Sequence[Tensor]], Sequence[Tensor | None]]
+
+
+def attach(sources: Sequence[Tensor], received: Sequence[Tensor], send_back: SendBack) -> tuple[Tensor, ...]:
+    """Make tensors that came from other ranks results of this rank's own, for autograd.
+
+    Args: sources are this rank's tensors that were sent; send_back takes the gradients of what was received, talks to
+        the other ranks, and gives those of the sources.
+    """
+    # A rank that sent nothing must have a graph too, for its backward is awaited.
+    anchor = torch.zeros((), requires_grad=True)
+    return _Attached.apply(send_back, list(received), anchor, *sources)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _AllReduce(Function):
+    @staticmethod
+    def forward(ctx: Any, link: Group, op: OpName, tensor: Tensor) -> Tensor:
+        result = tensor_collectives.all_reduce(link, tensor, op)
+        ctx.link, ctx.op = link, op
+        if op not in ("sum", "mean"):
+            ctx.save_for_backward(tensor, result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor]:
+        total = all_reduce(ctx.link, gradient, "sum")
+        return None, None, _spread(ctx, total)
+
+
+class _Reduce(Function):
+    @staticmethod
+    def forward(ctx: Any, link: Group, op: OpName, dst: int, tensor: Tensor) -> Tensor:
+        if op in ("sum", "mean"):
+            result = tensor_collectives.reduce(link, tensor, op, dst)
+        else:
+            everywhere = tensor_collectives.all_reduce(link, tensor, op)
+            ctx.save_for_backward(tensor, everywhere)
+            result = everywhere if link.rank == dst else None
+        ctx.link, ctx.op, ctx.dst, ctx.like = link, op, dst, torch.empty_like(tensor, device="meta")
+        ctx.device = tensor.device
+        return tensor.new_zeros(()) if result is None else result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, Tensor]:
+        if ctx.link.rank != ctx.dst:
+            gradient = torch.zeros(ctx.like.shape, dtype=ctx.like.dtype, device=ctx.device)
+        return None, None, None, _spread(ctx, tensor_collectives.broadcast(ctx.link, gradient, ctx.dst))
+
+
+def _spread(ctx: Any, total: Tensor) -> Tensor:
+    """Turn the gradient of a combined tensor into that of this rank's part."""
+    link: Group = ctx.link
+    op: OpName = ctx.op
+    if op == "sum":
+        return total
+    if op == "mean":
+        return total / link.size
+    tensor: Tensor
+    result: Tensor
+    tensor, result = ctx.saved_tensors
+    if op == "product":
+        parts = all_gather_flat(link, tensor.reshape(1, -1))
+        others = torch.cat([parts[: link.rank], parts[link.rank + 1 :]]).prod(0).reshape(tensor.shape)
+        return total * others.conj()
+    chosen = (tensor.detach() == result.detach()).to(total.dtype)
+    return total * chosen / tensor_collectives.all_reduce(link, chosen, "sum")
+
+
+class _ReduceScatter(Function):
+    @staticmethod
+    def forward(ctx: Any, link: Group, op: OpName, tensor: Tensor) -> Tensor:
+        ctx.link, ctx.op = link, op
+        return tensor_collectives.reduce_scatter(link, tensor, op)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor]:
+        whole = all_gather_flat(ctx.link, gradient)
+        return None, None, whole / ctx.link.size if ctx.op == "mean" else whole
+
+
+class _AllGather(Function):
+    @staticmethod
+    def forward(ctx: Any, link: Group, tensor: Tensor) -> Tensor:
+        ctx.link = link
+        return tensor_collectives.all_gather_flat(link, tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        return None, reduce_scatter(ctx.link, gradient, "sum")
+
+
+class _AllToAll(Function):
+    @staticmethod
+    def forward(ctx: Any, link: Group, leaving: Sequence[int], coming: Sequence[int], tensor: Tensor) -> Tensor:
+        ctx.link, ctx.leaving, ctx.coming = link, leaving, coming
+        return tensor_collectives.all_to_all_flat(link, tensor, leaving, coming)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, Tensor]:
+        return None, None, None, all_to_all_flat(ctx.link, gradient, ctx.coming, ctx.leaving)
+
+
+class _Attached(Function):
+    @staticmethod
+    def forward(ctx: Any, send_back: SendBack, received: list[Tensor], anchor: Tensor, *sources: Tensor) -> Any:
+        ctx.send_back, ctx.anchored = send_back, anchor.device
+        results = tuple(received)
+        ctx.mark_non_differentiable(*[r for r in results if not (r.is_floating_point() or r.is_complex())])
+        return results
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return None, None, None, *ctx.send_back(gradients)

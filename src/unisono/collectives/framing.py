@@ -1,0 +1,168 @@
+"""A cell: the bytes of fixed size that go before a value, with the value inside where it fits.
+
+Pure: `write_envelope` makes one of a parcel, or of the reason why there is none, and `read_envelope` reads it. A cell
+carries the name of the call, so that ranks which call different things find out. Sending is
+`collectives.object_transport`'s.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from unisono.collectives.serialization import Payload
+from unisono.errors import RankMismatchError
+
+__all__ = [
+    "ENVELOPE_NBYTES",
+    "Envelope",
+    "FailedSend",
+    "Outgoing",
+    "aligned",
+    "read_envelope",
+    "to_bytes",
+    "write_envelope",
+]
+
+ENVELOPE_NBYTES = 1024
+"""Bytes of a cell. Up to some KiB the size does not matter for the time."""
+_HEAD = struct.Struct("<HHBxxxQQQ")
+_MAGIC = 0x5E11
+_FAILED, _ACCELERATED, _BODY_HERE, _DATA_HERE, _MORE, _FOLLOWED, _GRAD_MODE = 1, 2, 4, 8, 16, 32, 64
+LONGEST_CALL = 200
+"""Bytes of the name of a call; what is longer is cut."""
+_ALIGN = 16
+
+
+@dataclass(frozen=True, slots=True)
+class FailedSend:
+    """In place of a parcel: why this rank cannot take part. The others are told, and then it is raised here."""
+
+    error: Exception
+
+
+Outgoing = Payload | FailedSend
+
+
+@dataclass(slots=True)
+class Envelope:
+    """A cell that was read."""
+
+    call: str
+    flags: int
+    body_nbytes: int
+    data_nbytes: int
+    padded: int
+    """In a scatter: bytes to which all rests are filled up; 0 if each comes by itself."""
+    body: bytes
+    """Of the parcel, or the text of a failure; empty if it comes after the cell."""
+    data: bytes
+    """Those of the tensors; empty if they come after the cell."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether the sender cannot take part."""
+        return bool(self.flags & _FAILED)
+
+    @property
+    def accelerated(self) -> bool:
+        """Whether a tensor that is sent lies on something else than the CPU."""
+        return bool(self.flags & _ACCELERATED)
+
+    @property
+    def body_here(self) -> bool:
+        """Whether the body is in the cell."""
+        return bool(self.flags & _BODY_HERE)
+
+    @property
+    def data_here(self) -> bool:
+        """Whether the bytes of the tensors are in the cell."""
+        return bool(self.flags & _DATA_HERE)
+
+    @property
+    def more(self) -> bool:
+        """Whether the sender has something for anybody that does not fit into cells."""
+        return bool(self.flags & _MORE)
+
+    @property
+    def followed(self) -> bool:
+        """Whether autograd follows a tensor that the sender has for anybody."""
+        return bool(self.flags & _FOLLOWED)
+
+    @property
+    def in_grad_mode(self) -> bool:
+        """Whether the sender is in grad mode."""
+        return bool(self.flags & _GRAD_MODE)
+
+    @property
+    def rest_nbytes(self) -> int:
+        """Bytes that come after the cell."""
+        body = 0 if self.body_here else aligned(self.body_nbytes)
+        return body + (0 if self.data_here else self.data_nbytes)
+
+
+def write_envelope(
+    call: str,
+    sent: Outgoing,
+    *,
+    padded: int = 0,
+    accelerated: bool = False,
+    more: bool = False,
+    followed: bool = False,
+) -> bytes:
+    """Write a cell."""
+    name = call.encode()[:LONGEST_CALL]
+    room = ENVELOPE_NBYTES - _HEAD.size - len(name)
+    flags = _ACCELERATED * accelerated | _MORE * more | _FOLLOWED * followed | _GRAD_MODE * torch.is_grad_enabled()
+    if isinstance(sent, FailedSend):
+        text = f"{type(sent.error).__name__}: {sent.error}".encode()[:room]
+        head = _HEAD.pack(_MAGIC, len(name), flags | _FAILED | _BODY_HERE | _DATA_HERE, len(text), 0, padded)
+        return (head + name + text).ljust(ENVELOPE_NBYTES, b"\0")
+    body, data_nbytes = sent.body, sent.data_nbytes
+    flags |= _ACCELERATED * sent.accelerated | _FOLLOWED * sent.followed
+    content, data = b"", b""
+    if len(body) <= room:
+        flags |= _BODY_HERE
+        content = body
+        if aligned(len(body)) + data_nbytes <= room and not sent.accelerated:
+            flags |= _DATA_HERE
+            data = to_bytes(sent.data(torch.device("cpu"))) if data_nbytes else b""
+    if not data_nbytes:
+        flags |= _DATA_HERE
+    head = _HEAD.pack(_MAGIC, len(name), flags, len(body), data_nbytes, padded)
+    return (head + name + content + data).ljust(ENVELOPE_NBYTES, b"\0")
+
+
+def read_envelope(raw: bytes, call: str, rank: int) -> Envelope:
+    """Read a cell. Raises: RankMismatchError if it is none."""
+    magic, name_nbytes, flags, body_nbytes, data_nbytes, padded = _HEAD.unpack_from(raw)
+    if magic != _MAGIC:
+        raise RankMismatchError(
+            f"{call}: what came from rank {rank} belongs to another call: make all ranks call the same collectives in "
+            "the same order; `unisono run --check` finds where they part"
+        )
+    start = _HEAD.size + name_nbytes
+    name = raw[_HEAD.size : start].decode(errors="replace")
+    body = raw[start : start + body_nbytes] if flags & _BODY_HERE else b""
+    start += len(body)
+    data = raw[start : start + data_nbytes] if flags & _DATA_HERE else b""
+    return Envelope(name, flags, body_nbytes, data_nbytes, padded, body, data)
+
+
+def to_bytes(tensor: Tensor) -> bytes:
+    """Give the content of a tensor of bytes."""
+    here = tensor.cpu()
+    return ctypes.string_at(here.data_ptr(), here.numel()) if here.numel() else b""
+
+
+def aligned(nbytes: int) -> int:
+    """Round up to where the elements of any type may begin.
+
+    >>> aligned(1), aligned(16)
+    (16, 16)
+    """
+    return -(-nbytes // _ALIGN) * _ALIGN

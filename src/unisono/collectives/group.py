@@ -1,0 +1,192 @@
+"""What a collective must know of its process group: who is in it, and on which devices its backend moves bytes.
+
+`group_of` is the way from the argument `group` of every collective to a `Group`; it is asked at each call, so what can
+be remembered is. Whether there is a group to use at all is `job.current`'s to say.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from unisono.collectives.call_description import Members
+from unisono.collectives.check_mode import CallChecker, wanted
+from unisono.collectives.watchdog import CallTemplate, CallWatchdog
+from unisono.errors import GroupError
+from unisono.job.current import require_group
+
+__all__ = ["SINGLE_PROCESS", "Group", "group_of"]
+
+_CPU = torch.device("cpu")
+_CPU_BACKENDS = {"gloo", "shm", "mpi", "ucc"}
+"""Backends whose tensors of an accelerator we take over the CPU: they do this themselves, or not at all."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Group:
+    """A group as its collectives see it."""
+
+    reference: ref[dist.ProcessGroup] | None = None
+    """To the group, which a link does not keep alive: links stay as long as their groups. None: this process alone."""
+    rank: int = 0
+    """Number of this rank within the group."""
+    ranks: tuple[int, ...] = (0,)
+    """Global ranks of the members, in the order of the group."""
+    backends: dict[str, str] = field(default_factory=lambda: {"cpu": "gloo"})
+    """Types of devices that travel as they are, with the backend that moves them."""
+    check: CallChecker | None = None
+    """Compares calls between ranks, in check mode."""
+    late: CallWatchdog | None = None
+    """Compares calls that do not end, where the backend cannot tell and can be waited for: gloo."""
+
+    def run(
+        self, call: CallTemplate, value: Tensor | str, operation: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> None:
+        """Run an operation of torch.distributed on this group to its end.
+
+        Args:
+            call: what it is, for errors; see `collectives.watchdog`.
+            value: a tensor, whose type and size must be those of all ranks, or a description.
+        """
+        group, late = self.group, self.late
+        if late is None or not (isinstance(value, str) or value.is_cpu or value.device.type not in self.backends):
+            operation(*args, group=group, **kwargs)
+        else:
+            kwargs["group"] = group
+            late.run(call, value, operation, args, kwargs)
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The group; None for this process alone."""
+        return None if self.reference is None else self.reference()
+
+    @property
+    def size(self) -> int:
+        """Ranks in the group."""
+        return len(self.ranks)
+
+    @property
+    def own(self) -> int:
+        """Global rank of this process."""
+        return self.ranks[self.rank]
+
+    @property
+    def accelerator(self) -> str | None:
+        """The type of device other than the CPU that travels as it is."""
+        return next((name for name in self.backends if name != "cpu"), None)
+
+    def bytes_device(self, *, accelerated: bool = False) -> torch.device:
+        """Give the device on which bytes travel. Args: accelerated asks for the accelerator if there is one."""
+        other = self.accelerator
+        if other is None or ("cpu" in self.backends and not accelerated):
+            return _CPU
+        return own_device(other)
+
+    def device_for(self, tensor: Tensor) -> torch.device:
+        """Give the device on which a tensor travels: its own where the backend takes it. Raises: TypeError."""
+        if tensor.is_cpu and "cpu" in self.backends:
+            return _CPU
+        if tensor.is_meta:
+            raise TypeError("a tensor on the meta device has a shape and no numbers to send: make it on a real device")
+        return tensor.device if tensor.device.type in self.backends else self.bytes_device()
+
+    def index_of(self, rank: int, argument: str) -> int:
+        """Turn a global rank into its number within the group. Raises: TypeError, ValueError if it is not in it."""
+        if type(rank) is not int:
+            raise TypeError(f"{argument}={rank!r} must be the number of a rank, not a {type(rank).__name__}")
+        if 0 <= rank < self.size and self.ranks[rank] == rank:
+            return rank
+        if rank in self.ranks:
+            return self.ranks.index(rank)
+        raise ValueError(f"{argument}={rank} is not in the group: it has {self.described}. Ranks are those of the job")
+
+    @property
+    def described(self) -> str:
+        """The members, for messages."""
+        return describe_ranks(self.ranks)
+
+
+SINGLE_PROCESS = Group()
+"""A process without a group."""
+
+_links: WeakKeyDictionary[dist.ProcessGroup, Group] = WeakKeyDictionary()
+_of_parent: WeakKeyDictionary[dist.ProcessGroup, Group] = WeakKeyDictionary()
+"""What was known in the process from which this one was forked, which is no member itself."""
+_watching_forks = False
+
+
+def group_of(group: dist.ProcessGroup | int | None) -> Group:
+    """Find what is to be known of a group. Args: group None is the whole job.
+
+    Raises: GroupError if there is no such group for this process, TypeError.
+    """
+    found = require_group(group)
+    if found is None:
+        return SINGLE_PROCESS
+    link = _links.get(found)
+    if link is None:
+        link = _links[found] = _look_at(found)
+    return link
+
+
+def describe_ranks(ranks: Sequence[int]) -> str:
+    """Write the members of a group.
+
+    >>> describe_ranks([0, 1, 2]), describe_ranks([4, 1]), describe_ranks([0])
+    ('ranks 0 to 2', 'ranks 4, 1', 'rank 0 alone')
+    """
+    first, last = ranks[0], ranks[-1]
+    if len(ranks) == 1:
+        return f"rank {first} alone"
+    if len(ranks) > 2 and list(ranks) == list(range(first, last + 1)):
+        return f"ranks {first} to {last}"
+    return f"ranks {', '.join(map(str, ranks))}"
+
+
+def own_device(kind: str) -> torch.device:
+    """Give this process's device of a type: the current one."""
+    if kind == "cpu":
+        return _CPU
+    module = torch.get_device_module(kind)
+    return torch.device(kind, module.current_device())
+
+
+def _look_at(group: dist.ProcessGroup) -> Group:
+    global _watching_forks  # noqa: PLW0603  the system keeps what is registered for ever
+    if group in _of_parent:
+        raise GroupError(
+            f"this process was forked from rank {_of_parent[group].own} and is no rank itself: call collectives in the "
+            "rank alone, not in workers of a DataLoader"
+        )
+    if not _watching_forks:
+        _watching_forks = True
+        os.register_at_fork(after_in_child=_forget)
+    # "cpu:gloo,cuda:nccl"
+    pairs = [pair.split(":") for pair in str(dist.get_backend_config(group)).split(",")]
+    backends = {device: name for device, name in pairs if device == "cpu" or name not in _CPU_BACKENDS}
+    ranks = tuple(dist.get_process_group_ranks(group))
+    own, check, late = group.rank(), None, None
+    described = "" if group is dist.group.WORLD else describe_ranks(ranks)
+    members = Members(group=group.group_name, own=ranks[own], ranks=ranks, described=described)
+    if wanted() and len(ranks) > 1:
+        check = CallChecker(_store("unisono_check"), members)
+    if backends.get("cpu") == "gloo":
+        late = CallWatchdog(_store("unisono_late"), members)
+    return Group(reference=ref(group), rank=own, ranks=ranks, backends=backends, check=check, late=late)
+
+
+def _store(name: str) -> dist.Store:  # type: ignore[name-defined]
+    return dist.PrefixStore(name, dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
+
+
+def _forget() -> None:
+    """Take leave of the parent's groups, in a process that was forked."""
+    _of_parent.update(_links)
+    _links.clear()

@@ -1,0 +1,247 @@
+"""Collectives that combine the values of all ranks into one: sum, mean, min, max and so on.
+
+A tensor by itself goes straight to torch. Of anything else, ranks first tell each other the structure, in one small
+exchange that carries Python numbers too, so that structures that differ are an error on all of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.collectives import differentiable as followed
+from unisono.collectives import object_transport, tensor_collectives
+from unisono.collectives.argument_checks import GroupArgument, check_one_for_each, check_parts, follows
+from unisono.collectives.call_description import describe, kinds_of
+from unisono.collectives.discarded import warn_if_dropped
+from unisono.collectives.group import Group, group_of
+from unisono.collectives.object_transport import FailedSend, Outgoing
+from unisono.collectives.reduce_ops import BITWISE, Op, OpName, check_dtype, combine_numbers, read_op
+from unisono.collectives.serialization import serialize
+from unisono.collectives.structure import Leaf, Parts, compare, signature, take_apart
+from unisono.errors import RankMismatchError
+
+__all__ = ["all_reduce", "reduce", "reduce_scatter"]
+
+
+def all_reduce(value: Any, op: Op = "sum", *, group: GroupArgument = None) -> Any:
+    """Combine the values of all ranks, for all ranks. Every rank of the group must call it.
+
+    Args:
+        value: a tensor, a number, or a dict, list, tuple or dataclass of these, nested as you like, alike on all ranks.
+        op: "sum", "mean", "min", "max", "product", "band", "bor", "bxor", or torch's ReduceOp.
+        group: ranks that take part; None is the whole job.
+
+    Returns: the same structure with new tensors of the same types, on their devices. Numbers are Python numbers: whole
+    ones exact, of any size; a sum of floats is rounded once. A sum of bool counts, and is int64 in a tensor.
+    Differentiable: each rank gets the sum of the gradients of all.
+    Raises: TypeError for what cannot be combined so; RankMismatchError on every rank that says where structures, shapes
+    or types differ. Tensors given by themselves are compared in check mode, and over gloo if the call is late.
+    """
+    link = group_of(group)
+    if link.size > 1:
+        warn_if_dropped("comm.all_reduce")
+    if isinstance(value, Tensor):
+        name = read_op(op)
+        check_dtype(value.dtype, name, "the tensor")
+        if link.check is not None:
+            link.check.compare(f"all_reduce with op {name!r}", kinds_of(value))
+        if follows(value):
+            return followed.all_reduce(link, value, name)
+        return tensor_collectives.all_reduce(link, value, name)
+    agreed = _agree(link, f"all_reduce with op {_written(op)}", [value], op)
+    module = followed if agreed.follows else tensor_collectives
+    return agreed.build(0, [module.all_reduce(link, flat, agreed.op) for flat in agreed.flats(0)])
+
+
+def reduce(
+    value: Any, dst: int = 0, op: Op = "sum", *, differentiable: bool = False, group: GroupArgument = None
+) -> Any:
+    """Combine the values of all ranks, for one of them. Every rank of the group must call it.
+
+    Args:
+        value, op, group: as for `all_reduce`.
+        dst: rank that gets the result.
+        differentiable: let gradients flow back from dst. The other ranks then get a zero instead of None, which they
+            add to their loss, so that their backward waits for the gradient. Without it, the result is detached.
+
+    Returns: on dst what `all_reduce` gives; None elsewhere.
+    Raises: as `all_reduce`.
+    """
+    link = group_of(group)
+    if isinstance(value, Tensor):
+        root, name = link.index_of(dst, "dst"), read_op(op)
+        check_dtype(value.dtype, name, "the tensor")
+        if link.check is not None:
+            link.check.compare(f"reduce to rank {dst} with op {name!r}", kinds_of(value))
+        if differentiable and torch.is_grad_enabled():
+            return followed.reduce(link, value, name, root)
+        return tensor_collectives.reduce(link, value, name, root)
+    agreed = _agree(link, f"reduce to rank {dst} with op {_written(op)}", [value], op, dst=dst)
+    root, name = link.index_of(dst, "dst"), agreed.op
+    if differentiable and agreed.follows:
+        results: list[Any] = [followed.reduce(link, flat, name, root) for flat in agreed.flats(0)]
+        if link.rank != root:
+            return torch.stack(results).sum() if results else torch.zeros(())
+    else:
+        results = [tensor_collectives.reduce(link, flat, name, root) for flat in agreed.flats(0)]
+    return agreed.build(0, results) if link.rank == root else None
+
+
+def reduce_scatter(values: Sequence[Any] | Tensor, op: Op = "sum", *, group: GroupArgument = None) -> Any:
+    """Combine the values of all ranks, and give each rank its part. Every rank of the group must call it.
+
+    Args:
+        values: a tensor, which is cut along its first dimension into equal parts; or a list with one value for each
+            rank, in the order of the group. The r-th values of all ranks must be alike, as for `all_reduce`.
+        op, group: as for `all_reduce`.
+
+    Returns: what `all_reduce` gives for the r-th values, on the r-th rank.
+    Raises: as `all_reduce`, and ValueError if values cannot be divided among the ranks.
+    """
+    link = group_of(group)
+    if isinstance(values, Tensor):
+        name = read_op(op)
+        check_parts(values, link.size)
+        check_dtype(values.dtype, name, "the tensor")
+        if link.check is not None:
+            link.check.compare(f"reduce_scatter with op {name!r}", kinds_of(values))
+        if follows(values):
+            return followed.reduce_scatter(link, values, name)
+        return tensor_collectives.reduce_scatter(link, values, name)
+    agreed = _agree(link, f"reduce_scatter with op {_written(op)}", values, op, one_for_each=True)
+    name = agreed.op
+    module = followed if agreed.follows else tensor_collectives
+    results = []
+    for parts in zip(*(agreed.flats(index) for index in range(link.size)), strict=True):
+        sizes = [part.numel() for part in parts]
+        if len(set(sizes)) == 1:
+            results.append(module.reduce_scatter(link, torch.cat(parts), name))
+        else:  # not every backend divides unequally
+            results.append(module.all_reduce(link, torch.cat(parts), name).split(sizes)[link.rank])
+    return agreed.build(link.rank, results)
+
+
+@dataclass(frozen=True, slots=True)
+class _Agreed:
+    """Values of which all ranks know that they have the same structure."""
+
+    link: Group
+    op: OpName
+    parts: list[Parts]
+    numbers: list[list[int | float]]
+    """Those of each rank, over all parts."""
+    follows: bool
+    """Whether some rank asks for gradients."""
+    accelerated: bool
+    """Whether some rank has a tensor that is not on the CPU."""
+
+    @property
+    def dtypes(self) -> list[torch.dtype]:
+        """The types of tensors that there are, in an order that all ranks share."""
+        found = {leaf.value.dtype for part in self.parts for leaf in part.leaves if isinstance(leaf.value, Tensor)}
+        return sorted(found, key=str)
+
+    def flats(self, part: int) -> list[Tensor]:
+        """Give the tensors of a part as one vector for each type."""
+        found = [leaf.value for leaf in self.parts[part].leaves if isinstance(leaf.value, Tensor)]
+        return [self._flat([tensor for tensor in found if tensor.dtype == dtype], dtype) for dtype in self.dtypes]
+
+    def build(self, part: int, flats: Sequence[Tensor]) -> Any:
+        """Build a part around the results of its vectors."""
+        pieces = dict(zip(self.dtypes, flats, strict=True))
+        starts = dict.fromkeys(pieces, 0)
+        before = sum(_is_number(leaf) for its in self.parts[:part] for leaf in its.leaves)
+        columns = iter(list(zip(*self.numbers, strict=True))[before:])
+        results: list[Any] = []
+        for _, value in self.parts[part].leaves:
+            if isinstance(value, Tensor):
+                start = starts[value.dtype]
+                starts[value.dtype] = end = start + value.numel()
+                # Of its own: a view would keep the others, and torch.save would write them.
+                results.append(pieces[value.dtype][start:end].clone().reshape(value.shape).to(value.device))
+            else:
+                results.append(None if value is None else combine_numbers(next(columns), self.op))
+        return self.parts[part].build(results)
+
+    def _flat(self, those: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        device = self.link.bytes_device(accelerated=self.accelerated)
+        if not those:
+            return torch.empty(0, dtype=dtype, device=device)
+        flat = torch.cat([(t if self.follows else t.detach()).to(device).reshape(-1) for t in those])
+        if self.follows and not flat.requires_grad and (flat.is_floating_point() or flat.is_complex()):
+            return flat.requires_grad_()  # the backward of the others waits for this rank's
+        return flat
+
+
+def _agree(
+    link: Group, call: str, values: Any, op: Op, *, dst: int | None = None, one_for_each: bool = False
+) -> _Agreed:
+    """Tell the others the structure of this rank's values, and hear theirs.
+
+    The other arguments are looked at here as well, so that the others hear of a wrong one.
+    Raises: TypeError for values that cannot be combined, PeerError if another rank has such, RankMismatchError.
+    """
+    if link.check is not None:
+        link.check.compare(call, kinds_of(values if one_for_each else values[0], "values" if one_for_each else "value"))
+    of = describe(values if one_for_each else values[0])
+    parts: list[Parts] = []
+    kinds: list[tuple[str, str]] = []
+    name: OpName = "sum"
+    try:
+        name = read_op(op)
+        if dst is not None:
+            link.index_of(dst, "dst")
+        if one_for_each:
+            values = check_one_for_each(link, values, "values")
+        names = [f"values[{i}]" for i in range(len(values))] if one_for_each else ["value"]
+        parts = [take_apart(value, place=name) for value, name in zip(values, names, strict=True)]
+        leaves = [leaf for part in parts for leaf in part.leaves]
+        _check_leaves(leaves, name)
+        kinds = signature(leaves)
+        digest = hashlib.blake2b(repr(kinds).encode(), digest_size=16).digest()
+        numbers = [leaf.value for leaf in leaves if _is_number(leaf)]
+        found = [leaf.value for leaf in leaves if isinstance(leaf.value, Tensor)]
+        follows = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in found)
+        accelerated = any(tensor.device.type != "cpu" for tensor in found)
+        sent: Outgoing = serialize((digest, numbers, follows, torch.is_grad_enabled(), accelerated))
+    except (TypeError, ValueError, RecursionError) as error:
+        sent = FailedSend(error)
+    heard = [one.open() for one in object_transport.all_gather(link, call, sent, of=of)]
+    if len({each[0] for each in heard}) > 1:
+        told = [one.open() for one in object_transport.all_gather(link, call, serialize(kinds))]
+        raise RankMismatchError(f"{call}: {compare(told, link.ranks)}: make the values alike on all ranks")
+    asking = [rank for rank, each in zip(link.ranks, heard, strict=True) if each[2]]
+    deaf = [rank for rank, each in zip(link.ranks, heard, strict=True) if not each[3]]
+    if asking and deaf:
+        raise RankMismatchError(object_transport.tell_modes(call, asking, deaf))
+    return _Agreed(link, name, parts, [each[1] for each in heard], bool(asking), any(each[4] for each in heard))
+
+
+def _check_leaves(leaves: Sequence[Leaf], op: OpName) -> None:
+    for place, value in leaves:
+        if isinstance(value, Tensor):
+            if value.layout != torch.strided:
+                raise TypeError(f"{place} is a {value.layout} tensor: reduce it by itself, or make it dense")
+            if value.is_meta:
+                raise TypeError(f"{place} is on the meta device and has no numbers to add: make it on a real device")
+            check_dtype(value.dtype, op, place)
+        elif isinstance(value, float) and op in BITWISE:
+            raise TypeError(f"{place} is {value!r}, and {op!r} is for whole numbers and bool")
+
+
+def _written(op: Op) -> str:
+    """Write an operation, also one that is not known."""
+    try:
+        return repr(read_op(op))
+    except ValueError:
+        return repr(op)
+
+
+def _is_number(leaf: Leaf) -> bool:
+    return not isinstance(leaf.value, Tensor) and leaf.value is not None

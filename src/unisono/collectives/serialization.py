@@ -1,0 +1,257 @@
+"""How a value becomes bytes to send, and a value again: any object, with its tensors beside the pickle.
+
+A `Payload` has a body (a pickle, in which tensors are numbers) and the tensors themselves, which travel as bytes of the
+group's device and never through pickle. Sending is `collectives.object_transport`'s. Start reading at `serialize` and
+`deserialize`.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from unisono.collectives.group import own_device
+from unisono.collectives.structure import children, step_into
+from unisono.errors import PeerError
+
+__all__ = ["Payload", "TensorFacts", "deserialize", "open_body", "own_copies", "serialize", "tensors_from"]
+
+_ALIGN = 16
+"""Bytes; the largest element, a complex128, has as many."""
+NOT_FOLLOWED, FOLLOWABLE, FOLLOWED = 0, 1, 2
+_LONGEST_PLACE = 200
+_LENGTH = struct.Struct("<I")
+
+
+class TensorFacts(NamedTuple):
+    """What a receiver must know of a tensor before it has the bytes."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    device: str
+    """Type of the device; a receiver puts it on its own of that type."""
+    follow: int = NOT_FOLLOWED
+    """What autograd has to do with it: `FOLLOWED` if it requires a gradient, in grad mode; `FOLLOWABLE` if it could."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        numel = 1
+        for length in self.shape:
+            numel *= length
+        return numel * self.dtype.itemsize
+
+
+@dataclass(slots=True)
+class Payload:
+    """A value on its way."""
+
+    body: bytes
+    facts: list[TensorFacts]
+    tensors: list[Tensor]
+    """As the sender has them."""
+
+    @property
+    def data_nbytes(self) -> int:
+        """Bytes of all tensors, with the gaps that align them."""
+        return sum(_padded(facts.nbytes) for facts in self.facts)
+
+    @property
+    def accelerated(self) -> bool:
+        """Whether a tensor lies on something else than the CPU."""
+        return any(facts.device != "cpu" for facts in self.facts)
+
+    @property
+    def followed(self) -> bool:
+        """Whether autograd follows a tensor."""
+        return any(facts.follow == FOLLOWED for facts in self.facts)
+
+    def data(self, device: torch.device) -> Tensor:
+        """Give the bytes of all tensors, one after the other; those of a single one may be the tensor's own."""
+        flats = [bytes_of(tensor) for tensor in self.tensors]
+        if len(flats) == 1 and self.data_nbytes == flats[0].numel():
+            return flats[0].to(device)
+        packed = torch.empty(self.data_nbytes, dtype=torch.uint8, device=device)
+        start = 0
+        for flat in flats:
+            packed[start : start + flat.numel()].copy_(flat)
+            start += _padded(flat.numel())
+        return packed
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Give the elements of a tensor as bytes, in order; without a copy where they lie in order."""
+    dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    if dense.numel() == 0:
+        return torch.empty(0, dtype=torch.uint8, device=dense.device)
+    # Not view(-1): the stride of a single element may be anything, and view(uint8) wants it to be 1.
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
+
+
+def serialize(value: Any) -> Payload:
+    """Make a parcel of any object. Raises: TypeError that says which part of it cannot be pickled."""
+    buffer = io.BytesIO()
+    pickler = _Pickler(buffer, value)
+    try:
+        pickler.dump(value)
+    except Exception as error:  # pickling runs code of the user's classes
+        raise TypeError(_why_not(value, error)) from error
+    facts = pickle.dumps([(f.dtype, f.shape, f.device, f.follow) for f in pickler.facts], protocol=5)
+    return Payload(_LENGTH.pack(len(facts)) + facts + buffer.getvalue(), pickler.facts, pickler.tensors)
+
+
+def open_body(body: bytes) -> list[TensorFacts]:
+    """Read what a parcel says about its tensors."""
+    (length,) = _LENGTH.unpack_from(body)
+    return [TensorFacts(*facts) for facts in pickle.loads(body[_LENGTH.size : _LENGTH.size + length])]
+
+
+def deserialize(body: bytes, tensors: Sequence[Tensor]) -> Any:
+    """Make the value again, with these tensors in it.
+
+    Raises: PeerError for a class that is not there, and what the classes of the sender's objects raise.
+    """
+    (length,) = _LENGTH.unpack_from(body)
+    try:
+        return _Unpickler(io.BytesIO(body[_LENGTH.size + length :]), tensors).load()
+    except (AttributeError, ImportError) as error:
+        raise PeerError(
+            f"what another rank sent cannot be made here: {error}: define its class in a module that all ranks import"
+        ) from error
+
+
+def own_copies(parcel: Payload) -> list[Tensor]:
+    """Copy the tensors of a parcel as a receiver on another rank would get them."""
+    return [
+        tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+        for tensor in parcel.tensors
+    ]
+
+
+def tensors_from(data: Tensor | None, facts: Sequence[TensorFacts]) -> list[Tensor]:
+    """Cut tensors out of the bytes that came, each with memory of its own and on its device."""
+    tensors, start = [], 0
+    for each in facts:
+        device = local_device(each.device)
+        if each.nbytes == 0:
+            tensors.append(torch.empty(each.shape, dtype=each.dtype, device=device))
+            continue
+        assert data is not None
+        flat = data[start : start + each.nbytes]
+        start += _padded(each.nbytes)
+        if flat.device.type != device.type:
+            flat = flat.to(device)
+        elif flat.numel() != flat.untyped_storage().nbytes():
+            flat = flat.clone()  # a view would keep all the bytes, and torch.save would write them
+        tensors.append(flat.view(each.dtype).view(each.shape))
+    return tensors
+
+
+def local_device(kind: str) -> torch.device:
+    """Give this rank's device of a type that another rank has; the CPU if this one has none."""
+    if kind != "cpu" and not torch.get_device_module(kind).is_available():
+        kind = "cpu"
+    return own_device(kind)
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN) * _ALIGN
+
+
+def _take(index: int) -> Tensor:
+    raise AssertionError(f"tensor {index} of a parcel was looked for outside of one")
+
+
+def _take_parameter(index: int, requires_grad: bool) -> torch.nn.Parameter:
+    raise AssertionError(f"parameter {index} of a parcel was looked for outside of one, {requires_grad=}")
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles with numbers in place of tensors."""
+
+    def __init__(self, file: io.BytesIO, value: Any) -> None:
+        super().__init__(file, protocol=5)
+        self._value = value
+        self._in_structure: set[int] | None = None
+        self.tensors: list[Tensor] = []
+        self.facts: list[TensorFacts] = []
+
+    def reducer_override(self, obj: Any) -> Any:
+        kind = type(obj)
+        if (kind is not Tensor and kind is not torch.nn.Parameter) or not travels_as_bytes(obj):
+            return NotImplemented
+        index = len(self.tensors)
+        self.tensors.append(obj)
+        follow = NOT_FOLLOWED
+        if (obj.is_floating_point() or obj.is_complex()) and self._is_in_structure(obj):
+            follow = FOLLOWED if obj.requires_grad and torch.is_grad_enabled() else FOLLOWABLE
+        self.facts.append(TensorFacts(obj.dtype, tuple(obj.shape), obj.device.type, follow))
+        if kind is torch.nn.Parameter and not self._is_in_structure(obj):
+            return _take_parameter, (index, obj.requires_grad)  # one of a module, say, which must stay one
+        return _take, (index,)
+
+    def _is_in_structure(self, tensor: Tensor) -> bool:
+        """Say whether a tensor is reached by dicts, lists, tuples and dataclasses alone."""
+        if self._in_structure is None:
+            self._in_structure = {id(found) for found in _tensors_in(self._value)}
+        return id(tensor) in self._in_structure
+
+
+class _Unpickler(pickle.Unpickler):
+    """Unpickles with tensors in place of numbers."""
+
+    def __init__(self, file: io.BytesIO, tensors: Sequence[Tensor]) -> None:
+        super().__init__(file)
+        self._tensors = tensors
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        if module_name == __name__:
+            return {"_take": self._give, "_take_parameter": self._give_parameter}[global_name]
+        return super().find_class(module_name, global_name)
+
+    def _give(self, index: int) -> Tensor:
+        return self._tensors[index]
+
+    def _give_parameter(self, index: int, requires_grad: bool) -> torch.nn.Parameter:
+        return torch.nn.Parameter(self._tensors[index], requires_grad=requires_grad)
+
+
+def travels_as_bytes(tensor: Tensor) -> bool:
+    """Say whether the elements are all that there is; other layouts are pickled in torch's way."""
+    return tensor.layout == torch.strided and not tensor.is_quantized and tensor.device.type != "meta"
+
+
+def _tensors_in(value: Any) -> list[Tensor]:
+    """List the tensors of a structure, which may hold itself."""
+    found, seen, waiting = [], set(), [value]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, Tensor):
+            found.append(each)
+        elif id(each) not in seen:
+            seen.add(id(each))
+            waiting += [child for _, child in children(each) or ()]
+    return found
+
+
+def _why_not(value: Any, error: Exception) -> str:
+    """Say which part of a value cannot be pickled."""
+    part, where = value, "value"
+    while len(where) < _LONGEST_PLACE:
+        for key, child in children(part) or ():
+            try:
+                _Pickler(io.BytesIO(), child).dump(child)
+            except Exception as found:
+                part, where, error = child, step_into(where, key), found
+                break
+        else:
+            break
+    kind = type(part).__qualname__
+    return f"{where} is of type {kind}, which cannot be pickled ({error}): send the values in it instead"

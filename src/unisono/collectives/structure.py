@@ -1,0 +1,203 @@
+"""Nested values: dicts, lists, tuples, named tuples and dataclasses, with tensors and numbers as leaves.
+
+`take_apart` gives the leaves in an order that is the same on all ranks, each with its place for messages, and a
+function that builds the same structure around other leaves. Pure.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import numbers
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from unisono.collectives.reduce_ops import name_of
+from unisono.errors import RankMismatchError
+
+__all__ = ["Leaf", "Parts", "check_concat", "children", "compare", "concatenate", "step_into", "take_apart"]
+
+_MOST_PLACES = 3
+"""Places that a message names."""
+
+
+class Leaf(NamedTuple):
+    """A tensor, number or None, and where it stands."""
+
+    place: str
+    """As one would write it, such as value['a'][0]."""
+    value: Any
+
+
+class Parts(NamedTuple):
+    """A value taken apart."""
+
+    leaves: list[Leaf]
+    build: Callable[[Sequence[Any]], Any]
+    """Builds the same structure around other leaves."""
+
+
+def children(value: Any) -> list[tuple[Any, Any]] | None:
+    """Give what a structure holds, as pairs of key and child; None for what is no structure."""
+    kind = type(value)
+    if kind is list or isinstance(value, tuple):
+        known = kind in (list, tuple) or hasattr(kind, "_fields") or hasattr(kind, "n_sequence_fields")
+        return list(enumerate(value)) if known else None
+    if isinstance(value, dict):
+        return list(value.items())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [(f".{f.name}", getattr(value, f.name)) for f in dataclasses.fields(value)]
+    return None
+
+
+def step_into(place: str, key: Any) -> str:
+    """Name a child of a place.
+
+    >>> step_into("value", 0), step_into("value", "a"), step_into("value", ".a")
+    ('value[0]', "value['a']", 'value.a')
+    """
+    if isinstance(key, str) and key.startswith(".") and key[1:].isidentifier():
+        return place + key
+    return f"{place}[{key!r}]"
+
+
+def take_apart(value: Any, *, place: str = "value") -> Parts:
+    """Take a value apart.
+
+    Entries of dicts come in the order of their keys' text, so that it does not matter in which order they were made.
+    Raises: TypeError for a leaf that is no tensor, number or None.
+    """
+    leaves: list[Leaf] = []
+    build = _take(value, place, leaves)
+    return Parts(leaves, lambda replaced: build(iter(replaced)))
+
+
+def _take(value: Any, place: str, leaves: list[Leaf]) -> Callable[[Any], Any]:
+    if isinstance(value, (Tensor, bool, int, float)) or value is None:
+        leaves.append(Leaf(place, value))
+        return next
+    found = children(value)
+    if found is None:
+        number = _plain_number(value)
+        if number is None:
+            if hasattr(value, "__array_interface__"):
+                raise TypeError(f"{place} is an array of numpy: make a tensor of it by torch.from_numpy()")
+            raise TypeError(
+                f"{place} is a {type(value).__qualname__}, and only tensors, numbers and None, also in dicts, lists, "
+                "tuples and dataclasses, can be reduced: gather() and all_gather() take any object"
+            )
+        leaves.append(Leaf(place, number))
+        return next
+    if isinstance(value, dict):
+        found.sort(key=lambda pair: (type(pair[0]).__name__, repr(pair[0])))
+    builders = [(key, _take(child, step_into(place, key), leaves)) for key, child in found]
+    return _builder(value, builders)
+
+
+def _builder(value: Any, builders: list[tuple[Any, Callable[[Any], Any]]]) -> Callable[[Any], Any]:
+    kind = type(value)
+    if isinstance(value, dict):
+
+        def build_dict(leaves: Any) -> Any:
+            new = copy.copy(value)  # keeps the class, the order and what else a subclass has
+            for key, build in builders:
+                new[key] = build(leaves)
+            return new
+
+        return build_dict
+    if isinstance(value, tuple) and hasattr(kind, "_fields"):
+        return lambda leaves: kind(*[build(leaves) for _, build in builders])
+    if isinstance(value, (list, tuple)):
+        return lambda leaves: kind([build(leaves) for _, build in builders])
+
+    def build_dataclass(leaves: Any) -> Any:
+        new = copy.copy(value)  # not by __init__, which may want other arguments
+        for key, build in builders:
+            object.__setattr__(new, key[1:], build(leaves))
+        return new
+
+    return build_dataclass
+
+
+def _plain_number(value: Any) -> int | float | None:
+    """Give the Python number that a scalar of another library is."""
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    return float(value) if isinstance(value, numbers.Real) else None
+
+
+def signature(leaves: Iterable[Leaf]) -> list[tuple[str, str]]:
+    """Give place and kind of every leaf: what must be equal on all ranks."""
+    return [(leaf.place, kind_of(leaf.value)) for leaf in leaves]
+
+
+def kind_of(value: Any) -> str:
+    """Write what a leaf is, without its values.
+
+    >>> kind_of(torch.ones(2, 3)), kind_of(1.5), kind_of(None)
+    ('float32 [2, 3]', 'a number', 'None')
+    """
+    if isinstance(value, Tensor):
+        return f"{name_of(value.dtype)} {list(value.shape)}"
+    return "None" if value is None else "a number"
+
+
+def compare(signatures: Sequence[Sequence[tuple[str, str]]], ranks: Sequence[int]) -> str | None:
+    """Say where signatures of several ranks differ; None if they are equal.
+
+    >>> compare([[("value['b']", "float32 [4]")]] * 2 + [[("value['b']", "float32 [3]")]], [0, 1, 2])
+    "value['b'] is float32 [3] on rank 2, float32 [4] on ranks 0, 1"
+    """
+    tables = [dict(each) for each in signatures]
+    places = list(dict.fromkeys(place for table in tables for place in table))
+    found = []
+    for place in places:
+        kinds: dict[str, list[int]] = {}
+        for rank, table in zip(ranks, tables, strict=True):
+            kinds.setdefault(table.get(place, "not there"), []).append(rank)
+        if len(kinds) > 1:
+            few_first = sorted(kinds.items(), key=lambda item: (len(item[1]), item[1]))
+            found.append(f"{place} is " + ", ".join(f"{kind} on {_name(who)}" for kind, who in few_first))
+    if not found:
+        return None
+    more = f", and {len(found) - _MOST_PLACES} places more" if len(found) > _MOST_PLACES else ""
+    return "; ".join(found[:_MOST_PLACES]) + more
+
+
+def _name(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def check_concat(value: Any, dim: int | None) -> None:
+    """Raises: TypeError, ValueError for a value that cannot be joined with others along a dimension."""
+    if dim is None:
+        return
+    if type(dim) is not int:
+        raise TypeError(f"concat={dim!r} must be the number of a dimension")
+    for place, leaf in take_apart(value).leaves:
+        if not isinstance(leaf, Tensor):
+            raise TypeError(f"concat={dim} joins tensors, and {place} is {leaf!r}: leave concat out to get a list")
+        if not -leaf.dim() <= dim < leaf.dim():
+            raise ValueError(
+                f"concat={dim} needs tensors with that dimension, and {place} has shape {list(leaf.shape)}: reshape "
+                "it, or leave concat out to get a list"
+            )
+
+
+def concatenate(values: Sequence[Any], dim: int, ranks: Sequence[int], call: str) -> Any:
+    """Join the tensors of equal structures along a dimension. Raises: RankMismatchError that names rank and place."""
+    taken = [take_apart(value) for value in values]
+
+    def kind(tensor: Tensor) -> str:
+        shape = [str(length) for length in tensor.shape]
+        shape[dim] = "*"
+        return f"{name_of(tensor.dtype)} [{', '.join(shape)}]"
+
+    differs = compare([[(leaf.place, kind(leaf.value)) for leaf in parts.leaves] for parts in taken], ranks)
+    if differs is not None:
+        raise RankMismatchError(f"{call}: {differs}: make them agree, or leave concat out to get a list")
+    columns = zip(*(parts.leaves for parts in taken), strict=True)
+    return taken[0].build([torch.cat([leaf.value for leaf in column], dim) for column in columns])

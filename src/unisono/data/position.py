@@ -1,0 +1,133 @@
+"""Where a rank stands in its group, and where a run stands in an epoch, for what deals out samples in a user's loop.
+
+The sampler and the loader save and resume alike: a place is (epoch, position), and what lies before it is done on all
+ranks. Dealing itself is in `data.sampler` and `data.rank_loader`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from numbers import Integral
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from unisono.errors import DataError, RankMismatchError
+from unisono.job.placement import own_placement
+
+__all__ = ["Position", "check_same_data", "check_whole", "find_rank", "length_of", "position_state", "read_position"]
+
+
+class Position(NamedTuple):
+    """A place of a run."""
+
+    epoch: int
+    """Epoch, from 0."""
+    position: int
+    """Position of the epoch, all ranks together; what lies before it is done."""
+
+
+def find_rank(
+    rank: int | None, ranks: int | None, *, group: dist.ProcessGroup | None = None, name: str = "world_size"
+) -> tuple[int, int]:
+    """Fill in what was not given of a rank and the number of ranks, and check them.
+
+    They come from the group, else from the default group of torch.distributed, else from what the launcher left in the
+    environment. Args: name is what the caller calls the number of ranks.
+    Raises: ValueError if they are impossible, TypeError for what is no whole number.
+    """
+    check_whole(**{"rank": rank or 0, name: ranks or 0})
+    found = "as given"
+    if rank is None or ranks is None:
+        if group is not None:
+            own_rank, own_ranks, found = group.rank(), group.size(), "from the group"
+        elif dist.is_available() and dist.is_initialized():
+            own_rank, own_ranks, found = dist.get_rank(), dist.get_world_size(), "from torch.distributed"
+        else:
+            placement = own_placement()
+            own_rank, own_ranks = placement.rank, placement.world_size
+            found = f"from the launcher {placement.launcher}"
+        rank = own_rank if rank is None else rank
+        ranks = own_ranks if ranks is None else ranks
+    if ranks < 1:
+        raise ValueError(f"{name}={ranks} must be at least 1: it is the number of ranks")
+    if not 0 <= rank < ranks:
+        raise ValueError(
+            f"rank={rank} is outside [0, {ranks}) ({found}): ranks count from 0 to {name} - 1. Give both "
+            f"rank and {name}, or neither."
+        )
+    return rank, ranks
+
+
+def check_whole(**numbers: object) -> None:
+    """See that arguments are whole numbers, NumPy's among them, by name. Raises: TypeError."""
+    for name, number in numbers.items():
+        if isinstance(number, bool) or not isinstance(number, Integral):
+            raise TypeError(f"{name}={number!r} must be a whole number")
+
+
+def length_of(dataset: Any) -> int:
+    """Count the samples of a map-style dataset. Raises: TypeError without `__len__`, DataError if there are none."""
+    if not hasattr(dataset, "__len__"):
+        raise TypeError(
+            f"{type(dataset).__name__} has no __len__, so its samples cannot be dealt by number: add __len__, or, as "
+            "with an IterableDataset, use no sampler and cut it up by rank inside its __iter__."
+        )
+    length = len(dataset)
+    if length == 0:
+        raise DataError(f"the dataset ({type(dataset).__name__}) is empty: check its folder, split or filter")
+    return length
+
+
+def position_state(place: Position, *, seed: int, num_samples: int | None, shuffle: bool) -> dict[str, Any]:
+    """Write a place down, with what its order of samples depends on: plain integers and booleans."""
+    return {**place._asdict(), "seed": seed, "num_samples": num_samples, "shuffle": shuffle}
+
+
+def read_position(
+    state: Mapping[str, Any], *, seed: int, num_samples: int | None, shuffle: bool, owner: str
+) -> Position:
+    """Read a place back, for the same order of samples.
+
+    Args: owner is what resumes, in words.
+    Raises: ValueError if the state is damaged, or of another order.
+    """
+    missing = [key for key in ("epoch", "position", "seed", "num_samples", "shuffle") if key not in state]
+    if missing:
+        raise ValueError(
+            f"the state has no {', '.join(missing)}; it has {', '.join(map(str, state)) or 'nothing'}. Pass "
+            f"what state_dict() of a unisono {owner} returned"
+        )
+    if state["num_samples"] != num_samples:
+        raise ValueError(
+            f"the state is of a dataset of {state['num_samples']} samples, and this one has {num_samples}: "
+            "the order is another, so samples would be repeated and left out. Resume with the same data, or start "
+            "the epoch anew."
+        )
+    for key, here in (("shuffle", shuffle), ("seed", seed)):
+        # Without shuffling the seed is not used.
+        if state[key] != here and (key == "shuffle" or shuffle):
+            raise ValueError(
+                f"the state was saved with {key}={state[key]}, and this {owner} has {key}={here}: the order "
+                f"is another, so samples would be repeated and left out. Make the {owner} with {key}={state[key]}."
+            )
+    check_whole(epoch=state["epoch"], position=state["position"])
+    place = Position(int(state["epoch"]), int(state["position"]))
+    if place.position < 0 or (num_samples is not None and place.position > num_samples):
+        raise ValueError(f"the state has position={place.position}, outside [0, {num_samples}]: the state is damaged")
+    return place
+
+
+def check_same_data(everyone: Sequence[Mapping[str, Any]]) -> None:
+    """Compare what the ranks were given to deal out, each by name; one mapping a rank, in rank order.
+
+    Raises: RankMismatchError, which tells all values of the first that differs.
+    """
+    for what in everyone[0]:
+        values = [theirs[what] for theirs in everyone]
+        if any(value != values[0] for value in values):
+            listed = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+            raise RankMismatchError(
+                f"the dataset's {what} differs between ranks ({listed}). Give every rank the whole dataset, the same "
+                "one: it is divided here."
+            )

@@ -1,0 +1,137 @@
+"""How an engine that meets other ranks takes the gradients of this rank's leaves off the parameters.
+
+Of the last leaf they are taken while backward runs, where that is asked for: nothing comes after them that they would
+have to wait for. Where sums go is a subclass's affair.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from unisono.engine.base import Trained, refuse_sparse
+from unisono.engine.gradient_hooks import watch
+from unisono.engine.node_sums import Gradients, NodeSum, add, add_one, take
+from unisono.engine.sparse_tables import TableSums
+from unisono.engine.totals import Row, add_rows, row_of
+from unisono.engine.tree_all_reduce import NodeLayout
+from unisono.errors import LossError
+
+__all__ = ["GradientAccumulation"]
+
+
+class GradientAccumulation(ABC):
+    """The sums of one rank's leaves, node by node; the calls of `Engine` that belong to leaves."""
+
+    def __init__(self) -> None:
+        self._given = Trained((), ())
+        """The parameters of a step, as they were given."""
+        self._trained = Trained((), ())
+        """Those with dense gradients; the others are in `_tables`."""
+        self._tables = TableSums(self._trained)
+        self._sums: list[NodeSum[Gradients]] = []
+        self._totals: list[NodeSum[Row]] = []
+        self._used: list[list[bool]] = []
+        """By node, which parameters got a gradient."""
+        self._settled: list[bool] = []
+        """Which parameters' gradients of the last leaf have been taken."""
+        self._streaming = False
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+
+    def close_forward(self, leaf: int, loss: Tensor, weight: float, *, surprised: bool) -> None:
+        """Keep a leaf's totals, and take gradients as they come if it is this rank's last leaf; see `Engine`."""
+        self._totals[self._node_of(leaf)].push(leaf, row_of(loss, weight, surprised=surprised))
+        self._streaming = bool(self._hooks) and leaf == self._sums[-1].node.stop - 1
+
+    def close_leaf(self, leaf: int) -> None:
+        """Add one leaf; see `Engine`."""
+        self._streaming = False
+        self._tables.close_leaf(leaf)
+        i = self._node_of(leaf)
+        is_last = leaf == self._sums[-1].node.stop - 1
+        if is_last and (self._hooks or self._sums[-1].stack):
+            for index, p in enumerate(self._trained.parameters):
+                if not self._settled[index]:
+                    gradient, p.grad = p.grad, None
+                    self._take(index, gradient)
+            return
+        gradients = take(self._trained.parameters)
+        refuse_sparse(self._trained.names, gradients)
+        if is_last:
+            self._used[i] = [gradient is not None for gradient in gradients]
+            self._settled = [True] * len(gradients)
+            self._put_all(gradients)
+            return
+        self._sums[i].push(leaf, gradients)
+        if leaf == self._sums[i].node.stop - 1:
+            self._used[i] = [gradient is not None for gradient in self._sums[i].total()]
+            self._put_node(i)
+            self._sums[i].stack = []
+
+    def _let_go(self) -> None:
+        """Take the hooks off the parameters, and let go of them."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._given = self._trained = Trained((), ())
+        self._tables = TableSums(self._trained)
+
+    def _begin(self, layout: NodeLayout, rank: int) -> None:
+        """Begin a step, in which this rank has some nodes."""
+        nodes = layout.nodes[rank]
+        self._tables.begin(layout)
+        self._sums = [NodeSum(node, add=add) for node in nodes]
+        self._totals = [NodeSum(node, add=add_rows) for node in nodes]
+        self._used = [[False] * len(self._trained.parameters) for _ in nodes]
+        self._settled = [False] * len(self._trained.parameters)
+        self._streaming = False
+
+    def _watch(self) -> None:
+        """Take gradients of last leaves while backward runs, from now on."""
+        self._hooks = [watch(p, self._on_gradient, index) for index, p in enumerate(self._trained.parameters)]
+
+    def _node_of(self, leaf: int) -> int:
+        if len(self._sums) == 1:
+            return 0
+        return next(i for i, total in enumerate(self._sums) if leaf < total.node.stop)
+
+    def _on_gradient(self, index: int, parameter: Tensor) -> None:
+        if not self._streaming:
+            return
+        if self._settled[index]:
+            raise LossError(
+                f"parameter {self._trained.names[index]!r} got its gradient twice in one backward, the second time "
+                "after the first had been taken. Re-entrant activation checkpointing does that: call checkpoint with "
+                "use_reentrant=False, or give Trainer overlap=False."
+            )
+        gradient, parameter.grad = parameter.grad, None
+        self._take(index, gradient)
+
+    def _take(self, index: int, gradient: Tensor | None) -> None:
+        """Add the last leaf's gradient of one parameter to the leaves before it, but for one addition."""
+        refuse_sparse([self._trained.names[index]], [gradient])
+        stack, left = self._sums[-1].stack, None
+        for lefts in reversed(stack[1:]):
+            gradient, lefts[index] = add_one(lefts[index], gradient), None
+        if stack:
+            left, stack[0][index] = stack[0][index], None
+            if left is None or gradient is None:
+                left, gradient = None, add_one(left, gradient)
+        self._used[-1][index] = gradient is not None
+        self._settled[index] = True
+        self._put(index, left, gradient)
+
+    @abstractmethod
+    def _put(self, index: int, left: Tensor | None, gradient: Tensor | None) -> None:
+        """Keep the sum of one parameter over the last node: left + gradient, or gradient alone, or nothing."""
+
+    def _put_all(self, gradients: Gradients) -> None:
+        """Keep the gradients of a last node that has but one leaf, where none was taken during backward."""
+        for index, gradient in enumerate(gradients):
+            self._put(index, None, gradient)
+
+    @abstractmethod
+    def _put_node(self, i: int) -> None:
+        """Keep the sums of all parameters over node number i, which is not the last one."""

@@ -1,0 +1,84 @@
+"""Messages of any size from every rank to every rank: what sparse gradients travel by.
+
+A message is a few vectors, one behind the other in bytes. `GroupAllGatherV` sends it; within one host
+`engine.shared.shared_all_gather_v` shows it in shared memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from unisono.collectives.world import World
+
+__all__ = ["AllGatherV", "GroupAllGatherV", "next_part", "packed_nbytes", "write_parts"]
+
+# Where a vector begins in a message, in bytes: at a multiple of every type's size.
+_ALIGNMENT = 16
+
+
+class AllGatherV(Protocol):
+    """Shows a message of each rank to all."""
+
+    def post(self, parts: Sequence[Tensor]) -> None:
+        """Give this rank's message: vectors, which are left alone until `collect` has returned."""
+
+    def collect(self) -> Sequence[Tensor]:
+        """Get the messages of all ranks: for each at least its bytes, to be read before this step ends.
+
+        Every rank must call it, after `post`.
+        """
+
+
+def packed_nbytes(parts: Sequence[Tensor]) -> int:
+    """Say how long a message is, in bytes."""
+    return sum(_aligned(part.numel() * part.element_size()) for part in parts)
+
+
+def write_parts(parts: Sequence[Tensor], place: Tensor) -> None:
+    """Write a message to bytes that are at least as many."""
+    offset = 0
+    for part in parts:
+        nbytes = part.numel() * part.element_size()
+        place[offset : offset + nbytes].view(part.dtype).copy_(part)
+        offset += _aligned(nbytes)
+
+
+def next_part(message: Tensor, dtype: torch.dtype, numel: int) -> tuple[Tensor, Tensor]:
+    """Read the first vector of a message, which stays where it is. Returns: it, and the rest of the message."""
+    nbytes = numel * dtype.itemsize
+    return message[:nbytes].view(dtype), message[_aligned(nbytes) :]
+
+
+class GroupAllGatherV:
+    """Sends messages through the process group: first their lengths, then all padded to the longest."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._parts: Sequence[Tensor] = ()
+
+    def post(self, parts: Sequence[Tensor]) -> None:
+        """Keep the message until all ranks send theirs; see `AllGatherV`."""
+        self._parts = parts
+
+    def collect(self) -> Sequence[Tensor]:
+        """Send, and receive; see `AllGatherV`."""
+        own = torch.tensor([packed_nbytes(self._parts)], device=self._world.device)
+        longest = max(int(length) for length in self._gather(own))
+        message = torch.empty(longest, dtype=torch.uint8, device=self._world.device)
+        write_parts(self._parts, message)
+        self._parts = ()
+        return self._gather(message)
+
+    def _gather(self, tensor: Tensor) -> list[Tensor]:
+        everyone = [torch.empty_like(tensor) for _ in range(self._world.size)]
+        dist.all_gather(everyone, tensor, group=self._world.group)
+        return everyone
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

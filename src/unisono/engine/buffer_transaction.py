@@ -1,0 +1,321 @@
+"""What a forward pass changes besides gradients: buffers, such as BatchNorm's running statistics.
+
+Each virtual rank starts from the values before the step. After it, a floating-point buffer is the mean over the step's
+virtual ranks, summed in tree order, and any other buffer (a counter) has the value that virtual rank 0 gave it. Buffers
+that no virtual rank changed are not touched. If the step fails, all have the values from before it.
+Changes are found by comparing values, since torch's own batch_norm writes without raising a tensor's version counter;
+only buffers of torch's BatchNorm and InstanceNorm modules are taken as changed unseen, for speed. A buffer that is None
+gets a value in the first step whose virtual ranks all give it one. Parameters that a forward pass writes are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from unisono.collectives.world import World
+from unisono.engine.model_contents import Contents, member_name
+from unisono.engine.node_sums import NodeSum, add
+from unisono.engine.tracked_buffer import BufferKind, TrackedBuffer
+from unisono.engine.tree_all_reduce import AllReduce, MakeAllReduce, NodeLayout
+from unisono.engine.write_detection import ParameterWrites
+from unisono.errors import CheckpointError, LossError
+
+__all__ = ["BufferTransaction"]
+
+
+class BufferTransaction:
+    """The buffers of a model over one step.
+
+    The calls are `start`, then for each leaf `close_leaf`, then `launch`, `receive`, and `commit` or `roll_back`.
+    Args: models are modules by the prefix of their names.
+    """
+
+    def __init__(
+        self, models: Mapping[str, nn.Module], world: World, make_exchange: MakeAllReduce, *, virtual_ranks: int
+    ) -> None:
+        self._world, self._virtual_ranks, self._make_exchange = world, virtual_ranks, make_exchange
+        self.contents = Contents(models)
+        self._seen = -1
+        self._tracked: list[TrackedBuffer] = []
+        self._known: list[int] = []
+        self._leaves = 0
+        self._changes: dict[int, dict[int, Tensor]] = {}
+        self._exchange: AllReduce | None = None
+        self._sent: AllReduce | None = None
+        self._total: Tensor | None = None
+        self._parameters = ParameterWrites(())
+        self._damaged = False
+        self._find()
+
+    def start(self, *, leaves: int) -> None:
+        """Begin a step: what the user wrote since the last one counts as the value before it."""
+        self._find()
+        self._leaves = leaves
+        self._changes, self._damaged = {}, False
+        for i, tracked in enumerate(self._tracked):
+            if tracked.changed() and tracked.keep():
+                # It has another size now, or is None, so ranks agree on it anew.
+                self._known = [k for k in self._known if k != i]
+                self._exchange = None
+        if self._virtual_ranks > 1:
+            self._parameters.remember()
+
+    def surprised(self) -> bool:
+        """Whether a buffer has changed that no earlier step changed. Only several virtual ranks need to know.
+
+        Raises: LossError for what cannot be told for all virtual ranks together, before gradients are on their way.
+        """
+        if self._virtual_ranks == 1:
+            return False
+        if not self._changes:  # later leaves do what the first one does; if not, `launch` finds it
+            self._check_parameters()
+        if self.contents.has_new_buffers():
+            self._refuse_new_buffers()
+        known = set(self._known)
+        found = [t for i, t in enumerate(self._tracked) if i not in known and t.changed()]
+        for tracked in found:
+            tracked.check()
+        return bool(found)
+
+    def close_leaf(self, leaf: int) -> None:
+        """Put this leaf's changes aside and restore the values from before the step."""
+        if self._virtual_ranks == 1:
+            return  # What the one leaf left in place is the result.
+        changes = {}
+        for i, tracked in enumerate(self._tracked):
+            if tracked.changed() and (value := tracked.taken()) is not None:
+                changes[i] = value
+        self._changes[leaf] = changes
+
+    def roll_back(self) -> bool:
+        """Restore all values from before the step. Returns: False if a forward pass has written to parameters."""
+        for tracked in self._tracked:
+            if tracked.changed():
+                tracked.put_back()
+        return not self._damaged
+
+    def launch(self) -> None:
+        """Send the changes while gradients are still on their way. Every rank must call it, after its leaves.
+
+        Raises: LossError if this rank's leaves have written to a parameter.
+        """
+        if self._virtual_ranks > 1:
+            self._check_parameters()
+        if self._known and self._world.group is not None:
+            self._send()
+
+    def receive(self) -> None:
+        """Wait for what was sent. Every rank must call it, also if the step is going to fail."""
+        if self._sent is not None:
+            self._sent.advance()
+            self._total = self._sent.finish()
+            self._sent = None
+
+    def commit(self, *, surprised: bool) -> None:
+        """Give every buffer its value after the step, equal on all ranks. Every rank must call it.
+
+        Args: surprised is whether any rank's leaf was (`Totals.surprised`): then ranks agree anew on which to exchange.
+        """
+        if surprised and self._agree():
+            self._exchange = None
+            if self._world.group is not None:
+                self._send()
+                self.receive()
+        if not self._known:
+            return
+        if self._world.group is None:
+            (self._total,) = self._node_sums(
+                NodeLayout.of(leaves=self._leaves, world_size=1, virtual_ranks=self._leaves)
+            )
+        assert self._total is not None
+        self._apply(self._total)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return what a state_dict of the model lacks: the buffers with persistent=False that the run has written."""
+        return {
+            tracked.path: value
+            for tracked in self._tracked
+            if not tracked.is_persistent and (tracked.written or tracked.changed())
+            if (value := tracked.current) is not None
+        }
+
+    def check_state_dict(self, state: Mapping[str, Tensor], source: str) -> None:
+        """Raise CheckpointError if a saved state has buffers that the models do not have."""
+        missing = sorted(state.keys() - {tracked.path for tracked in self._tracked})
+        if missing:
+            raise CheckpointError(
+                f"{source} holds a buffer {missing[0]!r}, which the run had changed and this model does not have. "
+                "Register it as then, or start anew in another directory."
+            )
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take a saved state back."""
+        for tracked in self._tracked:
+            if (value := state.get(tracked.path)) is None:
+                continue
+            if tracked.current is not None and tracked.current.shape == value.shape:
+                tracked.current.copy_(value)
+            else:
+                tracked.module._buffers[tracked.name] = value.to(self._device(), copy=True)
+            tracked.keep()
+
+    def _find(self) -> None:
+        """Follow the buffers that the models have now."""
+        version = self.contents.look()
+        if version == self._seen:
+            return
+        self._seen = version
+        before = {(id(t.module), t.name): t for t in self._tracked}
+        known = {id(self._tracked[i]) for i in self._known}
+        self._tracked = [
+            before.get((id(module), name)) or TrackedBuffer(member_name(path, name), module, name)
+            for path, module in self.contents.modules().items()
+            for name in module._buffers.keys()  # noqa: SIM118  a scripted module's are no dict
+        ]
+        self._known = [i for i, tracked in enumerate(self._tracked) if id(tracked) in known]
+        self._exchange = None
+        self._parameters = ParameterWrites(self.contents.parameters())
+
+    def _agree(self) -> bool:
+        """Agree with all ranks on which buffers to exchange. Returns: whether there are more than before.
+
+        Raises: LossError if a buffer that was None did not become the same for all virtual ranks.
+        """
+        own: dict[int, list[BufferKind]] = {}
+        for changes in self._changes.values():
+            for i, value in changes.items():
+                own.setdefault(i, []).append(BufferKind(tuple(value.shape), value.dtype))
+        found = self._world.gather(own)
+        made: dict[int, BufferKind] = {}
+        new = {i for of_rank in found for i in of_rank} - {*self._known}
+        for i in sorted(new):
+            tracked = self._tracked[i]
+            if tracked.tensor is not None:
+                continue
+            kinds = [kind for of_rank in found for kind in of_rank.get(i, [])]
+            if len(kinds) == self._leaves and len(set(kinds)) == 1:
+                made[i] = kinds[0]
+            elif tracked.is_persistent:
+                shapes = ", ".join(sorted({str(list(kind.shape)) for kind in kinds}))
+                raise LossError(
+                    f"buffer {tracked.path!r} was None before the step, and {len(kinds)} of {self._leaves} virtual "
+                    f"ranks gave it a value, of shape {shapes}: all must give it one of the same shape and type. Give "
+                    "it a tensor in __init__; or, if it is only a cache, register it with persistent=False."
+                )
+            else:
+                new.discard(i)  # a cache, which each virtual rank makes anew
+        for i, kind in made.items():
+            self._tracked[i].make(kind, self._device())
+        self._known = sorted({*self._known, *new})
+        return bool(new)
+
+    def _send(self) -> None:
+        layout = self._layout_of(self._leaves)
+        if self._exchange is None:
+            numel = sum(1 + self._width(i) for i in self._known)
+            widest = self._layout_of(self._virtual_ranks)
+            self._exchange = self._make_exchange(numel, widest=widest, dtype=torch.float64, device=self._world.device)
+        self._exchange.start(layout)
+        for row, vector in zip(self._exchange.rows, self._node_sums(layout), strict=False):
+            row[: vector.numel()] = vector
+        self._exchange.launch()
+        self._sent = self._exchange
+
+    def _node_sums(self, layout: NodeLayout) -> list[Tensor]:
+        """Sum the changes of this rank's leaves: float64, a flag for each known buffer and then their values."""
+        sums = []
+        for node in layout.nodes[self._world.rank]:
+            total = NodeSum(node, add=add)
+            for leaf in range(node.start, node.stop):
+                total.push(leaf, [self._vector(leaf)])
+            (vector,) = total.total()
+            assert vector is not None
+            sums.append(vector)
+        return sums
+
+    def _vector(self, leaf: int) -> Tensor:
+        changes = self._changes[leaf]
+        flags = torch.tensor([float(i in changes) for i in self._known], dtype=torch.float64)
+        parts = [flags.to(self._world.device)]
+        for i in self._known:
+            value = changes.get(i, self._tracked[i].before)
+            assert value is not None
+            if not value.is_floating_point() and leaf:
+                value = torch.zeros_like(value)
+            parts.append(_as_numbers(value.flatten().to(self._world.device)))
+        return torch.cat(parts)
+
+    def _apply(self, total: Tensor) -> None:
+        flags = total[: len(self._known)].tolist()
+        offset = len(self._known)
+        for flag, i in zip(flags, self._known, strict=True):
+            tracked = self._tracked[i]
+            width = self._width(i)
+            value = total[offset : offset + width]
+            offset += width
+            if flag:
+                assert tracked.tensor is not None
+                is_mean = tracked.tensor.is_floating_point()
+                value = value / self._leaves if is_mean else _as_whole(value, tracked.tensor.dtype)
+                tracked.put(value.view(tracked.tensor.shape))
+                tracked.keep()
+
+    def _width(self, i: int) -> int:
+        """Say how many numbers a known buffer travels as."""
+        tensor = self._tracked[i].tensor
+        assert tensor is not None
+        return tensor.numel() * (1 if tensor.is_floating_point() else 2)
+
+    def _device(self) -> torch.device:
+        parameters = self.contents.parameters()
+        return parameters[0].device if parameters else self._world.device
+
+    def _refuse_new_buffers(self) -> None:
+        followed = {(id(t.module), t.name) for t in self._tracked}
+        for path, module in self.contents.modules().items():
+            for name in module._buffers.keys():  # noqa: SIM118
+                if (id(module), name) not in followed:
+                    raise LossError(
+                        f"buffer {member_name(path, name)!r} was registered in the forward pass, where "
+                        "other ranks do not learn of it. Register it in __init__: None will do until it has a value."
+                    )
+        raise LossError("a buffer was deleted in the forward pass: set it to a tensor, or leave it as it is.")
+
+    def _check_parameters(self) -> None:
+        """Raise LossError if a forward pass has written to a parameter."""
+        written = self._parameters.written()
+        if written is None:
+            return
+        self._damaged = True
+        names = {
+            id(p): member_name(path, name)
+            for path, module in self.contents.modules().items()
+            for name, p in module.named_parameters(recurse=False)
+        }
+        raise LossError(
+            f"parameter {names[id(written)]!r} was written to in the forward pass, which runs once for each of the "
+            f"{self._virtual_ranks} virtual ranks: how many of them a rank computes would change the result. Write it "
+            "in your loop, after trainer.step, as once for each batch; or make it a buffer, of which the mean over "
+            "virtual ranks is kept."
+        )
+
+    def _layout_of(self, leaves: int) -> NodeLayout:
+        return NodeLayout.of(leaves=leaves, world_size=self._world.size, virtual_ranks=self._virtual_ranks)
+
+
+def _as_numbers(value: Tensor) -> Tensor:
+    """Write a vector as float64; whole numbers as two, since one holds 53 bits: the upper and then the lower 32."""
+    if value.is_floating_point():
+        return value.double()
+    whole = value.view(torch.int64) if value.dtype == torch.uint64 else value.long()
+    return torch.cat([whole >> 32, whole & 0xFFFFFFFF]).double()
+
+
+def _as_whole(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """Read what `_as_numbers` has written of whole numbers."""
+    upper, lower = numbers.long().chunk(2)
+    whole = (upper << 32) | lower
+    return whole.view(dtype) if dtype == torch.uint64 else whole.to(dtype)

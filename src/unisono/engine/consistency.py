@@ -1,0 +1,166 @@
+"""Whether all ranks do the same, looked at once in every step and before every other collective of a Trainer.
+
+What must be equal is told as one number, a fingerprint, that travels before anything whose size depends on it: ranks
+that train other parameters send other lengths, which backends do not survive. Only if fingerprints differ do ranks send
+each other what stands behind them, and then all raise the same error. Nobody has written anything by then, and all
+ranks have left the call, so they may go on. Within one host `engine.shared.shared_consistency` shows the numbers in
+shared memory; over hosts `GroupConsistencyCheck` sends them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NoReturn, Protocol
+
+import torch
+import torch.distributed as dist
+
+from unisono.collectives.world import World
+from unisono.errors import RankMismatchError
+from unisono.mismatch import CALL, Document, tell_differences
+
+__all__ = ["ConsistencyCheck", "GroupConsistencyCheck", "NoConsistencyCheck", "StepDescription", "raise_differences"]
+
+_TAG = 1
+"""Of the numbers on their way; gradients have 0."""
+_FEW_RANKS = 4
+"""Up to so many ranks send their number to each other; more leave it to the backend, for fewer messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepDescription:
+    """What a rank is about to do."""
+
+    fingerprint: int
+    """62 bits and a zero at the end, equal on ranks that do the same."""
+    describe: Callable[[], Document]
+    """Says what the fingerprint is of."""
+
+
+class ConsistencyCheck(Protocol):
+    """Compares what ranks are about to do.
+
+    The calls of a step are `intend`, then `begin` once this rank is sure to take part, and `check` before anything that
+    depends on the others. A step that fails here before `begin` is not told.
+    """
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this rank's number has been shown, and those of the others are still to be looked at."""
+
+    def intend(self, intent: StepDescription) -> None:
+        """Say what this rank does next. Local."""
+
+    def begin(self) -> None:
+        """Show this rank's number."""
+
+    def check(self) -> None:
+        """Look at the numbers of all ranks.
+
+        Raises: RankMismatchError on all ranks if they differ.
+        """
+
+    def meet(self, intent: StepDescription) -> None:
+        """Compare what ranks do outside a step. Every rank must call it, or take a step.
+
+        Raises: RankMismatchError on all ranks.
+        """
+
+
+class NoConsistencyCheck:
+    """With one rank there is nothing to compare."""
+
+    is_open = False
+
+    def intend(self, intent: StepDescription) -> None:
+        """Do nothing."""
+
+    def begin(self) -> None:
+        """Do nothing."""
+
+    def check(self) -> None:
+        """Do nothing."""
+
+    def meet(self, intent: StepDescription) -> None:
+        """Do nothing."""
+
+
+class GroupConsistencyCheck:
+    """Compares by messages of 8 bytes, which are on their way while this rank computes; see `ConsistencyCheck`."""
+
+    def __init__(self, world: World) -> None:
+        assert world.group is not None
+        self._world, self._group = world, world.group
+        self._own = torch.zeros(1, dtype=torch.int64, device=world.device)
+        self._all = [self._own.new_zeros(1) for _ in range(world.size)]
+        self._peers = [r for r in range(world.size) if r != world.rank]
+        self._works: list[dist.Work] = []
+        self._intent: StepDescription | None = None
+        self.is_open = False
+
+    def intend(self, intent: StepDescription) -> None:
+        """See `ConsistencyCheck`."""
+        self._intent = intent
+
+    def begin(self) -> None:
+        """See `ConsistencyCheck`."""
+        assert self._intent is not None
+        if self.is_open:
+            self._wait()  # of a step that all ranks gave up alike
+        self._own.fill_(self._intent.fingerprint)
+        self.is_open = True
+        if self._world.device.type == "cpu" and self._world.size <= _FEW_RANKS:
+            for peer in self._peers:
+                self._works.append(self._group.recv([self._all[peer]], peer, _TAG))
+            for peer in self._peers:
+                self._works.append(self._group.send([self._own], peer, _TAG))
+        else:
+            work = dist.all_gather(self._all, self._own, group=self._group, async_op=True)
+            assert work is not None
+            self._works.append(work)
+
+    def check(self) -> None:
+        """See `ConsistencyCheck`."""
+        assert self._intent is not None
+        self._wait()
+        numbers: list[int] = torch.cat([self._all[peer] for peer in self._peers]).tolist()
+        if any(number != self._intent.fingerprint for number in numbers):
+            raise_differences(self._world, self._intent)
+
+    def meet(self, intent: StepDescription) -> None:
+        """See `ConsistencyCheck`."""
+        self.intend(intent)
+        self.begin()
+        self.check()
+
+    def _wait(self) -> None:
+        for work in self._works:
+            self._world.waiter.wait(work)
+        self._works, self.is_open = [], False
+
+
+def raise_differences(world: World, intent: StepDescription, engine: Document = MappingProxyType({})) -> NoReturn:
+    """Send each other what ranks do. Every rank must call it.
+
+    Args: engine is what the engine has to say, which is told if nothing else differs.
+    Raises: RankMismatchError on all ranks.
+    """
+    documents = world.gather((dict(intent.describe()), dict(engine)))
+    everyone = [of_rank for of_rank, _ in documents]
+    told = (
+        tell_differences(everyone)
+        or tell_differences([of_engine for _, of_engine in documents])
+        or "their fingerprints differ, though what these are made of looks alike"
+    )
+    if len({document[CALL] for document in everyone}) > 1:
+        raise RankMismatchError(
+            f"ranks make different calls: {told}. Nothing was changed. Every rank must call batches, step and evaluate "
+            "alike and in the same order: move them out of branches that only some ranks take."
+        )
+    raise RankMismatchError(
+        f"ranks differ: {told}. The step did not happen: weights and buffers keep their values from before it. Do the "
+        "same on every rank between steps, and from numbers that are equal on all ranks, such as those that "
+        "trainer.step and trainer.evaluate return."
+    )

@@ -1,0 +1,158 @@
+"""Which engine serves a run."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from unisono.collectives.world import World
+from unisono.engine.base import Engine, Trained
+from unisono.engine.collective import CollectiveEngine
+from unisono.engine.consistency import ConsistencyCheck, GroupConsistencyCheck, NoConsistencyCheck
+from unisono.engine.local import LocalEngine
+from unisono.engine.shared import (
+    LoadStateDictHook,
+    SharedAllReduce,
+    SharedConsistencyCheck,
+    SharedEngine,
+    SharedParameters,
+    SharedRuntime,
+    is_divisible,
+)
+from unisono.engine.trainable import sharing_obstacle
+from unisono.engine.tree_all_reduce import NodeLayout, TreeAllReduce
+from unisono.shm.peers import own_process
+
+__all__ = ["EngineKind", "Engines", "select_engines"]
+
+EngineKind = Literal["auto", "shared", "collective"]
+
+
+class Engines:
+    """Makes the engines of a run: one for each optimizer, and what buffers travel by."""
+
+    def __init__(
+        self,
+        world: World,
+        modules: Sequence[nn.Module],
+        *,
+        virtual_ranks: int,
+        overlap: bool,
+        hall: SharedRuntime | None,
+        shares: bool,
+    ) -> None:
+        self._world, self._modules = world, modules
+        self._shared: tuple[SharedRuntime, SharedParameters, SharedConsistencyCheck] | None = None
+        self._virtual_ranks, self._overlap = virtual_ranks, overlap
+        self.comparison: ConsistencyCheck = NoConsistencyCheck()
+        """Compares what ranks do."""
+        if hall is not None:
+            self.comparison = comparison = SharedConsistencyCheck(hall, counts_attempts=shares)
+            if shares:
+                self._shared = hall, SharedParameters(hall, LoadStateDictHook(modules)), comparison
+        elif world.group is not None:
+            self.comparison = GroupConsistencyCheck(world)
+
+    def engine(self, optimizer: Optimizer) -> Engine:
+        """Make the engine of an optimizer. Every rank must call it, in the same order."""
+        if self._world.group is None:
+            return LocalEngine(optimizer, self._modules)
+        virtual_ranks, overlap = self._virtual_ranks, self._overlap
+        if self._shared is not None:
+            return SharedEngine(optimizer, self._modules, *self._shared, virtual_ranks=virtual_ranks, overlap=overlap)
+        return CollectiveEngine(
+            optimizer, self._modules, self._world, self.comparison, virtual_ranks=virtual_ranks, overlap=overlap
+        )
+
+    def exchange(
+        self, numel: int, *, widest: NodeLayout, dtype: torch.dtype, device: torch.device
+    ) -> TreeAllReduce | SharedAllReduce:
+        """Make the sum of a small vector over all ranks. Every rank must call it, in the same order."""
+        if self._shared is not None:
+            return SharedAllReduce(self._shared[0], numel, widest=widest, dtype=dtype)
+        return TreeAllReduce(self._world, numel, widest=widest, dtype=dtype, device=device)
+
+
+def select_engines(
+    kind: EngineKind,
+    world: World,
+    modules: Iterable[nn.Module],
+    optimizers: Iterable[Optimizer],
+    *,
+    virtual_ranks: int,
+    overlap: bool,
+) -> Engines:
+    """Choose the engine of a world: with one rank sums stay local; on one host with CPU ranks all is shared.
+
+    An optimizer that is not torch's may compute something over all parameters, which no rank has to itself then: so it
+    gets the shared engine only if that is asked for.
+
+    Every rank must call it. Args: overlap=False takes no gradient before backward has ended.
+    Raises: ValueError on all ranks if kind is "shared" and they cannot share memory.
+    """
+    modules, optimizers = list(modules), list(optimizers)
+    hall = None
+    may_share = kind == "shared" or (kind == "auto" and all(map(is_divisible, optimizers)))
+    shares = False
+    if world.group is not None:
+        tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
+        own = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
+        named = {id(p): (name, p) for module in modules for name, p in module.named_parameters() if id(p) in own}
+        trained = Trained(tuple(name for name, _ in named.values()), tuple(p for _, p in named.values()))
+        to_sharing = _obstacle_to_sharing(world, modules, tensors) or sharing_obstacle(trained, tensors)
+        to_meeting = _obstacle()
+        process = own_process() if to_meeting is None else ""
+        everyone = world.gather((_host(), to_meeting, to_sharing, secrets.token_hex(8), process))
+        hosts = {host for host, *_ in everyone}
+        obstacle = next((f"rank {r}: {a or b}" for r, (_, a, b, *_) in enumerate(everyone) if a or b), None)
+        if obstacle is None and len(hosts) > 1:
+            obstacle = f"the {world.size} ranks are on {len(hosts)} hosts"
+        shares = may_share and obstacle is None
+        if kind == "shared" and not shares:
+            raise ValueError(
+                f'engine="shared" cannot serve here: {obstacle}. Leave engine="auto", which then takes "collective".'
+            )
+        # Ranks of one host that send their gradients compare what they do in shared memory all the same.
+        if shares or (len(hosts) == 1 and not any(cannot_meet for _, cannot_meet, *_ in everyone)):
+            hall = SharedRuntime(world, f"unisono/{everyone[0][3]}", [process for *_, process in everyone])
+    return Engines(world, modules, virtual_ranks=virtual_ranks, overlap=overlap, hall=hall, shares=shares)
+
+
+def _obstacle() -> str | None:
+    """Say why this rank cannot meet others of its host in shared memory; None if it can."""
+    if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
+        return "this system has no memfd_create or pidfd_open, which Linux has"
+    try:
+        os.close(os.memfd_create("unisono"))
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError as error:
+        return f"memfd_create or pidfd_open is not allowed here: {error}"
+    return None
+
+
+def _obstacle_to_sharing(world: World, modules: Sequence[nn.Module], tensors: Sequence[Tensor]) -> str | None:
+    """Say why this rank cannot share its model with others of its host; None if it can."""
+    if any(isinstance(m, torch.jit.ScriptModule) for module in modules for m in module.modules()):
+        return "the model is one of torch.jit.script, which does not tell when weights are loaded into it"
+    elsewhere = [t for t in tensors if t.device.type != "cpu"]
+    if elsewhere:
+        return f"the model is on {elsewhere[0].device}, and only memory of the CPU is shared"
+    if world.device.type != "cpu":
+        return f"its process group has no backend for the CPU, only for {world.device.type}"
+    return None
+
+
+def _host() -> str:
+    """Name the running system, and the network within it: containers of one host may have their own."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/net').readlink()}"
+    except OSError:
+        return "unknown"

@@ -1,0 +1,245 @@
+"""The optimizer's state in shared memory: each rank writes its pieces, and all see it whole, in the user's optimizer.
+
+State comes into being in a step, where each rank makes that of its own pieces. After such a step the ranks tell each
+other what they made, move it to shared memory, and show it in `optimizer.state` as any optimizer has it. What a user or
+a checkpoint puts there instead is taken over before the next step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from itertools import chain
+from operator import is_
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from unisono.engine.norm import dense_strides, in_memory_order
+from unisono.engine.shared.sharded_optimizer import ShardedOptimizer
+from unisono.engine.shared.shared_runtime import SharedRuntime
+from unisono.errors import UnisonoError
+from unisono.shm.segment import ALIGNMENT, aligned
+
+__all__ = ["SharedState"]
+
+
+class _Kind(NamedTuple):
+    """What an entry of a parameter's state is."""
+
+    what: str
+    """"like": a value for each element. "tensor": a tensor of another shape, or a number for all pieces. "number": a
+    plain number. "constant": something that does not change."""
+    dtype: torch.dtype | None = None
+    shape: tuple[int, ...] = ()
+    constant: Any = None
+
+
+class _Home(NamedTuple):
+    """Where an entry lives."""
+
+    kind: _Kind
+    shown: Any
+    """What the user's optimizer has."""
+    vector: Tensor | None
+    """The memory, in its order."""
+
+
+class SharedState:
+    """The state of one user's optimizer, over one stand-in.
+
+    Of a piece whose place is the parameter itself, the owner makes the state as it likes.
+    """
+
+    def __init__(
+        self, hall: SharedRuntime, names: Sequence[str], parameters: Sequence[Tensor], stand_in: ShardedOptimizer
+    ) -> None:
+        self._hall, self._names, self._parameters = hall, names, parameters
+        self._stand_in = stand_in
+        self._whole = [
+            (piece.parameter, place)
+            for piece, place in zip(stand_in.pieces, stand_in.places, strict=True)
+            if place is parameters[piece.parameter]
+        ]
+        self._homes: list[dict[str, _Home]] = [{} for _ in parameters]
+        self._shown: list[dict[str, Any]] = [{} for _ in parameters]
+        self._seen: list[Any] = []
+        """All that was in the user's optimizer when last it had nothing new, for a quick look."""
+        self._adopted: set[int] = set()
+        self._has_numbers = False
+
+    def adopt(self, optimizer: Optimizer) -> bool:
+        """Take over what is in the user's optimizer and is not from here. No exchange: all ranks have the same.
+
+        Returns: whether there was something.
+        """
+        present = [*chain.from_iterable(map(dict.values, optimizer.state.values()))]
+        if len(present) == len(self._seen) and all(map(is_, present, self._seen)):
+            return False
+        changed = set()
+        for i, (p, shown) in enumerate(zip(self._parameters, self._shown, strict=True)):
+            state = optimizer.state.get(p)
+            if state is None or not state:
+                if shown:
+                    changed.add(i)
+            elif len(state) != len(shown) or not all(map(is_, state.values(), shown.values())):
+                changed.add(i)
+        self._seen = [] if changed else present
+        if not changed:
+            return False
+        self._adopted |= changed
+        self._stand_in.forget()
+        for piece, place in zip(self._stand_in.pieces, self._stand_in.places, strict=True):
+            if piece.parameter in changed:
+                p = self._parameters[piece.parameter]
+                self._stand_in.state.pop(place, None)
+                if state := optimizer.state.get(p):
+                    self._stand_in.state[place] = {
+                        key: self._own_part(value, p, place, piece.start, piece.stop) for key, value in state.items()
+                    }
+        return True
+
+    def is_settled(self) -> bool:
+        """Whether all state that this rank has made is where all ranks see it."""
+        if self._adopted:
+            return False
+        homes = self._homes
+        state = self._stand_in.state
+        return all(
+            len(state[place]) == len(homes[piece.parameter]) if place in state else not homes[piece.parameter]
+            for piece, place in zip(self._stand_in.pieces, self._stand_in.places, strict=True)
+        )
+
+    def settle(self, optimizer: Optimizer) -> None:
+        """Move new state to shared memory. Every rank must call it, and then meet the others before it is read."""
+        found: dict[int, dict[str, _Kind]] = {i: {} for i in self._adopted}
+        for piece, place in zip(self._stand_in.pieces, self._stand_in.places, strict=True):
+            kinds = {
+                key: self._kind(value, place, piece.parameter, key)
+                for key, value in self._stand_in.state.get(place, {}).items()
+            }
+            if piece.parameter in found or kinds.keys() != self._homes[piece.parameter].keys():
+                found[piece.parameter] = kinds
+        everyone: dict[int, dict[str, _Kind]] = {}
+        for of_rank in self._hall.world.gather(found):
+            for index, kinds in of_rank.items():
+                everyone[index] = kinds or everyone.get(index, {})
+        self._build(everyone)
+        self._stand_in.forget()
+        for piece, place in zip(self._stand_in.pieces, self._stand_in.places, strict=True):
+            if piece.parameter in everyone:
+                self._move_in(piece.parameter, place, piece.start, piece.stop)
+        for index in everyone:
+            shown = {key: home.shown for key, home in self._homes[index].items()}
+            self._shown[index] = shown
+            if shown:
+                optimizer.state[self._parameters[index]] = dict(shown)
+            else:
+                optimizer.state.pop(self._parameters[index], None)
+        self._adopted = set()
+        self._has_numbers = any(home.kind.what == "number" for homes in self._homes for home in homes.values())
+        give_memory_back()
+
+    def publish(self) -> None:
+        """Write what this rank's optimizer has put elsewhere to its place in shared memory; before ranks meet."""
+        for index, place in self._whole:
+            state = self._stand_in.state.get(place, {})
+            for key, home in self._homes[index].items():
+                value: Any = state.get(key)
+                if home.kind.what == "number" and home.vector is not None:
+                    home.vector[0] = value
+                elif isinstance(value, Tensor) and value is not home.shown:
+                    if tuple(value.shape) != home.kind.shape:
+                        self._refuse(index, key, f"changed its shape to {list(value.shape)}")
+                    home.shown.copy_(value)
+                    state[key] = home.shown
+                    self._stand_in.forget()
+
+    def show_numbers(self, optimizer: Optimizer) -> None:
+        """Put plain numbers, which other ranks may have changed, into the user's optimizer; after ranks met."""
+        if not self._has_numbers:
+            return
+        for index, homes in enumerate(self._homes):
+            for key, home in homes.items():
+                if home.kind.what == "number" and home.vector is not None:
+                    number = type(home.kind.constant)(home.vector.item())
+                    optimizer.state[self._parameters[index]][key] = self._shown[index][key] = number
+
+    def _kind(self, value: Any, place: Tensor, index: int, key: str) -> _Kind:
+        if isinstance(value, Tensor):
+            if value.layout != torch.strided or value.device.type != "cpu":
+                self._refuse(index, key, f"is a tensor with layout {value.layout} on {value.device}")
+            if value.dim() and value.shape == place.shape:
+                return _Kind("like", value.dtype, tuple(self._parameters[index].shape))
+            if value.dim() and place is not self._parameters[index]:
+                self._refuse(index, key, f"has shape {list(value.shape)}")
+            return _Kind("tensor", value.dtype, tuple(value.shape))
+        if isinstance(value, (bool, int, float)):
+            return _Kind("number", torch.float64 if isinstance(value, float) else torch.int64, (), value)
+        if value is None or isinstance(value, str):
+            return _Kind("constant", constant=value)
+        return self._refuse(index, key, f"is of type {type(value).__name__}")
+
+    def _build(self, everyone: dict[int, dict[str, _Kind]]) -> None:
+        """Make the homes of some parameters' state."""
+        offset, places = 0, []
+        for index in sorted(everyone):
+            for key, kind in everyone[index].items():
+                if kind.dtype is not None:
+                    places.append((index, key, kind, offset))
+                    offset += aligned(max(torch.Size(kind.shape).numel() * kind.dtype.itemsize, ALIGNMENT))
+        segment = self._hall.segment(offset, "optimizer state")
+        for index, kinds in everyone.items():
+            self._homes[index] = {
+                key: _Home(kind, kind.constant, None) for key, kind in kinds.items() if kind.dtype is None
+            }
+        for index, key, kind, start in places:
+            assert kind.dtype is not None
+            vector = segment.tensor(start, (torch.Size(kind.shape).numel(),), kind.dtype)
+            p = self._parameters[index]
+            strides = dense_strides(p) if kind.what == "like" else None
+            shown: Any = vector.view(kind.shape) if strides is None else vector.as_strided(kind.shape, strides)
+            self._homes[index][key] = _Home(kind, kind.constant if kind.what == "number" else shown, vector)
+
+    def _move_in(self, index: int, place: Tensor, start: int, stop: int) -> None:
+        state = self._stand_in.state.get(place, {})
+        for key, home in self._homes[index].items():
+            value = state.get(key)
+            if home.vector is None or value is None:
+                continue
+            if home.kind.what == "number":
+                home.vector[0] = value
+            elif home.kind.what == "like":
+                if place is self._parameters[index]:
+                    home.shown.copy_(value)
+                    state[key] = home.shown
+                else:
+                    part = home.vector[start:stop]
+                    part.copy_(value)
+                    state[key] = part
+            elif start == 0:
+                # A number for all pieces is the same in each; that of the first is shown.
+                home.shown.copy_(value)
+                state[key] = home.shown
+
+    def _own_part(self, value: Any, parameter: Tensor, place: Tensor, start: int, stop: int) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if place is parameter or value.shape != parameter.shape or not value.dim():
+            return value.clone()
+        return in_memory_order(value, dense_strides(parameter))[start:stop].clone()
+
+    def _refuse(self, index: int, key: str, what: str) -> NoReturn:
+        raise UnisonoError(
+            f"the optimizer's state {key!r} of parameter {self._names[index]!r} {what}, which cannot be shared between "
+            'ranks: give Trainer engine="collective".'
+        )
+
+
+def give_memory_back() -> None:
+    """Let the C library give free memory back to the system, where it is glibc: what has moved is large."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)

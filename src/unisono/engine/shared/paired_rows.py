@@ -1,0 +1,224 @@
+"""Rows for the gradients of many ranks in half the memory: two nodes whose sum the tree asks for share a row.
+
+Of the two ranks, whoever comes first with a piece of the gradient writes it, and the other adds to it; a + b and b + a
+have the same bits. Each piece has a lock. One rank goes through the pieces from the front and the other from the back,
+so they seldom want the same one. Nothing of a gradient is kept elsewhere, which is what more than two ranks gain by it;
+two would only do more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from unisono.engine.node_sums import Gradients
+from unisono.engine.norm import in_memory_order
+from unisono.engine.shared.addition_schedule import add_up
+from unisono.engine.shared.parameter_arena import TensorLayout
+from unisono.engine.shared.partition import Shard
+from unisono.engine.shared.shared_runtime import SharedRuntime
+from unisono.engine.tree_all_reduce import NodeLayout as Blocks
+from unisono.plan import fold
+from unisono.shm.segment import Segment
+from unisono.shm.semaphore import SEMAPHORE_NBYTES, Semaphore
+
+__all__ = ["PairedRows"]
+
+_PIECE = 262144
+"""Elements under one lock: enough that a lock, 2 µs, does not count."""
+_STAMP_OFFSET = 48
+"""Behind the semaphore, in its cache line."""
+
+
+class _Plan:
+    """Which node has which row in a step of a given number of leaves."""
+
+    def __init__(self, blocks: Blocks) -> None:
+        owners = [(rank, i) for rank, nodes in enumerate(blocks.nodes) for i in range(len(nodes))]
+        nodes = [blocks.nodes[rank][i] for rank, i in owners]
+        partners: dict[int, int] = {}
+
+        def meet(left: int, right: int) -> int:
+            if left >= 0 and right >= 0:
+                partners[left], partners[right] = right, left
+            return -1
+
+        fold({node: k for k, node in enumerate(nodes)}, leaves=blocks.leaves, add=meet)
+        self.rows: dict[tuple[int, int], int] = {}
+        """The row of a rank's node, by rank and number of the node."""
+        self.partners: dict[tuple[int, int], int] = {}
+        """The rank with which a node shares its row, if there is one."""
+        count = 0
+        for k, owner in enumerate(owners):
+            partner = partners.get(k)
+            if partner is not None:
+                self.partners[owner] = owners[partner][0]
+            if partner is not None and partner < k:
+                self.rows[owner] = self.rows[owners[partner]]
+            else:
+                self.rows[owner], count = count, count + 1
+        self.count = count
+        """How many rows there are."""
+        self.additions: list[tuple[int, int]] = []
+        """Rows to add, the second to the first. All ends in row 0."""
+        rows = {node: self.rows[owner] for node, owner in zip(nodes, owners, strict=True)}
+        fold(rows, leaves=blocks.leaves, add=self._add)
+
+    def _add(self, left: int, right: int) -> int:
+        if left != right:  # else the two ranks have done it
+            self.additions.append((left, right))
+        return left
+
+
+class PairedRows:
+    """The rows of one engine, which lie in a segment of their own; see `Rows`, whose place it takes.
+
+    Args: parts has the pieces of each rank. strides are those of each parameter, and of its gradient.
+    """
+
+    def __init__(
+        self,
+        hall: SharedRuntime,
+        parameters: Sequence[Tensor],
+        strides: Sequence[tuple[int, ...]],
+        parts: Sequence[Sequence[Shard]],
+        *,
+        widest: Blocks,
+    ) -> None:
+        self.parts, self._hall, self._strides = parts, hall, strides
+        self._layout = TensorLayout(parameters)
+        self._plans: dict[int, _Plan] = {}
+        self._plan = self._plan_for(widest)
+        # A step of fewer leaves has no more nodes, but they may pair up otherwise. What is not written takes no memory.
+        most = sum(len(nodes) for nodes in widest.nodes)
+        self._segment = hall.segment(most * self._layout.nbytes, "gradients")
+        self.gradients = [self._layout.whole(self._segment, i) for i in range(len(parameters))]
+        """The summed gradient of each parameter, once all ranks have summed."""
+        self.totals = [self._vector(0, *piece) for piece in parts[hall.rank]]
+        """The same for the pieces of this rank."""
+        self._bounds = [
+            [(start, min(start + _PIECE, p.numel())) for start in range(0, p.numel(), _PIECE)] for p in parameters
+        ]
+        """The pieces under one lock of each parameter."""
+        self._firsts = [0]
+        """The number of each parameter's first lock in a row, and at the end of all."""
+        for bounds in self._bounds:
+            self._firsts.append(self._firsts[-1] + len(bounds))
+        self._locks = _Locks(hall, most * self._firsts[-1])
+        self._attempt = 0
+        self._places: dict[tuple[int, int], list[Tensor]] = {}
+        """The places of a row and parameter."""
+
+    def start(self, blocks: Blocks, attempt: int) -> None:
+        """Begin a step. Nothing is written yet. Args: attempt is its number: the same on all ranks, and new."""
+        plan = self._plans.get(blocks.leaves)
+        self._plan, self._attempt = plan if plan is not None else self._plan_for(blocks), attempt
+
+    def put(self, i: int, index: int, gradient: Tensor | None) -> None:
+        """Take one parameter's gradient for this rank's node number i; None counts as zero."""
+        rank = self._hall.rank
+        row, partner = self._plan.rows[rank, i], self._plan.partners.get((rank, i))
+        places = self._places.get((row, index))
+        if places is None:
+            places = [self._vector(row, index, start, stop) for start, stop in self._bounds[index]]
+            self._places[row, index] = places
+        sources: Sequence[Tensor | None] = [None] * len(places)
+        if gradient is not None and places:
+            sources = torch.split(in_memory_order(gradient, self._strides[index]), _PIECE)
+        if partner is None:
+            for place, source in zip(places, sources, strict=True):
+                _write(place, source)
+            return
+        first_lock = row * self._firsts[-1] + self._firsts[index]
+        pieces = range(len(places))
+        for k in pieces if rank < partner else reversed(pieces):
+            with self._locks.hold(first_lock + k, partner):
+                if self._locks.comes_first(first_lock + k, self._attempt):
+                    _write(places[k], sources[k])
+                else:
+                    _add(places[k], sources[k])
+
+    def put_all(self, i: int, gradients: Gradients) -> None:
+        """Take the gradients of all parameters for this rank's node number i."""
+        for index, gradient in enumerate(gradients):
+            self.put(i, index, gradient)
+
+    def put_sum(self, i: int, index: int, left: Tensor, right: Tensor) -> None:
+        """Take the sum of two gradients, both of which are used up."""
+        self.put(i, index, left.add_(right))
+
+    def flush(self) -> None:
+        """Nothing is left to write."""
+
+    def reduce(self, used: Sequence[bool], factor: float) -> None:
+        """Sum this rank's part over all rows, and multiply it by a factor."""
+        parts = self.parts[self._hall.rank]
+        chosen = [k for k, piece in enumerate(parts) if used[piece.parameter]]
+        if not chosen:
+            return
+        plan = self._plan
+        vectors = {0: [self.totals[k] for k in chosen]}
+        for row in {row for addition in plan.additions for row in addition} - {0}:
+            vectors[row] = [self._vector(row, *parts[k]) for k in chosen]
+        add_up(vectors, plan.additions, total=0, factor=factor)
+
+    def forget(self) -> None:
+        """Let go of the gradients that were given: none is kept."""
+
+    def _vector(self, row: int, index: int, start: int, stop: int) -> Tensor:
+        return self._layout.vector(self._segment, index, start, stop, base=row * self._layout.nbytes)
+
+    def _plan_for(self, blocks: Blocks) -> _Plan:
+        plan = self._plans[blocks.leaves] = _Plan(blocks)
+        return plan
+
+
+class _Locks:
+    """A lock for each piece of each row, and in which step that piece was last written."""
+
+    def __init__(self, hall: SharedRuntime, count: int) -> None:
+        def prepare(segment: Segment) -> None:
+            for k in range(count):
+                bell = Semaphore(segment.address + k * SEMAPHORE_NBYTES)
+                bell.create()
+                bell.ring()
+
+        self._hall = hall
+        self._segment = hall.segment(count * SEMAPHORE_NBYTES, "locks", prepare=prepare)
+        self._bells = [Semaphore(self._segment.address + k * SEMAPHORE_NBYTES) for k in range(count)]
+        self._words = memoryview(self._segment.memory)[: count * SEMAPHORE_NBYTES].cast("q")
+
+    @contextmanager
+    def hold(self, k: int, other: int) -> Iterator[None]:
+        """Hold a lock that one other rank may want. Raises: UnisonoError if that one has died with it."""
+        if not self._bells[k].try_take():
+            self._hall.take(self._bells[k], other, "waiting for a piece of the gradient")
+        try:
+            yield
+        finally:
+            self._bells[k].ring()
+
+    def comes_first(self, k: int, attempt: int) -> bool:
+        """Say whether nobody has written a piece in this step yet, and note it; for who holds the lock."""
+        word = (k * SEMAPHORE_NBYTES + _STAMP_OFFSET) // 8
+        if self._words[word] == attempt:
+            return False
+        self._words[word] = attempt
+        return True
+
+
+def _write(place: Tensor, source: Tensor | None) -> None:
+    if source is None:
+        place.zero_()
+    else:
+        place.copy_(source)
+
+
+def _add(place: Tensor, source: Tensor | None) -> None:
+    if source is None:
+        place.add_(0.0)  # -0.0 becomes 0.0, as when a zero is added
+    else:
+        place.add_(source)

@@ -1,0 +1,166 @@
+"""The parameters of a Trainer in shared memory: moved there once, and guarded against writes from elsewhere.
+
+All ranks see one copy. A loop that writes into a parameter between two steps does so once per rank, which is wrong
+unless it writes the same however often it is done. So such writes are looked for: by the version that torch counts for
+each parameter, and by a few of its values, since not every write is counted. `load_state_dict` is allowed: see
+`LoadStateDictHook`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
+
+import torch
+from torch import Tensor, nn
+
+from unisono.engine.base import Trained
+from unisono.engine.norm import dense_strides, in_memory_order
+from unisono.engine.shared.shared_runtime import SharedRuntime
+from unisono.errors import UnisonoError
+from unisono.shm.segment import Segment, aligned
+
+__all__ = ["LoadStateDictHook", "SharedParameters", "TensorLayout"]
+
+
+class TensorLayout:
+    """Where in a segment tensors lie that are like some others: one behind the other, aligned."""
+
+    def __init__(self, likes: Sequence[Tensor]) -> None:
+        self._likes = likes
+        self.offsets: list[int] = []
+        """Of each, in bytes."""
+        self.nbytes = 0
+        """Of all together."""
+        for like in likes:
+            self.offsets.append(self.nbytes)
+            self.nbytes += aligned(like.numel() * like.element_size())
+
+    def vector(self, segment: Segment, index: int, start: int, stop: int, *, base: int = 0) -> Tensor:
+        """Show a run of elements of one tensor, in the order of memory."""
+        like = self._likes[index]
+        return segment.tensor(base + self.offsets[index] + start * like.element_size(), (stop - start,), like.dtype)
+
+    def whole(self, segment: Segment, index: int, *, base: int = 0) -> Tensor:
+        """Show one tensor, with the shape and strides of the one that it is like."""
+        like = self._likes[index]
+        return self.vector(segment, index, 0, like.numel(), base=base).as_strided(like.shape, dense_strides(like))
+
+
+class LoadStateDictHook:
+    """Lets load_state_dict write to memory of a rank's own: the weights move out of shared memory before.
+
+    A rank that is ahead then does not change what another still reads, and one rank may load alone, after training. The
+    next step moves them to shared memory again. Copies of the modules have copies of this, which do nothing.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module] = ()) -> None:
+        self.is_shared: Callable[[Tensor], bool] = lambda _: False
+        for module in {m for root in modules for m in root.modules()}:
+            module.register_load_state_dict_pre_hook(self._before)  # type: ignore[no-untyped-call]
+
+    def __reduce__(self) -> tuple[type[LoadStateDictHook], tuple[()]]:
+        return LoadStateDictHook, ()
+
+    def _before(self, module: nn.Module, *_: object) -> None:
+        for p in module._parameters.values():
+            if p is not None and self.is_shared(p):
+                p.data = p.data.clone(memory_format=torch.preserve_format)
+
+
+class _House:
+    """Parameters that were moved together."""
+
+    def __init__(self, hall: SharedRuntime, trained: Trained) -> None:
+        self.names, self.parameters = trained
+        layout = TensorLayout(self.parameters)
+        segment = hall.segment(layout.nbytes, "weights")
+        self.vectors = [layout.vector(segment, i, 0, p.numel()) for i, p in enumerate(self.parameters)]
+        if hall.rank == 0:
+            for vector, p in zip(self.vectors, self.parameters, strict=True):
+                vector.copy_(in_memory_order(p.detach(), dense_strides(p)))
+        hall.barrier("moving the weights to shared memory")
+        for i, p in enumerate(self.parameters):
+            p.data = layout.whole(segment, i)
+        self.addresses = [p.data_ptr() for p in self.parameters]
+        # The first, the middle and the last four bytes of each, as they lie in memory: the type does not matter.
+        places = [
+            (name, offset // 4 + place)
+            for name, offset, p in zip(self.names, layout.offsets, self.parameters, strict=True)
+            if p.numel()
+            for length in [max(p.numel() * p.element_size() // 4, 1)]
+            for place in (0, length // 2, length - 1)
+        ]
+        self._sampled = [name for name, _ in places]
+        """The parameter that each number of a sample belongs to."""
+        self._words = memoryview(segment.memory).cast("i")
+        self._take_sample: Callable[[memoryview], Sequence[int]] = (
+            itemgetter(*(place for _, place in places)) if places else lambda _: ()
+        )
+        self.remember()
+
+    def remember(self) -> None:
+        self._versions = [p._version for p in self.parameters]
+        self._sample = self._take_sample(self._words)
+
+    def changed(self) -> str | None:
+        """Name a parameter that was written to since `remember`."""
+        versions = [p._version for p in self.parameters]
+        if versions != self._versions:
+            return next(name for name, a, b in zip(self.names, versions, self._versions, strict=True) if a != b)
+        sample = self._take_sample(self._words)
+        if sample == self._sample:
+            return None
+        return next(name for name, a, b in zip(self._sampled, sample, self._sample, strict=True) if a != b)
+
+
+class SharedParameters:
+    """The parameters that a Trainer's optimizers train."""
+
+    def __init__(self, hall: SharedRuntime, loads: LoadStateDictHook) -> None:
+        self._hall = hall
+        loads.is_shared = lambda p: self._address(p) == p.data_ptr()
+        self._houses: list[_House] = []
+        self._homes: dict[int, tuple[_House, int]] = {}
+
+    def house(self, trained: Trained) -> None:
+        """Move those parameters to shared memory that are not there, with rank 0's values. Every rank must call it."""
+        new = [i for i, p in enumerate(trained.parameters) if self._address(p) != p.data_ptr()]
+        if not new:
+            return
+        house = _House(self._hall, Trained(*(tuple(of_all[i] for i in new) for of_all in trained)))  # type: ignore[arg-type]
+        self._houses.append(house)
+        for i, p in enumerate(house.parameters):
+            self._homes[id(p)] = house, i
+        live = {id(home) for home, _ in self._homes.values()}
+        self._houses = [h for h in self._houses if id(h) in live and self._is_whole(h)]
+
+    def vector(self, parameter: Tensor) -> Tensor:
+        """Show a parameter's values as a vector, in the order of memory."""
+        house, i = self._homes[id(parameter)]
+        return house.vectors[i]
+
+    def check(self) -> None:
+        """Raise UnisonoError if a parameter was written to since `remember`."""
+        for house in self._houses:
+            name = house.changed()
+            if name is not None:
+                raise UnisonoError(
+                    f"parameter {name!r} was written to between two steps. All ranks share one copy of the weights, so "
+                    "a write in your loop happens once per rank. Change weights through the optimizer, or by "
+                    'model.load_state_dict(...) with equal values on all ranks, or give Trainer engine="collective", '
+                    "which keeps a copy for each rank."
+                )
+
+    def remember(self) -> None:
+        """Take the present values as those that the next step should find."""
+        for house in self._houses:
+            house.remember()
+
+    def _address(self, parameter: Tensor) -> int | None:
+        home = self._homes.get(id(parameter))
+        return None if home is None else home[0].addresses[home[1]]
+
+    def _is_whole(self, house: _House) -> bool:
+        """Whether all parameters are still there: a house that some have left is watched no more."""
+        return all(self._homes[id(p)][0] is house for p in house.parameters)

@@ -1,0 +1,58 @@
+"""The sum of a small vector over the ranks of one host, for buffers: it travels with the barriers of a step.
+
+The calls are those of `engine.tree_all_reduce.Exchange`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from unisono.engine.shared.shared_runtime import SharedRuntime
+from unisono.engine.tree_all_reduce import NodeLayout
+from unisono.plan import fold
+
+__all__ = ["SharedAllReduce"]
+
+
+class SharedAllReduce:
+    """One vector in shared memory, with a row for each node of each rank. Every rank must build it.
+
+    What was launched is there after the next barrier of the hall. All ranks must have read it when they come to the
+    barrier after that, before which nobody may write again; the barriers of a step are so.
+    """
+
+    def __init__(self, hall: SharedRuntime, numel: int, *, widest: NodeLayout, dtype: torch.dtype) -> None:
+        counts = [len(nodes) for nodes in widest.nodes]
+        self._hall, self._layout = hall, widest
+        self._firsts = [sum(counts[:rank]) for rank in range(hall.size)]
+        width = -(-max(numel, 1) // 64) * 64
+        segment = hall.segment(sum(counts) * width * dtype.itemsize, "buffers")
+        self._rows = segment.tensor(0, (sum(counts), width), dtype).unbind()
+        first = self._firsts[hall.rank]
+        self.rows = self._rows[first : first + counts[hall.rank]]
+        """This rank's rows."""
+        self._launched_at = 0
+
+    def start(self, layout: NodeLayout) -> None:
+        """Begin a step."""
+        self._layout = layout
+
+    def launch(self) -> None:
+        """Show the rows to all ranks at the next barrier."""
+        self._launched_at = self._hall.barriers
+
+    def advance(self) -> None:
+        """Nothing is left to send."""
+
+    def finish(self) -> Tensor:
+        """Give the sum. Every rank must call it, either all after a barrier since `launch`, or all before."""
+        if self._hall.barriers == self._launched_at:
+            self._hall.barrier("waiting for the buffers of all ranks")
+        values = {
+            node: self._rows[self._firsts[rank] + i]
+            for rank, nodes in enumerate(self._layout.nodes)
+            for i, node in enumerate(nodes)
+        }
+        total = fold(values, leaves=self._layout.leaves, add=torch.add)
+        return total.clone() if len(values) == 1 else total

@@ -1,0 +1,134 @@
+"""The few numbers of a step that all ranks need, in shared memory, and the overflow of scaled gradients."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from unisono.engine.norm import BLOCK, block_norms, blocks_of
+from unisono.engine.shared.partition import Shard
+from unisono.engine.shared.shared_runtime import SharedRuntime
+from unisono.engine.totals import COUNT, Row, Totals, rounded_sum, totals_of
+from unisono.engine.tree_all_reduce import NodeLayout
+from unisono.plan import fold
+from unisono.shm.segment import aligned
+
+__all__ = ["StepMetadata", "note", "unscale"]
+
+_ROW_NBYTES = 4 * COUNT
+
+
+class _Schedule(NamedTuple):
+    """How the rows of a step are summed; to plan that takes longer than to do it."""
+
+    rows: list[int]
+    """Those of the nodes that the step has."""
+    additions: list[tuple[int, int]]
+    """What to add, by number: rows first, then sums in their order."""
+    last: int
+    """The number of the total."""
+
+
+class StepMetadata:
+    """The few numbers of a step that all ranks need: totals, which parameters got a gradient, norms, overflow."""
+
+    def __init__(self, hall: SharedRuntime, widest: NodeLayout, numels: list[int]) -> None:
+        counts = [len(nodes) for nodes in widest.nodes]
+        self._firsts = [sum(counts[:rank]) for rank in range(hall.size)]
+        self._first = self._firsts[hall.rank]
+        blocks = [-(-numel // BLOCK) for numel in numels]
+        self._first_blocks = [sum(blocks[:i]) for i in range(len(blocks))]
+        totals_nbytes = aligned(sum(counts) * _ROW_NBYTES)
+        self._width = len(numels)
+        used_nbytes = aligned(sum(counts) * self._width)
+        norms_nbytes = aligned(sum(blocks) * 8)
+        segment = hall.segment(totals_nbytes + used_nbytes + norms_nbytes + 4 * hall.size, "totals")
+        memory = memoryview(segment.memory)
+        self._totals = memory[: sum(counts) * _ROW_NBYTES].cast("f")
+        """A row for each node."""
+        self._used = memory[totals_nbytes : totals_nbytes + sum(counts) * self._width]
+        """For each node a byte for each parameter: 1 if it got a gradient there."""
+        self.norms = segment.tensor(totals_nbytes + used_nbytes, (sum(blocks),), torch.float64)
+        """Of each block of each parameter."""
+        self.found_inf = segment.tensor(totals_nbytes + used_nbytes + norms_nbytes, (hall.size,), torch.float32)
+        """1 for a rank that found a gradient that is not finite."""
+        self._written: dict[int, list[bool]] = {}
+        """What lies in this rank's part of `_used`."""
+        self._seen: tuple[int, bytes, list[bool]] = (-1, b"", [])
+        """The last step's number of leaves, all of `_used`, and what came of it."""
+        self._schedules: dict[int, _Schedule] = {}
+        """By number of leaves."""
+
+    def write(self, i: int, totals: Row, used: list[bool]) -> None:
+        """Show the totals of this rank's node number i, and which parameters got a gradient there."""
+        number = self._first + i
+        assert isinstance(totals, array)  # as of losses on a CPU
+        self._totals[number * COUNT : (number + 1) * COUNT] = memoryview(totals)
+        if self._written.get(i) != used:
+            self._used[number * self._width : (number + 1) * self._width] = bytes(used)
+            self._written[i] = used
+
+    def total(self, layout: NodeLayout) -> tuple[Totals, list[bool]]:
+        """Sum the totals in tree order, and say which parameters got a gradient on any rank."""
+        leaves = layout.leaves
+        schedule = self._schedules.get(leaves)
+        if schedule is None:
+            schedule = self._schedules[leaves] = self._schedule(layout)
+        numbers = self._totals.tolist()
+        rows: list[Sequence[float]] = [numbers[i : i + COUNT] for i in range(0, len(numbers), COUNT)]
+        for left, right in schedule.additions:
+            rows.append(rounded_sum(rows[left], rows[right]))
+        used = self._used.tobytes()
+        if (leaves, used) != self._seen[:2]:
+            w = self._width
+            columns = zip(*(used[row * w : (row + 1) * w] for row in schedule.rows), strict=True)
+            self._seen = leaves, used, [any(column) for column in columns]
+        return totals_of(rows[schedule.last]), self._seen[2]
+
+    def _schedule(self, layout: NodeLayout) -> _Schedule:
+        additions: list[tuple[int, int]] = []
+        first_sum = len(self._totals) // COUNT
+
+        def add(left: int, right: int) -> int:
+            additions.append((left, right))
+            return first_sum + len(additions) - 1
+
+        firsts = zip(self._firsts, layout.nodes, strict=True)
+        numbers = {node: first + i for first, nodes in firsts for i, node in enumerate(nodes)}
+        last = fold(numbers, leaves=layout.leaves, add=add)
+        return _Schedule(list(numbers.values()), additions, last)
+
+    def write_norms(self, pieces: Sequence[Shard], used: Sequence[Shard], totals: Sequence[Tensor]) -> None:
+        """Show the norms of this rank's pieces, 0 for those without a gradient."""
+        for index, start, stop in pieces:
+            first = self._first_blocks[index]
+            self.norms[first + start // BLOCK : first + -(-stop // BLOCK)] = 0.0
+        blocks: list[Tensor] = []
+        places: list[int] = []
+        for (index, start, _), total in zip(used, totals, strict=True):
+            cut_up = blocks_of(total)
+            first = self._first_blocks[index] + start // BLOCK
+            places += range(first, first + len(cut_up))
+            blocks += cut_up
+        if blocks:
+            self.norms[places] = block_norms(blocks)
+
+
+def unscale(totals: Sequence[Tensor], scaler: torch.amp.GradScaler) -> Tensor:
+    """Take the scale out, as `GradScaler.unscale_` does. Returns: 1 if a value is not finite, else 0."""
+    inverse = torch.tensor(scaler.get_scale(), dtype=torch.float64).reciprocal().float()
+    found = torch.zeros((), dtype=torch.float32)
+    for dtype in {total.dtype for total in totals}:
+        torch._amp_foreach_non_finite_check_and_unscale_([t for t in totals if t.dtype == dtype], found, inverse)
+    return found
+
+
+def note(scaler: torch.amp.GradScaler, found_inf: Tensor) -> None:
+    """Tell a scaler what was found, which it asks an optimizer's gradients for."""
+    messenger = torch.zeros((), dtype=torch.float32)
+    messenger.grad = torch.full_like(messenger, torch.inf if found_inf.item() else 0.0)
+    scaler.unscale_(torch.optim.SGD([messenger], lr=0.0))

@@ -1,0 +1,190 @@
+"""Gradients of tables of which a step uses some rows only, as nn.Embedding(sparse=True) gives them.
+
+Such a gradient is kept as the numbers of its rows and their values (a coalesced COO tensor), so that it takes no memory
+for the rest of the table. Sums follow the plan's tree; a row that one side alone has is that side's. Each rank sums its
+leaves, all see the sums of all (`engine.all_gather_v`), and each finishes the tree by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn, optim
+from torch.optim import Optimizer
+
+from unisono.engine.all_gather_v import AllGatherV, next_part
+from unisono.engine.base import Trained
+from unisono.engine.node_sums import Gradients, NodeSum, take
+from unisono.engine.tree_all_reduce import NodeLayout
+from unisono.errors import LossError
+from unisono.plan import Node, fold
+
+__all__ = ["TableSums", "check_optimizer", "split_sparse"]
+
+_WITHOUT: dict[type[Optimizer], tuple[str, ...]] = {
+    optim.SparseAdam: (),
+    optim.SGD: ("momentum", "weight_decay", "fused"),
+    optim.Adagrad: ("weight_decay", "fused"),
+}
+"""The optimizers of torch that take sparse gradients, and the options that they take them without."""
+
+
+def split_sparse(trained: Trained, modules: Iterable[nn.Module]) -> tuple[Trained, Trained]:
+    """Part parameters with dense gradients from those that a module of torch with sparse=True holds."""
+    tables = {
+        id(module._parameters.get("weight"))
+        for root in modules
+        for module in root.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+    }
+    parts: tuple[list[int], list[int]] = ([], [])
+    for i, p in enumerate(trained.parameters):
+        parts[id(p) in tables].append(i)
+    dense, sparse = (Trained(*(tuple(of_all[i] for i in part) for of_all in trained)) for part in parts)  # type: ignore[arg-type]
+    return dense, sparse
+
+
+def check_optimizer(optimizer: Optimizer, dense: Trained, sparse: Trained) -> None:
+    """Raise ValueError if one of torch's optimizers would refuse its gradients in the middle of an update."""
+    kind = type(optimizer)
+    if kind is optim.SparseAdam and dense.names:
+        raise ValueError(
+            f"SparseAdam takes sparse gradients only, and that of {dense.names[0]!r} is dense: only modules with "
+            "sparse=True give sparse ones. Give other parameters an optimizer of their own: Trainer takes several."
+        )
+    if not sparse.names:
+        return
+    obstacle = None
+    if kind in _WITHOUT:
+        tables = set(map(id, sparse.parameters))
+        groups = [group for group in optimizer.param_groups if any(id(p) in tables for p in group["params"])]
+        obstacle = next((f"{key}={g[key]}" for g in groups for key in _WITHOUT[kind] if g.get(key)), None)
+    if obstacle or (kind not in _WITHOUT and getattr(optim, kind.__name__, None) is kind):
+        what = kind.__name__ + (f" with {obstacle}" if obstacle else "")
+        raise ValueError(
+            f"{what} takes no sparse gradients, and that of {sparse.names[0]!r} is sparse, since its module was made "
+            "with sparse=True. Give it SparseAdam, or SGD or Adagrad without momentum and weight decay, and other "
+            "parameters an optimizer of their own; or build the module with sparse=False."
+        )
+
+
+class TableSums:
+    """The sums of sparse gradients over a step, for one engine.
+
+    The calls of a step are `begin`, `close_leaf` for each leaf of this rank, `post` and `finish`.
+    Args: mail shows sums to other ranks; None with one rank.
+    """
+
+    def __init__(self, tables: Trained, *, rank: int = 0, mail: AllGatherV | None = None) -> None:
+        self.tables = tables
+        self.totals: Gradients = []
+        """The gradient of each table since `finish`: p.grad, in memory of this process."""
+        self._rank, self._mail = rank, mail
+        self._layout = NodeLayout((), 0)
+        self._sums: list[NodeSum[Gradients]] = []
+
+    def begin(self, layout: NodeLayout) -> None:
+        """Begin a step."""
+        self._layout, self.totals = layout, []
+        if self.tables.names:
+            self._sums = [NodeSum(node, add=_add) for node in layout.nodes[self._rank]]
+
+    def close_leaf(self, leaf: int) -> None:
+        """Take the gradients of one leaf. Raises: LossError for one that is not sparse."""
+        if self.tables.names:
+            total = next(total for total in self._sums if leaf < total.node.stop)
+            gradients = take(self.tables.parameters)
+            total.push(leaf, [_coalesced(*each) for each in zip(self.tables.names, gradients, strict=True)])
+
+    def post(self) -> None:
+        """Send this rank's sums. Every rank must call it, after its leaves."""
+        if self._mail is None or not self.tables.names:
+            return
+        own = [gradient for total in self._sums for gradient in total.total()]
+        parts = [torch.tensor([-1 if gradient is None else gradient._nnz() for gradient in own], dtype=torch.int64)]
+        for gradient in own:
+            if gradient is not None:
+                parts += [gradient._indices().view(-1), gradient._values().reshape(-1)]
+        self._mail.post(parts)
+
+    def finish(self) -> None:
+        """Complete the sums, and show them as p.grad. Every rank must call it, after `post`."""
+        if not self.tables.names:
+            return
+        if self._mail is None:
+            (own,) = self._sums
+            self.totals = own.total()
+        else:
+            nodes = self._layout.nodes
+            messages = zip(nodes, self._mail.collect(), strict=True)
+            values = {node: sums for of_rank, message in messages for node, sums in self._read(message, of_rank)}
+            # A gradient that was not added to anything lies in the mail still.
+            alone = [sum(sums[k] is not None for sums in values.values()) == 1 for k in range(len(self.tables.names))]
+            totals = fold(values, leaves=self._layout.leaves, add=_add)
+            self.totals = [t.clone() if t is not None and a else t for t, a in zip(totals, alone, strict=True)]
+        self._sums = []
+        for p, total in zip(self.tables.parameters, self.totals, strict=True):
+            p.grad = total
+
+    def vectors(self) -> list[Tensor]:
+        """Show the values of all gradients, to be read or written: the rows of each one behind the other."""
+        return [total._values().view(-1) for total in self.totals if total is not None]
+
+    def _read(self, message: Tensor, nodes: Sequence[Node]) -> list[tuple[Node, Gradients]]:
+        """Read a rank's sums, which stay where they lie."""
+        tables = self.tables.parameters
+        counts, message = next_part(message, torch.int64, len(nodes) * len(tables))
+        left = iter(counts.tolist())
+        found: list[tuple[Node, Gradients]] = []
+        for node in nodes:
+            sums: Gradients = []
+            for p in tables:
+                count = next(left)
+                if count < 0:
+                    sums.append(None)
+                    continue
+                indices, message = next_part(message, torch.int64, count)
+                values, message = next_part(message, p.dtype, count * p.shape[1:].numel())
+                indices, values = (part.to(p.device) for part in (indices, values))
+                sums.append(_table_like(p, indices.view(1, -1), values.view(count, *p.shape[1:]), is_coalesced=True))
+            found.append((node, sums))
+        return found
+
+
+def _coalesced(name: str, gradient: Tensor | None) -> Tensor | None:
+    """Add up what a leaf gave to one row several times."""
+    if gradient is None:
+        return None
+    if gradient.layout is not torch.sparse_coo or gradient.sparse_dim() != 1:
+        raise LossError(
+            f"parameter {name!r} of shape {list(gradient.shape)} belongs to a module with sparse=True, but its "
+            f"gradient is not one of rows ({gradient.layout}): something else uses the parameter, too, as with tied "
+            "weights. Build the module with sparse=False and use a dense optimizer, or do not tie the weights."
+        )
+    gradient = gradient.detach()
+    if gradient._nnz() < 2 or gradient.is_coalesced():
+        # Then coalesce copies nothing, and the values may lie where other gradients lie, too, or be expanded.
+        values = gradient._values().clone(memory_format=torch.contiguous_format)
+        return _table_like(gradient, gradient._indices(), values, is_coalesced=True)
+    return gradient.coalesce()
+
+
+def _add(left: Gradients, right: Gradients) -> Gradients:
+    """Add gradients entry by entry."""
+    return [_add_tables(a, b) for a, b in zip(left, right, strict=True)]
+
+
+def _add_tables(left: Tensor | None, right: Tensor | None) -> Tensor | None:
+    if left is None or right is None:
+        return right if left is None else left
+    # Not left + right: whether that turns -0.0 into 0.0 depends on how the two lie in memory.
+    indices = torch.cat([left._indices(), right._indices()], dim=1)
+    values = torch.cat([left._values(), right._values()])
+    return _table_like(left, indices, values, is_coalesced=False).coalesce()
+
+
+def _table_like(like: Tensor, indices: Tensor, values: Tensor, *, is_coalesced: bool) -> Tensor:
+    return torch.sparse_coo_tensor(
+        indices, values, like.shape, is_coalesced=is_coalesced or None, check_invariants=False
+    )

@@ -1,0 +1,226 @@
+"""One vector, summed over the ranks in the order of the plan's tree.
+
+Each rank holds a row for every node of the tree that lies whole within its block of leaves. The rest of the tree is
+finished in one of two ways, with the same bits. *Direct*: everyone sends its rows to everyone and sums all of it; one
+phase, best for short vectors. *Segmented*: rank j gets segment j of all rows, sums it, and sends the result to all; two
+phases, with the traffic of a ring all-reduce, 2(W-1)/W of the vector each way (where every rank has one row). The
+backend's own all-reduce adds in an order of its own. It serves two ranks with one row each, since a + b has one order
+only, and no others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from unisono.collectives.world import World
+from unisono.plan import Node, fold, nodes_of, rank_block
+
+__all__ = ["AllReduce", "MakeAllReduce", "NodeLayout", "TreeAllReduce"]
+
+# Below this size latency decides, and the second phase costs more than sending everything to everyone.
+_DIRECT_NBYTES = 64 * 1024
+
+# Segments are cut at multiples of this many elements, so that SIMD bodies see the same elements on any world size.
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLayout:
+    """Which rank holds which nodes, for a step of a given number of leaves."""
+
+    nodes: tuple[tuple[Node, ...], ...]
+    """The nodes of each rank, in order."""
+    leaves: int
+    """Leaves of the step."""
+
+    @classmethod
+    def of(cls, *, leaves: int, world_size: int, virtual_ranks: int) -> NodeLayout:
+        """Compute the layout of a step. Pure."""
+        blocks = (rank_block(r, world_size=world_size, virtual_ranks=virtual_ranks) for r in range(world_size))
+        return cls(tuple(tuple(nodes_of(block, leaves=leaves)) for block in blocks), leaves)
+
+
+class AllReduce(Protocol):
+    """The sum of one vector over ranks: `start`, fill the rows, `launch`, `advance`, `finish`."""
+
+    @property
+    def rows(self) -> Sequence[Tensor]:
+        """This rank's rows, one for each of its nodes."""
+
+    def start(self, layout: NodeLayout) -> None:
+        """Begin a step. The rows may be written from here on."""
+
+    def launch(self) -> None:
+        """Show this rank's rows to the others. They must not be touched until `finish`."""
+
+    def advance(self) -> None:
+        """Do what can be done before the end is awaited."""
+
+    def finish(self) -> Tensor:
+        """Wait for the sum and give it."""
+
+
+class MakeAllReduce(Protocol):
+    """Makes the sum of a vector over ranks. Every rank must call it."""
+
+    def __call__(self, numel: int, *, widest: NodeLayout, dtype: torch.dtype, device: torch.device) -> AllReduce:
+        """Allocate the rows."""
+
+
+class TreeAllReduce:
+    """The sum of one vector over ranks: fill the rows, `launch`, `advance`, `finish`. Its buffers are kept."""
+
+    def __init__(
+        self, world: World, numel: int, *, widest: NodeLayout, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Allocate the rows. `widest` is the layout with all virtual ranks, which has the most nodes on every rank."""
+        assert world.group is not None
+        self._group, self._rank, self._size = world.group, world.rank, world.size
+        self._waiter = world.waiter
+        # torch's batch of sends and receives costs 50 µs more than posting them, and only nccl needs it.
+        self._batched = world.device.type != "cpu"
+        unit = _ALIGNMENT * world.size
+        self.numel = -(-max(numel, 1) // unit) * unit
+        """Length of the vector, padded so that it divides into aligned segments."""
+        self._direct = world.size == 2 or self.numel * dtype.itemsize <= _DIRECT_NBYTES
+        self._counts = [len(nodes) for nodes in widest.nodes]
+        self.rows = torch.zeros(self._counts[world.rank], self.numel, dtype=dtype, device=device).unbind()
+        """This rank's rows, each of shape [numel]; unused padding stays zero."""
+        self._peer_rows: list[tuple[Tensor, ...]] = []
+        self._segments = [self.rows[0][self._segment(r)] for r in range(world.size)]
+        self._plans: dict[int, _Plan] = {}
+        self._plan = self._plan_for(widest)
+        self._works: list[dist.Work] = []
+
+    def start(self, layout: NodeLayout) -> None:
+        """Begin a step. The rows may be written from here on."""
+        plan = self._plans.get(layout.leaves)
+        self._plan = plan if plan is not None else self._plan_for(layout)
+        self._works = []
+
+    def launch(self) -> None:
+        """Send this rank's rows. They must not be touched until `finish`. Every rank launches in the same order."""
+        if self._plan.by_backend:
+            self._works = [self._group.allreduce([self.rows[0]])]
+        else:
+            self._transfer(self._plan.sends, self._plan.receives)
+
+    def advance(self) -> None:
+        """Sum this rank's segment and send it to all; nothing to do in a direct exchange."""
+        if self._direct:
+            return
+        self._wait()
+        mine = self._segments[self._rank]
+        total = self._plan.add_up()
+        if total.data_ptr() != mine.data_ptr():
+            mine.copy_(total)
+        peers = self._peers()
+        self._transfer([(peer, mine) for peer in peers], [(peer, self._segments[peer]) for peer in peers])
+
+    @property
+    def total(self) -> Tensor:
+        """Where the sum of this step lies after `finish` and until the next `start`: one of the buffers, [numel]."""
+        return self._plan.total if self._direct else self.rows[0]
+
+    def finish(self) -> Tensor:
+        """Wait for the sum and give it."""
+        self._wait()
+        if self._direct:
+            self._plan.add_up()
+        return self.total
+
+    def _plan_for(self, layout: NodeLayout) -> _Plan:
+        # The backend's all-reduce adds half of the vector on each rank, where a direct exchange adds all of it on both:
+        # 25M parameters train 1.2 times as fast, and 256 KiB take two thirds of the time.
+        if self._size == 2 and all(len(nodes) == 1 for nodes in layout.nodes):
+            plan = self._plans[layout.leaves] = _Plan([], [], [], self.rows[0], by_backend=True)
+            return plan
+        self._allocate_peer_rows()
+        own = self.rows[: len(layout.nodes[self._rank])]
+        kept = slice(None) if self._direct else self._segment(self._rank)
+        sends: list[_Transfer] = []
+        receives: list[_Transfer] = []
+        values: dict[Node, Tensor] = {}
+        for peer in self._peers():
+            sent = slice(None) if self._direct else self._segment(peer)
+            sends += [(peer, row[sent]) for row in own]
+            receives += [(peer, row) for row in self._peer_rows[peer][: len(layout.nodes[peer])]]
+        for rank, nodes in enumerate(layout.nodes):
+            rows = [row[kept] for row in own] if rank == self._rank else self._peer_rows[rank][: len(nodes)]
+            values.update(zip(nodes, rows, strict=True))
+        plan = self._plans[layout.leaves] = _Plan(sends, receives, *_additions(values, leaves=layout.leaves))
+        return plan
+
+    def _allocate_peer_rows(self) -> None:
+        if self._peer_rows:
+            return
+        width = self.numel if self._direct else self.numel // self._size
+        self._peer_rows = [
+            () if rank == self._rank else self.rows[0].new_empty(count, width).unbind()
+            for rank, count in enumerate(self._counts)
+        ]
+
+    def _peers(self) -> list[int]:
+        # Each rank begins with its right neighbour, so that not everyone talks to rank 0 first.
+        return [(self._rank + i) % self._size for i in range(1, self._size)]
+
+    def _segment(self, rank: int) -> slice:
+        width = self.numel // self._size
+        return slice(rank * width, (rank + 1) * width)
+
+    def _transfer(self, sends: Sequence[_Transfer], receives: Sequence[_Transfer]) -> None:
+        if self._batched:
+            operations = [dist.P2POp(dist.irecv, tensor, group=self._group, group_peer=r) for r, tensor in receives]
+            operations += [dist.P2POp(dist.isend, tensor, group=self._group, group_peer=r) for r, tensor in sends]
+            if operations:
+                self._works += dist.batch_isend_irecv(operations)
+            return
+        for peer, tensor in receives:
+            self._works.append(self._group.recv([tensor], peer, 0))
+        for peer, tensor in sends:
+            self._works.append(self._group.send([tensor], peer, 0))
+
+    def _wait(self) -> None:
+        for work in self._works:
+            self._waiter.wait(work)
+        self._works = []
+
+
+_Transfer = tuple[int, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What an exchange does in a step of a given number of leaves, worked out once."""
+
+    sends: list[_Transfer]
+    receives: list[_Transfer]
+    additions: list[tuple[Tensor, Tensor]]
+    """What to add, in place on the left, once all has been received."""
+    total: Tensor
+    """Where the sum lies then."""
+    by_backend: bool = False
+    """Whether the backend's all-reduce does all of it."""
+
+    def add_up(self) -> Tensor:
+        for left, right in self.additions:
+            left.add_(right)
+        return self.total
+
+
+def _additions(values: Mapping[Node, Tensor], *, leaves: int) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
+    """List the additions, in place on the left, that finish the tree, and the tensor that holds the result."""
+    additions: list[tuple[Tensor, Tensor]] = []
+
+    def note(left: Tensor, right: Tensor) -> Tensor:
+        additions.append((left, right))
+        return left
+
+    total = fold(values, leaves=leaves, add=note)
+    return additions, total

@@ -1,0 +1,271 @@
+"""The job of this process: its ranks as one process group, how it is found again, and how it ends.
+
+There is one job at a time, as there is one default group in torch.distributed. `job.initialize` begins it; `job.ranks`
+says who this process is, also before that. Start reading at `Job`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from unisono.errors import GroupError
+from unisono.job.placement import own_placement
+from unisono.job.rendezvous import StoreExchange, wait_for
+from unisono.job.user_function import refuse_collective
+from unisono.machine import let_threads_finish
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["Job", "NotMember", "current_job", "require_group"]
+
+_LINGER_S = 5.0
+"""How long rank 0 stays for the others at the end, where they need its store."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """The ranks that `init` brought together, and this process's place among them.
+
+    As a context manager it ends the job, if the call of `init` that returned it began it.
+    """
+
+    rank: int
+    """Number of this process in the job, 0 <= rank < world_size."""
+    world_size: int
+    """Processes in the job."""
+    local_rank: int
+    """Number of this process among those of its node."""
+    local_world_size: int
+    """Processes of the job on this node."""
+    node_rank: int
+    """Number of this node in the job; torchrun calls it group rank."""
+    num_nodes: int
+    """Nodes in the job."""
+    device: torch.device
+    """Where this rank computes; a GPU is also the current one."""
+    backend: str
+    """What moves tensors: "nccl", "gloo", "shm", ..."""
+    launcher: str
+    """Who started the process: "torchrun" (or what speaks its environment, such as `unisono run`), "srun", "mpirun" or
+    "none"."""
+    timeout: timedelta
+    """How long a rank waits for the others."""
+    number: int = field(repr=False)
+    """Which job of this process it is."""
+    began: bool = field(default=False, compare=False, repr=False)
+    """Whether the call that returned this began the job."""
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The group of all ranks, torch.distributed's default group. Raises: GroupError after the end."""
+        return self._living().group
+
+    def end(self) -> None:
+        """End the job: its group and all subgroups are gone. A job that has ended already is left alone."""
+        if current_job() == self:
+            _end()
+
+    def store(self, name: str) -> dist.Store:  # type: ignore[name-defined]
+        """Give the store that all ranks share, under keys of one use. Raises: GroupError after the end."""
+        return dist.PrefixStore(name, self._living().store)  # type: ignore[attr-defined]
+
+    def exchange(self, name: str, value: Any, *, doing: str) -> list[Any]:
+        """Give one JSON value of every rank, in rank order. Every rank must call it, in the same order for a name.
+
+        It goes over the store and not the group: for checks and set-up, not for training.
+        Args: value may be an exception, for a rank that cannot go on: it is raised here once the others know of it.
+            doing completes "rank 1 did not ..." in errors.
+        Raises: PeerError if a rank does not come within the timeout, or gave an exception.
+        """
+        refuse_collective()
+        board = StoreExchange(
+            self.store("exchange"),
+            f"{name}/{self.next_number(name)}",
+            rank=self.rank,
+            size=self.world_size,
+            timeout_s=self.timeout.total_seconds(),
+        )
+        return board.exchange(value, doing=doing)
+
+    def next_number(self, name: str) -> int:
+        """Count the uses of a name in this job, from 0: equal on all ranks that use it in the same order."""
+        counts = self._living().counts
+        counts[name] += 1
+        return counts[name] - 1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self.began and current_job() == self:
+            _end(linger=kind is None)
+
+    def _living(self) -> ActiveJob:
+        if current_job() != self or _life is None:
+            raise GroupError("the job has ended: call unisono.init() on all ranks again")
+        return _life
+
+
+class NotMember(int):
+    """What `subgroup` gives a rank that is not in the group: also to torch the mark of a foreign group.
+
+    It is not None and not false, which torch would take for the group of all ranks.
+    """
+
+    description: str
+
+    def __new__(cls, description: str) -> Self:
+        """Make the mark. Args: description is what errors call the group."""
+        made = super().__new__(cls, dist.GroupMember.NON_GROUP_MEMBER)
+        made.description = description
+        return made
+
+    def __repr__(self) -> str:
+        return f"<not in {self.description}>"
+
+    __str__ = __repr__
+
+
+@dataclass(kw_only=True, slots=True)
+class ActiveJob:
+    """A job, and what belongs to its life."""
+
+    job: Job
+    group: dist.ProcessGroup
+    asked: str
+    """The backend as it was asked for: perhaps "auto"."""
+    where: str | None
+    """The init_method that began it."""
+    store: dist.Store  # type: ignore[name-defined]
+    """What all ranks share, under keys of this job alone."""
+    hosted: bool
+    """Whether rank 0's process holds the store, so that the others need it to the end."""
+    pid: int = field(default_factory=os.getpid)
+    counts: Counter[str] = field(default_factory=Counter)
+
+
+_life: ActiveJob | None = None
+_ended_size = 1
+_registered = False
+
+
+def current_job() -> Job | None:
+    """Give the job of this process, or None before `init` and after the end. In a forked process: the parent's."""
+    global _life  # noqa: PLW0603  one job per process, as torch has one default group
+    if _life is None:
+        return None
+    if dist.group.WORLD is not _life.group:
+        _life = None  # the script called destroy_process_group
+        return None
+    return _life.job
+
+
+def current_life() -> ActiveJob | None:
+    """Give the job of this process with what belongs to it, or None."""
+    return None if current_job() is None else _life
+
+
+def remember(life: ActiveJob) -> None:
+    """Take a job that has begun for the one of this process; it ends at exit."""
+    global _life, _registered  # noqa: PLW0603  see current_job
+    _life = life
+    if not _registered:
+        _registered = True
+        atexit.register(_end_at_exit)
+
+
+def require_group(group: dist.ProcessGroup | int | None = None) -> dist.ProcessGroup | None:
+    """Give the group that an operation is for; None stands for this process alone, without a group.
+
+    Args: group None is the whole job.
+    Raises: GroupError before `init`, after the end, for a group that this rank is not in, and inside of a loss
+        function; TypeError.
+    """
+    refuse_collective()
+    if group is None:
+        world = dist.group.WORLD
+        if world is None:
+            refuse_lone_rank()
+        return world
+    if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
+        what = group.description if isinstance(group, NotMember) else "the group"
+        raise GroupError(f"this rank is not in {what}: call operations of a group on its members alone")
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group={group!r} is no process group: give one of unisono.subgroup, unisono.split or torch")
+    if store_of(group) is None:
+        raise GroupError("the group has ended: groups end with their job, make it again after unisono.init()")
+    return group
+
+
+def store_of(group: dist.ProcessGroup) -> Any:
+    """Give the store of a group; None if the group has ended."""
+    entry = dist.distributed_c10d._world.pg_map.get(group)
+    return None if entry is None else entry[1]
+
+
+def refuse_lone_rank() -> None:
+    """Refuse to work alone as one of several ranks. Raises: GroupError."""
+    if dist.is_initialized():
+        return
+    if _ended_size > 1:
+        raise GroupError(
+            f"the job of {_ended_size} ranks has ended in this process: call unisono.init() on all ranks again"
+        )
+    placement = own_placement()
+    if placement.world_size > 1:
+        raise GroupError(
+            f"this is rank {placement.rank} of {placement.world_size}, and the ranks have not met: call unisono.init() "
+            "on all ranks first"
+        )
+
+
+def _end(*, linger: bool = True) -> None:
+    global _life, _ended_size  # noqa: PLW0603  see current_job
+    if _life is None:
+        return
+    life, _life = _life, None
+    _ended_size = life.job.world_size
+    if dist.is_initialized():
+        let_threads_finish()  # a thread of gloo that still holds a tensor would hang the end of a DDP model
+        dist.destroy_process_group()
+    # After an exception the others are not to be waited for. Python sets last_value when it shows one.
+    if linger and getattr(sys, "last_value", None) is None:
+        _linger(life)
+
+
+def _linger(life: ActiveJob) -> None:
+    """Keep the store of rank 0's process until the others have ended, or for a while.
+
+    They may still be on their way to what rank 0 has left there, such as the end of its turn in `main_first`.
+    """
+    size = life.job.world_size
+    if not life.hosted or size == 1:
+        return
+    try:
+        life.store.set(f"ended/{life.job.rank}", "")
+        if life.job.rank == 0:
+            wait_for(life.store, [f"ended/{rank}" for rank in range(size)], time.monotonic() + _LINGER_S)
+    except dist.DistError:
+        return  # rank 0 has gone: nobody needs the store
+
+
+def _end_at_exit() -> None:
+    if _life is None or _life.pid != os.getpid():
+        return
+    if current_job() is not None:
+        _end()
+    let_threads_finish()

@@ -1,0 +1,118 @@
+"""What ranks tell each other about their hosts and GPUs, and what follows from it: local ranks, and the backend.
+
+Pure, but for `own_host` and `own_gpu`, which look at this process. The exchange itself is `job.current`'s.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from unisono.errors import LaunchError, RankMismatchError
+from unisono.job.rendezvous import name_ranks
+
+__all__ = ["HostPlacement", "choose_backend", "own_gpu", "own_host", "place_on_hosts"]
+
+CPU_BACKEND_VARIABLE = "UNISONO_CPU_BACKEND"
+"""Names the backend that "auto" takes for ranks without GPUs: "gloo" or "shm". `unisono run --cpu-backend` sets it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostPlacement:
+    """The place of a rank on its host."""
+
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+
+
+def own_host() -> str:
+    """Name the running system, the same in all containers on it and different for every boot."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:  # not Linux
+        return socket.gethostname()
+
+
+def own_gpu(device: torch.device) -> str | None:
+    """Name the GPU of this rank, whatever number it has here; None without one."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+
+
+def place_on_hosts(hosts: Sequence[str]) -> list[HostPlacement]:
+    """Seat the ranks, given the name of each one's host: in rank order, hosts numbered as they appear.
+
+    >>> [(s.local_rank, s.local_world_size, s.node_rank) for s in place_on_hosts(["a", "b", "a"])]
+    [(0, 2, 0), (0, 1, 1), (1, 2, 0)]
+    """
+    numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
+    sizes, taken = Counter(hosts), Counter[str]()
+    seats = []
+    for host in hosts:
+        seats.append(HostPlacement(local_rank=taken[host], local_world_size=sizes[host], node_rank=numbers[host]))
+        taken[host] += 1
+    return seats
+
+
+def choose_backend(
+    asked: Sequence[str], *, hosts: Sequence[str], gpus: Sequence[str | None], cpu_backend: str | None
+) -> tuple[str, str | None]:
+    """Choose the backend of a job, the same on every rank, from what each asked for and has.
+
+    Args: asked is "auto" or torch's name, gpus names each rank's GPU or None, cpu_backend what the environment says.
+    Returns: the backend, and what rank 0 should tell the user about the choice, if anything.
+    Raises: RankMismatchError if ranks asked for different ones, LaunchError if it cannot work with these GPUs.
+
+    >>> choose_backend(["auto", "auto"], hosts=["a", "a"], gpus=[None, None], cpu_backend=None)
+    ('shm', None)
+    >>> choose_backend(["auto", "auto"], hosts=["a", "b"], gpus=[None, None], cpu_backend=None)
+    ('gloo', None)
+    >>> choose_backend(["auto", "auto"], hosts=["a", "b"], gpus=["x", "y"], cpu_backend=None)
+    ('nccl', None)
+    """
+    if len(set(asked)) > 1:
+        listed = ", ".join(f"rank {rank}: {name!r}" for rank, name in enumerate(asked[:8]))
+        raise RankMismatchError(f"ranks asked for different backends ({listed}): give init() the same on every rank")
+    without = [rank for rank, gpu in enumerate(gpus) if gpu is None]
+    shared = [rank for rank, gpu in enumerate(gpus) if gpu is not None and gpus.count(gpu) > 1]
+    if "nccl" in asked[0]:
+        if without:
+            raise LaunchError(
+                f"backend={asked[0]!r} needs a GPU for every rank, and {name_ranks(without)} of {len(gpus)} found "
+                'none: use backend="auto", or "gloo"'
+            )
+        if shared:
+            raise LaunchError(
+                f"{name_ranks(shared)} share a GPU, which nccl does not serve: start one rank per GPU, and leave "
+                'the number out of device="cuda:0"; or use backend="gloo"'
+            )
+    if asked[0] != "auto":
+        return asked[0], None
+    if without and len(without) < len(gpus):
+        raise LaunchError(
+            f"{name_ranks(without)} of {len(gpus)} found no GPU and the others did: give every rank one, or call "
+            'init(device="cpu") on all'
+        )
+    if not without:
+        if not shared:
+            return "nccl", None
+        return "gloo", (
+            f"{name_ranks(shared)} share a GPU, which nccl does not serve, so the backend is gloo: start one rank per "
+            "GPU, or choose yourself with init(backend=...)"
+        )
+    if cpu_backend not in (None, "", "gloo", "shm"):
+        raise ValueError(f'{CPU_BACKEND_VARIABLE}={cpu_backend!r} in the environment must be "gloo" or "shm"')
+    if cpu_backend:
+        return cpu_backend, None
+    return ("shm" if len(set(hosts)) == 1 and _has_shared_memory() else "gloo"), None
+
+
+def _has_shared_memory() -> bool:
+    return sys.platform == "linux" and hasattr(os, "pidfd_open") and hasattr(os, "memfd_create")

@@ -1,0 +1,371 @@
+"""How a job begins: `init`, from what the launcher, the arguments and the other ranks say.
+
+How ranks find each other is `job.rendezvous`'s, which backend they take `job.hosts`'. Start reading at `init`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import multiprocessing
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from unisono.arguments import whole
+from unisono.backend import register
+from unisono.errors import LaunchError, UnisonoError
+from unisono.job.current import ActiveJob, Job, current_job, current_life, refuse_lone_rank, remember, store_of
+from unisono.job.hosts import CPU_BACKEND_VARIABLE, choose_backend, own_gpu, own_host, place_on_hosts
+from unisono.job.placement import Placement, own_placement
+from unisono.job.rendezvous import Rendezvous, StoreExchange, rendezvous
+
+__all__ = ["begin_job", "init", "require_job"]
+
+TIMEOUT_S = 1800.0
+"""How long ranks wait for each other, unless told: torch's own default for gloo."""
+
+_numbers = itertools.count()
+"""Numbers of this process's jobs."""
+
+_adopted = 0
+"""Groups of the script that this process has taken: each has keys of its own."""
+
+
+def init(
+    backend: str = "auto",
+    init_method: str | None = None,
+    *,
+    store: dist.Store | None = None,  # type: ignore[name-defined]
+    rank: int | None = None,
+    world_size: int | None = None,
+    timeout: timedelta | float = TIMEOUT_S,
+    device: str | torch.device | None = None,
+) -> Job:
+    """Bring the ranks of this job together. Every rank must call it; called again, it returns the same job.
+
+    Rank and number of ranks come from the launcher: `unisono run`, torchrun, Slurm's srun, mpirun of Open MPI, MPICH or
+    Intel MPI, `unisono.spawn`. Without one this process is a job of one rank, and everything works. A default group
+    that the script has made with torch.distributed is taken as it is. The job ends at exit.
+
+    Args:
+        backend: "auto" is nccl where every rank has a GPU of its own, shm where all ranks are on one host, else gloo.
+            Any name that torch knows is taken too, such as "gloo", "mpi" or "cpu:gloo,cuda:nccl".
+        init_method: where ranks meet, if not where the launcher says: "env://", "tcp://host:port" (rank 0's host and a
+            free port), or "file:///path" (a file that does not exist yet, which all ranks can write to).
+        store: a store of torch.distributed that all ranks share, in place of an init_method.
+        rank, world_size: which of how many processes this is, if there is no launcher that says.
+        timeout: how long ranks wait for each other, here and in every collective; seconds or a timedelta.
+        device: where this rank computes. None is the GPU that fits the local rank where there are GPUs (with the
+            backends shm and mpi the CPU), "cuda" too; "cuda:1" and "cpu" are taken by their word.
+
+    Raises: LaunchError if ranks cannot meet, PeerError if some do not come in time or cannot go on, RankMismatchError
+    if they ask for different things, ValueError for arguments that contradict each other or the job that is there.
+    """
+    limit = _timeout_of(timeout)
+    if not isinstance(backend, str):
+        raise TypeError(f'backend={backend!r} must be a name such as "auto", "gloo", "nccl" or "shm"')
+    if not isinstance(init_method, (str, type(None))):
+        raise TypeError(f"init_method={init_method!r} must be a text: env://, tcp://host:port or file:///path")
+    if store is not None and not isinstance(store, dist.Store):  # type: ignore[attr-defined]
+        raise TypeError(f"store is a {type(store).__name__}; give a store of torch.distributed, such as a TCPStore")
+    rank = None if rank is None else whole("rank", rank)
+    world_size = None if world_size is None else whole("world_size", world_size)
+    backend = backend.lower()
+    life = current_life()
+    if life is not None and life.pid != os.getpid():
+        raise LaunchError(
+            f"this process was forked from rank {life.job.rank} of a job after the job had begun, and cannot use its "
+            'group: call init() in the new process alone, or start it with the method "spawn"'
+        )
+    if life is not None:
+        _check_same(
+            life,
+            backend=backend,
+            init_method=init_method,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=limit,
+            device=device,
+        )
+        return replace(life.job, began=False)
+    if dist.is_initialized():
+        return _adopt(backend, rank=rank, world_size=world_size, timeout=limit, device=device)
+    return begin_job(backend, init_method, store=store, rank=rank, world_size=world_size, timeout=limit, device=device)
+
+
+def begin_job(
+    backend: str,
+    init_method: str | None = None,
+    *,
+    store: dist.Store | None = None,  # type: ignore[name-defined]
+    rank: int | None = None,
+    world_size: int | None = None,
+    timeout: timedelta,
+    device: str | torch.device | None = None,
+) -> Job:
+    """Begin a job where there is none; `init` says how. Every rank must call it."""
+    register()
+    _check_backend(backend)
+    placement = own_placement()
+    if rank is world_size is store is init_method is None:
+        _check_meant_alone(placement)
+    meeting = rendezvous(
+        init_method, store=store, rank=rank, world_size=world_size, placement=placement, timeout=timeout
+    )
+    table = _Table(meeting, placement, timeout)
+    own = table.told("facts", lambda: _facts(backend, table, device))
+    name, remark = choose_backend(
+        [fact["backend"] for fact in own],
+        hosts=[fact["host"] for fact in own],
+        gpus=[fact["gpu"] for fact in own],
+        cpu_backend=own[0]["cpu_backend"],
+    )
+    if remark is not None and meeting.rank == 0:
+        print(f"unisono: {remark}", file=sys.stderr)
+    chosen = torch.device(own[meeting.rank]["device"])
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    _make_group(name, meeting, timeout, chosen)
+    job = replace(table.job(name, chosen), began=True)
+    group = dist.group.WORLD
+    assert group is not None
+    remember(
+        ActiveJob(job=job, group=group, asked=backend, where=init_method, store=meeting.store, hosted=meeting.hosted)
+    )
+    return job
+
+
+def require_job() -> Job:
+    """Give the job of this process, taking the script's own group, or none, for one.
+
+    Raises: GroupError if there are other ranks that have not met.
+    """
+    job = current_job()
+    if job is None:
+        refuse_lone_rank()
+        job = init()
+    return job
+
+
+def rank_device(device: str | torch.device | None, backend: str, *, local_rank: int) -> torch.device:
+    """Settle where a rank computes. Raises: LaunchError if there is no such GPU, ValueError for an unknown device."""
+    if device is None:
+        wanted = backend not in ("shm", "mpi") and torch.cuda.is_available()
+        device = torch.device("cuda" if wanted else "cpu")
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f'device={device!r} is no device: give "cpu", "cuda", "cuda:1" or None') from error
+    if device.type == "meta":
+        raise ValueError('device="meta" computes nothing: give "cpu", "cuda", "cuda:1" or None')
+    if device.type != "cuda":
+        return device
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (device.index or 0) >= gpus:
+        raise LaunchError(f"device={str(device)!r} is asked for, and torch finds {gpus} GPUs here: choose another one")
+    return torch.device("cuda", local_rank % gpus) if device.index is None else device
+
+
+class _Table:
+    """The ranks at a meeting: their seats, and what they tell each other before they have a group."""
+
+    def __init__(self, meeting: Rendezvous, placement: Placement, timeout: timedelta) -> None:
+        if (meeting.rank, meeting.world_size) != (placement.rank, placement.world_size):
+            # Who was told its rank by the script: the launcher's numbers are of another job.
+            placement = Placement(launcher="none", rank=meeting.rank, world_size=meeting.world_size)
+        self._meeting, self._timeout = meeting, timeout
+        told = self.told(
+            "node", lambda: [placement.launcher, placement.seated, placement.node_name(own_host()), own_host()]
+        )
+        # Among processes that a rank started, one can have that rank's number: the launcher spoke of another job.
+        self._launcher = placement.launcher if len({launcher for launcher, *_ in told}) == 1 else "none"
+        seated = self._launcher != "none" and all(by_launcher for _, by_launcher, _, _ in told)
+        nodes = [node if seated else host for *_, node, host in told]
+        self._num_nodes = len(set(nodes))
+        seat = place_on_hosts(nodes)[meeting.rank]
+        if seated:
+            seat = replace(seat, local_rank=placement.local_rank, node_rank=placement.node_rank)
+        self.seat = seat
+
+    def told(self, name: str, make: Callable[[], Any]) -> list[Any]:
+        """Give what `make` returns on each rank, in rank order."""
+        meeting, value = self._meeting, None
+        try:
+            value = make()
+        except (UnisonoError, ValueError, RuntimeError) as error:
+            value = error
+        board = StoreExchange(
+            meeting.store,
+            name,
+            rank=meeting.rank,
+            size=meeting.world_size,
+            timeout_s=self._timeout.total_seconds(),
+        )
+        return board.exchange(value, doing=f"join the {meeting.world_size} ranks at {meeting.place}")
+
+    def job(self, backend: str, device: torch.device) -> Job:
+        """Give the job, now that its group is there."""
+        return Job(
+            rank=self._meeting.rank,
+            world_size=self._meeting.world_size,
+            local_rank=self.seat.local_rank,
+            local_world_size=self.seat.local_world_size,
+            node_rank=self.seat.node_rank,
+            num_nodes=self._num_nodes,
+            device=device,
+            backend=backend,
+            launcher=self._launcher,
+            timeout=self._timeout,
+            number=next(_numbers),
+        )
+
+
+def _facts(backend: str, table: _Table, device: str | torch.device | None) -> dict[str, str | None]:
+    """Say what the choice of the backend depends on."""
+    chosen = rank_device(device, backend, local_rank=table.seat.local_rank)
+    return {
+        "backend": backend,
+        "host": own_host(),
+        "device": str(chosen),
+        "gpu": own_gpu(chosen),
+        "cpu_backend": os.environ.get(CPU_BACKEND_VARIABLE),
+    }
+
+
+def _make_group(backend: str, meeting: Rendezvous, timeout: timedelta, device: torch.device) -> None:
+    try:
+        if backend == "mpi":  # which knows its ranks itself
+            dist.init_process_group("mpi", timeout=timeout)
+            return
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("default_pg", meeting.store),  # type: ignore[attr-defined]
+            rank=meeting.rank,
+            world_size=meeting.world_size,
+            timeout=timeout,
+            device_id=device if backend == "nccl" else None,
+        )
+    except (dist.DistError, RuntimeError, ValueError) as error:
+        raise LaunchError(
+            f"rank {meeting.rank} of {meeting.world_size} could not make a group by {backend!r}: {error}"
+        ) from error
+
+
+def _adopt(
+    backend: str,
+    *,
+    rank: int | None,
+    world_size: int | None,
+    timeout: timedelta,
+    device: str | torch.device | None,
+) -> Job:
+    """Take the default group that the script has made. Every rank must call it."""
+    global _adopted  # noqa: PLW0603  a count of what torch holds once per process
+    group = dist.group.WORLD
+    assert group is not None
+    found = str(dist.get_backend(group))
+    for name, asked, there in (
+        ("backend", None if backend == "auto" else backend, found),
+        ("rank", rank, group.rank()),
+        ("world_size", world_size, group.size()),
+    ):
+        if asked is not None and asked != there:
+            raise ValueError(
+                f"{name}={asked!r}, but the group that the script has made with torch.distributed has {there!r}: leave "
+                "the argument out, or call init() in place of init_process_group"
+            )
+    _adopted += group.size() > 1
+    meeting = Rendezvous(
+        store=dist.PrefixStore(f"unisono_adopted_{_adopted}", store_of(group)),  # type: ignore[attr-defined]
+        rank=group.rank(),
+        world_size=group.size(),
+        place="the group that the script has made",
+    )
+    table = _Table(meeting, own_placement(), timeout)
+    chosen = torch.device(
+        table.told("device", lambda: str(rank_device(device, found, local_rank=table.seat.local_rank)))[group.rank()]
+    )
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    job = table.job(found, chosen)
+    remember(ActiveJob(job=job, group=group, asked=found, where=None, store=meeting.store, hosted=False))
+    return job
+
+
+def _timeout_of(timeout: timedelta | float) -> timedelta:
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+        raise TypeError(f"timeout={timeout!r} must be seconds or a timedelta")
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"timeout={timeout!r} must be more than 0 seconds, and finite")
+    return timedelta(seconds=seconds)
+
+
+def _check_backend(backend: str) -> None:
+    if backend == "auto":
+        return
+    available = {"nccl": dist.is_nccl_available, "mpi": dist.is_mpi_available, "gloo": dist.is_gloo_available}
+    for name in (pair.rpartition(":")[2] for pair in backend.split(",")):
+        if name not in dist.Backend.backend_list or name == "undefined":
+            raise ValueError(
+                f'backend={backend!r} names no backend that torch has: give "auto", "nccl", "gloo", "shm" or "mpi"'
+            )
+        if name in available and not available[name]():
+            raise LaunchError(f'backend={backend!r}: this torch is built without {name}; use "auto", or another build')
+
+
+def _check_meant_alone(placement: Placement) -> None:
+    """Doubt a job of one rank in a process that another one started: a launcher's process has a rank."""
+    if placement.launcher != "none" or multiprocessing.parent_process() is None:
+        return
+    if os.environ.get("MASTER_ADDR"):
+        raise LaunchError(
+            "this process was started by another one, and MASTER_ADDR is set, but nothing says which rank it is: call "
+            "init(rank=..., world_size=...), or start the function with unisono.spawn"
+        )
+    warnings.warn(
+        "this process was started by another one, and nothing says which rank it is, so it is a job of one rank: if it "
+        "is one of several, call init(rank=..., world_size=..., init_method=...); else init(rank=0, world_size=1)",
+        stacklevel=4,
+    )
+
+
+def _check_same(
+    life: ActiveJob,
+    *,
+    backend: str,
+    init_method: str | None,
+    store: dist.Store | None,  # type: ignore[name-defined]
+    rank: int | None,
+    world_size: int | None,
+    timeout: timedelta,
+    device: str | torch.device | None,
+) -> None:
+    """Refuse arguments that contradict the job that is there. Raises: ValueError."""
+    job = life.job
+    if device is not None:
+        device = rank_device(device, job.backend, local_rank=job.local_rank)
+    for name, asked, there in (
+        ("backend", None if backend in ("auto", life.asked) else backend, job.backend),
+        ("init_method", None if init_method == life.where else init_method, life.where or "what the launcher said"),
+        ("rank", rank, job.rank),
+        ("world_size", world_size, job.world_size),
+        ("timeout", None if timeout.total_seconds() == TIMEOUT_S else timeout, job.timeout),
+        ("device", device, job.device),
+    ):
+        if asked is not None and asked != there:
+            raise ValueError(
+                f"{name}={asked!s}, but this process is in a job that has {there!s}: leave the argument out, or end "
+                "that job first"
+            )
+    if store is not None:
+        raise ValueError("a store is given, but this process is in a job already: leave it out, or end that job first")

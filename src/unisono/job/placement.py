@@ -1,0 +1,189 @@
+"""Where a process stands in a job, read from the environment that its launcher left.
+
+`detect_placement` is pure: it maps an environment to a `Placement`; `own_placement` is that of this process. They know
+`unisono run` and torchrun (RANK, WORLD_SIZE, …), Slurm's srun, and mpirun of Open MPI, MPICH and Intel MPI; anything
+else is one process by itself. Meeting the other ranks is `job.rendezvous`'s.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Placement", "detect_placement", "own_placement"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placement:
+    """The place of one process in its job."""
+
+    launcher: str
+    """Who started it: "torchrun" (or anything that speaks its environment), "srun", "mpirun" or "none"."""
+    rank: int = 0
+    """Global rank, 0 <= rank < world_size."""
+    world_size: int = 1
+    """Processes in the job."""
+    local_rank: int = 0
+    """Rank among the processes of this host."""
+    local_world_size: int = 1
+    """Processes of the job on this host."""
+    node_rank: int = 0
+    """Number of this host in the job."""
+    seated: bool = False
+    """Whether the launcher said which node this is and which of its processes, so that nobody has to find out."""
+    meeting: str = ""
+    """How ranks meet: "env://", "tcp://host:port", "file:NAME" (ranks of one host), or "" (one process)."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"rank={self.rank} is outside [0, {self.world_size}): check what {self.launcher} set")
+
+    def node_name(self, host: str) -> str:
+        """Name the node of this process: ranks of equal names are on one node. Args: host names its machine.
+
+        The launcher's word counts: it may have started several nodes on one machine.
+        """
+        return f"{self.node_rank}" if self.seated else host
+
+
+def detect_placement(environ: Mapping[str, str], *, parent: str) -> Placement:
+    """Read the placement of this process from its environment.
+
+    Args: parent names the parent process; under MPICH on one host it names the job, for lack of anything better.
+    Raises: ValueError if variables contradict each other, or if several hosts cannot find each other.
+
+    >>> detect_placement({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, parent="1").rank
+    1
+    >>> detect_placement({}, parent="1").launcher
+    'none'
+    """
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        world_size = _integer(environ, "WORLD_SIZE")
+        return Placement(
+            launcher="torchrun",
+            rank=_integer(environ, "RANK"),
+            world_size=world_size,
+            local_rank=_integer(environ, "LOCAL_RANK", default=_integer(environ, "RANK")),
+            local_world_size=_integer(environ, "LOCAL_WORLD_SIZE", default=world_size),
+            node_rank=_integer(environ, "GROUP_RANK", default=0),
+            seated="LOCAL_RANK" in environ and "GROUP_RANK" in environ,
+            meeting="env://" if world_size > 1 else "",
+        )
+    if "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ:
+        return _from_slurm(environ)
+    if "OMPI_COMM_WORLD_RANK" in environ:
+        return _from_mpi(environ, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+                         "OMPI_COMM_WORLD_LOCAL_SIZE", parent=parent)  # fmt: skip
+    if "PMI_RANK" in environ:
+        return _from_mpi(environ, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", parent=parent)
+    return Placement(launcher="none")
+
+
+def own_placement() -> Placement:
+    """Find the placement of this process."""
+    return detect_placement(os.environ, parent=_parent_identity())
+
+
+def _parent_identity() -> str:
+    """Name the parent process so that no other, also a later one with the same id, has the name."""
+    parent = os.getppid()
+    try:
+        started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:  # not Linux, or a parent that is hidden from us
+        started = "0"
+    return f"{parent}-{started}"
+
+
+def _from_slurm(environ: Mapping[str, str]) -> Placement:
+    rank, world_size = _integer(environ, "SLURM_PROCID"), _integer(environ, "SLURM_NTASKS", default=1)
+    nodes = _integer(environ, "SLURM_NNODES", default=1)
+    job, step = environ.get("SLURM_JOB_ID", "0"), environ["SLURM_STEP_ID"]
+    if world_size == 1:
+        meeting = ""
+    elif "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
+        meeting = f"tcp://{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
+    elif nodes == 1:
+        meeting = f"file:slurm-{job}.{step}.{environ.get('SLURM_RESTART_COUNT', '0')}"
+    else:
+        hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
+        # Every rank must compute the same port without asking; a job id is unique on a cluster.
+        port = 20_000 + (int(re.sub(r"\D", "", job) or 0) * 7 + int(re.sub(r"\D", "", step) or 0)) % 12_000
+        meeting = f"tcp://{_first_host(hosts)}:{port}"
+    return Placement(
+        launcher="srun",
+        rank=rank,
+        world_size=world_size,
+        local_rank=_integer(environ, "SLURM_LOCALID", default=rank),
+        local_world_size=_leading_count(environ.get("SLURM_STEP_TASKS_PER_NODE", ""), default=world_size // nodes),
+        node_rank=_integer(environ, "SLURM_NODEID", default=0),
+        seated="SLURM_LOCALID" in environ and "SLURM_NODEID" in environ,
+        meeting=meeting,
+    )
+
+
+def _from_mpi(
+    environ: Mapping[str, str],
+    rank_name: str,
+    size_name: str,
+    local_rank_name: str,
+    local_size_name: str,
+    *,
+    parent: str,
+) -> Placement:
+    rank, world_size = _integer(environ, rank_name), _integer(environ, size_name)
+    local_world_size = _integer(environ, local_size_name, default=world_size)
+    if world_size == 1:
+        meeting = ""
+    elif "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
+        meeting = f"tcp://{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
+    elif local_world_size == world_size:
+        job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid") or "job"
+        meeting = f"file:mpi-{re.sub(r'[^A-Za-z0-9]', '-', job)}-{parent}"
+    else:
+        raise ValueError(
+            f"mpirun started {world_size} ranks of which {local_world_size} are on this host, and MASTER_ADDR and "
+            "MASTER_PORT are not set, so the hosts cannot find each other. Export both (rank 0's host and a free "
+            "port), for example: mpirun -x MASTER_ADDR=host1 -x MASTER_PORT=29500 ..."
+        )
+    return Placement(
+        launcher="mpirun",
+        rank=rank,
+        world_size=world_size,
+        local_rank=_integer(environ, local_rank_name, default=rank),
+        local_world_size=local_world_size,
+        # mpirun does not number nodes: OMPI_COMM_WORLD_NODE_RANK is the rank among all jobs' processes of a node.
+        meeting=meeting,
+    )
+
+
+def _integer(environ: Mapping[str, str], name: str, *, default: int | None = None) -> int:
+    text = environ.get(name)
+    if text is None:
+        if default is None:
+            raise ValueError(f"the launcher set a rank but not {name}: set it, or start with `unisono run`")
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{name}={text!r} in the environment is not a whole number") from None
+
+
+def _first_host(hosts: str) -> str:
+    """Expand the first host of a Slurm node list.
+
+    >>> _first_host("gpu[003-005,9],cpu1")
+    'gpu003'
+    """
+    match = re.match(r"([^,\[]+)(?:\[(\w+))?", hosts)
+    if match is None:
+        raise ValueError(f"SLURM_STEP_NODELIST={hosts!r} names no host: export MASTER_ADDR and MASTER_PORT instead")
+    return match[1] + (match[2] or "")
+
+
+def _leading_count(text: str, *, default: int) -> int:
+    """Read the first count of Slurm's "4(x2),3"; ranks of unequal hosts learn theirs from the group, not from here."""
+    match = re.match(r"\d+", text)
+    return int(match[0]) if match else default

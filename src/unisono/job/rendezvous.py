@@ -1,0 +1,391 @@
+"""How the ranks of a job meet before they have a process group: a store that all share, and what they say there.
+
+`rendezvous` gives the store, whatever the launcher or the caller's `init_method`. `StoreExchange` is a page of that
+store on which each rank writes one value and reads all; it finds ranks that do not come, or that disagree, without a
+hang. Making the group is `job.current`'s.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import secrets
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import torch.distributed as dist
+
+from unisono.errors import LaunchError, PeerError
+from unisono.job.placement import Placement
+from unisono.tcp_store import open_store
+
+__all__ = ["Rendezvous", "StoreExchange", "name_ranks", "rendezvous", "wait_for"]
+
+_GRACE_S = 3.0
+"""How much longer than rank 0 the others wait: ranks do not begin to wait at the same moment."""
+
+_PAUSE_S = 0.02
+"""How long a rank that finds the store of an earlier job waits, at first, for rank 0 to close it and open the next."""
+
+_meetings: Counter[tuple[str, int]] = Counter()
+"""Meetings of this process by place and number of ranks: each has keys of its own."""
+
+_names: set[str] = set()
+"""Jobs that this process has met at stores of rank 0, by the names that rank 0 gave them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rendezvous:
+    """Where the ranks of a job meet."""
+
+    store: dist.Store  # type: ignore[name-defined]
+    rank: int
+    world_size: int
+    place: str
+    """For messages."""
+    hosted: bool = False
+    """Whether rank 0 holds the store within its own process, so that the store ends with it."""
+
+
+def rendezvous(
+    init_method: str | None,
+    *,
+    store: dist.Store | None,  # type: ignore[name-defined]
+    rank: int | None,
+    world_size: int | None,
+    placement: Placement,
+    timeout: timedelta,
+) -> Rendezvous:
+    """Open the store at which the ranks of this job meet. Every rank must call it.
+
+    Args: init_method None takes what the launcher left; rank and world_size None too.
+    Raises: LaunchError if nobody can be reached there, ValueError if the arguments do not say where or who.
+    """
+    scheme = "" if init_method is None else urlsplit(init_method).scheme
+    if scheme not in ("", "env", "tcp", "file"):
+        raise ValueError(
+            f"init_method={init_method!r} is none of env://, tcp://host:port and file:///path: give one of these, or "
+            "leave it out under a launcher"
+        )
+    if init_method is not None and store is not None:
+        raise ValueError("init_method and store both say where ranks meet: give one of them")
+    rank, world_size = _who(init_method, rank=rank, world_size=world_size, placement=placement)
+    if store is not None:
+        return _numbered(store, rank, world_size, place="the given store")
+    if scheme == "file":
+        assert init_method is not None
+        path = _file_of(init_method)
+        return _numbered(_file_store(path, world_size), rank, world_size, place=f"file://{path}")
+    if scheme in ("", "env") and world_size == 1:
+        return Rendezvous(store=dist.HashStore(), rank=0, world_size=1, place="this process alone")  # type: ignore[attr-defined]
+    if scheme != "tcp" and placement.meeting.startswith("file:"):
+        path = _meeting_folder() / placement.meeting.removeprefix("file:")
+        atexit.register(path.unlink, missing_ok=True)  # runs after the group has ended: last in, first out
+        return _numbered(_file_store(path, world_size), rank, world_size, place=f"file://{path}")
+    url = _address_of(init_method if scheme == "tcp" else placement.meeting, world_size=world_size)
+    place = url if url != "env://" else f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    if not _is_launchers(url):
+        return _meet_at_rank_0(url, rank, world_size, place=place, timeout=timeout)
+    try:
+        found = _rendezvous(url, rank, world_size, timeout=timeout)
+    except (dist.DistError, RuntimeError, ValueError) as error:
+        raise _not_met(url, rank, world_size, error) from error
+    return _numbered(found, rank, world_size, place=place)
+
+
+class StoreExchange:
+    """One page of a store: every rank writes a value and reads those of all.
+
+    Args: name must be used once per store, and on all ranks in the same order.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,  # type: ignore[name-defined]
+        name: str,
+        *,
+        rank: int,
+        size: int,
+        timeout_s: float,
+    ) -> None:
+        self._store = dist.PrefixStore(f"unisono/{name}", store)  # type: ignore[attr-defined]
+        self._rank, self._size, self._timeout_s = rank, size, timeout_s
+
+    def exchange(self, value: Any, *, doing: str) -> list[Any]:
+        """Give one JSON value of every rank, in rank order. Every rank must call it.
+
+        Rank 0 collects, so each rank has two round trips to the store, and rank 0 some more.
+        Args: value may be an exception, for a rank that cannot go on: it is raised here once the others know of it.
+            doing completes "rank 1 did not ..." and "rank 1 could not ..." in errors.
+        Raises: PeerError on the other ranks if one gave an exception, and on all if some do not come in time.
+        """
+        failed = isinstance(value, Exception)
+        if self._size > 1:
+            mine = {"error": f"{type(value).__name__}: {value}"} if failed else {"value": value}
+            everyone = self._collect(mine, doing)
+        if failed:
+            raise value
+        if self._size == 1:
+            return [value]
+        for rank, theirs in enumerate(everyone):
+            if "error" in theirs:
+                raise PeerError(f"rank {rank} could not {doing}: {theirs['error']}")
+        return [theirs["value"] for theirs in everyone]
+
+    def _collect(self, mine: dict[str, Any], doing: str) -> list[dict[str, Any]]:
+        store, deadline_s = self._store, time.monotonic() + self._timeout_s
+        store.set(f"rank/{self._rank}", json.dumps(mine))
+        if self._rank == 0:
+            keys = [f"rank/{rank}" for rank in range(self._size)]
+            if not wait_for(store, keys, deadline_s):
+                missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+                said = f"{name_ranks(missing)} did not {doing} within {self._timeout_s:g} s"
+                store.set("all", json.dumps(said))
+                raise PeerError(_late(said))
+            everyone = [json.loads(text) for text in store.multi_get(keys)]
+            store.set("all", json.dumps(everyone))
+            return everyone
+        # Somewhat longer than rank 0, which then says who is missing.
+        if not wait_for(store, ["all"], deadline_s + _GRACE_S):
+            raise PeerError(_late(f"rank 0 did not {doing} within {self._timeout_s:g} s"))
+        answer = json.loads(store.get("all"))
+        if isinstance(answer, str):
+            raise PeerError(_late(answer))
+        return list(answer)
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Write ranks as a subject.
+
+    >>> name_ranks([3]), name_ranks([0, 2])
+    ('rank 3', 'ranks 0, 2')
+    """
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:8]))}{' and others' if len(ranks) > 8 else ''}"
+
+
+def _late(said: str) -> str:
+    return (
+        f"{said}. Every rank must come there, and all must agree how many there are: see what the others printed. "
+        "Under `unisono run`, `unisono stacks` shows where they are."
+    )
+
+
+def wait_for(store: dist.Store, keys: list[str], deadline_s: float) -> bool:  # type: ignore[name-defined]
+    """Wait for keys of a store, also on Ctrl-C. Returns: whether all are there.
+
+    By asking again and again, with pauses of a tenth of the time waited and at most 0.1 s: torch's own wait cannot be
+    interrupted, and writes warnings when it ends without success.
+    """
+    started_s = time.monotonic()
+    while not store.check(keys):
+        now_s = time.monotonic()
+        if now_s >= deadline_s:
+            return False
+        time.sleep(min(0.1, max(0.0002, 0.1 * (now_s - started_s)), max(0.0, deadline_s - now_s)))
+    return True
+
+
+def _who(init_method: str | None, *, rank: int | None, world_size: int | None, placement: Placement) -> tuple[int, int]:
+    """Settle rank and number of ranks: arguments, else the address's, else the launcher's."""
+    query = parse_qs(urlsplit(init_method).query) if init_method else {}
+    if rank is None and "rank" in query:
+        rank = int(query["rank"][0])
+    if world_size is None and "world_size" in query:
+        world_size = int(query["world_size"][0])
+    if rank is None and world_size is None:
+        rank, world_size = placement.rank, placement.world_size
+        if placement.launcher == "none" and init_method and not init_method.startswith("env:"):
+            raise ValueError(
+                f"init_method={init_method!r} needs to know who this process is: give rank= (from 0) and world_size= "
+                "(how many processes call init), or start them with `unisono run`"
+            )
+    if rank is None or world_size is None:
+        given, other = ("rank", "world_size") if world_size is None else ("world_size", "rank")
+        raise ValueError(f"{given} is given and {other} is not: give both, or neither under a launcher")
+    if world_size < 1 or not 0 <= rank < world_size:
+        raise ValueError(
+            f"rank={rank} and world_size={world_size} do not fit: ranks count from 0, so rank is one of "
+            f"0..{max(world_size - 1, 0)}, and world_size at least 1"
+        )
+    return rank, world_size
+
+
+def _address_of(method: str | None, *, world_size: int) -> str:
+    """Give the address of the store for torch: tcp://host:port, or env:// for that in the environment."""
+    if method and method.startswith("tcp:"):
+        parts = urlsplit(method)
+        try:
+            port = parts.port
+        except ValueError:  # no number
+            port = None
+        if not parts.hostname or port is None:
+            raise ValueError(f"init_method={method!r} lacks a host or a port: write tcp://host:port")
+        return f"tcp://{parts.netloc}"
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if missing:
+        raise ValueError(
+            f"{world_size} ranks are to meet and {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not "
+            "set: give init_method='tcp://host:port' (rank 0's host, a free port there) or 'file:///path', or start "
+            "with `unisono run`"
+        )
+    return "env://"
+
+
+def _is_launchers(url: str) -> bool:
+    """True if the launcher hosts a store, and this is its address."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return False
+    return url == "env://" or url.endswith(f":{os.environ.get('MASTER_PORT')}")
+
+
+def _meet_at_rank_0(url: str, rank: int, world_size: int, *, place: str, timeout: timedelta) -> Rendezvous:
+    """Meet at the store that rank 0 opens at an address, and not at the one of an earlier job that it is closing.
+
+    Rank 0 names the job in its store. Where another rank reads the name of a job that it has been in, it leaves that
+    store at once, before it breaks, and comes again until rank 0 has opened the next one.
+    """
+    deadline_s = time.monotonic() + timeout.total_seconds()
+    pause_s = _PAUSE_S
+    if rank != 0 and _names:
+        time.sleep(pause_s)  # rank 0 closes the last job's store just now, if it was here
+    while True:
+        left = timedelta(seconds=max(0.001, deadline_s - time.monotonic()))
+        try:
+            store = _rendezvous(url, rank, world_size, timeout=left)
+            store.set_timeout(timeout)
+            name = _name_job(store, rank, deadline_s)
+        except (dist.DistError, RuntimeError, ValueError) as error:
+            # In a process that had no job before, it is the right store that broke.
+            broken = isinstance(error, dist.DistNetworkError) and rank != 0 and bool(_names)
+            if not broken or time.monotonic() + pause_s >= deadline_s:
+                raise _not_met(url, rank, world_size, error) from error
+        else:
+            if name is not None and name not in _names:
+                _names.add(name)
+                return _admit(store, name, rank, world_size, place=place, hosted=True)
+            if time.monotonic() + pause_s >= deadline_s:
+                doing = f"join the {world_size} ranks at {place}"
+                raise PeerError(_late(f"rank 0 did not {doing} within {timeout.total_seconds():g} s"))
+            del store
+        time.sleep(pause_s)
+        pause_s = min(0.1, 1.5 * pause_s)
+
+
+def _name_job(store: dist.Store, rank: int, deadline_s: float) -> str | None:  # type: ignore[name-defined]
+    """Give the name of the job at a store of rank 0, which rank 0 chooses; None if it does not in time."""
+    if rank == 0:
+        store.set("unisono/job", secrets.token_hex(8))
+    elif not wait_for(store, ["unisono/job"], deadline_s):
+        return None
+    return str(store.get("unisono/job").decode())
+
+
+def _numbered(store: dist.Store, rank: int, world_size: int, *, place: str) -> Rendezvous:  # type: ignore[name-defined]
+    """Meet at a store that outlives the job, where each meeting has a number."""
+    _meetings[place, world_size] += 1
+    return _admit(store, str(_meetings[place, world_size]), rank, world_size, place=place)
+
+
+def _admit(
+    store: dist.Store,  # type: ignore[name-defined]
+    name: str,
+    rank: int,
+    world_size: int,
+    *,
+    place: str,
+    hosted: bool = False,
+) -> Rendezvous:
+    """Give a meeting keys of its own, and find a rank that is there twice."""
+    own = dist.PrefixStore(f"unisono_{name}_of_{world_size}", store)  # type: ignore[attr-defined]
+    if own.add(f"came/{rank}", 1) > 1:
+        reason = "two processes have this rank" + (
+            ", or the file is left from an earlier job. Give each process its own rank, and each job its own file"
+            if place.startswith("file:")
+            else ", or an earlier job met there. Give each process its own rank"
+        )
+        raise LaunchError(f"rank {rank} of {world_size} has been at {place} before: {reason}.")
+    return Rendezvous(store=own, rank=rank, world_size=world_size, place=place, hosted=hosted)
+
+
+def _rendezvous(url: str, rank: int, world_size: int, *, timeout: timedelta) -> dist.Store:  # type: ignore[name-defined]
+    """Open the store at an address, at which rank 0 hosts it unless it is the launcher's."""
+    parts = urlsplit(url)
+
+    def meet() -> Any:
+        if parts.scheme == "tcp" and not _is_launchers(url):
+            # Not by torch's function: where a launcher hosts a store, torch takes every address for that one's, also in
+            # processes that inherit the launcher's variables, and then nobody opens a store at this one.
+            return open_store(str(parts.hostname), int(parts.port or 0), rank, world_size, timeout=timeout)
+        # By torch's own function, in the place where the launcher numbers meetings.
+        return next(dist.distributed_c10d.rendezvous(url, rank, world_size, timeout=timeout))[0]  # type: ignore[attr-defined]
+
+    return _interruptible(meet)
+
+
+def _not_met(url: str, rank: int, world_size: int, error: Exception) -> LaunchError:
+    advice = (
+        f"start the other {world_size - 1} with the same address and world_size"
+        if rank == 0
+        else "rank 0 must be running, on that host and with that port"
+    )
+    return LaunchError(f"rank {rank} of {world_size} could not meet the others at {url} ({error}): {advice}")
+
+
+def _interruptible(make: Callable[[], Any]) -> Any:
+    """Call a function that may wait long within torch, where Ctrl-C would not be seen."""
+    answer: Future[Any] = Future()
+
+    def call() -> None:
+        try:
+            answer.set_result(make())
+        except (dist.DistError, RuntimeError, ValueError) as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=call, name="unisono-meeting", daemon=True).start()
+    return answer.result()
+
+
+def _file_of(init_method: str) -> Path:
+    parts = urlsplit(init_method)
+    if parts.netloc or not parts.path:
+        raise ValueError(
+            f"init_method={init_method!r} has no absolute path: write file:///path, with three slashes, of a file that "
+            "does not exist yet"
+        )
+    return Path(parts.path)
+
+
+def _file_store(path: Path, world_size: int) -> dist.Store:  # type: ignore[name-defined]
+    if not path.parent.is_dir() or path.is_dir():
+        reason = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+        raise LaunchError(
+            f"ranks cannot meet at {path}: {reason}. "
+            "Name a file that does not exist yet, in a folder that all ranks can write to."
+        )
+    try:
+        return dist.FileStore(str(path), world_size)  # type: ignore[attr-defined]
+    except RuntimeError as error:
+        raise LaunchError(f"ranks cannot meet at {path}: {error}") from error
+
+
+def _meeting_folder() -> Path:
+    """Make the folder, private to this user, in which the ranks of one host meet by a file."""
+    base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    folder = Path(base) / f"unisono-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.stat(follow_symlinks=False)
+    if status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise LaunchError(f"{folder} belongs to somebody else or is open to others: remove it, or set TMPDIR")
+    return folder

@@ -1,0 +1,421 @@
+"""The failure report: one screen for people, and the same as JSON. Pure; start reading at `render`.
+
+The order is that of the questions: which rank and what, where in your code, what it printed last, who else, what now.
+Frames of libraries are folded to one line.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from unisono.launch.failure.frames import Frame, frames_in, is_own, short_path
+from unisono.launch.failure.hints import hint_for, meaning_of_signal
+from unisono.launch.failure.root_cause import RankFailure, RootCause, name_ranks, name_signal
+
+__all__ = ["Circumstances", "headline", "render", "to_json"]
+
+_MOST_FRAME_LINES = 16
+_MOST_MESSAGE_LINES = 6
+_MOST_BODY_LINES = 24
+_MOST_TAIL = 8
+_LABEL = 13
+_PLACE_IN_CPP = re.compile(r"^\[(?:enforce fail at )?[^\]\s]+:\d+\] (?:err == 0\. )?")
+"""What torch and gloo put in front of an error's words."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Circumstances:
+    """What a report says besides the failures themselves."""
+
+    ranks: int
+    """How many ranks the job has."""
+    folder: str = ""
+    """Working directory; paths of source files are shown relative to it."""
+    evidence: str | None = None
+    """What the kernel's counters say of memory (`unisono.memory.evidence`)."""
+    log_files: Mapping[int, Sequence[Path]] = field(default_factory=dict)
+    """By rank, the files with all that it printed in this generation."""
+    restarts: int = 0
+    """How often the ranks have been started anew before this failure."""
+    max_restarts: int = 0
+    """How often they may be."""
+    mismatch: str = ""
+    """Which collectives of the ranks did not match, if any (`launch.hang.hang_report.render_mismatch`)."""
+    remarks: Sequence[str] = ()
+    """Sentences to add: why there is no restart, what the ranks that were missed did."""
+    run_id: str = ""
+
+
+def render(verdict: RootCause, circumstances: Circumstances, *, colour: bool = False, columns: int = 100) -> str:
+    """Write the report. Returns: lines of at most `columns` characters, without a line break at the end."""
+    page = _Page(colour=colour, columns=columns)
+    page.add(f"unisono: {headline(verdict, circumstances)}", style="headline")
+    body = list(_body(verdict, circumstances, columns - 4))
+    if body:
+        page.add("")
+    for text, style in body[:_MOST_BODY_LINES]:
+        page.add(f"  {text}" if text else "", style=style)
+    if len(body) > _MOST_BODY_LINES:
+        page.add(f"  … {len(body) - _MOST_BODY_LINES} more lines", style="dim")
+    page.add("")
+    for label, texts in _facts(verdict, circumstances, columns - _LABEL - 2):
+        for number, text in enumerate(texts):
+            page.fact(label if number == 0 else "", text)
+    return page.text()
+
+
+def to_json(verdict: RootCause, circumstances: Circumstances) -> dict[str, Any]:
+    """Describe the failure as data, for a file beside the logs."""
+    parts = {
+        "same": verdict.same,
+        "victims": verdict.victims,
+        "others": verdict.others,
+    }
+    return {
+        "run_id": circumstances.run_id,
+        "ranks": circumstances.ranks,
+        "headline": headline(verdict, circumstances),
+        "exit_code": verdict.code,
+        "cause_ranks": list(verdict.ranks),
+        "absent_ranks": list(verdict.absent),
+        "cause": _failure_as_json(verdict.cause, circumstances),
+        **{name: [_failure_as_json(failure, circumstances) for failure in found] for name, found in parts.items()},
+        "ended_ranks": list(verdict.ended),
+        "mismatch": circumstances.mismatch,
+        "evidence": circumstances.evidence,
+        "restarts": circumstances.restarts,
+        "max_restarts": circumstances.max_restarts,
+        "remarks": list(circumstances.remarks),
+    }
+
+
+_REFUSED = ("TypeError", "ValueError")
+"""Types of errors by which torch refuses arguments."""
+
+
+class _Page:
+    """Lines of a report, clipped and perhaps coloured."""
+
+    _STYLES = {"headline": "1;31", "error": "31", "dim": "2", "label": "2"}  # noqa: RUF012  a table
+
+    def __init__(self, *, colour: bool, columns: int) -> None:
+        self._colour = colour
+        self._columns = columns
+        self._lines: list[str] = []
+
+    def add(self, text: str, *, style: str = "") -> None:
+        self._lines.append(self._paint(_clip(_plain(text), self._columns), style))
+
+    def fact(self, label: str, text: str) -> None:
+        """Add a line of the lower part, broken where it is too long, behind a label."""
+        for number, part in enumerate(_wrap(_plain(text), self._columns - _LABEL - 2)):
+            head = f"  {(label if number == 0 else ''):<{_LABEL}}"
+            self._lines.append(f"{self._paint(head, 'label')}{part}".rstrip())
+
+    def text(self) -> str:
+        return "\n".join(self._lines)
+
+    def _paint(self, text: str, style: str) -> str:
+        return f"\x1b[{self._STYLES[style]}m{text}\x1b[0m" if self._colour and style and text.strip() else text
+
+
+def headline(verdict: RootCause, circumstances: Circumstances, *, most: int = 2000) -> str:
+    """Say in a line of at most so many characters which rank was the cause and what happened to it."""
+    return _clip(_plain(_headline(verdict, circumstances)), most)
+
+
+def _headline(verdict: RootCause, circumstances: Circumstances) -> str:
+    cause, ranks = verdict.cause, verdict.ranks
+    if _is_of_mismatch(verdict, circumstances):
+        return circumstances.mismatch.splitlines()[0]
+    if verdict.absent:
+        names = name_ranks(verdict.absent)
+        waiting = name_ranks({failure.rank for failure in (cause, *verdict.same, *verdict.victims)})
+        if verdict.absent_finished:
+            return f"{names} ended while {waiting} still needed {_them(verdict.absent)}"
+        if verdict.absent_left:
+            its = "its" if len(verdict.absent) == 1 else "their"
+            return f"{names} left {its} process groups while {waiting} still needed {_them(verdict.absent)}"
+        return f"{names} did not come where {waiting} waited for {_them(verdict.absent)}"
+    names = f"all {len(ranks)} ranks" if len(ranks) == circumstances.ranks > 1 else name_ranks(ranks)
+    return f"{names} {_what_happened(cause, were='was' if len(ranks) == 1 else 'were')}"
+
+
+def _what_happened(cause: RankFailure, *, were: str) -> str:
+    account = cause.account
+    if cause.code < 0:
+        return f"{were} killed by {name_signal(-cause.code)}"
+    if account is None:
+        return f"exited with code {cause.code}"
+    if account["type"] == "SystemExit":
+        words = _title(account, most=2000).partition(": ")[2]
+        return f"exited with code {cause.code}" + f": {words}" * (words not in ("", str(cause.code)))
+    if account["type"] == "KeyboardInterrupt":
+        return f"{were} interrupted (KeyboardInterrupt)"
+    subject = account.get("remote", account)
+    if account.get("handled"):
+        return f"left its process groups while handling {_title(subject, most=2000)}"
+    where = f" in {subject['where']}" if "where" in subject else ""
+    return f"failed{where}: {_title(subject, most=2000)}"
+
+
+def _body(verdict: RootCause, circumstances: Circumstances, width: int) -> Iterator[tuple[str, str]]:
+    """Give the middle part: lines and their styles."""
+    cause, folder = verdict.cause, circumstances.folder
+    account = cause.account
+    if _is_of_mismatch(verdict, circumstances):
+        yield from ((line.removeprefix("  "), "") for line in circumstances.mismatch.splitlines()[1:])
+        then = f"Then rank {cause.rank} {_what_happened(cause, were='was')}"
+        yield from ((line, "") for line in _wrap(f"{then}{f', {cause.doing}' if cause.code < 0 else ''}.", width))
+        return
+    if circumstances.mismatch:
+        yield from ((line, "") for line in circumstances.mismatch.splitlines())
+        yield "", ""
+    if verdict.absent and account is not None:
+        yield f"rank {cause.rank} then failed: {_title(account)}", ""
+        yield from _traceback(account["frames"], folder)
+        return
+    if len(verdict.ranks) > 1:
+        yield f"The first was rank {cause.rank}:", "dim"
+    if cause.code < 0:
+        yield from _signal_body(cause, circumstances, width)
+    elif account is None:
+        yield "It gave no Python error: os._exit, native code, or a program that is not Python.", ""
+        if cause.doing:
+            yield f"It was {cause.doing}.", ""
+    else:
+        yield from _error_body(account, folder, width)
+
+
+def _signal_body(cause: RankFailure, circumstances: Circumstances, width: int) -> Iterator[tuple[str, str]]:
+    if meaning := meaning_of_signal(-cause.code, evidence=circumstances.evidence):
+        yield from ((line, "") for line in _wrap(f"{meaning[:1].upper()}{meaning[1:]}.", width))
+    if cause.doing:
+        yield f"It was {cause.doing}.", ""
+    if frames := _crash_frames(cause.crash_stack):
+        yield "", ""
+        yield from _traceback(frames, circumstances.folder)
+
+
+def _error_body(account: Mapping[str, Any], folder: str, width: int) -> Iterator[tuple[str, str]]:
+    subject = account.get("remote", account)
+    yield from _traceback(subject["frames"], folder)
+    yield from _rest_of_message(subject, width)
+    for note in account["notes"]:
+        yield from ((line, "") for line in note.splitlines()[:3])
+    if subject is not account and (own := [frame for frame in account["frames"] if is_own(frame)]):
+        yield f"asked for at {_place(own[-1], folder)}: {own[-1]['source']}", "dim"
+    for member in account.get("group", ())[:4]:
+        yield _title(member), "error"
+        yield from _traceback(member["frames"], folder, most=4)
+    if (hidden := account.get("members", 0) - 4) > 0:
+        yield f"… {hidden} more errors in the group", "dim"
+    for link in account["chain"][:2]:
+        yield "", ""
+        how = "caused by" if link["link"] == "cause" else "while handling"
+        yield f"{how} {_title(link)}", "error"
+        yield from _traceback(link["frames"], folder, most=6, within=subject["frames"])
+
+
+def _traceback(
+    frames: Sequence[Frame], folder: str, *, most: int = _MOST_FRAME_LINES, within: Sequence[Frame] = ()
+) -> Iterator[tuple[str, str]]:
+    """Give the lines for frames, outermost first: the user's own with their source, runs of others in one line.
+
+    Args: within are the frames of the error that these led to.
+    """
+    # A program that lies in an installed package has no frame of the user's: then the innermost ones are shown.
+    told = any(is_own(frame) for frame in (*frames, *within))
+    shown = frames if told else [*frames[:-3], *map(_as_own, frames[-3:])]
+    lines: list[list[tuple[str, str]]] = []
+    runs = [(own, list(run)) for own, run in groupby(shown, is_own)]
+    innermost = next((frame for frame in reversed(shown) if is_own(frame)), None)
+    for number, (own, run) in enumerate(runs):
+        if not own:
+            text = f"… {len(run)} frame{'s' * (len(run) > 1)} in {_libraries(run)}"
+            if number == len(runs) - 1:
+                text += f", the last one {_place(run[-1], folder)} in {run[-1]['function']}"
+            lines.append([(text, "dim")])
+            continue
+        for _, repeated in groupby(run, lambda frame: (frame["file"], frame["line"])):
+            same = list(repeated)
+            times = f" ({len(same)} times or more)" if len(same) > 2 else ""
+            lines.append(_own_lines(same[-1], folder, times, marked=same[-1] is innermost))
+    yield from _fold(lines, most)
+
+
+def _own_lines(frame: Frame, folder: str, times: str, *, marked: bool) -> list[tuple[str, str]]:
+    within = f" in {frame['function']}" if frame["function"] else ""
+    lines = [(f"{_place(frame, folder)}{within}{times}", "")]
+    if frame["source"]:
+        lines.append((f"    {frame['source']}", ""))
+        if marked and "span" in frame:
+            start, end = frame["span"]
+            lines.append((f"    {' ' * start}{'^' * (end - start)}", "error"))
+    return lines
+
+
+def _fold(groups: Sequence[list[tuple[str, str]]], most: int) -> Iterator[tuple[str, str]]:
+    """Leave out groups of lines after the first until the rest has at most so many lines."""
+    kept, left_out = list(groups), 0
+    while sum(map(len, kept)) > most and len(kept) > 2:
+        del kept[1]
+        left_out += 1
+    for number, lines in enumerate(kept):
+        if number == 1 and left_out:
+            yield f"… {left_out} more place{'s' * (left_out > 1)}", "dim"
+        yield from lines
+
+
+def _rest_of_message(account: Mapping[str, Any], width: int) -> Iterator[tuple[str, str]]:
+    """Give the lines of a message that the headline has no room for. Stacks of C++ are left to the log."""
+    lines = [line for line in account["message"].splitlines() if line.strip()]
+    lines = [line for line in lines if not line.startswith(("frame #", "Exception raised from"))]
+    title = _title(account, most=2 * width)
+    told = lines[1:] if len(title) <= width - 20 else [": ".join([account["type"], *lines[:1]]), *lines[1:]]
+    wrapped = [part for line in told for part in _wrap(line, width)]
+    for line in wrapped[:_MOST_MESSAGE_LINES]:
+        yield line, "error"
+    if len(wrapped) > _MOST_MESSAGE_LINES:
+        yield f"… {len(wrapped) - _MOST_MESSAGE_LINES} more lines", "dim"
+
+
+def _facts(verdict: RootCause, circumstances: Circumstances, width: int) -> Iterator[tuple[str, list[str]]]:
+    """Give the lower part: labels and their lines."""
+    cause = verdict.cause
+    # The signal's meaning has told it already.
+    if circumstances.evidence is not None and cause.code >= 0:
+        yield "memory", [circumstances.evidence]
+    if hint := _hint(cause):
+        yield "hint", [hint]
+    if tail := _tail(cause):
+        yield "last lines", [_clip(_plain(line), width) for line in tail]
+    victims = {failure.rank for failure in verdict.victims}
+    if victims and not verdict.absent:
+        lost = f"{name_ranks(victims)} only lost the connection to {name_ranks(verdict.ranks)}"
+        yield "victims", [lost if len(verdict.ranks) < 8 else f"{name_ranks(victims)} only lost a peer"]
+    if verdict.others:
+        yield "also failed", [_other(failure) for failure in verdict.others[:3]]
+    if verdict.ended:
+        yield "ended", [f"{name_ranks(verdict.ended)}, by the launcher"]
+    named = circumstances.log_files.get(verdict.rank) or circumstances.log_files.get(cause.rank)
+    if named:
+        yield "log files", [str(path) for path in named]
+    if circumstances.max_restarts:
+        yield "restarts", [f"{circumstances.restarts} of {circumstances.max_restarts} used"]
+    for remark in circumstances.remarks:
+        yield "note", [remark]
+    yield "exit code", [str(verdict.code)]
+
+
+def _hint(cause: RankFailure) -> str | None:
+    if cause.account is None:
+        return hint_for("\n".join(cause.tail)) if cause.code != -9 else None
+    subject = cause.account.get("remote", cause.account)
+    errors = (subject, *cause.account["chain"])
+    hints = (hint_for(f"{error['type']}: {error['message']}") for error in errors)
+    return next((hint for hint in hints if hint is not None), None)
+
+
+def _tail(cause: RankFailure) -> list[str]:
+    """Choose from the last lines those that the report does not hold yet."""
+    account = cause.account or {}
+    told = {line.strip() for text in ("traceback", "message") for line in account.get(text, "").splitlines()}
+    lines = [line for line in cause.tail if line.strip() and line.strip() not in told]
+    return lines[-_MOST_TAIL:]
+
+
+def _other(failure: RankFailure) -> str:
+    if failure.account is None or failure.code < 0:
+        return failure.describe_end()
+    return f"rank {failure.rank}, later: {_title(failure.account.get('remote', failure.account))}"
+
+
+def _crash_frames(crash_stack: str) -> list[Frame]:
+    """Read the stack of the thread that crashed. The fault handler writes the innermost frame first."""
+    _, found, stack = crash_stack.partition("Current thread ")
+    text = stack.partition("\n\n")[0].partition("\nThread ")[0] if found else ""
+    frames = frames_in(text)[::-1]
+    # The fork server was started with `-c`.
+    return frames[1:] if frames and frames[0]["file"] == "<string>" else frames
+
+
+def _is_of_mismatch(verdict: RootCause, circumstances: Circumstances) -> bool:
+    """Whether the failure is what comes of collectives that do not match, and not another error."""
+    account, code = verdict.cause.account, verdict.cause.code
+    if not circumstances.mismatch or verdict.absent_finished:
+        return False
+    if verdict.absent or account is None:
+        return bool(verdict.absent) or code == -signal.SIGABRT
+    frames = account["frames"] or [{"file": ""}]
+    return "/torch/distributed/" in frames[-1]["file"] and account["type"] not in _REFUSED
+
+
+def _libraries(frames: Sequence[Frame]) -> str:
+    *first, last = dict.fromkeys(frame["library"] for frame in frames)
+    return f"{', '.join(first)} and {last}" if first else str(last)
+
+
+def _as_own(frame: Frame) -> Frame:
+    return {**frame, "library": ""}
+
+
+def _place(frame: Frame, folder: str) -> str:
+    return f"{short_path(frame['file'], folder=folder)}:{frame['line']}"
+
+
+def _title(account: Mapping[str, Any], *, most: int = 200) -> str:
+    """Give an error in one line.
+
+    >>> _title({"type": "ValueError", "message": "bad batch\\nof 3"})
+    'ValueError: bad batch'
+    """
+    first = next((line.strip() for line in account["message"].splitlines() if line.strip()), "")
+    first = _PLACE_IN_CPP.sub("", first) or first
+    return _clip(f"{account['type']}: {first}" if first else account["type"], most)
+
+
+def _them(ranks: Sequence[int]) -> str:
+    return "it" if len(ranks) == 1 else "them"
+
+
+def _failure_as_json(failure: RankFailure, circumstances: Circumstances) -> dict[str, Any]:
+    return {
+        "rank": failure.rank,
+        "exit_code": failure.code,
+        "signal": name_signal(-failure.code) if failure.code < 0 else None,
+        "pid": failure.pid,
+        "time_ns": failure.time_ns,
+        "error": failure.account,
+        "crash_stack": failure.crash_stack,
+        "doing": failure.doing,
+        "last_lines": list(failure.tail),
+        "log_files": [str(path) for path in circumstances.log_files.get(failure.rank, ())],
+    }
+
+
+def _plain(text: str) -> str:
+    """Take out what a terminal would obey: colours, returns, other control characters."""
+    return "".join(character if character.isprintable() else " " for character in text.expandtabs(4))
+
+
+def _clip(text: str, columns: int) -> str:
+    return text if len(text) <= columns else f"{text[: columns - 1]}…"
+
+
+def _wrap(text: str, columns: int) -> list[str]:
+    """Break a text into lines, at blanks or behind a slash if there are any; never changes what is not a blank."""
+    lines = []
+    while len(text) > columns:
+        cut = text.rfind(" ", columns // 2, columns + 1)
+        if cut < 0:
+            cut = text.rfind("/", columns // 2, columns) + 1 or columns
+        lines.append(text[:cut])
+        text = text[cut:].lstrip()
+    return [*lines, text]

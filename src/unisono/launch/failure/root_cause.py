@@ -1,0 +1,312 @@
+"""Which rank was the cause when a job failed, and which ones only suffered.
+
+Pure. Start reading at `find_root_cause`.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+__all__ = ["RankFailure", "RootCause", "exit_status", "find_root_cause", "first_failure", "name_ranks", "name_signal"]
+
+_LEAD_NS = 50_000_000
+"""How much earlier a rank that ended without a word may have failed than its end was seen. Its connections close before
+that, so a peer's error can be on record first. A peer that is not at fault needs longer than this to end."""
+
+_LOST_PEER = (
+    # gloo
+    "connectfullmesh failed",
+    "connection closed by peer",
+    "connection reset by peer",
+    "broken pipe",
+    "application timeout caused pair closure",
+    "socket closed",
+    "remote peer closed the connection",
+    # shm
+    "the group was left by rank",
+    "the process of rank",
+    "the processes of rank",
+    # the store
+    "connection was likely closed",
+    "socket has failed to connect to",
+    "client failed to connect",
+    "timed out (try=",
+    # NCCL
+    "remote process exit",
+    "remote process exited",
+    "ncclremoteerror",
+    "communicator was aborted",
+    "to avoid data inconsistency, we are taking the entire process down",
+)
+_LOST_IN_RPC = ("pipe closed", "eof: end of file")
+"""RPC needs no process group."""
+_STORE_TIMEOUT = ("wait timeout", "socket timeout")
+"""A key of the store did not come. Within a call that is a peer that did not come; the program may wait for any key."""
+_WAITED_IN_VAIN = (
+    "timed out waiting",
+    "timed out: rank",
+    "collective operation timeout",
+    "failed to pass monitoredbarrier",
+    "timed out in monitoredbarrier",
+    "errors while waiting",
+)
+_TORCH_TYPES = ("", "RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError")
+"""Types of the errors that torch raises for a lost peer; "" where only text is known."""
+_CONNECTION_TYPES = (
+    *("ConnectionError", "ConnectionResetError", "ConnectionAbortedError", "ConnectionRefusedError"),
+    *("BrokenPipeError", "EOFError", "BrokenBarrierError"),
+)
+"""Types of the errors that Python code raises for a lost connection, to a peer or to anything else."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankFailure:
+    """One rank's failure."""
+
+    rank: int
+    code: int
+    """Its exit code; a negative number is the signal that ended it, as in `subprocess`."""
+    time_ns: int
+    """When it failed, by the monotonic clock: when it raised an error or, if it did not say, when its end was seen."""
+    reported: bool
+    """Whether the rank itself told, on its way out."""
+    pid: int | None = None
+    account: Mapping[str, Any] | None = None
+    """What it told of its error (`launch.failure.error_record`)."""
+    crash_stack: str = ""
+    """What Python's fault handler wrote when a signal ended it."""
+    tail: tuple[str, ...] = ()
+    """The last lines that it printed."""
+    grouped: bool = True
+    """False if it has never made a process group, and so cannot have lost a peer there."""
+    in_call: bool = True
+    """False if its latest call of torch.distributed had ended well."""
+    doing: str = ""
+    """The collective that it was in, or had done last, as words: "in all_reduce at train.py:7"."""
+
+    def describe_end(self) -> str:
+        """Say how the process ended.
+
+        >>> RankFailure(rank=1, code=-9, time_ns=0, reported=False).describe_end()
+        'rank 1 was killed by SIGKILL'
+        """
+        how = f"was killed by {name_signal(-self.code)}" if self.code < 0 else f"exited with code {self.code}"
+        return f"rank {self.rank} {how}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RootCause:
+    """What the failures of a job's ranks come to."""
+
+    cause: RankFailure
+    """The failure to tell. If others only missed a rank (`absent`), the first of theirs."""
+    same: tuple[RankFailure, ...] = ()
+    """Ranks that failed by the same error as the cause, in the same place."""
+    victims: tuple[RankFailure, ...] = ()
+    """Ranks that failed only because a peer was lost."""
+    others: tuple[RankFailure, ...] = ()
+    """Ranks that failed in another way, after the cause."""
+    ended: tuple[int, ...] = ()
+    """Ranks that the launcher ended."""
+    absent: tuple[int, ...] = ()
+    """Where all errors are of ranks that missed a peer: the ranks that were missed, as far as is known."""
+    absent_finished: bool = False
+    """Whether the absent ranks had come to their end with exit code 0, and not just been elsewhere."""
+    absent_left: bool = False
+    """True if the absent ranks had left their process groups, and were not at their end yet."""
+    sure: bool = True
+    """Whether nothing that may still arrive is likely to change the cause. If not, wait a moment before ending others:
+    what is known is only a lost connection, and the rank that closed it has not failed yet."""
+
+    @property
+    def rank(self) -> int:
+        """The rank to name as the cause."""
+        return min(self.absent) if self.absent else self.cause.rank
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks to name as the cause."""
+        return self.absent or tuple(sorted({self.cause.rank, *(failure.rank for failure in self.same)}))
+
+    @property
+    def code(self) -> int:
+        """The exit code of the launcher."""
+        return exit_status(self.cause.code)
+
+
+def find_root_cause(
+    failures: Collection[RankFailure],
+    *,
+    finished: Collection[int] = (),
+    left: Collection[int] = (),
+    running: Collection[int] = (),
+    ended_ns: int | None = None,
+) -> RootCause:
+    """Find the cause among the failures of one generation of ranks.
+
+    The cause is the first failure that is not only a lost peer. If there is no such failure, ranks that had left
+    with exit code 0, or that let the others wait, are named.
+    Args: finished are ranks that had ended with exit code 0 before the first failure; left are ranks that had left
+    their process groups by then, and did not fail; running are ranks without a failure so far; ended_ns is when the
+    launcher began to end ranks, if it has.
+
+    >>> lost = {"type": "RuntimeError", "message": "Connection closed by peer [127.0.0.1]:4000"}
+    >>> victim = RankFailure(rank=0, code=1, time_ns=1, reported=True, account=lost)
+    >>> killed = RankFailure(rank=1, code=-9, time_ns=9, reported=False)
+    >>> verdict = find_root_cause([victim, killed])
+    >>> verdict.rank, [failure.rank for failure in verdict.victims], verdict.code
+    (1, [0], 137)
+    """
+    own = [failure for failure in failures if not _is_ended(failure, ended_ns)] or list(failures)
+    ended = {failure.rank for failure in failures} - {failure.rank for failure in own}
+    doubts = {failure.rank: _doubt(failure) for failure in own}
+    least = min(doubts.values())
+    # A rank that waits in vain closes its connections in the end. Which of these two comes first is known.
+    suspects = [failure for failure in own if doubts[failure.rank] == least or least >= _LOST]
+    cause = first_failure(suspects)
+    rest = [failure for failure in own if failure is not cause]
+    same = [failure for failure in rest if _identity(failure) == _identity(cause)]
+    victims = [failure for failure in rest if failure not in same and doubts[failure.rank] > _CERTAIN]
+    others = [failure for failure in rest if failure not in same and failure not in victims]
+    absent: Collection[int] = ()
+    if least >= _LOST:
+        absent = finished or left or (ended.union(running) if doubts[cause.rank] == _LATE else ())
+    return RootCause(
+        cause=cause,
+        same=_by_rank(same),
+        victims=_by_rank(victims),
+        others=_by_rank(others),
+        ended=tuple(sorted(ended)),
+        absent=tuple(sorted(absent)),
+        absent_finished=bool(absent) and bool(finished),
+        absent_left=bool(absent) and bool(left) and not finished,
+        sure=least < _LOST or not running,
+    )
+
+
+def first_failure(failures: Collection[RankFailure]) -> RankFailure:
+    """Find the earliest one among several failures.
+
+    A rank that raised an error has told when. For one that was killed only its end is known, which is a little late,
+    so it gets a head start. SIGABRT gets none: libraries abort when a peer is lost.
+
+    >>> raised = RankFailure(rank=0, code=1, time_ns=1_000_000, reported=True)
+    >>> killed = RankFailure(rank=1, code=-9, time_ns=1_200_000, reported=False)
+    >>> first_failure([raised, killed]).rank
+    1
+    """
+
+    def failed_ns(failure: RankFailure) -> int:
+        sure = failure.reported or failure.code == -signal.SIGABRT
+        return failure.time_ns if sure else failure.time_ns - _LEAD_NS
+
+    return min(failures, key=failed_ns)
+
+
+_CERTAIN, _PERHAPS, _LOST, _LATE = range(4)
+"""How little a failure explains: an error of its own; a connection that Python code lost, to a peer or to anything
+else; a peer lost by torch; a peer waited for in vain."""
+
+
+def _doubt(failure: RankFailure) -> int:
+    """Grade how likely a failure is only the echo of another one."""
+    if failure.account is None:
+        # A library that aborts, or a program that is not Python: all that is known is what it printed. Other signals,
+        # and a program that is silent on the matter, are taken as they are.
+        text = "\n".join(failure.tail) if failure.code in (1, -signal.SIGABRT) else ""
+        return _doubt_of({"type": "", "message": text}, failure)
+    return max(_doubt_of(error, failure) for error in _errors(failure.account))
+
+
+def _doubt_of(error: Mapping[str, Any], failure: RankFailure) -> int:
+    text, name = error["message"].lower(), error["type"].rpartition(".")[2]
+    if name in _TORCH_TYPES and not _raised_by_program(error):
+        if failure.grouped and _holds(text, _WAITED_IN_VAIN):
+            return _LATE
+        if failure.grouped and failure.in_call and _holds(text, _STORE_TIMEOUT):
+            return _LATE
+        if _holds(text, _LOST_IN_RPC):
+            return _LOST
+        if failure.grouped and (name == "DistNetworkError" or _holds(text, _LOST_PEER)):
+            return _LOST
+    return _PERHAPS if name in _CONNECTION_TYPES or name == "DistNetworkError" else _CERTAIN
+
+
+def _holds(text: str, words: Collection[str]) -> bool:
+    return any(word in text for word in words)
+
+
+def _raised_by_program(error: Mapping[str, Any]) -> bool:
+    """True if a line of the program raised an error, or one of a library other than torch: its words may be any."""
+    frame = (error.get("frames") or [{}])[-1]
+    source: str = frame.get("source", "")
+    start, end = frame.get("span", (0, len(source)))
+    return source[start:end].startswith("raise ") and frame.get("library") not in ("torch", "unisono")
+
+
+def _errors(account: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Give an error and all that it came from."""
+    yield account
+    for part in ("chain", "group"):
+        for other in account.get(part, ()):
+            yield from _errors(other)
+
+
+def _is_ended(failure: RankFailure, ended_ns: int | None) -> bool:
+    """Whether a failure is only the way in which a rank obeyed when the launcher ended it."""
+    if ended_ns is None or failure.time_ns < ended_ns:
+        return False
+    if failure.code in (-signal.SIGTERM, -signal.SIGKILL, -signal.SIGINT) or failure.account is None:
+        return True
+    return failure.account["type"] in ("SystemExit", "KeyboardInterrupt")
+
+
+def _identity(failure: RankFailure) -> tuple[object, ...]:
+    """What makes failures the same: the signal, or the error and its place, or the exit code."""
+    account = failure.account
+    if failure.code < 0 or account is None:
+        return (failure.code,)
+    frames = account.get("frames") or [{}]
+    return account["type"], frames[-1].get("file"), frames[-1].get("line")
+
+
+def _by_rank(failures: Collection[RankFailure]) -> tuple[RankFailure, ...]:
+    return tuple(sorted(failures, key=lambda failure: failure.rank))
+
+
+def exit_status(code: int) -> int:
+    """Translate the code of a process into the one with which a shell would report it.
+
+    >>> exit_status(3), exit_status(-9)
+    (3, 137)
+    """
+    return code if code >= 0 else 128 - code
+
+
+def name_ranks(ranks: Collection[int]) -> str:
+    """Name ranks in a sentence.
+
+    >>> name_ranks([2]), name_ranks([0, 1, 3]), name_ranks([0, 1, 2, 3, 6])
+    ('rank 2', 'ranks 0, 1 and 3', 'ranks 0-3 and 6')
+    """
+    parts: list[str] = []
+    for _, run in groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0]):
+        numbers = [rank for _, rank in run]
+        parts += [f"{numbers[0]}-{numbers[-1]}"] if len(numbers) > 2 else map(str, numbers)
+    *first, last = parts
+    listed = f"{', '.join(first)} and {last}" if first else last
+    return f"rank{'s' * (len(ranks) > 1)} {listed}"
+
+
+def name_signal(signum: int) -> str:
+    """Name a signal; those without a name in Python (real-time signals) by number.
+
+    >>> name_signal(9), name_signal(40)
+    ('SIGKILL', 'signal 40')
+    """
+    known = {int(known): known.name for known in signal.Signals}
+    return known.get(signum, f"signal {signum}")

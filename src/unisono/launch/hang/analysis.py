@@ -1,0 +1,408 @@
+"""Decides from what is known of all ranks whether they wait in vain: for whom, since when, and where those are.
+
+Pure functions of `Situation`s. A rank that waits is no hang by itself: what counts is a collective that others do not
+enter, and sends and receives that wait in a circle or for a rank that cannot come. Start reading at `find_hang`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from unisono.launch.hang.stacks import Frame, Thread
+from unisono.launch.hang.status_block import Kind, RecordedCall
+
+__all__ = ["Finding", "Mismatch", "OperationState", "Pending", "Situation", "Wait", "find_hang", "find_mismatch"]
+
+_SETTLED_NS = 1_000_000_000
+"""A rank that has been in a collective for so long is taken to be stuck if the collectives of ranks do not match."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pending:
+    """An operation that torch's flight recorder has as unfinished."""
+
+    group: str
+    sequence: int
+    """As the backend counts, which differs from what the page counts."""
+    name: str
+    tensors: str
+    point_to_point: bool
+    since_ns: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Situation:
+    """What is known of one rank at one moment."""
+
+    rank: int
+    pid: int = 0
+    state: Literal["running", "sleeping", "in the kernel", "stopped", "ended"] = "running"
+    exit_code: int | None = None
+    """None while it runs."""
+    load: float | None = None
+    """How many cores it has kept busy lately."""
+    calls: tuple[RecordedCall, ...] = ()
+    """Its latest calls, the newest last."""
+    pending: tuple[Pending, ...] = ()
+    """What the backends have not finished, the oldest first."""
+    enqueued: Mapping[str, int] = field(default_factory=dict)
+    """By group, the number of the latest operation given to the backend. Empty: not known."""
+    groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """By name, the members of groups."""
+    main_thread: int = 0
+    threads: tuple[Thread, ...] = ()
+    """Its stacks. Empty: not asked, or it could not answer."""
+    children: tuple[tuple[int, str, tuple[Thread, ...]], ...] = ()
+    """Python processes that it has forked: id, name and stacks."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process is gone."""
+        return self.exit_code is not None or self.state == "ended"
+
+    @property
+    def main(self) -> Thread | None:
+        """The stack of the main thread."""
+        return next((thread for thread in self.threads if thread.ident == self.main_thread), None) or (
+            self.threads[-1] if self.threads else None
+        )
+
+    @property
+    def place(self) -> Frame | None:
+        """Where the user's program is: by the stack, else by the latest call."""
+        if (main := self.main) and main.place:
+            return main.place
+        return user_line_of(self.calls[-1]) if self.calls and self.calls[-1].file else None
+
+    @property
+    def epoch(self) -> int:
+        """How often it has made the default group."""
+        return max((call.epoch for call in self.calls), default=0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OperationState:
+    """What one rank does in a group, as reports name it."""
+
+    rank: int
+    name: str
+    detail: str
+    """Tensors, reduction and root, for example "float32[4, 4], sum"."""
+    since_ns: int
+    place: Frame | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mismatch:
+    """Members of a group called different collectives in the same place of its order."""
+
+    group: str
+    label: str
+    """What people know the group by."""
+    members: tuple[int, ...]
+    sequence: int
+    operations: tuple[OperationState, ...]
+    """By rank. Ranks that are not in it have not got there."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wait:
+    """Ranks that wait in the same operation."""
+
+    name: str
+    kind: Kind
+    group: str
+    label: str
+    """What people know the group by."""
+    members: tuple[int, ...]
+    """Who takes part. Empty: not known."""
+    sequence: int
+    operations: tuple[OperationState, ...]
+    """Of the ranks that wait."""
+    missing: tuple[int, ...]
+    """For whom they wait. Empty: all are in it."""
+
+    @property
+    def waiting(self) -> tuple[int, ...]:
+        """The ranks that wait."""
+        return tuple(operation.rank for operation in self.operations)
+
+    @property
+    def since_ns(self) -> int:
+        """When the first of them began to wait."""
+        return min(operation.since_ns for operation in self.operations)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """Ranks that wait in vain, as far as can be seen."""
+
+    mismatch: Mismatch | None
+    waits: tuple[Wait, ...]
+
+    @property
+    def since_ns(self) -> int:
+        """When the first rank began to wait."""
+        starts = [wait.since_ns for wait in self.waits]
+        starts += [operation.since_ns for operation in self.mismatch.operations] if self.mismatch else []
+        return min(starts)
+
+    @property
+    def causes(self) -> tuple[int, ...]:
+        """Ranks that others wait for, and that wait for nobody themselves. Empty: they wait for each other."""
+        missing = {rank for wait in self.waits for rank in wait.missing}
+        return tuple(sorted(missing - {rank for wait in self.waits for rank in wait.waiting}))
+
+    @property
+    def involved(self) -> tuple[int, ...]:
+        """All ranks that wait or are waited for."""
+        ranks = {rank for wait in self.waits for rank in (*wait.waiting, *wait.missing)}
+        return tuple(sorted(ranks | {o.rank for o in (self.mismatch.operations if self.mismatch else ())}))
+
+    def key(self) -> tuple[object, ...]:
+        """Give what makes it the same finding later on, also if it goes away and comes back at the next step."""
+        if self.mismatch:
+            return (self.mismatch.group, self.mismatch.sequence)
+        return tuple(
+            (wait.name, wait.group, wait.waiting, wait.missing, *{_line(o) for o in wait.operations})
+            for wait in self.waits
+        )
+
+
+def find_hang(situations: Sequence[Situation], *, now_ns: int, patience_ns: int) -> Finding | None:
+    """Decide whether ranks wait in vain. Situations are those of all ranks, ended ones included.
+
+    A mismatch counts after a second, everything else after `patience_ns`; twice that if all members of a group are in
+    their collective, because it may just be a long one.
+    """
+    by_rank = {situation.rank: situation for situation in situations}
+    mismatch = find_mismatch(situations, now_ns=now_ns)
+    waits = [
+        wait
+        for wait in _find_waits(by_rank, now_ns=now_ns, patience_ns=patience_ns)
+        if wait.kind == "point-to-point" or wait.missing or now_ns - wait.since_ns >= 2 * patience_ns
+    ]
+    stuck = [wait for wait in waits if wait.kind != "point-to-point" or not _excused(wait, waits, by_rank)]
+    if mismatch is None and not stuck:
+        return None
+    return Finding(mismatch=mismatch, waits=tuple(sorted(stuck, key=lambda wait: wait.since_ns)))
+
+
+def find_mismatch(situations: Sequence[Situation], *, now_ns: int, settled_ns: int = _SETTLED_NS) -> Mismatch | None:
+    """Find the first collective that is not the same on all ranks that got to it, if a rank is stuck since.
+
+    With a negative `settled_ns` no rank needs to be stuck: what is asked is what went wrong before a failure.
+    """
+    found: list[tuple[int, Mismatch]] = []
+    for (group, _, sequence), calls in _by_sequence(situations, failed=settled_ns < 0).items():
+        signatures = {call.signature for call in calls.values()}
+        if len(signatures) > 1 and (settled_ns < 0 or _stuck_since(situations, group, sequence, now_ns - settled_ns)):
+            members = next(iter(calls.values())).ranks
+            operations = tuple(_operation(rank, call) for rank, call in sorted(calls.items()))
+            label = _label_of(group, situations)
+            mismatch = Mismatch(group=group, label=label, members=members, sequence=sequence, operations=operations)
+            found.append((min(call.started_ns for call in calls.values()), mismatch))
+    if found:
+        return min(found, key=lambda pair: pair[0])[1]
+    return _mismatch_of_backends(situations)
+
+
+def user_line_of(call: RecordedCall) -> Frame | None:
+    """Give the user's line that made a call."""
+    if not call.file:
+        return None
+    return Frame(file=call.file, line=call.line, function=call.function, is_library=False)
+
+
+def detail_of(call: RecordedCall) -> str:
+    """Give what a call is about: tensors, reduction, root or peer."""
+    sides = {"send": "to", "send_object_list": "to", "recv": "from", "recv_object_list": "from"}
+    peer = "" if call.peer is None else f"{sides.get(call.name, 'root')} {'rank ' * (call.name in sides)}{call.peer}"
+    return ", ".join(part for part in (call.tensors, call.reduction, peer) if part)
+
+
+def _by_sequence(
+    situations: Sequence[Situation], *, failed: bool = False
+) -> dict[tuple[str, int, int], dict[int, RecordedCall]]:
+    found: dict[tuple[str, int, int], dict[int, RecordedCall]] = {}
+    for situation in situations:
+        for call in situation.calls:
+            if call.kind == "collective" and call.signature and (failed or not call.failed):
+                found.setdefault((call.group, call.epoch, call.sequence), {})[situation.rank] = call
+    return found
+
+
+def _stuck_since(situations: Sequence[Situation], group: str, sequence: int, before_ns: int) -> bool:
+    calls = (call for situation in situations for call in situation.calls)
+    return any(
+        call.running and call.group == group and call.sequence >= sequence and call.started_ns <= before_ns
+        for call in calls
+    ) or any(entry.group == group for situation in situations for entry in situation.pending)
+
+
+def _mismatch_of_backends(situations: Sequence[Situation]) -> Mismatch | None:
+    """Compare what backends have not finished: the only trace of operations that pass no function of torch's."""
+    entries: dict[tuple[str, int], dict[int, Pending]] = {}
+    for situation in situations:
+        for entry in situation.pending:
+            if not entry.point_to_point and situation.exit_code is None:
+                entries.setdefault((entry.group, entry.sequence), {})[situation.rank] = entry
+    by_rank = {situation.rank: situation for situation in situations}
+    for (group, sequence), pending in sorted(entries.items(), key=lambda item: item[0][1]):
+        if len({entry.name for entry in pending.values()}) > 1:
+            members = next((s.groups[group] for s in situations if group in s.groups), ())
+            operations = tuple(_operation_of_backend(by_rank[rank], entry) for rank, entry in sorted(pending.items()))
+            label = _label_of(group, situations)
+            return Mismatch(group=group, label=label, members=members, sequence=sequence, operations=operations)
+    return None
+
+
+def _find_waits(by_rank: Mapping[int, Situation], *, now_ns: int, patience_ns: int) -> list[Wait]:
+    found: dict[tuple[object, ...], Wait] = {}
+    for situation in by_rank.values():
+        if situation.ended:
+            continue
+        late = [call for call in situation.calls if call.running and now_ns - call.started_ns >= patience_ns]
+        for call in late:
+            wait = _wait_in(call, situation, by_rank)
+            found.setdefault((wait.name, wait.group, call.epoch, wait.sequence, wait.waiting), wait)
+        if not any(call.running for call in situation.calls):
+            for entry in situation.pending[:1]:
+                if now_ns - entry.since_ns >= patience_ns and not entry.point_to_point:
+                    wait = _wait_in_backend(entry, by_rank)
+                    found.setdefault((wait.name, wait.group, "backend", wait.sequence), wait)
+    return list(found.values())
+
+
+def _wait_in(call: RecordedCall, situation: Situation, by_rank: Mapping[int, Situation]) -> Wait:
+    members = call.ranks or tuple(sorted(by_rank))
+    if call.kind == "point-to-point":
+        others = tuple(rank for rank in members if rank != situation.rank) if call.peer is None else (call.peer,)
+        operations: tuple[OperationState, ...] = (_operation(situation.rank, call),)
+        missing = others
+    else:
+        inside = {rank: own for rank in members if (own := _same_call(by_rank.get(rank), call)) is not None}
+        operations = tuple(_operation(rank, own) for rank, own in sorted(inside.items()))
+        missing = tuple(
+            rank
+            for rank in members
+            if rank in by_rank
+            and (by_rank[rank].state == "stopped" or (rank not in inside and not _passed(by_rank[rank], call)))
+        )
+    return Wait(
+        name=call.name,
+        kind=call.kind,
+        group=call.group,
+        label=call.label,
+        members=call.ranks,
+        sequence=call.sequence,
+        operations=operations,
+        missing=missing,
+    )
+
+
+def _same_call(situation: Situation | None, call: RecordedCall) -> RecordedCall | None:
+    """Find the same collective in another rank, if that is inside it now."""
+    if situation is None or situation.ended:
+        return None
+    for own in situation.calls:
+        if own.running and _alike(own, call) and (own.epoch, own.sequence) == (call.epoch, call.sequence):
+            return own
+    return None
+
+
+def _alike(one: RecordedCall, other: RecordedCall) -> bool:
+    """Whether two calls are counted together. The making of groups is counted by the name of the function."""
+    return one.kind == other.kind and one.group == other.group and (one.kind != "setup" or one.name == other.name)
+
+
+def _passed(situation: Situation, call: RecordedCall) -> bool:
+    """Whether a rank has been through a collective, or has given it to the backend, in which others still wait."""
+    return situation.epoch > call.epoch or any(
+        _alike(own, call) and own.epoch == call.epoch and own.sequence >= call.sequence and not own.failed
+        for own in situation.calls
+    )
+
+
+def _wait_in_backend(entry: Pending, by_rank: Mapping[int, Situation]) -> Wait:
+    members = next((s.groups[entry.group] for s in by_rank.values() if entry.group in s.groups), ())
+    inside = {
+        rank: own
+        for rank, situation in by_rank.items()
+        if not situation.ended
+        and (own := next((o for o in situation.pending if _same_entry(o, entry)), None)) is not None
+    }
+    return Wait(
+        name=entry.name,
+        kind="collective",
+        group=entry.group,
+        label=_label_of(entry.group, by_rank.values()),
+        members=members,
+        sequence=entry.sequence,
+        operations=tuple(_operation_of_backend(by_rank[rank], own) for rank, own in sorted(inside.items())),
+        missing=tuple(
+            rank
+            for rank in (members or sorted(by_rank))
+            if rank in by_rank
+            and (
+                by_rank[rank].state == "stopped"
+                or (rank not in inside and by_rank[rank].enqueued.get(entry.group, -1) < entry.sequence)
+            )
+        ),
+    )
+
+
+def _label_of(group: str, situations: Iterable[Situation]) -> str:
+    """Find what people know a group by, which calls tell."""
+    calls = (call for situation in situations for call in situation.calls)
+    return next((call.label for call in calls if call.group == group and call.label), "")
+
+
+def _same_entry(one: Pending, other: Pending) -> bool:
+    return (one.group, one.sequence) == (other.group, other.sequence)
+
+
+def _excused(wait: Wait, waits: Sequence[Wait], by_rank: Mapping[int, Situation]) -> bool:
+    """Whether a send or receive may still come to its end: its other side computes, or waits for one that does.
+
+    So a parameter server and a pipeline whose first stage is busy are no hangs.
+    """
+    by_waiter = {rank: other for other in waits for rank in other.waiting}
+    seen: set[int] = set(wait.waiting)
+    open_ranks = list(wait.missing)
+    while open_ranks:
+        rank = open_ranks.pop()
+        situation = by_rank.get(rank)
+        if rank in seen or situation is None:
+            continue
+        seen.add(rank)
+        if situation.ended or situation.state == "stopped":
+            continue
+        next_wait = by_waiter.get(rank)
+        if next_wait is None:
+            return True
+        if next_wait.kind == "point-to-point":
+            open_ranks += next_wait.missing
+    return False
+
+
+def _operation(rank: int, call: RecordedCall) -> OperationState:
+    return OperationState(
+        rank=rank, name=call.name, detail=detail_of(call), since_ns=call.started_ns, place=user_line_of(call)
+    )
+
+
+def _operation_of_backend(situation: Situation, entry: Pending) -> OperationState:
+    return OperationState(
+        rank=situation.rank,
+        name=entry.name,
+        detail=entry.tensors,
+        since_ns=entry.since_ns,
+        place=situation.main.place if situation.main else None,
+    )
+
+
+def _line(operation: OperationState) -> object:
+    return (operation.place.file, operation.place.line) if operation.place else None

@@ -1,0 +1,480 @@
+"""Records in the rank's page what it does in its process groups, for scripts that know nothing of it.
+
+The functions of torch.distributed stay the same objects: their decorator keeps the inner function in a closure cell,
+and a recording one takes its place there. What does not pass these functions (DDP's reductions, functional collectives)
+is in torch's own flight recorder, which a thread reads when the agent asks. Start reading at `install`.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import threading
+import time
+from _thread import start_new_thread
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from unisono.imports import when_imported
+from unisono.launch.failure.error_record import record_error
+from unisono.launch.failure.frames import library_of
+from unisono.launch.hang import stacks
+from unisono.launch.hang.flight_recorder import FlightRecorder, name_tensors
+from unisono.launch.hang.status_block import Kind, StatusBlock, encode_call, name_range
+from unisono.launch.reserved_files import OwnFile
+
+__all__ = ["ASK_ERROR", "ASK_RECORDER", "ASK_STACKS", "CallRecorder", "install"]
+
+ASK_RECORDER, ASK_STACKS, ASK_ERROR = b"?", b"s", b"e"
+"""What the agent writes into the pipe."""
+
+_MOST_DESCRIPTIONS = 4096
+_MOST_FRAMES = 64
+_MOST_TENSORS = 8
+_LISTS = (list, tuple)  # writing `list | tuple` at each test takes ten times as long
+
+_UNUSUAL = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What a look at arguments may raise that torch refuses, or that belong to another version of it. The call goes on."""
+
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Signature:
+    """Where a function has its arguments, and which of them must be equal on all ranks."""
+
+    name: str
+    """What it is called in reports; a deprecated name gives that of the function that replaced it."""
+    tensors: tuple[int, str] | None = None
+    """Position and name of the argument with the tensor, or tensors, that are described."""
+    group: tuple[int, str] = (99, "group")
+    reduction: tuple[int, str] | None = None
+    peer: tuple[int, str, str] | None = None
+    """Position, name, and the name of the argument that gives it as rank within the group."""
+    asynchronous: tuple[int, str] | None = None
+    equal: str = "elements"
+    """Which part of the tensors must be equal: "elements" (number and dtype), "dtype" or "nothing"."""
+    kind: Kind = "collective"
+
+
+def _of(name: str, tensors: int | None, argument: str = "tensor", **more: Any) -> _Signature:
+    return _Signature(name=name, tensors=None if tensors is None else (tensors, argument), **more)
+
+
+def _at(position: int) -> dict[str, Any]:
+    return {"group": (position, "group"), "asynchronous": (position + 1, "async_op")}
+
+
+_TO = (1, "dst", "group_dst")
+_FROM = (1, "src", "group_src")
+_OP = (1, "op")
+_COLLECTIVES = {
+    "all_reduce": _of("all_reduce", 0, reduction=_OP, **_at(2)),
+    "all_reduce_coalesced": _of("all_reduce_coalesced", 0, "tensors", reduction=_OP, **_at(2)),
+    "broadcast": _of("broadcast", 0, peer=_FROM, **_at(2)),
+    "reduce": _of("reduce", 0, peer=_TO, reduction=(2, "op"), **_at(3)),
+    # Backends may gather tensors of several sizes; what each rank makes room for must agree.
+    "all_gather": _of("all_gather", 0, "tensor_list", **_at(2)),
+    "all_gather_single": _of("all_gather_into_tensor", 0, "output_tensor", **_at(2)),
+    "all_gather_into_tensor": _of("all_gather_into_tensor", 0, "output_tensor", **_at(2)),
+    "_all_gather_base": _of("all_gather_into_tensor", 0, "output_tensor", **_at(2)),
+    "all_gather_coalesced": _of("all_gather_coalesced", 1, "input_tensor_list", equal="dtype", **_at(2)),
+    "gather": _of("gather", 0, peer=(2, "dst", "group_dst"), equal="dtype", **_at(3)),
+    "scatter": _of("scatter", 0, peer=(2, "src", "group_src"), equal="dtype", **_at(3)),
+    "reduce_scatter": _of("reduce_scatter", 1, "input_list", reduction=(2, "op"), **_at(3)),
+    "reduce_scatter_single": _of("reduce_scatter_tensor", 1, "input", reduction=(2, "op"), **_at(3)),
+    "reduce_scatter_tensor": _of("reduce_scatter_tensor", 1, "input", reduction=(2, "op"), **_at(3)),
+    "_reduce_scatter_base": _of("reduce_scatter_tensor", 1, "input", reduction=(2, "op"), **_at(3)),
+    "all_to_all": _of("all_to_all", 1, "input_tensor_list", equal="dtype", **_at(2)),
+    "all_to_all_single": _of("all_to_all_single", 1, "input", equal="dtype", **_at(4)),
+    "barrier": _of("barrier", None, **_at(0)),
+    "monitored_barrier": _of("monitored_barrier", None, group=(0, "group")),
+    "all_gather_object": _of("all_gather_object", None, group=(2, "group")),
+    "gather_object": _of("gather_object", None, peer=(2, "dst", "group_dst"), group=(3, "group")),
+    "broadcast_object_list": _of("broadcast_object_list", None, peer=_FROM, group=(2, "group")),
+    "scatter_object_list": _of("scatter_object_list", None, peer=(2, "src", "group_src"), group=(3, "group")),
+}
+_OTHERS = {
+    "send": _of("send", 0, peer=_TO, group=(2, "group"), kind="point-to-point"),
+    "recv": _of("recv", 0, peer=_FROM, group=(2, "group"), kind="point-to-point"),
+    "send_object_list": _of("send_object_list", None, peer=_TO, group=(2, "group"), kind="point-to-point"),
+    "recv_object_list": _of("recv_object_list", None, peer=_FROM, group=(2, "group"), kind="point-to-point"),
+    "init_process_group": _of("init_process_group", None, kind="setup"),
+    "new_group": _of("new_group", None, kind="setup"),
+    "split_group": _of("split_group", None, kind="setup"),
+}
+
+
+@dataclass(eq=False, slots=True)
+class _Group:
+    """What is known of one process group."""
+
+    name: str
+    ranks: str
+    label: str
+    sequence: int = 0
+
+
+def install(page: StatusBlock, *, ask: int, dump: int) -> CallRecorder:
+    """Record in the page what this process does in its process groups, from the import of torch.distributed on.
+
+    Args: ask is a pipe, which a thread reads once there is a process group. `ASK_RECORDER` makes it write into the page
+    what torch's flight recorder has unfinished, `ASK_STACKS` makes it write the stacks of all threads to dump, and
+    `ASK_ERROR` makes it write into the page which exception the main thread handles, if any.
+    Call it once, in the rank, after the fork. Returns: what does it.
+    """
+    recorder = CallRecorder(page, ask=ask, dump=dump)
+    page.claim(pid=os.getpid(), main_thread=threading.main_thread().ident or 0)
+    # A process that the rank forks (a DataLoader worker) has the same page mapped, which is not its own.
+    os.register_at_fork(after_in_child=recorder.stop)
+    when_imported("torch.distributed.distributed_c10d", recorder.attach)
+    return recorder
+
+
+class CallRecorder:
+    """Stands in the functions of torch.distributed and writes to the page."""
+
+    def __init__(self, page: StatusBlock, *, ask: int, dump: int) -> None:
+        self._page: StatusBlock | None = page
+        self._ask, self._dump = OwnFile(ask), OwnFile(dump)
+        self._inside = threading.local()
+        self._texts: dict[Any, bytes] = {}
+        self._groups: dict[str, _Group] = {}
+        self._makers: dict[str, str] = {}  # by name, the line that made the group
+        self._default: _Group | None = None
+        self._setups: dict[str, int] = {}
+        self._epoch = 0
+        self._watching = False
+        self._callers = _Callers()
+
+    def stop(self) -> None:
+        """Record nothing more."""
+        self._page = None
+        self._watching = False  # a thread is not forked
+
+    @property
+    def page(self) -> StatusBlock | None:
+        """Where calls are recorded; None in a process that the rank has forked."""
+        return self._page
+
+    @property
+    def epoch(self) -> int:
+        """How often process groups have been set up."""
+        return self._epoch
+
+    def find_caller(self) -> tuple[str, int, str]:
+        """Give file, line and function of the user's frame that led to the function which calls this."""
+        return self._callers.find(sys._getframe(2))
+
+    @property
+    def has_thread(self) -> bool:
+        """Whether this process has the thread that answers the agent."""
+        return self._watching
+
+    def attach(self, c10d: ModuleType) -> None:
+        """Take the place of the inner functions of a module `torch.distributed.distributed_c10d`."""
+        self._c10d: Any = c10d
+        for name, signature in {**_COLLECTIVES, **_OTHERS}.items():
+            function = getattr(c10d, name, None)
+            if function is None:  # another version of torch
+                continue
+            around = self._recording_setup if signature.kind == "setup" else self._recording
+            cell = _inner_cell(function)
+            if cell is not None:
+                cell.cell_contents = around(cell.cell_contents, signature)
+            else:
+                replacement = around(function, signature)
+                for module in (c10d, sys.modules.get("torch.distributed")):
+                    if module is not None and getattr(module, name, None) is function:
+                        setattr(module, name, replacement)
+
+        leaving = self._recording_leave(c10d.destroy_process_group)
+        for module in (c10d, sys.modules.get("torch.distributed")):
+            if getattr(module, "destroy_process_group", None) is leaving.__wrapped__:  # type: ignore[attr-defined]
+                module.destroy_process_group = leaving  # type: ignore[union-attr]
+
+    def _recording_leave(self, function: Function) -> Function:
+        """Record the end of all groups: peers that still need this rank fail because of it."""
+
+        @functools.wraps(function)
+        def recorded(group: Any = None, *args: Any, **kwargs: Any) -> Any:
+            page, world = self._page, self._c10d.GroupMember.WORLD
+            if page is not None and world is not None and group in (None, world):
+                page.note_groups(left=True)
+            return function(group, *args, **kwargs)
+
+        return recorded
+
+    def _recording(self, function: Function, signature: _Signature) -> Function:
+        inside, texts, counted = self._inside, self._texts, signature.kind == "collective"
+        position, keyword = signature.group
+        describe_call = self._describe
+
+        @functools.wraps(function)
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            page = self._page
+            if page is None or getattr(inside, "yes", False):
+                return function(*args, **kwargs)
+            try:
+                group = self._group(args[position] if len(args) > position else kwargs.get(keyword))
+            except _UNUSUAL:
+                group = None
+            if group is None:
+                return function(*args, **kwargs)
+            place = self._callers.find(sys._getframe(1))
+            try:
+                key = (signature.name, place, group.name, *_shape_of_call(signature, args, kwargs))
+                text = texts.get(key)
+                if text is None:
+                    if len(texts) >= _MOST_DESCRIPTIONS:
+                        texts.clear()
+                    text = texts[key] = describe_call(signature, group, args, kwargs, place)
+            except _UNUSUAL:
+                # Arguments that torch will refuse, or sizes without a number while a graph is traced.
+                text = encode_call(name=signature.name, kind=signature.kind, group=group.name, ranks=group.ranks)
+            if counted:
+                group.sequence += 1
+            number = page.begin(text, sequence=group.sequence if counted else 0, epoch=self._epoch)
+            inside.yes = True
+            try:
+                result = function(*args, **kwargs)
+            except BaseException as error:
+                page.end(number, failed=True)
+                if counted and isinstance(error, TypeError | ValueError):  # refused before it was issued
+                    group.sequence -= 1
+                raise
+            finally:
+                inside.yes = False
+            page.end(number)
+            return result
+
+        return _leave_to_python(recorded)
+
+    def _recording_setup(self, function: Function, signature: _Signature) -> Function:
+        """Record the making of groups. All ranks must call them; there is no group yet that would count them."""
+        inside = self._inside
+        first = signature.name == "init_process_group"
+
+        @functools.wraps(function)
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            page = self._page
+            if page is None or getattr(inside, "yes", False):
+                return function(*args, **kwargs)
+            if first:
+                self._epoch += 1
+                self._groups.clear()
+                self._makers.clear()
+                self._default = None
+                self._setups.clear()
+                self._texts.clear()
+                self._watch()
+                page.note_groups(left=False)
+            file, line, name = self._callers.find(sys._getframe(1))
+            text = encode_call(name=signature.name, kind="setup", file=file, line=line, function=name)
+            self._setups[signature.name] = sequence = self._setups.get(signature.name, 0) + 1
+            number = page.begin(text, sequence=sequence, epoch=self._epoch)
+            inside.yes = True
+            try:
+                result = function(*args, **kwargs)
+            except BaseException:
+                page.end(number, failed=True)
+                raise
+            finally:
+                inside.yes = False
+            page.end(number)
+            made = getattr(result, "group_name", None)  # of several groups, as new_subgroups makes, each is made apart
+            if isinstance(made, str):
+                self._makers[made] = f"{file}:{line}"
+            return result
+
+        return _leave_to_python(recorded)
+
+    def _group(self, group: Any) -> _Group | None:
+        """Look up a group, without keeping it alive. None: this rank is not in it, or there is none yet."""
+        if group is None:
+            if self._default is None:
+                self._default = self._look_up(self._c10d.GroupMember.WORLD)
+            return self._default
+        return self._look_up(group)
+
+    def _look_up(self, group: Any) -> _Group | None:
+        name = getattr(group, "group_name", None)
+        if not isinstance(name, str):
+            return None
+        known = self._groups.get(name)
+        if known is None:
+            ranks = tuple(sorted(self._c10d.get_process_group_ranks(group)))
+            known = self._groups[name] = _Group(name, name_range(ranks), self._label_of(group, name))
+        return known
+
+    def _label_of(self, group: Any, name: str) -> str:
+        """Return what the user knows a group by: the description that it was given, or the line that made it."""
+        if group is self._c10d.GroupMember.WORLD:
+            return "the default group"
+        description = getattr(group, "group_desc", "")
+        if description and description != "undefined":
+            return f"the group {description!r}"
+        return f"the group made at {self._makers[name]}" if name in self._makers else ""
+
+    def _describe(
+        self, signature: _Signature, group: _Group, args: Any, kwargs: Any, place: tuple[str, int, str]
+    ) -> bytes:
+        tensors = _tensors(_argument(args, kwargs, signature.tensors))
+        peer = self._peer(signature, args, kwargs)
+        reduction = (
+            _reduction(_argument(args, kwargs, signature.reduction, default="SUM")) if signature.reduction else ""
+        )
+        return encode_call(
+            name=signature.name,
+            kind=signature.kind,
+            group=group.name,
+            label=group.label,
+            ranks=group.ranks,
+            tensors=name_tensors(tensors),
+            reduction=reduction,
+            peer=peer,
+            signature=_signature_text(signature, tensors, reduction, peer),
+            file=place[0],
+            line=place[1],
+            function=place[2],
+            asynchronous=bool(_argument(args, kwargs, signature.asynchronous)),
+        )
+
+    def _peer(self, signature: _Signature, args: Any, kwargs: Any) -> int | None:
+        """Give the root or the other side as global rank."""
+        if signature.peer is None:
+            return None
+        position, name, in_group = signature.peer
+        peer = _argument(args, kwargs, (position, name))
+        if peer is None and (inside := kwargs.get(in_group)) is not None:
+            group = _argument(args, kwargs, signature.group)
+            peer = self._c10d.get_global_rank(self._c10d.GroupMember.WORLD if group is None else group, inside)
+        if peer is None and signature.kind == "collective":
+            peer = 0  # what torch takes if neither is given
+        return None if peer is None else int(peer)
+
+    def _watch(self) -> None:
+        # Not a `threading.Thread`: a program that lists its threads finds those that it has started.
+        if not self._watching:
+            self._watching = True
+            start_new_thread(self._answer, ())
+
+    def _answer(self) -> None:
+        """Write what is unfinished each time the agent asks."""
+        reader = FlightRecorder()
+        # A program that closes all files may open its own at this number.
+        while self._ask.is_intact and (asked := os.read(self._ask.number, 64)) and (page := self._page) is not None:
+            if ASK_STACKS in asked:
+                stacks.write(self._dump)
+            if ASK_ERROR in asked and (error := _error_of(page.main_thread)) is not None:
+                account = {**record_error(error), "handled": True}
+                if page.read_failure() is None:  # else it has come out of the program by now
+                    page.write_failure(account)
+            if ASK_RECORDER not in asked:
+                continue
+            with suppress(*_UNUSUAL):
+                status, pending = reader.look()
+                if any(group["completed"] > 0 for group in status.values()):
+                    page.note_meeting()
+                groups = {name: group.ranks for name, group in self._known_groups()}
+                answer = {"time_ns": time.monotonic_ns(), "status": status, "pending": pending, "groups": groups}
+                page.write_answer(answer)
+
+    def _known_groups(self) -> list[tuple[str, _Group]]:
+        for group in list(self._c10d._world.pg_group_ranks):
+            self._group(group)
+        return list(self._groups.items())
+
+
+class _Callers:
+    """Finds the user's code in the call stack."""
+
+    def __init__(self) -> None:
+        self._own: dict[str, bool] = {}
+
+    def find(self, frame: Any) -> tuple[str, int, str]:
+        """Give file, line and function of the user's frame that leads to this one; if there is none, the nearest."""
+        nearest = frame.f_back or frame  # without torch's decorator
+        for _ in range(_MOST_FRAMES):
+            code = frame.f_code
+            file = code.co_filename
+            own = self._own.get(file)
+            if own is None:
+                own = self._own[file] = not library_of(file)
+            if own:
+                return file, frame.f_lineno, code.co_name
+            frame = frame.f_back
+            if frame is None:
+                break
+        return nearest.f_code.co_filename, nearest.f_lineno, nearest.f_code.co_name
+
+
+def _error_of(thread: int) -> BaseException | None:
+    """Return the exception that a thread handles at this moment, in an `except`, a `finally` or an `__exit__`."""
+    found: Any = sys._current_exceptions().get(thread)
+    error = found[1] if isinstance(found, tuple) else found  # a tuple before Python 3.12
+    return error if isinstance(error, BaseException) else None
+
+
+def _inner_cell(function: Any) -> Any:
+    """Find the closure cell in which torch's decorators keep the function that they wrap."""
+    closure = getattr(function, "__closure__", None) or ()
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    return dict(zip(names, closure, strict=False)).get("func")
+
+
+def _leave_to_python(function: Function) -> Function:
+    """Keep torch.compile from compiling the function and what it calls. Calling its `disable` would import it."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    with suppress(AttributeError):  # another version of torch
+        native: Any = sys.modules["torch"]._C._dynamo.eval_frame
+        skip = native._FrameAction.SKIP
+        native.set_code_exec_strategy(function.__code__, native._FrameExecStrategy(skip, skip))
+    return function
+
+
+def _argument(args: Any, kwargs: Any, where: tuple[int, str] | None, default: Any = None) -> Any:
+    if where is None:
+        return None
+    return args[where[0]] if len(args) > where[0] else kwargs.get(where[1], default)
+
+
+def _shape_of_call(signature: _Signature, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """Give what the description of a call depends on besides its place, quickly and hashable."""
+    given = _argument(args, kwargs, signature.tensors)
+    if isinstance(given, _LISTS):
+        tensors: Any = (len(given), *((tensor.shape, tensor.dtype) for tensor in given[:_MOST_TENSORS]))
+    else:
+        tensors = given is not None and (given.shape, given.dtype)
+    where = signature.peer
+    peer = (_argument(args, kwargs, where[:2]), kwargs.get(where[2])) if where else None
+    reduction = _argument(args, kwargs, signature.reduction)
+    return tensors, peer, reduction, _argument(args, kwargs, signature.asynchronous)
+
+
+def _tensors(given: Any) -> list[tuple[str, tuple[int, ...], int]]:
+    """Give dtype, shape and number of elements of a tensor or of several."""
+    listed = given if isinstance(given, _LISTS) else [] if given is None else [given]
+    return [(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.numel()) for tensor in listed]
+
+
+def _signature_text(
+    signature: _Signature, tensors: list[tuple[str, tuple[int, ...], int]], reduction: str, peer: int | None
+) -> str:
+    parts = [signature.name, reduction, "" if peer is None else f"root {peer}"]
+    if signature.equal == "elements":
+        dtypes = sorted({dtype for dtype, _, _ in tensors})
+        parts.append(f"{'/'.join(dtypes)} {sum(numel for _, _, numel in tensors)}")
+    elif signature.equal == "dtype":
+        parts.append("/".join(sorted({dtype for dtype, _, _ in tensors})))
+    return "|".join(parts)
+
+
+def _reduction(op: Any) -> str:
+    kind = getattr(op, "op", op)  # of an operation that carries a factor
+    name = getattr(kind, "name", None) or str(kind)
+    return str(name).rpartition(".")[2].lower()

@@ -1,0 +1,305 @@
+"""Words for ranks that wait in vain, and for where ranks are: one screen, equal ranks together. Pure functions.
+
+Start reading at `render_finding`; `render_stacks` is what `unisono stacks` prints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from unisono.launch.failure.frames import short_path
+from unisono.launch.hang.analysis import Finding, Mismatch, OperationState, Situation, Wait, detail_of
+from unisono.launch.hang.stacks import Frame, Thread
+from unisono.launch.hang.status_block import RecordedCall, name_range
+
+__all__ = ["render_finding", "render_idle", "render_mismatch", "render_stacks", "summarize"]
+
+_MOST_FRAMES = 6
+_MOST_MISSING = 4
+_MOST_CHILDREN = 2
+_MOST_THREADS = 2
+_WIDTH = 100
+_LONGEST_LIST = 40
+
+
+def render_finding(
+    finding: Finding, situations: Sequence[Situation], *, now_ns: int, folder: str, remedy: str = ""
+) -> str:
+    """Say who waits where, and where the ranks are that they wait for.
+
+    Args: folder is the job's working directory, which paths are shortened by; remedy is said at the end.
+    """
+    by_rank = {situation.rank: situation for situation in situations}
+    if finding.mismatch is not None:
+        lines = render_mismatch(finding.mismatch, ranks=len(by_rank), folder=folder).splitlines()
+        shown = {operation.rank for operation in finding.mismatch.operations}
+        others = [rank for wait in finding.waits for rank in wait.missing if rank not in shown]
+        lines += _where(sorted(set(others)), by_rank, now_ns, folder)
+    else:
+        lines = []
+        several = len({wait.group for wait in finding.waits}) > 1
+        for wait in finding.waits[:3]:
+            headline = _headline(wait, len(by_rank), now_ns, label=several, folder=folder)
+            lines += [headline, *_operations(wait.operations, folder)]
+        missing = sorted({rank for wait in finding.waits for rank in wait.missing})
+        waiting = {rank for wait in finding.waits for rank in wait.waiting}
+        if missing and set(missing) <= waiting and not any(by_rank[rank].state == "stopped" for rank in missing):
+            lines.append("They wait for each other.")
+        # Those that wait for nobody come first: one of them is the cause.
+        first = [rank for rank in missing if rank not in waiting or by_rank[rank].state == "stopped"]
+        lines += _where(first, by_rank, now_ns, folder)
+    return "\n".join([*lines, *([remedy] if remedy else [])])
+
+
+def summarize(finding: Finding, *, ranks: int, now_ns: int) -> str:
+    """Give a finding in one line."""
+    if finding.mismatch is not None:
+        return render_mismatch(finding.mismatch, ranks=ranks, folder="").splitlines()[0]
+    return _headline(finding.waits[0], ranks, now_ns)
+
+
+def render_mismatch(mismatch: Mismatch, *, ranks: int, folder: str) -> str:
+    """Say which collectives do not match. The first line stands for itself."""
+    whose = _group(mismatch.label, mismatch.members, ranks, folder=folder)
+    whose = f" of {whose}" if whose else ""
+    lines = [f"{_odd_ones(mismatch)} (collective {mismatch.sequence}{whose})"]
+    lines += _operations(mismatch.operations, folder)
+    lines.append("Every rank must call the same collectives in the same order, with equal shapes and dtypes.")
+    return "\n".join(lines)
+
+
+def _odd_ones(mismatch: Mismatch) -> str:
+    """Say which ranks call something else than most do, or than the first one does."""
+    by_name = len({operation.name for operation in mismatch.operations}) > 1
+    callers: dict[str, list[int]] = {}
+    for operation in mismatch.operations:
+        callers.setdefault(operation.name if by_name else operation.detail, []).append(operation.rank)
+    (usual, most), *odd = sorted(callers.items(), key=lambda item: (-len(item[1]), item[1]))
+    if len(odd) != 1:
+        return f"ranks call {len(callers)} different collectives in the same place"
+    (other, ranks), *_ = odd
+    call = "calls" if len(ranks) == 1 else "call"
+    usually = "calls" if len(most) == 1 else "call"
+    if not by_name:
+        other, usually = f"{mismatch.operations[0].name} with {other}", "has" if len(most) == 1 else "have"
+    return f"{_name(tuple(ranks))} {call} {other} where {_name(tuple(most))} {usually} {usual}"
+
+
+def render_stacks(situations: Sequence[Situation], *, now_ns: int, folder: str, full: bool = False) -> str:
+    """Show the stack and the collective of every rank; equal ranks together.
+
+    Args: full shows the stacks of all threads, with library frames, instead of the main thread's own.
+    """
+    blocks: dict[tuple[str, ...], list[int]] = {}
+    for situation in situations:
+        blocks.setdefault(tuple(_block(situation, now_ns, folder, full=full)), []).append(situation.rank)
+    parts = []
+    for (state, *body), ranks in blocks.items():
+        parts.append("\n".join([f"{_name(tuple(ranks))}: {state}", *body]))
+    return "\n".join(parts)
+
+
+def render_idle(
+    idle: Sequence[Situation], *, ended: Sequence[int], idle_s: float, now_ns: int, folder: str, command: str
+) -> str:
+    """Say that these ranks do nothing; ended are the others, if any. Args: command shows where they are."""
+    have = "has" if len(idle) == 1 else "have"
+    who = _name(tuple(situation.rank for situation in idle))
+    seconds = _duration(int(idle_s * 1e9))
+    if ended:
+        headline = f"{_name(tuple(ended))} ended {seconds} ago or more, and {who} {have} done nothing since"
+        remedy = f"The job goes on until they end. `{command}` shows where they are; Ctrl-C ends it."
+    else:
+        headline = f"{who} {have} done nothing for {seconds}: no CPU time, no output, no I/O"
+        remedy = (
+            "The job goes on, and this is not said again: a program that waits for requests looks like that, too. "
+            f"`{command}` shows where they are; Ctrl-C ends it."
+        )
+    by_rank = {situation.rank: situation for situation in idle}
+    return "\n".join([headline, *_where(sorted(by_rank), by_rank, now_ns, folder), remedy])
+
+
+def _group(label: str, members: tuple[int, ...], ranks: int, *, folder: str, always: bool = False) -> str:
+    """Name a process group as the user knows it; "" for one of all ranks that needs no name.
+
+    Args: always names also one of all ranks, to tell it from others.
+
+    >>> _group("the group 'tp'", (0, 2), 4, folder=""), _group("the group made at a.py:3", (0, 1), 4, folder="")
+    ("the group 'tp' (ranks 0,2)", 'the group of ranks 0-1')
+    >>> _group("the group made at /job/a.py:3", (0, 1), 2, folder="/job", always=True)
+    'the group made at a.py:3'
+    """
+    everybody = len(members) in (0, ranks)
+    if not label or not (always or label.startswith("the group '")):
+        return "" if everybody else f"the group of ranks {name_range(members)}"
+    label = label.replace(f"{folder.rstrip('/')}/", "") if folder else label
+    return label if everybody else f"{label} (ranks {name_range(members)})"
+
+
+def _headline(wait: Wait, ranks: int, now_ns: int, *, label: bool = False, folder: str = "") -> str:
+    seconds = _duration(now_ns - wait.since_ns)
+    has = "has" if len(wait.waiting) == 1 else "have"
+    who = f"{_name(wait.waiting)} {has} waited {seconds} in {wait.name}"
+    where = ""
+    if wait.kind == "collective" and (group := _group(wait.label, wait.members, ranks, always=label, folder=folder)):
+        where = f" of {group}"
+    if not wait.missing:
+        return f"{who}{where}; all ranks of the group are in it"
+    if wait.kind == "point-to-point" and len(wait.missing) > 1:
+        return f"{who} for any other rank"
+    return f"{who}{where} for {_name(wait.missing)}"
+
+
+def _operations(operations: Sequence[OperationState], folder: str) -> list[str]:
+    """List what ranks are in: equal ones in one line, with the line of source under it."""
+    folded: dict[tuple[str, str, str], list[int]] = {}
+    for operation in operations:
+        call = f"{operation.name}({operation.detail})"
+        place = _place(operation.place, folder) if operation.place else ""
+        source = operation.place.source if operation.place else ""
+        folded.setdefault((call, place, source), []).append(operation.rank)
+    lines = []
+    for (call, place, source), ranks in folded.items():
+        lines.append(f"  {_label(ranks)} {call}{'  at ' * bool(place)}{place}"[: 2 * _WIDTH])
+        if source:
+            lines.append(f"        {source}"[:_WIDTH])
+    return lines
+
+
+def _where(ranks: Sequence[int], by_rank: Mapping[int, Situation], now_ns: int, folder: str) -> list[str]:
+    """Say where these ranks are instead."""
+    folded: dict[tuple[str, ...], list[int]] = {}
+    for rank in ranks:
+        folded.setdefault(tuple(_block(by_rank[rank], now_ns, folder, full=False)), []).append(rank)
+    lines = []
+    for (state, *body), same in list(folded.items())[:_MOST_MISSING]:
+        lines += [f"{_name(tuple(same))}: {state}", *body]
+    if len(folded) > _MOST_MISSING:
+        lines.append(f"… and {len(folded) - _MOST_MISSING} more")
+    return lines
+
+
+def _block(situation: Situation, now_ns: int, folder: str, *, full: bool) -> list[str]:
+    lines = [_state(situation)]
+    last = situation.calls[-1] if situation.calls else None
+    running = [call for call in situation.calls if call.running]
+    for call in running:
+        lines.append(f"  in {_call(call, folder)}, for {_duration(now_ns - call.started_ns)}")
+    if last is not None and not running:
+        when = _duration(now_ns - (last.ended_ns or now_ns))
+        lines.append(f"  its last call was {_call(last, folder)}, {when} ago")
+    if full:
+        for thread in situation.threads:
+            which = f"thread {thread.ident:#x}" if thread.ident else "main thread; the others did not answer"
+            lines += [f"  {which}", *_stack(thread, folder, full=True)]
+    elif situation.main is not None:
+        lines += _stack(situation.main, folder, full=False)
+        for thread in _awaited(situation)[:_MOST_THREADS]:
+            lines += ["  another thread of it:", *_stack(thread, folder, full=False)]
+    elif not running and last is None and not situation.ended:
+        lines.append("  it has called nothing in torch.distributed, and its stack could not be read")
+    for pid, name, threads in situation.children[: None if full else _MOST_CHILDREN]:
+        # The main thread of a worker is its last; feeder threads of queues run no code of the user's.
+        own = [_without_parents(thread, situation.main) for thread in threads]
+        shown = threads if full else tuple(t for t in own if any(not f.is_library for f in t.frames))[-1:]
+        if shown:
+            lines.append(f"  its child process {pid} ({name}):")
+            lines += ["  " + line for thread in shown for line in _stack(thread, folder, full=full)]
+    return lines
+
+
+def _state(situation: Situation) -> str:
+    if situation.ended:
+        code = situation.exit_code
+        return "ended" if code is None else f"ended with code {code}" if code >= 0 else f"killed by signal {-code}"
+    if situation.state == "stopped":
+        return f"stopped, by SIGSTOP or a debugger; `kill -CONT {situation.pid}` lets it go on"
+    if situation.state == "in the kernel":
+        return "stuck in the kernel, as with a disk or network file system that does not answer"
+    if situation.state == "running" or (situation.load is not None and situation.load >= 0.5):
+        return "computing"
+    if situation.main is not None and any(_ends(frame) for frame in situation.main.frames):
+        return "at the end, waiting for threads that are not daemons"
+    return "waiting for its DataLoader" if _waits_for_loader(situation.main) else "waiting"
+
+
+def _without_parents(thread: Thread, parent: Thread | None) -> Thread:
+    """Leave out the calls from before a fork, which are the parent's too."""
+    outer = list(reversed(thread.frames))
+    common = 0
+    for own, theirs in zip(outer, reversed(parent.frames if parent else ()), strict=False):
+        if own != theirs:
+            break
+        common += 1
+    return Thread(ident=thread.ident, frames=tuple(reversed(outer[common:])))
+
+
+def _ends(frame: Frame) -> bool:
+    """True if the interpreter waits there for threads before it ends."""
+    return frame.function == "_shutdown" and frame.file.endswith("/threading.py")
+
+
+def _awaited(situation: Situation) -> list[Thread]:
+    """List threads that run the user's code if the main one waits for a thread or a condition, as at its end."""
+    main = situation.main
+    if main is None or not main.frames or not main.frames[0].file.endswith("/threading.py"):
+        return []
+    others = (thread for thread in situation.threads if thread is not main)
+    return [thread for thread in others if any(not frame.is_library for frame in thread.frames)]
+
+
+def _waits_for_loader(thread: Thread | None) -> bool:
+    frames = thread.frames if thread else ()
+    return any(frame.file.endswith("torch/utils/data/dataloader.py") and "next" in frame.function for frame in frames)
+
+
+def _stack(thread: Thread, folder: str, *, full: bool) -> list[str]:
+    """Give the stack, innermost call last; without `full`, the user's own frames with their source."""
+    frames = [frame for frame in reversed(thread.frames) if full or not frame.is_library]
+    if not frames and thread.frames:
+        frames = [thread.frames[0]]
+    hidden = 0 if full else max(0, len(frames) - _MOST_FRAMES)
+    lines = [f"    … {hidden} outer calls"] if hidden else []
+    for frame in frames[hidden:]:
+        lines.append(f"    {_place(frame, folder)}")
+        if frame.source:
+            lines.append(f"        {frame.source}"[:_WIDTH])
+    inner = thread.frames[0] if thread.frames else None
+    if not full and inner is not None and inner.is_library and inner not in frames:
+        lines.append(f"    {_place(inner, folder)}")
+    return lines
+
+
+def _call(call: RecordedCall, folder: str) -> str:
+    place = f" at {short_path(call.file, folder=folder)}:{call.line}" if call.file else ""
+    return f"{call.name}({detail_of(call)}){place}"
+
+
+def _place(frame: Frame, folder: str) -> str:
+    function = "" if frame.function == "<module>" else f" in {frame.function}"
+    return f"{short_path(frame.file, folder=folder)}:{frame.line}{function}"
+
+
+def _label(ranks: Sequence[int]) -> str:
+    return f"{_name(tuple(ranks))}:"
+
+
+def _name(ranks: tuple[int, ...]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    listed = name_range(ranks)
+    return f"ranks {listed}" if len(listed) <= _LONGEST_LIST else f"{len(ranks)} ranks ({listed[:_LONGEST_LIST]}…)"
+
+
+def _duration(elapsed_ns: int) -> str:
+    """Give a time span in words.
+
+    >>> _duration(31_400_000_000), _duration(400_000_000), _duration(75_000_000_000)
+    ('31 s', '0.4 s', '1 min 15 s')
+    """
+    seconds = elapsed_ns / 1e9
+    if seconds < 10:
+        return f"{max(0.0, seconds):.1f} s"
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -1,0 +1,407 @@
+"""The page that a rank shares with its agent: what it does in its process groups, and how it failed.
+
+A file in memory (memfd), mapped by both. The rank writes, the agent reads at any time, also when the rank was stopped
+or killed. Records carry a checksum, so a reader never takes one that is half written. Start reading at `StatusBlock`.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+import sys
+import time
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import count, islice
+from typing import Any, Literal
+
+__all__ = ["Kind", "RecordedCall", "StatusBlock", "create", "encode_call", "expand_ranks", "name_range"]
+
+_MAGIC = b"unisono1"
+_SIZE = 512 << 10  # memory that is not written to takes no room
+# pid, main thread, calls begun, calls completed, whether ranks have met, finished, places of calls, left its groups
+_HEADER = struct.Struct("QQQQQQQQ")
+_HEADER_AT = 8
+
+# Calls: the latest ones, each in a place of its own. The rank writes an end without touching the rest of its call.
+# They take turns in the first places; where threads are in a call in all of these, the next ones get further places.
+_PLACES, _MOST_PLACES, _PLACE_SIZE, _CALLS_AT = 32, 448, 768, 4096
+_END = struct.Struct("Qq")  # number of the call that ended, and when; a negative time: with an error
+_START = struct.Struct("IIQqQQ")  # checksum of what follows, length of the text, number, start, sequence, epoch
+_SHARED_PLACE = _MOST_PLACES - 1
+"""Where calls are recorded for which there is no place left: the latest of them can be read."""
+_LONGEST_TEXT = _PLACE_SIZE - _END.size - _START.size
+
+# Texts: checksum, length and number, then JSON. Two halves take turns, so that one is always whole.
+_TEXT = struct.Struct("IIQ")
+_ANSWER_AT, _ANSWER_SIZE = _CALLS_AT + _MOST_PLACES * _PLACE_SIZE, 24 << 10
+_FAILURE_AT, _FAILURE_SIZE = _ANSWER_AT + 2 * _ANSWER_SIZE, 48 << 10
+
+Kind = Literal["collective", "point-to-point", "setup"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordedCall:
+    """One call of a torch.distributed function, as its rank has recorded it."""
+
+    number: int
+    """1 for the first call of the process."""
+    name: str
+    """The function, for example "all_reduce"."""
+    kind: Kind
+    """A collective of a group, a send or receive, or the making of a group."""
+    group: str
+    """Name of the process group, as torch numbers it; "" if it is not known."""
+    label: str
+    """What people know the group by: "the group 'tp'", "the group made at train.py:7", "the default group"; or ""."""
+    ranks: tuple[int, ...]
+    """The group's members, as global ranks. Empty: all ranks of the job."""
+    epoch: int
+    """How often the default group had been made. Names and sequence numbers start anew each time."""
+    sequence: int
+    """1 for the group's first collective in this rank and epoch, or for the first call that makes a group by this
+    function; 0 for sends and receives."""
+    tensors: str
+    """Shape and dtype of what is passed, for example "float32[4, 4]"."""
+    reduction: str
+    """For example "sum"; "" where nothing is reduced."""
+    peer: int | None
+    """Root of the collective, or the rank that a send goes to or a receive comes from. None: there is none, or any."""
+    signature: str
+    """What must be equal on all ranks of the group."""
+    file: str
+    """Where the user's code calls it."""
+    line: int
+    function: str
+    asynchronous: bool
+    """Whether the call only starts the operation."""
+    started_ns: int
+    """By the monotonic clock."""
+    ended_ns: int | None
+    """None while it runs."""
+    failed: bool
+    """Whether it raised an error."""
+
+    @property
+    def running(self) -> bool:
+        """Whether the rank is inside the call."""
+        return self.ended_ns is None
+
+
+def create() -> int:
+    """Make the memory of a page. Returns: its file number, not inherited by programs."""
+    file = os.memfd_create("unisono-page", os.MFD_CLOEXEC)
+    os.ftruncate(file, _SIZE)
+    return file
+
+
+class StatusBlock:
+    """A mapped page. One process writes to it, any may read.
+
+    Args: file is the number that `create` gave, or a copy of it. It may be closed afterwards.
+
+    >>> file = create()
+    >>> rank, agent = StatusBlock(file), StatusBlock(file)
+    >>> rank.write_failure({"type": "ValueError", "message": "bad batch"})
+    >>> agent.read_failure()
+    {'type': 'ValueError', 'message': 'bad batch'}
+    >>> number = rank.begin(b'{"name": "barrier"}', sequence=1)
+    >>> [(call.name, call.sequence, call.running) for call in agent.calls()]
+    [('barrier', 1, True)]
+    >>> rank.end(number)
+    >>> agent.completed, agent.calls()[0].running
+    (1, False)
+    >>> os.close(file)
+    """
+
+    def __init__(self, file: int) -> None:
+        self._map = mmap.mmap(file, _SIZE)
+        self._numbers = count(1)
+        self._open = [0] * _PLACES  # by place, the number of the call that is still running there
+        self._spare = list(range(_SHARED_PLACE - 1, _PLACES - 1, -1))  # further places; the last one is taken first
+        self._apart: dict[int, int] = {}  # by number, the further places of calls that are still running
+        self._used = _PLACES
+        self._answers = count(1)
+        self._done = 0
+
+    def close(self) -> None:
+        """Unmap the page."""
+        self._map.close()
+
+    # Written by the rank.
+
+    def claim(self, *, pid: int, main_thread: int) -> None:
+        """Say whose page it is; main_thread is the main thread's `threading.get_ident()`."""
+        self._map[: len(_MAGIC)] = _MAGIC
+        struct.pack_into("QQ", self._map, _HEADER_AT, pid, main_thread)
+
+    def begin(self, text: bytes, *, sequence: int = 0, epoch: int = 0) -> int:
+        """Record that a call begins; text is what `encode_call` made of it. Returns: the number that `end` takes."""
+        number = next(self._numbers)  # threads that call at the same time get different numbers
+        place = number % _PLACES
+        if self._open[place]:
+            number, place = self._take_place()
+        else:
+            self._open[place] = number
+        body = _START.pack(0, len(text), number, time.monotonic_ns(), sequence, epoch)[4:] + text
+        at = _CALLS_AT + place * _PLACE_SIZE + _END.size
+        self._map[at : at + 4 + len(body)] = zlib.crc32(body).to_bytes(4, sys.byteorder) + body
+        struct.pack_into("Q", self._map, _HEADER_AT + 16, number)
+        return number
+
+    def end(self, number: int, *, failed: bool = False) -> None:
+        """Record that a call has ended."""
+        apart = self._apart.pop(number, None) if self._apart else None
+        place = number % _PLACES if apart is None else apart
+        now_ns = time.monotonic_ns()
+        _END.pack_into(self._map, _CALLS_AT + place * _PLACE_SIZE, number, -now_ns if failed else now_ns)
+        if apart is None:
+            self._open[place] = 0
+        elif apart != _SHARED_PLACE:
+            self._spare.append(apart)
+        if not failed:
+            self._done += 1
+            struct.pack_into("Q", self._map, _HEADER_AT + 24, self._done)
+
+    def _take_place(self) -> tuple[int, int]:
+        """Find a place for a call whose turn is at one that is in use. Returns: the call's number, and the place."""
+        for number in islice(self._numbers, _PLACES):
+            place = number % _PLACES
+            if not self._open[place]:
+                self._open[place] = number
+                return number, place
+        number = next(self._numbers)
+        try:
+            place = self._spare.pop()
+        except IndexError:
+            place = _SHARED_PLACE
+        self._apart[number] = place
+        if place >= self._used:
+            self._used = place + 1
+            struct.pack_into("Q", self._map, _HEADER_AT + 48, self._used)
+        return number, place
+
+    def note_meeting(self) -> None:
+        """Record that a collective has completed, though no call was recorded that tells."""
+        struct.pack_into("Q", self._map, _HEADER_AT + 32, 1)
+
+    def note_finish(self) -> None:
+        """Record that the program has come to its end without an error. The process may take a while to end."""
+        struct.pack_into("Q", self._map, _HEADER_AT + 40, time.monotonic_ns())
+
+    def note_groups(self, *, left: bool) -> None:
+        """Record that the rank leaves its process groups, or makes them anew."""
+        struct.pack_into("Q", self._map, _HEADER_AT + 56, time.monotonic_ns() if left else 0)
+
+    def write_failure(self, account: Mapping[str, Any]) -> None:
+        """Write how the rank failed. What is longer than 48 KiB loses the middle of its longest texts."""
+        self._write(_FAILURE_AT, _FAILURE_SIZE, _fit(dict(account), _FAILURE_SIZE - _TEXT.size), 1)
+
+    def write_answer(self, answer: Mapping[str, Any]) -> None:
+        """Write what the agent has asked for."""
+        number = next(self._answers)
+        at = _ANSWER_AT + number % 2 * _ANSWER_SIZE
+        self._write(at, _ANSWER_SIZE, _fit(dict(answer), _ANSWER_SIZE - _TEXT.size), number)
+
+    # Read by the agent.
+
+    @property
+    def pid(self) -> int:
+        """The rank's process, as it sees itself; 0 before it has claimed the page."""
+        return int(self._header()[0])
+
+    @property
+    def main_thread(self) -> int:
+        """Identity of the rank's main thread, as in a stack dump."""
+        return int(self._header()[1])
+
+    @property
+    def begun(self) -> int:
+        """Number of the latest call."""
+        return int(self._header()[2])
+
+    @property
+    def completed(self) -> int:
+        """How many calls have ended without an error, the making of groups included."""
+        return int(self._header()[3])
+
+    @property
+    def mark(self) -> tuple[int, int]:
+        """Something that changes whenever a call begins or ends."""
+        _, _, begun, completed, *_ = self._header()
+        return begun, completed
+
+    @property
+    def finished_ns(self) -> int | None:
+        """When the program came to its end without an error, by the monotonic clock. None: it has not, so far."""
+        return int(self._header()[5]) or None
+
+    @property
+    def left_ns(self) -> int | None:
+        """When the rank left its process groups, by the monotonic clock. None: it has made none, or is in them."""
+        return int(self._header()[7]) or None
+
+    @property
+    def met(self) -> bool:
+        """Whether a collective has completed: the rank got as far as the exchange with its peers."""
+        return bool(self._header()[4]) or any(
+            call.kind != "setup" and not call.running and not call.failed and not call.asynchronous
+            for call in self.calls()
+        )
+
+    def calls(self) -> list[RecordedCall]:
+        """Give the latest calls, the newest last; of the first 447 that run at the same time none is missing."""
+        found = (self._call(place) for place in range(max(_PLACES, self._header()[6])))
+        return sorted((call for call in found if call is not None), key=lambda call: call.number)
+
+    def read_failure(self) -> dict[str, Any] | None:
+        """Give what the rank has written about its failure, if anything."""
+        found = self._read(_FAILURE_AT, _FAILURE_SIZE)
+        return found[1] if found else None
+
+    def read_answer(self) -> tuple[int, dict[str, Any]] | None:
+        """Give the latest answer and its number, counted from 1."""
+        halves = [self._read(_ANSWER_AT + half * _ANSWER_SIZE, _ANSWER_SIZE) for half in range(2)]
+        return max((half for half in halves if half), key=lambda half: half[0], default=None)
+
+    def _header(self) -> tuple[Any, ...]:
+        return _HEADER.unpack_from(self._map, _HEADER_AT)
+
+    def _call(self, place: int) -> RecordedCall | None:
+        data = self._place(place)
+        ended, ended_ns = _END.unpack_from(data)
+        checksum, length, number, started_ns, sequence, epoch = _START.unpack_from(data, _END.size)
+        if number == 0 or length > _LONGEST_TEXT:
+            return None
+        body = data[_END.size + 4 : _END.size + _START.size + length]
+        if zlib.crc32(body) != checksum:
+            return None
+        over = ended == number
+        return RecordedCall(
+            number=number,
+            sequence=sequence,
+            epoch=epoch,
+            started_ns=started_ns,
+            ended_ns=abs(ended_ns) if over else None,
+            failed=over and ended_ns < 0,
+            **_parse(body[_START.size - 4 :]),
+        )
+
+    def _place(self, place: int) -> bytes:
+        at = _CALLS_AT + place * _PLACE_SIZE
+        return self._map[at : at + _PLACE_SIZE]
+
+    def _write(self, at: int, size: int, text: bytes, number: int) -> None:
+        body = _TEXT.pack(0, len(text), number)[4:] + text
+        assert 4 + len(body) <= size
+        self._map[at : at + 4 + len(body)] = zlib.crc32(body).to_bytes(4, sys.byteorder) + body
+
+    def _read(self, at: int, size: int) -> tuple[int, dict[str, Any]] | None:
+        checksum, length, number = _TEXT.unpack_from(self._map, at)
+        if number == 0 or length > size - _TEXT.size:
+            return None
+        body = self._map[at + 4 : at + _TEXT.size + length]
+        return (number, json.loads(body[_TEXT.size - 4 :])) if zlib.crc32(body) == checksum else None
+
+
+def encode_call(
+    *,
+    name: str,
+    kind: Kind,
+    group: str = "",
+    label: str = "",
+    ranks: str = "",
+    tensors: str = "",
+    reduction: str = "",
+    peer: int | None = None,
+    signature: str = "",
+    file: str = "",
+    line: int = 0,
+    function: str = "",
+    asynchronous: bool = False,
+) -> bytes:
+    """Give the text of a call for `StatusBlock.begin`; ranks as `name_range` writes them. Long parts are cut to fit."""
+    call: dict[str, Any] = {"name": name, "kind": kind, "group": group, "label": label, "ranks": ranks}
+    call |= {"tensors": tensors}
+    call |= {"reduction": reduction, "peer": peer, "signature": signature, "file": file, "line": line}
+    return _fit({**call, "function": function, "asynchronous": asynchronous}, _LONGEST_TEXT)
+
+
+def name_range(ranks: tuple[int, ...]) -> str:
+    """Write sorted numbers as ranges.
+
+    >>> name_range((0, 1, 2, 3, 6))
+    '0-3,6'
+    """
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and parts[-1][1] == rank - 1:
+            parts[-1][1] = rank
+        else:
+            parts.append([rank, rank])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+
+
+def expand_ranks(text: str) -> tuple[int, ...]:
+    """Read what `name_range` has written. A text that was cut names the ranks that are still in it.
+
+    >>> expand_ranks("0-3,6")
+    (0, 1, 2, 3, 6)
+    """
+    found: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if first.isdigit() and (last or first).isdigit():
+            found += range(int(first), int(last or first) + 1)
+    return tuple(found)
+
+
+@lru_cache(maxsize=4096)
+def _parse(text: bytes) -> dict[str, Any]:
+    told = json.loads(text)
+    return {
+        "name": told["name"],
+        "kind": told.get("kind", "collective"),
+        "group": told.get("group", ""),
+        "label": told.get("label", ""),
+        "ranks": expand_ranks(told.get("ranks", "")),
+        "tensors": told.get("tensors", ""),
+        "reduction": told.get("reduction", ""),
+        "peer": told.get("peer"),
+        "signature": told.get("signature", ""),
+        "file": told.get("file", ""),
+        "line": told.get("line", 0),
+        "function": told.get("function", ""),
+        "asynchronous": told.get("asynchronous", False),
+    }
+
+
+def _fit(content: dict[str, Any], size: int) -> bytes:
+    """Encode as JSON of at most `size` bytes, at the price of the middle of the longest texts in it."""
+    longest = size
+    while True:
+        text = json.dumps(content, separators=(",", ":"), default=str).encode()
+        if len(text) <= size:
+            return text
+        longest //= 2
+        if longest == 0:
+            return b"{}"
+        content = _shorten(content, longest)
+
+
+def _shorten(value: Any, longest: int) -> Any:
+    if isinstance(value, str) and len(value) > longest:
+        half = max(1, (longest - 1) // 2)
+        return f"{value[:half]}…{value[-half:]}"
+    if isinstance(value, dict):
+        return {key: _shorten(inner, longest) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        kept = list(value)
+        if len(kept) > max(8, longest):
+            kept = [*kept[: longest // 2], *kept[-(longest // 2) :]] if longest > 1 else kept[:1]
+        return [_shorten(inner, longest) for inner in kept]
+    return value

@@ -1,0 +1,187 @@
+"""Equal lines of several ranks become one, `[0-7] epoch 1 done`, without a change to the order of any rank's lines.
+
+A line waits a moment for the ranks that may still print the same. Pure: the caller tells the time. Start reading at
+`LineMerger.add`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from operator import attrgetter
+
+__all__ = ["LineMerger", "MergedLine", "format_ranks"]
+
+_FURTHEST = 100
+"""How many lines back an equal one is looked for."""
+_OVERHEAD = 200
+"""Bytes that a held line takes besides its text, about."""
+
+
+@dataclass(eq=False, slots=True)
+class MergedLine:
+    """One line and the ranks that printed it."""
+
+    stream: int
+    """On which stream, as the caller numbers them. Lines of different streams are different."""
+    line: bytes
+    """The line without its end."""
+    ranks: set[int]
+    """Who printed it."""
+    position: int
+    """Its place in the order of all lines."""
+    deadline_s: float
+    """Until when it may be held back."""
+
+
+class LineMerger:
+    """Holds lines back for at most `hold_s` seconds, and those that become the same line meet.
+
+    Held lines stand in one order, in which every rank's own lines are in order. A new line joins an equal one behind
+    the rank's last line; or one a little before it, if the rank's lines from there on are its alone and so can be moved
+    in front of it; or goes to the end. The front is given out when no rank can join it any more: each that may still
+    print (`expect`) shares a line there or further back. Over `limit` bytes, nothing is held.
+
+    >>> folder = LineMerger(hold_s=0.1)
+    >>> _ = folder.expect({0, 1, 2})
+    >>> folder.add(0, 1, [b"start", b"loss 0.5"], now_s=0.0)
+    []
+    >>> folder.add(1, 1, [b"start"], now_s=0.0)
+    []
+    >>> [(fold.line, format_ranks(fold.ranks)) for fold in folder.add(2, 1, [b"start"], now_s=0.0)]
+    [(b'start', '0-2')]
+    >>> [(fold.line, format_ranks(fold.ranks)) for fold in folder.due(0.1)]
+    [(b'loss 0.5', '0')]
+    """
+
+    def __init__(self, *, hold_s: float = 0.1, limit: int = 1 << 20) -> None:
+        self._hold_s = hold_s
+        self._limit = limit
+        self._folds: list[MergedLine] = []
+        self._equal: dict[tuple[int, bytes], list[MergedLine]] = {}
+        """Held lines by what they say, in order."""
+        self._last: dict[int, MergedLine] = {}
+        """The last line of each rank."""
+        self._shared: dict[int, MergedLine] = {}
+        """The last line of each rank that another printed as well. It can join nothing before that."""
+        self._next = 0
+        self._nbytes = 0
+        self._expected: frozenset[int] = frozenset()
+
+    @property
+    def deadline_s(self) -> float | None:
+        """When the first line that is held back must be printed."""
+        return self._folds[0].deadline_s if self._folds else None
+
+    def expect(self, ranks: Collection[int]) -> list[MergedLine]:
+        """Say which ranks may still print. Returns: the lines that wait for none of them, in order."""
+        self._expected = frozenset(ranks)
+        return self._settled()
+
+    def add(self, rank: int, stream: int, lines: Iterable[bytes], now_s: float) -> list[MergedLine]:
+        """Take a rank's next lines. Returns: the lines, of any rank, that can be printed now, in order."""
+        alone = not self._folds and self._expected <= {rank}
+        for line in lines:
+            equal = self._equal.setdefault((stream, line), [])
+            fold = self._find_behind(rank, equal) or self._find_before(rank, equal)
+            if fold is None:
+                fold = MergedLine(stream, line, {rank}, self._next, now_s + self._hold_s)
+                self._next += 1
+                self._nbytes += len(line) + _OVERHEAD
+                self._folds.append(fold)
+                equal.append(fold)
+            else:
+                fold.ranks.add(rank)
+                for other in fold.ranks:
+                    if other not in self._shared or self._shared[other].position < fold.position:
+                        self._shared[other] = fold
+            self._last[rank] = fold
+        if alone or self._nbytes > self._limit:
+            return self.flush()
+        return self._settled()
+
+    def due(self, now_s: float) -> list[MergedLine]:
+        """Give the lines that have been held back long enough, and those before them."""
+        number = 0
+        while number < len(self._folds) and self._folds[number].deadline_s <= now_s:
+            number += 1
+        return self._release(number)
+
+    def release(self, rank: int) -> list[MergedLine]:
+        """Give the lines up to this rank's last one."""
+        return self._release_through(self._last.get(rank))
+
+    def flush(self) -> list[MergedLine]:
+        """Give all lines that are held back."""
+        return self._release(len(self._folds))
+
+    def _find_behind(self, rank: int, equal: list[MergedLine]) -> MergedLine | None:
+        if not equal:
+            return None
+        last = self._last.get(rank)
+        at = bisect_right(equal, last.position, key=attrgetter("position")) if last else 0
+        return equal[at] if at < len(equal) else None
+
+    def _find_before(self, rank: int, equal: list[MergedLine]) -> MergedLine | None:
+        last, shared = self._last.get(rank), self._shared.get(rank)
+        if not equal or last is None:
+            return None
+        after = max(last.position - _FURTHEST, shared.position if shared else -1)
+        at = bisect_right(equal, after, key=attrgetter("position"))
+        fold = next((fold for fold in equal[at:] if rank not in fold.ranks), None)
+        if fold is not None:
+            self._move(rank, fold, last)
+        return fold
+
+    def _move(self, rank: int, fold: MergedLine, last: MergedLine) -> None:
+        """Put the rank's lines from `fold` to `last`, which no other rank shares, in front of `fold`."""
+        start, end = (held.position - self._folds[0].position for held in (fold, last))
+        segment = self._folds[start : end + 1]
+        own, others = ([held for held in segment if (rank in held.ranks) is mine] for mine in (True, False))
+        first = fold.position
+        self._folds[start : end + 1] = own + others
+        for position, held in enumerate(own + others, start=first):
+            held.position = position
+        for held in own:
+            held.deadline_s = min(held.deadline_s, fold.deadline_s)
+            self._equal[held.stream, held.line].sort(key=attrgetter("position"))
+
+    def _settled(self) -> list[MergedLine]:
+        if not self._folds:
+            return []
+        if not self._expected:
+            return self.flush()
+        shared = [self._shared.get(rank) for rank in self._expected]
+        return self._release_through(min((s for s in shared if s), key=attrgetter("position")) if all(shared) else None)
+
+    def _release_through(self, fold: MergedLine | None) -> list[MergedLine]:
+        return self._release(fold.position - self._folds[0].position + 1 if fold and self._folds else 0)
+
+    def _release(self, number: int) -> list[MergedLine]:
+        if number <= 0:  # also where the line in question was printed before
+            return []
+        released = self._folds[:number]
+        del self._folds[:number]
+        for fold in released:
+            self._nbytes -= len(fold.line) + _OVERHEAD
+            equal = self._equal[fold.stream, fold.line]
+            equal.remove(fold)
+            if not equal:
+                del self._equal[fold.stream, fold.line]
+        return released
+
+
+def format_ranks(ranks: Collection[int]) -> str:
+    """Write ranks as short as they can be read.
+
+    >>> format_ranks({0, 1, 2, 3, 6}), format_ranks({4})
+    ('0-3,6', '4')
+    """
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)

@@ -1,0 +1,219 @@
+"""The buffers of a model over ranks: which ones a forward pass changed, and what they are on all ranks afterwards.
+
+Changed buffers travel at the end of a backward, beside the gradients: no forward pass waits for them, and none finds a
+buffer written to between its forward and its backward. Buffers that nobody changes do not travel. When the vector of
+those that change often travels is `parallel.reducer`'s affair; a newly changed buffer is exchanged from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from unisono.parallel.gradient_group import GradientGroup
+from unisono.parallel.trailer import RoundSummary
+
+__all__ = ["BufferMode", "Buffers"]
+
+BufferMode = Literal["broadcast", "mean"]
+
+# 64 bits as pieces of so many, each of which float32 holds exactly.
+_PIECES = (22, 22, 20)
+
+
+class Buffers:
+    """The buffers of one model.
+
+    What is sent of the often changed ones is one float32 vector on each rank, made by `write`; its sum over ranks is
+    read by `share`, which exchanges the others one by one.
+    """
+
+    def __init__(self, model: nn.Module, mode: BufferMode | None) -> None:
+        self.mode = mode
+        self._homes: list[tuple[nn.Module, str]] = []
+        seen: set[int] = set()
+        for module in model.modules() if mode is not None else ():
+            for name, tensor in module._buffers.items():
+                if tensor is not None and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    self._homes.append((module, name))
+        self._known: list[tuple[int, int]] = [self._state(i) for i in range(len(self._homes))]
+        self.often: list[int] = []
+        """Indices of the buffers that have been changed, and so travel with the gradients."""
+        self.numel = 0
+        """Length of the vector for those."""
+
+    def __len__(self) -> int:
+        return len(self._homes)
+
+    def tensor(self, i: int) -> Tensor | None:
+        """Give a buffer as it is now."""
+        module, name = self._homes[i]
+        return module._buffers.get(name)
+
+    def changed(self) -> list[bool]:
+        """Say which buffers have been written to or replaced since the last look."""
+        return [self._state(i) != known or _is_written_unseen(self._homes[i][0]) for i, known in enumerate(self._known)]
+
+    def add_often(self, indices: Sequence[int]) -> bool:
+        """Let buffers travel with the gradients from now on. Returns: whether the vector has another length now."""
+        before = self.numel
+        for i in indices:
+            tensor = self.tensor(i)
+            if i not in self.often and tensor is not None and not self._travels_alone(tensor):
+                self.often.append(i)
+        self.numel = sum(self._length(t) for i in self.often if (t := self.tensor(i)) is not None)
+        return self.numel != before
+
+    def write(self, vector: Tensor, *, is_source: bool, scale: float) -> None:
+        """Write this rank's part: such that the sum of the parts is the mean, or the source rank's values.
+
+        Args: vector has `numel` elements. is_source is whether this rank is the one whose values count where no mean
+            is taken. scale is what to multiply values by whose mean is taken.
+        """
+        for i, part in self._parts(vector):
+            tensor = self.tensor(i)
+            assert tensor is not None
+            if self._has_mean(tensor):
+                _like(tensor, part).copy_(_reals(tensor))
+                part.mul_(scale)
+            elif not is_source:
+                part.zero_()
+            elif _fits_float32(tensor):
+                _like(tensor, part).copy_(_reals(tensor))
+            else:
+                part.copy_(_to_pieces(tensor))
+
+    def share(self, told: RoundSummary, total: Tensor, lane: GradientGroup, *, has_batch: bool) -> bool:
+        """Make the buffers that any rank changed the same everywhere. Every rank must call it.
+
+        Args: told is what ranks told each other, of which some had a batch; has_batch is whether this one had. total is
+            the sum over ranks of what `write` made.
+        Returns: whether the vector of the next round has another length.
+        """
+        source = told.active[0]
+        known = {i for i in self.often if told.changed[i]}
+        if source != 0:
+            # The vector had nothing from the rank whose values count.
+            known = {i for i in known if self._travels_as_mean(i)}
+        self._read(total, factor=lane.size / len(told.active), indices=known)
+        rest = [i for i, changed in enumerate(told.changed) if changed and i not in known]
+        for i in rest:
+            self._exchange(i, lane, source=source, has_batch=has_batch, active=len(told.active))
+        return self.add_often(rest)
+
+    def _read(self, total: Tensor, *, factor: float, indices: Collection[int]) -> None:
+        """Take over the values that the ranks agreed on, in these buffers.
+
+        Args: factor is what to multiply means by, which are of fewer ranks if some have no batch.
+        """
+        for i, part in self._parts(total):
+            tensor = self.tensor(i)
+            assert tensor is not None
+            if i not in indices:
+                continue
+            if not _fits_float32(tensor):
+                self._put(i, _from_pieces(part, tensor))
+                continue
+            if self._has_mean(tensor) and factor != 1.0:
+                part.mul_(factor)
+            value = _like(tensor, part)
+            self._put(i, torch.view_as_complex(value) if tensor.is_complex() else value)
+
+    def _exchange(self, i: int, lane: GradientGroup, *, source: int, has_batch: bool, active: int) -> None:
+        """Exchange one buffer by itself: its mean over the active ranks, or the source rank's value."""
+        tensor = self.tensor(i)
+        assert tensor is not None
+        carried = tensor.detach().clone(memory_format=torch.contiguous_format)
+        if self._has_mean(tensor) and active:
+            carried = carried if has_batch else carried.zero_()
+            wide = carried if carried.dtype.itemsize >= 4 else carried.float()
+            lane.wait(lane.sum(wide, "buffers"), "buffers")
+            carried = wide.div_(active)
+        else:
+            lane.broadcast(carried, source)
+        self._put(i, carried)
+
+    def _has_mean(self, tensor: Tensor) -> bool:
+        return self.mode == "mean" and (tensor.is_floating_point() or tensor.is_complex())
+
+    def _travels_as_mean(self, i: int) -> bool:
+        """Say whether what travels of a buffer is its mean."""
+        tensor = self.tensor(i)
+        return tensor is not None and self._has_mean(tensor)
+
+    def _travels_alone(self, tensor: Tensor) -> bool:
+        return self._has_mean(tensor) and not _fits_float32(tensor)
+
+    def _length(self, tensor: Tensor) -> int:
+        if _fits_float32(tensor):
+            return tensor.numel() * (2 if tensor.is_complex() else 1)
+        return len(_PIECES) * tensor.numel() * (2 if tensor.dtype == torch.complex128 else 1)
+
+    def _parts(self, vector: Tensor) -> list[tuple[int, Tensor]]:
+        lengths = [self._length(t) for i in self.often if (t := self.tensor(i)) is not None]
+        return list(zip(self.often, torch.split(vector, lengths), strict=True))
+
+    def _put(self, i: int, value: Tensor) -> None:
+        tensor = self.tensor(i)
+        assert tensor is not None
+        # As torch's own batch_norm writes: autograd keeps its running values but does not use them, and would refuse
+        # the second of two backwards that follow two forwards.
+        target = tensor.data if _is_written_unseen(self._homes[i][0]) else tensor
+        with torch.no_grad():
+            target.copy_(value)
+        self._known[i] = self._state(i)
+
+    def _state(self, i: int) -> tuple[int, int]:
+        tensor = self.tensor(i)
+        return (0, 0) if tensor is None else (id(tensor), 0 if tensor.is_inference() else tensor._version)
+
+
+def _is_written_unseen(module: nn.Module) -> bool:
+    # torch's own batch_norm writes without raising a tensor's version counter.
+    return isinstance(module, _NormBase) and module.training and bool(module.track_running_stats)
+
+
+def _fits_float32(tensor: Tensor) -> bool:
+    return tensor.dtype in (torch.float32, torch.float16, torch.bfloat16, torch.complex64)
+
+
+def _reals(tensor: Tensor) -> Tensor:
+    """Show a tensor as real numbers."""
+    return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+
+
+def _like(tensor: Tensor, part: Tensor) -> Tensor:
+    """Show a piece of a vector in the shape of a tensor's real numbers."""
+    return part.view((*tensor.shape, 2) if tensor.is_complex() else tensor.shape)
+
+
+def _to_pieces(tensor: Tensor) -> Tensor:
+    """Write 64-bit words, or what fits into them, as float32 that are whole numbers: the low bits first."""
+    words = _words(tensor)
+    rows, shift = [], 0
+    for bits in _PIECES:
+        rows.append((words >> shift) & ((1 << bits) - 1))
+        shift += bits
+    return torch.cat(rows).to(torch.float32)
+
+
+def _from_pieces(pieces: Tensor, like: Tensor) -> Tensor:
+    """Read what `_to_pieces` wrote of a tensor like this one."""
+    rows = pieces.to(torch.int64).view(len(_PIECES), -1)
+    words, shift = torch.zeros_like(rows[0]), 0
+    for row, bits in zip(rows, _PIECES, strict=True):
+        words |= row << shift
+        shift += bits
+    if like.dtype in (torch.float64, torch.complex128):
+        return words.view(like.dtype).view(like.shape)
+    return words.to(like.dtype).view(like.shape)
+
+
+def _words(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().contiguous().view(-1)
+    return flat.view(torch.int64) if flat.dtype in (torch.float64, torch.complex128) else flat.to(torch.int64)

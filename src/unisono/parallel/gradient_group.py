@@ -1,0 +1,126 @@
+"""The process group that one model's gradients travel through, and waiting for them there.
+
+On the CPU a model has a group of its own. So its messages may interleave with those of other models, of SyncBatchNorm,
+or of the program, differently on different ranks, and never meet the wrong ones. Groups of GPUs are shared: each costs
+memory on the device.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from unisono.collectives.polling_wait import PollingWait
+from unisono.machine import usable_cores
+
+__all__ = ["GradientGroup"]
+
+_LATE_S = 0.003
+"""How long shm looks for peers before it sleeps; looking longer than a moment takes the core from somebody."""
+_LONGEST_PAUSE = 256
+"""Sums without staying after staying has been late again and again."""
+
+
+class GradientGroup:
+    """A process group and this rank's place in it."""
+
+    def __init__(self, group: dist.ProcessGroup, *, own: bool, polls: bool) -> None:
+        self.group, self._own = group, own
+        self.rank, self.size = group.rank(), group.size()
+        self._waiter = PollingWait(polls=polls)
+        self._stays = group.name() == "shm"
+        self._pause = self._skipped = 0
+
+    @classmethod
+    def open(
+        cls, group: dist.ProcessGroup, devices: Iterable[torch.device], *, timeout: timedelta | None
+    ) -> GradientGroup:
+        """Make the lane for tensors of these devices. Every rank of the group must call it.
+
+        Args: timeout is how long to wait for other ranks; None takes the group's own.
+        """
+        if any(device.type != "cpu" for device in devices):
+            return cls(group, own=False, polls=False)
+        ranks = dist.get_process_group_ranks(group)
+        whole = group is dist.group.WORLD
+        made = dist.new_group(
+            ranks,
+            timeout=timeout or group._get_backend(torch.device("cpu")).options._timeout,
+            backend=_cpu_backend(group),
+            use_local_synchronization=not whole,
+        )
+        # shm polls by itself, where that pays.
+        polls = dist.get_world_size() <= usable_cores() and made.name() == "gloo"
+        return cls(made, own=True, polls=polls)
+
+    def close(self) -> None:
+        """End a group that was made here."""
+        if self._own and dist.is_initialized() and self.group in dist.distributed_c10d._world.pg_map:
+            dist.destroy_process_group(self.group)
+
+    def sum(self, tensor: Tensor, what: str, *, stays: bool = False) -> Any:
+        """Begin to sum a tensor over ranks, in place. Returns: what `wait` takes.
+
+        Args: stays says that the caller would wait at once. Then shm does it in this thread, which is quicker while
+            ranks come at about the same time. While they do not, it is left out, as `PollingWait` leaves out polling.
+        """
+        if stays and self._stays:
+            if self._skipped >= self._pause:
+                begin_s = time.perf_counter()
+                with self._explained(what):
+                    dist.all_reduce(tensor, group=self.group)
+                is_late = time.perf_counter() - begin_s > _LATE_S
+                self._skipped, self._pause = 0, min(2 * self._pause + 1, _LONGEST_PAUSE) if is_late else 0
+                return None
+            self._skipped += 1
+        return dist.all_reduce(tensor, group=self.group, async_op=True)
+
+    def wait(self, work: Any, what: str) -> None:
+        """Wait for what was begun. Raises: the backend's error if it failed, saying what was awaited."""
+        with self._explained(what):
+            if isinstance(work, torch._C.Future):
+                work.wait()
+            elif work is not None:
+                self._waiter.wait(work)
+
+    @contextmanager
+    def _explained(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:  # DistBackendError is one
+            # The same type, since programs and launchers tell a lost peer from other errors by it.
+            raise type(error)(
+                f"{what} did not come together over {self.size} ranks: {error}\nEvery rank must run the same number "
+                "of backward passes; for ranks with fewer batches than others there is replicas.join()."
+            ) from error
+
+    def gather(self, value: Any) -> list[Any]:
+        """Collect one picklable value of each rank, in rank order."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Fill a tensor with that of one rank of the group."""
+        dist.broadcast(tensor, group_src=source, group=self.group)
+
+    def broadcast_object(self, value: Any, source: int) -> Any:
+        """Give every rank one rank's picklable value."""
+        values = [value]
+        dist.broadcast_object_list(values, group_src=source, group=self.group)
+        return values[0]
+
+
+def _cpu_backend(group: dist.ProcessGroup) -> str | None:
+    """Name the backend that a group uses for CPU tensors; None for torch's default."""
+    name = str(dist.get_backend(group))
+    if ":" in name:
+        name = dict(part.split(":") for part in name.split(",")).get("cpu", "gloo")
+    return None if name == "undefined" else name

@@ -1,0 +1,117 @@
+"""Whether all ranks have the same model and arguments, and making values the same at the beginning.
+
+Structure is compared and a difference is an error: ranks with different models would add up unrelated numbers. Values
+are taken from the first rank, since most programs do not seed the initialisation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.errors import RankMismatchError
+from unisono.parallel.gradient_group import GradientGroup
+from unisono.state.digest import digest
+
+__all__ = ["broadcast_values", "check_equal_values", "check_given", "check_same_model"]
+
+_TOGETHER_NBYTES = 25 * 1024 * 1024
+"""Values up to so many bytes travel as one message."""
+
+
+def check_given(everyone: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> None:
+    """Compare the arguments that ranks gave, each by name. Raises: RankMismatchError with the first that differs."""
+    for what in everyone[0]:
+        by_value: dict[str, list[str]] = {}
+        for rank, given in zip(ranks, everyone, strict=True):
+            by_value.setdefault(f"{what}={given[what]!r}", []).append(str(rank))
+        if len(by_value) > 1:
+            told = ", ".join(
+                f"{value} on rank{'s' * (len(who) > 1)} {', '.join(who)}" for value, who in by_value.items()
+            )
+            raise RankMismatchError(f"replicate() got other arguments on some ranks: {told}. Give all ranks the same")
+
+
+def check_same_model(tensors: Mapping[str, Tensor], lane: GradientGroup) -> None:
+    """Make sure that all ranks have tensors of the same names, in the same order, shapes and types.
+
+    Every rank must call it. Raises: RankMismatchError on all ranks, with the first difference.
+    """
+    own = [(name, f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}") for name, t in tensors.items()]
+    everyone = lane.gather(own)
+    for rank, found in enumerate(everyone):
+        if found != everyone[0]:
+            raise RankMismatchError(
+                f"the model of rank {rank} differs from that of rank 0: {_first_difference(everyone[0], found, rank)}. "
+                "Build the same model on every rank, before replicate()"
+            )
+
+
+def check_equal_values(tensors: Mapping[str, Tensor], lane: GradientGroup) -> None:
+    """Make sure that all ranks have the same bits. Every rank must call it.
+
+    Raises: RankMismatchError on all ranks, with the names that differ.
+    """
+    own = {name: digest({name: tensor}) for name, tensor in tensors.items()}
+    everyone = lane.gather(own)
+    for rank, found in enumerate(everyone):
+        differing = [name for name in everyone[0] if found.get(name) != everyone[0][name]]
+        if differing:
+            named = ", ".join(repr(name) for name in differing[:4]) + (", ..." if len(differing) > 4 else "")
+            raise RankMismatchError(
+                f"{len(differing)} of {len(own)} tensors of rank {rank} differ from those of rank 0: {named}. "
+                "Something changed them on one rank only, such as an optimizer step without a reduced gradient"
+            )
+
+
+def broadcast_values(tensors: Iterable[Tensor], lane: GradientGroup, source: int = 0) -> None:
+    """Give all ranks the values of one rank, in few messages. Every rank must call it."""
+    for together in _together(tensors):
+        # Bytes, so that a message may hold any types; a broadcast does not calculate.
+        plain = [t.detach().contiguous().view(-1) for t in together]
+        message = torch.cat([p.view(torch.uint8) for p in plain]) if len(plain) > 1 else plain[0].view(torch.uint8)
+        lane.broadcast(message, source)
+        if lane.rank == source:
+            continue
+        with torch.no_grad():
+            parts = torch.split(message, [p.numel() * p.itemsize for p in plain])
+            for tensor, part in zip(together, parts, strict=True):
+                # A copy begins where its type needs it to; a part begins anywhere.
+                value = part.clone() if len(plain) > 1 else part
+                tensor.copy_(value.view(tensor.dtype).view(tensor.shape))
+
+
+def _together(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Divide tensors into lists that travel as one message each, of one device."""
+    found: dict[torch.device, tuple[list[Tensor], int]] = {}
+    for tensor in tensors:
+        if not tensor.numel():
+            continue
+        chosen, nbytes = found.get(tensor.device, ([], 0))
+        if chosen and nbytes + tensor.nbytes > _TOGETHER_NBYTES:
+            yield chosen
+            chosen, nbytes = [], 0
+        chosen.append(tensor)
+        found[tensor.device] = (chosen, nbytes + tensor.nbytes)
+    for chosen, _ in found.values():
+        yield chosen
+
+
+def _first_difference(zero: Sequence[tuple[str, str]], other: Sequence[tuple[str, str]], rank: int) -> str:
+    """Say where two lists of names and types part.
+
+    >>> _first_difference([("a", "float32 [2]")], [("a", "float32 [3]")], 1)
+    "'a' is float32 [2] on rank 0 and float32 [3] on rank 1"
+    >>> _first_difference([("a", "float32 [2]")], [], 1)
+    "rank 0 has 'a' (1 in all), which rank 1 has not (0 in all)"
+    """
+    for (name, kind), (their_name, their_kind) in zip(zero, other, strict=False):
+        if name != their_name:
+            return f"rank 0 has {name!r} where rank {rank} has {their_name!r}"
+        if kind != their_kind:
+            return f"{name!r} is {kind} on rank 0 and {their_kind} on rank {rank}"
+    more, fewer, a, b = (zero, other, 0, rank) if len(zero) > len(other) else (other, zero, rank, 0)
+    return f"rank {a} has {more[len(fewer)][0]!r} ({len(more)} in all), which rank {b} has not ({len(fewer)} in all)"

@@ -1,0 +1,65 @@
+"""The sum over ranks of sparse gradients, such as those of Embedding(sparse=True): rows and values are exchanged."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from unisono.errors import UnisonoError
+from unisono.parallel.gradient_group import GradientGroup
+from unisono.parallel.gradient_state import GradientState
+
+__all__ = ["reduce_sparse"]
+
+
+def reduce_sparse(i: int, gradients: GradientState, lane: GradientGroup, *, scale: float) -> None:
+    """Reduce the gradient of one parameter, and show the sum as p.grad. Every rank must call it.
+
+    Args: scale multiplies what each rank has.
+    Raises: UnisonoError if the gradient is dense.
+    """
+    parameter, gradient = gradients.parameters[i], gradients.own(i)
+    if gradient is not None and gradient.layout == torch.strided:
+        raise UnisonoError(
+            f"parameter {parameter.name!r} has a dense gradient, and its module has sparse=True: use it by its module "
+            "alone, or make the module with sparse=False"
+        )
+    gradients.give(i, _sum_sparse(gradient, parameter.tensor, lane, scale=scale))
+
+
+def _sum_sparse(gradient: Tensor | None, parameter: Tensor, lane: GradientGroup, *, scale: float) -> Tensor:
+    """Sum the gradients that ranks have of one parameter. Every rank must call it.
+
+    Traffic: every rank sends as much as the rank with most rows has.
+    Args: gradient is in COO layout, with the first dimension sparse; None counts as zero. scale multiplies each.
+    Returns: the sum, coalesced.
+    """
+    row = parameter.shape[1:]
+    if gradient is None:
+        indices = torch.empty(0, dtype=torch.int64, device=parameter.device)
+        values = torch.empty((0, *row), dtype=parameter.dtype, device=parameter.device)
+    else:
+        own = gradient.detach().coalesce()
+        indices, values = own.indices()[0].contiguous(), own.values().contiguous() * scale
+    counts = [torch.zeros(1, dtype=torch.int64, device=parameter.device) for _ in range(lane.size)]
+    dist.all_gather(counts, torch.tensor([len(indices)], device=parameter.device), group=lane.group)
+    found = [int(count) for count in counts]
+    longest = max(found)
+    all_indices, all_values = (_gather_padded(part, longest, lane) for part in (indices, values))
+    return torch.sparse_coo_tensor(
+        torch.cat([part[:n] for part, n in zip(all_indices, found, strict=True)]).view(1, -1),
+        torch.cat([part[:n] for part, n in zip(all_values, found, strict=True)]),
+        parameter.shape,
+        check_invariants=False,
+    ).coalesce()
+
+
+def _gather_padded(part: Tensor, length: int, lane: GradientGroup) -> list[Tensor]:
+    """Collect from each rank a tensor that is padded to the same length."""
+    padded = part.new_zeros((length, *part.shape[1:]))
+    padded[: len(part)] = part
+    gathered = [torch.empty_like(padded) for _ in range(lane.size)]
+    if length:
+        dist.all_gather(gathered, padded, group=lane.group)
+    return gathered

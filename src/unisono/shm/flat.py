@@ -1,0 +1,67 @@
+"""Between the tensors of a call and the flat ones of an operation: strided ones are copied, and copied back.
+
+What is here runs inside operations, so in their order, where autograd is out of the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from unisono.shm.collective_context import Operation
+
+__all__ = ["chain", "filling", "flatten", "in_place", "split_flat"]
+
+
+def flatten(tensor: Tensor) -> Tensor:
+    """Show a tensor in one dimension: itself, or a copy if its elements do not lie in order, as they are.
+
+    Writes to what it shows are not counted as versions of the tensor: no backend of torch's counts them.
+    """
+    if tensor.is_neg():
+        tensor = tensor.resolve_neg()
+    if tensor.is_complex():
+        tensor = tensor.resolve_conj()
+    return tensor.data.contiguous().flatten()
+
+
+def in_place(tensor: Tensor, operate: Callable[[Tensor], Operation], *, writes: bool = True) -> Operation:
+    """Operate on a tensor that is both input and output. Args: writes is whether this rank's is an output at all."""
+    flat = flatten(tensor)
+    yield from operate(flat)
+    if writes:
+        _put_back(flat, tensor)
+    return None
+
+
+def filling(outputs: Sequence[Tensor], operate: Callable[[list[Tensor]], Operation]) -> Operation:
+    """Run an operation that fills tensors of any layout."""
+    flats = [flatten(output) for output in outputs]
+    yield from operate(flats)
+    for output, flat in zip(outputs, flats, strict=True):
+        _put_back(flat, output)
+    return None
+
+
+def _put_back(flat: Tensor, tensor: Tensor) -> None:
+    if flat.data_ptr() == tensor.data_ptr():
+        return
+    source = flat.view(tensor.shape)
+    for dim, stride in enumerate(tensor.stride()):
+        if not stride and tensor.shape[dim] > 1:  # expanded: its elements are one
+            source, tensor = source.narrow(dim, 0, 1), tensor.narrow(dim, 0, 1)
+    tensor.data.copy_(source)
+
+
+def split_flat(flat: Tensor, numels: Sequence[int]) -> list[Tensor]:
+    """Cut a flat tensor into pieces of so many elements."""
+    return list(torch.split(flat, list(numels)))
+
+
+def chain(operations: Sequence[Operation]) -> Operation:
+    """Run operations one after the other, as one."""
+    for operation in operations:
+        yield from operation
+    return None

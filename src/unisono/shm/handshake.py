@@ -1,0 +1,239 @@
+"""How the ranks of a group on one host come to share a segment, and to know each other's processes.
+
+Rank 0 makes the segment and listens on a local socket that has no file; its random name goes through the group's store.
+Each rank hands over a pidfd of itself, and gets the segment and everybody's pidfd. Only processes of the same user are
+let in: the kernel tells who is at the other end. While ranks wait here they look whether another one has died.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from unisono.errors import PeerError, UnisonoError
+from unisono.shm.peers import Newcomers, Peers, own_process
+from unisono.shm.segment import Segment
+
+__all__ = ["died_in_handshake", "handshake"]
+
+_PLACE, _REFUSAL, _PROCESS = "shm/place", "shm/refusal", "shm/process"
+_THROUGH = "-"
+_NONE = "none: "
+_SLICE_S = 0.05
+_LOOK_S = 0.2
+"""How often a rank that waits for rank 0's word looks whether the others live."""
+_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.01
+"""Between two questions to the store, at first and at most."""
+_HELLO = struct.Struct("<i")
+
+
+def handshake(
+    store: Store,
+    *,
+    rank: int,
+    size: int,
+    timeout_s: float,
+    make: Callable[[], Segment],
+    names: Sequence[int] | None = None,
+    look: Callable[[], None] | None = None,
+) -> tuple[Segment, Peers]:
+    """Bring the ranks of a group together around one segment. Every rank must call it.
+
+    Args: store is one that all ranks share, used under names that begin with "shm/". make is called on rank 0.
+        names are the numbers by which errors name ranks; None: those in the group. look raises if a rank has died; it
+        is called several times a second. None: ranks tell each other of their processes here.
+    Raises: PeerError if a rank dies on the way or does not come in time, naming it; UnisonoError if ranks are on
+        different hosts, or if rank 0 has no segment; there, what make raises.
+    """
+    names = range(size) if names is None else names
+    if look is None:
+        own = f"{_PROCESS}/{rank}"
+        store.set(own, own_process())
+        with Newcomers() as newcomers:
+            look = _Look(store, newcomers, rank=rank, names=names)
+            found = handshake(store, rank=rank, size=size, timeout_s=timeout_s, make=make, names=names, look=look)
+        store.set(own, _THROUGH)
+        return found
+    if rank == 0:
+        try:
+            segment = make()
+        except (UnisonoError, ValueError) as error:
+            store.set(_PLACE, f"{_NONE}{error}")
+            raise
+        return _receive_all(store, size=size, timeout_s=timeout_s, segment=segment, names=names, look=look)
+    return _go_there(store, rank=rank, size=size, timeout_s=timeout_s, names=names, look=look)
+
+
+def _receive_all(
+    store: Store,
+    *,
+    size: int,
+    timeout_s: float,
+    segment: Segment,
+    names: Sequence[int],
+    look: Callable[[], None],
+) -> tuple[Segment, Peers]:
+    deadline_s = time.monotonic() + timeout_s
+    guests: dict[int, tuple[socket.socket, int]] = {}
+    name = f"unisono/shm/{secrets.token_hex(16)}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(f"\0{name}")
+        listener.listen(size)
+        listener.settimeout(_SLICE_S)
+        store.set(_PLACE, f"{_host()} {socket.gethostname()} {name}")
+        while len(guests) < size - 1:
+            try:
+                guest, _ = listener.accept()
+            except TimeoutError:
+                _check_refusals(store)
+                look()
+                if time.monotonic() > deadline_s:
+                    missing = [names[r] for r in range(1, size) if r not in guests]
+                    raise PeerError(
+                        f"timed out: {_ranks(missing)} did not come within {timeout_s:g} s to share memory with rank "
+                        f"{names[0]}. "
+                        "Did every rank of the group call init_process_group or new_group?"
+                    ) from None
+                continue
+            guest.settimeout(max(_SLICE_S, deadline_s - time.monotonic()))
+            if _user_at(guest) != os.getuid():
+                guest.close()
+                continue
+            hello, fds, _, _ = socket.recv_fds(guest, _HELLO.size, 1)
+            if len(hello) < _HELLO.size or not fds:  # it ended just then
+                guest.close()
+                continue
+            guests[_HELLO.unpack(hello)[0]] = guest, fds[0]
+    pidfds = [os.pidfd_open(os.getpid()), *(guests[r][1] for r in range(1, size))]
+    for guest, _ in guests.values():
+        with guest:
+            socket.send_fds(guest, [b"."], [segment.fd, *pidfds])
+    store.delete_key(_PLACE)  # a later group with this prefix must not go there
+    segment.close_descriptor()
+    return segment, Peers(0, pidfds)
+
+
+def _go_there(
+    store: Store, *, rank: int, size: int, timeout_s: float, names: Sequence[int], look: Callable[[], None]
+) -> tuple[Segment, Peers]:
+    deadline_s = time.monotonic() + timeout_s
+    look_s, pause_s = time.monotonic() + _LOOK_S, _PAUSE_S
+    host_rank, own_rank = f"rank {names[0]}", f"rank {names[rank]}"
+    late = (
+        f"timed out: {host_rank} did not offer {own_rank} its shared memory within {timeout_s:g} s; see what it says, "
+        "or does"
+    )
+    while True:
+        # Not by store.wait, which warns when a short wait is over.
+        if not store.check([_PLACE]):
+            if time.monotonic() > look_s:
+                look()
+                look_s = time.monotonic() + _LOOK_S
+            if time.monotonic() > deadline_s:
+                raise PeerError(late)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            continue
+        place = store.get(_PLACE).decode()
+        if place.startswith(_NONE):
+            raise UnisonoError(f"{host_rank} has no shared memory to offer: {place.removeprefix(_NONE)}")
+        host, host_name, name = place.split(" ")
+        if host != _host():
+            refusal = (
+                f"{host_rank} runs on {host_name} and {own_rank} on {socket.gethostname()}: only ranks of one host can "
+                "share memory. Use gloo or nccl for a group of several hosts."
+            )
+            store.set(_REFUSAL, refusal)
+            raise UnisonoError(refusal)
+        door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        door.settimeout(_SLICE_S)
+        own = os.pidfd_open(os.getpid())
+        with door:
+            try:
+                door.connect(f"\0{name}")
+                if _user_at(door) != os.getuid():
+                    raise UnisonoError(f"{host_rank} belongs to another user than {own_rank}, and cannot be trusted")
+                socket.send_fds(door, [_HELLO.pack(rank)], [own])
+                fds = _fds_from(door, size + 1, deadline_s=deadline_s, look=look)
+            except OSError as error:
+                # Nobody is there: the name is that of an earlier group, or rank 0 is in another network namespace.
+                look()
+                if time.monotonic() > deadline_s:
+                    raise PeerError(late) from error
+                time.sleep(_SLICE_S)
+                continue
+            finally:
+                os.close(own)
+        if len(fds) < size + 1:
+            look()  # rank 0 may have given up for another's death
+            raise PeerError(f"{host_rank} ended before it could share its memory with {own_rank}")
+        segment = Segment(fds[0])
+        segment.close_descriptor()
+        return segment, Peers(rank, fds[1:])
+
+
+def _fds_from(door: socket.socket, count: int, *, deadline_s: float, look: Callable[[], None]) -> list[int]:
+    """Receive descriptors from rank 0, which sends them when all ranks have come. Raises: TimeoutError."""
+    while True:
+        try:
+            return socket.recv_fds(door, 1, count)[1]
+        except TimeoutError:
+            look()
+            if time.monotonic() > deadline_s:
+                raise
+
+
+class _Look:
+    """Raises PeerError if a rank has died that has told of its process in the store."""
+
+    def __init__(self, store: Store, newcomers: Newcomers, *, rank: int, names: Sequence[int]) -> None:
+        self._store, self._newcomers, self._names = store, newcomers, names
+        self._unknown = [r for r in range(len(names)) if r != rank]
+
+    def __call__(self) -> None:
+        for rank in [*self._unknown]:
+            if self._store.check([f"{_PROCESS}/{rank}"]):
+                self._unknown.remove(rank)
+                if (process := self._told(rank)) != _THROUGH:
+                    self._newcomers.add(rank, process)
+        # One that is through may end.
+        if lost := [self._names[r] for r in self._newcomers.dead() if self._told(r) != _THROUGH]:
+            raise PeerError(died_in_handshake(lost))
+
+    def _told(self, rank: int) -> str:
+        return self._store.get(f"{_PROCESS}/{rank}").decode()
+
+
+def died_in_handshake(ranks: Sequence[int]) -> str:
+    """Say that ranks have died before they shared memory with the others."""
+    whose = "the process of" if len(ranks) == 1 else "the processes of"  # a victim's words, as launch sees
+    has = "has" if len(ranks) == 1 else "have"
+    return f"{whose} {_ranks(ranks)} {has} ended before all ranks had come to share memory; see what it said last"
+
+
+def _check_refusals(store: Store) -> None:
+    if store.check([_REFUSAL]):
+        raise UnisonoError(store.get(_REFUSAL).decode())
+
+
+def _user_at(end: socket.socket) -> int:
+    _, uid, _ = struct.unpack("3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return int(uid)
+
+
+@cache
+def _host() -> str:
+    """Name the running system, also where containers have host names of their own."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -1,0 +1,327 @@
+"""Who moves the messages of a rank: whoever waits for one drives all of them, and a worker thread those of nobody.
+
+One thread at a time drives. It moves what can be moved, polls the rank's doorbell for a while and then sleeps on it.
+The worker starts with the first transfer that its caller leaves unfinished, takes over where nobody has waited for a
+moment, and steps back as soon as somebody does. What is moved, and where to, is in `mailbox`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+from torch import Tensor
+from torch.distributed import DistBackendError
+
+from unisono.shm.peer_wait import PeerWait
+from unisono.shm.semaphore import Semaphore
+from unisono.shm.work import Work
+
+__all__ = ["ProgressEngine", "Transfer"]
+
+_SLICE_S = 0.05
+"""Asleep at most so long without looking who drives."""
+_GRACE_S = 0.001
+"""A transfer is left to its caller so long, who mostly waits for it at once: changing threads costs more than it."""
+_LONGEST_NAP_S = 0.004
+"""What the worker's naps grow to while others drive, or nothing is to be done."""
+_IDLE_NAPS = 20
+"""Naps without anything to do after which the worker sleeps until it is called."""
+_STREAM_POLL_S = 0.0003
+"""While a long message is under way, its next piece is polled for so long. It takes a tenth of that to copy one."""
+
+# The one of os keeps the interpreter's lock before Python 3.12.
+_let_others_run = ctypes.CDLL(None).sched_yield
+
+
+class Transfer(Work):
+    """A send, or a receive, of one tensor.
+
+    Args: peer is the other rank in the group; None: any. sends tells which way.
+    """
+
+    def __init__(self, progress: ProgressEngine, tensor: Tensor, *, peer: int | None, tag: int, sends: bool) -> None:
+        super().__init__((tensor,))
+        self._progress = progress
+        self.address, self.nbytes = tensor.data_ptr(), tensor.numel() * tensor.itemsize
+        self.peer, self.tag, self.sends = peer, tag, sends
+        self.moved = 0
+        """Bytes of a send that are in the channel."""
+        self.over = False
+        """Whether nothing moves any more; guarded by `ProgressEngine.changed`. `finish` follows."""
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait for the end, as `Work.wait` does, and drive all transfers of this rank meanwhile."""
+        if not self._done:
+            limit_s = timeout.total_seconds()
+            self._progress.wait(self, limit_s)
+            if not self.over:
+                raise DistBackendError(f"{self._progress.describe(self)} timed out: not done after {limit_s:g} s")
+            self._progress.announce()
+        return super().wait()
+
+    def is_completed(self) -> bool:
+        """Tell whether the transfer has ended, well or not; moves what can be moved, so that it pays to ask again."""
+        if not self._done:
+            self._progress.nudge()
+        return self._done
+
+
+class ProgressEngine:
+    """Drives the transfers of one rank in one group.
+
+    Args: doorbell is rung by peers whenever there is something to move. advance moves what can be moved, called with
+        `changed` held: it is told whether to make room at all costs, and tells whether it moved anything.
+        awaited lists the ranks, in the group, that are awaited by name by any transfer.
+    """
+
+    def __init__(
+        self,
+        doorbell: Semaphore,
+        waiting: PeerWait,
+        *,
+        others: Sequence[int],
+        advance: Callable[[bool], bool],
+        awaited: Callable[[], Sequence[int]],
+        fail: Callable[[Exception], None],
+    ) -> None:
+        self._doorbell, self._waiting, self._others = doorbell, waiting, tuple(others)
+        self._advance, self._awaited, self._fail = advance, awaited, fail
+        self.changed = threading.Condition(threading.Lock())
+        """Guards the transfers, their queues and what follows."""
+        self.pending = 0
+        """Transfers that are not over."""
+        self._ended: deque[tuple[Transfer, Exception | None, int]] = deque()
+        self._driver: int | None = None
+        self._sleepers = 0
+        self._news = True
+        self._moved_s = 0.0
+        self._worker: threading.Thread | None = None
+        self._worker_drives = self._recalled = self._closed = False
+        self._called = threading.Event()
+
+    def begin(self) -> None:
+        """Count a new transfer. With `changed` held."""
+        self.pending += 1
+
+    def end(self, transfer: Transfer, error: Exception | None = None, *, source: int = -1) -> None:
+        """Note that a transfer is over; `announce` tells it later. With `changed` held."""
+        transfer.over = True
+        self.pending -= 1
+        self._ended.append((transfer, error, source))
+        if self._sleepers:
+            self.changed.notify_all()
+
+    def announce(self) -> None:
+        """Finish transfers that are over. Without `changed` held: callbacks of theirs may call us again."""
+        while self._ended:
+            try:
+                transfer, error, source = self._ended.popleft()
+            except IndexError:  # another thread was quicker
+                return
+            transfer.finish(error=error, source=source)
+
+    def hand_over(self, own: Transfer) -> None:
+        """Leave a new transfer, and what ended with it, to whoever drives or will. Without `changed` held."""
+        if self._driver is not None and any(transfer is not own for transfer, _, _ in tuple(self._ended)):
+            self._doorbell.ring()  # the driver may sleep on it though its own transfer is over
+        self.announce()
+        if not own.over and not self._called.is_set():
+            self._call_worker()
+
+    def describe(self, transfer: Transfer) -> str:
+        """Say what a transfer is, for people."""
+        who = "any rank" if transfer.peer is None else self._waiting.names([transfer.peer])
+        way = f"send to {who}" if transfer.sends else f"receive from {who}"
+        return f"{way} (tag {transfer.tag}, {transfer.nbytes} bytes)"
+
+    def nudge(self) -> None:
+        """Move what can be moved, unless somebody is at it."""
+        if self._driver is None and self.changed.acquire(blocking=False):
+            try:
+                while self._advance(False):
+                    pass
+            finally:
+                self.changed.release()
+            self.announce()
+
+    def wait(self, transfer: Transfer, limit_s: float) -> None:
+        """Drive, or let drive, until a transfer is over.
+
+        Args: after limit_s seconds it returns all the same; with 0 the group's timeout is in force.
+        Raises: DistBackendError if a rank that is awaited has ended, or the time is over.
+        """
+        begin_s = time.monotonic()
+        limit_end_s = begin_s + limit_s if limit_s > 0 else math.inf
+        deadline_s = math.inf if limit_s > 0 else begin_s + self._waiting.timeout_s
+        awaited = (self._others if transfer.peer is None else (transfer.peer,)) or (0,)
+        while not transfer.over and time.monotonic() < limit_end_s:
+            nested = self._driver == threading.get_ident()  # in a callback, which the driver has called
+            if nested or self._become_driver(transfer):
+                try:
+                    self._drive(
+                        lambda: transfer.over or time.monotonic() >= limit_end_s,
+                        lambda: awaited,
+                        what=lambda: self.describe(transfer),
+                        every=transfer.peer is not None,
+                        deadline_s=deadline_s,
+                        sends=transfer.sends,
+                    )
+                finally:
+                    if not nested:
+                        self._step_back()
+            elif time.monotonic() >= deadline_s and not transfer.over:
+                self._break(self.describe(transfer))
+
+    def close(self, error: Exception) -> None:
+        """End the worker, and what is not over with an error."""
+        with self.changed:
+            self._closed = True
+            self._fail(error)
+        self.announce()
+        self._called.set()
+        self._doorbell.ring()
+        if self._worker is not None and self._worker is not threading.current_thread():
+            self._worker.join(timeout=1.0)
+        # Else this and the mailboxes, and with them the memory, would keep each other until garbage is collected.
+        self._advance, self._awaited, self._fail = (lambda _: False), (lambda: ()), (lambda _: None)
+
+    def _become_driver(self, transfer: Transfer) -> bool:
+        """Take over, or else sleep for a slice or until something changes."""
+        with self.changed:
+            if transfer.over:
+                return False
+            if self._driver is None:
+                self._driver = threading.get_ident()
+                return True
+            if self._worker_drives:
+                self._recalled = True
+                self._doorbell.ring()
+            self._sleepers += 1
+            try:
+                self.changed.wait(_SLICE_S)
+            finally:
+                self._sleepers -= 1
+            return False
+
+    def _step_back(self) -> None:
+        with self.changed:
+            self._driver = None
+            self._worker_drives = self._recalled = False
+            if self._sleepers:
+                self.changed.notify_all()
+
+    def _drive(
+        self,
+        over: Callable[[], bool],
+        awaited: Callable[[], Sequence[int]],
+        *,
+        what: Callable[[], str],
+        every: bool,
+        deadline_s: float,
+        sends: bool = False,
+        polls: bool = True,
+    ) -> None:
+        """Move, poll and sleep until it is over. Call it as the driver only."""
+        makes_room = False
+        self._news = True
+
+        def late() -> Sequence[int]:
+            if self._news or self._doorbell.try_take():
+                self._go_on(makes_room)
+            return () if over() else awaited()
+
+        def listen(_: int, seconds: float) -> None:
+            nonlocal makes_room
+            if polls and self._waiting.polls:
+                end_s = self._moved_s + _STREAM_POLL_S
+                while time.perf_counter() < end_s:
+                    if self._doorbell.try_take():
+                        self._news = True
+                        return
+                    _let_others_run()
+            if not self._doorbell.take(seconds):
+                # Perhaps the peer cannot take our message before we take his, for which nobody has asked yet.
+                makes_room = sends
+            self._news = True  # also without a ring: not every cell that becomes free rings the doorbell
+
+        try:
+            timeout_s = self._waiting.timeout_s
+            self._waiting.wait(late, listen, what, deadline_s=deadline_s, timeout_s=timeout_s, every=every, polls=polls)
+        except DistBackendError as error:
+            self._end_all(error)
+
+    def _go_on(self, makes_room: bool) -> None:
+        self._news = False
+        while self._doorbell.try_take():
+            pass
+        with self.changed:
+            while self._advance(makes_room):
+                self._moved_s = time.perf_counter()
+        self.announce()
+
+    def _break(self, what: str) -> None:
+        try:
+            self._waiting.give_up(f"{what} timed out: it did not end in time")
+        except DistBackendError as error:
+            self._end_all(error)
+
+    def _end_all(self, error: Exception) -> None:
+        with self.changed:
+            self._fail(error)
+        self.announce()
+
+    def _call_worker(self) -> None:
+        with self.changed:
+            if self._closed:
+                return
+            if self._worker is None:
+                self._worker = threading.Thread(target=self._serve, name="unisono shm messages", daemon=True)
+                self._worker.start()
+        self._called.set()
+
+    def _serve(self) -> None:
+        """Drive what nobody waits for. Runs in the worker."""
+        idle, nap_s = 0, _GRACE_S
+        while not self._closed:
+            idle = 0 if self.pending else idle + 1
+            if idle > _IDLE_NAPS:
+                self._called.clear()
+                if not self.pending:  # else a transfer came before the event was cleared, and did not set it
+                    self._called.wait()
+                idle, nap_s = 0, _GRACE_S
+            time.sleep(nap_s)
+            with self.changed:
+                if self._driver is not None or not self.pending or self._closed:
+                    nap_s = min(2 * nap_s, _LONGEST_NAP_S)
+                    continue
+                self._driver, self._worker_drives = threading.get_ident(), True
+            try:
+                self._drive_for_nobody()
+            finally:
+                self._step_back()
+            nap_s = _GRACE_S
+
+    def _drive_for_nobody(self) -> None:
+        def awaited() -> Sequence[int]:
+            with self.changed:
+                return self._awaited()
+
+        by_name = bool(awaited())
+
+        def over() -> bool:
+            return self._recalled or self._closed or not self.pending or bool(awaited()) != by_name
+
+        self._drive(
+            over,
+            awaited if by_name else lambda: self._others,
+            what=lambda: "sends and receives that are under way",
+            every=by_name,
+            deadline_s=math.inf,
+            polls=False,
+        )

@@ -1,0 +1,136 @@
+"""What lies where in a group's segment, and how large it is.
+
+Rank 0 decides and writes it down at the beginning of the segment, so ranks with different settings still agree.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from unisono.errors import UnisonoError
+from unisono.shm.abort_flag import AbortFlag
+from unisono.shm.point_to_point import PointToPoint
+from unisono.shm.segment import Segment, aligned
+from unisono.shm.slot_ring import SlotRing
+
+__all__ = ["Options", "SegmentLayout"]
+
+_PREAMBLE = struct.Struct("<8sqqq")
+_MAGIC = b"unisono1"
+_LARGEST_SLOT, _SMALLEST_SLOT = 256 * 1024, 4 * 1024
+_MIB = 1024 * 1024
+_DEFAULT_NBYTES = 64 * _MIB
+_LARGEST_MAIL = 32 * _MIB
+_VARIABLE = "UNISONO_SHM_MIB"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """Settings of a group, for the argument `pg_options` of `init_process_group` and `new_group`."""
+
+    mib: int | None = None
+    """Shared memory of the group, at most, in MiB; None: 64, or what the group needs if it has more than 40 ranks or
+    so. Pages come into being when they are first used. Larger tensors than fit travel in pieces."""
+
+    def __post_init__(self) -> None:
+        if self.mib is not None and self.mib < 1:
+            raise ValueError(f"mib={self.mib} must be at least 1")
+
+    @classmethod
+    def choose(cls, given: object, environ: Mapping[str, str]) -> Options:
+        """Take the options that were given, else those of the environment (UNISONO_SHM_MIB), else the defaults."""
+        if isinstance(given, cls):
+            return given
+        if given is not None and type(given).__module__.partition(".")[0] != "torch":
+            raise TypeError(f"pg_options of an shm group must be unisono.comm.shm.Options, not {type(given).__name__}")
+        text = environ.get(_VARIABLE)
+        if text is None:
+            return cls()
+        try:
+            return cls(mib=int(text))
+        except ValueError:
+            raise ValueError(f"{_VARIABLE}={text!r} must be a whole number of MiB, at least 1") from None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SegmentLayout:
+    """Where the parts of a group's segment lie, in bytes."""
+
+    size: int
+    """Ranks of the group."""
+    slot_nbytes: int
+    """Size of a slot of the board."""
+    mail_nbytes: int
+    """Budget of the mailboxes."""
+
+    @classmethod
+    def plan(cls, size: int, options: Options) -> SegmentLayout:
+        """Divide the memory that a group may have: half for messages, at most what they can use, the rest for slots.
+
+        Raises: ValueError if it is too little for so many ranks.
+        """
+        # What a group needs at least grows with the square of its ranks; most of it is never touched.
+        least = cls(size=size, slot_nbytes=_SMALLEST_SLOT, mail_nbytes=1)
+        budget = max(_DEFAULT_NBYTES, 2 * least.nbytes) if options.mib is None else options.mib * _MIB
+        mail_nbytes = min(budget // 2, _LARGEST_MAIL)
+        slot_nbytes = _LARGEST_SLOT
+        while slot_nbytes >= _SMALLEST_SLOT:
+            layout = cls(size=size, slot_nbytes=slot_nbytes, mail_nbytes=mail_nbytes)
+            if layout.nbytes <= budget:
+                return layout
+            slot_nbytes //= 2
+        raise ValueError(
+            f"{options.mib} MiB of shared memory are too few for a group of {size} ranks: give it at least "
+            f"{-(-2 * least.nbytes // _MIB)} by pg_options=unisono.comm.shm.Options(mib=...) or {_VARIABLE}"
+        )
+
+    @property
+    def alarm(self) -> int:
+        """Where the notices of ranks that give up begin."""
+        return aligned(_PREAMBLE.size)
+
+    @property
+    def mail(self) -> int:
+        """Where the mailboxes begin."""
+        return self.alarm + aligned(AbortFlag.nbytes(self.size))
+
+    @property
+    def board(self) -> int:
+        """Where the board begins."""
+        return self.mail + aligned(PointToPoint.nbytes(self.size, self.mail_nbytes))
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the segment."""
+        return self.board + SlotRing.nbytes(self.size, slot_nbytes=self.slot_nbytes)
+
+    def create(self) -> Segment:
+        """Make the segment and prepare its parts: on one rank. Raises: UnisonoError if there is not so much memory."""
+        try:
+            segment = Segment.create(self.nbytes, name="unisono")
+        except UnisonoError as error:
+            raise UnisonoError(
+                f"{error}. Let the group take less, by pg_options=unisono.comm.shm.Options(mib=...) or {_VARIABLE}, or "
+                "raise the limit on this process"
+            ) from error
+        segment.memory[: _PREAMBLE.size] = _PREAMBLE.pack(_MAGIC, self.size, self.slot_nbytes, self.mail_nbytes)
+        AbortFlag.create(segment, self.alarm, self.size)
+        PointToPoint.create(segment, self.mail, self.size, self.mail_nbytes)
+        SlotRing.create(segment, self.board, self.size)
+        return segment
+
+    @classmethod
+    def of(cls, segment: Segment) -> SegmentLayout:
+        """Read what rank 0 wrote down. Raises: RuntimeError if another version of unisono did."""
+        magic, size, slot_nbytes, mail_nbytes = _PREAMBLE.unpack(segment.memory[: _PREAMBLE.size])
+        if magic != _MAGIC:
+            raise RuntimeError("rank 0 has another version of unisono than this rank: install the same for both")
+        return cls(size=size, slot_nbytes=slot_nbytes, mail_nbytes=mail_nbytes)
+
+
+def options_of_environment(given: object) -> Options:
+    """Choose the options of a group in this process's environment."""
+    return Options.choose(given, os.environ)

@@ -1,0 +1,135 @@
+"""Slots in which ranks show each other data, in rounds.
+
+In a round every rank may write its own slot; then it posts, which tells all peers; and each reads the slots of those
+that it needs once it has heard their post. All ranks of a group go through the same rounds in the same order, also one
+that has nothing to write or to read, so a post also says that its rank has read what came before. That is why a slot
+may be used again without a lock: see `occupied`. Each slot has a short note beside it, for what the data are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from unisono.shm.peers import Peers
+from unisono.shm.segment import Segment, aligned
+from unisono.shm.semaphore import SEMAPHORE_NBYTES, Semaphore
+
+__all__ = ["DEPTH", "SlotRing"]
+
+DEPTH = 8
+"""Rounds that the content of a slot stays readable."""
+
+_LOOKAHEAD = 3
+"""A rank has read round n before it posts round n + _LOOKAHEAD. Collectives are written so that this holds."""
+
+_NOTE_HEAD_NBYTES = 64
+
+
+class SlotRing:
+    """The slots of a group, and the count of its rounds. One thread at a time may use it.
+
+    Args: offset is where it lies in the segment, aligned. slot_nbytes is the size of a slot, aligned. depth is how many
+        rounds a slot's content stays readable, more than 3.
+    """
+
+    def __init__(self, segment: Segment, offset: int, peers: Peers, *, slot_nbytes: int, depth: int = DEPTH) -> None:
+        assert depth > _LOOKAHEAD
+        self.rank, self.size = peers.rank, peers.size
+        self.slot_nbytes, self._depth = slot_nbytes, depth
+        self.round = 0
+        """The round that comes next: how many this rank has posted."""
+        self.others = [r for r in range(self.size) if r != self.rank]
+        """All ranks but this one."""
+        self._heard = [0] * self.size
+        bells = [
+            [
+                Semaphore(segment.address + offset + (source * self.size + target) * SEMAPHORE_NBYTES)
+                for target in range(self.size)
+            ]
+            for source in range(self.size)
+        ]
+        self._outgoing = [bells[self.rank][r].ring for r in self.others]
+        self._incoming = [bells[r][self.rank] for r in range(self.size)]
+        self._segment, self._memory = segment, segment.memory
+        self._notes_offset = offset + aligned(self.size**2 * SEMAPHORE_NBYTES)
+        self._note_nbytes = _note_nbytes(self.size)
+        self._slots_offset = self._notes_offset + aligned(self.size * depth * self._note_nbytes)
+        self._views: dict[torch.dtype, list[list[Tensor]]] = {}
+
+    @staticmethod
+    def nbytes(size: int, *, slot_nbytes: int, depth: int = DEPTH) -> int:
+        """Compute how much of a segment a board takes."""
+        return (
+            aligned(size**2 * SEMAPHORE_NBYTES)
+            + aligned(size * depth * _note_nbytes(size))
+            + size * depth * slot_nbytes
+        )
+
+    @staticmethod
+    def create(segment: Segment, offset: int, size: int) -> None:
+        """Prepare the memory of a board: once, before the segment is shared."""
+        for i in range(size**2):
+            Semaphore(segment.address + offset + i * SEMAPHORE_NBYTES).create()
+
+    def slot(self, rank: int, round_: int, dtype: torch.dtype) -> Tensor:
+        """Show a rank's slot of a round, whole: shape [slot_nbytes / itemsize]."""
+        views = self._views.get(dtype)
+        if views is None:
+            shape = (self.size, self._depth, self.slot_nbytes // dtype.itemsize)
+            all_slots = self._segment.tensor(self._slots_offset, shape, dtype)
+            views = self._views[dtype] = [list(of_rank.unbind()) for of_rank in all_slots.unbind()]
+        return views[rank][round_ % self._depth]
+
+    def address(self, rank: int, round_: int) -> int:
+        """Give the address of a rank's slot of a round."""
+        place = rank * self._depth + round_ % self._depth
+        return self._segment.address + self._slots_offset + place * self.slot_nbytes
+
+    def write_note(self, note: bytes) -> None:
+        """Write this rank's note of the coming round: at most 64 bytes, and 8 for each rank."""
+        assert len(note) <= self._note_nbytes
+        start = self._notes_offset + (self.rank * self._depth + self.round % self._depth) * self._note_nbytes
+        self._memory[start : start + len(note)] = note
+
+    def note(self, rank: int, round_: int, nbytes: int) -> bytes:
+        """Read so many bytes of a rank's note of a round."""
+        start = self._notes_offset + (rank * self._depth + round_ % self._depth) * self._note_nbytes
+        return self._memory[start : start + nbytes]
+
+    def occupied(self) -> tuple[int, list[int]]:
+        """Tell who may still be reading what is in this rank's slot of the coming round.
+
+        Returns: a round and the ranks whose post of it must be heard first. No ranks: write.
+        """
+        round_ = self.round - self._depth + _LOOKAHEAD
+        return round_, self.missing(round_, self.others)
+
+    def post(self) -> int:
+        """Show this rank's slot of the coming round to all, and go on to the next. Returns: the round posted."""
+        for ring in self._outgoing:
+            ring()
+        self.round += 1
+        return self.round - 1
+
+    def missing(self, round_: int, ranks: Iterable[int]) -> list[int]:
+        """List the ranks, of those given, of which the post of a round has not been heard yet."""
+        heard, late = self._heard, []
+        for rank in ranks:
+            while heard[rank] <= round_:
+                if not self._incoming[rank].try_take():
+                    late.append(rank)
+                    break
+                heard[rank] += 1
+        return late
+
+    def listen(self, rank: int, timeout_s: float) -> None:
+        """Sleep until a rank posts something, at most so long."""
+        if self._incoming[rank].take(timeout_s):
+            self._heard[rank] += 1
+
+
+def _note_nbytes(size: int) -> int:
+    return aligned(_NOTE_HEAD_NBYTES + 8 * size)

@@ -1,0 +1,219 @@
+"""Files of a checkpoint on disk: written so that they survive a power cut, read so that no damage goes unseen.
+
+Knows nothing of what is in them. Start reading at `write_file` and `CheckedFile`.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import io
+import os
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from unisono.errors import CorruptCheckpointError
+from unisono.state.digest import exact, memory
+from unisono.state.safetensors_format import FilePart
+
+__all__ = [
+    "CheckedFile",
+    "Entry",
+    "flush_folder",
+    "is_locked",
+    "locked",
+    "make_folder",
+    "read_file",
+    "remedy",
+    "write_file",
+]
+
+# Pieces that stay in the CPU's cache between being written and being hashed: one trip through memory, not two.
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """A file as it should be."""
+
+    name: str
+    nbytes: int
+    sha256: str
+
+
+def write_file(path: Path, pieces: list[FilePart]) -> Entry:
+    """Write a file, flush it to the disk, and describe it.
+
+    The hash is of the bytes meant, taken on the way. Hashing the file instead would bless a bad write, and reading it
+    back would come from the page cache: 0.15 s for 300 MB that say nothing about the disk. `verify` says it later.
+    """
+    sha = hashlib.sha256()
+    nbytes = 0
+    with path.open("xb") as file:
+        for piece in pieces:
+            view = memoryview(piece) if isinstance(piece, bytes) else memory(exact(piece[1], piece[0]))
+            for start in range(0, len(view), _CHUNK):
+                chunk = view[start : start + _CHUNK]
+                file.write(chunk)
+                sha.update(chunk)
+            nbytes += len(view)
+        file.flush()
+        os.fsync(file.fileno())
+    found = path.stat().st_size
+    if found != nbytes:
+        raise OSError(errno.EIO, f"{nbytes:,} bytes were written and the file has {found:,}", str(path))
+    return Entry(name=path.name, nbytes=nbytes, sha256=sha.hexdigest())
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it, so that it survives a power cut."""
+    if not folder.is_dir():
+        folder.mkdir(parents=True, exist_ok=True)
+        flush_folder(folder.parent)
+
+
+def flush_folder(folder: Path) -> None:
+    """Return when the names in a folder are on the disk."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        # Some network and FUSE file systems cannot flush a folder and say so; names there are as safe as they get.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold a lock that says the writer lives. A process id would not: containers give the same one at every start."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with suppress(OSError):  # no locks on this file system: `clean` then relies on there being one writer
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(handle)
+
+
+def is_locked(folder: Path) -> bool:
+    """Tell whether somebody holds the lock of a folder."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(handle)
+    return False
+
+
+def remedy(error: OSError, folder: Path) -> str:
+    """Say what to do about an error while writing into a folder."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "Free space or quota there, keep fewer checkpoints, or choose another directory."
+    if error.errno == errno.EFBIG:
+        return "Raise the limit on file sizes (`ulimit -f`), or choose a file system that holds files of this size."
+    if error.errno == errno.EROFS:
+        return "The file system is mounted read-only: choose another directory, or mount it for writing."
+    if error.errno in (errno.EACCES, errno.EPERM):
+        return f"Give uid {os.geteuid()} the right to write there, or choose another directory."
+    if error.errno in (errno.EEXIST, errno.ENOTDIR):
+        return (
+            f"A file is where a folder must be ({error.filename or folder}): move it away, or choose another directory."
+        )
+    return "Look at the disk and its mount, or choose another directory."
+
+
+class CheckedFile:
+    """A file that is hashed while it is read, from its first byte to its last.
+
+    Raises: CorruptCheckpointError if it is no file, has another size or cannot be read; here and in all methods.
+    """
+
+    def __init__(self, path: Path, entry: Entry) -> None:
+        self._path, self._entry = path, entry
+        self._sha = hashlib.sha256()
+        self._left = entry.nbytes
+        expected = f"{entry.nbytes:,} bytes"
+        with _explained(path, expected):
+            self._file = open_file(path, lambda size: size == entry.nbytes, expected)
+
+    def read(self, view: memoryview) -> None:
+        """Fill a view with the next bytes. Raises: ValueError if fewer are left."""
+        if len(view) > self._left:
+            raise ValueError(f"{len(view):,} bytes were asked for, and {self._left:,} are left")
+        with _explained(self._path, f"{self._entry.nbytes:,} bytes"):
+            for start in range(0, len(view), _CHUNK):
+                chunk = view[start : start + _CHUNK]
+                filled = 0
+                while filled < len(chunk):
+                    found = self._file.readinto(chunk[filled:])
+                    if not found:
+                        raise OSError(errno.EIO, "the file ended early")
+                    filled += found
+                self._sha.update(chunk)
+        self._left -= len(view)
+
+    def finish(self) -> None:
+        """Read what is left, and compare the hash of all bytes with that of those written."""
+        rest = memoryview(bytearray(min(self._left, _CHUNK)))
+        while self._left:
+            self.read(rest[: self._left])
+        if self._sha.hexdigest() != self._entry.sha256:
+            raise CorruptCheckpointError(
+                f"{self._path}: expected sha256 {self._entry.sha256}, found {self._sha.hexdigest()} in "
+                f"{self._entry.nbytes:,} bytes: the file was changed or the disk is failing. Take an older checkpoint."
+            )
+
+    def __enter__(self) -> CheckedFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+def read_file(path: Path, fits: Callable[[int], bool], expected: str) -> bytes:
+    """Read a file.
+
+    Args:
+        path: where it is.
+        fits: returns True for a size in bytes that is right.
+        expected: what it should be, in words.
+    Raises: CorruptCheckpointError if it is no file, has another size or cannot be read.
+    """
+    with _explained(path, expected), open_file(path, fits, expected) as file:
+        return file.readall()
+
+
+def open_file(path: Path, fits: Callable[[int], bool], expected: str) -> io.FileIO:
+    """Open a file to read, as `read_file` does. Raises: OSError, or CorruptCheckpointError."""
+    # Without O_NONBLOCK a named pipe in the folder would wait for a writer for ever.
+    file = io.FileIO(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
+    status = os.fstat(file.fileno())
+    if stat.S_ISREG(status.st_mode) and fits(status.st_size):
+        return file
+    file.close()
+    if not stat.S_ISREG(status.st_mode):
+        raise CorruptCheckpointError(f"{path}: expected a file, found {stat.filemode(status.st_mode)}.")
+    raise CorruptCheckpointError(
+        f"{path}: expected {expected}, found {status.st_size:,}: it was cut off or changed. Take an older checkpoint."
+    )
+
+
+@contextmanager
+def _explained(path: Path, expected: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CorruptCheckpointError(
+            f"{path}: expected {expected}, but it cannot be read: [Errno {error.errno}] {error.strerror}. Take an "
+            f"older checkpoint, or repair this one."
+        ) from error

@@ -1,0 +1,145 @@
+"""How tensors lie in a file of the open safetensors format: planned before it is written, and read one at a time.
+
+The format (https://huggingface.co/docs/safetensors): 8 bytes with the header's length, the header as JSON, the data. It
+is written and read here, without the library. Its save_file needs NumPy; its serialize_file takes copies of all data
+before version 0.8, and tells of a full disk without an errno; its loaders hold a file's bytes beside the tensors made
+of them, or map a file that may change after it was checked.
+Pure: no files. Start reading at `plan_file` and `read_tensors`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from unisono.errors import CheckpointError
+from unisono.state.codec import Json, decode_dtype
+from unisono.state.digest import check_storable, memory, same_memory
+
+__all__ = ["FilePart", "plan_file", "read_tensors"]
+
+FilePart: TypeAlias = bytes | tuple[str, Tensor]
+"""A part of a file: bytes, or a tensor by name, whose memory is the part."""
+
+# Types that every supported safetensors reads. Others are stored under a type of the same width, and the manifest says
+# which they are; complex numbers as pairs.
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+_BY_NAME = {name: dtype for dtype, name in _DTYPES.items()}
+_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_LENGTH_NBYTES = 8
+
+
+def plan_file(tensors: Mapping[str, Tensor], group: str) -> tuple[list[FilePart], dict[str, Json]]:
+    """Plan a safetensors file: its parts in order, and what `read_tensors` must know besides. Copies nothing.
+
+    Names that see the same memory are stored once. A part that is a tensor stands for `digest.exact` of it.
+    Raises: CheckpointError naming group and tensor where one cannot be stored.
+    """
+    first: dict[tuple[object, ...], str] = {}
+    aliases: dict[str, str] = {}
+    dtypes: dict[str, str] = {}
+    kept: list[tuple[int, str, Json]] = []
+    for name, tensor in tensors.items():
+        check_storable(tensor, f"{group}.{name}")
+        if name == "__metadata__" or not _is_text(name):
+            raise CheckpointError(f"{group} has a tensor named {name!r}, which safetensors cannot hold. Rename it.")
+        owner = first.setdefault(same_memory(tensor), name)
+        if owner != name:
+            aliases[name] = owner
+            continue
+        dtype, shape = tensor.dtype, [*tensor.shape]
+        if dtype.is_complex:
+            dtype, shape = dtype.to_real(), [*shape, 2]
+        elif dtype not in _DTYPES:
+            dtype = _CARRIERS[dtype.itemsize]
+        if dtype != tensor.dtype:
+            dtypes[name] = str(tensor.dtype).removeprefix("torch.")
+        kept.append((-dtype.itemsize, name, {"dtype": _DTYPES[dtype], "shape": [*shape]}))
+    # Wide types first, as the library does: every tensor is then aligned in the file, and can be mapped.
+    kept.sort(key=lambda entry: entry[:2])
+    # Other readers find tied names where the library's save_model puts them; unisono's are in the manifest.
+    header: dict[str, Json] = {"__metadata__": {**aliases, "format": "pt"}}
+    offset = 0
+    for _, name, described in kept:
+        end = offset + tensors[name].numel() * tensors[name].element_size()
+        header[name] = {**described, "data_offsets": [offset, end]}  # type: ignore[dict-item]
+        offset = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    data: list[FilePart] = [(name, tensors[name]) for _, name, _ in kept]
+    return [len(text).to_bytes(8, "little") + text, *data], {
+        "names": [*tensors],
+        "aliases": {**aliases},
+        "dtypes": {**dtypes},
+    }
+
+
+def read_tensors(read: Callable[[memoryview], None], nbytes: int, described: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Read the tensors of a file that `plan_file` planned, one after the other, each into new CPU memory of its own.
+
+    Tied names share a tensor again. What the header says is checked against the file's size before memory is taken.
+    Args:
+        read: fills a view with the next bytes of the file.
+        nbytes: size of the file.
+        described: what `plan_file` returned beside the parts.
+    Returns: the tensors by name, in the order in which they were given to `plan_file`.
+    Raises: ValueError, KeyError, TypeError or AttributeError if the bytes are not such a file.
+    """
+    if nbytes < _LENGTH_NBYTES:
+        raise ValueError(f"{nbytes} bytes are too few for a header")
+    length = int.from_bytes(_bytes(read, _LENGTH_NBYTES), "little")
+    if length > nbytes - _LENGTH_NBYTES:
+        raise ValueError(f"the header should have {length:,} bytes, and the file has {nbytes:,}")
+    header = json.loads(_bytes(read, length))
+    entries = [(name, entry) for name, entry in header.items() if name != "__metadata__"]
+    offset = 0
+    for name, entry in entries:
+        start, end = entry["data_offsets"]
+        dtype, shape = _BY_NAME[entry["dtype"]], entry["shape"]
+        if start != offset or end - start != math.prod(shape) * dtype.itemsize or min(shape, default=0) < 0:
+            raise ValueError(f"{name!r} should have shape {shape} and lie at {start}:{end}, behind {offset}")
+        offset = end
+    if offset != nbytes - _LENGTH_NBYTES - length:
+        raise ValueError(f"the tensors end at {offset:,}, and {nbytes - _LENGTH_NBYTES - length:,} bytes are there")
+    tensors: dict[str, Tensor] = {}
+    for name, entry in entries:
+        tensor = torch.empty(entry["shape"], dtype=_BY_NAME[entry["dtype"]])
+        read(memory(tensor))
+        tensors[name] = tensor
+    for name, kind in described["dtypes"].items():
+        stored, wanted = tensors[name], decode_dtype(kind)
+        tensors[name] = torch.view_as_complex(stored) if wanted.is_complex else stored.view(wanted)
+    return {name: tensors[described["aliases"].get(name, name)] for name in described["names"]}
+
+
+def _bytes(read: Callable[[memoryview], None], nbytes: int) -> bytearray:
+    data = bytearray(nbytes)
+    read(memoryview(data))
+    return data
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

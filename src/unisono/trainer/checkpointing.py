@@ -1,0 +1,177 @@
+"""The directory of a run: the lock on it, and writing checkpoints when they are due.
+
+Rank 0 alone touches the directory. So the ranks need no shared file system.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from unisono.collectives.world import World
+from unisono.errors import CheckpointError
+from unisono.state.lock import DirectoryLock
+from unisono.state.policy import Checkpoints, is_due
+from unisono.state.store import CheckpointInfo, Store
+from unisono.state.writer import BackgroundWriter
+from unisono.trainer.resume import Resume, ResumedRun, find
+from unisono.watch import EventLog
+
+__all__ = ["Checkpointing", "Place"]
+
+Place = tuple[int, int, int]
+"""Epoch, next step in it, and steps done in all: see `Cursor.place`."""
+Snapshot = tuple[dict[str, dict[str, Tensor]], dict[str, Any]]
+
+
+class Checkpointing:
+    """Keeps the checkpoints of one run. Without a directory it keeps nothing."""
+
+    def __init__(self, directory: Path | None, policy: Checkpoints, world: World) -> None:
+        self._directory, self._policy, self._world = directory, policy, world
+        self._store = None if directory is None else Store(directory / "checkpoints")
+        self._lock = None if directory is None else DirectoryLock(directory)
+        self._writer: BackgroundWriter | None = None
+        self._log = EventLog()
+        self._last: Place = (0, 0, 0)
+        self._last_s = time.monotonic()
+
+    def find(self, resume: Resume) -> ResumedRun | None:
+        """Lock the directory, and read the newest good checkpoint; see `finding.find`. Every rank must call it.
+
+        Returns: None if there is no directory.
+        """
+        if self._store is None:
+            if resume == "must":
+                raise ValueError('resume="must" needs the directory of the run: pass directory=...')
+            return None
+        assert self._directory is not None
+        assert self._lock is not None
+        return find(self._world, self._directory, self._store, self._lock, resume)
+
+    def begin(self, log: EventLog, place: Place) -> None:
+        """Start to count the steps and the time since the last checkpoint."""
+        self._log = log
+        self._last, self._last_s = place, time.monotonic()
+        if self._store is not None and self._world.rank == 0:
+            self._writer = BackgroundWriter(self._store, self._policy.keep, self._on_written)
+            assert self._lock is not None
+            self._lock.settle = self._writer.join
+
+    @property
+    def writes(self) -> bool:
+        """True on the rank that writes checkpoints, if there is a directory."""
+        return self._writer is not None
+
+    @property
+    def last_step(self) -> int:
+        """Steps done at the last checkpoint, or at the start."""
+        return self._last[2]
+
+    def is_newer(self, place: Place) -> bool:
+        """Return True if a state is not that of the last checkpoint."""
+        return self._writer is not None and place != self._last and not (self._lock is not None and self._lock.lost)
+
+    def hold(self) -> None:
+        """Make sure of the directory, which is given back when a loop over epochs has ended.
+
+        Raises: CheckpointError if another job, or another Trainer of this process, has gone on with the run there.
+        """
+        if self._writer is None or self._lock is None or self._store is None or self._lock.is_held:
+            return
+        if self._lock.lost:
+            raise CheckpointError(
+                f"a later Trainer of this process keeps its run in {self._directory}, so this one cannot go on there: "
+                "use the later one, or give each a directory of its own."
+            )
+        self._lock.acquire()
+        newest = next((info.step for info in self._store.list()), 0)
+        if newest > self._last[2]:
+            self._lock.release()
+            raise CheckpointError(
+                f"another job has gone on with the run in {self._directory} up to step {newest}, after this one ended "
+                f"its loop at step {self._last[2]}: make a new Trainer, which goes on from there."
+            )
+
+    def save_if_due(self, place: Place, capture: Callable[[], Snapshot], *, epoch_ended: bool = False) -> None:
+        """Write a checkpoint in the background if the policy asks for one now."""
+        if place == self._last:
+            return
+        since_steps, since_s = place[2] - self._last[2], time.monotonic() - self._last_s
+        # What the loop did after the last batch of an epoch is new, though no step is.
+        since_steps = max(since_steps, int(epoch_ended and place[2] > 0))
+        if is_due(self._policy, steps_since=since_steps, seconds_since=since_s, epoch_ended=epoch_ended):
+            self.save(place, capture)
+
+    def save(self, place: Place, capture: Callable[[], Snapshot]) -> None:
+        """Write a checkpoint in the background, now.
+
+        A disk that is full does not end a run: what failed before is told as a warning event, and this state, the newer
+        one, is tried instead.
+        """
+        self.hold()
+        if self._writer is not None:
+            error = self._writer.wait()
+            if error is not None:
+                self._log.emit("warning", message=f"checkpoint not written: {error}")
+            groups, document = capture()
+            self._writer.submit(place[2], groups, document)
+        self._last, self._last_s = place, time.monotonic()
+
+    def finish(self, place: Place, capture: Callable[[], Snapshot], *, retry: bool = True) -> None:
+        """Write what is newer than the last checkpoint, wait until it is on disk, and let all ranks know.
+
+        Every rank must call it. The directory is then free for other jobs, until this one saves again.
+        Args:
+            place: where the run is.
+            capture: gives its state.
+            retry: try once more if the last checkpoint was of this place and could not be written.
+        Raises: CheckpointError on all ranks if it cannot be written: the end of a run would be lost without a word.
+        """
+        if self._store is None:
+            return
+        error: CheckpointError | None = None
+        if self._writer is not None:
+            try:
+                error = self._writer.wait()
+                if place != self._last or (retry and error is not None):
+                    self.save(place, capture)
+                    error = self._writer.wait()
+            except CheckpointError as refused:
+                error = refused
+        told = self._world.gather(None if error is None else str(error))[0]
+        if self._lock is not None and error is None:
+            self._lock.release()
+        if error is not None:
+            raise error
+        if told is not None:
+            raise CheckpointError(f"rank 0: {told}")
+
+    def rescue(self, place: Place, capture: Callable[[], Snapshot]) -> None:
+        """Write what is newer than every checkpoint, in this thread, while the process ends. A failure is only told."""
+        if self._store is None or self._writer is None or self._lock is None or self._lock.lost:
+            return
+        error = self._writer.wait()
+        if error is not None:
+            self._log.emit("warning", message=f"checkpoint not written: {error}")
+        elif place == self._last:
+            return
+        started_s = time.monotonic()
+        try:
+            self.hold()
+            groups, document = capture()
+            info = self._store.write(place[2], groups, document)
+            self._store.prune(self._policy.keep)
+        except CheckpointError as error:
+            self._log.emit("warning", message=f"checkpoint not written: {error}")
+        else:
+            self._on_written(info, time.monotonic() - started_s)
+
+    def _on_written(self, info: CheckpointInfo, seconds: float) -> None:
+        self._log.emit(
+            "checkpoint", path=str(info.path), total_steps=info.step, nbytes=info.nbytes, seconds=round(seconds, 3)
+        )

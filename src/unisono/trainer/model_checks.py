@@ -1,0 +1,75 @@
+"""Models and optimizers that another library has wrapped, sharded or hooked: two would sum the gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from unisono.engine.gradient_hooks import watchers_of
+from unisono.parallel import Replicas
+from unisono.parallel.reducer import Reducer
+from unisono.parallel.wrappers import wrapper_of
+
+__all__ = ["check_models", "unwrapped_optimizer"]
+
+
+def check_models(model: Any) -> None:
+    """Refuse what is no model, and models whose gradients or parameters others look after.
+
+    Raises:
+        TypeError: There is no module, or something that is none.
+        ValueError: A module is wrapped or sharded, or its parameters have no values yet.
+    """
+    models = model if isinstance(model, Mapping) else {"model": model}
+    if not models:
+        raise ValueError("model is an empty dict: give Trainer at least one module")
+    for key, root in models.items():
+        if isinstance(root, Replicas):
+            raise TypeError(
+                "model is the handle that unisono.parallel.replicate returned: give Trainer the model itself, without "
+                "replicate, since the Trainer sums gradients over ranks, too."
+            )
+        if not isinstance(root, nn.Module):
+            found = f"the class {root.__name__}, not called" if isinstance(root, type) else f"a {type(root).__name__}"
+            where = "model" if root is model else f"model[{key!r}]"
+            raise TypeError(f"{where} is {found}; expected a torch.nn.Module, or a dict of them by name")
+        if not isinstance(key, str):
+            raise TypeError(f"model has the key {key!r}; models are given by names, which are strings")
+        for name, module in root.named_modules(prefix=key):
+            _check_module(module, name)
+        for name, parameter in root.named_parameters(prefix=key):
+            if nn.parameter.is_lazy(parameter):
+                raise ValueError(f"parameter {name!r} has no size yet: run the model on one batch before Trainer")
+            if parameter.is_meta:
+                raise ValueError(
+                    f"parameter {name!r} is on the meta device and has no values: load them before Trainer"
+                )
+            if any(base.__name__ == "DTensor" for base in type(parameter).__mro__):
+                raise ValueError(
+                    f"parameter {name!r} is a DTensor, divided among ranks: give Trainer the model as it was before it "
+                    "was sharded or parallelized."
+                )
+            if any(isinstance(watcher, Reducer) for watcher in watchers_of(parameter)):
+                raise ValueError(
+                    f"unisono.parallel.replicate sums the gradient of {name!r} over ranks already, as the Trainer "
+                    "does: leave replicate out, or close() its handle."
+                )
+
+
+def _check_module(module: nn.Module, name: str) -> None:
+    wrapper = wrapper_of(module, name)
+    if wrapper is not None:
+        raise ValueError(
+            f"{name!r} is wrapped in {wrapper[0]}, which looks after gradients or parameters itself, as the Trainer "
+            f"does: give Trainer {wrapper[1]}."
+        )
+
+
+def unwrapped_optimizer(optimizer: Any) -> Any:
+    """Return the optimizer inside one that Accelerate or Fabric has wrapped; None for any other."""
+    libraries = {base.__module__.partition(".")[0] for base in type(optimizer).__mro__}
+    if libraries & {"accelerate", "lightning_fabric", "lightning"}:
+        return getattr(optimizer, "optimizer", None)
+    return None

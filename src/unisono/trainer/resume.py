@@ -1,0 +1,110 @@
+"""The checkpoint that a run goes on from: read on rank 0, checked while it is read, and given to all ranks.
+
+Tensors travel one at a time, each to where it stays, so no rank holds a checkpoint twice. Only rank 0 needs the disk.
+Start reading at `find`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from unisono.collectives.world import World
+from unisono.errors import CheckpointError
+from unisono.state.codec import decode_dtype
+from unisono.state.lock import DirectoryLock
+from unisono.state.store import Store
+
+__all__ = ["Resume", "ResumedRun", "find"]
+
+Resume = Literal["auto", "never", "must"]
+
+
+class ResumedRun(NamedTuple):
+    """What is in the directory of a run, as every rank gets it."""
+
+    source: str | None
+    """The checkpoint to go on from; None: there is none."""
+    groups: dict[str, dict[str, Tensor]]
+    document: dict[str, Any]
+    warnings: list[str]
+
+
+def find(world: World, directory: Path, store: Store, lock: DirectoryLock, resume: Resume) -> ResumedRun:
+    """Lock the directory of a run, read its newest good checkpoint on rank 0, and give it to all ranks.
+
+    Every rank must call it. Memory: the tensors, once on each rank.
+    Raises: CheckpointError, on all ranks alike, if the directory is in use or cannot be used, if there is no checkpoint
+        and resume="must", if there is one and resume="never", or if all are damaged.
+    """
+    groups: dict[str, dict[str, Tensor]] = {}
+
+    def describe() -> bytes:
+        """Read the checkpoint, and say what is in it; or what is wrong."""
+        nonlocal groups
+        try:
+            head, groups = _read(directory, store, lock, resume)
+        except CheckpointError as error:
+            lock.release()
+            head = {"error": str(error)}
+        return json.dumps({**head, "tensors": {group: _table(tensors) for group, tensors in groups.items()}}).encode()
+
+    head = json.loads(world.broadcast_bytes(describe))
+    if "error" in head:
+        raise CheckpointError(head["error"])
+    for group, table in head["tensors"].items():
+        own = groups.setdefault(group, {})
+        for name, owner, dtype, shape in table:
+            if owner != name:
+                own[name] = own[owner]
+                continue
+            if name not in own:
+                own[name] = torch.empty(shape, dtype=decode_dtype(dtype))
+            world.broadcast_tensor(own[name])
+    return ResumedRun(head["source"], groups, head["document"], head["warnings"])
+
+
+def _table(tensors: dict[str, Tensor]) -> list[tuple[str, str, str, list[int]]]:
+    """List the names of tensors, the name under which each is sent, dtype and shape."""
+    owners: dict[int, str] = {}
+    return [
+        (name, owners.setdefault(id(t), name), str(t.dtype).removeprefix("torch."), list(t.shape))
+        for name, t in tensors.items()
+    ]
+
+
+def _read(
+    directory: Path, store: Store, lock: DirectoryLock, resume: Resume
+) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
+    try:
+        store.folder.mkdir(parents=True, exist_ok=True)
+        unlocked = lock.acquire()
+    except OSError as error:
+        raise CheckpointError(
+            f"the directory {directory} cannot be used for this run: {error.strerror} ({error.filename}). Give "
+            "Trainer a directory that can be written to, or directory=None to keep nothing."
+        ) from error
+    store.clean()
+    listed = store.list()
+    if resume == "never" and listed:
+        raise CheckpointError(
+            f'{directory} already holds a run, up to step {listed[0].step}, and resume="never": choose another '
+            'directory, remove this one, or let resume="auto" continue it.'
+        )
+    loaded, damaged = store.load_newest()
+    warnings = [] if unlocked is None else [unlocked]
+    if loaded is None and damaged:
+        raise CheckpointError(
+            f"all {len(damaged)} checkpoints in {directory} are damaged; the newest: {damaged[0]} Remove them to "
+            "start anew, or restore them from a copy."
+        )
+    if loaded is None:
+        if resume == "must":
+            raise CheckpointError(f'{directory} holds no checkpoint, and resume="must": check the path')
+        return {"source": None, "document": {}, "warnings": warnings}, {}
+    warnings += [f"{error} Resuming from step {loaded.info.step} instead." for error in damaged]
+    return {"source": str(loaded.info.path), "document": loaded.document, "warnings": warnings}, loaded.groups

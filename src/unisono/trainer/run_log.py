@@ -1,0 +1,86 @@
+"""Where the events of a run go, and the first of them: what the run is, and where it goes on.
+
+They go to its directory, and to the launcher that asked for them or else to this process's own display. Later events
+come from where things happen.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from unisono.data.workers import warn_on_stderr
+from unisono.trainer.run_context import RunContext
+from unisono.trainer.snapshot import Cursor
+from unisono.watch import Event, EventLog, Progress
+from unisono.watch.pipe import launcher_pipe
+
+__all__ = ["announce", "open_log", "warn_of_rank"]
+
+
+def open_log(
+    directory: Path | None, *, is_main: bool, progress: bool, listeners: Sequence[Callable[[Event], None]] = ()
+) -> EventLog:
+    """Open the event log of a run on rank 0; on other ranks, one that drops everything.
+
+    Progress is drawn by the launcher if it passed a pipe (UNISONO_EVENTS_FD), else here, on standard error. Without
+    progress, warnings alone are written there.
+    """
+    if not is_main:
+        return EventLog()
+    path = None if directory is None else directory / "events.jsonl"
+    if not progress:
+        return EventLog(path, listeners=listeners, warned=_write_warning)
+    fd = launcher_pipe()
+    if fd is not None:
+        return EventLog(path, fd=fd, listeners=listeners)
+    return EventLog(path, listeners=[Progress(sys.stderr).handle, *listeners])
+
+
+def _write_warning(event: Event) -> None:
+    if event["event"] == "warning":
+        warn_on_stderr(event["message"])
+
+
+def warn_of_rank(log: EventLog, run: RunContext, message: str) -> None:
+    """Warn of what one rank has seen: as an event of rank 0, else on the standard error of that rank alone."""
+    if run.world.size > 1:
+        message = f"rank {run.world.rank}: {message}"
+    if run.world.rank == 0:
+        log.emit("warning", message=message)
+    else:
+        warn_on_stderr(message)
+
+
+def announce(
+    log: EventLog,
+    run: RunContext,
+    *,
+    modules: Mapping[str, nn.Module],
+    directory: Path | None,
+    source: str | None,
+    warnings: Sequence[str],
+    cursor: Cursor,
+) -> None:
+    """Tell that a run begins, or goes on from a checkpoint that was found."""
+    log.emit(
+        "run",
+        version=version("unisono"),
+        world_size=run.world.size,
+        virtual_ranks=run.virtual_ranks,
+        seed=run.seed,
+        parameters=sum(p.numel() for module in modules.values() for p in module.parameters()),
+        device=str(run.device),
+        threads=torch.get_num_threads(),
+        directory=None if directory is None else str(directory),
+        torch=str(torch.__version__),
+    )
+    for message in warnings:
+        log.emit("warning", message=message)
+    if source is not None:
+        log.emit("resume", path=source, epoch=cursor.epoch, step=cursor.step, total_steps=cursor.total_steps)

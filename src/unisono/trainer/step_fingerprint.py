@@ -1,0 +1,98 @@
+"""What must be equal on all ranks in a step, and in other calls of the Trainer, as one number and as words.
+
+A loop may change hyperparameters, freeze and add parameters and switch modules between training and evaluation, and
+must do so on every rank alike. The number is made anew in every step, and nearly always of what it was made of before:
+that is recognised by the identity of objects, which costs a few microseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from hashlib import blake2b
+from operator import attrgetter, is_
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from unisono.engine import StepDescription, Trained
+from unisono.mismatch import CALL, Document
+from unisono.trainer.description import (
+    PLAIN,
+    describe_groups,
+    describe_modes,
+    describe_trained,
+    hyperparameters,
+    parameter_names,
+)
+
+__all__ = ["StepFingerprint", "intent_of_call"]
+
+_mode_of = attrgetter("training")
+
+
+def intent_of_call(call: str, **place: int) -> StepDescription:
+    """Describe a call that is no step, at a place of the run."""
+    document: Document = {CALL: call, **place}
+    return StepDescription(_number(repr(document).encode()), lambda: document)
+
+
+class StepFingerprint:
+    """Makes the fingerprints of one optimizer's steps. Args: name is that of the optimizer, "" for a single one."""
+
+    def __init__(self, name: str, optimizer: Optimizer, modules: Mapping[str, nn.Module]) -> None:
+        self._name, self._optimizer, self._modules = name, optimizer, modules
+        self._trained: Trained | None = None
+        self._fixed = b""
+        self._values: list[Any] = []
+        """Of all parameter groups, the lists of their parameters among them."""
+        self._tensors: list[Tensor] = []
+        self._versions: list[int] = []
+        self._members: list[nn.Module] = []
+        self._modes: list[bool] = []
+        self._base = b""
+
+    def intent(self, trained: Trained, *, epoch: int, step: int, call: int) -> StepDescription:
+        """Say what a step is about to do with some parameters. Args: call counts the steps taken with its batch."""
+        values = [value for group in self._optimizer.param_groups for value in group.values()]
+        modes = list(map(_mode_of, self._members))
+        if (
+            trained is not self._trained
+            or len(values) != len(self._values)
+            or not all(map(is_, values, self._values))
+            or modes != self._modes
+            or (self._tensors and [t._version for t in self._tensors] != self._versions)
+        ):
+            self._remember(trained, values, modes)
+        number = _number(b"%d %d %d " % (epoch, step, call) + self._base)
+        return StepDescription(number, lambda: self._document(epoch, step, call))
+
+    def _remember(self, trained: Trained, values: list[Any], modes: list[bool]) -> None:
+        if trained is not self._trained:
+            self._members = [m for module in self._modules.values() for m in module.modules()]
+            modes = list(map(_mode_of, self._members))
+            self._fixed = _digest(repr((self._name, trained.names)).encode())
+        self._trained, self._values, self._modes = trained, values, modes
+        self._tensors = [value for value in values if type(value) not in PLAIN and isinstance(value, Tensor)]
+        self._versions = [t._version for t in self._tensors]
+        groups = [(len(group["params"]), hyperparameters(group)) for group in self._optimizer.param_groups]
+        self._base = _digest(self._fixed + bytes(modes) + repr(groups).encode())
+
+    def _document(self, epoch: int, step: int, call: int) -> Document:
+        return {
+            CALL: f"trainer.step(optimizer={self._name!r})" if self._name else "trainer.step()",
+            "epoch": epoch,
+            "step": step,
+            "the number of steps taken with this batch before": call,
+            **describe_groups(self._optimizer, parameter_names(self._modules), of=self._name),
+            **describe_trained(self._modules),
+            **describe_modes(self._modules),
+        }
+
+
+def _digest(content: bytes) -> bytes:
+    return blake2b(content, digest_size=16).digest()
+
+
+def _number(content: bytes) -> int:
+    return int.from_bytes(blake2b(content, digest_size=8).digest(), "little") >> 2 << 1

@@ -1,0 +1,356 @@
+"""The progress display: one reader of events with two looks, one for people and one for files.
+
+The reader keeps how far the epoch is and decides what is told when; a look (`look.Look`) decides how. Durations and
+rates are computed from the times in the events, so a log that is read later shows what a viewer saw then; the clock
+only paces the drawing. Start reading at `Progress.handle`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
+from typing import TYPE_CHECKING, Any, TextIO
+
+from unisono.watch.figures import format_duration, format_rate, format_ratio, format_value, plural
+from unisono.watch.plain_renderer import PlainRenderer
+from unisono.watch.renderer import EpochView, LossSum, Renderer
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from typing_extensions import Self
+
+    from unisono.watch.events import Event
+
+__all__ = ["Progress"]
+
+
+class Progress:
+    """Draw the progress of a run, or of several one after another, from its events.
+
+    `handle` takes events of this process (as a listener of `EventLog`) as well as parsed lines of a log or a pipe. It
+    ignores unknown kinds and does without missing fields. Any thread may call any method.
+    Cost: about 2 µs per event, at most seven redraws per second of under 1 ms each, and no thread.
+    When the stream fails (closed pipe, full disk, lost terminal) the display goes mute; the run does not notice.
+    Args: interactive None decides from the stream and the environment: a terminal that is not dumb, outside CI; clock
+    gives seconds and paces the drawing.
+    """
+
+    def __init__(
+        self, stream: TextIO, *, interactive: bool | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._lock = threading.RLock()
+        self._stream = stream
+        self._look: Renderer | None = _look(stream, interactive=interactive, clock=clock, lock=self._lock)
+        self._latest_s = 0.0
+        self._bars: dict[int, EpochView] = {}
+        self._reset()
+
+    def handle(self, event: Event) -> None:
+        """Take one event."""
+        handler = _HANDLERS.get(event.get("event", ""))
+        if handler is None:
+            return
+        with self._lock:
+            time_s = _number(event, "time")
+            if time_s is not None:
+                self._latest_s = time_s
+            self._draw(lambda look: handler(self, look, event))
+
+    def print(self, text: str) -> None:
+        """Write a line, or several, above the live bar, exactly as given."""
+        with self._lock:
+            self._draw(lambda look: look.write(self._sayable(text.removesuffix("\n"))))
+
+    def close(self) -> None:
+        """Tell where an unfinished epoch stands and leave the stream as it was found. May be called again."""
+        with self._lock:
+            self._draw(self._stand)
+            for view in self._bars.values():
+                self._draw(lambda look, view=view: look.stood(view))  # type: ignore[misc]
+            self._bars.clear()
+            self._draw(lambda look: look.close())
+            self._look = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _draw(self, action: Callable[[Renderer], None]) -> None:
+        if self._look is None or self._stream.closed:
+            return
+        try:
+            action(self._look)
+        except OSError:
+            # Nobody sees the display any more. That is no reason to end hours of training.
+            look, self._look = self._look, None
+            with suppress(OSError):
+                look.close()
+
+    def _sayable(self, text: str) -> str:
+        """Escape what the stream's encoding does not have, such as the undecodable bytes of a path."""
+        if text.isascii():
+            return text
+        encoding = self._stream.encoding or "utf-8"
+        return text.encode(encoding, "backslashreplace").decode(encoding)
+
+    def _advance(self, look: Renderer, event: Event) -> None:
+        """Show how far a loop of the user's own is."""
+        bar = _whole(event, "bar") or 0
+        view = self._bars.get(bar)
+        if view is None:
+            unit = self._sayable(str(event.get("unit", "steps")))
+            view = self._bars[bar] = EpochView(
+                label=self._sayable(str(event.get("name", ""))),
+                number=-1 - bar,
+                steps=None,
+                done=0,
+                started_s=self._latest_s,
+                latest_s=self._latest_s,
+                counted=unit,
+                unit=unit,
+            )
+        view.done = _whole(event, "done") or 0
+        view.items = view.done
+        view.steps, view.latest_s, view.told = _whole(event, "total"), self._latest_s, False
+        values = event.get("values")
+        if isinstance(values, Mapping):
+            numbers = {str(name): _number(values, name) for name in values}
+            view.note = self._sayable(
+                "  ".join(f"{name} {format_value(number)}" for name, number in numbers.items() if number is not None)
+            )
+        if event.get("ended"):
+            del self._bars[bar]
+            look.stood(view)
+            look.rest()
+        else:
+            look.moved(view)
+
+    def _reset(self) -> None:
+        self._epoch: EpochView | None = None
+        self._epochs: int | None = None
+        self._started_s = self._latest_s
+        self._epochs_seen = 0
+        self._items, self._unit = 0.0, "samples"
+        self._trained_s = 0.0
+        self._ended_s: float | None = None
+        self._pauses: list[float] = []
+        self._memory: int | None = None
+
+    def _run(self, look: Renderer, event: Event) -> None:
+        self._stand(look)  # a run that ended without `end`: its process was replaced
+        look.rest()
+        self._reset()
+        parts = [plural(count, "rank")] if (count := _whole(event, "world_size")) else []
+        if count := _whole(event, "virtual_ranks"):
+            parts.append(plural(count, "virtual rank"))
+        if (count := _whole(event, "parameters")) is not None:
+            parts.append(plural(count, "parameter"))
+        parts += [self._sayable(str(event[key])) for key in ("device", "directory") if event.get(key)]
+        look.header(parts)
+
+    def _resume(self, look: Renderer, event: Event) -> None:
+        steps, epoch, path = _whole(event, "total_steps"), _whole(event, "epoch"), event.get("path")
+        text = "resumed"
+        if steps is not None:
+            text += f" after step {steps:,}"
+        if epoch is not None:
+            text += f", in epoch {epoch + 1}"
+        look.remark(self._sayable(f"{text}: {path}" if path else text))
+
+    def _begin(self, look: Renderer, event: Event) -> None:
+        self._leave(look)
+        self._epochs = _whole(event, "epochs")
+        self._enter(look, event, first=_whole(event, "first_step") or 0, started_s=self._latest_s)
+
+    def _step(self, look: Renderer, event: Event) -> None:
+        view = self._epoch
+        number, step = _whole(event, "epoch"), _whole(event, "step")
+        if view is None or (number is not None and number != view.number):
+            # The display joined late, or the event `epoch` was lost.
+            self._leave(look)
+            view = self._enter(look, event, first=step or 0, started_s=self._latest_s - (_number(event, "step_s") or 0))
+        samples, loss = _whole(event, "samples") or 0, _number(event, "loss")
+        done = view.done + 1 if step is None else step + 1
+        if done != view.done:  # not the step of another optimizer on the same batch
+            view.done = done
+            _count(view, samples, _number(event, "weight"))
+        if loss is not None:
+            optimizer = self._sayable(str(event.get("optimizer", "")))
+            total, seen = view.losses.get(optimizer, LossSum(0.0, 0))
+            view.losses = {**view.losses, optimizer: LossSum(total + loss * samples, seen + samples)}
+        view.lr, view.grad_norm = _number(event, "lr"), _number(event, "grad_norm")
+        if (memory := _whole(event, "memory")) is not None:  # told now and then
+            view.memory = self._memory = memory
+        view.latest_s = self._latest_s
+        view.told = False
+        if view.done == view.steps and view.losses.keys() <= {""}:  # with several optimizers more steps may follow
+            self._stand(look)
+            look.rest()
+        else:
+            look.moved(view)
+
+    def _evaluation(self, look: Renderer, event: Event) -> None:
+        # The step line first: results belong to a place in the run.
+        self._stand(look)
+        number = _whole(event, "epoch")
+        name = event.get("name")
+        metrics = [self._sayable(str(name))] if name and name != "evaluation" else []
+        values = event.get("values")
+        for metric, result in values.items() if isinstance(values, Mapping) else ():
+            metrics.append(self._sayable(f"{metric} {_result(result)}".rstrip()))
+        look.evaluated("" if number is None else self._label(number), metrics)
+
+    def _checkpoint(self, look: Renderer, event: Event) -> None:
+        step = _whole(event, "total_steps")
+        look.saved("saved" if step is None else f"saved step {step:,}")
+
+    def _warning(self, look: Renderer, event: Event) -> None:
+        look.warning(self._sayable(str(event.get("message", ""))))
+
+    def _over(self, look: Renderer, event: Event) -> None:
+        self._leave(look)
+        steps, done = _whole(event, "total_steps"), _whole(event, "epoch")
+        text = (
+            "nothing to do: this run has ended" if steps is None else f"nothing to do: this run ended at step {steps:,}"
+        )
+        text += "" if done is None else f", after {plural(done, 'epoch')}"
+        asked, most = _whole(event, "epochs"), _whole(event, "steps")
+        if asked is not None:
+            text += f"; asked for were {plural(asked, 'epoch')}" + (
+                "" if most is None else f" and {plural(most, 'step')}"
+            )
+        look.remark(f"{text}. Ask for more to go on, or give another directory to start anew")
+
+    def _end(self, look: Renderer, event: Event) -> None:
+        self._leave(look)
+        look.rest()
+        # After a single epoch its line has already said all of this.
+        steps, seconds = _whole(event, "total_steps"), _number(event, "seconds")
+        if self._epochs_seen > 1 and steps is not None:
+            seconds = max(0.0, self._latest_s - self._started_s) if seconds is None else seconds
+            rate = f", {format_rate(self._items / self._trained_s)} {self._unit}/s" if self._trained_s > 0 else ""
+            look.remark(f"finished at step {steps:,} after {format_duration(seconds)}{rate}")
+        epochs = self._epochs
+        self._reset()
+        self._epochs = epochs  # an evaluation that follows is still of this run
+
+    def _enter(self, look: Renderer, event: Event, *, first: int, started_s: float) -> EpochView:
+        number = _whole(event, "epoch") or 0
+        self._epochs_seen += 1
+        if self._ended_s is not None:
+            self._pauses.append(max(0.0, started_s - self._ended_s))
+        steps, later = _lengths(event, first)
+        view = EpochView(
+            label=self._label(number),
+            number=number,
+            steps=steps,
+            first=first,
+            done=first,
+            started_s=started_s,
+            latest_s=started_s,
+            later_steps=later,
+            memory=self._memory,
+        )
+        if steps and later and self._pauses:
+            view.later_s = -(-later // steps) * sum(self._pauses) / len(self._pauses)
+        self._epoch = view
+        look.moved(view)
+        return view
+
+    def _leave(self, look: Renderer) -> None:
+        self._stand(look)
+        if self._epoch is not None:
+            self._items += self._epoch.items
+            self._unit = self._epoch.unit
+            self._trained_s += self._epoch.elapsed_s
+            self._ended_s = self._epoch.latest_s
+            self._epoch = None
+
+    def _stand(self, look: Renderer) -> None:
+        """Tell where the epoch stands, unless the last line about it said so."""
+        if self._epoch is not None and not self._epoch.told:
+            look.stood(self._epoch)
+            self._epoch.told = True
+
+    def _label(self, number: int) -> str:
+        if self._epochs is None:
+            return f"epoch {number + 1}"
+        # After the last epoch the run's cursor is at the start of the next one, which will not come.
+        return f"epoch {min(number + 1, self._epochs):>{len(str(self._epochs))}}/{self._epochs}"
+
+
+_HANDLERS: dict[str, Callable[[Progress, Renderer, Event], None]] = {
+    "run": Progress._run,
+    "resume": Progress._resume,
+    "epoch": Progress._begin,
+    "step": Progress._step,
+    "evaluation": Progress._evaluation,
+    "checkpoint": Progress._checkpoint,
+    "warning": Progress._warning,
+    "over": Progress._over,
+    "end": Progress._end,
+    "progress": Progress._advance,
+}
+
+
+def _look(
+    stream: TextIO, *, interactive: bool | None, clock: Callable[[], float], lock: AbstractContextManager[Any]
+) -> Renderer:
+    if interactive is None:
+        in_ci = os.environ.get("CI", "").lower() not in ("", "0", "false")
+        interactive = stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown") and not in_ci
+    if not interactive:
+        return PlainRenderer(stream, clock=clock)
+    from unisono.watch.terminal_renderer import TerminalRenderer  # noqa: PLC0415  a plain run need not pay the import of rich
+
+    return TerminalRenderer(stream, clock=clock, lock=lock)
+
+
+def _count(view: EpochView, samples: int, weight: float | None) -> None:
+    """Count what went through the model: tokens, where the loss is divided by a number of them."""
+    # The weights of samples, unlike tokens, hardly ever add up to a whole number above that of the samples.
+    if weight is not None and weight > samples and weight == int(weight):
+        view.unit = "tokens"
+    view.items += samples if weight is None or view.unit == "samples" else weight
+
+
+def _lengths(event: Event, first: int) -> tuple[int | None, int]:
+    """Return the steps of an epoch, and those of the run after it; 0 if they are not known."""
+    steps, done, all_steps = (_whole(event, key) for key in ("steps", "total_steps", "run_steps"))
+    if done is None or all_steps is None:
+        return steps, 0
+    left = max(0, all_steps - done)  # of the run, from here on
+    if steps is None or first + left <= steps:
+        return first + left, 0
+    return steps, left - (steps - first)
+
+
+def _result(result: Any) -> str:
+    if not isinstance(result, Mapping):
+        result = {"value": result}
+    value, total, count = (_number(result, key) for key in ("value", "total", "count"))
+    if value is None:
+        return ""
+    ratio = "" if total is None or count is None else format_ratio(total, count)
+    return format_value(value) + (f" ({ratio})" if ratio else "")
+
+
+def _number(event: Event, key: str) -> float | None:
+    """Read a number; in a log, one that is not finite is a text."""
+    value = event.get(key)
+    if isinstance(value, (int, float)):
+        return value
+    return float(value) if value in ("nan", "inf", "-inf") else None
+
+
+def _whole(event: Event, key: str) -> int | None:
+    value = event.get(key)
+    return value if isinstance(value, int) else None
