@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -226,12 +228,26 @@ def nothing_left_behind() -> Iterator[None]:
     """Fail a test that leaves a child process, a thread or a variable behind."""
     threads, environ, children = set(threading.enumerate()), dict(os.environ), _children()
     yield
-    left = {t.name for t in set(threading.enumerate()) - threads if t.is_alive() and not t.daemon}
-    assert not left, f"threads left running: {left}"
+    left = set(threading.enumerate()) - threads
+    for thread in left:
+        if thread.daemon:  # one of multiprocessing's queues ends a little later than its worker
+            thread.join(10)
+    running = {t.name for t in left if t.is_alive()}
+    assert not running, f"threads left running: {running}"
     ignored = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}  # torch sets the latter
     changed = {k for k in {*environ, *os.environ} - ignored if environ.get(k) != os.environ.get(k)}
     assert not changed, f"environment variables left changed: {changed}"
     assert _children() <= children, f"processes left running: {_children() - children}"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def nothing_kept_open() -> Iterator[None]:
+    """Fail the tests of a module that leave a port or shared memory behind; to look takes too long for each test."""
+    before = _ports() | _shared_memory()
+    yield
+    gc.collect()  # what is in a circle is let go of later
+    left = (_ports() | _shared_memory()) - before
+    assert not left, f"left open: {left}"
 
 
 def _holds(ranks: str, rank: int) -> bool:
@@ -243,8 +259,22 @@ def _holds(ranks: str, rank: int) -> bool:
 def _children() -> set[int]:
     found = set()
     for task in Path("/proc/self/task").iterdir():
-        try:
+        with suppress(FileNotFoundError):
             found |= {int(pid) for pid in (task / "children").read_text().split()}
-        except FileNotFoundError:
-            continue
     return found
+
+
+def _ports() -> set[str]:
+    """List the ports on which this process listens."""
+    sockets = set()
+    for file in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            sockets |= set(re.findall(r"socket:\[(\d+)\]", str(file.readlink())))
+    rows = [row.split() for table in ("tcp", "tcp6") for row in Path("/proc/net", table).read_text().splitlines()[1:]]
+    return {f"port {int(row[1].rpartition(':')[2], 16)}" for row in rows if row[3] == "0A" and row[9] in sockets}
+
+
+def _shared_memory() -> set[str]:
+    """List the shared memory that this process has mapped."""
+    maps = Path("/proc/self/maps").read_text()
+    return {f"memory {name}" for name in re.findall(r"/dev/shm/\S+|/memfd:unisono[^\n]*", maps)}

@@ -156,7 +156,7 @@ def test_getitems_is_asked_for_whole_micro_batches():
 
 WORKERS = """
 import sys; sys.path.insert(0, {folder!r})
-from test_mapped import *
+from test_map_loader import *
 if __name__ == "__main__":
     def printed(dataset, kind, workers, **options):
         loader = kind(dataset, settings(workers=workers, **options))
@@ -164,8 +164,8 @@ if __name__ == "__main__":
             next(loader.batches(epoch=5))
             print([(key, [(i, x.tolist()) for i, x in parts]) for key, parts in dealt(loader, epoch=epoch).items()])
     for workers in map(int, sys.argv[1:]):
-        printed(Noisy(), Loader, workers)
-        printed(Noisy(), Loader, workers, micro_batch_size=1, rank=1, world_size=3)
+        printed(Noisy(), MapLoader, workers)
+        printed(Noisy(), MapLoader, workers, micro_batch_size=1, rank=1, world_size=3)
         printed(Counting(), StreamLoader, workers, shuffle=False)
 """
 

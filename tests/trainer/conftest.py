@@ -26,7 +26,7 @@ def plain_python(*command: object) -> list[str]:
 
 @pytest.fixture(scope="session")
 def digits_on_one_rank() -> list[str]:
-    return plain_python(ROOT / "examples" / "digits.py", "--epochs", 3)
+    return plain_python(ROOT / "examples" / "digits.py", "--epochs", 1)
 
 
 @pytest.fixture(scope="session")
