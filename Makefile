@@ -14,7 +14,7 @@ test: $(VENV)/.stamp-dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not soak" $(TESTS)
 
 soak: $(VENV)/.stamp-dev
-	$(BIN)/python -m pytest -m soak --timeout 3600 $(TESTS)
+	FRESH_LAUNCHES=1 $(BIN)/python -m pytest -m soak --timeout 3600 $(TESTS)
 
 lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff check .
