@@ -3,7 +3,7 @@
 from unisono.engine.base import Engine, Trained
 from unisono.engine.buffer_transaction import BufferTransaction
 from unisono.engine.consistency import ConsistencyCheck, StepDescription
-from unisono.engine.selection import EngineKind, Engines, select_engines
+from unisono.engine.selection import EngineFactory, EngineKind, select_engines
 from unisono.engine.totals import Totals
 from unisono.engine.trainable import check_trained
 
@@ -11,8 +11,8 @@ __all__ = [
     "BufferTransaction",
     "ConsistencyCheck",
     "Engine",
+    "EngineFactory",
     "EngineKind",
-    "Engines",
     "StepDescription",
     "Totals",
     "Trained",

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from unisono.engine.base import Trained, refuse_sparse
-from unisono.engine.gradient_hooks import watch
+from unisono.engine.gradient_hooks import on_gradient
 from unisono.engine.node_sums import Gradients, NodeSum, add, add_one, take
 from unisono.engine.sparse_tables import TableSums
-from unisono.engine.totals import Row, add_rows, row_of
+from unisono.engine.totals import TotalsRow, add_rows, row_of
 from unisono.engine.tree_all_reduce import NodeLayout
 from unisono.errors import LossError
 
@@ -32,7 +32,7 @@ class GradientAccumulation(ABC):
         """Those with dense gradients; the others are in `_tables`."""
         self._tables = TableSums(self._trained)
         self._sums: list[NodeSum[Gradients]] = []
-        self._totals: list[NodeSum[Row]] = []
+        self._totals: list[NodeSum[TotalsRow]] = []
         self._used: list[list[bool]] = []
         """By node, which parameters got a gradient."""
         self._settled: list[bool] = []
@@ -40,9 +40,9 @@ class GradientAccumulation(ABC):
         self._streaming = False
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
-    def close_forward(self, leaf: int, loss: Tensor, weight: float, *, surprised: bool) -> None:
+    def close_forward(self, leaf: int, loss: Tensor, weight: float, *, new_buffers: bool) -> None:
         """Keep a leaf's totals, and take gradients as they come if it is this rank's last leaf; see `Engine`."""
-        self._totals[self._node_of(leaf)].push(leaf, row_of(loss, weight, surprised=surprised))
+        self._totals[self._node_of(leaf)].push(leaf, row_of(loss, weight, new_buffers=new_buffers))
         self._streaming = bool(self._hooks) and leaf == self._sums[-1].node.stop - 1
 
     def close_leaf(self, leaf: int) -> None:
@@ -70,7 +70,7 @@ class GradientAccumulation(ABC):
             self._put_node(i)
             self._sums[i].stack = []
 
-    def _let_go(self) -> None:
+    def _unhook(self) -> None:
         """Take the hooks off the parameters, and let go of them."""
         for hook in self._hooks:
             hook.remove()
@@ -88,9 +88,9 @@ class GradientAccumulation(ABC):
         self._settled = [False] * len(self._trained.parameters)
         self._streaming = False
 
-    def _watch(self) -> None:
+    def _hook(self) -> None:
         """Take gradients of last leaves while backward runs, from now on."""
-        self._hooks = [watch(p, self._on_gradient, index) for index, p in enumerate(self._trained.parameters)]
+        self._hooks = [on_gradient(p, self._on_gradient, index) for index, p in enumerate(self._trained.parameters)]
 
     def _node_of(self, leaf: int) -> int:
         if len(self._sums) == 1:

@@ -37,8 +37,15 @@ class Engine(Protocol):
     def start(self, trained: Trained, *, leaves: int) -> None:
         """Begin a step over leaves 0 … leaves - 1. All p.grad become None."""
 
-    def close_forward(self, leaf: int, loss: Tensor, weight: float, *, surprised: bool) -> None:
-        """Tell a leaf's loss sum (float32 scalar), weight and surprise, just before the leaf's last backward."""
+    def close_forward(self, leaf: int, loss: Tensor, weight: float, *, new_buffers: bool) -> None:
+        """Take the totals of a leaf just before its last backward.
+
+        Args:
+            leaf: Number of the leaf.
+            loss: Sum of its losses, a float32 scalar.
+            weight: Sum of its weights.
+            new_buffers: True if it changed a buffer that no step before had changed.
+        """
 
     def close_leaf(self, leaf: int) -> None:
         """Take the gradients of one leaf, whose last backward has ended."""

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from unisono.collectives.world import World
-from unisono.engine.model_contents import Contents, member_name
+from unisono.engine.model_contents import ModelContents, member_name
 from unisono.engine.node_sums import NodeSum, add
 from unisono.engine.tracked_buffer import BufferKind, TrackedBuffer
 from unisono.engine.tree_all_reduce import AllReduce, MakeAllReduce, NodeLayout
-from unisono.engine.write_detection import ParameterWrites
+from unisono.engine.write_detection import WriteDetector
 from unisono.errors import CheckpointError, LossError
 
 __all__ = ["BufferTransaction"]
@@ -34,19 +34,19 @@ class BufferTransaction:
     """
 
     def __init__(
-        self, models: Mapping[str, nn.Module], world: World, make_exchange: MakeAllReduce, *, virtual_ranks: int
+        self, models: Mapping[str, nn.Module], world: World, make_all_reduce: MakeAllReduce, *, virtual_ranks: int
     ) -> None:
-        self._world, self._virtual_ranks, self._make_exchange = world, virtual_ranks, make_exchange
-        self.contents = Contents(models)
+        self._world, self._virtual_ranks, self._make_all_reduce = world, virtual_ranks, make_all_reduce
+        self.contents = ModelContents(models)
         self._seen = -1
         self._tracked: list[TrackedBuffer] = []
         self._known: list[int] = []
         self._leaves = 0
         self._changes: dict[int, dict[int, Tensor]] = {}
-        self._exchange: AllReduce | None = None
+        self._all_reduce: AllReduce | None = None
         self._sent: AllReduce | None = None
         self._total: Tensor | None = None
-        self._parameters = ParameterWrites(())
+        self._parameters = WriteDetector(())
         self._damaged = False
         self._find()
 
@@ -59,11 +59,11 @@ class BufferTransaction:
             if tracked.changed() and tracked.keep():
                 # It has another size now, or is None, so ranks agree on it anew.
                 self._known = [k for k in self._known if k != i]
-                self._exchange = None
+                self._all_reduce = None
         if self._virtual_ranks > 1:
             self._parameters.remember()
 
-    def surprised(self) -> bool:
+    def new_buffers(self) -> bool:
         """Whether a buffer has changed that no earlier step changed. Only several virtual ranks need to know.
 
         Raises: LossError for what cannot be told for all virtual ranks together, before gradients are on their way.
@@ -114,13 +114,14 @@ class BufferTransaction:
             self._total = self._sent.finish()
             self._sent = None
 
-    def commit(self, *, surprised: bool) -> None:
+    def commit(self, *, new_buffers: bool) -> None:
         """Give every buffer its value after the step, equal on all ranks. Every rank must call it.
 
-        Args: surprised is whether any rank's leaf was (`Totals.surprised`): then ranks agree anew on which to exchange.
+        Args:
+            new_buffers: `Totals.new_buffers`. If True, ranks agree anew on which buffers to sum.
         """
-        if surprised and self._agree():
-            self._exchange = None
+        if new_buffers and self._agree():
+            self._all_reduce = None
             if self._world.group is not None:
                 self._send()
                 self.receive()
@@ -164,7 +165,7 @@ class BufferTransaction:
 
     def _find(self) -> None:
         """Follow the buffers that the models have now."""
-        version = self.contents.look()
+        version = self.contents.version()
         if version == self._seen:
             return
         self._seen = version
@@ -176,8 +177,8 @@ class BufferTransaction:
             for name in module._buffers.keys()  # noqa: SIM118  a scripted module's are no dict
         ]
         self._known = [i for i, tracked in enumerate(self._tracked) if id(tracked) in known]
-        self._exchange = None
-        self._parameters = ParameterWrites(self.contents.parameters())
+        self._all_reduce = None
+        self._parameters = WriteDetector(self.contents.parameters())
 
     def _agree(self) -> bool:
         """Agree with all ranks on which buffers to exchange. Returns: whether there are more than before.
@@ -214,15 +215,17 @@ class BufferTransaction:
 
     def _send(self) -> None:
         layout = self._layout_of(self._leaves)
-        if self._exchange is None:
+        if self._all_reduce is None:
             numel = sum(1 + self._width(i) for i in self._known)
             widest = self._layout_of(self._virtual_ranks)
-            self._exchange = self._make_exchange(numel, widest=widest, dtype=torch.float64, device=self._world.device)
-        self._exchange.start(layout)
-        for row, vector in zip(self._exchange.rows, self._node_sums(layout), strict=False):
+            self._all_reduce = self._make_all_reduce(
+                numel, widest=widest, dtype=torch.float64, device=self._world.device
+            )
+        self._all_reduce.start(layout)
+        for row, vector in zip(self._all_reduce.rows, self._node_sums(layout), strict=False):
             row[: vector.numel()] = vector
-        self._exchange.launch()
-        self._sent = self._exchange
+        self._all_reduce.launch()
+        self._sent = self._all_reduce
 
     def _node_sums(self, layout: NodeLayout) -> list[Tensor]:
         """Sum the changes of this rank's leaves: float64, a flag for each known buffer and then their values."""

@@ -44,7 +44,7 @@ class _Bucket:
         self.offsets: list[int] = []
         self.numel = 0
         self.waiting = 0
-        self.exchange: TreeAllReduce
+        self.all_reduce: TreeAllReduce
         self._views: dict[int, list[Tensor]] = {}
 
     def append(self, index: int, parameter: Tensor) -> None:
@@ -86,7 +86,7 @@ class CollectiveEngine(GradientAccumulation):
         self._widest = self._layout_of(virtual_ranks)
         self._layout = self._widest
         self._buckets: list[_Bucket] = []
-        self._home: list[tuple[_Bucket, int]] = []
+        self._slots: list[tuple[_Bucket, int]] = []
         self._totals_offset = 0
         self._launched = 0
         self._broken = False
@@ -110,14 +110,14 @@ class CollectiveEngine(GradientAccumulation):
         self._unsettled = len(self._trained.parameters)
         self._launched = 0
         for bucket in self._buckets:
-            bucket.exchange.start(self._layout)
+            bucket.all_reduce.start(self._layout)
             bucket.waiting = len(bucket.members)
         self._buckets[-1].waiting += 1  # for the totals
         take(trained.parameters)
 
-    def close_forward(self, leaf: int, loss: Tensor, weight: float, *, surprised: bool) -> None:
+    def close_forward(self, leaf: int, loss: Tensor, weight: float, *, new_buffers: bool) -> None:
         """Show what this rank does, once it has no forward pass before it that may fail; see `Engine`."""
-        super().close_forward(leaf, loss, weight, surprised=surprised)
+        super().close_forward(leaf, loss, weight, new_buffers=new_buffers)
         if leaf == self._sums[-1].node.stop - 1:
             self._comparison.begin()
 
@@ -138,17 +138,17 @@ class CollectiveEngine(GradientAccumulation):
     def finish(self, idle: Callable[[], None]) -> Totals:
         """Wait for the sums, and show them as p.grad; see `Engine`."""
         idle()  # while sums are on their way
-        self._buckets[-1].exchange.advance()
+        self._buckets[-1].all_reduce.advance()
         parameters = self._trained.parameters
         for bucket in self._buckets:
             # Before the wait, during which this process has nothing else to do.
-            for index, view in zip(bucket.members, bucket.views(bucket.exchange.total, parameters), strict=True):
+            for index, view in zip(bucket.members, bucket.views(bucket.all_reduce.total, parameters), strict=True):
                 parameters[index].grad = view
         self._tables.finish()
         for bucket in self._buckets:
-            bucket.exchange.finish()
+            bucket.all_reduce.finish()
         start = self._totals_offset
-        numbers = self._buckets[-1].exchange.total[start : start + COUNT + len(parameters)].tolist()
+        numbers = self._buckets[-1].all_reduce.total[start : start + COUNT + len(parameters)].tolist()
         used = numbers[COUNT:]
         if not all(used):
             for p, count in zip(parameters, used, strict=True):
@@ -169,8 +169,8 @@ class CollectiveEngine(GradientAccumulation):
         """Forget the step; see `Engine`. What has been sent cannot be called back: then the engine serves no more."""
         self._streaming = False
         # A rank that has said what it does cannot be compared once more while others are at that step still.
-        told = self._comparison.is_open and not alike
-        self._broken = self._broken or self._launched > 0 or told
+        announced = self._comparison.is_open and not alike
+        self._broken = self._broken or self._launched > 0 or announced
         take(self._given.parameters)
         return True
 
@@ -179,12 +179,12 @@ class CollectiveEngine(GradientAccumulation):
 
     def _build(self, trained: Trained) -> None:
         """Pack the parameters into buckets, and watch them."""
-        self._let_go()
+        self._unhook()
         dense, tables = split_sparse(trained, self._modules)
         self._given, self._trained = trained, dense
-        self._tables = TableSums(tables, rank=self._world.rank, mail=GroupAllGatherV(self._world))
+        self._tables = TableSums(tables, rank=self._world.rank, all_gather=GroupAllGatherV(self._world))
         self._buckets = []
-        self._home = [None] * len(dense.parameters)  # type: ignore[list-item]
+        self._slots = [None] * len(dense.parameters)  # type: ignore[list-item]
         open_buckets: dict[tuple[torch.dtype, torch.device], _Bucket] = {}
         for index in reversed(range(len(dense.parameters))):
             p = dense.parameters[index]
@@ -192,24 +192,24 @@ class CollectiveEngine(GradientAccumulation):
             if bucket is None or bucket.numel * p.dtype.itemsize >= _BUCKET_NBYTES:
                 bucket = open_buckets[p.dtype, p.device] = _Bucket(p.dtype, p.device)
                 self._buckets.append(bucket)
-            self._home[index] = (bucket, len(bucket.members))
+            self._slots[index] = (bucket, len(bucket.members))
             bucket.append(index, p)
         if not self._buckets or self._buckets[-1].dtype != torch.float32:
             self._buckets.append(_Bucket(torch.float32, trained.parameters[0].device))
         self._totals_offset = self._buckets[-1].numel
         self._buckets[-1].numel += COUNT + len(dense.parameters)
         for bucket in self._buckets:
-            bucket.exchange = TreeAllReduce(
+            bucket.all_reduce = TreeAllReduce(
                 self._world, bucket.numel, widest=self._widest, dtype=bucket.dtype, device=bucket.device
             )
         if self._overlap:
-            self._watch()
+            self._hook()
 
     def _put(self, index: int, left: Tensor | None, gradient: Tensor | None) -> None:
         """Write the sum of one parameter into its bucket, and let go what is full."""
-        bucket, slot = self._home[index]
+        bucket, slot = self._slots[index]
         last = len(self._sums) - 1
-        view = bucket.views(bucket.exchange.rows[last], self._trained.parameters)[slot]
+        view = bucket.views(bucket.all_reduce.rows[last], self._trained.parameters)[slot]
         if gradient is None:
             view.zero_()
         elif left is None:
@@ -228,7 +228,7 @@ class CollectiveEngine(GradientAccumulation):
         """Write the sums of a node into its rows."""
         gradients = self._sums[i].total()
         for bucket in self._buckets:
-            views = bucket.views(bucket.exchange.rows[i], self._trained.parameters)
+            views = bucket.views(bucket.all_reduce.rows[i], self._trained.parameters)
             for index, view in zip(bucket.members, views, strict=True):
                 gradient = gradients[index]
                 view.zero_() if gradient is None else view.copy_(gradient)
@@ -236,7 +236,7 @@ class CollectiveEngine(GradientAccumulation):
 
     def _write_totals(self, i: int) -> None:
         start, used = self._totals_offset, self._used[i]
-        row = self._buckets[-1].exchange.rows[i][start : start + COUNT + len(used)]
+        row = self._buckets[-1].all_reduce.rows[i][start : start + COUNT + len(used)]
         if all(used):
             row.fill_(1.0)  # the common case, without a tensor of its own
         else:
@@ -251,7 +251,7 @@ class CollectiveEngine(GradientAccumulation):
         if not self._launched and not self._buckets[0].waiting:
             self._comparison.check()
         while self._launched < len(self._buckets) and not self._buckets[self._launched].waiting:
-            self._buckets[self._launched].exchange.launch()
+            self._buckets[self._launched].all_reduce.launch()
             if self._launched:
-                self._buckets[self._launched - 1].exchange.advance()
+                self._buckets[self._launched - 1].all_reduce.advance()
             self._launched += 1

@@ -62,7 +62,7 @@ class ConsistencyCheck(Protocol):
         Raises: RankMismatchError on all ranks if they differ.
         """
 
-    def meet(self, intent: StepDescription) -> None:
+    def compare(self, intent: StepDescription) -> None:
         """Compare what ranks do outside a step. Every rank must call it, or take a step.
 
         Raises: RankMismatchError on all ranks.
@@ -83,7 +83,7 @@ class NoConsistencyCheck:
     def check(self) -> None:
         """Do nothing."""
 
-    def meet(self, intent: StepDescription) -> None:
+    def compare(self, intent: StepDescription) -> None:
         """Do nothing."""
 
 
@@ -129,7 +129,7 @@ class GroupConsistencyCheck:
         if any(number != self._intent.fingerprint for number in numbers):
             raise_differences(self._world, self._intent)
 
-    def meet(self, intent: StepDescription) -> None:
+    def compare(self, intent: StepDescription) -> None:
         """See `ConsistencyCheck`."""
         self.intend(intent)
         self.begin()
@@ -149,18 +149,18 @@ def raise_differences(world: World, intent: StepDescription, engine: Document = 
     """
     documents = world.gather((dict(intent.describe()), dict(engine)))
     everyone = [of_rank for of_rank, _ in documents]
-    told = (
+    differences = (
         tell_differences(everyone)
         or tell_differences([of_engine for _, of_engine in documents])
         or "their fingerprints differ, though what these are made of looks alike"
     )
     if len({document[CALL] for document in everyone}) > 1:
         raise RankMismatchError(
-            f"ranks make different calls: {told}. Nothing was changed. Every rank must call batches, step and evaluate "
-            "alike and in the same order: move them out of branches that only some ranks take."
+            f"ranks make different calls: {differences}. Nothing was changed. Every rank must call batches, step and "
+            "evaluate alike and in the same order: move them out of branches that only some ranks take."
         )
     raise RankMismatchError(
-        f"ranks differ: {told}. The step did not happen: weights and buffers keep their values from before it. Do the "
-        "same on every rank between steps, and from numbers that are equal on all ranks, such as those that "
+        f"ranks differ: {differences}. The step did not happen: weights and buffers keep their values from before it. "
+        "Do the same on every rank between steps, and from numbers that are equal on all ranks, such as those that "
         "trainer.step and trainer.evaluate return."
     )

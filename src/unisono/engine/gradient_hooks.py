@@ -14,14 +14,16 @@ from weakref import ref
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["keep_with", "let_go", "watch", "watchers_of"]
+__all__ = ["keep_alive", "on_gradient", "release", "watchers_of"]
 
 
-def watch(parameter: Tensor, method: Callable[[int, Tensor], None], index: int) -> RemovableHandle:
+def on_gradient(parameter: Tensor, method: Callable[[int, Tensor], None], index: int) -> RemovableHandle:
     """Have an object's method called with the index and the parameter each time p.grad has got its gradient.
 
-    Args: method is bound to the object, which must be kept alive by others; see `keep_with`. The parameter must require
-        a gradient.
+    Args:
+        parameter: It must require a gradient.
+        method: Bound to the object, which must be kept alive by others; see `keep_alive`.
+        index: What the method gets beside the parameter.
     """
     assert isinstance(method, MethodType)
     owner, function = ref(method.__self__), method.__func__
@@ -37,13 +39,13 @@ def watch(parameter: Tensor, method: Callable[[int, Tensor], None], index: int) 
 
 
 def watchers_of(parameter: Tensor) -> list[Any]:
-    """Give the objects that `watch` calls for a parameter."""
+    """Give the objects that `on_gradient` calls for a parameter."""
     hooks: Mapping[int, Any] = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
     found = [hook.owner() for hook in hooks.values() if hasattr(hook, "owner")]
     return [owner for owner in found if owner is not None]
 
 
-def keep_with(parameter: Tensor, owner: object) -> None:
+def keep_alive(parameter: Tensor, owner: object) -> None:
     """Keep an object alive as long as a parameter, where the garbage collector sees it. It takes the last one's place.
 
     It lies with the hooks on the gradient, which are neither copied nor saved with the parameter. The parameter must
@@ -53,8 +55,8 @@ def keep_with(parameter: Tensor, owner: object) -> None:
     parameter._backward_hooks.unisono_owner = owner  # type: ignore[union-attr]
 
 
-def let_go(parameter: Tensor) -> None:
-    """Undo `keep_with`."""
+def release(parameter: Tensor) -> None:
+    """Undo `keep_alive`."""
     if getattr(parameter._backward_hooks, "unisono_owner", None) is not None:
         parameter._backward_hooks.unisono_owner = None  # type: ignore[union-attr]
 

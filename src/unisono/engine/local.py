@@ -33,7 +33,7 @@ class LocalEngine:
         self._totals = NodeSum(Node(0, 0), add=add_rows)
         self._loss: Tensor | None = None
         self._weight = 0.0
-        self._surprised = False
+        self._new_buffers = False
 
     def start(self, trained: Trained, *, leaves: int) -> None:
         """Begin a step; see `Engine`."""
@@ -47,12 +47,12 @@ class LocalEngine:
         take(trained.parameters)
         self._tables.begin(NodeLayout(((Node(0, leaves),),), leaves))
 
-    def close_forward(self, leaf: int, loss: Tensor, weight: float, *, surprised: bool) -> None:
+    def close_forward(self, leaf: int, loss: Tensor, weight: float, *, new_buffers: bool) -> None:
         """Keep a leaf's totals; see `Engine`."""
         if self._leaves == 1:
-            self._loss, self._weight, self._surprised = loss.detach(), weight, surprised
+            self._loss, self._weight, self._new_buffers = loss.detach(), weight, new_buffers
         else:
-            self._totals.push(leaf, row_of(loss, weight, surprised=surprised))
+            self._totals.push(leaf, row_of(loss, weight, new_buffers=new_buffers))
 
     def close_leaf(self, leaf: int) -> None:
         """Add one leaf; see `Engine`."""
@@ -70,7 +70,7 @@ class LocalEngine:
         self._tables.finish()
         if self._leaves == 1:
             assert self._loss is not None
-            return Totals(self._loss.item(), self._weight, self._surprised)
+            return Totals(self._loss.item(), self._weight, self._new_buffers)
         for p, gradient in zip(self._trained.parameters, self._gradients.total(), strict=True):
             p.grad = gradient
         return totals_of(self._totals.total().tolist())

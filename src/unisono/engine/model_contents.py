@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["Contents", "member_name"]
+__all__ = ["ModelContents", "member_name"]
 
 
 def member_name(path: str, name: str) -> str:
@@ -25,7 +25,7 @@ def member_name(path: str, name: str) -> str:
     return f"{path}.{name}".replace("_orig_mod.", "") if path else name
 
 
-class Contents:
+class ModelContents:
     """The modules of some models, which may be replaced between steps.
 
     Args:
@@ -37,7 +37,7 @@ class Contents:
         self._version = 0
         self._take_stock()
 
-    def look(self) -> int:
+    def version(self) -> int:
         """Return how often modules, parameters or buffers have been found to be others than before.
 
         A buffer counts as another one if it has another name; its value and the tensor that holds it do not matter.

@@ -30,12 +30,12 @@ from unisono.engine.trainable import sharing_obstacle
 from unisono.engine.tree_all_reduce import NodeLayout, TreeAllReduce
 from unisono.shm.peers import own_process
 
-__all__ = ["EngineKind", "Engines", "select_engines"]
+__all__ = ["EngineFactory", "EngineKind", "select_engines"]
 
 EngineKind = Literal["auto", "shared", "collective"]
 
 
-class Engines:
+class EngineFactory:
     """Makes the engines of a run: one for each optimizer, and what buffers travel by."""
 
     def __init__(
@@ -45,7 +45,7 @@ class Engines:
         *,
         virtual_ranks: int,
         overlap: bool,
-        hall: SharedRuntime | None,
+        runtime: SharedRuntime | None,
         shares: bool,
     ) -> None:
         self._world, self._modules = world, modules
@@ -53,10 +53,10 @@ class Engines:
         self._virtual_ranks, self._overlap = virtual_ranks, overlap
         self.comparison: ConsistencyCheck = NoConsistencyCheck()
         """Compares what ranks do."""
-        if hall is not None:
-            self.comparison = comparison = SharedConsistencyCheck(hall, counts_attempts=shares)
+        if runtime is not None:
+            self.comparison = comparison = SharedConsistencyCheck(runtime, counts_attempts=shares)
             if shares:
-                self._shared = hall, SharedParameters(hall, LoadStateDictHook(modules)), comparison
+                self._shared = runtime, SharedParameters(runtime, LoadStateDictHook(modules)), comparison
         elif world.group is not None:
             self.comparison = GroupConsistencyCheck(world)
 
@@ -71,7 +71,7 @@ class Engines:
             optimizer, self._modules, self._world, self.comparison, virtual_ranks=virtual_ranks, overlap=overlap
         )
 
-    def exchange(
+    def all_reduce(
         self, numel: int, *, widest: NodeLayout, dtype: torch.dtype, device: torch.device
     ) -> TreeAllReduce | SharedAllReduce:
         """Make the sum of a small vector over all ranks. Every rank must call it, in the same order."""
@@ -88,7 +88,7 @@ def select_engines(
     *,
     virtual_ranks: int,
     overlap: bool,
-) -> Engines:
+) -> EngineFactory:
     """Choose the engine of a world: with one rank sums stay local; on one host with CPU ranks all is shared.
 
     An optimizer that is not torch's may compute something over all parameters, which no rank has to itself then: so it
@@ -98,7 +98,7 @@ def select_engines(
     Raises: ValueError on all ranks if kind is "shared" and they cannot share memory.
     """
     modules, optimizers = list(modules), list(optimizers)
-    hall = None
+    runtime = None
     may_share = kind == "shared" or (kind == "auto" and all(map(is_divisible, optimizers)))
     shares = False
     if world.group is not None:
@@ -107,9 +107,9 @@ def select_engines(
         named = {id(p): (name, p) for module in modules for name, p in module.named_parameters() if id(p) in own}
         trained = Trained(tuple(name for name, _ in named.values()), tuple(p for _, p in named.values()))
         to_sharing = _obstacle_to_sharing(world, modules, tensors) or sharing_obstacle(trained, tensors)
-        to_meeting = _obstacle()
-        process = own_process() if to_meeting is None else ""
-        everyone = world.gather((_host(), to_meeting, to_sharing, secrets.token_hex(8), process))
+        to_shared_memory = _obstacle()
+        process = own_process() if to_shared_memory is None else ""
+        everyone = world.gather((_host(), to_shared_memory, to_sharing, secrets.token_hex(8), process))
         hosts = {host for host, *_ in everyone}
         obstacle = next((f"rank {r}: {a or b}" for r, (_, a, b, *_) in enumerate(everyone) if a or b), None)
         if obstacle is None and len(hosts) > 1:
@@ -120,9 +120,9 @@ def select_engines(
                 f'engine="shared" cannot serve here: {obstacle}. Leave engine="auto", which then takes "collective".'
             )
         # Ranks of one host that send their gradients compare what they do in shared memory all the same.
-        if shares or (len(hosts) == 1 and not any(cannot_meet for _, cannot_meet, *_ in everyone)):
-            hall = SharedRuntime(world, f"unisono/{everyone[0][3]}", [process for *_, process in everyone])
-    return Engines(world, modules, virtual_ranks=virtual_ranks, overlap=overlap, hall=hall, shares=shares)
+        if shares or (len(hosts) == 1 and not any(why_not for _, why_not, *_ in everyone)):
+            runtime = SharedRuntime(world, f"unisono/{everyone[0][3]}", [process for *_, process in everyone])
+    return EngineFactory(world, modules, virtual_ranks=virtual_ranks, overlap=overlap, runtime=runtime, shares=shares)
 
 
 def _obstacle() -> str | None:

@@ -73,14 +73,14 @@ class TableSums:
     """The sums of sparse gradients over a step, for one engine.
 
     The calls of a step are `begin`, `close_leaf` for each leaf of this rank, `post` and `finish`.
-    Args: mail shows sums to other ranks; None with one rank.
+    Args: all_gather shows sums to other ranks; None with one rank.
     """
 
-    def __init__(self, tables: Trained, *, rank: int = 0, mail: AllGatherV | None = None) -> None:
+    def __init__(self, tables: Trained, *, rank: int = 0, all_gather: AllGatherV | None = None) -> None:
         self.tables = tables
         self.totals: Gradients = []
         """The gradient of each table since `finish`: p.grad, in memory of this process."""
-        self._rank, self._mail = rank, mail
+        self._rank, self._all_gather = rank, all_gather
         self._layout = NodeLayout((), 0)
         self._sums: list[NodeSum[Gradients]] = []
 
@@ -99,27 +99,27 @@ class TableSums:
 
     def post(self) -> None:
         """Send this rank's sums. Every rank must call it, after its leaves."""
-        if self._mail is None or not self.tables.names:
+        if self._all_gather is None or not self.tables.names:
             return
         own = [gradient for total in self._sums for gradient in total.total()]
         parts = [torch.tensor([-1 if gradient is None else gradient._nnz() for gradient in own], dtype=torch.int64)]
         for gradient in own:
             if gradient is not None:
                 parts += [gradient._indices().view(-1), gradient._values().reshape(-1)]
-        self._mail.post(parts)
+        self._all_gather.post(parts)
 
     def finish(self) -> None:
         """Complete the sums, and show them as p.grad. Every rank must call it, after `post`."""
         if not self.tables.names:
             return
-        if self._mail is None:
+        if self._all_gather is None:
             (own,) = self._sums
             self.totals = own.total()
         else:
             nodes = self._layout.nodes
-            messages = zip(nodes, self._mail.collect(), strict=True)
+            messages = zip(nodes, self._all_gather.collect(), strict=True)
             values = {node: sums for of_rank, message in messages for node, sums in self._read(message, of_rank)}
-            # A gradient that was not added to anything lies in the mail still.
+            # A gradient that was not added to anything lies in its message still.
             alone = [sum(sums[k] is not None for sums in values.values()) == 1 for k in range(len(self.tables.names))]
             totals = fold(values, leaves=self._layout.leaves, add=_add)
             self.totals = [t.clone() if t is not None and a else t for t, a in zip(totals, alone, strict=True)]

@@ -1,4 +1,4 @@
-"""What a leaf tells besides its gradient: loss, weight and surprise, and how they are summed.
+"""What a leaf tells besides its gradient: loss, weight and whether a new buffer changed, and how they are summed.
 
 They are summed in float32, in the order of the tree, like a gradient. A CPU's are plain numbers, rounded after each
 addition as torch would round them: a tensor of four numbers costs ten times as much. Another device's stay there, and
@@ -15,15 +15,15 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-__all__ = ["COUNT", "Row", "Totals", "add_rows", "as_tensor", "rounded_sum", "row_of", "totals_of"]
+__all__ = ["COUNT", "Totals", "TotalsRow", "add_rows", "as_tensor", "rounded_sum", "row_of", "totals_of"]
 
 COUNT = 4
-"""Numbers in a row: the loss, high and low part of the weight, and how many leaves were surprised."""
+"""Numbers in a row: the loss, high and low part of the weight, and how many leaves changed a new buffer."""
 
 # A float32 counts exactly up to 2^24. Two of them, high and low part, count the tokens of any global batch.
 _WEIGHT_BASE = 4096.0
 
-Row: TypeAlias = "array[float] | Tensor"
+TotalsRow: TypeAlias = "array[float] | Tensor"
 
 
 class Totals(NamedTuple):
@@ -33,22 +33,22 @@ class Totals(NamedTuple):
     """Sum of the losses."""
     weight: float
     """Sum of the weights: samples, or tokens."""
-    surprised: bool
+    new_buffers: bool
     """Whether some leaf changed a buffer that no step before it had changed."""
 
 
-def row_of(loss: Tensor, weight: float, *, surprised: bool) -> Row:
+def row_of(loss: Tensor, weight: float, *, new_buffers: bool) -> TotalsRow:
     """Lay a leaf's totals out as a row."""
     high = float(weight // _WEIGHT_BASE)
     low = weight - high * _WEIGHT_BASE
     if loss.device.type == "cpu":
-        return array("f", (loss.item(), high, low, surprised))
-    row = torch.tensor([0.0, high, low, surprised], dtype=torch.float32, device=loss.device)
+        return array("f", (loss.item(), high, low, new_buffers))
+    row = torch.tensor([0.0, high, low, new_buffers], dtype=torch.float32, device=loss.device)
     row[0] = loss.detach()  # without waiting for the device
     return row
 
 
-def add_rows(left: Row, right: Row) -> Row:
+def add_rows(left: TotalsRow, right: TotalsRow) -> TotalsRow:
     """Add two rows; both may be used up."""
     if isinstance(left, Tensor) or isinstance(right, Tensor):
         return torch.add(left, right)  # type: ignore[arg-type]
@@ -61,12 +61,12 @@ def rounded_sum(left: Iterable[float], right: Iterable[float]) -> array[float]:
     return array("f", map(add, left, right))
 
 
-def as_tensor(row: Row) -> Tensor:
+def as_tensor(row: TotalsRow) -> Tensor:
     """Show a row as a tensor, float32 of shape [COUNT]."""
     return row if isinstance(row, Tensor) else torch.frombuffer(row, dtype=torch.float32)
 
 
 def totals_of(row: Iterable[float]) -> Totals:
     """Read a sum of rows."""
-    loss, high, low, surprised = row
-    return Totals(loss, high * _WEIGHT_BASE + low, surprised > 0)
+    loss, high, low, new_buffers = row
+    return Totals(loss, high * _WEIGHT_BASE + low, new_buffers > 0)

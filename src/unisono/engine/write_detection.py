@@ -14,13 +14,13 @@ from operator import attrgetter
 
 from torch import Tensor
 
-__all__ = ["ParameterWrites"]
+__all__ = ["WriteDetector"]
 
 _versions_of = attrgetter("_version")
 _value_of = attrgetter("value")
 
 
-class ParameterWrites:
+class WriteDetector:
     """The state of parameters at the beginning of a step. A look takes 0.15 µs for each of them.
 
     Args:

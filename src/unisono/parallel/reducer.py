@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from unisono.engine.gradient_hooks import keep_with, let_go, watch
+from unisono.engine.gradient_hooks import keep_alive, on_gradient, release
 from unisono.errors import RankMismatchError, UnisonoError
 from unisono.mismatch import tell_differences
 from unisono.parallel.backward_callback import BackwardEnd
@@ -114,7 +114,7 @@ class Reducer:
             hook.remove()
         self._hooks = []
         for p in self.parameters:
-            let_go(p.tensor)
+            release(p.tensor)
         self.lane.close()
 
     def reduce_now(self) -> None:
@@ -365,8 +365,8 @@ class Reducer:
         for i, p in enumerate(self.parameters):
             tensor, needs = p.tensor, p.tensor.requires_grad
             tensor.requires_grad_(True)  # else no hook can be set; a frozen parameter may be unfrozen later
-            hooks.append(watch(tensor, self._on_gradient, i))
-            keep_with(tensor, self)
+            hooks.append(on_gradient(tensor, self._on_gradient, i))
+            keep_alive(tensor, self)
             if not self.settings.average:
                 hooks.append(tensor.register_hook(partial(self._before_gradient, i)))  # type: ignore[no-untyped-call]
             tensor.requires_grad_(needs)

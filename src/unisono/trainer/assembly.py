@@ -147,7 +147,7 @@ def assemble(
     engines = select_engines(
         engine, world, modules.values(), optimizers.values(), virtual_ranks=virtual_ranks, overlap=overlap
     )
-    buffers = BufferTransaction(modules, world, engines.exchange, virtual_ranks=virtual_ranks)
+    buffers = BufferTransaction(modules, world, engines.all_reduce, virtual_ranks=virtual_ranks)
     runners = {
         name: StepRunner(
             run,

@@ -122,7 +122,7 @@ class StepRunner:
             self._check(totals, batch)
             self._finish_gradients(totals, batch)
             self.updating = True
-            self._buffers.commit(surprised=totals.surprised)
+            self._buffers.commit(new_buffers=totals.new_buffers)
         except BaseException as error:
             # A loss function may be refused on one rank alone, but that is before `finish`.
             is_whole = self._engine.abort(alike=isinstance(error, LossError))
@@ -199,7 +199,7 @@ class StepRunner:
             if micro_batch is share.micro_batches[-1]:
                 self._losses.append((share, share_loss))
                 self._engine.close_forward(
-                    share.virtual_rank, share_loss, share_weight, surprised=self._buffers.surprised()
+                    share.virtual_rank, share_loss, share_weight, new_buffers=self._buffers.new_buffers()
                 )
             inputs = self._trained.parameters if self._restricted else None
             if self.scaler is None:
@@ -222,7 +222,7 @@ class StepRunner:
     def _find_trained(self) -> None:
         """List the parameters to train; users may freeze, unfreeze and add some between steps."""
         parameters = [p for group in self._optimizer.param_groups for p in group["params"] if p.requires_grad]
-        before, version = self._trained.parameters, self._buffers.contents.look()
+        before, version = self._trained.parameters, self._buffers.contents.version()
         if version == self._seen and len(parameters) == len(before) and all(map(is_, parameters, before)):
             return
         names = {

@@ -405,7 +405,7 @@ class Trainer:
         """See that all ranks make the same call at the same place of the run."""
         cursor = self._cursor
         intent = intent_of_call(call, epoch=cursor.epoch, step=cursor.step, total_steps=cursor.total_steps)
-        self._comparison.meet(intent)
+        self._comparison.compare(intent)
 
     def _test_loader(
         self,

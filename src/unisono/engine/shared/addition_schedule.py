@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from unisono.engine.tree_all_reduce import NodeLayout as Blocks
+from unisono.engine.tree_all_reduce import NodeLayout
 from unisono.plan import fold
 
-__all__ = ["Schedule", "add_at_once", "add_up"]
+__all__ = ["AdditionSchedule", "add_at_once", "add_up"]
 
 _CACHED = 65536
 """Elements that are summed at a time where there is more to do with them than one addition."""
@@ -19,21 +19,21 @@ Additions = Sequence[tuple[int, int]]
 """Sources to add, in this order: the second to the first, in place."""
 
 
-class Schedule:
+class AdditionSchedule:
     """What one rank adds up in a step, over the nodes of the tree that all ranks have.
 
     A source is the number of an own node, or of a row, counted from -1 down. For the part of a rank there is a row for
     each node of the others, in their order.
     """
 
-    def __init__(self, blocks: Blocks, rank: int) -> None:
-        nodes = [(r, i) for r, of_rank in enumerate(blocks.nodes) for i in range(len(of_rank))]
+    def __init__(self, layout: NodeLayout, rank: int) -> None:
+        nodes = [(r, i) for r, of_rank in enumerate(layout.nodes) for i in range(len(of_rank))]
         self._rows = {node: row for row, node in enumerate(node for node in nodes if node[0] != rank)}
         sources = [i if r == rank else -1 - self._rows[r, i] for r, i in nodes]
         self.additions: list[tuple[int, int]] = []
         """Sources to add, in this order: the second to the first, in place."""
-        values = dict(zip((blocks.nodes[r][i] for r, i in nodes), sources, strict=True))
-        self.total = fold(values, leaves=blocks.leaves, add=self._add)
+        values = dict(zip((layout.nodes[r][i] for r, i in nodes), sources, strict=True))
+        self.total = fold(values, leaves=layout.leaves, add=self._add)
         """The source in which the sum ends: the first row, unless this rank has all nodes."""
         self.sources = sorted({source for addition in self.additions for source in addition} | {self.total})
 
@@ -42,7 +42,7 @@ class Schedule:
         return self._rows[rank, i]
 
     @staticmethod
-    def most_rows(widest: Blocks) -> int:
+    def most_rows(widest: NodeLayout) -> int:
         """Count the rows that any rank's part needs in the widest step."""
         counts = [len(nodes) for nodes in widest.nodes]
         return max(sum(counts) - count for count in counts)

@@ -45,8 +45,8 @@ __all__ = ["SharedEngine"]
 # 66 thousand parameters in 6 tensors then take 1.2 ms of CPU time a step instead of 1.35. They have two sets of rows,
 # so that a rank need not wait until all others have begun the step.
 _CACHE_NBYTES = 1024 * 1024
-# Columns of the hall's words, behind those of the comparison.
-_UNSETTLED, _MAIL, _HOOKED = 4, 5, 6
+# Columns of the runtime's words, behind those of the comparison.
+_UNSETTLED, _LENGTH, _HOOKED = 4, 5, 6
 
 
 class SharedEngine(GradientAccumulation):
@@ -58,7 +58,7 @@ class SharedEngine(GradientAccumulation):
         self,
         optimizer: Optimizer,
         modules: Sequence[nn.Module],
-        hall: SharedRuntime,
+        runtime: SharedRuntime,
         weights: SharedParameters,
         comparison: SharedConsistencyCheck,
         *,
@@ -67,7 +67,7 @@ class SharedEngine(GradientAccumulation):
     ) -> None:
         super().__init__()
         self._comparison = comparison
-        self._optimizer, self._modules, self._hall, self._weights = optimizer, modules, hall, weights
+        self._optimizer, self._modules, self._runtime, self._weights = optimizer, modules, runtime, weights
         self._virtual_ranks, self._overlap = virtual_ranks, overlap
         self._layouts: dict[int, NodeLayout] = {}
         self._widest = self._layout_of(virtual_ranks)
@@ -90,15 +90,15 @@ class SharedEngine(GradientAccumulation):
         self._rows: PairedRows | Rows | SmallRows
         self._gradients: list[list[Tensor]]
         self._own_tables: list[int]
-        self._stand_in: ShardedOptimizer
+        self._sharded: ShardedOptimizer
         self._state: SharedState
         self._table: StepMetadata
 
     def start(self, trained: Trained, *, leaves: int) -> None:
         """Begin a step; see `Engine`."""
-        if self._hall.broken is not None:
+        if (reason := self._runtime.abort_reason) is not None:
             raise UnisonoError(
-                f"an earlier step broke off: {self._hall.broken}. Ranks no longer agree on what comes next: end the "
+                f"an earlier step broke off: {reason}. Ranks no longer agree on what comes next: end the "
                 "job and start it again; it resumes from the last checkpoint."
             )
         take(trained.parameters)
@@ -116,11 +116,11 @@ class SharedEngine(GradientAccumulation):
         # With two sets of rows, those of the last step are left alone until all ranks have come to the end of this one.
         self._rows = self._both_rows[self._arrivals % len(self._both_rows)]
         self._rows.start(self._layout, self._comparison.attempt)
-        self._begin(self._layout, self._hall.rank)
+        self._begin(self._layout, self._runtime.rank)
 
     def flush(self) -> None:
         """Show this rank's totals; see `Engine`."""
-        self._wait_until_freed()
+        self._wait_for_release()
         self._rows.flush()
         for i, used in enumerate(self._used):
             self._table.write(i, self._totals[i].total(), used)
@@ -128,11 +128,11 @@ class SharedEngine(GradientAccumulation):
 
     def finish(self, idle: Callable[[], None]) -> Totals:
         """Wait for all ranks' gradients; see `Engine`."""
-        hall, comparison = self._hall, self._comparison
+        runtime, comparison = self._runtime, self._comparison
         self._idle = idle
         if self._is_whole or self._is_hooked():  # then an update may draw
             self._rest()
-        hall.show(_HOOKED, bool(_global_optimizer_pre_hooks or self._optimizer._optimizer_step_pre_hooks))
+        runtime.publish(_HOOKED, bool(_global_optimizer_pre_hooks or self._optimizer._optimizer_step_pre_hooks))
         comparison.begin()
         self._arrived = self._is_open = True
         what = f"waiting for the gradients of step {comparison.attempt} of this process"
@@ -142,12 +142,12 @@ class SharedEngine(GradientAccumulation):
             # A rank that has not come to this barrier will not any more, so nobody has passed it; and where ranks
             # differ, all find so. No weight is touched.
             self._arrived = False
-            if hall.interrupted:
+            if runtime.interrupted:
                 self.raise_deferred()
             raise
         self._is_open = False
         self._arrivals += 1
-        self._hooked = any(hall.shown(_HOOKED))
+        self._hooked = any(runtime.published(_HOOKED))
         totals, self._used_by_all = self._table.total(self._layout)
         self._tables.finish()
         return totals
@@ -163,18 +163,18 @@ class SharedEngine(GradientAccumulation):
             return None
         self._rows.reduce(self._used_by_all, factor)
         self._prepared = True
-        hall, table = self._hall, self._table
-        pieces = [piece for piece in self._rows.parts[hall.rank] if self._used_by_all[piece.parameter]]
+        runtime, table = self._runtime, self._table
+        pieces = [piece for piece in self._rows.parts[runtime.rank] if self._used_by_all[piece.parameter]]
         totals = [
             total
-            for total, piece in zip(self._rows.totals, self._rows.parts[hall.rank], strict=True)
+            for total, piece in zip(self._rows.totals, self._rows.parts[runtime.rank], strict=True)
             if self._used_by_all[piece.parameter]
         ]
         if scaler is not None:
-            table.found_inf[hall.rank] = unscale([*totals, *sparse], scaler)
+            table.found_inf[runtime.rank] = unscale([*totals, *sparse], scaler)
         if clip is not None:
-            table.write_norms(self._rows.parts[hall.rank], pieces, totals)
-        hall.barrier("waiting for the norm of the gradient")
+            table.write_norms(self._rows.parts[runtime.rank], pieces, totals)
+        runtime.barrier("waiting for the norm of the gradient")
         norm = None
         if scaler is not None:
             self._found_inf = table.found_inf.amax()
@@ -185,7 +185,7 @@ class SharedEngine(GradientAccumulation):
             if scale < 1.0 and (totals or sparse):
                 torch._foreach_mul_([*totals, *sparse], scale)
         if self._hooked:
-            hall.barrier("waiting for the whole gradient, which hooks may read")
+            runtime.barrier("waiting for the whole gradient, which hooks may read")
             self._show_gradients()
         return norm
 
@@ -193,14 +193,14 @@ class SharedEngine(GradientAccumulation):
         """Update this rank's part, and wait for the others; see `Engine`."""
         try:
             if self._overflowed(scaler):
-                self._hall.barrier("leaving out a step whose gradient overflowed")
+                self._runtime.barrier("leaving out a step whose gradient overflowed")
                 self._show_gradients()
             else:
                 self._optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers look for
                 (self._apply_with_hooks if self._is_hooked() else self._apply)(self._optimizer)
             self._rest()
         except BaseException as error:
-            self._hall.break_off(f"rank {self._hall.rank} failed while weights were written: {error!r}")
+            self._runtime.abort(f"rank {self._runtime.rank} failed while weights were written: {error!r}")
             raise
 
     def abort(self, *, alike: bool) -> bool:
@@ -212,15 +212,15 @@ class SharedEngine(GradientAccumulation):
             return True
         if alike and not self._is_open:
             with contextlib.suppress(UnisonoError):  # the error under way says more
-                self._hall.barrier("leaving a step that failed")
+                self._runtime.barrier("leaving a step that failed")
             return True
-        self._hall.break_off(f"rank {self._hall.rank} broke off in the middle of a step")
+        self._runtime.abort(f"rank {self._runtime.rank} broke off in the middle of a step")
         return False
 
     def raise_deferred(self) -> None:
         """Raise what came at a barrier; see `Engine`."""
-        if self._hall.interrupted:
-            self._hall.interrupted = False
+        if self._runtime.interrupted:
+            self._runtime.interrupted = False
             raise KeyboardInterrupt
 
     def _is_new(self, trained: Trained) -> bool:
@@ -237,36 +237,36 @@ class SharedEngine(GradientAccumulation):
 
     def _build(self, trained: Trained) -> None:
         """Move the parameters to shared memory where they are not there, and divide the work. All ranks do so alike."""
-        self._let_go()
-        optimizer, hall = self._optimizer, self._hall
+        self._unhook()
+        optimizer, runtime = self._optimizer, self._runtime
         dense, tables = split_sparse(trained, self._modules)
         check_optimizer(optimizer, dense, tables)
         self._check_movable(trained)
-        self._weights.house(trained)
+        self._weights.move(trained)
         self._given, self._addresses = trained, [p.data_ptr() for p in trained.parameters]
         self._trained, parameters = dense, dense.parameters
-        self._tables = TableSums(tables, rank=hall.rank, mail=SharedAllGatherV(hall, word=_MAIL))
+        self._tables = TableSums(tables, rank=runtime.rank, all_gather=SharedAllGatherV(runtime, word=_LENGTH))
         numels = [p.numel() for p in parameters]
         self._is_whole = whole = not is_elementwise(optimizer)
-        parts = assign_whole(numels, ranks=hall.size) if whole else partition(numels, ranks=hall.size, unit=BLOCK)
-        pieces = parts[hall.rank]
+        parts = assign_whole(numels, ranks=runtime.size) if whole else partition(numels, ranks=runtime.size, unit=BLOCK)
+        pieces = parts[runtime.rank]
         strides = [dense_strides(p) for p in parameters]
         nbytes = sum(p.numel() * p.element_size() for p in parameters)
         is_large = nbytes >= _CACHE_NBYTES
-        make = partial(hall.segment, what="gradients")
+        make = partial(runtime.segment, what="gradients")
         if not is_large:
             self._both_rows = [
-                SmallRows(make, parameters, parts, rank=hall.rank, widest=self._widest) for _ in range(2)
+                SmallRows(make, parameters, parts, rank=runtime.rank, widest=self._widest) for _ in range(2)
             ]
-        elif hall.size == 2:
-            self._both_rows = [Rows(make, parameters, strides, parts, rank=hall.rank, widest=self._widest)]
+        elif runtime.size == 2:
+            self._both_rows = [Rows(make, parameters, strides, parts, rank=runtime.rank, widest=self._widest)]
         else:
-            self._both_rows = [PairedRows(hall, parameters, strides, parts, widest=self._widest)]
+            self._both_rows = [PairedRows(runtime, parameters, strides, parts, widest=self._widest)]
         self._rows = self._both_rows[0]
-        if len(self._both_rows) == 1 and not hall.frees:
-            hall.frees = True
-            hall.free()
-        self._table = StepMetadata(hall, self._widest, numels)
+        if len(self._both_rows) == 1 and not runtime.awaits_release:
+            runtime.awaits_release = True
+            runtime.release_gradients()
+        self._table = StepMetadata(runtime, self._widest, numels)
         if whole:
             places = [parameters[piece.parameter] for piece in pieces]
             self._gradients = [[rows.gradients[piece.parameter] for piece in pieces] for rows in self._both_rows]
@@ -280,21 +280,21 @@ class SharedEngine(GradientAccumulation):
                 for rows in self._both_rows
             ]
         # A table is updated whole by one rank, whatever the optimizer. Tables are numbered behind other parameters.
-        dealt = assign_whole([p.numel() for p in tables.parameters], ranks=hall.size)[hall.rank]
+        dealt = assign_whole([p.numel() for p in tables.parameters], ranks=runtime.size)[runtime.rank]
         self._own_tables = [piece.parameter for piece in dealt]
         pieces = [*pieces, *(Shard(len(parameters) + i, start, stop) for i, start, stop in dealt)]
         places += [tables.parameters[i] for i in self._own_tables]
         parameters = (*parameters, *tables.parameters)
-        self._stand_in = ShardedOptimizer(optimizer, parameters, pieces, places)
-        self._state = SharedState(hall, (*dense.names, *tables.names), parameters, self._stand_in)
+        self._sharded = ShardedOptimizer(optimizer, parameters, pieces, places)
+        self._state = SharedState(runtime, (*dense.names, *tables.names), parameters, self._sharded)
         if self._overlap and is_large:
-            self._watch()
+            self._hook()
         give_memory_back()
 
     def _check_movable(self, trained: Trained) -> None:
         """Refuse parameters that have come since the engine was chosen and cannot be shared, on all ranks."""
         tensors = [t for module in self._modules for t in (*module.parameters(), *module.buffers())]
-        found = self._hall.world.gather(sharing_obstacle(trained, tensors))
+        found = self._runtime.world.gather(sharing_obstacle(trained, tensors))
         rank, obstacle = next(((rank, what) for rank, what in enumerate(found) if what), (0, None))
         if obstacle is not None:
             raise ValueError(
@@ -306,19 +306,19 @@ class SharedEngine(GradientAccumulation):
     def _layout_of(self, leaves: int) -> NodeLayout:
         layout = self._layouts.get(leaves)
         if layout is None:
-            layout = NodeLayout.of(leaves=leaves, world_size=self._hall.size, virtual_ranks=self._virtual_ranks)
+            layout = NodeLayout.of(leaves=leaves, world_size=self._runtime.size, virtual_ranks=self._virtual_ranks)
             self._layouts[leaves] = layout
         return layout
 
-    def _wait_until_freed(self) -> None:
+    def _wait_for_release(self) -> None:
         """Before rows are written: the others may still read the last step's gradient there."""
         if not self._freed and len(self._both_rows) == 1:
-            self._hall.wait_until_free()
+            self._runtime.wait_for_release()
             self._freed = True
 
     def _put(self, index: int, left: Tensor | None, gradient: Tensor | None) -> None:
         """Give the sum of one parameter to the rows."""
-        self._wait_until_freed()
+        self._wait_for_release()
         last = len(self._sums) - 1
         if left is not None and gradient is not None:
             self._rows.put_sum(last, index, left, gradient)
@@ -327,12 +327,12 @@ class SharedEngine(GradientAccumulation):
 
     def _put_all(self, gradients: Gradients) -> None:
         """Give all gradients of the last node to the rows."""
-        self._wait_until_freed()
+        self._wait_for_release()
         self._rows.put_all(len(self._sums) - 1, gradients)
 
     def _put_node(self, i: int) -> None:
         """Give the sums of a node to the rows."""
-        self._wait_until_freed()
+        self._wait_for_release()
         self._rows.put_all(i, self._sums[i].total())
 
     def _overflowed(self, scaler: torch.amp.GradScaler | None) -> bool:
@@ -357,7 +357,7 @@ class SharedEngine(GradientAccumulation):
 
     def _apply(self, optimizer: Optimizer) -> None:
         """Do what the optimizer's `step` would do, on all ranks together."""
-        hall, state, used = self._hall, self._state, self._used_by_all
+        runtime, state, used = self._runtime, self._state, self._used_by_all
         if not self._prepared:
             self._rows.reduce(used, self._factor)
         supports = getattr(optimizer, "_step_supports_amp_scaling", False)
@@ -366,13 +366,13 @@ class SharedEngine(GradientAccumulation):
         if self._tables.tables.names:
             gradients = [*gradients, *(self._tables.totals[i] for i in self._own_tables)]
             used = [*used, *(total is not None for total in self._tables.totals)]
-        changed = self._stand_in.step(optimizer, gradients, used, self._found_inf if supports else None)
+        changed = self._sharded.step(optimizer, gradients, used, self._found_inf if supports else None)
         state.publish()
-        hall.show(_UNSETTLED, int(adopted or (changed and not state.is_settled())))
-        hall.barrier("waiting for the weights", meanwhile=self._show_gradients, idle=self._rest)
-        if any(hall.shown(_UNSETTLED)):
+        runtime.publish(_UNSETTLED, int(adopted or (changed and not state.is_settled())))
+        runtime.barrier("waiting for the weights", meanwhile=self._show_gradients, idle=self._rest)
+        if any(runtime.published(_UNSETTLED)):
             state.settle(optimizer)
-            hall.barrier("waiting for the optimizer's state")
+            runtime.barrier("waiting for the optimizer's state")
         state.show_numbers(optimizer)
         self._weights.remember()
 

@@ -19,7 +19,7 @@ __all__ = ["FusedAdam"]
 _NUMBER = (float, int)
 
 
-class _Call(NamedTuple):
+class _KernelArguments(NamedTuple):
     """What one group's kernel is given, list by list; all but the hyperparameters."""
 
     lists: tuple[list[Tensor], ...]
@@ -37,7 +37,7 @@ class _Known(NamedTuple):
     used: list[bool]
     amsgrad: list[bool]
     """Of each group."""
-    calls: list[_Call | None]
+    calls: list[_KernelArguments | None]
     """For each group; None if there is nothing to do."""
 
 
@@ -112,9 +112,9 @@ class FusedAdam:
 
     def _calls(
         self, gradients: Sequence[Tensor | None], used: Sequence[bool], amsgrad: Sequence[bool]
-    ) -> list[_Call | None] | None:
+    ) -> list[_KernelArguments | None] | None:
         """Gather what the kernel is given; None if a piece has no state yet, which its first step makes."""
-        calls: list[_Call | None] = []
+        calls: list[_KernelArguments | None] = []
         for of_group, keeps_maxima in zip(self._members, amsgrad, strict=True):
             chosen = [
                 (self._places[k], gradient) for k in of_group if used[k] and (gradient := gradients[k]) is not None
@@ -136,7 +136,7 @@ class FusedAdam:
                 ctypes.c_float.from_address(c.data_ptr()) for c, is_plain in zip(counts, plain, strict=True) if is_plain
             ]
             others = [c for c, is_plain in zip(counts, plain, strict=True) if not is_plain]
-            calls.append(_Call(lists, numbers, others) if chosen else None)
+            calls.append(_KernelArguments(lists, numbers, others) if chosen else None)
         return calls
 
 

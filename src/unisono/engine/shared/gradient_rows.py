@@ -19,10 +19,10 @@ from torch import Tensor
 
 from unisono.engine.node_sums import Gradients
 from unisono.engine.norm import in_memory_order, run_of
-from unisono.engine.shared.addition_schedule import Schedule, add_up
+from unisono.engine.shared.addition_schedule import AdditionSchedule, add_up
 from unisono.engine.shared.parameter_arena import TensorLayout
 from unisono.engine.shared.partition import Shard
-from unisono.engine.tree_all_reduce import NodeLayout as Blocks
+from unisono.engine.tree_all_reduce import NodeLayout
 from unisono.shm.segment import Segment
 
 __all__ = ["Rows"]
@@ -39,14 +39,14 @@ class _Target(NamedTuple):
     """Of the parameter's shape, or of that length."""
 
 
-class _Plan:
+class _DirectPlan:
     """What a rank writes and sums in a step of a given number of leaves."""
 
-    def __init__(self, rows: Rows, blocks: Blocks) -> None:
+    def __init__(self, rows: Rows, layout: NodeLayout) -> None:
         rank = rows.rank
-        self.schedule = schedule = Schedule(blocks, rank)
-        of_owners = [Schedule(blocks, owner) for owner in range(rows.size)]
-        self.targets: list[list[list[_Target]]] = [[[] for _ in rows.strides] for _ in blocks.nodes[rank]]
+        self.schedule = schedule = AdditionSchedule(layout, rank)
+        of_owners = [AdditionSchedule(layout, owner) for owner in range(rows.size)]
+        self.targets: list[list[list[_Target]]] = [[[] for _ in rows.strides] for _ in layout.nodes[rank]]
         """By own node and parameter."""
         self.kept = [False] * len(rows.strides)
         """Whether this rank reads a parameter's own gradient where backward left it."""
@@ -56,7 +56,7 @@ class _Plan:
             for index, start, stop in pieces:
                 if owner == rank and rows.is_whole(index, start, stop):
                     self.kept[index] = True
-                for i in range(0 if owner == rank and self.kept[index] else len(blocks.nodes[rank])):
+                for i in range(0 if owner == rank and self.kept[index] else len(layout.nodes[rank])):
                     row = rows.others + i if owner == rank else of_owners[owner].row(rank, i)
                     place = rows.place(row, index, start, stop)
                     is_whole = rows.is_whole(index, start, stop)
@@ -83,26 +83,26 @@ class Rows:
         parts: Sequence[Sequence[Shard]],
         *,
         rank: int,
-        widest: Blocks,
+        widest: NodeLayout,
     ) -> None:
         self.rank, self.size, self.parts, self.strides = rank, len(parts), parts, strides
         self._layout = TensorLayout(parameters)
-        self.others = Schedule.most_rows(widest)
+        self.others = AdditionSchedule.most_rows(widest)
         """How many rows there are for the gradients of others."""
         self._segment = make((self.others + max(map(len, widest.nodes))) * self._layout.nbytes)
         self.gradients = [self._layout.whole(self._segment, i) for i in range(len(parameters))]
         """The summed gradient of each parameter, once all ranks have summed."""
         self.totals = [self.vector(0, *piece) for piece in parts[rank]]
         """The same for the pieces of this rank."""
-        self._plans: dict[int, _Plan] = {}
+        self._plans: dict[int, _DirectPlan] = {}
         self._plan = self._plan_for(widest)
         self._own: list[Gradients] = []
 
-    def start(self, blocks: Blocks, attempt: int) -> None:
+    def start(self, layout: NodeLayout, attempt: int) -> None:
         """Begin a step. Nothing is written yet."""
-        plan = self._plans.get(blocks.leaves)
-        self._plan = plan if plan is not None else self._plan_for(blocks)
-        self._own = [[None] * len(self.strides) for _ in blocks.nodes[self.rank]]
+        plan = self._plans.get(layout.leaves)
+        self._plan = plan if plan is not None else self._plan_for(layout)
+        self._own = [[None] * len(self.strides) for _ in layout.nodes[self.rank]]
 
     def put(self, i: int, index: int, gradient: Tensor | None) -> None:
         """Take one parameter's gradient for this rank's node number i; None counts as zero."""
@@ -177,8 +177,8 @@ class Rows:
         """Let go of the gradients that were given."""
         self._own = []
 
-    def _plan_for(self, blocks: Blocks) -> _Plan:
-        plan = self._plans[blocks.leaves] = _Plan(self, blocks)
+    def _plan_for(self, layout: NodeLayout) -> _DirectPlan:
+        plan = self._plans[layout.leaves] = _DirectPlan(self, layout)
         return plan
 
     def _kept(self, i: int, piece: Shard) -> Tensor:

@@ -37,7 +37,7 @@ class _Kind(NamedTuple):
     constant: Any = None
 
 
-class _Home(NamedTuple):
+class _Entry(NamedTuple):
     """Where an entry lives."""
 
     kind: _Kind
@@ -48,22 +48,22 @@ class _Home(NamedTuple):
 
 
 class SharedState:
-    """The state of one user's optimizer, over one stand-in.
+    """The state of one user's optimizer, over one `ShardedOptimizer`.
 
     Of a piece whose place is the parameter itself, the owner makes the state as it likes.
     """
 
     def __init__(
-        self, hall: SharedRuntime, names: Sequence[str], parameters: Sequence[Tensor], stand_in: ShardedOptimizer
+        self, runtime: SharedRuntime, names: Sequence[str], parameters: Sequence[Tensor], sharded: ShardedOptimizer
     ) -> None:
-        self._hall, self._names, self._parameters = hall, names, parameters
-        self._stand_in = stand_in
+        self._runtime, self._names, self._parameters = runtime, names, parameters
+        self._sharded = sharded
         self._whole = [
             (piece.parameter, place)
-            for piece, place in zip(stand_in.pieces, stand_in.places, strict=True)
+            for piece, place in zip(sharded.pieces, sharded.places, strict=True)
             if place is parameters[piece.parameter]
         ]
-        self._homes: list[dict[str, _Home]] = [{} for _ in parameters]
+        self._entries: list[dict[str, _Entry]] = [{} for _ in parameters]
         self._shown: list[dict[str, Any]] = [{} for _ in parameters]
         self._seen: list[Any] = []
         """All that was in the user's optimizer when last it had nothing new, for a quick look."""
@@ -90,13 +90,13 @@ class SharedState:
         if not changed:
             return False
         self._adopted |= changed
-        self._stand_in.forget()
-        for piece, place in zip(self._stand_in.pieces, self._stand_in.places, strict=True):
+        self._sharded.forget()
+        for piece, place in zip(self._sharded.pieces, self._sharded.places, strict=True):
             if piece.parameter in changed:
                 p = self._parameters[piece.parameter]
-                self._stand_in.state.pop(place, None)
+                self._sharded.state.pop(place, None)
                 if state := optimizer.state.get(p):
-                    self._stand_in.state[place] = {
+                    self._sharded.state[place] = {
                         key: self._own_part(value, p, place, piece.start, piece.stop) for key, value in state.items()
                     }
         return True
@@ -105,66 +105,66 @@ class SharedState:
         """Whether all state that this rank has made is where all ranks see it."""
         if self._adopted:
             return False
-        homes = self._homes
-        state = self._stand_in.state
+        entries = self._entries
+        state = self._sharded.state
         return all(
-            len(state[place]) == len(homes[piece.parameter]) if place in state else not homes[piece.parameter]
-            for piece, place in zip(self._stand_in.pieces, self._stand_in.places, strict=True)
+            len(state[place]) == len(entries[piece.parameter]) if place in state else not entries[piece.parameter]
+            for piece, place in zip(self._sharded.pieces, self._sharded.places, strict=True)
         )
 
     def settle(self, optimizer: Optimizer) -> None:
         """Move new state to shared memory. Every rank must call it, and then meet the others before it is read."""
         found: dict[int, dict[str, _Kind]] = {i: {} for i in self._adopted}
-        for piece, place in zip(self._stand_in.pieces, self._stand_in.places, strict=True):
+        for piece, place in zip(self._sharded.pieces, self._sharded.places, strict=True):
             kinds = {
                 key: self._kind(value, place, piece.parameter, key)
-                for key, value in self._stand_in.state.get(place, {}).items()
+                for key, value in self._sharded.state.get(place, {}).items()
             }
-            if piece.parameter in found or kinds.keys() != self._homes[piece.parameter].keys():
+            if piece.parameter in found or kinds.keys() != self._entries[piece.parameter].keys():
                 found[piece.parameter] = kinds
         everyone: dict[int, dict[str, _Kind]] = {}
-        for of_rank in self._hall.world.gather(found):
+        for of_rank in self._runtime.world.gather(found):
             for index, kinds in of_rank.items():
                 everyone[index] = kinds or everyone.get(index, {})
         self._build(everyone)
-        self._stand_in.forget()
-        for piece, place in zip(self._stand_in.pieces, self._stand_in.places, strict=True):
+        self._sharded.forget()
+        for piece, place in zip(self._sharded.pieces, self._sharded.places, strict=True):
             if piece.parameter in everyone:
                 self._move_in(piece.parameter, place, piece.start, piece.stop)
         for index in everyone:
-            shown = {key: home.shown for key, home in self._homes[index].items()}
+            shown = {key: entry.shown for key, entry in self._entries[index].items()}
             self._shown[index] = shown
             if shown:
                 optimizer.state[self._parameters[index]] = dict(shown)
             else:
                 optimizer.state.pop(self._parameters[index], None)
         self._adopted = set()
-        self._has_numbers = any(home.kind.what == "number" for homes in self._homes for home in homes.values())
+        self._has_numbers = any(entry.kind.what == "number" for entries in self._entries for entry in entries.values())
         give_memory_back()
 
     def publish(self) -> None:
         """Write what this rank's optimizer has put elsewhere to its place in shared memory; before ranks meet."""
         for index, place in self._whole:
-            state = self._stand_in.state.get(place, {})
-            for key, home in self._homes[index].items():
+            state = self._sharded.state.get(place, {})
+            for key, entry in self._entries[index].items():
                 value: Any = state.get(key)
-                if home.kind.what == "number" and home.vector is not None:
-                    home.vector[0] = value
-                elif isinstance(value, Tensor) and value is not home.shown:
-                    if tuple(value.shape) != home.kind.shape:
+                if entry.kind.what == "number" and entry.vector is not None:
+                    entry.vector[0] = value
+                elif isinstance(value, Tensor) and value is not entry.shown:
+                    if tuple(value.shape) != entry.kind.shape:
                         self._refuse(index, key, f"changed its shape to {list(value.shape)}")
-                    home.shown.copy_(value)
-                    state[key] = home.shown
-                    self._stand_in.forget()
+                    entry.shown.copy_(value)
+                    state[key] = entry.shown
+                    self._sharded.forget()
 
     def show_numbers(self, optimizer: Optimizer) -> None:
         """Put plain numbers, which other ranks may have changed, into the user's optimizer; after ranks met."""
         if not self._has_numbers:
             return
-        for index, homes in enumerate(self._homes):
-            for key, home in homes.items():
-                if home.kind.what == "number" and home.vector is not None:
-                    number = type(home.kind.constant)(home.vector.item())
+        for index, entries in enumerate(self._entries):
+            for key, entry in entries.items():
+                if entry.kind.what == "number" and entry.vector is not None:
+                    number = type(entry.kind.constant)(entry.vector.item())
                     optimizer.state[self._parameters[index]][key] = self._shown[index][key] = number
 
     def _kind(self, value: Any, place: Tensor, index: int, key: str) -> _Kind:
@@ -183,17 +183,17 @@ class SharedState:
         return self._refuse(index, key, f"is of type {type(value).__name__}")
 
     def _build(self, everyone: dict[int, dict[str, _Kind]]) -> None:
-        """Make the homes of some parameters' state."""
+        """Make the entries of some parameters' state."""
         offset, places = 0, []
         for index in sorted(everyone):
             for key, kind in everyone[index].items():
                 if kind.dtype is not None:
                     places.append((index, key, kind, offset))
                     offset += aligned(max(torch.Size(kind.shape).numel() * kind.dtype.itemsize, ALIGNMENT))
-        segment = self._hall.segment(offset, "optimizer state")
+        segment = self._runtime.segment(offset, "optimizer state")
         for index, kinds in everyone.items():
-            self._homes[index] = {
-                key: _Home(kind, kind.constant, None) for key, kind in kinds.items() if kind.dtype is None
+            self._entries[index] = {
+                key: _Entry(kind, kind.constant, None) for key, kind in kinds.items() if kind.dtype is None
             }
         for index, key, kind, start in places:
             assert kind.dtype is not None
@@ -201,28 +201,28 @@ class SharedState:
             p = self._parameters[index]
             strides = dense_strides(p) if kind.what == "like" else None
             shown: Any = vector.view(kind.shape) if strides is None else vector.as_strided(kind.shape, strides)
-            self._homes[index][key] = _Home(kind, kind.constant if kind.what == "number" else shown, vector)
+            self._entries[index][key] = _Entry(kind, kind.constant if kind.what == "number" else shown, vector)
 
     def _move_in(self, index: int, place: Tensor, start: int, stop: int) -> None:
-        state = self._stand_in.state.get(place, {})
-        for key, home in self._homes[index].items():
+        state = self._sharded.state.get(place, {})
+        for key, entry in self._entries[index].items():
             value = state.get(key)
-            if home.vector is None or value is None:
+            if entry.vector is None or value is None:
                 continue
-            if home.kind.what == "number":
-                home.vector[0] = value
-            elif home.kind.what == "like":
+            if entry.kind.what == "number":
+                entry.vector[0] = value
+            elif entry.kind.what == "like":
                 if place is self._parameters[index]:
-                    home.shown.copy_(value)
-                    state[key] = home.shown
+                    entry.shown.copy_(value)
+                    state[key] = entry.shown
                 else:
-                    part = home.vector[start:stop]
+                    part = entry.vector[start:stop]
                     part.copy_(value)
                     state[key] = part
             elif start == 0:
                 # A number for all pieces is the same in each; that of the first is shown.
-                home.shown.copy_(value)
-                state[key] = home.shown
+                entry.shown.copy_(value)
+                state[key] = entry.shown
 
     def _own_part(self, value: Any, parameter: Tensor, place: Tensor, start: int, stop: int) -> Any:
         if not isinstance(value, Tensor):

@@ -20,7 +20,7 @@ from unisono.engine.shared.addition_schedule import add_up
 from unisono.engine.shared.parameter_arena import TensorLayout
 from unisono.engine.shared.partition import Shard
 from unisono.engine.shared.shared_runtime import SharedRuntime
-from unisono.engine.tree_all_reduce import NodeLayout as Blocks
+from unisono.engine.tree_all_reduce import NodeLayout
 from unisono.plan import fold
 from unisono.shm.segment import Segment
 from unisono.shm.semaphore import SEMAPHORE_NBYTES, Semaphore
@@ -33,20 +33,20 @@ _STAMP_OFFSET = 48
 """Behind the semaphore, in its cache line."""
 
 
-class _Plan:
+class _PairedPlan:
     """Which node has which row in a step of a given number of leaves."""
 
-    def __init__(self, blocks: Blocks) -> None:
-        owners = [(rank, i) for rank, nodes in enumerate(blocks.nodes) for i in range(len(nodes))]
-        nodes = [blocks.nodes[rank][i] for rank, i in owners]
+    def __init__(self, layout: NodeLayout) -> None:
+        owners = [(rank, i) for rank, nodes in enumerate(layout.nodes) for i in range(len(nodes))]
+        nodes = [layout.nodes[rank][i] for rank, i in owners]
         partners: dict[int, int] = {}
 
-        def meet(left: int, right: int) -> int:
+        def pair(left: int, right: int) -> int:
             if left >= 0 and right >= 0:
                 partners[left], partners[right] = right, left
             return -1
 
-        fold({node: k for k, node in enumerate(nodes)}, leaves=blocks.leaves, add=meet)
+        fold({node: k for k, node in enumerate(nodes)}, leaves=layout.leaves, add=pair)
         self.rows: dict[tuple[int, int], int] = {}
         """The row of a rank's node, by rank and number of the node."""
         self.partners: dict[tuple[int, int], int] = {}
@@ -65,7 +65,7 @@ class _Plan:
         self.additions: list[tuple[int, int]] = []
         """Rows to add, the second to the first. All ends in row 0."""
         rows = {node: self.rows[owner] for node, owner in zip(nodes, owners, strict=True)}
-        fold(rows, leaves=blocks.leaves, add=self._add)
+        fold(rows, leaves=layout.leaves, add=self._add)
 
     def _add(self, left: int, right: int) -> int:
         if left != right:  # else the two ranks have done it
@@ -81,23 +81,23 @@ class PairedRows:
 
     def __init__(
         self,
-        hall: SharedRuntime,
+        runtime: SharedRuntime,
         parameters: Sequence[Tensor],
         strides: Sequence[tuple[int, ...]],
         parts: Sequence[Sequence[Shard]],
         *,
-        widest: Blocks,
+        widest: NodeLayout,
     ) -> None:
-        self.parts, self._hall, self._strides = parts, hall, strides
+        self.parts, self._runtime, self._strides = parts, runtime, strides
         self._layout = TensorLayout(parameters)
-        self._plans: dict[int, _Plan] = {}
+        self._plans: dict[int, _PairedPlan] = {}
         self._plan = self._plan_for(widest)
         # A step of fewer leaves has no more nodes, but they may pair up otherwise. What is not written takes no memory.
         most = sum(len(nodes) for nodes in widest.nodes)
-        self._segment = hall.segment(most * self._layout.nbytes, "gradients")
+        self._segment = runtime.segment(most * self._layout.nbytes, "gradients")
         self.gradients = [self._layout.whole(self._segment, i) for i in range(len(parameters))]
         """The summed gradient of each parameter, once all ranks have summed."""
-        self.totals = [self._vector(0, *piece) for piece in parts[hall.rank]]
+        self.totals = [self._vector(0, *piece) for piece in parts[runtime.rank]]
         """The same for the pieces of this rank."""
         self._bounds = [
             [(start, min(start + _PIECE, p.numel())) for start in range(0, p.numel(), _PIECE)] for p in parameters
@@ -107,19 +107,19 @@ class PairedRows:
         """The number of each parameter's first lock in a row, and at the end of all."""
         for bounds in self._bounds:
             self._firsts.append(self._firsts[-1] + len(bounds))
-        self._locks = _Locks(hall, most * self._firsts[-1])
+        self._locks = _Locks(runtime, most * self._firsts[-1])
         self._attempt = 0
         self._places: dict[tuple[int, int], list[Tensor]] = {}
         """The places of a row and parameter."""
 
-    def start(self, blocks: Blocks, attempt: int) -> None:
+    def start(self, layout: NodeLayout, attempt: int) -> None:
         """Begin a step. Nothing is written yet. Args: attempt is its number: the same on all ranks, and new."""
-        plan = self._plans.get(blocks.leaves)
-        self._plan, self._attempt = plan if plan is not None else self._plan_for(blocks), attempt
+        plan = self._plans.get(layout.leaves)
+        self._plan, self._attempt = plan if plan is not None else self._plan_for(layout), attempt
 
     def put(self, i: int, index: int, gradient: Tensor | None) -> None:
         """Take one parameter's gradient for this rank's node number i; None counts as zero."""
-        rank = self._hall.rank
+        rank = self._runtime.rank
         row, partner = self._plan.rows[rank, i], self._plan.partners.get((rank, i))
         places = self._places.get((row, index))
         if places is None:
@@ -155,7 +155,7 @@ class PairedRows:
 
     def reduce(self, used: Sequence[bool], factor: float) -> None:
         """Sum this rank's part over all rows, and multiply it by a factor."""
-        parts = self.parts[self._hall.rank]
+        parts = self.parts[self._runtime.rank]
         chosen = [k for k, piece in enumerate(parts) if used[piece.parameter]]
         if not chosen:
             return
@@ -171,35 +171,35 @@ class PairedRows:
     def _vector(self, row: int, index: int, start: int, stop: int) -> Tensor:
         return self._layout.vector(self._segment, index, start, stop, base=row * self._layout.nbytes)
 
-    def _plan_for(self, blocks: Blocks) -> _Plan:
-        plan = self._plans[blocks.leaves] = _Plan(blocks)
+    def _plan_for(self, layout: NodeLayout) -> _PairedPlan:
+        plan = self._plans[layout.leaves] = _PairedPlan(layout)
         return plan
 
 
 class _Locks:
     """A lock for each piece of each row, and in which step that piece was last written."""
 
-    def __init__(self, hall: SharedRuntime, count: int) -> None:
+    def __init__(self, runtime: SharedRuntime, count: int) -> None:
         def prepare(segment: Segment) -> None:
             for k in range(count):
-                bell = Semaphore(segment.address + k * SEMAPHORE_NBYTES)
-                bell.create()
-                bell.ring()
+                semaphore = Semaphore(segment.address + k * SEMAPHORE_NBYTES)
+                semaphore.create()
+                semaphore.ring()
 
-        self._hall = hall
-        self._segment = hall.segment(count * SEMAPHORE_NBYTES, "locks", prepare=prepare)
-        self._bells = [Semaphore(self._segment.address + k * SEMAPHORE_NBYTES) for k in range(count)]
+        self._runtime = runtime
+        self._segment = runtime.segment(count * SEMAPHORE_NBYTES, "locks", prepare=prepare)
+        self._semaphores = [Semaphore(self._segment.address + k * SEMAPHORE_NBYTES) for k in range(count)]
         self._words = memoryview(self._segment.memory)[: count * SEMAPHORE_NBYTES].cast("q")
 
     @contextmanager
     def hold(self, k: int, other: int) -> Iterator[None]:
         """Hold a lock that one other rank may want. Raises: UnisonoError if that one has died with it."""
-        if not self._bells[k].try_take():
-            self._hall.take(self._bells[k], other, "waiting for a piece of the gradient")
+        if not self._semaphores[k].try_take():
+            self._runtime.wait_for_semaphore(self._semaphores[k], other, "waiting for a piece of the gradient")
         try:
             yield
         finally:
-            self._bells[k].ring()
+            self._semaphores[k].ring()
 
     def comes_first(self, k: int, attempt: int) -> bool:
         """Say whether nobody has written a piece in this step yet, and note it; for who holds the lock."""

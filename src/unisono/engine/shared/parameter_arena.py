@@ -68,18 +68,18 @@ class LoadStateDictHook:
                 p.data = p.data.clone(memory_format=torch.preserve_format)
 
 
-class _House:
+class _Arena:
     """Parameters that were moved together."""
 
-    def __init__(self, hall: SharedRuntime, trained: Trained) -> None:
+    def __init__(self, runtime: SharedRuntime, trained: Trained) -> None:
         self.names, self.parameters = trained
         layout = TensorLayout(self.parameters)
-        segment = hall.segment(layout.nbytes, "weights")
+        segment = runtime.segment(layout.nbytes, "weights")
         self.vectors = [layout.vector(segment, i, 0, p.numel()) for i, p in enumerate(self.parameters)]
-        if hall.rank == 0:
+        if runtime.rank == 0:
             for vector, p in zip(self.vectors, self.parameters, strict=True):
                 vector.copy_(in_memory_order(p.detach(), dense_strides(p)))
-        hall.barrier("moving the weights to shared memory")
+        runtime.barrier("moving the weights to shared memory")
         for i, p in enumerate(self.parameters):
             p.data = layout.whole(segment, i)
         self.addresses = [p.data_ptr() for p in self.parameters]
@@ -117,33 +117,33 @@ class _House:
 class SharedParameters:
     """The parameters that a Trainer's optimizers train."""
 
-    def __init__(self, hall: SharedRuntime, loads: LoadStateDictHook) -> None:
-        self._hall = hall
+    def __init__(self, runtime: SharedRuntime, loads: LoadStateDictHook) -> None:
+        self._runtime = runtime
         loads.is_shared = lambda p: self._address(p) == p.data_ptr()
-        self._houses: list[_House] = []
-        self._homes: dict[int, tuple[_House, int]] = {}
+        self._arenas: list[_Arena] = []
+        self._entries: dict[int, tuple[_Arena, int]] = {}
 
-    def house(self, trained: Trained) -> None:
+    def move(self, trained: Trained) -> None:
         """Move those parameters to shared memory that are not there, with rank 0's values. Every rank must call it."""
         new = [i for i, p in enumerate(trained.parameters) if self._address(p) != p.data_ptr()]
         if not new:
             return
-        house = _House(self._hall, Trained(*(tuple(of_all[i] for i in new) for of_all in trained)))  # type: ignore[arg-type]
-        self._houses.append(house)
-        for i, p in enumerate(house.parameters):
-            self._homes[id(p)] = house, i
-        live = {id(home) for home, _ in self._homes.values()}
-        self._houses = [h for h in self._houses if id(h) in live and self._is_whole(h)]
+        arena = _Arena(self._runtime, Trained(*(tuple(of_all[i] for i in new) for of_all in trained)))  # type: ignore[arg-type]
+        self._arenas.append(arena)
+        for i, p in enumerate(arena.parameters):
+            self._entries[id(p)] = arena, i
+        live = {id(entry) for entry, _ in self._entries.values()}
+        self._arenas = [arena for arena in self._arenas if id(arena) in live and self._is_whole(arena)]
 
     def vector(self, parameter: Tensor) -> Tensor:
         """Show a parameter's values as a vector, in the order of memory."""
-        house, i = self._homes[id(parameter)]
-        return house.vectors[i]
+        arena, i = self._entries[id(parameter)]
+        return arena.vectors[i]
 
     def check(self) -> None:
         """Raise UnisonoError if a parameter was written to since `remember`."""
-        for house in self._houses:
-            name = house.changed()
+        for arena in self._arenas:
+            name = arena.changed()
             if name is not None:
                 raise UnisonoError(
                     f"parameter {name!r} was written to between two steps. All ranks share one copy of the weights, so "
@@ -154,13 +154,13 @@ class SharedParameters:
 
     def remember(self) -> None:
         """Take the present values as those that the next step should find."""
-        for house in self._houses:
-            house.remember()
+        for arena in self._arenas:
+            arena.remember()
 
     def _address(self, parameter: Tensor) -> int | None:
-        home = self._homes.get(id(parameter))
-        return None if home is None else home[0].addresses[home[1]]
+        entry = self._entries.get(id(parameter))
+        return None if entry is None else entry[0].addresses[entry[1]]
 
-    def _is_whole(self, house: _House) -> bool:
-        """Whether all parameters are still there: a house that some have left is watched no more."""
-        return all(self._homes[id(p)][0] is house for p in house.parameters)
+    def _is_whole(self, arena: _Arena) -> bool:
+        """Whether all parameters are still there: an arena that some have left is watched no more."""
+        return all(self._entries[id(p)][0] is arena for p in arena.parameters)

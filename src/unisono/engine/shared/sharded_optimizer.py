@@ -1,7 +1,7 @@
 """A user's optimizer, applied by each rank to its own part of the parameters only.
 
 An optimizer that treats every element by itself gets pieces of parameters, others whole parameters. What runs is
-the `step` of the optimizer's class, on a stand-in of the same class that has the pieces as its parameters and a state
+the `step` of the optimizer's class, on an instance of the same class that has the pieces as its parameters and a state
 of its own. Hyperparameters are the user's: they are copied before each step, since schedulers write there.
 """
 

@@ -1,6 +1,6 @@
 """Messages of any size between the ranks of one host: each writes its own to shared memory, and all read it there.
 
-The calls are those of `engine.all_gather_v.Mail`.
+The calls are those of `engine.all_gather_v.AllGatherV`.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ __all__ = ["SharedAllGatherV"]
 class SharedAllGatherV:
     """A slot of shared memory for each rank.
 
-    What was posted is there after the next barrier of the hall. All ranks must have read it when they come to the
+    What was posted is there after the next barrier of the runtime. All ranks must have read it when they come to the
     barrier after that, before which nobody may post again; the barriers of a step are so.
-    Args: word is the column of the hall's words that this has for itself.
+    Args: word is the column of the runtime's words that this has for itself.
     """
 
-    def __init__(self, hall: SharedRuntime, *, word: int) -> None:
-        self._hall, self._word = hall, word
+    def __init__(self, runtime: SharedRuntime, *, word: int) -> None:
+        self._runtime, self._word = runtime, word
         self._capacity = 0
         self._slots: Sequence[Tensor] = ()
         self._parts: Sequence[Tensor] = ()
 
     def post(self, parts: Sequence[Tensor]) -> None:
-        """Write the message, if it fits; see `Mail`."""
+        """Write the message, if it fits; see `AllGatherV`."""
         nbytes = packed_nbytes(parts)
         self._parts = parts
-        self._hall.show(self._word, nbytes)
+        self._runtime.publish(self._word, nbytes)
         if self._slots and nbytes <= self._capacity:  # a rank without leaves posts nothing, before there are slots too
-            write_parts(parts, self._slots[self._hall.rank])
+            write_parts(parts, self._slots[self._runtime.rank])
 
     def collect(self) -> Sequence[Tensor]:
-        """Show the messages. Where one did not fit, make room for its double and write anew; see `Mail`."""
-        hall, longest = self._hall, max(self._hall.shown(self._word))
+        """Show the messages. Where one did not fit, make room for its double and write anew; see `AllGatherV`."""
+        runtime, longest = self._runtime, max(self._runtime.published(self._word))
         if longest > self._capacity:
             # All ranks see the same lengths, and so come here together. What is not written takes no memory.
             self._capacity = 1 << longest.bit_length()
-            segment = hall.segment(self._capacity * hall.size, "sparse gradients")
-            self._slots = segment.tensor(0, (hall.size, self._capacity)).unbind()
-            write_parts(self._parts, self._slots[hall.rank])
-            hall.barrier("waiting for the sparse gradients of all ranks")
+            segment = runtime.segment(self._capacity * runtime.size, "sparse gradients")
+            self._slots = segment.tensor(0, (runtime.size, self._capacity)).unbind()
+            write_parts(self._parts, self._slots[runtime.rank])
+            runtime.barrier("waiting for the sparse gradients of all ranks")
         self._parts = ()
         return self._slots

@@ -1,6 +1,6 @@
 """The sum of a small vector over the ranks of one host, for buffers: it travels with the barriers of a step.
 
-The calls are those of `engine.tree_all_reduce.Exchange`.
+The calls are those of `engine.tree_all_reduce.AllReduce`.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ __all__ = ["SharedAllReduce"]
 class SharedAllReduce:
     """One vector in shared memory, with a row for each node of each rank. Every rank must build it.
 
-    What was launched is there after the next barrier of the hall. All ranks must have read it when they come to the
+    What was launched is there after the next barrier of the runtime. All ranks must have read it when they come to the
     barrier after that, before which nobody may write again; the barriers of a step are so.
     """
 
-    def __init__(self, hall: SharedRuntime, numel: int, *, widest: NodeLayout, dtype: torch.dtype) -> None:
+    def __init__(self, runtime: SharedRuntime, numel: int, *, widest: NodeLayout, dtype: torch.dtype) -> None:
         counts = [len(nodes) for nodes in widest.nodes]
-        self._hall, self._layout = hall, widest
-        self._firsts = [sum(counts[:rank]) for rank in range(hall.size)]
+        self._runtime, self._layout = runtime, widest
+        self._firsts = [sum(counts[:rank]) for rank in range(runtime.size)]
         width = -(-max(numel, 1) // 64) * 64
-        segment = hall.segment(sum(counts) * width * dtype.itemsize, "buffers")
+        segment = runtime.segment(sum(counts) * width * dtype.itemsize, "buffers")
         self._rows = segment.tensor(0, (sum(counts), width), dtype).unbind()
-        first = self._firsts[hall.rank]
-        self.rows = self._rows[first : first + counts[hall.rank]]
+        first = self._firsts[runtime.rank]
+        self.rows = self._rows[first : first + counts[runtime.rank]]
         """This rank's rows."""
         self._launched_at = 0
 
@@ -40,15 +40,15 @@ class SharedAllReduce:
 
     def launch(self) -> None:
         """Show the rows to all ranks at the next barrier."""
-        self._launched_at = self._hall.barriers
+        self._launched_at = self._runtime.barriers
 
     def advance(self) -> None:
         """Nothing is left to send."""
 
     def finish(self) -> Tensor:
         """Give the sum. Every rank must call it, either all after a barrier since `launch`, or all before."""
-        if self._hall.barriers == self._launched_at:
-            self._hall.barrier("waiting for the buffers of all ranks")
+        if self._runtime.barriers == self._launched_at:
+            self._runtime.barrier("waiting for the buffers of all ranks")
         values = {
             node: self._rows[self._firsts[rank] + i]
             for rank, nodes in enumerate(self._layout.nodes)

@@ -13,7 +13,7 @@ from unisono.errors import UnisonoError
 
 __all__ = ["SharedConsistencyCheck"]
 
-# Columns of the hall's words, and the same again: a rank may show what it does next while others still look at what
+# Columns of the runtime's words, and the same again: a rank may show what it does next while others still look at what
 # it did, but it cannot come to the call after that.
 _ATTEMPT, _FINGERPRINT, _COLUMNS = 0, 1, 2
 
@@ -21,71 +21,75 @@ _PLACE = "where the weights lie (anew after load_state_dict)"
 
 
 class SharedConsistencyCheck:
-    """Compares by words in shared memory; see `Comparison`.
+    """Compares by words in shared memory; see `ConsistencyCheck`.
 
     Args: counts_attempts is whether `enter` is called for every step that begins, also for those that fail before
         `begin`.
     """
 
-    def __init__(self, hall: SharedRuntime, *, counts_attempts: bool) -> None:
-        self._hall, self._counts_attempts = hall, counts_attempts
+    def __init__(self, runtime: SharedRuntime, *, counts_attempts: bool) -> None:
+        self._runtime, self._counts_attempts = runtime, counts_attempts
         self._intent: StepDescription | None = None
-        self._shown = 0
+        self._published = 0
         self._compared = 0
         self.attempt = 0
         """How many calls this rank has begun, steps that failed among them."""
         self.is_open = False
 
     def intend(self, intent: StepDescription) -> None:
-        """See `Comparison`."""
+        """See `ConsistencyCheck`."""
         self._intent = intent
 
     def enter(self) -> None:
         """Count a call that this rank begins."""
         self.attempt += 1
-        self._hall.free()
+        self._runtime.release_gradients()
 
     def begin(self, *, anew: bool = False) -> None:
-        """See `Comparison`. Args: anew is whether this rank is about to move weights, which all ranks must do alike."""
+        """See `ConsistencyCheck`.
+
+        Args:
+            anew: True if this rank is about to move weights, which all ranks must do alike.
+        """
         assert self._intent is not None
         if self.is_open:
             self._wait("waiting for ranks to give a step up", None)  # as all did, alike
         if not self._counts_attempts:
             self.enter()
-        hall, first = self._hall, self._compared % 2 * _COLUMNS
-        hall.show(first + _ATTEMPT, self.attempt)
-        self._shown = self._intent.fingerprint ^ anew
-        hall.show(first + _FINGERPRINT, self._shown)
+        runtime, first = self._runtime, self._compared % 2 * _COLUMNS
+        runtime.publish(first + _ATTEMPT, self.attempt)
+        self._published = self._intent.fingerprint ^ anew
+        runtime.publish(first + _FINGERPRINT, self._published)
         self.is_open = True
-        hall.report()
+        runtime.arrive()
 
     def check(
         self, what: str = "comparing what ranks do", *, idle: Callable[[], None] | None = None, defers: bool = False
     ) -> None:
-        """See `Comparison`.
+        """See `ConsistencyCheck`.
 
         Args: what says what this rank waits for, idle is done if it has to wait, and defers is whether the caller
             raises KeyboardInterrupt if it comes meanwhile.
         """
         assert self._intent is not None
-        hall, first = self._hall, self._compared % 2 * _COLUMNS
+        runtime, first = self._runtime, self._compared % 2 * _COLUMNS
         self._wait(what, idle)
-        attempts = hall.shown(first + _ATTEMPT)
+        attempts = runtime.published(first + _ATTEMPT)
         if any(attempt != self.attempt for attempt in attempts):
-            hall.break_off(f"rank {hall.rank} found ranks at different steps: {attempts}")
+            runtime.abort(f"rank {runtime.rank} found ranks at different steps: {attempts}")
             raise UnisonoError(
                 f"ranks are at different steps: they have begun {attempts} calls of the Trainer. A step that fails on "
                 "one rank must fail on all, or end the job."
             )
-        if any(number != self._shown for number in hall.shown(first + _FINGERPRINT)):
-            anew = self._shown != self._intent.fingerprint
-            raise_differences(hall.world, self._intent, {_PLACE: "anew" if anew else "before"})
-        if hall.interrupted and not defers:
-            hall.interrupted = False
+        if any(number != self._published for number in runtime.published(first + _FINGERPRINT)):
+            anew = self._published != self._intent.fingerprint
+            raise_differences(runtime.world, self._intent, {_PLACE: "anew" if anew else "before"})
+        if runtime.interrupted and not defers:
+            runtime.interrupted = False
             raise KeyboardInterrupt
 
-    def meet(self, intent: StepDescription) -> None:
-        """See `Comparison`."""
+    def compare(self, intent: StepDescription) -> None:
+        """See `ConsistencyCheck`."""
         self.intend(intent)
         if self._counts_attempts:
             self.enter()
@@ -93,6 +97,6 @@ class SharedConsistencyCheck:
         self.check("waiting for all ranks to come to a call of the Trainer")
 
     def _wait(self, what: str, idle: Callable[[], None] | None) -> None:
-        self._hall.barrier(what, idle=idle, reported=True)
+        self._runtime.barrier(what, idle=idle, arrived=True)
         self.is_open = False
         self._compared += 1

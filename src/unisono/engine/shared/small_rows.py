@@ -16,10 +16,10 @@ from torch import Tensor
 
 from unisono.engine.node_sums import Gradients
 from unisono.engine.norm import dense_strides, run_of
-from unisono.engine.shared.addition_schedule import Schedule, add_at_once
+from unisono.engine.shared.addition_schedule import AdditionSchedule, add_at_once
 from unisono.engine.shared.parameter_arena import TensorLayout
 from unisono.engine.shared.partition import Shard
-from unisono.engine.tree_all_reduce import NodeLayout as Blocks
+from unisono.engine.tree_all_reduce import NodeLayout
 from unisono.shm.segment import Segment
 
 __all__ = ["SmallRows"]
@@ -52,16 +52,16 @@ class _Pieces:
         return found
 
 
-class _Plan:
+class _BatchedPlan:
     """What a rank writes and sums in a step of a given number of leaves."""
 
-    def __init__(self, rows: SmallRows, blocks: Blocks) -> None:
-        self.schedule = Schedule(blocks, rows.rank)
-        self.places: list[list[Tensor]] = [[] for _ in blocks.nodes[rows.rank]]
+    def __init__(self, rows: SmallRows, layout: NodeLayout) -> None:
+        self.schedule = AdditionSchedule(layout, rows.rank)
+        self.places: list[list[Tensor]] = [[] for _ in layout.nodes[rows.rank]]
         """By own node: where the pieces of the other ranks go."""
         for owner, pieces in enumerate(rows.parts):
             if owner != rows.rank:
-                of_owner = Schedule(blocks, owner)
+                of_owner = AdditionSchedule(layout, owner)
                 for i, places in enumerate(self.places):
                     places += [rows.place(of_owner.row(rows.rank, i), piece) for piece in pieces]
         self.own_rows = {
@@ -80,11 +80,11 @@ class SmallRows:
         parts: Sequence[Sequence[Shard]],
         *,
         rank: int,
-        widest: Blocks,
+        widest: NodeLayout,
     ) -> None:
         self.rank, self.parts, self._count = rank, parts, len(parameters)
         self._layout = TensorLayout(parameters)
-        self._segment = make(Schedule.most_rows(widest) * self._layout.nbytes)
+        self._segment = make(AdditionSchedule.most_rows(widest) * self._layout.nbytes)
         self.gradients = [self._layout.whole(self._segment, i) for i in range(len(parameters))]
         """The summed gradient of each parameter, once all ranks have summed."""
         self.totals = [self._layout.vector(self._segment, *piece) for piece in parts[rank]]
@@ -92,15 +92,15 @@ class SmallRows:
         self._sums = [self.place(0, piece) for piece in parts[rank]]
         others = [piece for owner, pieces in enumerate(parts) if owner != rank for piece in pieces]
         self._pieces, self._others = (_Pieces(pieces, parameters) for pieces in (parts[rank], others))
-        self._plans: dict[int, _Plan] = {}
+        self._plans: dict[int, _BatchedPlan] = {}
         self._plan = self._plan_for(widest)
         self._own: list[Gradients] = []
 
-    def start(self, blocks: Blocks, attempt: int) -> None:
+    def start(self, layout: NodeLayout, attempt: int) -> None:
         """Begin a step. Nothing is written yet."""
-        plan = self._plans.get(blocks.leaves)
-        self._plan = plan if plan is not None else self._plan_for(blocks)
-        self._own = [[None] * self._count for _ in blocks.nodes[self.rank]]
+        plan = self._plans.get(layout.leaves)
+        self._plan = plan if plan is not None else self._plan_for(layout)
+        self._own = [[None] * self._count for _ in layout.nodes[self.rank]]
 
     def put(self, i: int, index: int, gradient: Tensor | None) -> None:
         """Take one parameter's gradient for this rank's node number i; None counts as zero."""
@@ -153,6 +153,6 @@ class SmallRows:
         """Let go of the gradients that were given."""
         self._own = []
 
-    def _plan_for(self, blocks: Blocks) -> _Plan:
-        plan = self._plans[blocks.leaves] = _Plan(self, blocks)
+    def _plan_for(self, layout: NodeLayout) -> _BatchedPlan:
+        plan = self._plans[layout.leaves] = _BatchedPlan(self, layout)
         return plan

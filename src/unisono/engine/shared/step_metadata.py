@@ -12,7 +12,7 @@ from torch import Tensor
 from unisono.engine.norm import BLOCK, block_norms, blocks_of
 from unisono.engine.shared.partition import Shard
 from unisono.engine.shared.shared_runtime import SharedRuntime
-from unisono.engine.totals import COUNT, Row, Totals, rounded_sum, totals_of
+from unisono.engine.totals import COUNT, Totals, TotalsRow, rounded_sum, totals_of
 from unisono.engine.tree_all_reduce import NodeLayout
 from unisono.plan import fold
 from unisono.shm.segment import aligned
@@ -22,7 +22,7 @@ __all__ = ["StepMetadata", "note", "unscale"]
 _ROW_NBYTES = 4 * COUNT
 
 
-class _Schedule(NamedTuple):
+class _TotalsSchedule(NamedTuple):
     """How the rows of a step are summed; to plan that takes longer than to do it."""
 
     rows: list[int]
@@ -36,17 +36,17 @@ class _Schedule(NamedTuple):
 class StepMetadata:
     """The few numbers of a step that all ranks need: totals, which parameters got a gradient, norms, overflow."""
 
-    def __init__(self, hall: SharedRuntime, widest: NodeLayout, numels: list[int]) -> None:
+    def __init__(self, runtime: SharedRuntime, widest: NodeLayout, numels: list[int]) -> None:
         counts = [len(nodes) for nodes in widest.nodes]
-        self._firsts = [sum(counts[:rank]) for rank in range(hall.size)]
-        self._first = self._firsts[hall.rank]
+        self._firsts = [sum(counts[:rank]) for rank in range(runtime.size)]
+        self._first = self._firsts[runtime.rank]
         blocks = [-(-numel // BLOCK) for numel in numels]
         self._first_blocks = [sum(blocks[:i]) for i in range(len(blocks))]
         totals_nbytes = aligned(sum(counts) * _ROW_NBYTES)
         self._width = len(numels)
         used_nbytes = aligned(sum(counts) * self._width)
         norms_nbytes = aligned(sum(blocks) * 8)
-        segment = hall.segment(totals_nbytes + used_nbytes + norms_nbytes + 4 * hall.size, "totals")
+        segment = runtime.segment(totals_nbytes + used_nbytes + norms_nbytes + 4 * runtime.size, "totals")
         memory = memoryview(segment.memory)
         self._totals = memory[: sum(counts) * _ROW_NBYTES].cast("f")
         """A row for each node."""
@@ -54,16 +54,16 @@ class StepMetadata:
         """For each node a byte for each parameter: 1 if it got a gradient there."""
         self.norms = segment.tensor(totals_nbytes + used_nbytes, (sum(blocks),), torch.float64)
         """Of each block of each parameter."""
-        self.found_inf = segment.tensor(totals_nbytes + used_nbytes + norms_nbytes, (hall.size,), torch.float32)
+        self.found_inf = segment.tensor(totals_nbytes + used_nbytes + norms_nbytes, (runtime.size,), torch.float32)
         """1 for a rank that found a gradient that is not finite."""
         self._written: dict[int, list[bool]] = {}
         """What lies in this rank's part of `_used`."""
         self._seen: tuple[int, bytes, list[bool]] = (-1, b"", [])
         """The last step's number of leaves, all of `_used`, and what came of it."""
-        self._schedules: dict[int, _Schedule] = {}
+        self._schedules: dict[int, _TotalsSchedule] = {}
         """By number of leaves."""
 
-    def write(self, i: int, totals: Row, used: list[bool]) -> None:
+    def write(self, i: int, totals: TotalsRow, used: list[bool]) -> None:
         """Show the totals of this rank's node number i, and which parameters got a gradient there."""
         number = self._first + i
         assert isinstance(totals, array)  # as of losses on a CPU
@@ -89,7 +89,7 @@ class StepMetadata:
             self._seen = leaves, used, [any(column) for column in columns]
         return totals_of(rows[schedule.last]), self._seen[2]
 
-    def _schedule(self, layout: NodeLayout) -> _Schedule:
+    def _schedule(self, layout: NodeLayout) -> _TotalsSchedule:
         additions: list[tuple[int, int]] = []
         first_sum = len(self._totals) // COUNT
 
@@ -100,7 +100,7 @@ class StepMetadata:
         firsts = zip(self._firsts, layout.nodes, strict=True)
         numbers = {node: first + i for first, nodes in firsts for i, node in enumerate(nodes)}
         last = fold(numbers, leaves=layout.leaves, add=add)
-        return _Schedule(list(numbers.values()), additions, last)
+        return _TotalsSchedule(list(numbers.values()), additions, last)
 
     def write_norms(self, pieces: Sequence[Shard], used: Sequence[Shard], totals: Sequence[Tensor]) -> None:
         """Show the norms of this rank's pieces, 0 for those without a gradient."""
