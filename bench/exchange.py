@@ -16,6 +16,7 @@ from bench.measure import Effort, alternate
 from bench.ranks import run_ranks, start_together
 from bench.rows import Row, summarise
 from unisono.collectives.world import World
+from unisono.engine import StepTransaction
 from unisono.engine.tree_all_reduce import NodeLayout, TreeAllReduce
 
 __all__ = ["run"]
@@ -39,7 +40,7 @@ def _row(effort: Effort, nbytes: int) -> Row:
     layout = NodeLayout.of(leaves=world.size, world_size=world.size, virtual_ranks=world.size)
     numel = nbytes // 4
     exchange = TreeAllReduce(world, numel, widest=layout, dtype=torch.float32, device=world.device)
-    vector = torch.empty(numel)
+    step, vector = StepTransaction(), torch.empty(numel)
     calls = 10 if nbytes <= 1024 * _KIB else 1
 
     def ours() -> float:
@@ -49,7 +50,7 @@ def _row(effort: Effort, nbytes: int) -> Row:
         start = time.perf_counter()
         exchange.launch()
         exchange.advance()
-        total = exchange.finish()
+        total = exchange.finish(step)
         seconds = time.perf_counter() - start
         assert float(total[0]) == world.size
         return seconds

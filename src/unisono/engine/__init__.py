@@ -4,6 +4,7 @@ from unisono.engine.base import Engine, Trained
 from unisono.engine.buffer_transaction import BufferTransaction
 from unisono.engine.consistency import ConsistencyCheck, StepDescription
 from unisono.engine.selection import EngineFactory, EngineKind, select_engines
+from unisono.engine.step_transaction import StepTransaction
 from unisono.engine.totals import Totals
 from unisono.engine.trainable import check_trained
 
@@ -14,6 +15,7 @@ __all__ = [
     "EngineFactory",
     "EngineKind",
     "StepDescription",
+    "StepTransaction",
     "Totals",
     "Trained",
     "check_trained",

@@ -15,6 +15,7 @@ from unisono.engine.base import Trained, refuse_sparse
 from unisono.engine.gradient_hooks import on_gradient
 from unisono.engine.node_sums import Gradients, NodeSum, add, add_one, take
 from unisono.engine.sparse_tables import TableSums
+from unisono.engine.step_transaction import StepTransaction
 from unisono.engine.totals import TotalsRow, add_rows, row_of
 from unisono.engine.tree_all_reduce import NodeLayout
 from unisono.errors import LossError
@@ -26,6 +27,7 @@ class GradientAccumulation(ABC):
     """The sums of one rank's leaves, node by node; the calls of `Engine` that belong to leaves."""
 
     def __init__(self) -> None:
+        self._step = StepTransaction()
         self._given = Trained((), ())
         """The parameters of a step, as they were given."""
         self._trained = Trained((), ())
@@ -78,9 +80,9 @@ class GradientAccumulation(ABC):
         self._given = self._trained = Trained((), ())
         self._tables = TableSums(self._trained)
 
-    def _begin(self, layout: NodeLayout, rank: int) -> None:
+    def _begin(self, step: StepTransaction, layout: NodeLayout, rank: int) -> None:
         """Begin a step, in which this rank has some nodes."""
-        nodes = layout.nodes[rank]
+        self._step, nodes = step, layout.nodes[rank]
         self._tables.begin(layout)
         self._sums = [NodeSum(node, add=add) for node in nodes]
         self._totals = [NodeSum(node, add=add_rows) for node in nodes]

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unisono.collectives.world import World
+from unisono.engine.step_transaction import StepTransaction
 
 __all__ = ["AllGatherV", "GroupAllGatherV", "next_part", "packed_nbytes", "write_parts"]
 
@@ -27,7 +28,7 @@ class AllGatherV(Protocol):
     def post(self, parts: Sequence[Tensor]) -> None:
         """Give this rank's message: vectors, which are left alone until `collect` has returned."""
 
-    def collect(self) -> Sequence[Tensor]:
+    def collect(self, step: StepTransaction) -> Sequence[Tensor]:
         """Get the messages of all ranks: for each at least its bytes, to be read before this step ends.
 
         Every rank must call it, after `post`.
@@ -65,7 +66,7 @@ class GroupAllGatherV:
         """Keep the message until all ranks send theirs; see `AllGatherV`."""
         self._parts = parts
 
-    def collect(self) -> Sequence[Tensor]:
+    def collect(self, step: StepTransaction) -> Sequence[Tensor]:
         """Send, and receive; see `AllGatherV`."""
         own = torch.tensor([packed_nbytes(self._parts)], device=self._world.device)
         longest = max(int(length) for length in self._gather(own))

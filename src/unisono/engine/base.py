@@ -8,12 +8,13 @@ where the step fails before `update`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from unisono.engine.step_transaction import StepTransaction
 from unisono.engine.totals import Totals
 from unisono.errors import LossError
 
@@ -30,11 +31,7 @@ class Trained(NamedTuple):
 class Engine(Protocol):
     """Sums the gradients of a step and applies them; the module's text gives the order of calls."""
 
-    @property
-    def shares_weights(self) -> bool:
-        """Whether other ranks may write this rank's weights from the moment on at which it calls `finish`."""
-
-    def start(self, trained: Trained, *, leaves: int) -> None:
+    def start(self, step: StepTransaction, trained: Trained, *, leaves: int) -> None:
         """Begin a step over leaves 0 … leaves - 1. All p.grad become None."""
 
     def close_forward(self, leaf: int, loss: Tensor, weight: float, *, new_buffers: bool) -> None:
@@ -53,11 +50,11 @@ class Engine(Protocol):
     def flush(self) -> None:
         """Send what has not been sent yet. Every rank must call it, also one without leaves."""
 
-    def finish(self, idle: Callable[[], None]) -> Totals:
+    def finish(self) -> Totals:
         """Wait for the gradients of all ranks. Every rank must call it, also one without leaves.
 
-        Args: idle is called before `update` returns, if possible while this rank has to wait, and before any code that
-            may draw random numbers.
+        From here on the engine runs what the step has deferred: if possible while this rank has to wait, and before
+        `update` returns. Where ranks share the weights, others may write them from here on.
         """
 
     def prepare(self, *, factor: float, scaler: torch.amp.GradScaler | None, clip: float | None) -> float | None:
@@ -79,9 +76,6 @@ class Engine(Protocol):
         Args: alike is whether all ranks forget this step for the same reason, and so at the same place.
         Returns: whether the weights are those from before the step.
         """
-
-    def raise_deferred(self) -> None:
-        """Raise KeyboardInterrupt if Ctrl-C came while the others counted on this rank to end the step."""
 
 
 def refuse_sparse(names: Sequence[str], gradients: Sequence[Tensor | None]) -> None:

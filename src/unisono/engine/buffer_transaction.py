@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from unisono.collectives.world import World
 from unisono.engine.model_contents import ModelContents, member_name
 from unisono.engine.node_sums import NodeSum, add
+from unisono.engine.step_transaction import StepTransaction
 from unisono.engine.tracked_buffer import BufferKind, TrackedBuffer
 from unisono.engine.tree_all_reduce import AllReduce, MakeAllReduce, NodeLayout
 from unisono.engine.write_detection import WriteDetector
@@ -107,14 +108,14 @@ class BufferTransaction:
         if self._known and self._world.group is not None:
             self._send()
 
-    def receive(self) -> None:
+    def receive(self, step: StepTransaction) -> None:
         """Wait for what was sent. Every rank must call it, also if the step is going to fail."""
         if self._sent is not None:
             self._sent.advance()
-            self._total = self._sent.finish()
+            self._total = self._sent.finish(step)
             self._sent = None
 
-    def commit(self, *, new_buffers: bool) -> None:
+    def commit(self, step: StepTransaction, *, new_buffers: bool) -> None:
         """Give every buffer its value after the step, equal on all ranks. Every rank must call it.
 
         Args:
@@ -124,7 +125,7 @@ class BufferTransaction:
             self._all_reduce = None
             if self._world.group is not None:
                 self._send()
-                self.receive()
+                self.receive(step)
         if not self._known:
             return
         if self._world.group is None:

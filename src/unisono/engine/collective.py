@@ -9,7 +9,7 @@ is DDP's; Li et al., "PyTorch Distributed", VLDB 2020, section 3.2).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from unisono.engine.consistency import ConsistencyCheck
 from unisono.engine.node_sums import take
 from unisono.engine.norm import dense_strides
 from unisono.engine.sparse_tables import TableSums, check_optimizer, split_sparse
+from unisono.engine.step_transaction import StepTransaction
 from unisono.engine.totals import COUNT, Totals, as_tensor, totals_of
 from unisono.engine.tree_all_reduce import NodeLayout, TreeAllReduce
 from unisono.engine.update import prepare_whole, update_whole
@@ -67,8 +68,6 @@ class _Bucket:
 class CollectiveEngine(GradientAccumulation):
     """Sums the leaves of all ranks by sends and receives, overlapped with backward."""
 
-    shares_weights = False
-
     def __init__(
         self,
         optimizer: Optimizer,
@@ -95,7 +94,7 @@ class CollectiveEngine(GradientAccumulation):
     def _layout_of(self, leaves: int) -> NodeLayout:
         return NodeLayout.of(leaves=leaves, world_size=self._world.size, virtual_ranks=self._virtual_ranks)
 
-    def start(self, trained: Trained, *, leaves: int) -> None:
+    def start(self, step: StepTransaction, trained: Trained, *, leaves: int) -> None:
         """Begin a step; see `Engine`."""
         if self._broken:
             raise UnisonoError(
@@ -106,7 +105,7 @@ class CollectiveEngine(GradientAccumulation):
             self._build(trained)
         check_optimizer(self._optimizer, self._trained, self._tables.tables)
         self._layout = self._layout_of(leaves)
-        self._begin(self._layout, self._world.rank)
+        self._begin(step, self._layout, self._world.rank)
         self._unsettled = len(self._trained.parameters)
         self._launched = 0
         for bucket in self._buckets:
@@ -135,18 +134,18 @@ class CollectiveEngine(GradientAccumulation):
         assert self._launched == len(self._buckets), "a leaf of this rank was not closed"
         self._tables.post()
 
-    def finish(self, idle: Callable[[], None]) -> Totals:
+    def finish(self) -> Totals:
         """Wait for the sums, and show them as p.grad; see `Engine`."""
-        idle()  # while sums are on their way
+        self._step.run_deferred()  # while sums are on their way
         self._buckets[-1].all_reduce.advance()
         parameters = self._trained.parameters
         for bucket in self._buckets:
             # Before the wait, during which this process has nothing else to do.
             for index, view in zip(bucket.members, bucket.views(bucket.all_reduce.total, parameters), strict=True):
                 parameters[index].grad = view
-        self._tables.finish()
+        self._tables.finish(self._step)
         for bucket in self._buckets:
-            bucket.all_reduce.finish()
+            bucket.all_reduce.finish(self._step)
         start = self._totals_offset
         numbers = self._buckets[-1].all_reduce.total[start : start + COUNT + len(parameters)].tolist()
         used = numbers[COUNT:]
@@ -173,9 +172,6 @@ class CollectiveEngine(GradientAccumulation):
         self._broken = self._broken or self._launched > 0 or announced
         take(self._given.parameters)
         return True
-
-    def raise_deferred(self) -> None:
-        """Nothing is put off; see `Engine`."""
 
     def _build(self, trained: Trained) -> None:
         """Pack the parameters into buckets, and watch them."""

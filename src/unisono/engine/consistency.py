@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from unisono.collectives.world import World
+from unisono.engine.step_transaction import Passed
 from unisono.errors import RankMismatchError
 from unisono.mismatch import CALL, Document, tell_differences
 
@@ -56,10 +57,14 @@ class ConsistencyCheck(Protocol):
     def begin(self) -> None:
         """Show this rank's number."""
 
-    def check(self) -> None:
+    def check(self) -> Passed | None:
         """Look at the numbers of all ranks.
 
-        Raises: RankMismatchError on all ranks if they differ.
+        Returns:
+            The barrier that this was, where it was one.
+
+        Raises:
+            RankMismatchError: On all ranks, if they differ.
         """
 
     def compare(self, intent: StepDescription) -> None:

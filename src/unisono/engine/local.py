@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from unisono.engine.base import Trained, refuse_sparse
 from unisono.engine.node_sums import NodeSum, add, take
 from unisono.engine.sparse_tables import TableSums, check_optimizer, split_sparse
+from unisono.engine.step_transaction import StepTransaction
 from unisono.engine.totals import Totals, add_rows, row_of, totals_of
 from unisono.engine.tree_all_reduce import NodeLayout
 from unisono.engine.update import prepare_whole, update_whole
@@ -22,12 +23,11 @@ __all__ = ["LocalEngine"]
 class LocalEngine:
     """Sums the leaves of one process. With one leaf, p.grad stays what autograd made: no copy, no extra memory."""
 
-    shares_weights = False
-
     def __init__(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
         self._optimizer, self._modules = optimizer, modules
         self._given = self._trained = Trained((), ())
         self._tables = TableSums(Trained((), ()))
+        self._step = StepTransaction()
         self._leaves = 0
         self._gradients = NodeSum(Node(0, 0), add=add)
         self._totals = NodeSum(Node(0, 0), add=add_rows)
@@ -35,13 +35,13 @@ class LocalEngine:
         self._weight = 0.0
         self._new_buffers = False
 
-    def start(self, trained: Trained, *, leaves: int) -> None:
+    def start(self, step: StepTransaction, trained: Trained, *, leaves: int) -> None:
         """Begin a step; see `Engine`."""
         if trained is not self._given:
             self._trained, tables = split_sparse(trained, self._modules)
             self._given, self._tables = trained, TableSums(tables)
         check_optimizer(self._optimizer, self._trained, self._tables.tables)
-        self._leaves = leaves
+        self._step, self._leaves = step, leaves
         self._gradients = NodeSum(Node(0, leaves), add=add)
         self._totals = NodeSum(Node(0, leaves), add=add_rows)
         take(trained.parameters)
@@ -64,10 +64,10 @@ class LocalEngine:
     def flush(self) -> None:
         """Nothing travels; see `Engine`."""
 
-    def finish(self, idle: Callable[[], None]) -> Totals:
+    def finish(self) -> Totals:
         """Complete the sum; see `Engine`."""
-        idle()
-        self._tables.finish()
+        self._step.run_deferred()
+        self._tables.finish(self._step)
         if self._leaves == 1:
             assert self._loss is not None
             return Totals(self._loss.item(), self._weight, self._new_buffers)
@@ -87,6 +87,3 @@ class LocalEngine:
         """Forget the step; see `Engine`."""
         take(self._given.parameters)
         return True
-
-    def raise_deferred(self) -> None:
-        """Nothing is put off; see `Engine`."""

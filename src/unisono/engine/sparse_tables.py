@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from unisono.engine.all_gather_v import AllGatherV, next_part
 from unisono.engine.base import Trained
 from unisono.engine.node_sums import Gradients, NodeSum, take
+from unisono.engine.step_transaction import StepTransaction
 from unisono.engine.tree_all_reduce import NodeLayout
 from unisono.errors import LossError
 from unisono.plan import Node, fold
@@ -108,7 +109,7 @@ class TableSums:
                 parts += [gradient._indices().view(-1), gradient._values().reshape(-1)]
         self._all_gather.post(parts)
 
-    def finish(self) -> None:
+    def finish(self, step: StepTransaction) -> None:
         """Complete the sums, and show them as p.grad. Every rank must call it, after `post`."""
         if not self.tables.names:
             return
@@ -117,7 +118,7 @@ class TableSums:
             self.totals = own.total()
         else:
             nodes = self._layout.nodes
-            messages = zip(nodes, self._all_gather.collect(), strict=True)
+            messages = zip(nodes, self._all_gather.collect(step), strict=True)
             values = {node: sums for of_rank, message in messages for node, sums in self._read(message, of_rank)}
             # A gradient that was not added to anything lies in its message still.
             alone = [sum(sums[k] is not None for sums in values.values()) == 1 for k in range(len(self.tables.names))]

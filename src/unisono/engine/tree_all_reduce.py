@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unisono.collectives.world import World
+from unisono.engine.step_transaction import StepTransaction
 from unisono.plan import Node, fold, nodes_of, rank_block
 
 __all__ = ["AllReduce", "MakeAllReduce", "NodeLayout", "TreeAllReduce"]
@@ -62,7 +63,7 @@ class AllReduce(Protocol):
     def advance(self) -> None:
         """Do what can be done before the end is awaited."""
 
-    def finish(self) -> Tensor:
+    def finish(self, step: StepTransaction) -> Tensor:
         """Wait for the sum and give it."""
 
 
@@ -128,7 +129,7 @@ class TreeAllReduce:
         """Where the sum of this step lies after `finish` and until the next `start`: one of the buffers, [numel]."""
         return self._plan.total if self._direct else self.rows[0]
 
-    def finish(self) -> Tensor:
+    def finish(self, step: StepTransaction) -> Tensor:
         """Wait for the sum and give it."""
         self._wait()
         if self._direct:

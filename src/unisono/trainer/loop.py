@@ -238,8 +238,7 @@ class Loop:
             cursor.step, cursor.total_steps = batch.step + 1, cursor.total_steps + 1
         self._calls += 1
         self._has_stepped = True
-        runner.updating = False
-        runner.raise_deferred()
+        runner.transaction.close()
         self._loss_sum, self._loss_weight = self._loss_sum + mean * batch.size, self._loss_weight + batch.size
         self._tell(runner, batch, name, loss=mean, lr=learning_rate)
         if (message := runner.mode_warning(batch.epoch)) is not None:
@@ -355,7 +354,7 @@ class Loop:
             self._keeper.save(self._cursor.place, self._capture)
 
     def _is_writing(self) -> bool:
-        return any(runner.updating for runner in self._runners.values())
+        return any(runner.transaction.writing for runner in self._runners.values())
 
     def _can_stop(self) -> bool:
         """Return True if the run may end here, and be saved as far as it can be at all."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.data.batch import Batch, Share
-from unisono.engine import BufferTransaction, ConsistencyCheck, Engine, Totals, Trained, check_trained
+from unisono.engine import BufferTransaction, ConsistencyCheck, Engine, StepTransaction, Totals, Trained, check_trained
 from unisono.errors import LossError, NonFiniteLossError
 from unisono.job.user_function import count_collectives, enter, leave, refuse_collectives_since
 from unisono.parallel.losses import loss_of
@@ -78,8 +78,8 @@ class StepRunner:
         """What the losses of the last step were divided by: the number of samples, or what the loss function gave."""
         self.grad_norm: float | None = None
         """Norm of the last step's gradient before it was clipped; None without clipping."""
-        self.updating = False
-        """Whether the state is being written: between here and the caller's setting it back, it is of no step."""
+        self.transaction = StepTransaction()
+        """The step under way. Who calls `run` closes it, once the step is accounted for."""
         self._trained = Trained((), ())
         self._seen = -1
         """The version of the models' contents for which parameters were listed."""
@@ -97,14 +97,14 @@ class StepRunner:
         Raises: NonFiniteLossError, LossError or RankMismatchError, after which weights and buffers are those from
             before the step.
         """
-        leaves = min(self._run.virtual_ranks, batch.size)
+        step, leaves = self.transaction, min(self._run.virtual_ranks, batch.size)
         self._find_trained()
         self._losses = []
         if self._run.world.group is not None:
             self._comparison.intend(
                 self._fingerprint.intent(self._trained, epoch=batch.epoch, step=batch.step, call=call)
             )
-        self._engine.start(self._trained, leaves=leaves)
+        self._engine.start(step, self._trained, leaves=leaves)
         self._buffers.start(leaves=leaves)  # after that, which may move parameters
         inside = enter("the loss function")
         try:
@@ -116,17 +116,17 @@ class StepRunner:
                 leave(inside)
             self._engine.flush()
             self._buffers.launch()
-            self.updating = self._engine.shares_weights
-            totals = self._engine.finish(partial(self._run.set_generators, "loop", batch.epoch, batch.step, call + 1))
-            self._buffers.receive()
+            step.deferred = partial(self._run.set_generators, "loop", batch.epoch, batch.step, call + 1)
+            totals = self._engine.finish()
+            self._buffers.receive(step)
             self._check(totals, batch)
             self._finish_gradients(totals, batch)
-            self.updating = True
-            self._buffers.commit(new_buffers=totals.new_buffers)
+            step.writing = True
+            self._buffers.commit(step, new_buffers=totals.new_buffers)
         except BaseException as error:
             # A loss function may be refused on one rank alone, but that is before `finish`.
             is_whole = self._engine.abort(alike=isinstance(error, LossError))
-            self.updating = not self._buffers.roll_back() or not is_whole
+            step.writing, step.deferred = not self._buffers.roll_back() or not is_whole, None
             self._run.set_generators("loop", batch.epoch, batch.step, call + 1)
             raise
         self.skipped = False
@@ -137,10 +137,6 @@ class StepRunner:
             self.skipped = self.scaler.get_scale() < scale
         self.weight = totals.weight
         return totals.loss / totals.weight
-
-    def raise_deferred(self) -> None:
-        """Raise KeyboardInterrupt if it came while this step could not be left, once the step is accounted for."""
-        self._engine.raise_deferred()
 
     @property
     def learning_rate(self) -> float:

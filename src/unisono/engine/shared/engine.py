@@ -8,7 +8,7 @@ there, one when all weights are written. With clipping there is a third between 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from operator import is_
 from typing import Any
@@ -34,6 +34,7 @@ from unisono.engine.shared.shared_runtime import SharedRuntime
 from unisono.engine.shared.small_rows import SmallRows
 from unisono.engine.shared.step_metadata import StepMetadata, note, unscale
 from unisono.engine.sparse_tables import TableSums, check_optimizer, split_sparse
+from unisono.engine.step_transaction import StepTransaction
 from unisono.engine.totals import Totals
 from unisono.engine.trainable import sharing_obstacle
 from unisono.engine.tree_all_reduce import NodeLayout
@@ -51,8 +52,6 @@ _UNSETTLED, _LENGTH, _HOOKED = 4, 5, 6
 
 class SharedEngine(GradientAccumulation):
     """Sums and applies gradients in shared memory."""
-
-    shares_weights = True
 
     def __init__(
         self,
@@ -80,7 +79,6 @@ class SharedEngine(GradientAccumulation):
         self._is_open = False
         self._factor = 1.0
         self._found_inf: Tensor | None = None
-        self._idle: Callable[[], None] | None = None
         self._used_by_all: list[bool] = []
         """Of the dense gradients."""
         self._addresses: list[int] = []
@@ -94,7 +92,7 @@ class SharedEngine(GradientAccumulation):
         self._state: SharedState
         self._table: StepMetadata
 
-    def start(self, trained: Trained, *, leaves: int) -> None:
+    def start(self, step: StepTransaction, trained: Trained, *, leaves: int) -> None:
         """Begin a step; see `Engine`."""
         if (reason := self._runtime.abort_reason) is not None:
             raise UnisonoError(
@@ -106,9 +104,9 @@ class SharedEngine(GradientAccumulation):
         self._comparison.enter()
         if self._is_new(trained):
             # Ranks that do not come here are at the barrier of a step or of another call, and compare there.
-            self._comparison.begin(anew=True)
-            self._comparison.check("waiting for all ranks to begin the step", defers=True)
-            self._build(trained)
+            self._comparison.begin(step, anew=True)
+            self._comparison.check("waiting for all ranks to begin the step", step)
+            self._build(step, trained)
         else:
             self._weights.check()
         check_optimizer(self._optimizer, self._trained, self._tables.tables)
@@ -116,7 +114,7 @@ class SharedEngine(GradientAccumulation):
         # With two sets of rows, those of the last step are left alone until all ranks have come to the end of this one.
         self._rows = self._both_rows[self._arrivals % len(self._both_rows)]
         self._rows.start(self._layout, self._comparison.attempt)
-        self._begin(self._layout, self._runtime.rank)
+        self._begin(step, self._layout, self._runtime.rank)
 
     def flush(self) -> None:
         """Show this rank's totals; see `Engine`."""
@@ -126,30 +124,29 @@ class SharedEngine(GradientAccumulation):
             self._table.write(i, self._totals[i].total(), used)
         self._tables.post()
 
-    def finish(self, idle: Callable[[], None]) -> Totals:
+    def finish(self) -> Totals:
         """Wait for all ranks' gradients; see `Engine`."""
-        runtime, comparison = self._runtime, self._comparison
-        self._idle = idle
+        runtime, comparison, step = self._runtime, self._comparison, self._step
+        step.writing = True  # the others may do so once this rank has arrived
         if self._is_whole or self._is_hooked():  # then an update may draw
-            self._rest()
+            step.run_deferred()
         runtime.publish(_HOOKED, bool(_global_optimizer_pre_hooks or self._optimizer._optimizer_step_pre_hooks))
-        comparison.begin()
+        comparison.begin(step)
         self._arrived = self._is_open = True
         what = f"waiting for the gradients of step {comparison.attempt} of this process"
         try:
-            comparison.check(what, idle=self._rest, defers=True)
+            step.passed = passed = comparison.check(what, step)
         except UnisonoError:
             # A rank that has not come to this barrier will not any more, so nobody has passed it; and where ranks
             # differ, all find so. No weight is touched.
             self._arrived = False
-            if runtime.interrupted:
-                self.raise_deferred()
+            step.raise_interrupt()
             raise
         self._is_open = False
         self._arrivals += 1
-        self._hooked = any(runtime.published(_HOOKED))
-        totals, self._used_by_all = self._table.total(self._layout)
-        self._tables.finish()
+        self._hooked = any(runtime.published(_HOOKED, passed))
+        totals, self._used_by_all = self._table.total(self._layout, passed)
+        self._tables.finish(step)
         return totals
 
     def prepare(self, *, factor: float, scaler: torch.amp.GradScaler | None, clip: float | None) -> float | None:
@@ -174,7 +171,7 @@ class SharedEngine(GradientAccumulation):
             table.found_inf[runtime.rank] = unscale([*totals, *sparse], scaler)
         if clip is not None:
             table.write_norms(self._rows.parts[runtime.rank], pieces, totals)
-        runtime.barrier("waiting for the norm of the gradient")
+        runtime.barrier("waiting for the norm of the gradient", self._step)
         norm = None
         if scaler is not None:
             self._found_inf = table.found_inf.amax()
@@ -185,7 +182,7 @@ class SharedEngine(GradientAccumulation):
             if scale < 1.0 and (totals or sparse):
                 torch._foreach_mul_([*totals, *sparse], scale)
         if self._hooked:
-            runtime.barrier("waiting for the whole gradient, which hooks may read")
+            runtime.barrier("waiting for the whole gradient, which hooks may read", self._step)
             self._show_gradients()
         return norm
 
@@ -193,35 +190,29 @@ class SharedEngine(GradientAccumulation):
         """Update this rank's part, and wait for the others; see `Engine`."""
         try:
             if self._overflowed(scaler):
-                self._runtime.barrier("leaving out a step whose gradient overflowed")
+                self._runtime.barrier("leaving out a step whose gradient overflowed", self._step)
                 self._show_gradients()
             else:
                 self._optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers look for
                 (self._apply_with_hooks if self._is_hooked() else self._apply)(self._optimizer)
-            self._rest()
+            self._step.run_deferred()
         except BaseException as error:
             self._runtime.abort(f"rank {self._runtime.rank} failed while weights were written: {error!r}")
             raise
 
     def abort(self, *, alike: bool) -> bool:
         """Forget the step; see `Engine`."""
-        self._streaming, self._idle = False, None
+        self._streaming = False
         take(self._given.parameters)
         self._rows.forget()
         if not self._arrived:
             return True
         if alike and not self._is_open:
             with contextlib.suppress(UnisonoError):  # the error under way says more
-                self._runtime.barrier("leaving a step that failed")
+                self._runtime.barrier("leaving a step that failed", self._step)
             return True
         self._runtime.abort(f"rank {self._runtime.rank} broke off in the middle of a step")
         return False
-
-    def raise_deferred(self) -> None:
-        """Raise what came at a barrier; see `Engine`."""
-        if self._runtime.interrupted:
-            self._runtime.interrupted = False
-            raise KeyboardInterrupt
 
     def _is_new(self, trained: Trained) -> bool:
         """Whether these parameters, or the places where they lie, are not those that all was built for."""
@@ -235,14 +226,14 @@ class SharedEngine(GradientAccumulation):
             self._given = trained
         return [p.data_ptr() for p in trained.parameters] != self._addresses
 
-    def _build(self, trained: Trained) -> None:
+    def _build(self, step: StepTransaction, trained: Trained) -> None:
         """Move the parameters to shared memory where they are not there, and divide the work. All ranks do so alike."""
         self._unhook()
         optimizer, runtime = self._optimizer, self._runtime
         dense, tables = split_sparse(trained, self._modules)
         check_optimizer(optimizer, dense, tables)
         self._check_movable(trained)
-        self._weights.move(trained)
+        self._weights.move(step, trained)
         self._given, self._addresses = trained, [p.data_ptr() for p in trained.parameters]
         self._trained, parameters = dense, dense.parameters
         self._tables = TableSums(tables, rank=runtime.rank, all_gather=SharedAllGatherV(runtime, word=_LENGTH))
@@ -349,12 +340,6 @@ class SharedEngine(GradientAccumulation):
         optimizer = self._optimizer
         return bool(hooked or optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
-    def _rest(self) -> None:
-        """Do what may be done while others are waited for, if it has not been done."""
-        if self._idle is not None:
-            self._idle()
-            self._idle = None
-
     def _apply(self, optimizer: Optimizer) -> None:
         """Do what the optimizer's `step` would do, on all ranks together."""
         runtime, state, used = self._runtime, self._state, self._used_by_all
@@ -369,10 +354,10 @@ class SharedEngine(GradientAccumulation):
         changed = self._sharded.step(optimizer, gradients, used, self._found_inf if supports else None)
         state.publish()
         runtime.publish(_UNSETTLED, int(adopted or (changed and not state.is_settled())))
-        runtime.barrier("waiting for the weights", meanwhile=self._show_gradients, idle=self._rest)
-        if any(runtime.published(_UNSETTLED)):
+        passed = runtime.barrier("waiting for the weights", self._step, meanwhile=self._show_gradients)
+        if any(runtime.published(_UNSETTLED, passed)):
             state.settle(optimizer)
-            runtime.barrier("waiting for the optimizer's state")
+            runtime.barrier("waiting for the optimizer's state", self._step)
         state.show_numbers(optimizer)
         self._weights.remember()
 

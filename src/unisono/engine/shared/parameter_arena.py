@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from unisono.engine.base import Trained
 from unisono.engine.norm import dense_strides, in_memory_order
 from unisono.engine.shared.shared_runtime import SharedRuntime
+from unisono.engine.step_transaction import StepTransaction
 from unisono.errors import UnisonoError
 from unisono.shm.segment import Segment, aligned
 
@@ -71,7 +72,7 @@ class LoadStateDictHook:
 class _Arena:
     """Parameters that were moved together."""
 
-    def __init__(self, runtime: SharedRuntime, trained: Trained) -> None:
+    def __init__(self, runtime: SharedRuntime, step: StepTransaction, trained: Trained) -> None:
         self.names, self.parameters = trained
         layout = TensorLayout(self.parameters)
         segment = runtime.segment(layout.nbytes, "weights")
@@ -79,7 +80,7 @@ class _Arena:
         if runtime.rank == 0:
             for vector, p in zip(self.vectors, self.parameters, strict=True):
                 vector.copy_(in_memory_order(p.detach(), dense_strides(p)))
-        runtime.barrier("moving the weights to shared memory")
+        runtime.barrier("moving the weights to shared memory", step)
         for i, p in enumerate(self.parameters):
             p.data = layout.whole(segment, i)
         self.addresses = [p.data_ptr() for p in self.parameters]
@@ -123,12 +124,13 @@ class SharedParameters:
         self._arenas: list[_Arena] = []
         self._entries: dict[int, tuple[_Arena, int]] = {}
 
-    def move(self, trained: Trained) -> None:
+    def move(self, step: StepTransaction, trained: Trained) -> None:
         """Move those parameters to shared memory that are not there, with rank 0's values. Every rank must call it."""
         new = [i for i, p in enumerate(trained.parameters) if self._address(p) != p.data_ptr()]
         if not new:
             return
-        arena = _Arena(self._runtime, Trained(*(tuple(of_all[i] for i in new) for of_all in trained)))  # type: ignore[arg-type]
+        moved = Trained(*(tuple(of_all[i] for i in new) for of_all in trained))  # type: ignore[arg-type]
+        arena = _Arena(self._runtime, step, moved)
         self._arenas.append(arena)
         for i, p in enumerate(arena.parameters):
             self._entries[id(p)] = arena, i

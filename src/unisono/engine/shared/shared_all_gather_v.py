@@ -11,6 +11,7 @@ from torch import Tensor
 
 from unisono.engine.all_gather_v import packed_nbytes, write_parts
 from unisono.engine.shared.shared_runtime import SharedRuntime
+from unisono.engine.step_transaction import StepTransaction
 
 __all__ = ["SharedAllGatherV"]
 
@@ -18,34 +19,35 @@ __all__ = ["SharedAllGatherV"]
 class SharedAllGatherV:
     """A slot of shared memory for each rank.
 
-    What was posted is there after the next barrier of the runtime. All ranks must have read it when they come to the
-    barrier after that, before which nobody may post again; the barriers of a step are so.
+    What was posted is there after the next barrier, which the step must have passed. All ranks must have read it when
+    they come to the barrier after that, before which nobody may post again; the barriers of a step are so.
     Args: word is the column of the runtime's words that this has for itself.
     """
 
     def __init__(self, runtime: SharedRuntime, *, word: int) -> None:
         self._runtime, self._word = runtime, word
-        self._capacity = 0
+        self._capacity = self._posted_at = 0
         self._slots: Sequence[Tensor] = ()
         self._parts: Sequence[Tensor] = ()
 
     def post(self, parts: Sequence[Tensor]) -> None:
         """Write the message, if it fits; see `AllGatherV`."""
         nbytes = packed_nbytes(parts)
-        self._parts = parts
+        self._parts, self._posted_at = parts, self._runtime.barriers
         self._runtime.publish(self._word, nbytes)
         if self._slots and nbytes <= self._capacity:  # a rank without leaves posts nothing, before there are slots too
             write_parts(parts, self._slots[self._runtime.rank])
 
-    def collect(self) -> Sequence[Tensor]:
+    def collect(self, step: StepTransaction) -> Sequence[Tensor]:
         """Show the messages. Where one did not fit, make room for its double and write anew; see `AllGatherV`."""
-        runtime, longest = self._runtime, max(self._runtime.published(self._word))
+        assert step.passed is not None and step.passed > self._posted_at, "no barrier has been passed since `post`"
+        runtime, longest = self._runtime, max(self._runtime.published(self._word, step.passed))
         if longest > self._capacity:
             # All ranks see the same lengths, and so come here together. What is not written takes no memory.
             self._capacity = 1 << longest.bit_length()
             segment = runtime.segment(self._capacity * runtime.size, "sparse gradients")
             self._slots = segment.tensor(0, (runtime.size, self._capacity)).unbind()
             write_parts(self._parts, self._slots[runtime.rank])
-            runtime.barrier("waiting for the sparse gradients of all ranks")
+            step.passed = runtime.barrier("waiting for the sparse gradients of all ranks", step)
         self._parts = ()
         return self._slots

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from unisono.engine.shared.shared_runtime import SharedRuntime
+from unisono.engine.step_transaction import StepTransaction
 from unisono.engine.tree_all_reduce import NodeLayout
 from unisono.plan import fold
 
@@ -18,8 +19,8 @@ __all__ = ["SharedAllReduce"]
 class SharedAllReduce:
     """One vector in shared memory, with a row for each node of each rank. Every rank must build it.
 
-    What was launched is there after the next barrier of the runtime. All ranks must have read it when they come to the
-    barrier after that, before which nobody may write again; the barriers of a step are so.
+    What was launched is there after the next barrier. All ranks must have read it when they come to the barrier after
+    that, before which nobody may write again; the barriers of a step are so.
     """
 
     def __init__(self, runtime: SharedRuntime, numel: int, *, widest: NodeLayout, dtype: torch.dtype) -> None:
@@ -45,10 +46,10 @@ class SharedAllReduce:
     def advance(self) -> None:
         """Nothing is left to send."""
 
-    def finish(self) -> Tensor:
-        """Give the sum. Every rank must call it, either all after a barrier since `launch`, or all before."""
-        if self._runtime.barriers == self._launched_at:
-            self._runtime.barrier("waiting for the buffers of all ranks")
+    def finish(self, step: StepTransaction) -> Tensor:
+        """Return the sum. Every rank must call it; if the step has passed no barrier since `launch`, it passes one."""
+        if step.passed is None or step.passed <= self._launched_at:
+            step.passed = self._runtime.barrier("waiting for the buffers of all ranks", step)
         values = {
             node: self._rows[self._firsts[rank] + i]
             for rank, nodes in enumerate(self._layout.nodes)

@@ -5,10 +5,9 @@ It costs two words and a barrier. In the shared engine the barrier is the one at
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from unisono.engine.consistency import StepDescription, raise_differences
 from unisono.engine.shared.shared_runtime import SharedRuntime
+from unisono.engine.step_transaction import Passed, StepTransaction
 from unisono.errors import UnisonoError
 
 __all__ = ["SharedConsistencyCheck"]
@@ -30,6 +29,8 @@ class SharedConsistencyCheck:
     def __init__(self, runtime: SharedRuntime, *, counts_attempts: bool) -> None:
         self._runtime, self._counts_attempts = runtime, counts_attempts
         self._intent: StepDescription | None = None
+        self._outside = StepTransaction()
+        """Stands for the step where the caller has none: in calls of the Trainer that are no steps."""
         self._published = 0
         self._compared = 0
         self.attempt = 0
@@ -45,15 +46,16 @@ class SharedConsistencyCheck:
         self.attempt += 1
         self._runtime.release_gradients()
 
-    def begin(self, *, anew: bool = False) -> None:
+    def begin(self, step: StepTransaction | None = None, *, anew: bool = False) -> None:
         """See `ConsistencyCheck`.
 
         Args:
+            step: The step under way, which owes the exception if Ctrl-C comes here.
             anew: True if this rank is about to move weights, which all ranks must do alike.
         """
         assert self._intent is not None
         if self.is_open:
-            self._wait("waiting for ranks to give a step up", None)  # as all did, alike
+            self._wait("waiting for ranks to give a step up", step or self._outside)  # as all did, alike
         if not self._counts_attempts:
             self.enter()
         runtime, first = self._runtime, self._compared % 2 * _COLUMNS
@@ -63,30 +65,32 @@ class SharedConsistencyCheck:
         self.is_open = True
         runtime.arrive()
 
-    def check(
-        self, what: str = "comparing what ranks do", *, idle: Callable[[], None] | None = None, defers: bool = False
-    ) -> None:
-        """See `ConsistencyCheck`.
+    def check(self, what: str = "comparing what ranks do", step: StepTransaction | None = None) -> Passed:
+        """Compare at a barrier; see `ConsistencyCheck`.
 
-        Args: what says what this rank waits for, idle is done if it has to wait, and defers is whether the caller
-            raises KeyboardInterrupt if it comes meanwhile.
+        Args:
+            what: What this rank waits for.
+            step: The step under way. It owes the exception if Ctrl-C comes meanwhile, which is raised here otherwise.
+
+        Returns:
+            The barrier, which has been passed.
         """
         assert self._intent is not None
         runtime, first = self._runtime, self._compared % 2 * _COLUMNS
-        self._wait(what, idle)
-        attempts = runtime.published(first + _ATTEMPT)
+        passed = self._wait(what, step or self._outside)
+        attempts = runtime.published(first + _ATTEMPT, passed)
         if any(attempt != self.attempt for attempt in attempts):
             runtime.abort(f"rank {runtime.rank} found ranks at different steps: {attempts}")
             raise UnisonoError(
                 f"ranks are at different steps: they have begun {attempts} calls of the Trainer. A step that fails on "
                 "one rank must fail on all, or end the job."
             )
-        if any(number != self._published for number in runtime.published(first + _FINGERPRINT)):
+        if any(number != self._published for number in runtime.published(first + _FINGERPRINT, passed)):
             anew = self._published != self._intent.fingerprint
             raise_differences(runtime.world, self._intent, {_PLACE: "anew" if anew else "before"})
-        if runtime.interrupted and not defers:
-            runtime.interrupted = False
-            raise KeyboardInterrupt
+        if step is None:
+            self._outside.raise_interrupt()
+        return passed
 
     def compare(self, intent: StepDescription) -> None:
         """See `ConsistencyCheck`."""
@@ -96,7 +100,8 @@ class SharedConsistencyCheck:
         self.begin()
         self.check("waiting for all ranks to come to a call of the Trainer")
 
-    def _wait(self, what: str, idle: Callable[[], None] | None) -> None:
-        self._runtime.barrier(what, idle=idle, arrived=True)
+    def _wait(self, what: str, step: StepTransaction) -> Passed:
+        passed = self._runtime.barrier(what, step, arrived=True)
         self.is_open = False
         self._compared += 1
+        return passed

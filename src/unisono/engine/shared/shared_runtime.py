@@ -14,6 +14,7 @@ from torch.distributed import DistBackendError
 
 from unisono.activity import Observed, Wait
 from unisono.collectives.world import World
+from unisono.engine.step_transaction import Passed, StepTransaction
 from unisono.errors import PeerError
 from unisono.machine import usable_cores
 from unisono.shm.abort_flag import AbortFlag
@@ -119,17 +120,16 @@ class SharedRuntime:
         """Whether some engine waits until nobody reads the last step's gradient."""
         self._words = memoryview(segment.memory)[words_offset : words_offset + 8 * _WORDS * self.size].cast("q")
         self._pause = self._unpolled = 0
-        self.barriers = 0
+        self.barriers = Passed(0)
         """How many barriers have been passed."""
-        self.interrupted = False
-        """Whether Ctrl-C came at a barrier, and its exception is owed still."""
 
     def publish(self, word: int, number: int) -> None:
         """Write one of this rank's few numbers, which the others see after the next barrier."""
         self._words[self.rank * _WORDS + word] = number
 
-    def published(self, word: int) -> list[int]:
-        """Read that number of each rank."""
+    def published(self, word: int, passed: Passed) -> list[int]:
+        """Return that number of each rank, as it was at the barrier passed last."""
+        assert passed == self.barriers, "ranks may have published other numbers since"
         return self._words[word::_WORDS].tolist()
 
     def segment(self, nbytes: int, what: str, *, prepare: Callable[[Segment], None] | None = None) -> Segment:
@@ -156,16 +156,24 @@ class SharedRuntime:
     def barrier(
         self,
         what: str,
+        step: StepTransaction,
         *,
         meanwhile: Callable[[], None] | None = None,
-        idle: Callable[[], None] | None = None,
         arrived: bool = False,
-    ) -> None:
+    ) -> Passed:
         """Wait for all ranks, and see all that they wrote before. Every rank must call it.
 
-        Args: meanwhile is done when the others know that this rank has come; it may be done twice. idle is done if this
-            rank has to wait for them. arrived is whether `arrive` was called for this barrier.
-        Raises: PeerError if a rank has died, or broken off, or does not come in time.
+        Args:
+            what: What this rank waits for, for errors.
+            step: Its deferred work is done if this rank has to wait. If Ctrl-C comes, it owes the exception.
+            meanwhile: Done when the others know that this rank has come; it may be done twice.
+            arrived: True if `arrive` was called for this barrier.
+
+        Returns:
+            The number of the barrier, as proof that it has been passed.
+
+        Raises:
+            PeerError: If a rank has died, or broken off, or does not come in time.
         """
         if not arrived:
             self._barrier.arrive()
@@ -173,15 +181,16 @@ class SharedRuntime:
             try:
                 if meanwhile is not None:
                     meanwhile()
-                self.wait(self._barrier, lambda: what, idle)
+                self.wait(self._barrier, lambda: what, step)
             except KeyboardInterrupt:
                 # The others may go on to write, and count on this rank: so the step ends first, or fails. A second
                 # Ctrl-C ends the wait.
-                self.interrupted = True
+                step.interrupted = True
                 if meanwhile is not None:
                     meanwhile()
                 self.wait(self._barrier, lambda: what)
-        self.barriers += 1
+        self.barriers = Passed(self.barriers + 1)
+        return self.barriers
 
     def release_gradients(self) -> None:
         """Tell all others that this rank has begun a call, and so reads the last step's gradient no more.
@@ -197,13 +206,13 @@ class SharedRuntime:
         with Observed(self._described(1)):
             self.wait(self._release, lambda: "waiting for ranks to begin the step")
 
-    def wait(self, barrier: Barrier, what: Callable[[], str], idle: Callable[[], None] | None = None) -> None:
-        """Wait until all ranks have arrived at a barrier as often as this one. Args: idle is done if some have not."""
+    def wait(self, barrier: Barrier, what: Callable[[], str], step: StepTransaction | None = None) -> None:
+        """Wait until all ranks have arrived at a barrier as often as this one; if some have not, run the deferred."""
         if not self._unpolled and not barrier.late():
             self._pause = 0
             return
-        if idle is not None:
-            idle()
+        if step is not None:
+            step.run_deferred()
         begun_s = time.monotonic()
         polls = not self._unpolled
         with self._explained():

@@ -12,6 +12,7 @@ from torch import Tensor
 from unisono.engine.norm import BLOCK, block_norms, blocks_of
 from unisono.engine.shared.partition import Shard
 from unisono.engine.shared.shared_runtime import SharedRuntime
+from unisono.engine.step_transaction import Passed
 from unisono.engine.totals import COUNT, Totals, TotalsRow, rounded_sum, totals_of
 from unisono.engine.tree_all_reduce import NodeLayout
 from unisono.plan import fold
@@ -72,8 +73,11 @@ class StepMetadata:
             self._used[number * self._width : (number + 1) * self._width] = bytes(used)
             self._written[i] = used
 
-    def total(self, layout: NodeLayout) -> tuple[Totals, list[bool]]:
-        """Sum the totals in tree order, and say which parameters got a gradient on any rank."""
+    def total(self, layout: NodeLayout, passed: Passed) -> tuple[Totals, list[bool]]:
+        """Sum the totals in tree order, and say which parameters got a gradient on any rank.
+
+        All ranks have written theirs before the barrier that was passed.
+        """
         leaves = layout.leaves
         schedule = self._schedules.get(leaves)
         if schedule is None:
