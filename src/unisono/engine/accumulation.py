@@ -7,9 +7,11 @@ have to wait for. Where sums go is a subclass's affair.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from unisono.engine.base import Trained, refuse_sparse
 from unisono.engine.gradient_hooks import on_gradient
@@ -17,7 +19,7 @@ from unisono.engine.node_sums import Gradients, NodeSum, add, add_one, take
 from unisono.engine.sparse_tables import TableSums
 from unisono.engine.step_transaction import StepTransaction
 from unisono.engine.totals import TotalsRow, add_rows, row_of
-from unisono.engine.tree_all_reduce import NodeLayout
+from unisono.engine.tree_all_reduce import NodeLayout, NodeLayouts
 from unisono.errors import LossError
 
 __all__ = ["GradientAccumulation"]
@@ -26,7 +28,18 @@ __all__ = ["GradientAccumulation"]
 class GradientAccumulation(ABC):
     """The sums of one rank's leaves, node by node; the calls of `Engine` that belong to leaves."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        modules: Sequence[nn.Module],
+        layouts: NodeLayouts,
+        *,
+        rank: int,
+        overlap: bool,
+    ) -> None:
+        self._optimizer, self._modules, self._overlap = optimizer, modules, overlap
+        self._layouts, self._rank = layouts, rank
+        self._layout = layouts.widest
         self._step = StepTransaction()
         self._given = Trained((), ())
         """The parameters of a step, as they were given."""
@@ -80,9 +93,9 @@ class GradientAccumulation(ABC):
         self._given = self._trained = Trained((), ())
         self._tables = TableSums(self._trained)
 
-    def _begin(self, step: StepTransaction, layout: NodeLayout, rank: int) -> None:
+    def _begin(self, step: StepTransaction, layout: NodeLayout) -> None:
         """Begin a step, in which this rank has some nodes."""
-        self._step, nodes = step, layout.nodes[rank]
+        self._step, self._layout, nodes = step, layout, layout.nodes[self._rank]
         self._tables.begin(layout)
         self._sums = [NodeSum(node, add=add) for node in nodes]
         self._totals = [NodeSum(node, add=add_rows) for node in nodes]

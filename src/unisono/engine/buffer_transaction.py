@@ -20,7 +20,7 @@ from unisono.engine.model_contents import ModelContents, member_name
 from unisono.engine.node_sums import NodeSum, add
 from unisono.engine.step_transaction import StepTransaction
 from unisono.engine.tracked_buffer import BufferKind, TrackedBuffer
-from unisono.engine.tree_all_reduce import AllReduce, MakeAllReduce, NodeLayout
+from unisono.engine.tree_all_reduce import AllReduce, MakeAllReduce, NodeLayout, NodeLayouts
 from unisono.engine.write_detection import WriteDetector
 from unisono.errors import CheckpointError, LossError
 
@@ -38,6 +38,7 @@ class BufferTransaction:
         self, models: Mapping[str, nn.Module], world: World, make_all_reduce: MakeAllReduce, *, virtual_ranks: int
     ) -> None:
         self._world, self._virtual_ranks, self._make_all_reduce = world, virtual_ranks, make_all_reduce
+        self._layouts = NodeLayouts(world.size, virtual_ranks=virtual_ranks)
         self.contents = ModelContents(models)
         self._seen = -1
         self._tracked: list[TrackedBuffer] = []
@@ -215,12 +216,11 @@ class BufferTransaction:
         return bool(new)
 
     def _send(self) -> None:
-        layout = self._layout_of(self._leaves)
+        layout = self._layouts.of(self._leaves)
         if self._all_reduce is None:
             numel = sum(1 + self._width(i) for i in self._known)
-            widest = self._layout_of(self._virtual_ranks)
             self._all_reduce = self._make_all_reduce(
-                numel, widest=widest, dtype=torch.float64, device=self._world.device
+                numel, widest=self._layouts.widest, dtype=torch.float64, device=self._world.device
             )
         self._all_reduce.start(layout)
         for row, vector in zip(self._all_reduce.rows, self._node_sums(layout), strict=False):
@@ -305,9 +305,6 @@ class BufferTransaction:
             "in your loop, after trainer.step, as once for each batch; or make it a buffer, of which the mean over "
             "virtual ranks is kept."
         )
-
-    def _layout_of(self, leaves: int) -> NodeLayout:
-        return NodeLayout.of(leaves=leaves, world_size=self._world.size, virtual_ranks=self._virtual_ranks)
 
 
 def _as_numbers(value: Tensor) -> Tensor:

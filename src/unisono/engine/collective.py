@@ -25,7 +25,7 @@ from unisono.engine.norm import dense_strides
 from unisono.engine.sparse_tables import TableSums, check_optimizer, split_sparse
 from unisono.engine.step_transaction import StepTransaction
 from unisono.engine.totals import COUNT, Totals, as_tensor, totals_of
-from unisono.engine.tree_all_reduce import NodeLayout, TreeAllReduce
+from unisono.engine.tree_all_reduce import NodeLayouts, TreeAllReduce
 from unisono.engine.update import prepare_whole, update_whole
 from unisono.errors import UnisonoError
 
@@ -78,21 +78,15 @@ class CollectiveEngine(GradientAccumulation):
         virtual_ranks: int,
         overlap: bool = True,
     ) -> None:
-        super().__init__()
-        self._comparison = comparison
-        self._optimizer, self._modules = optimizer, modules
-        self._world, self._virtual_ranks, self._overlap = world, virtual_ranks, overlap
-        self._widest = self._layout_of(virtual_ranks)
-        self._layout = self._widest
+        layouts = NodeLayouts(world.size, virtual_ranks=virtual_ranks)
+        super().__init__(optimizer, modules, layouts, rank=world.rank, overlap=overlap)
+        self._comparison, self._world = comparison, world
         self._buckets: list[_Bucket] = []
         self._slots: list[tuple[_Bucket, int]] = []
         self._totals_offset = 0
         self._launched = 0
         self._broken = False
         self._unsettled = 0
-
-    def _layout_of(self, leaves: int) -> NodeLayout:
-        return NodeLayout.of(leaves=leaves, world_size=self._world.size, virtual_ranks=self._virtual_ranks)
 
     def start(self, step: StepTransaction, trained: Trained, *, leaves: int) -> None:
         """Begin a step; see `Engine`."""
@@ -104,8 +98,7 @@ class CollectiveEngine(GradientAccumulation):
         if trained is not self._given:
             self._build(trained)
         check_optimizer(self._optimizer, self._trained, self._tables.tables)
-        self._layout = self._layout_of(leaves)
-        self._begin(step, self._layout, self._world.rank)
+        self._begin(step, self._layouts.of(leaves))
         self._unsettled = len(self._trained.parameters)
         self._launched = 0
         for bucket in self._buckets:
@@ -196,7 +189,7 @@ class CollectiveEngine(GradientAccumulation):
         self._buckets[-1].numel += COUNT + len(dense.parameters)
         for bucket in self._buckets:
             bucket.all_reduce = TreeAllReduce(
-                self._world, bucket.numel, widest=self._widest, dtype=bucket.dtype, device=bucket.device
+                self._world, bucket.numel, widest=self._layouts.widest, dtype=bucket.dtype, device=bucket.device
             )
         if self._overlap:
             self._hook()

@@ -22,7 +22,7 @@ from unisono.collectives.world import World
 from unisono.engine.step_transaction import StepTransaction
 from unisono.plan import Node, fold, nodes_of, rank_block
 
-__all__ = ["AllReduce", "MakeAllReduce", "NodeLayout", "TreeAllReduce"]
+__all__ = ["AllReduce", "MakeAllReduce", "NodeLayout", "NodeLayouts", "TreeAllReduce"]
 
 # Below this size latency decides, and the second phase costs more than sending everything to everyone.
 _DIRECT_NBYTES = 64 * 1024
@@ -45,6 +45,24 @@ class NodeLayout:
         """Compute the layout of a step. Pure."""
         blocks = (rank_block(r, world_size=world_size, virtual_ranks=virtual_ranks) for r in range(world_size))
         return cls(tuple(tuple(nodes_of(block, leaves=leaves)) for block in blocks), leaves)
+
+
+class NodeLayouts:
+    """The layouts of a run's steps, which are worked out once for each number of leaves."""
+
+    def __init__(self, world_size: int, *, virtual_ranks: int) -> None:
+        self._world_size, self._virtual_ranks = world_size, virtual_ranks
+        self._by_leaves: dict[int, NodeLayout] = {}
+        self.widest = self.of(virtual_ranks)
+        """That of all virtual ranks, in which every rank has the most nodes."""
+
+    def of(self, leaves: int) -> NodeLayout:
+        """Return the layout of a step."""
+        layout = self._by_leaves.get(leaves)
+        if layout is None:
+            layout = NodeLayout.of(leaves=leaves, world_size=self._world_size, virtual_ranks=self._virtual_ranks)
+            self._by_leaves[leaves] = layout
+        return layout
 
 
 class AllReduce(Protocol):

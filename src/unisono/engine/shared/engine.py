@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from functools import partial
 from operator import is_
 from typing import Any
 
@@ -21,8 +20,10 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from unisono.engine.accumulation import GradientAccumulation
 from unisono.engine.base import Trained
 from unisono.engine.node_sums import Gradients, take
-from unisono.engine.norm import BLOCK, block_norms, blocks_of, clip_factor, dense_strides, global_norm
-from unisono.engine.shared.gradient_rows import Rows
+from unisono.engine.norm import BLOCK, block_norms, blocks_of, clip_factor, global_norm
+from unisono.engine.shared.batched_rows import BatchedRows
+from unisono.engine.shared.direct_rows import DirectRows
+from unisono.engine.shared.gradient_rows import GradientRows
 from unisono.engine.shared.optimizer_state import SharedState, give_memory_back
 from unisono.engine.shared.paired_rows import PairedRows
 from unisono.engine.shared.parameter_arena import SharedParameters
@@ -31,13 +32,12 @@ from unisono.engine.shared.sharded_optimizer import ShardedOptimizer, is_element
 from unisono.engine.shared.shared_all_gather_v import SharedAllGatherV
 from unisono.engine.shared.shared_consistency import SharedConsistencyCheck
 from unisono.engine.shared.shared_runtime import SharedRuntime
-from unisono.engine.shared.small_rows import SmallRows
 from unisono.engine.shared.step_metadata import StepMetadata, note, unscale
 from unisono.engine.sparse_tables import TableSums, check_optimizer, split_sparse
 from unisono.engine.step_transaction import StepTransaction
 from unisono.engine.totals import Totals
 from unisono.engine.trainable import sharing_obstacle
-from unisono.engine.tree_all_reduce import NodeLayout
+from unisono.engine.tree_all_reduce import NodeLayouts
 from unisono.errors import UnisonoError
 
 __all__ = ["SharedEngine"]
@@ -64,13 +64,9 @@ class SharedEngine(GradientAccumulation):
         virtual_ranks: int,
         overlap: bool = True,
     ) -> None:
-        super().__init__()
-        self._comparison = comparison
-        self._optimizer, self._modules, self._runtime, self._weights = optimizer, modules, runtime, weights
-        self._virtual_ranks, self._overlap = virtual_ranks, overlap
-        self._layouts: dict[int, NodeLayout] = {}
-        self._widest = self._layout_of(virtual_ranks)
-        self._layout = self._widest
+        layouts = NodeLayouts(runtime.size, virtual_ranks=virtual_ranks)
+        super().__init__(optimizer, modules, layouts, rank=runtime.rank, overlap=overlap)
+        self._comparison, self._runtime, self._weights = comparison, runtime, weights
         self._apply_with_hooks: Any = Optimizer.profile_hook_step(self._apply)
         self._arrivals = 0
         self._hooked = False
@@ -84,8 +80,8 @@ class SharedEngine(GradientAccumulation):
         self._addresses: list[int] = []
         # All of these are made by `_build`.
         self._is_whole: bool
-        self._both_rows: Sequence[PairedRows | Rows | SmallRows]
-        self._rows: PairedRows | Rows | SmallRows
+        self._both_rows: Sequence[GradientRows[Any]]
+        self._rows: GradientRows[Any]
         self._gradients: list[list[Tensor]]
         self._own_tables: list[int]
         self._sharded: ShardedOptimizer
@@ -110,11 +106,11 @@ class SharedEngine(GradientAccumulation):
         else:
             self._weights.check()
         check_optimizer(self._optimizer, self._trained, self._tables.tables)
-        self._layout = self._layout_of(leaves)
+        layout = self._layouts.of(leaves)
         # With two sets of rows, those of the last step are left alone until all ranks have come to the end of this one.
         self._rows = self._both_rows[self._arrivals % len(self._both_rows)]
-        self._rows.start(self._layout, self._comparison.attempt)
-        self._begin(step, self._layout, self._runtime.rank)
+        self._rows.start(layout, self._comparison.attempt)
+        self._begin(step, layout)
 
     def flush(self) -> None:
         """Show this rank's totals; see `Engine`."""
@@ -241,23 +237,18 @@ class SharedEngine(GradientAccumulation):
         self._is_whole = whole = not is_elementwise(optimizer)
         parts = assign_whole(numels, ranks=runtime.size) if whole else partition(numels, ranks=runtime.size, unit=BLOCK)
         pieces = parts[runtime.rank]
-        strides = [dense_strides(p) for p in parameters]
         nbytes = sum(p.numel() * p.element_size() for p in parameters)
         is_large = nbytes >= _CACHE_NBYTES
-        make = partial(runtime.segment, what="gradients")
-        if not is_large:
-            self._both_rows = [
-                SmallRows(make, parameters, parts, rank=runtime.rank, widest=self._widest) for _ in range(2)
-            ]
-        elif runtime.size == 2:
-            self._both_rows = [Rows(make, parameters, strides, parts, rank=runtime.rank, widest=self._widest)]
-        else:
-            self._both_rows = [PairedRows(runtime, parameters, strides, parts, widest=self._widest)]
+        make: type[GradientRows[Any]] = BatchedRows
+        if is_large:
+            make = PairedRows if runtime.size > 2 else DirectRows
+        sets = 1 if is_large else 2
+        self._both_rows = [make(runtime, parameters, parts, widest=self._layouts.widest) for _ in range(sets)]
         self._rows = self._both_rows[0]
         if len(self._both_rows) == 1 and not runtime.awaits_release:
             runtime.awaits_release = True
             runtime.release_gradients()
-        self._table = StepMetadata(runtime, self._widest, numels)
+        self._table = StepMetadata(runtime, self._layouts.widest, numels)
         if whole:
             places = [parameters[piece.parameter] for piece in pieces]
             self._gradients = [[rows.gradients[piece.parameter] for piece in pieces] for rows in self._both_rows]
@@ -293,13 +284,6 @@ class SharedEngine(GradientAccumulation):
                 'made. Give Trainer engine="collective", or give the parameter memory of its own: p.data = '
                 "p.data.contiguous().clone()."
             )
-
-    def _layout_of(self, leaves: int) -> NodeLayout:
-        layout = self._layouts.get(leaves)
-        if layout is None:
-            layout = NodeLayout.of(leaves=leaves, world_size=self._runtime.size, virtual_ranks=self._virtual_ranks)
-            self._layouts[leaves] = layout
-        return layout
 
     def _wait_for_release(self) -> None:
         """Before rows are written: the others may still read the last step's gradient there."""

@@ -14,10 +14,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from unisono.engine.node_sums import Gradients
 from unisono.engine.norm import in_memory_order
 from unisono.engine.shared.addition_schedule import add_up
-from unisono.engine.shared.parameter_arena import TensorLayout
+from unisono.engine.shared.gradient_rows import GradientRows
 from unisono.engine.shared.partition import Shard
 from unisono.engine.shared.shared_runtime import SharedRuntime
 from unisono.engine.tree_all_reduce import NodeLayout
@@ -73,32 +72,18 @@ class _PairedPlan:
         return left
 
 
-class PairedRows:
-    """The rows of one engine, which lie in a segment of their own; see `Rows`, whose place it takes.
-
-    Args: parts has the pieces of each rank. strides are those of each parameter, and of its gradient.
-    """
+class PairedRows(GradientRows[_PairedPlan]):
+    """The rows of one engine; see `GradientRows`."""
 
     def __init__(
         self,
         runtime: SharedRuntime,
         parameters: Sequence[Tensor],
-        strides: Sequence[tuple[int, ...]],
         parts: Sequence[Sequence[Shard]],
         *,
         widest: NodeLayout,
     ) -> None:
-        self.parts, self._runtime, self._strides = parts, runtime, strides
-        self._layout = TensorLayout(parameters)
-        self._plans: dict[int, _PairedPlan] = {}
-        self._plan = self._plan_for(widest)
-        # A step of fewer leaves has no more nodes, but they may pair up otherwise. What is not written takes no memory.
-        most = sum(len(nodes) for nodes in widest.nodes)
-        self._segment = runtime.segment(most * self._layout.nbytes, "gradients")
-        self.gradients = [self._layout.whole(self._segment, i) for i in range(len(parameters))]
-        """The summed gradient of each parameter, once all ranks have summed."""
-        self.totals = [self._vector(0, *piece) for piece in parts[runtime.rank]]
-        """The same for the pieces of this rank."""
+        super().__init__(runtime, parameters, parts, widest=widest)
         self._bounds = [
             [(start, min(start + _PIECE, p.numel())) for start in range(0, p.numel(), _PIECE)] for p in parameters
         ]
@@ -107,27 +92,21 @@ class PairedRows:
         """The number of each parameter's first lock in a row, and at the end of all."""
         for bounds in self._bounds:
             self._firsts.append(self._firsts[-1] + len(bounds))
-        self._locks = _Locks(runtime, most * self._firsts[-1])
-        self._attempt = 0
+        self._locks = _Locks(runtime, self._count_rows() * self._firsts[-1])
         self._places: dict[tuple[int, int], list[Tensor]] = {}
         """The places of a row and parameter."""
 
-    def start(self, layout: NodeLayout, attempt: int) -> None:
-        """Begin a step. Nothing is written yet. Args: attempt is its number: the same on all ranks, and new."""
-        plan = self._plans.get(layout.leaves)
-        self._plan, self._attempt = plan if plan is not None else self._plan_for(layout), attempt
-
     def put(self, i: int, index: int, gradient: Tensor | None) -> None:
-        """Take one parameter's gradient for this rank's node number i; None counts as zero."""
-        rank = self._runtime.rank
+        """Write it, or add it to what the partner has written; see `GradientRows`."""
+        rank = self.rank
         row, partner = self._plan.rows[rank, i], self._plan.partners.get((rank, i))
         places = self._places.get((row, index))
         if places is None:
-            places = [self._vector(row, index, start, stop) for start, stop in self._bounds[index]]
+            places = [self.vector(row, index, start, stop) for start, stop in self._bounds[index]]
             self._places[row, index] = places
         sources: Sequence[Tensor | None] = [None] * len(places)
         if gradient is not None and places:
-            sources = torch.split(in_memory_order(gradient, self._strides[index]), _PIECE)
+            sources = torch.split(in_memory_order(gradient, self.strides[index]), _PIECE)
         if partner is None:
             for place, source in zip(places, sources, strict=True):
                 _write(place, source)
@@ -141,39 +120,24 @@ class PairedRows:
                 else:
                     _add(places[k], sources[k])
 
-    def put_all(self, i: int, gradients: Gradients) -> None:
-        """Take the gradients of all parameters for this rank's node number i."""
-        for index, gradient in enumerate(gradients):
-            self.put(i, index, gradient)
-
-    def put_sum(self, i: int, index: int, left: Tensor, right: Tensor) -> None:
-        """Take the sum of two gradients, both of which are used up."""
-        self.put(i, index, left.add_(right))
-
-    def flush(self) -> None:
-        """Nothing is left to write."""
-
     def reduce(self, used: Sequence[bool], factor: float) -> None:
-        """Sum this rank's part over all rows, and multiply it by a factor."""
-        parts = self.parts[self._runtime.rank]
+        """Sum the rows, which are fewer than the nodes; see `GradientRows`."""
+        parts = self.parts[self.rank]
         chosen = [k for k, piece in enumerate(parts) if used[piece.parameter]]
         if not chosen:
             return
         plan = self._plan
         vectors = {0: [self.totals[k] for k in chosen]}
         for row in {row for addition in plan.additions for row in addition} - {0}:
-            vectors[row] = [self._vector(row, *parts[k]) for k in chosen]
+            vectors[row] = [self.vector(row, *parts[k]) for k in chosen]
         add_up(vectors, plan.additions, total=0, factor=factor)
 
-    def forget(self) -> None:
-        """Let go of the gradients that were given: none is kept."""
+    def _count_rows(self) -> int:
+        # A step of fewer leaves has no more nodes, but they may pair up otherwise. What is not written takes no memory.
+        return sum(map(len, self.widest.nodes))
 
-    def _vector(self, row: int, index: int, start: int, stop: int) -> Tensor:
-        return self._layout.vector(self._segment, index, start, stop, base=row * self._layout.nbytes)
-
-    def _plan_for(self, layout: NodeLayout) -> _PairedPlan:
-        plan = self._plans[layout.leaves] = _PairedPlan(layout)
-        return plan
+    def _make_plan(self, layout: NodeLayout) -> _PairedPlan:
+        return _PairedPlan(layout)
 
 
 class _Locks:

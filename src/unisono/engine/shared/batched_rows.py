@@ -1,28 +1,27 @@
-"""The gradients of a small model in shared memory, and their sum.
+"""Rows for a small model: few calls, each over all parameters.
 
 Here the data are in the cache, and what costs is each call of torch and each line of Python. So gradients are kept
-where backward left them until the rank's leaves are done, and then written for the others by one call. See `Rows`,
-whose place it takes: rows, sums and their order are the same.
+where backward left them until the rank's leaves are done, and then written for the others by one call. Rows, sums and
+their order are those of `DirectRows`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from unisono.engine.node_sums import Gradients
-from unisono.engine.norm import dense_strides, run_of
+from unisono.engine.norm import run_of
 from unisono.engine.shared.addition_schedule import AdditionSchedule, add_at_once
-from unisono.engine.shared.parameter_arena import TensorLayout
+from unisono.engine.shared.gradient_rows import GradientRows
 from unisono.engine.shared.partition import Shard
+from unisono.engine.shared.shared_runtime import SharedRuntime
 from unisono.engine.tree_all_reduce import NodeLayout
-from unisono.shm.segment import Segment
 
-__all__ = ["SmallRows"]
+__all__ = ["BatchedRows"]
 
 
 class _Cut(NamedTuple):
@@ -38,10 +37,10 @@ class _Cut(NamedTuple):
 class _Pieces:
     """Some pieces of the parameters, to be taken from gradients."""
 
-    def __init__(self, pieces: Sequence[Shard], parameters: Sequence[Tensor]) -> None:
-        self._strides = [dense_strides(p) for p in parameters]
+    def __init__(self, pieces: Sequence[Shard], rows: BatchedRows) -> None:
+        self._strides = rows.strides
         self._parameters = [piece.parameter for piece in pieces]
-        self._cuts = [_Cut(k, *p) for k, p in enumerate(pieces) if p.stop - p.start != parameters[p.parameter].numel()]
+        self._cuts = [_Cut(k, *piece) for k, piece in enumerate(pieces) if not rows.is_whole(piece)]
 
     def of(self, gradients: Gradients) -> Gradients:
         """Show the pieces of some gradients: whole ones as they are, others as vectors in the order of memory."""
@@ -55,7 +54,7 @@ class _Pieces:
 class _BatchedPlan:
     """What a rank writes and sums in a step of a given number of leaves."""
 
-    def __init__(self, rows: SmallRows, layout: NodeLayout) -> None:
+    def __init__(self, rows: BatchedRows, layout: NodeLayout) -> None:
         self.schedule = AdditionSchedule(layout, rows.rank)
         self.places: list[list[Tensor]] = [[] for _ in layout.nodes[rows.rank]]
         """By own node: where the pieces of the other ranks go."""
@@ -70,52 +69,36 @@ class _BatchedPlan:
         """The pieces of this rank in each row."""
 
 
-class SmallRows:
-    """The rows of one engine, which lie in a segment of their own. Args: parts has the pieces of each rank."""
+class BatchedRows(GradientRows[_BatchedPlan]):
+    """The rows of one engine; see `GradientRows`."""
 
     def __init__(
         self,
-        make: partial[Segment],
+        runtime: SharedRuntime,
         parameters: Sequence[Tensor],
         parts: Sequence[Sequence[Shard]],
         *,
-        rank: int,
         widest: NodeLayout,
     ) -> None:
-        self.rank, self.parts, self._count = rank, parts, len(parameters)
-        self._layout = TensorLayout(parameters)
-        self._segment = make(AdditionSchedule.most_rows(widest) * self._layout.nbytes)
-        self.gradients = [self._layout.whole(self._segment, i) for i in range(len(parameters))]
-        """The summed gradient of each parameter, once all ranks have summed."""
-        self.totals = [self._layout.vector(self._segment, *piece) for piece in parts[rank]]
-        """The same for the pieces of this rank."""
-        self._sums = [self.place(0, piece) for piece in parts[rank]]
-        others = [piece for owner, pieces in enumerate(parts) if owner != rank for piece in pieces]
-        self._pieces, self._others = (_Pieces(pieces, parameters) for pieces in (parts[rank], others))
-        self._plans: dict[int, _BatchedPlan] = {}
-        self._plan = self._plan_for(widest)
-        self._own: list[Gradients] = []
-
-    def start(self, layout: NodeLayout, attempt: int) -> None:
-        """Begin a step. Nothing is written yet."""
-        plan = self._plans.get(layout.leaves)
-        self._plan = plan if plan is not None else self._plan_for(layout)
-        self._own = [[None] * self._count for _ in layout.nodes[self.rank]]
+        super().__init__(runtime, parameters, parts, widest=widest)
+        self._sums = [self.place(0, piece) for piece in parts[self.rank]]
+        others = [piece for owner, pieces in enumerate(parts) if owner != self.rank for piece in pieces]
+        self._pieces, self._others = (_Pieces(pieces, self) for pieces in (parts[self.rank], others))
 
     def put(self, i: int, index: int, gradient: Tensor | None) -> None:
-        """Take one parameter's gradient for this rank's node number i; None counts as zero."""
+        """Keep it; see `GradientRows`."""
         self._own[i][index] = gradient
 
     def put_sum(self, i: int, index: int, left: Tensor, right: Tensor) -> None:
-        """Take the sum of two gradients, both of which are used up."""
+        """Keep the sum; see `GradientRows`."""
         self._own[i][index] = left.add_(right)
 
     def put_all(self, i: int, gradients: Gradients) -> None:
-        """Take the gradients of all parameters for this rank's node number i."""
+        """Keep them; see `GradientRows`."""
         self._own[i] = gradients
 
     def flush(self) -> None:
-        """Write for the others what was taken."""
+        """Write what was kept by one call for each node; see `GradientRows`."""
         for gradients, places in zip(self._own, self._plan.places, strict=True):
             sources = self._others.of(gradients)
             given = [source for source in sources if source is not None]
@@ -129,7 +112,7 @@ class SmallRows:
                 torch._foreach_copy_(taken, given)
 
     def reduce(self, used: Sequence[bool], factor: float) -> None:
-        """Sum this rank's part over all nodes, and multiply it by a factor; the gradients given are used up."""
+        """Sum own gradients and rows; see `GradientRows`."""
         schedule, sums = self._plan.schedule, self._sums
         if sums:
             summands = dict(self._plan.own_rows)
@@ -142,17 +125,8 @@ class SmallRows:
             add_at_once(summands, schedule.additions, total=schedule.total, factor=factor)
         self._own = []
 
-    def place(self, row: int, piece: Shard) -> Tensor:
-        """Show a piece of a row; a whole parameter as what it is."""
-        base = row * self._layout.nbytes
-        if piece.stop - piece.start == self.gradients[piece.parameter].numel():
-            return self._layout.whole(self._segment, piece.parameter, base=base)
-        return self._layout.vector(self._segment, *piece, base=base)
+    def _count_rows(self) -> int:
+        return AdditionSchedule.most_rows(self.widest)
 
-    def forget(self) -> None:
-        """Let go of the gradients that were given."""
-        self._own = []
-
-    def _plan_for(self, layout: NodeLayout) -> _BatchedPlan:
-        plan = self._plans[layout.leaves] = _BatchedPlan(self, layout)
-        return plan
+    def _make_plan(self, layout: NodeLayout) -> _BatchedPlan:
+        return _BatchedPlan(self, layout)
