@@ -1,0 +1,89 @@
+"""Buffers over a step in one process: the mean over virtual ranks, or what they were before."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from unisono.collectives.world import World
+from unisono.engine import BufferTransaction, StepTransaction
+from unisono.engine.buffer_transaction import _as_numbers, _as_whole
+from unisono.errors import LossError
+
+
+class _Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("count", torch.tensor(2**62 + 1))
+        self.register_buffer("fixed", torch.ones(1))
+
+
+@pytest.fixture
+def model():
+    return _Counting()
+
+
+@pytest.fixture
+def buffers(model):
+    return BufferTransaction({"": model}, World(), make_all_reduce=None, virtual_ranks=4)
+
+
+def _forward(model, leaf):
+    model.mean += float(leaf)
+    model.count += 1 + leaf
+
+
+def _step(model, buffers, leaves):
+    buffers.start(leaves=leaves)
+    found = []
+    for leaf in range(leaves):
+        _forward(model, leaf)
+        found.append(buffers.new_buffers())
+        buffers.close_leaf(leaf)
+    buffers.launch()
+    return found
+
+
+def test_a_buffer_becomes_the_mean_and_a_counter_that_of_the_first(model, buffers):
+    step = StepTransaction()
+    for number in (1, 2):
+        found = _step(model, buffers, 4)
+        assert found == [number == 1] * 4
+        buffers.receive(step)
+        buffers.commit(step, new_buffers=found[0])
+        assert model.mean.tolist() == [1.5 * number] * 2
+        assert model.count.item() == 2**62 + 1 + number
+    assert model.fixed.item() == 1.0
+
+
+def test_a_step_that_fails_changes_nothing(model, buffers):
+    _step(model, buffers, 3)
+    assert buffers.roll_back()
+    assert (model.mean.tolist(), model.count.item()) == ([0.0, 0.0], 2**62 + 1)
+
+
+def test_a_parameter_that_a_forward_pass_writes_is_refused(model, buffers):
+    buffers.start(leaves=2)
+    model.weight.data[0] = 5.0
+    with pytest.raises(LossError, match="parameter 'weight' was written to in the forward pass"):
+        buffers.new_buffers()
+    assert not buffers.roll_back()
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype"),
+    [
+        ([0, 1, -1, 2**63 - 1, -(2**63)], torch.int64),
+        ([0, 2**64 - 1, 2**63], torch.uint64),
+        ([True, False], torch.bool),
+        ([-128, 127], torch.int8),
+    ],
+)
+def test_whole_numbers_survive_as_pairs_of_float64(values, dtype):
+    value = torch.tensor(values, dtype=dtype)
+    numbers = _as_numbers(value)
+    assert numbers.dtype == torch.float64
+    assert torch.equal(_as_whole(numbers, dtype), value)
