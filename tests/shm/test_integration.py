@@ -14,7 +14,7 @@ _CASES = ("plain", "views_and_static_graph", "unused_parameters", "accumulation"
 def test_training_over_shared_memory_gives_the_bits_of_gloo(run_ranks, tmp_path):
     # One test: each backend runs all cases in one job, for torch's imports take longer than they do.
     results = {}
-    for backend, made_by in (("gloo", "ProcessGroup"), ("shm", "ShmGroup")):
+    for backend, made_by in (("gloo", "ProcessGroup"), ("shm", "ProcessGroupShm")):
         folder = tmp_path / backend
         folder.mkdir()
         job = run_ranks(2, _PROGRAM, folder, flags=["--cpu-backend", backend])
@@ -43,7 +43,7 @@ for group in groups:
     dist.all_reduce(x, group=group)
     assert x[0] == dist.get_world_size(group)
 names = {type(group).__name__ for group in groups}
-assert names == {"ShmGroup"}, names
+assert names == {"ProcessGroupShm"}, names
 wanted = asked[0] if asked else "undefined"
 assert [dist.get_backend(group) for group in groups] == [wanted, wanted, "gloo", wanted, wanted]
 assert dist.group.WORLD.name() == "shm"

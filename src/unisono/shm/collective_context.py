@@ -1,4 +1,4 @@
-"""What all collectives of a group share: its board, and the check that all ranks call the same."""
+"""What all collectives of a group share: its slots, and the check that all ranks call the same."""
 
 from __future__ import annotations
 
@@ -18,26 +18,29 @@ from unisono.shm.fingerprint import (
 )
 from unisono.shm.slot_ring import SlotRing
 
-__all__ = ["CollectiveContext", "Operation", "Request", "copy"]
+__all__ = ["CollectiveContext", "Operation", "Prepared", "Request", "copy"]
 
 Request = tuple[int, Sequence[int]]
-"""A round of the board, and the ranks whose posts of it are needed."""
+"""A round of the slots, and the ranks that must have published it."""
 
 Operation = Generator[Request, None, "list[Tensor] | None"]
 """Yields what it waits for. Returns the work's tensors if they were not known before."""
+
+Prepared = tuple[Operation, CollectiveFingerprint, "list[Tensor]"]
+"""A collective that has been checked and can be submitted: the operation, the call, and the tensors it fills."""
 
 copy = ctypes.memmove
 """copy(target, source, nbytes), by addresses: quicker than torch for little; autograd sees nothing."""
 
 
 class CollectiveContext:
-    """The board of a group and the calls on it. One thread at a time may use it.
+    """The slots of a group and the calls that use them. One thread at a time may use it.
 
     Args: names gives names to ranks of the group, for errors.
     """
 
-    def __init__(self, board: SlotRing, names: Callable[[Collection[int]], str]) -> None:
-        self.board = board
+    def __init__(self, slots: SlotRing, names: Callable[[Collection[int]], str]) -> None:
+        self.slots = slots
         self._calls, self._names = FingerprintWriter(), names
         self._header = b""
 
@@ -46,70 +49,70 @@ class CollectiveContext:
         """How many collectives this rank has called."""
         return self._calls.number
 
-    def announce(self, call: CollectiveFingerprint, more: bytes = b"") -> None:
-        """Write a call into this rank's note of the coming round, which must be free. More is for the peers to read."""
+    def write_fingerprint(self, call: CollectiveFingerprint, extra: bytes = b"") -> None:
+        """Write a call into this rank's header of the coming round, which must be free. Peers can read `extra`, too."""
         self._header = header = self._calls.header(call)
-        self.board.write_note(header + more)
+        self.slots.write_header(header + extra)
 
     def exchange(
         self,
         call: CollectiveFingerprint,
         rounds: int,
-        show: Callable[[int], None],
-        take: Callable[[int, int], None] | None,
+        write: Callable[[int], None],
+        read: Callable[[int, int], None] | None,
     ) -> Operation:
-        """Go through rounds in which every rank shows something and, unless take is None, needs what all others show.
+        """Go through rounds in which every rank writes a piece and, unless read is None, reads those of all others.
 
-        Piece k+1 is shown before piece k is taken, so that nobody waits for somebody who only has to look.
+        Piece k+1 is published before piece k is read, so that no rank waits for one that only has to read.
 
-        Args: show(k) writes piece k to the slot of the board's coming round; take(k, round) reads the slots of all.
+        Args: write(k) writes piece k to the slot of the coming round; read(k, round) reads the slots of all.
         """
-        board, others = self.board, self.board.others
+        slots, others = self.slots, self.slots.others
         for number in range(rounds + 1):
             if number < rounds:
-                round_, late = board.occupied()
+                round_, late = slots.readers()
                 if late:
                     yield round_, late
                 if not number:
-                    self.announce(call)
-                show(number)
-                board.post()
-            if number and take is not None:
-                round_ = board.round - (2 if number < rounds else 1)
-                late = board.missing(round_, others)
+                    self.write_fingerprint(call)
+                write(number)
+                slots.publish()
+            if number and read is not None:
+                round_ = slots.round - (2 if number < rounds else 1)
+                late = slots.missing(round_, others)
                 if late:
                     yield round_, late
                 if number == 1:
-                    self.agree(round_, others)
-                take(number - 1, round_)
+                    self.check_fingerprints(round_, others)
+                read(number - 1, round_)
         return None
 
-    def agree(self, round_: int, ranks: Collection[int]) -> None:
-        """Check that ranks called in a round what this rank announced last.
+    def check_fingerprints(self, round_: int, ranks: Collection[int]) -> None:
+        """Check that ranks call in a round what this rank does.
 
         Raises: DistBackendError, which names both sides.
         """
         common = self._header[:COMMON_NBYTES]
         for rank in ranks:
-            theirs = self.board.note(rank, round_, COMMON_NBYTES)
+            theirs = self.slots.header(rank, round_, COMMON_NBYTES)
             if theirs != common:
                 raise DistBackendError(self._difference(rank, round_))
 
     def own_number(self, rank: int, round_: int) -> int:
         """Read the number of a rank's call that may differ between ranks."""
-        return own_number(self.board.note(rank, round_, HEADER_NBYTES))
+        return own_number(self.slots.header(rank, round_, HEADER_NBYTES))
 
-    def more(self, rank: int, round_: int, nbytes: int) -> bytes:
-        """Read what a rank added to its announcement."""
-        return self.board.note(rank, round_, HEADER_NBYTES + nbytes)[HEADER_NBYTES:]
+    def extra(self, rank: int, round_: int, nbytes: int) -> bytes:
+        """Read what a rank added to its fingerprint."""
+        return self.slots.header(rank, round_, HEADER_NBYTES + nbytes)[HEADER_NBYTES:]
 
     def name(self, rank: int) -> str:
         """Name a rank of the group, for errors."""
         return self._names([rank])
 
     def _difference(self, rank: int, round_: int) -> str:
-        mine, theirs = read_header(self._header), read_header(self.board.note(rank, round_, HEADER_NBYTES))
-        here, there = self.name(self.board.rank), self.name(rank)
+        mine, theirs = read_header(self._header), read_header(self.slots.header(rank, round_, HEADER_NBYTES))
+        here, there = self.name(self.slots.rank), self.name(rank)
         rule = "Every rank must call the same collectives in the same order, with equal sizes and types"
         if mine.number == theirs.number and str(mine) == str(theirs):
             return f"{here} and {there} both call {mine}, but they called different things before that. {rule}"

@@ -1,7 +1,7 @@
 """Collectives that only move data: broadcast, gather, scatter, all_gather, all_to_all, barrier.
 
-Each is a generator over the board. Tensors come flat and contiguous, of any type: their bytes are copied. As in all
-collectives, every rank posts every round, and what a rank has not read yet cannot be overwritten (see `board`).
+Each is a generator over the slots. Tensors come flat and contiguous, of any type: their bytes are copied. As in all
+collectives, every rank publishes every round, and what a rank has not read yet cannot be overwritten (see `slot_ring`).
 """
 
 from __future__ import annotations
@@ -18,205 +18,209 @@ from unisono.shm.fingerprint import CollectiveFingerprint
 __all__ = ["all_gather", "all_to_all", "barrier", "broadcast", "gather", "scatter"]
 
 
-def barrier(stage: CollectiveContext, call: CollectiveFingerprint) -> Operation:
+def barrier(context: CollectiveContext, call: CollectiveFingerprint) -> Operation:
     """Wait until all ranks are here."""
-    return stage.exchange(call, 1, lambda _: None, lambda _, __: None)
+    return context.exchange(call, 1, lambda _: None, lambda _, __: None)
 
 
-def broadcast(stage: CollectiveContext, flat: Tensor, call: CollectiveFingerprint) -> Operation:
-    """Give all ranks the root's tensor."""
-    board = stage.board
+def broadcast(context: CollectiveContext, flat: Tensor, call: CollectiveFingerprint) -> Operation:
+    """Send the root's tensor to all ranks."""
+    slots = context.slots
     nbytes, start, root = flat.nbytes, flat.data_ptr(), call.root
-    step = board.slot_nbytes
+    step = slots.slot_nbytes
     source = (root,)
     for offset in range(0, max(nbytes, 1), step):
         count = min(step, nbytes - offset)
-        if board.rank == root or not offset:
-            round_, late = board.occupied()
+        if slots.rank == root or not offset:
+            round_, late = slots.readers()
             if late:
                 yield round_, late
             if not offset:
-                stage.announce(call)
-        if board.rank == root:
-            copy(board.address(root, board.round), start + offset, count)
-            board.post()
+                context.write_fingerprint(call)
+        if slots.rank == root:
+            copy(slots.address(root, slots.round), start + offset, count)
+            slots.publish()
             continue
-        round_ = board.round
+        round_ = slots.round
         if not offset:
-            board.post()  # a rank may post before it has read
-        if board.missing(round_, source):
+            slots.publish()  # a rank may publish before it has read
+        if slots.missing(round_, source):
             yield round_, source
         if not offset:
-            stage.agree(round_, source)
-        copy(start + offset, board.address(root, round_), count)
+            context.check_fingerprints(round_, source)
+        copy(start + offset, slots.address(root, round_), count)
         if offset:
-            board.post()
+            slots.publish()
     return None
 
 
-def gather(stage: CollectiveContext, flat: Tensor, outputs: Sequence[Tensor], call: CollectiveFingerprint) -> Operation:
-    """Give the root every rank's tensor. Args: outputs has one tensor for each rank on the root, else none."""
-    board = stage.board
-    rank, is_root = board.rank, board.rank == call.root
-    nbytes, step = flat.nbytes, board.slot_nbytes
+def gather(
+    context: CollectiveContext, flat: Tensor, outputs: Sequence[Tensor], call: CollectiveFingerprint
+) -> Operation:
+    """Send every rank's tensor to the root. Args: outputs has one tensor for each rank on the root, otherwise none."""
+    slots = context.slots
+    rank, is_root = slots.rank, slots.rank == call.root
+    nbytes, step = flat.nbytes, slots.slot_nbytes
 
     # The tensors must live as long as these functions: so it is they whose addresses are asked for, each time.
-    def show(k: int) -> None:
-        target = outputs[rank].data_ptr() + k * step if is_root else board.address(rank, board.round)
+    def write(k: int) -> None:
+        target = outputs[rank].data_ptr() + k * step if is_root else slots.address(rank, slots.round)
         copy(target, flat.data_ptr() + k * step, min(step, nbytes - k * step))
 
-    def take(k: int, round_: int) -> None:
-        for r in board.others:
-            copy(outputs[r].data_ptr() + k * step, board.address(r, round_), min(step, nbytes - k * step))
+    def read(k: int, round_: int) -> None:
+        for r in slots.others:
+            copy(outputs[r].data_ptr() + k * step, slots.address(r, round_), min(step, nbytes - k * step))
 
-    return stage.exchange(call, -(-max(1, nbytes) // step), show, take if is_root else None)
+    return context.exchange(call, -(-max(1, nbytes) // step), write, read if is_root else None)
 
 
-def scatter(stage: CollectiveContext, inputs: Sequence[Tensor], flat: Tensor, call: CollectiveFingerprint) -> Operation:
-    """Give each rank its part of what the root has. Args: inputs has a tensor for each rank on the root, else none."""
-    board = stage.board
-    rank, root, others = board.rank, call.root, board.others
+def scatter(
+    context: CollectiveContext, inputs: Sequence[Tensor], flat: Tensor, call: CollectiveFingerprint
+) -> Operation:
+    """Send each rank its tensor of the root's. Args: inputs has a tensor for each rank on the root, otherwise none."""
+    slots = context.slots
+    rank, root, others = slots.rank, call.root, slots.others
     nbytes, start = flat.nbytes, flat.data_ptr()
-    step = _part(board.slot_nbytes, board.size)
+    step = _part(slots.slot_nbytes, slots.size)
     source = (root,)
     for offset in range(0, max(nbytes, 1), step):
         count = min(step, nbytes - offset)
         if rank == root or not offset:
-            round_, late = board.occupied()
+            round_, late = slots.readers()
             if late:
                 yield round_, late
             if not offset:
-                stage.announce(call)
+                context.write_fingerprint(call)
         if rank == root:
-            address = board.address(rank, board.round)
+            address = slots.address(rank, slots.round)
             for r in others:
                 copy(address + r * step, inputs[r].data_ptr() + offset, count)
-            board.post()
+            slots.publish()
             copy(start + offset, inputs[rank].data_ptr() + offset, count)
             continue
-        round_ = board.round
+        round_ = slots.round
         if not offset:
-            board.post()
-        if board.missing(round_, source):
+            slots.publish()
+        if slots.missing(round_, source):
             yield round_, source
         if not offset:
-            stage.agree(round_, source)
-        copy(start + offset, board.address(root, round_) + rank * step, count)
+            context.check_fingerprints(round_, source)
+        copy(start + offset, slots.address(root, round_) + rank * step, count)
         if offset:
-            board.post()
+            slots.publish()
     return None
 
 
 def all_gather(
-    stage: CollectiveContext, flat: Tensor, outputs: Sequence[Tensor], call: CollectiveFingerprint
+    context: CollectiveContext, flat: Tensor, outputs: Sequence[Tensor], call: CollectiveFingerprint
 ) -> Operation:
-    """Give all ranks every rank's tensor.
+    """Send every rank's tensor to all ranks.
 
     Args: outputs has one tensor for each rank, which may have different sizes. call.own is the number of own elements.
     """
-    board = stage.board
-    rank, others, step = board.rank, board.others, board.slot_nbytes
+    slots = context.slots
+    rank, others, step = slots.rank, slots.others, slots.slot_nbytes
     sizes = [output.nbytes for output in outputs]
 
-    def show(k: int) -> None:
+    def write(k: int) -> None:
         offset = k * step
         count = min(step, sizes[rank] - offset)
         if count > 0:
             source, target = flat.data_ptr() + offset, outputs[rank].data_ptr() + offset
-            copy(board.address(rank, board.round), source, count)
+            copy(slots.address(rank, slots.round), source, count)
             if target != source:
                 copy(target, source, count)
 
-    def take(k: int, round_: int) -> None:
+    def read(k: int, round_: int) -> None:
         if not k:
-            _check_sizes(stage, round_, outputs)
+            _check_sizes(context, round_, outputs)
         offset = k * step
         for r in others:
             count = min(step, sizes[r] - offset)
             if count > 0:
-                copy(outputs[r].data_ptr() + offset, board.address(r, round_), count)
+                copy(outputs[r].data_ptr() + offset, slots.address(r, round_), count)
 
-    return stage.exchange(call, -(-max(1, *sizes) // step), show, take)
+    return context.exchange(call, -(-max(1, *sizes) // step), write, read)
 
 
-def _check_sizes(stage: CollectiveContext, round_: int, outputs: Sequence[Tensor]) -> None:
-    for r in stage.board.others:
-        theirs = stage.own_number(r, round_)
+def _check_sizes(context: CollectiveContext, round_: int, outputs: Sequence[Tensor]) -> None:
+    for r in context.slots.others:
+        theirs = context.own_number(r, round_)
         if theirs != outputs[r].numel():
             raise DistBackendError(
-                f"all_gather: {stage.name(r)} shows {theirs} elements, {stage.name(stage.board.rank)} has room for "
-                f"{outputs[r].numel()} from it"
+                f"all_gather: {context.name(r)} shows {theirs} elements, {context.name(context.slots.rank)} has room "
+                f"for {outputs[r].numel()} from it"
             )
 
 
 def all_to_all(
-    stage: CollectiveContext, inputs: Sequence[Tensor], outputs: Sequence[Tensor], call: CollectiveFingerprint
+    context: CollectiveContext, inputs: Sequence[Tensor], outputs: Sequence[Tensor], call: CollectiveFingerprint
 ) -> Operation:
-    """Give rank r the r-th input of each rank.
+    """Send rank r the r-th input of each rank.
 
     Args: inputs and outputs have one tensor for each rank, which may have different sizes: output i as large as this
         rank's input on rank i. call.own is set here.
     """
-    board = stage.board
-    rank, others, size = board.rank, board.others, board.size
+    slots = context.slots
+    rank, others, size = slots.rank, slots.others, slots.size
     row = struct.Struct(f"<{size}q")
     sizes = [flat.nbytes for flat in inputs]
-    packed, step = sum(sizes) <= board.slot_nbytes, _part(board.slot_nbytes, size)
+    packed, step = sum(sizes) <= slots.slot_nbytes, _part(slots.slot_nbytes, size)
     call.own = 1 if packed else -(-max(sizes) // step)
 
-    def show(k: int) -> None:
-        address, place = board.address(rank, board.round), 0
+    def write(k: int) -> None:
+        address, place = slots.address(rank, slots.round), 0
         for r, flat in enumerate(inputs):
             begin, end = (0, sizes[r]) if packed else (k * step, min(sizes[r], (k + 1) * step))
             if r != rank and end > begin and (not packed or not k):
                 copy(address + (place if packed else r * step), flat.data_ptr() + begin, end - begin)
             place += sizes[r]
 
-    round_, late = board.occupied()
+    round_, late = slots.readers()
     if late:
         yield round_, late
-    stage.announce(call, row.pack(*sizes))
-    show(0)
-    round_ = board.post()
+    context.write_fingerprint(call, row.pack(*sizes))
+    write(0)
+    round_ = slots.publish()
     copy(outputs[rank].data_ptr(), inputs[rank].data_ptr(), sizes[rank])
-    late = board.missing(round_, others)
+    late = slots.missing(round_, others)
     if late:
         yield round_, late
-    stage.agree(round_, others)
+    context.check_fingerprints(round_, others)
     # How many rounds it takes, and where what is for this rank lies, is known from here on.
-    rounds = max(1, call.own, *(stage.own_number(r, round_) for r in others))
-    places = {r: _place(stage, r, round_, row, outputs[r]) for r in others}
+    rounds = max(1, call.own, *(context.own_number(r, round_) for r in others))
+    places = {r: _place(context, r, round_, row, outputs[r]) for r in others}
     for k in range(1, rounds + 1):
-        previous = board.round - 1
+        previous = slots.round - 1
         if k < rounds:
-            round_, late = board.occupied()
+            round_, late = slots.readers()
             if late:
                 yield round_, late
-            show(k)
-            board.post()
-        late = board.missing(previous, others)
+            write(k)
+            slots.publish()
+        late = slots.missing(previous, others)
         if late:
             yield previous, late
         for r in others:
             nbytes, (where, together) = outputs[r].nbytes, places[r]
             begin, end = (0, nbytes) if together else ((k - 1) * step, min(nbytes, k * step))
             if end > begin and (not together or k == 1):
-                copy(outputs[r].data_ptr() + begin, board.address(r, previous) + where, end - begin)
+                copy(outputs[r].data_ptr() + begin, slots.address(r, previous) + where, end - begin)
     return None
 
 
-def _place(stage: CollectiveContext, r: int, round_: int, row: struct.Struct, output: Tensor) -> tuple[int, bool]:
+def _place(context: CollectiveContext, r: int, round_: int, row: struct.Struct, output: Tensor) -> tuple[int, bool]:
     """Find what rank r has for this rank in an all_to_all. Returns: its offset in the slot; whether all is there."""
-    board, itemsize = stage.board, output.itemsize
-    given = row.unpack(stage.more(r, round_, row.size))
-    if given[board.rank] != output.nbytes:
+    slots, itemsize = context.slots, output.itemsize
+    given = row.unpack(context.extra(r, round_, row.size))
+    if given[slots.rank] != output.nbytes:
         raise DistBackendError(
-            f"all_to_all: {stage.name(r)} has {given[board.rank] // itemsize} elements for {stage.name(board.rank)}, "
-            f"which expects {output.numel()} from it"
+            f"all_to_all: {context.name(r)} has {given[slots.rank] // itemsize} elements for "
+            f"{context.name(slots.rank)}, which expects {output.numel()} from it"
         )
-    if sum(given) <= board.slot_nbytes:
-        return sum(given[: board.rank]), True
-    return board.rank * _part(board.slot_nbytes, board.size), False
+    if sum(given) <= slots.slot_nbytes:
+        return sum(given[: slots.rank]), True
+    return slots.rank * _part(slots.slot_nbytes, slots.size), False
 
 
 def _part(slot_nbytes: int, size: int) -> int:

@@ -1,10 +1,10 @@
 """The order in which a group's operations run, and the thread in which each does.
 
-An operation is a generator over the board: it yields what it must wait for, a round and ranks, and returns when it is
+An operation is a generator over the slots: it yields what it must wait for, a round and ranks, and returns when it is
 done. Operations of a group run one after the other, in the order of their calls. The thread that calls runs its own
 operation if none is under way: nothing is quicker. An asynchronous one stays in that thread only for a moment; if
-peers are late it goes on in a thread of the lane, so that the caller can compute meanwhile, and so that groups which
-two ranks use in different orders do not wait for each other.
+peers are late it goes on in a thread of the executor, so that the caller can compute meanwhile, and so that groups
+which two ranks use in different orders do not wait for each other.
 """
 
 from __future__ import annotations
@@ -46,84 +46,84 @@ class Submission:
 
 
 class Executor:
-    """Runs the operations of a group on its board. Any thread may submit.
+    """Runs the operations of a group on its slots. Any thread may submit.
 
     Args: name is for the thread.
     """
 
-    def __init__(self, board: SlotRing, waiting: PeerWait, *, name: str) -> None:
-        self._board, self._waiting, self._name = board, waiting, name
+    def __init__(self, slots: SlotRing, waiting: PeerWait, *, name: str) -> None:
+        self._slots, self._waiting, self._name = slots, waiting, name
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._busy = False
-        """Whether a thread is running an operation: that of a caller or the lane's own."""
+        """True while a thread is running an operation: that of a caller or its own."""
         self._queue: deque[Submission] = deque()
-        """What the lane's thread shall run next."""
+        """What its thread runs next."""
         self._handed_over = False
-        """Whether the lane's thread is the one that runs operations now."""
+        """True while its thread is the one that runs operations now."""
         self._thread: threading.Thread | None = None
         self._closed: str | None = None
 
-    def submit(self, job: Submission, *, stays: bool) -> None:
-        """Run an operation, or see that it will be run. Its work tells of the end, also of a bad one.
+    def submit(self, submission: Submission, *, stays: bool) -> None:
+        """Run an operation, or see that it will be run. Its work is finished at the end, also with an error.
 
         Args: stays is whether the caller wants to wait for the end anyway.
         """
         with self._lock:
             if self._closed is not None:
-                job.work.finish(error=RuntimeError(self._closed))
+                submission.work.finish(error=RuntimeError(self._closed))
                 return
             in_callback = self._busy and self._thread is threading.current_thread()
             if self._busy and not in_callback:
-                self._queue.append(job)
+                self._queue.append(submission)
                 return
             self._busy = True
         if in_callback:
             # Before what was asked for meanwhile: a rank whose work had ended when it got its callback does the same.
-            self._run(job, patience_s=None, polls=False)
+            self._run(submission, patience_s=None, polls=False)
             return
         ended = False
         try:
-            ended = self._run(job, patience_s=None if stays else _PATIENCE_S, polls=True)
+            ended = self._run(submission, patience_s=None if stays else _PATIENCE_S, polls=True)
         finally:
             # Also after an interrupt: then the work has ended, and the group is broken.
-            if ended or job.work.is_completed():
+            if ended or submission.work.is_completed():
                 self._pass_on()
             else:
-                self._pass_on(job)
+                self._pass_on(submission)
 
-    def drive(self, work: Work) -> None:
-        """Run what was asked for up to a work, if it is a callback that waits for it: nobody else would."""
+    def run_until(self, work: Work) -> None:
+        """Run what was submitted up to a work, if a callback waits for it: no other thread would."""
         if self._thread is not threading.current_thread():
             return
         while not work.is_completed():
             with self._lock:
                 if not self._queue:
                     return
-                job = self._queue.popleft()
-            self._run(job, patience_s=None, polls=False)
+                submission = self._queue.popleft()
+            self._run(submission, patience_s=None, polls=False)
 
-    def under_way(self) -> list[Submission]:
-        """List what has not ended, the oldest first. Only a look: it may change at any moment."""
+    def pending(self) -> list[Submission]:
+        """List what has not ended, the oldest first. It may change at any moment."""
         running = self._running
         return [*([] if running is None else [running]), *list(self._queue)]
 
     def late(self) -> str:
-        """Name the ranks for which the operation that is under way waits, or give an empty string."""
-        jobs = list(self._queue)[:1]
+        """Name the ranks for which the operation that is under way waits, or return an empty string."""
+        submissions = list(self._queue)[:1]
         if self._running is not None:
-            jobs = [self._running]
-        for job in jobs:
-            if job.request is not None:
-                return self._waiting.names(job.request[1])
+            submissions = [self._running]
+        for submission in submissions:
+            if submission.request is not None:
+                return self._waiting.names(submission.request[1])
         return ""
 
     _running: Submission | None = None
 
-    def _pass_on(self, job: Submission | None = None) -> None:
+    def _pass_on(self, submission: Submission | None = None) -> None:
         with self._lock:
-            if job is not None:
-                self._queue.appendleft(job)
+            if submission is not None:
+                self._queue.appendleft(submission)
             if not self._queue:
                 self._busy = False
                 self._changed.notify_all()
@@ -141,32 +141,32 @@ class Executor:
                     if self._closed is not None and not self._busy:
                         return
                     self._changed.wait()
-                job = self._queue.popleft()
-            self._run(job, patience_s=None, polls=False)
+                submission = self._queue.popleft()
+            self._run(submission, patience_s=None, polls=False)
             with self._lock:
                 if not self._queue:
                     self._handed_over = self._busy = False
                     self._changed.notify_all()
 
-    def _run(self, job: Submission, *, patience_s: float | None, polls: bool) -> bool:
+    def _run(self, submission: Submission, *, patience_s: float | None, polls: bool) -> bool:
         """Run an operation to its end, or until patience is over. Returns: whether it has ended."""
         # Gloo writes through pointers, whatever autograd thinks of a tensor; this does as much, and is quicker.
         mode = _InferenceMode(True)
         mode.__enter__()  # type: ignore[no-untyped-call]
-        self._running = job
-        work, tensors, failure = job.work, None, None
+        self._running = submission
+        work, tensors, failure = submission.work, None, None
         try:
             self._waiting.check()
-            tensors = self._steps(job, patience_s, polls)
-        except Exception as error:  # whatever it is, the one who waits gets it, and the peers hear of it
+            tensors = self._steps(submission, patience_s, polls)
+        except Exception as error:  # whatever it is, the thread that waits gets it, and the group is broken
             failure = error
             if isinstance(error, DistBackendError):
-                self._waiting.tell(str(error))
+                self._waiting.abort(str(error))
             else:
-                self._waiting.tell(f"{work.describe()}: {self._waiting.own_name}: {type(error).__name__}: {error}")
+                self._waiting.abort(f"{work.describe()}: {self._waiting.own_name}: {type(error).__name__}: {error}")
         except BaseException as error:
             reason = f"{work.describe()}: {self._waiting.own_name} was interrupted by {type(error).__name__}"
-            self._waiting.tell(reason)
+            self._waiting.abort(reason)
             work.finish(error=DistBackendError(reason))
             raise
         finally:
@@ -177,23 +177,23 @@ class Executor:
         work.finish(tensors, error=failure)  # runs callbacks of futures: after the end of inference mode
         return True
 
-    def _steps(self, job: Submission, patience_s: float | None, polls: bool) -> list[Tensor] | None:
-        board, waiting, operation = self._board, self._waiting, job.operation
-        missing = board.missing
+    def _steps(self, submission: Submission, patience_s: float | None, polls: bool) -> list[Tensor] | None:
+        slots, waiting, operation = self._slots, self._waiting, submission.operation
+        missing = slots.missing
         end_s = 0.0
         try:
             while True:
-                if job.request is None:
-                    job.request = next(operation)
-                round_, ranks = job.request
+                if submission.request is None:
+                    submission.request = next(operation)
+                round_, ranks = submission.request
                 if missing(round_, ranks):
                     if patience_s is None:
                         waiting.wait(
                             lambda r=round_, who=ranks: missing(r, who),  # type: ignore[misc]
-                            board.listen,
-                            job.work.describe,
-                            deadline_s=time.monotonic() + job.timeout_s,
-                            timeout_s=job.timeout_s,
+                            slots.wait_for,
+                            submission.work.describe,
+                            deadline_s=time.monotonic() + submission.timeout_s,
+                            timeout_s=submission.timeout_s,
                             polls=polls,
                         )
                     else:
@@ -201,14 +201,14 @@ class Executor:
                         end_s = end_s or now_s + patience_s
                         if not waiting.poll(lambda r=round_, who=ranks: missing(r, who), end_s - now_s):  # type: ignore[misc]
                             return _NOT_YET
-                job.request = None
+                submission.request = None
         except StopIteration as stop:
             return stop.value  # type: ignore[no-any-return]
 
     def close(self, reason: str, *, timeout_s: float) -> bool:
         """Let what was submitted come to its end for so long, fail the rest, and end the thread.
 
-        Args: reason is the error's text for whoever submits after this.
+        Args: reason is the error's text for what is submitted after this.
         Returns: whether nothing is under way any more.
         """
         deadline_s = time.monotonic() + timeout_s
@@ -220,8 +220,8 @@ class Executor:
             self._queue.clear()
             self._changed.notify_all()
             thread, idle = self._thread, not self._busy
-        for job in left:
-            job.work.finish(error=RuntimeError(reason))
+        for submission in left:
+            submission.work.finish(error=RuntimeError(reason))
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout=1.0 if idle else 0.0)
         return idle

@@ -38,8 +38,8 @@ _OTHER_DTYPE = 255
 class CollectiveFingerprint:
     """One call of a collective, as all ranks should make it.
 
-    Args: name is the collective's. dtype and numel are of what every rank shows, or None and 0. root is a rank in the
-        group, or -1. op is how values are combined, or "". own is a number that may differ between ranks.
+    Args: name is the collective's. dtype and numel describe what every rank passes, or None and 0. root is a rank in
+        the group, or -1. op is how values are combined, or "". own is a number that may differ between ranks.
     """
 
     __slots__ = ("dtype", "name", "number", "numel", "op", "own", "root")
@@ -72,7 +72,7 @@ class FingerprintWriter:
         self._digest = 0
 
     def header(self, call: CollectiveFingerprint) -> bytes:
-        """Count a call and give its header."""
+        """Count a call and return its header."""
         self.number += 1
         call.number = self.number
         dtype = _OTHER_DTYPE if call.dtype is None else _DTYPE_CODES.get(call.dtype, _OTHER_DTYPE)

@@ -10,15 +10,15 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from unisono.shm.collective_context import Operation
+from unisono.shm.collective_context import Operation, Prepared
 
 __all__ = ["chain", "filling", "flatten", "in_place", "split_flat"]
 
 
 def flatten(tensor: Tensor) -> Tensor:
-    """Show a tensor in one dimension: itself, or a copy if its elements do not lie in order, as they are.
+    """Return a tensor in one dimension: itself, or a copy if its elements do not lie in order, as they are.
 
-    Writes to what it shows are not counted as versions of the tensor: no backend of torch's counts them.
+    Writes to the result are not counted as versions of the tensor: no backend of torch's counts them.
     """
     if tensor.is_neg():
         tensor = tensor.resolve_neg()
@@ -60,8 +60,12 @@ def split_flat(flat: Tensor, numels: Sequence[int]) -> list[Tensor]:
     return list(torch.split(flat, list(numels)))
 
 
-def chain(operations: Sequence[Operation]) -> Operation:
-    """Run operations one after the other, as one."""
+def chain(plans: Sequence[Prepared]) -> Prepared:
+    """Join collectives into one, which runs them one after the other and has the name of the first."""
+    return _one_by_one([plan[0] for plan in plans]), plans[0][1], [tensor for plan in plans for tensor in plan[2]]
+
+
+def _one_by_one(operations: Sequence[Operation]) -> Operation:
     for operation in operations:
         yield from operation
     return None

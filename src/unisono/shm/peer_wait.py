@@ -38,9 +38,9 @@ class PeerWait:
     """
 
     def __init__(
-        self, alarm: AbortFlag, peers: Peers, *, ranks: Sequence[int], group: str, timeout_s: float, polls: bool
+        self, abort_flag: AbortFlag, peers: Peers, *, ranks: Sequence[int], group: str, timeout_s: float, polls: bool
     ) -> None:
-        self._alarm, self._peers = alarm, peers
+        self._abort_flag, self._peers = abort_flag, peers
         self._ranks, self._group = tuple(ranks), group
         self.timeout_s = timeout_s
         self.polls = polls
@@ -50,7 +50,7 @@ class PeerWait:
     @property
     def broken(self) -> str | None:
         """Why the group is of no use any more; None while it is."""
-        return self._alarm.reason
+        return self._abort_flag.reason
 
     @property
     def own_name(self) -> str:
@@ -59,12 +59,12 @@ class PeerWait:
 
     def check(self) -> None:
         """Raise DistBackendError if the group is known to be broken."""
-        if self._alarm.reason is not None:
-            raise DistBackendError(self._again(self._alarm.reason))
+        if self._abort_flag.reason is not None:
+            raise DistBackendError(self._again(self._abort_flag.reason))
 
-    def look(self) -> None:
-        """Take up notices of the peers now. Raises: DistBackendError if one has given up."""
-        self._alarm.listen()
+    def poll_abort(self) -> None:
+        """Read what the peers have posted now. Raises: DistBackendError if one has aborted the group."""
+        self._abort_flag.poll()
         self.check()
 
     def poll(self, late: Callable[[], Collection[int]], for_s: float = _POLL_S) -> bool:
@@ -88,7 +88,7 @@ class PeerWait:
     def wait(
         self,
         late: Callable[[], Sequence[int]],
-        listen: Callable[[int, float], object],
+        wait_for: Callable[[int, float], object],
         what: Callable[[], str],
         *,
         deadline_s: float,
@@ -98,13 +98,13 @@ class PeerWait:
     ) -> None:
         """Wait until no rank is late.
 
-        Args: late lists the ranks (in the group) that are awaited still. listen(rank, seconds) sleeps until something
-            comes from the first of them, at most so long. what says what is being done, for the error's text.
+        Args: late lists the ranks (in the group) that are awaited still. wait_for(rank, seconds) sleeps until something
+            comes from the first of them, at most so long. what returns what is being done, for the error's text.
             deadline_s is on time.monotonic's clock; timeout_s is how long that was, for people. every is whether all
             of them are needed: False if any would do, and then it is an error only if all have left, or one was killed.
             polls is whether to begin with polling.
         Raises: DistBackendError if the time is over, a rank that is awaited has ended or left, or the group is broken.
-            The peers are told.
+            The group is broken then, for all ranks.
         """
         if polls and self.poll(late):
             return
@@ -123,15 +123,15 @@ class PeerWait:
                 look_s = now_s + _SLICE_S
                 if self._nobody_comes(late, what, every=every):
                     return
-            listen(missing[0], min(_SLICE_S, deadline_s - now_s))
+            wait_for(missing[0], min(_SLICE_S, deadline_s - now_s))
 
-    def tell(self, reason: str) -> None:
-        """Break the group: tell all peers why."""
-        self._alarm.sound(reason)
+    def abort(self, reason: str) -> None:
+        """Break the group, for all ranks."""
+        self._abort_flag.abort(reason)
 
     def give_up(self, reason: str) -> NoReturn:
-        """Break the group: tell all peers why, and raise DistBackendError."""
-        self._alarm.sound(reason)
+        """Break the group, for all ranks, and raise DistBackendError."""
+        self._abort_flag.abort(reason)
         raise DistBackendError(self._named(reason))
 
     def names(self, ranks: Collection[int]) -> str:
@@ -140,10 +140,10 @@ class PeerWait:
         return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(numbers)}"
 
     def _nobody_comes(self, late: Callable[[], Sequence[int]], what: Callable[[], str], *, every: bool) -> bool:
-        """Look for the dead and for notices. Returns: whether what was awaited has come after all."""
+        """Look for ranks that have ended, left or aborted. Return True if what was awaited has come after all."""
         dead = set(self._peers.dead())
-        self._alarm.listen()
-        left, reason = self._alarm.left, self._alarm.reason
+        self._abort_flag.poll()
+        left, reason = self._abort_flag.left, self._abort_flag.reason
         # What they did before their end counts, so look once more now that they can do nothing more.
         missing = late()
         if not missing:

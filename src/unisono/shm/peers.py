@@ -21,7 +21,7 @@ def own_process() -> str:
 
 
 class Newcomers:
-    """The processes of ranks that are on their way into a group, as far as they have told of themselves.
+    """The processes of ranks that are on their way into a group, as far as they are known.
 
     A process of another process namespace cannot be found by its number, and is taken to live.
     """

@@ -1,9 +1,9 @@
 """Messages between two ranks of a group: sends and receives with tags, from one rank or from any.
 
-Every pair of ranks has a channel each way (`channel`), in which messages keep their order. A receive takes the first
-message with its tag. A message that nobody asked for stays in the channel, which holds its sender back, unless another
+Every pair of ranks has a ring each way (`ring_buffer`), in which messages keep their order. A receive takes the first
+message with its tag. A message that nobody asked for stays in the ring, which holds its sender back, unless another
 one behind it may be awaited: then it is put aside in private memory. Who drives all this, and who sleeps, is in
-`progress`. Start reading at `PointToPoint.send` and `PointToPoint.receive`.
+`progress_engine`. Start reading at `PointToPoint.send` and `PointToPoint.receive`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.distributed import DistBackendError
 from unisono.shm.peer_wait import PeerWait
 from unisono.shm.peers import Peers
 from unisono.shm.progress_engine import ProgressEngine, Transfer
-from unisono.shm.ring_buffer import RingReader, RingWriter, channel_nbytes, create_channel
+from unisono.shm.ring_buffer import RingReader, RingWriter, create_ring, ring_nbytes
 from unisono.shm.segment import Segment, aligned
 from unisono.shm.semaphore import SEMAPHORE_NBYTES, Semaphore
 
@@ -27,7 +27,7 @@ __all__ = ["PointToPoint"]
 
 _LARGEST_CELL, _SMALLEST_CELL = 256 * 1024, 4 * 1024
 BUDGET_NBYTES = 32 * 1024 * 1024
-"""Of all channels of a group together. Those of ranks that never talk stay untouched, and cost nothing."""
+"""Of all rings of a group together. Those of ranks that never talk stay untouched, and cost nothing."""
 
 
 class _Message:
@@ -52,7 +52,7 @@ class PointToPoint:
     """What one rank sends to others of its group, and gets from them. Any thread may use it.
 
     Args: offset is where it lies in the segment, aligned; `create` has been called there by one rank before.
-        budget_nbytes bounds all channels of the group together, the same on every rank.
+        budget_nbytes bounds all rings of the group together, the same on every rank.
     """
 
     def __init__(
@@ -66,15 +66,13 @@ class PointToPoint:
         self._cell_nbytes = cell_nbytes
 
         def place(source: int, target: int) -> int:
-            return offset + _channel_offset(source, target, self.size, cell_nbytes)
+            return offset + _ring_offset(source, target, self.size, cell_nbytes)
 
         self._writers = {r: RingWriter(segment, place(self.rank, r), cell_nbytes=cell_nbytes) for r in others}
         self._readers = {r: RingReader(segment, place(r, self.rank), cell_nbytes=cell_nbytes) for r in others}
-        self._doorbells = [
-            Semaphore(segment.address + offset + r * SEMAPHORE_NBYTES, segment) for r in range(self.size)
-        ]
+        self._wakeups = [Semaphore(segment.address + offset + r * SEMAPHORE_NBYTES, segment) for r in range(self.size)]
         self._progress = ProgressEngine(
-            self._doorbells[self.rank],
+            self._wakeups[self.rank],
             waiting,
             others=others,
             advance=self._advance,
@@ -83,7 +81,7 @@ class PointToPoint:
         )
         # What follows is guarded by the progress's condition.
         self._sends: dict[int, deque[Transfer]] = {}
-        """By target, what is not in the channel yet; no empty queues."""
+        """By target, what is not in the ring yet; no empty queues."""
         self._receives: list[Transfer] = []
         """Receives without a message, in the order in which they were asked for."""
         self._arriving: dict[int, _Message] = {}
@@ -94,8 +92,8 @@ class PointToPoint:
 
     @staticmethod
     def nbytes(size: int, budget_nbytes: int = BUDGET_NBYTES) -> int:
-        """Compute how much of a segment the mailboxes take: the budget at most, unless the least possible is more."""
-        return _channel_offset(size, 0, size, _cell_nbytes(size, budget_nbytes))
+        """Compute how much of a segment the rings take: the budget at most, unless the least possible is more."""
+        return _ring_offset(size, 0, size, _cell_nbytes(size, budget_nbytes))
 
     @staticmethod
     def create(segment: Segment, offset: int, size: int, budget_nbytes: int = BUDGET_NBYTES) -> None:
@@ -106,12 +104,12 @@ class PointToPoint:
         for source in range(size):
             for target in range(size):
                 if source != target:
-                    create_channel(segment, offset + _channel_offset(source, target, size, cell_nbytes))
+                    create_ring(segment, offset + _ring_offset(source, target, size, cell_nbytes))
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Transfer:
         """Begin to send a tensor to a rank of the group. Does not wait.
 
-        The work is done when the tensor may be changed again: it is in the channel then, if not received.
+        The work is done when the tensor may be changed again: it is in the ring then, if not received.
         Raises: RuntimeError if the tensor is not dense and contiguous on the CPU, or tag negative; ValueError if the
             peer is not in the group; DistBackendError if the group is broken.
         """
@@ -152,7 +150,7 @@ class PointToPoint:
         return transfer
 
     def close(self) -> None:
-        """End what is under way with an error, and the worker. What lies in channels can still be received by peers."""
+        """End what is under way with an error, and the worker. What lies in rings can still be received by peers."""
         if os.getpid() == self._pid:
             self._progress.close(DistBackendError("the process group was destroyed before this transfer ended"))
 
@@ -170,13 +168,13 @@ class PointToPoint:
         return moved
 
     def _push(self, peer: int) -> bool:
-        """Fill cells of the channel to a peer."""
-        queue, writer, bell, moved = self._sends[peer], self._writers[peer], self._doorbells[peer], False
+        """Fill cells of the ring to a peer."""
+        queue, writer, semaphore, moved = self._sends[peer], self._writers[peer], self._wakeups[peer], False
         while queue and writer.may_write():
             transfer = queue[0]
             piece = min(self._cell_nbytes, transfer.nbytes - transfer.moved)
             writer.write(transfer.tag, transfer.nbytes, transfer.address + transfer.moved, piece)
-            bell.ring()
+            semaphore.post()
             moved = True
             transfer.moved += piece
             if transfer.moved == transfer.nbytes:
@@ -187,7 +185,7 @@ class PointToPoint:
         return moved
 
     def _pull(self, source: int, makes_room: bool) -> bool:
-        """Empty cells of the channel from a peer, as far as somebody may wait for what comes."""
+        """Empty cells of the ring from a peer, as far as somebody may wait for what comes."""
         reader, moved = self._readers[source], False
         while reader.may_read():
             message = self._arriving.get(source)
@@ -199,7 +197,7 @@ class PointToPoint:
             piece = min(self._cell_nbytes, message.total - message.arrived)
             fits = message.address != 0
             if reader.read(message.address + message.arrived, piece if fits else 0):
-                self._doorbells[source].ring()
+                self._wakeups[source].post()
             moved = True
             message.arrived += piece
             if message.arrived == message.total:
@@ -264,7 +262,7 @@ class PointToPoint:
             self._deliver(message, message.receive, self.rank)
 
     def _sources(self, receive: Transfer) -> list[int]:
-        """List the channels that may hold what a receive waits for. From any: those in turn, so that none starves."""
+        """List the rings that may hold what a receive waits for. From any: those in turn, so that none starves."""
         if receive.peer is not None:
             return [] if receive.peer == self.rank else [receive.peer]
         return [r for r in ((self.rank + 1 + i) % self.size for i in range(self.size)) if r != self.rank]
@@ -313,15 +311,15 @@ class PointToPoint:
 
 
 def _cell_nbytes(size: int, budget_nbytes: int) -> int:
-    """Choose the size of a cell: the largest power of two with which all channels keep to the budget."""
-    channels = max(1, size * (size - 1))
+    """Choose the size of a cell: the largest power of two with which all rings keep to the budget."""
+    rings = max(1, size * (size - 1))
     cell = _LARGEST_CELL
-    while cell > _SMALLEST_CELL and channels * channel_nbytes(cell) > budget_nbytes:
+    while cell > _SMALLEST_CELL and rings * ring_nbytes(cell) > budget_nbytes:
         cell //= 2
     return cell
 
 
-def _channel_offset(source: int, target: int, size: int, cell_nbytes: int) -> int:
-    """Compute where a channel lies, from where the mailboxes begin. There is none from a rank to itself."""
+def _ring_offset(source: int, target: int, size: int, cell_nbytes: int) -> int:
+    """Compute where a ring lies, from where the messages begin. There is none from a rank to itself."""
     number = source * (size - 1) + (target - 1 if target > source else target)
-    return aligned(size * SEMAPHORE_NBYTES) + number * channel_nbytes(cell_nbytes)
+    return aligned(size * SEMAPHORE_NBYTES) + number * ring_nbytes(cell_nbytes)

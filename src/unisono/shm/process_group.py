@@ -1,172 +1,110 @@
-"""The process group that torch sees: moves, barriers, messages, and several calls at once, on top of the reductions.
+"""The process group that torch sees: what it calls, by torch's names, and what it asks a group about itself.
 
-As in `reducing`, arguments are checked, named and put into the lane. What the operations do is in `data_movement`, what
-becomes of messages in `mailbox`.
+Torch calls a group in Python for most collectives and in C++ (DDP, functional collectives) for some; both reach the
+methods here, under the names that torch 2.11 to 2.13 use. A collective is prepared in `reduce_calls` or
+`movement_calls` and submitted to the group's `runtime`; messages are in `point_to_point`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
-from torch.distributed import DistBackendError
 
-from unisono.shm import data_movement
-from unisono.shm.collective_context import Operation
-from unisono.shm.fingerprint import CollectiveFingerprint
-from unisono.shm.flat import chain, filling, flatten, in_place, split_flat
-from unisono.shm.reduce_calls import ReducingGroup
-from unisono.shm.tensor_checks import (
-    check_dense,
-    check_list,
-    check_numel,
-    check_root,
-    given,
-    inner,
-    pairs,
-    rows,
-    single,
-)
+from unisono.shm import movement_calls, reduce_calls
+from unisono.shm.collective_context import Prepared
+from unisono.shm.runtime import GroupRuntime
+from unisono.shm.segment_layout import Options
+from unisono.shm.tensor_checks import given, single
 from unisono.shm.work import CoalescedWork, Work
 
 __all__ = ["ProcessGroupShm"]
 
 
-class ProcessGroupShm(ReducingGroup):
-    """A process group over shared memory, with all collectives of torch.distributed. See `GroupCore` for its making."""
+def _in_place(options: Any, prepare: Callable[[GroupRuntime, Any, Any], Prepared]) -> Any:
+    """Make the method of a collective of which torch passes one tensor, or one list of them."""
 
-    def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Work:
-        """Give all ranks the root's tensor."""
-        opts = given(c10d.BroadcastOptions, opts, timeout)
-        tensor, root = single(tensors, "broadcast"), int(opts.rootRank)
-        check_root(root, self._own_size, "broadcast")
-        check_dense(tensor, "broadcast")
-        call = CollectiveFingerprint("broadcast", tensor.dtype, tensor.numel(), "", root)
-        operation = in_place(
-            tensor, lambda flat: data_movement.broadcast(self._stage, flat, call), writes=root != self._own_rank
-        )
-        return self._submit(operation, call, [tensor], opts)
+    def call(self: ProcessGroupShm, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Work:
+        opts, runtime = given(options, opts, timeout), self._runtime
+        return runtime.submit(prepare(runtime, opts, tensors), opts)
 
-    def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> Work:
-        """Give the root every rank's tensor."""
-        opts = given(c10d.GatherOptions, opts, timeout)
-        tensor, root = single(inputs, "gather"), int(opts.rootRank)
-        check_root(root, self._own_size, "gather")
-        check_dense(tensor, "gather")
-        targets = inner(outputs)
-        if root == self._own_rank:
-            check_list(targets, self._own_size, "gather", dtype=tensor.dtype, numel=tensor.numel())
-        elif targets:
-            raise RuntimeError(f"gather: only the root, rank {root} of the group, may give a list of outputs")
-        call = CollectiveFingerprint("gather", tensor.dtype, tensor.numel(), "", root)
-        operation = filling(targets, lambda flats: data_movement.gather(self._stage, flatten(tensor), flats, call))
-        return self._submit(operation, call, targets, opts)
+    call.__doc__ = prepare.__doc__
+    return call
 
-    def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> Work:
-        """Give each rank its tensor of the root's list."""
-        opts = given(c10d.ScatterOptions, opts, timeout)
-        tensor, root = single(outputs, "scatter"), int(opts.rootRank)
-        check_root(root, self._own_size, "scatter")
-        check_dense(tensor, "scatter")
-        sources = inner(inputs)
-        if root == self._own_rank:
-            check_list(sources, self._own_size, "scatter", dtype=tensor.dtype, numel=tensor.numel())
-        elif sources:
-            raise RuntimeError(f"scatter: only the root, rank {root} of the group, may give a list of inputs")
-        call = CollectiveFingerprint("scatter", tensor.dtype, tensor.numel(), "", root)
 
-        def operate(flats: list[Tensor]) -> Operation:
-            return data_movement.scatter(self._stage, [flatten(source) for source in sources], flats[0], call)
+def _between(options: Any, prepare: Callable[[GroupRuntime, Any, Any, Any], Prepared]) -> Any:
+    """Make the method of a collective of which torch passes outputs and inputs."""
 
-        return self._submit(filling([tensor], operate), call, [tensor], opts)
-
-    def allgather(  # type: ignore[override]  # the names of arguments
-        self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None
+    def call(
+        self: ProcessGroupShm,
+        output: Any,
+        input: Any,  # noqa: A002  torch's name
+        opts: Any = None,
+        timeout: timedelta | None = None,
     ) -> Work:
-        """Give all ranks every rank's tensor, as a list; the tensors may have different sizes."""
-        opts = given(c10d.AllgatherOptions, opts, timeout)
-        targets = inner(outputs)
-        operation, call = self._all_gather(targets, single(inputs, "all_gather"))
-        return self._submit(operation, call, targets, opts)
+        opts, runtime = given(options, opts, timeout), self._runtime
+        return runtime.submit(prepare(runtime, opts, output, input), opts)
 
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:  # noqa: A002  torch's name
-        """Give all ranks every rank's tensor, one after the other in a large one."""
-        opts = given(c10d.AllgatherOptions, opts)
-        operation, call = self._all_gather_single(output, input)
-        return self._submit(operation, call, [output], opts)
+    call.__doc__ = prepare.__doc__
+    return call
 
+
+class ProcessGroupShm(dist.ProcessGroup):
+    """A process group whose ranks, processes of one host, exchange data through shared memory.
+
+    See `GroupRuntime` for the arguments. Every rank of the group must create it.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        *,
+        timeout: timedelta,
+        ranks: Sequence[int] = (),
+        name: str = "",
+        options: Options | None = None,
+    ) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]  # torch lets no subclass have the store
+        self._runtime = GroupRuntime(store, rank, size, timeout=timeout, ranks=ranks, name=name, options=options)
+        self._splits = 0
+
+    # Collectives that combine values
+
+    allreduce = _in_place(c10d.AllreduceOptions, reduce_calls.all_reduce)
+    allreduce_coalesced = _in_place(c10d.AllreduceCoalescedOptions, reduce_calls.all_reduce_coalesced)
+    reduce_scatter = _between(c10d.ReduceScatterOptions, reduce_calls.reduce_scatter)
+    reduce_scatter_single = _between(c10d.ReduceScatterOptions, reduce_calls.reduce_scatter_single)
+    reduce_scatter_single_coalesced = _between(c10d.ReduceScatterOptions, reduce_calls.reduce_scatter_single_coalesced)
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None) -> Work:
+        """Combine a tensor over all ranks, in place on the root; the others keep theirs."""
+        if isinstance(opts, int):
+            root, opts = opts, given(c10d.ReduceOptions, op, timeout)
+            opts.rootRank = root
+        opts = given(c10d.ReduceOptions, opts, timeout)
+        return self._runtime.submit(reduce_calls.reduce(self._runtime, opts, tensors), opts)
+
+    # Collectives that move data
+
+    broadcast = _in_place(c10d.BroadcastOptions, movement_calls.broadcast)
+    gather = _between(c10d.GatherOptions, movement_calls.gather)
+    scatter = _between(c10d.ScatterOptions, movement_calls.scatter)
+    allgather = _between(c10d.AllgatherOptions, movement_calls.all_gather)
+    allgather_coalesced = _between(c10d.AllgatherOptions, movement_calls.all_gather_coalesced)
+    all_gather_single = _between(c10d.AllgatherOptions, movement_calls.all_gather_single)
+    all_gather_single_coalesced = _between(c10d.AllgatherOptions, movement_calls.all_gather_single_coalesced)
     _allgather_base = all_gather_single
-
-    def all_gather_single_coalesced(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
-    ) -> Work:
-        """Do as `all_gather_single` for several pairs of tensors."""
-        opts = given(c10d.AllgatherOptions, opts)
-        plans = [self._all_gather_single(o, i) for o, i in pairs(outputs, inputs, "all_gather")]
-        return self._submit(chain([operation for operation, _ in plans]), plans[0][1], list(outputs), opts)
-
-    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
-
-    def allgather_coalesced(self, output_lists: Any, inputs: Sequence[Tensor], opts: Any = None) -> Work:
-        """Do as `allgather` for several tensors: list r of the outputs takes those of rank r."""
-        opts = given(c10d.AllgatherOptions, opts)
-        size = self._own_size
-        if len(output_lists) != size:
-            raise RuntimeError(
-                f"all_gather_coalesced: output lists should be equal to world size: {len(output_lists)} for {size}"
-            )
-        if not inputs or any(len(outputs) != len(inputs) for outputs in output_lists):
-            raise RuntimeError(f"all_gather_coalesced: each output list must have {len(inputs)} tensors, as the inputs")
-        plans = [self._all_gather([of_rank[i] for of_rank in output_lists], t) for i, t in enumerate(inputs)]
-        outputs = [tensor for of_rank in output_lists for tensor in of_rank]
-        return self._submit(chain([operation for operation, _ in plans]), plans[0][1], outputs, opts)
-
-    def _all_gather(self, outputs: list[Tensor], tensor: Tensor) -> tuple[Operation, CollectiveFingerprint]:
-        own = outputs[self._own_rank] if len(outputs) == self._own_size else tensor
-        check_dense(tensor, "all_gather")
-        check_list(outputs, self._own_size, "all_gather", dtype=tensor.dtype, numel=None)
-        if own.numel() != tensor.numel():
-            raise RuntimeError(
-                f"all_gather: this rank's tensor has {tensor.numel()} elements, its place in the list {own.numel()}: "
-                "make them equal"
-            )
-        call = CollectiveFingerprint("all_gather", tensor.dtype, sum(t.numel() for t in outputs), own=tensor.numel())
-        return filling(outputs, lambda flats: data_movement.all_gather(self._stage, flatten(tensor), flats, call)), call
-
-    def _all_gather_single(self, output: Tensor, tensor: Tensor) -> tuple[Operation, CollectiveFingerprint]:
-        numel, size = tensor.numel(), self._own_size
-        check_numel(output, tensor, size, "all_gather")
-        call = CollectiveFingerprint("all_gather", tensor.dtype, output.numel(), own=numel)
-
-        def operate(flat: Tensor) -> Operation:
-            return data_movement.all_gather(self._stage, flatten(tensor), split_flat(flat, [numel] * size), call)
-
-        return in_place(output, operate), call
-
-    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Work:
-        """Give rank r the r-th tensor of each rank's list."""
-        opts = given(c10d.AllToAllOptions, opts, None)
-        if not inputs or not outputs:
-            raise RuntimeError("all_to_all needs a tensor for each rank, in both lists")
-        dtype = inputs[0].dtype
-        check_list(outputs, self._own_size, "all_to_all", dtype=dtype, numel=None)
-        check_list(inputs, self._own_size, "all_to_all", dtype=dtype, numel=None)
-        rank = self._own_rank
-        if outputs[rank].numel() != inputs[rank].numel():
-            raise RuntimeError(
-                f"all_to_all: the own input has {inputs[rank].numel()} elements, its output {outputs[rank].numel()}"
-            )
-        targets, sources = list(outputs), list(inputs)
-        call = CollectiveFingerprint("all_to_all", dtype, 0)
-
-        def operate(flats: list[Tensor]) -> Operation:
-            return data_movement.all_to_all(self._stage, [flatten(source) for source in sources], flats, call)
-
-        return self._submit(filling(targets, operate), call, targets, opts)
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    alltoall = _between(c10d.AllToAllOptions, movement_calls.all_to_all)
 
     def all_to_all_single(
         self,
@@ -176,27 +114,10 @@ class ProcessGroupShm(ReducingGroup):
         input_split_sizes: Sequence[int] = (),
         opts: Any = None,
     ) -> Work:
-        """Give rank r the r-th part of each rank's tensor. Args: sizes are in rows; none: equal parts."""
-        opts = given(c10d.AllToAllOptions, opts, None)
-        check_dense(output, "all_to_all_single")
-        check_dense(input, "all_to_all_single")
-        if output.dtype != input.dtype:
-            raise RuntimeError(f"all_to_all_single: the input is {input.dtype}, the output {output.dtype}")
-        size, rank = self._own_size, self._own_rank
-        taken = rows(output, output_split_sizes, size, "all_to_all_single")
-        parts = rows(input, input_split_sizes, size, "all_to_all_single")
-        if taken[rank] != parts[rank]:
-            raise RuntimeError(
-                f"all_to_all_single: the own part has {parts[rank]} elements in the input, {taken[rank]} in the output"
-            )
-        call = CollectiveFingerprint("all_to_all", input.dtype, 0)
-
-        def operate(flat: Tensor) -> Operation:
-            return data_movement.all_to_all(
-                self._stage, split_flat(flatten(input), parts), split_flat(flat, taken), call
-            )
-
-        return self._submit(in_place(output, operate), call, [output], opts)
+        """Send rank r the r-th part of each rank's tensor. The split sizes are in rows; none: equal parts."""
+        opts, runtime = given(c10d.AllToAllOptions, opts), self._runtime
+        prepared = movement_calls.all_to_all_single(runtime, output, input, output_split_sizes, input_split_sizes)
+        return runtime.submit(prepared, opts)
 
     alltoall_base = all_to_all_single  # type: ignore[assignment]
 
@@ -206,57 +127,52 @@ class ProcessGroupShm(ReducingGroup):
         self, opts: Any = None, timeout: timedelta | None = None
     ) -> Work:
         """Wait until all ranks are here."""
-        opts = given(c10d.BarrierOptions, opts, timeout)
-        call = CollectiveFingerprint("barrier", None, 0)
-        return self._submit(data_movement.barrier(self._stage, call), call, [], opts)
+        opts, runtime = given(c10d.BarrierOptions, opts, timeout), self._runtime
+        return runtime.submit(movement_calls.barrier(runtime), opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Wait until all ranks are here; an error names those that do not come in time, all of them.
+        """Wait until all ranks are here; an error names all those that do not come in time.
 
-        Raises: dist.DistBackendError. The group cannot be used any more then.
+        Raises:
+            dist.DistBackendError: A rank did not come. The group cannot be used any more then.
         """
         del wait_all_ranks  # naming all costs nothing here
-        opts = given(c10d.BarrierOptions, None, timeout)
+        opts, waiting = given(c10d.BarrierOptions, None, timeout), self._runtime.waiting
         opts.asyncOp = False
         try:
             self.barrier(opts).wait()
-        except DistBackendError as error:
-            if not self._waiting.timed_out:
+        except dist.DistBackendError as error:
+            if not waiting.timed_out:
                 raise
             limit_ms = round(opts.timeout.total_seconds() * 1000)
             # gloo's words, for programs that look for them.
-            raise DistBackendError(
-                f"Rank {self._own_rank} timed out in monitoredBarrier after {limit_ms} ms: {error}"
+            raise dist.DistBackendError(
+                f"Rank {self.rank()} timed out in monitoredBarrier after {limit_ms} ms: {error}"
             ) from None
-        self._waiting.look()  # a rank that is late itself must not believe that all is well
+        waiting.poll_abort()  # a rank that is late itself must not believe that all is well
 
     # Messages
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
         """Send a tensor to a rank of the group."""
-        return self._collected(self._mailboxes.send(single(tensors, "send"), dst, tag))
+        return self._runtime.coalesce(self._runtime.point_to_point.send(single(tensors, "send"), dst, tag))
 
-    def recv(self, tensors: Any, src: int, tag: int = 0) -> Any:
+    def recv(self, tensors: Any, src: int | None, tag: int = 0) -> Any:
         """Receive a tensor from a rank of the group."""
-        return self._collected(self._mailboxes.receive(single(tensors, "recv"), src, tag))
+        return self._runtime.coalesce(self._runtime.point_to_point.receive(single(tensors, "recv"), src, tag))
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
         """Receive a tensor from any rank of the group."""
-        return self._collected(self._mailboxes.receive(single(tensors, "recv"), None, tag))
+        return self.recv(tensors, None, tag)
 
     # Several at once
 
     def _start_coalescing(self, device: torch.device | None = None) -> None:
-        self._coalescing = []
+        self._runtime.coalesced = []
 
     def _end_coalescing(self, device: torch.device | None = None) -> CoalescedWork:
-        works, self._coalescing = self._coalescing or [], None
+        works, self._runtime.coalesced = self._runtime.coalesced or [], None
         return CoalescedWork(works)
-
-    def _collected(self, work: Any) -> Any:
-        if self._coalescing is not None:
-            self._coalescing.append(work)
-        return work
 
     # Other groups
 
@@ -272,22 +188,24 @@ class ProcessGroupShm(ReducingGroup):
         """Make a group of some of this group's ranks, which come in the order of their numbers.
 
         Every rank of this group must call it, each with the ranks of its own new group.
-        Returns: the new group, or None for a rank that is not in it.
+
+        Returns:
+            The new group, or None on a rank that is not in it.
         """
         del device_types  # there is one
-        members = sorted(new_ranks)
+        runtime, members = self._runtime, sorted(new_ranks)
         self._splits += 1
-        if self._own_rank not in members:
+        if runtime.rank not in members:
             return None
-        name = group_name or f"{self._name}:split:{self._splits}:{members[0]}"
+        name = group_name or f"{runtime.name}:split:{self._splits}:{members[0]}"
         group = type(self)(
-            c10d.PrefixStore(f"{name}/", self._store),
-            members.index(self._own_rank),
+            c10d.PrefixStore(f"{name}/", runtime.store),
+            members.index(runtime.rank),
             len(members),
-            timeout=timeout or timedelta(seconds=self._timeout_s),
-            ranks=[self._ranks[r] for r in members],
+            timeout=timeout or timedelta(seconds=runtime.timeout_s),
+            ranks=[runtime.ranks[r] for r in members],
             name=name,
-            options=opts if isinstance(opts, type(self._settings)) else self._settings,
+            options=opts if isinstance(opts, Options) else runtime.options,
         )
         group._set_group_name(name)
         group._set_group_desc(group_desc or f"{self.group_desc}:split:{self._splits}")
@@ -296,5 +214,78 @@ class ProcessGroupShm(ReducingGroup):
     splitGroup = split_group  # noqa: N815  C++ asks by this name
 
     def comm_split_count(self) -> int:
-        """Count the splits of this group."""
+        """Return the number of splits of this group."""
         return self._splits
+
+    # The end
+
+    def shutdown(self) -> None:
+        """Leave the group, once pending operations have ended. Peers that still wait for this rank get an error."""
+        self._runtime.close()
+
+    def abort(self) -> None:
+        """Leave the group at once: pending operations fail, on all ranks."""
+        self._runtime.abort()
+
+    # What torch asks
+
+    def name(self) -> str:
+        """Return the name of the backend."""
+        return "shm"
+
+    getBackendName = _get_backend_name = name  # noqa: N815  C++ asks by this name
+
+    @property
+    def group_name(self) -> str:  # type: ignore[override]
+        """The name under which torch knows the group."""
+        return self._runtime.group_name
+
+    def _set_group_name(self, name: str) -> None:
+        self._runtime.group_name = name  # torch would keep it in a backend in C++, which there is none
+
+    def rank(self) -> int:
+        """Return this process's rank in the group."""
+        return self._runtime.rank
+
+    def size(self) -> int:
+        """Return the number of ranks in the group."""
+        return self._runtime.size
+
+    def get_group_store(self) -> Any:
+        """Return the group's store."""
+        return self._runtime.store
+
+    @property
+    def options(self) -> Any:
+        """Backend options, as far as torch wants to copy them."""
+        options = c10d.Backend.Options("shm", timedelta(seconds=self._runtime.timeout_s))
+        options.global_ranks_in_group = self._runtime.ranks
+        return options
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        if torch.device(device).type != "cpu":
+            raise RuntimeError(
+                f"No backend type associated with device type {torch.device(device).type}: shm is for CPUs"
+            )
+        return self
+
+    supports_splitting = False
+    """torch would split by a device that a group is bound to; see `split_group`."""
+    supports_coalescing = False
+    supports_time_estimate = False
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set how long a rank waits for another at most, in calls from now on."""
+        self._runtime.set_timeout(timeout)
+
+    _set_default_timeout = set_timeout
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Do nothing: calls are numbered from the beginning."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._runtime.context.number

@@ -1,8 +1,8 @@
-"""Who moves the messages of a rank: whoever waits for one drives all of them, and a worker thread those of nobody.
+"""Who moves the messages of a rank: whoever waits for one drives all of them, and a worker thread the rest.
 
-One thread at a time drives. It moves what can be moved, polls the rank's doorbell for a while and then sleeps on it.
-The worker starts with the first transfer that its caller leaves unfinished, takes over where nobody has waited for a
-moment, and steps back as soon as somebody does. What is moved, and where to, is in `mailbox`.
+One thread at a time drives. It moves what can be moved, polls the rank's semaphore, its wakeup, for a while and then
+sleeps on it. The worker starts with the first transfer that its caller leaves unfinished, takes over where nobody has
+waited for a moment, and steps back as soon as somebody does. What is moved, and where to, is in `point_to_point`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Transfer(Work):
         self.address, self.nbytes = tensor.data_ptr(), tensor.numel() * tensor.itemsize
         self.peer, self.tag, self.sends = peer, tag, sends
         self.moved = 0
-        """Bytes of a send that are in the channel."""
+        """Bytes of a send that are in the ring."""
         self.over = False
         """Whether nothing moves any more; guarded by `ProgressEngine.changed`. `finish` follows."""
 
@@ -62,7 +62,7 @@ class Transfer(Work):
             self._progress.wait(self, limit_s)
             if not self.over:
                 raise DistBackendError(f"{self._progress.describe(self)} timed out: not done after {limit_s:g} s")
-            self._progress.announce()
+            self._progress.finish_ended()
         return super().wait()
 
     def is_completed(self) -> bool:
@@ -75,14 +75,14 @@ class Transfer(Work):
 class ProgressEngine:
     """Drives the transfers of one rank in one group.
 
-    Args: doorbell is rung by peers whenever there is something to move. advance moves what can be moved, called with
+    Args: wakeup is posted by peers whenever there is something to move. advance moves what can be moved, called with
         `changed` held: it is told whether to make room at all costs, and tells whether it moved anything.
         awaited lists the ranks, in the group, that are awaited by name by any transfer.
     """
 
     def __init__(
         self,
-        doorbell: Semaphore,
+        wakeup: Semaphore,
         waiting: PeerWait,
         *,
         others: Sequence[int],
@@ -90,7 +90,7 @@ class ProgressEngine:
         awaited: Callable[[], Sequence[int]],
         fail: Callable[[Exception], None],
     ) -> None:
-        self._doorbell, self._waiting, self._others = doorbell, waiting, tuple(others)
+        self._wakeup, self._waiting, self._others = wakeup, waiting, tuple(others)
         self._advance, self._awaited, self._fail = advance, awaited, fail
         self.changed = threading.Condition(threading.Lock())
         """Guards the transfers, their queues and what follows."""
@@ -110,14 +110,14 @@ class ProgressEngine:
         self.pending += 1
 
     def end(self, transfer: Transfer, error: Exception | None = None, *, source: int = -1) -> None:
-        """Note that a transfer is over; `announce` tells it later. With `changed` held."""
+        """Note that a transfer is over; `finish_ended` finishes its work later. With `changed` held."""
         transfer.over = True
         self.pending -= 1
         self._ended.append((transfer, error, source))
         if self._sleepers:
             self.changed.notify_all()
 
-    def announce(self) -> None:
+    def finish_ended(self) -> None:
         """Finish transfers that are over. Without `changed` held: callbacks of theirs may call us again."""
         while self._ended:
             try:
@@ -129,8 +129,8 @@ class ProgressEngine:
     def hand_over(self, own: Transfer) -> None:
         """Leave a new transfer, and what ended with it, to whoever drives or will. Without `changed` held."""
         if self._driver is not None and any(transfer is not own for transfer, _, _ in tuple(self._ended)):
-            self._doorbell.ring()  # the driver may sleep on it though its own transfer is over
-        self.announce()
+            self._wakeup.post()  # the driver may sleep on it though its own transfer is over
+        self.finish_ended()
         if not own.over and not self._called.is_set():
             self._call_worker()
 
@@ -148,7 +148,7 @@ class ProgressEngine:
                     pass
             finally:
                 self.changed.release()
-            self.announce()
+            self.finish_ended()
 
     def wait(self, transfer: Transfer, limit_s: float) -> None:
         """Drive, or let drive, until a transfer is over.
@@ -183,12 +183,12 @@ class ProgressEngine:
         with self.changed:
             self._closed = True
             self._fail(error)
-        self.announce()
+        self.finish_ended()
         self._called.set()
-        self._doorbell.ring()
+        self._wakeup.post()
         if self._worker is not None and self._worker is not threading.current_thread():
             self._worker.join(timeout=1.0)
-        # Else this and the mailboxes, and with them the memory, would keep each other until garbage is collected.
+        # Otherwise this and `PointToPoint`, and with them the memory, would keep each other until garbage is collected.
         self._advance, self._awaited, self._fail = (lambda _: False), (lambda: ()), (lambda _: None)
 
     def _become_driver(self, transfer: Transfer) -> bool:
@@ -201,7 +201,7 @@ class ProgressEngine:
                 return True
             if self._worker_drives:
                 self._recalled = True
-                self._doorbell.ring()
+                self._wakeup.post()
             self._sleepers += 1
             try:
                 self.changed.wait(_SLICE_S)
@@ -232,7 +232,7 @@ class ProgressEngine:
         self._news = True
 
         def late() -> Sequence[int]:
-            if self._news or self._doorbell.try_take():
+            if self._news or self._wakeup.try_wait():
                 self._go_on(makes_room)
             return () if over() else awaited()
 
@@ -241,14 +241,14 @@ class ProgressEngine:
             if polls and self._waiting.polls:
                 end_s = self._moved_s + _STREAM_POLL_S
                 while time.perf_counter() < end_s:
-                    if self._doorbell.try_take():
+                    if self._wakeup.try_wait():
                         self._news = True
                         return
                     _let_others_run()
-            if not self._doorbell.take(seconds):
+            if not self._wakeup.wait(seconds):
                 # Perhaps the peer cannot take our message before we take his, for which nobody has asked yet.
                 makes_room = sends
-            self._news = True  # also without a ring: not every cell that becomes free rings the doorbell
+            self._news = True  # also without a post: not every cell that becomes free posts the wakeup
 
         try:
             timeout_s = self._waiting.timeout_s
@@ -258,12 +258,12 @@ class ProgressEngine:
 
     def _go_on(self, makes_room: bool) -> None:
         self._news = False
-        while self._doorbell.try_take():
+        while self._wakeup.try_wait():
             pass
         with self.changed:
             while self._advance(makes_room):
                 self._moved_s = time.perf_counter()
-        self.announce()
+        self.finish_ended()
 
     def _break(self, what: str) -> None:
         try:
@@ -274,7 +274,7 @@ class ProgressEngine:
     def _end_all(self, error: Exception) -> None:
         with self.changed:
             self._fail(error)
-        self.announce()
+        self.finish_ended()
 
     def _call_worker(self) -> None:
         with self.changed:

@@ -1,8 +1,8 @@
 """Collectives that combine values: all_reduce, reduce, reduce_scatter.
 
-Each is a generator over the board. Tensors come flat and contiguous. Every rank shows what it has piece by piece, and
-whoever needs a piece combines it in the order of ranks. In an all_reduce all ranks combine everything, unless there
-are many ranks and several pieces (`divided`).
+Each is a generator over the slots. Tensors come flat and contiguous. Every rank publishes what it has piece by piece,
+and a rank that needs a piece combines it in the order of ranks. In an all_reduce all ranks combine everything, unless
+there are many ranks and several pieces (`divided_all_reduce`).
 """
 
 from __future__ import annotations
@@ -25,103 +25,103 @@ _TOGETHER_NBYTES = 4 * 1024 * 1024
 """Tensors of an all_reduce_coalesced that are no larger, all together, travel as one."""
 
 
-def all_reduce(stage: CollectiveContext, flat: Tensor, call: CollectiveFingerprint, combine: Arithmetic) -> Operation:
+def all_reduce(context: CollectiveContext, flat: Tensor, call: CollectiveFingerprint, combine: Arithmetic) -> Operation:
     """Combine a tensor over all ranks, in place."""
-    if flat.numel() * flat.itemsize <= stage.board.slot_nbytes:
-        return _at_once(stage, flat, call, combine)
-    if is_quicker(stage.board, flat.itemsize):
-        return divided_all_reduce(stage, flat, call, combine)
-    return _reduce(stage, flat, call, combine, everywhere=True)
+    if flat.numel() * flat.itemsize <= context.slots.slot_nbytes:
+        return _at_once(context, flat, call, combine)
+    if is_quicker(context.slots, flat.itemsize):
+        return divided_all_reduce(context, flat, call, combine)
+    return _reduce(context, flat, call, combine, everywhere=True)
 
 
-def reduce(stage: CollectiveContext, flat: Tensor, call: CollectiveFingerprint, combine: Arithmetic) -> Operation:
+def reduce(context: CollectiveContext, flat: Tensor, call: CollectiveFingerprint, combine: Arithmetic) -> Operation:
     """Combine a tensor over all ranks, in place on the root; the others keep theirs."""
-    return _reduce(stage, flat, call, combine, everywhere=False)
+    return _reduce(context, flat, call, combine, everywhere=False)
 
 
-def _at_once(stage: CollectiveContext, flat: Tensor, call: CollectiveFingerprint, combine: Arithmetic) -> Operation:
+def _at_once(context: CollectiveContext, flat: Tensor, call: CollectiveFingerprint, combine: Arithmetic) -> Operation:
     """Do an all_reduce of what fits into a slot, as `_reduce` would: in one round, and in half the time."""
-    board, rank = stage.board, stage.board.rank
-    round_, late = board.occupied()
+    slots, rank = context.slots, context.slots.rank
+    round_, late = slots.readers()
     if late:
         yield round_, late
-    stage.announce(call)
-    copy(board.address(rank, board.round), flat.data_ptr(), flat.numel() * flat.itemsize)
-    round_ = board.post()
-    late = board.missing(round_, board.others)
+    context.write_fingerprint(call)
+    copy(slots.address(rank, slots.round), flat.data_ptr(), flat.numel() * flat.itemsize)
+    round_ = slots.publish()
+    late = slots.missing(round_, slots.others)
     if late:
         yield round_, late
-    stage.agree(round_, board.others)
-    combine(_sources(board, round_, flat), flat)
+    context.check_fingerprints(round_, slots.others)
+    combine(_sources(slots, round_, flat), flat)
     return None
 
 
 def _reduce(
-    stage: CollectiveContext, flat: Tensor, call: CollectiveFingerprint, combine: Arithmetic, *, everywhere: bool
+    context: CollectiveContext, flat: Tensor, call: CollectiveFingerprint, combine: Arithmetic, *, everywhere: bool
 ) -> Operation:
-    board, itemsize = stage.board, flat.itemsize
-    rank = board.rank
-    step = board.slot_nbytes // itemsize
+    slots, itemsize = context.slots, flat.itemsize
+    rank = slots.rank
+    step = slots.slot_nbytes // itemsize
     pieces = [flat] if flat.numel() <= step else list(torch.split(flat, step))
 
-    def show(k: int) -> None:
+    def write(k: int) -> None:
         # A root's own values are not read by others; it needs them in its slot only if it is not one of the first two.
         if everywhere or call.root != rank or rank > 1:
             piece = pieces[k]
-            copy(board.address(rank, board.round), piece.data_ptr(), piece.numel() * itemsize)
+            copy(slots.address(rank, slots.round), piece.data_ptr(), piece.numel() * itemsize)
 
-    def take(k: int, round_: int) -> None:
-        combine(_sources(board, round_, pieces[k]), pieces[k])
+    def read(k: int, round_: int) -> None:
+        combine(_sources(slots, round_, pieces[k]), pieces[k])
 
-    return stage.exchange(call, len(pieces), show, take if everywhere or call.root == rank else None)
+    return context.exchange(call, len(pieces), write, read if everywhere or call.root == rank else None)
 
 
-def _sources(board: SlotRing, round_: int, piece: Tensor) -> list[Tensor]:
-    """Show what all ranks have of a piece, in their order."""
+def _sources(slots: SlotRing, round_: int, piece: Tensor) -> list[Tensor]:
+    """Return what all ranks have of a piece, in their order."""
     count, dtype = piece.numel(), piece.dtype
     # Of later ranks their slot, not the piece: combining writes to that after the first two.
-    return [piece if r == board.rank and r < 2 else board.slot(r, round_, dtype)[:count] for r in range(board.size)]
+    return [piece if r == slots.rank and r < 2 else slots.slot(r, round_, dtype)[:count] for r in range(slots.size)]
 
 
-def all_reduce_coalesced(stage: CollectiveContext, flats: Sequence[Tensor], op: str) -> Operation:
+def all_reduce_coalesced(context: CollectiveContext, flats: Sequence[Tensor], op: str) -> Operation:
     """Combine several tensors over all ranks, in place."""
     total = sum(flat.numel() for flat in flats)
     alike = len({flat.dtype for flat in flats}) == 1
     if len(flats) > 1 and alike and total * flats[0].itemsize <= _TOGETHER_NBYTES:
         together = torch.cat(list(flats))
-        yield from _reduce_one(stage, together, op)
+        yield from _reduce_one(context, together, op)
         for flat, part in zip(flats, torch.split(together, [flat.numel() for flat in flats]), strict=True):
             flat.copy_(part)
         return None
     for flat in flats:
-        yield from _reduce_one(stage, flat, op)
+        yield from _reduce_one(context, flat, op)
     return None
 
 
-def _reduce_one(stage: CollectiveContext, flat: Tensor, op: str) -> Operation:
+def _reduce_one(context: CollectiveContext, flat: Tensor, op: str) -> Operation:
     call = CollectiveFingerprint("all_reduce", flat.dtype, flat.numel(), op)
-    return all_reduce(stage, flat, call, arithmetic(op, flat.dtype, stage.board.size))
+    return all_reduce(context, flat, call, arithmetic(op, flat.dtype, context.slots.size))
 
 
-def all_reduce_sparse(stage: CollectiveContext, tensor: Tensor) -> Operation:
+def all_reduce_sparse(context: CollectiveContext, tensor: Tensor) -> Operation:
     """Sum a sparse tensor over all ranks, in place: by an all_gather of its indices and values.
 
     Args: tensor is in COO layout, coalesced or not, of the same shape on all ranks.
     Returns: the sum, coalesced.
     """
-    board = stage.board
+    slots = context.slots
     own = tensor if tensor.is_coalesced() else tensor.coalesce()
     indices, values = own._indices().contiguous(), own._values().contiguous()
-    counts = [torch.zeros(1, dtype=torch.int64) for _ in range(board.size)]
+    counts = [torch.zeros(1, dtype=torch.int64) for _ in range(slots.size)]
     call = CollectiveFingerprint("sparse all_reduce", values.dtype, tensor.numel(), "SUM", own=1)
-    yield from all_gather(stage, torch.tensor([own._nnz()]), counts, call)
+    yield from all_gather(context, torch.tensor([own._nnz()]), counts, call)
     nnz = [int(count) for count in counts]
     all_indices = [torch.empty((tensor.sparse_dim(), n), dtype=torch.int64) for n in nnz]
     all_values = [torch.empty((n, *values.shape[1:]), dtype=values.dtype) for n in nnz]
     for mine, parts in ((indices, all_indices), (values, all_values)):
         flats = [part.view(-1) for part in parts]
         gather = CollectiveFingerprint("all_gather", mine.dtype, sum(flat.numel() for flat in flats), own=mine.numel())
-        yield from all_gather(stage, mine.view(-1), flats, gather)
+        yield from all_gather(context, mine.view(-1), flats, gather)
     with torch.inference_mode(mode=False):
         total: Tensor | None = None
         for i, v in zip(all_indices, all_values, strict=True):
@@ -133,17 +133,21 @@ def all_reduce_sparse(stage: CollectiveContext, tensor: Tensor) -> Operation:
 
 
 def reduce_scatter(
-    stage: CollectiveContext, inputs: Sequence[Tensor], output: Tensor, call: CollectiveFingerprint, combine: Arithmetic
+    context: CollectiveContext,
+    inputs: Sequence[Tensor],
+    output: Tensor,
+    call: CollectiveFingerprint,
+    combine: Arithmetic,
 ) -> Operation:
     """Combine the r-th of each rank's inputs on rank r, for all r.
 
     Args: inputs has one flat tensor for each rank; the r-th has as many elements on all ranks. output has as many
         elements as the own one; it may be the own one.
     """
-    board, dtype, itemsize = stage.board, output.dtype, output.itemsize
-    rank, size = board.rank, board.size
+    slots, dtype, itemsize = context.slots, output.dtype, output.itemsize
+    rank, size = slots.rank, slots.size
     numels = [flat.numel() for flat in inputs]
-    slot = board.slot_nbytes // itemsize
+    slot = slots.slot_nbytes // itemsize
     if sum(numels) <= slot:  # everything at once
         step = max(1, *numels)
         offsets = [sum(numels[:r]) for r in range(size)]
@@ -152,18 +156,18 @@ def reduce_scatter(
         offsets = [step * r for r in range(size)]
     own = inputs[rank]
 
-    def show(k: int) -> None:
-        address, start = board.address(rank, board.round), k * step
-        for r in board.others:
+    def write(k: int) -> None:
+        address, start = slots.address(rank, slots.round), k * step
+        for r in slots.others:
             count = min(step, numels[r] - start)
             if count > 0:
                 copy(address + offsets[r] * itemsize, inputs[r].data_ptr() + start * itemsize, count * itemsize)
 
-    def take(k: int, round_: int) -> None:
+    def read(k: int, round_: int) -> None:
         start, begin = k * step, offsets[rank]
         count = min(step, numels[rank] - start)
         if count > 0:
-            sources = [board.slot(r, round_, dtype)[begin : begin + count] for r in range(size)]
+            sources = [slots.slot(r, round_, dtype)[begin : begin + count] for r in range(size)]
             piece, out = own[start : start + count], output[start : start + count]
             if rank < 2 or piece.data_ptr() != out.data_ptr():
                 sources[rank] = piece
@@ -171,7 +175,7 @@ def reduce_scatter(
                 sources[rank].copy_(piece)  # combining writes to `out` after the first two
             combine(sources, out)
 
-    return stage.exchange(call, -(-max(1, *numels) // step), show, take)
+    return context.exchange(call, -(-max(1, *numels) // step), write, read)
 
 
 def _part(slot: int, size: int) -> int:

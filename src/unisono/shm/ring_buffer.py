@@ -1,8 +1,8 @@
 """A one-way ring of cells in shared memory, from one rank to another: what messages travel through, piece by piece.
 
 A message is a header and its bytes, cut at the size of a cell; messages do not share cells. The writer counts the cells
-that it filled on one bell, the reader those that it emptied on another: both publish what lies in a cell by the order
-of memory that a bell gives. Which message is for whom is decided in `mailbox`.
+that it filled on one semaphore, the reader those that it emptied on another: both publish a cell by the order of memory
+that a semaphore gives. Which message is for which receive is decided in `point_to_point`.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ import ctypes
 from unisono.shm.segment import Segment, aligned
 from unisono.shm.semaphore import SEMAPHORE_NBYTES, Semaphore
 
-__all__ = ["CELLS", "RingReader", "RingWriter", "channel_nbytes", "create_channel"]
+__all__ = ["NUM_CELLS", "RingReader", "RingWriter", "create_ring", "ring_nbytes"]
 
-CELLS = 8
+NUM_CELLS = 8
 """Cells of a ring: enough that the writer fills one while the reader empties another, also when one is late."""
 
 _HEADER = ctypes.c_int64 * 2
-_HEADERS_NBYTES = aligned(CELLS * ctypes.sizeof(_HEADER))
-_BELLS_NBYTES = aligned(2 * SEMAPHORE_NBYTES)
+_HEADERS_NBYTES = aligned(NUM_CELLS * ctypes.sizeof(_HEADER))
+_SEMAPHORES_NBYTES = aligned(2 * SEMAPHORE_NBYTES)
 
 
-def channel_nbytes(cell_nbytes: int) -> int:
-    """Compute how much of a segment a channel takes."""
-    return _BELLS_NBYTES + _HEADERS_NBYTES + CELLS * cell_nbytes
+def ring_nbytes(cell_nbytes: int) -> int:
+    """Compute how much of a segment a ring takes."""
+    return _SEMAPHORES_NBYTES + _HEADERS_NBYTES + NUM_CELLS * cell_nbytes
 
 
-def create_channel(segment: Segment, offset: int) -> None:
-    """Prepare the memory of a channel: once, before the segment is shared."""
+def create_ring(segment: Segment, offset: int) -> None:
+    """Prepare the memory of a ring: once, before the segment is shared."""
     for i in range(2):
         Semaphore(segment.address + offset + i * SEMAPHORE_NBYTES).create()
 
 
 class _End:
-    """What both ends of a channel have: the bells, and where headers and cells lie."""
+    """What both ends of a ring have: the semaphores, and where headers and cells lie."""
 
     __slots__ = ("_cells", "_count", "_filled", "_freed", "_headers", "_segment", "cell_nbytes")
 
@@ -42,9 +42,9 @@ class _End:
         start = segment.address + offset
         self._segment = segment  # the addresses are good as long as it is mapped
         self._filled, self._freed = Semaphore(start), Semaphore(start + SEMAPHORE_NBYTES)
-        headers = start + _BELLS_NBYTES
-        self._headers = [_HEADER.from_address(headers + i * ctypes.sizeof(_HEADER)) for i in range(CELLS)]
-        self._cells = [headers + _HEADERS_NBYTES + i * cell_nbytes for i in range(CELLS)]
+        headers = start + _SEMAPHORES_NBYTES
+        self._headers = [_HEADER.from_address(headers + i * ctypes.sizeof(_HEADER)) for i in range(NUM_CELLS)]
+        self._cells = [headers + _HEADERS_NBYTES + i * cell_nbytes for i in range(NUM_CELLS)]
         self._count = 0
         self.cell_nbytes = cell_nbytes
 
@@ -56,11 +56,11 @@ class RingWriter(_End):
 
     def __init__(self, segment: Segment, offset: int, *, cell_nbytes: int) -> None:
         super().__init__(segment, offset, cell_nbytes=cell_nbytes)
-        self._free = CELLS
+        self._free = NUM_CELLS
 
     def may_write(self) -> bool:
-        """Tell whether a cell is free."""
-        if not self._free and self._freed.try_take():
+        """Return True if a cell is free."""
+        if not self._free and self._freed.try_wait():
             self._free = 1
         return self._free > 0
 
@@ -69,14 +69,14 @@ class RingWriter(_End):
 
         Args: tag and total, the bytes of the whole message, are its header; they count in its first cell.
         """
-        place = self._count % CELLS
+        place = self._count % NUM_CELLS
         header = self._headers[place]
         header[0], header[1] = tag, total
         if nbytes:
             ctypes.memmove(self._cells[place], address, nbytes)
         self._count += 1
         self._free -= 1
-        self._filled.ring()
+        self._filled.post()
 
 
 class RingReader(_End):
@@ -89,14 +89,14 @@ class RingReader(_End):
         self._ready = False
 
     def may_read(self) -> bool:
-        """Tell whether a cell is filled."""
+        """Return True if a cell is filled."""
         if not self._ready:
-            self._ready = self._filled.try_take()
+            self._ready = self._filled.try_wait()
         return self._ready
 
     def header(self) -> tuple[int, int]:
-        """Give tag and total bytes of the message that begins in the filled cell."""
-        tag, total = self._headers[self._count % CELLS]
+        """Return tag and total bytes of the message that begins in the filled cell."""
+        tag, total = self._headers[self._count % NUM_CELLS]
         return tag, total
 
     def read(self, address: int, nbytes: int) -> bool:
@@ -106,8 +106,8 @@ class RingReader(_End):
         filled, so that every half ring is enough: a wake-up costs more than a small message.
         """
         if nbytes:
-            ctypes.memmove(address, self._cells[self._count % CELLS], nbytes)
+            ctypes.memmove(address, self._cells[self._count % NUM_CELLS], nbytes)
         self._count += 1
         self._ready = False
-        self._freed.ring()
-        return self._count % (CELLS // 2) == 0
+        self._freed.post()
+        return self._count % (NUM_CELLS // 2) == 0

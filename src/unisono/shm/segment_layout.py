@@ -23,7 +23,7 @@ _MAGIC = b"unisono1"
 _LARGEST_SLOT, _SMALLEST_SLOT = 256 * 1024, 4 * 1024
 _MIB = 1024 * 1024
 _DEFAULT_NBYTES = 64 * _MIB
-_LARGEST_MAIL = 32 * _MIB
+_LARGEST_MESSAGES = 32 * _MIB
 _VARIABLE = "UNISONO_SHM_MIB"
 
 
@@ -62,9 +62,9 @@ class SegmentLayout:
     size: int
     """Ranks of the group."""
     slot_nbytes: int
-    """Size of a slot of the board."""
-    mail_nbytes: int
-    """Budget of the mailboxes."""
+    """Size of a slot."""
+    messages_nbytes: int
+    """Budget of the rings for messages."""
 
     @classmethod
     def plan(cls, size: int, options: Options) -> SegmentLayout:
@@ -73,12 +73,12 @@ class SegmentLayout:
         Raises: ValueError if it is too little for so many ranks.
         """
         # What a group needs at least grows with the square of its ranks; most of it is never touched.
-        least = cls(size=size, slot_nbytes=_SMALLEST_SLOT, mail_nbytes=1)
+        least = cls(size=size, slot_nbytes=_SMALLEST_SLOT, messages_nbytes=1)
         budget = max(_DEFAULT_NBYTES, 2 * least.nbytes) if options.mib is None else options.mib * _MIB
-        mail_nbytes = min(budget // 2, _LARGEST_MAIL)
+        messages_nbytes = min(budget // 2, _LARGEST_MESSAGES)
         slot_nbytes = _LARGEST_SLOT
         while slot_nbytes >= _SMALLEST_SLOT:
-            layout = cls(size=size, slot_nbytes=slot_nbytes, mail_nbytes=mail_nbytes)
+            layout = cls(size=size, slot_nbytes=slot_nbytes, messages_nbytes=messages_nbytes)
             if layout.nbytes <= budget:
                 return layout
             slot_nbytes //= 2
@@ -88,24 +88,24 @@ class SegmentLayout:
         )
 
     @property
-    def alarm(self) -> int:
-        """Where the notices of ranks that give up begin."""
+    def abort_flag(self) -> int:
+        """Where the abort flags begin."""
         return aligned(_PREAMBLE.size)
 
     @property
-    def mail(self) -> int:
-        """Where the mailboxes begin."""
-        return self.alarm + aligned(AbortFlag.nbytes(self.size))
+    def messages(self) -> int:
+        """Where the rings for messages begin."""
+        return self.abort_flag + aligned(AbortFlag.nbytes(self.size))
 
     @property
-    def board(self) -> int:
-        """Where the board begins."""
-        return self.mail + aligned(PointToPoint.nbytes(self.size, self.mail_nbytes))
+    def slots(self) -> int:
+        """Where the slots begin."""
+        return self.messages + aligned(PointToPoint.nbytes(self.size, self.messages_nbytes))
 
     @property
     def nbytes(self) -> int:
         """Size of the segment."""
-        return self.board + SlotRing.nbytes(self.size, slot_nbytes=self.slot_nbytes)
+        return self.slots + SlotRing.nbytes(self.size, slot_nbytes=self.slot_nbytes)
 
     def create(self) -> Segment:
         """Make the segment and prepare its parts: on one rank. Raises: UnisonoError if there is not so much memory."""
@@ -116,19 +116,19 @@ class SegmentLayout:
                 f"{error}. Let the group take less, by pg_options=unisono.comm.shm.Options(mib=...) or {_VARIABLE}, or "
                 "raise the limit on this process"
             ) from error
-        segment.memory[: _PREAMBLE.size] = _PREAMBLE.pack(_MAGIC, self.size, self.slot_nbytes, self.mail_nbytes)
-        AbortFlag.create(segment, self.alarm, self.size)
-        PointToPoint.create(segment, self.mail, self.size, self.mail_nbytes)
-        SlotRing.create(segment, self.board, self.size)
+        segment.memory[: _PREAMBLE.size] = _PREAMBLE.pack(_MAGIC, self.size, self.slot_nbytes, self.messages_nbytes)
+        AbortFlag.create(segment, self.abort_flag, self.size)
+        PointToPoint.create(segment, self.messages, self.size, self.messages_nbytes)
+        SlotRing.create(segment, self.slots, self.size)
         return segment
 
     @classmethod
     def of(cls, segment: Segment) -> SegmentLayout:
         """Read what rank 0 wrote down. Raises: RuntimeError if another version of unisono did."""
-        magic, size, slot_nbytes, mail_nbytes = _PREAMBLE.unpack(segment.memory[: _PREAMBLE.size])
+        magic, size, slot_nbytes, messages_nbytes = _PREAMBLE.unpack(segment.memory[: _PREAMBLE.size])
         if magic != _MAGIC:
             raise RuntimeError("rank 0 has another version of unisono than this rank: install the same for both")
-        return cls(size=size, slot_nbytes=slot_nbytes, mail_nbytes=mail_nbytes)
+        return cls(size=size, slot_nbytes=slot_nbytes, messages_nbytes=messages_nbytes)
 
 
 def options_of_environment(given: object) -> Options:

@@ -1,7 +1,7 @@
-"""Counting semaphores in shared memory: how one process tells another that something is there.
+"""Counting semaphores in shared memory: how one process wakes another that waits for it.
 
-POSIX orders memory around them: whatever a process wrote before `ring` is seen by the process whose `take` consumed
-that ring. glibc makes the one an atomic addition with release order, the other a compare-and-swap with acquire order,
+POSIX orders memory around them: whatever a process wrote before `post` is seen by the process whose `wait` consumed
+it. glibc makes the one an atomic addition with release order, the other a compare-and-swap with acquire order,
 on x86 and on arm64 alike. Plain stores from Python have no such order on arm64, so no flag in this package is one.
 """
 
@@ -26,8 +26,8 @@ class _Time(ctypes.Structure):
 
 
 @cache
-def _quick() -> ctypes.PyDLL:
-    """Give the C library for calls that return at once: they keep the interpreter's lock."""
+def _no_sleep() -> ctypes.PyDLL:
+    """Return the C library for calls that return at once: they keep the interpreter's lock."""
     library = ctypes.PyDLL(None)
     for function in (library.sem_post, library.sem_trywait):
         function.argtypes = [ctypes.c_void_p]
@@ -36,43 +36,43 @@ def _quick() -> ctypes.PyDLL:
 
 
 @cache
-def _slow() -> ctypes.CDLL:
-    """Give the C library for calls that may sleep: they let other threads run."""
+def _may_sleep() -> ctypes.CDLL:
+    """Return the C library for calls that may sleep: they let other threads run."""
     library = ctypes.CDLL(None, use_errno=True)
     library.sem_clockwait.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
     return library
 
 
 class Semaphore:
-    """A semaphore that lies at an address in shared memory. One process makes it with `create`, before others ring.
+    """A semaphore that lies at an address in shared memory. One process makes it with `create`, before others use it.
 
-    It counts: every `ring` lets one `take` succeed. Args: keeps is what must live as long as the bell is used: its
-    memory, unless whoever has the bell has that too.
+    It counts: every `post` lets one `wait` succeed. Args: owner is what must live as long as the semaphore is used: its
+    memory, unless the holder of the semaphore has that too.
     """
 
-    __slots__ = ("_address", "_keeps", "_post", "_try")
+    __slots__ = ("_address", "_owner", "_post", "_try")
 
-    def __init__(self, address: int, keeps: object = None) -> None:
-        self._address, self._keeps = ctypes.c_void_p(address), keeps
-        self._post, self._try = _quick().sem_post, _quick().sem_trywait
+    def __init__(self, address: int, owner: object = None) -> None:
+        self._address, self._owner = ctypes.c_void_p(address), owner
+        self._post, self._try = _no_sleep().sem_post, _no_sleep().sem_trywait
 
     def create(self) -> None:
-        """Give the semaphore its first value, 0."""
-        _quick().sem_init(self._address, 1, 0)
+        """Initialize the semaphore, with the value 0."""
+        _no_sleep().sem_init(self._address, 1, 0)
 
-    def ring(self) -> None:
-        """Count one up, and wake who waits. Takes less than a microsecond, or some if somebody sleeps."""
+    def post(self) -> None:
+        """Count one up, and wake a thread that waits. Takes less than a microsecond, or some if somebody sleeps."""
         self._post(self._address)
 
-    def try_take(self) -> bool:
-        """Count one down if that can be done at once. Returns: whether it was done."""
+    def try_wait(self) -> bool:
+        """Count one down if that can be done at once. Return True if it was done."""
         return not self._try(self._address)
 
-    def take(self, timeout_s: float) -> bool:
-        """Count one down, and sleep until that can be done, at most so long. Returns: whether it was done."""
+    def wait(self, timeout_s: float) -> bool:
+        """Count one down, and sleep until that can be done, at most so long. Return True if it was done."""
         end_s = time.monotonic() + timeout_s
         until = _Time(int(end_s), int(end_s % 1 * 1e9))
-        if not _slow().sem_clockwait(self._address, _CLOCK_MONOTONIC, ctypes.byref(until)):
+        if not _may_sleep().sem_clockwait(self._address, _CLOCK_MONOTONIC, ctypes.byref(until)):
             return True
         code = ctypes.get_errno()
         if code in (errno.ETIMEDOUT, errno.EINTR):

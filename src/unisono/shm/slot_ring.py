@@ -1,9 +1,9 @@
-"""Slots in which ranks show each other data, in rounds.
+"""Slots through which ranks exchange data, in rounds.
 
-In a round every rank may write its own slot; then it posts, which tells all peers; and each reads the slots of those
-that it needs once it has heard their post. All ranks of a group go through the same rounds in the same order, also one
-that has nothing to write or to read, so a post also says that its rank has read what came before. That is why a slot
-may be used again without a lock: see `occupied`. Each slot has a short note beside it, for what the data are.
+In a round every rank may write its own slot; then it publishes it, by a semaphore for each peer, and reads the slots of
+those that it needs once they are published. All ranks of a group go through the same rounds in the same order, also one
+that has nothing to write or to read, so a rank that publishes a round has read what came before. That is why a slot may
+be used again without a lock: see `readers`. Each slot has a short header, which describes the data.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ DEPTH = 8
 """Rounds that the content of a slot stays readable."""
 
 _LOOKAHEAD = 3
-"""A rank has read round n before it posts round n + _LOOKAHEAD. Collectives are written so that this holds."""
+"""A rank has read round n before it publishes round n + _LOOKAHEAD. Collectives are written so that this holds."""
 
-_NOTE_HEAD_NBYTES = 64
+_HEADER_LEAST_NBYTES = 64
 
 
 class SlotRing:
@@ -40,42 +40,42 @@ class SlotRing:
         self.rank, self.size = peers.rank, peers.size
         self.slot_nbytes, self._depth = slot_nbytes, depth
         self.round = 0
-        """The round that comes next: how many this rank has posted."""
+        """The round that comes next: how many this rank has published."""
         self.others = [r for r in range(self.size) if r != self.rank]
         """All ranks but this one."""
-        self._heard = [0] * self.size
-        bells = [
+        self._published = [0] * self.size
+        semaphores = [
             [
                 Semaphore(segment.address + offset + (source * self.size + target) * SEMAPHORE_NBYTES)
                 for target in range(self.size)
             ]
             for source in range(self.size)
         ]
-        self._outgoing = [bells[self.rank][r].ring for r in self.others]
-        self._incoming = [bells[r][self.rank] for r in range(self.size)]
+        self._outgoing = [semaphores[self.rank][r].post for r in self.others]
+        self._incoming = [semaphores[r][self.rank] for r in range(self.size)]
         self._segment, self._memory = segment, segment.memory
-        self._notes_offset = offset + aligned(self.size**2 * SEMAPHORE_NBYTES)
-        self._note_nbytes = _note_nbytes(self.size)
-        self._slots_offset = self._notes_offset + aligned(self.size * depth * self._note_nbytes)
+        self._headers_offset = offset + aligned(self.size**2 * SEMAPHORE_NBYTES)
+        self._header_nbytes = _header_nbytes(self.size)
+        self._slots_offset = self._headers_offset + aligned(self.size * depth * self._header_nbytes)
         self._views: dict[torch.dtype, list[list[Tensor]]] = {}
 
     @staticmethod
     def nbytes(size: int, *, slot_nbytes: int, depth: int = DEPTH) -> int:
-        """Compute how much of a segment a board takes."""
+        """Return the size of the slots of a group in a segment."""
         return (
             aligned(size**2 * SEMAPHORE_NBYTES)
-            + aligned(size * depth * _note_nbytes(size))
+            + aligned(size * depth * _header_nbytes(size))
             + size * depth * slot_nbytes
         )
 
     @staticmethod
     def create(segment: Segment, offset: int, size: int) -> None:
-        """Prepare the memory of a board: once, before the segment is shared."""
+        """Prepare the memory: once, before the segment is shared."""
         for i in range(size**2):
             Semaphore(segment.address + offset + i * SEMAPHORE_NBYTES).create()
 
     def slot(self, rank: int, round_: int, dtype: torch.dtype) -> Tensor:
-        """Show a rank's slot of a round, whole: shape [slot_nbytes / itemsize]."""
+        """Return a rank's slot of a round, whole: shape [slot_nbytes / itemsize]."""
         views = self._views.get(dtype)
         if views is None:
             shape = (self.size, self._depth, self.slot_nbytes // dtype.itemsize)
@@ -84,52 +84,52 @@ class SlotRing:
         return views[rank][round_ % self._depth]
 
     def address(self, rank: int, round_: int) -> int:
-        """Give the address of a rank's slot of a round."""
+        """Return the address of a rank's slot of a round."""
         place = rank * self._depth + round_ % self._depth
         return self._segment.address + self._slots_offset + place * self.slot_nbytes
 
-    def write_note(self, note: bytes) -> None:
-        """Write this rank's note of the coming round: at most 64 bytes, and 8 for each rank."""
-        assert len(note) <= self._note_nbytes
-        start = self._notes_offset + (self.rank * self._depth + self.round % self._depth) * self._note_nbytes
-        self._memory[start : start + len(note)] = note
+    def write_header(self, header: bytes) -> None:
+        """Write this rank's header of the coming round: at most 64 bytes, and 8 for each rank."""
+        assert len(header) <= self._header_nbytes
+        start = self._headers_offset + (self.rank * self._depth + self.round % self._depth) * self._header_nbytes
+        self._memory[start : start + len(header)] = header
 
-    def note(self, rank: int, round_: int, nbytes: int) -> bytes:
-        """Read so many bytes of a rank's note of a round."""
-        start = self._notes_offset + (rank * self._depth + round_ % self._depth) * self._note_nbytes
+    def header(self, rank: int, round_: int, nbytes: int) -> bytes:
+        """Read so many bytes of a rank's header of a round."""
+        start = self._headers_offset + (rank * self._depth + round_ % self._depth) * self._header_nbytes
         return self._memory[start : start + nbytes]
 
-    def occupied(self) -> tuple[int, list[int]]:
-        """Tell who may still be reading what is in this rank's slot of the coming round.
+    def readers(self) -> tuple[int, list[int]]:
+        """Find the ranks that may still be reading what is in this rank's slot of the coming round.
 
-        Returns: a round and the ranks whose post of it must be heard first. No ranks: write.
+        Returns: a round and the ranks that must have published it first. No ranks: the slot is free.
         """
         round_ = self.round - self._depth + _LOOKAHEAD
         return round_, self.missing(round_, self.others)
 
-    def post(self) -> int:
-        """Show this rank's slot of the coming round to all, and go on to the next. Returns: the round posted."""
-        for ring in self._outgoing:
-            ring()
+    def publish(self) -> int:
+        """Publish this rank's slot of the coming round, and go on to the next. Return the round published."""
+        for post in self._outgoing:
+            post()
         self.round += 1
         return self.round - 1
 
     def missing(self, round_: int, ranks: Iterable[int]) -> list[int]:
-        """List the ranks, of those given, of which the post of a round has not been heard yet."""
-        heard, late = self._heard, []
+        """List the ranks, of those given, that have not published a round yet."""
+        published, late = self._published, []
         for rank in ranks:
-            while heard[rank] <= round_:
-                if not self._incoming[rank].try_take():
+            while published[rank] <= round_:
+                if not self._incoming[rank].try_wait():
                     late.append(rank)
                     break
-                heard[rank] += 1
+                published[rank] += 1
         return late
 
-    def listen(self, rank: int, timeout_s: float) -> None:
-        """Sleep until a rank posts something, at most so long."""
-        if self._incoming[rank].take(timeout_s):
-            self._heard[rank] += 1
+    def wait_for(self, rank: int, timeout_s: float) -> None:
+        """Sleep until a rank publishes something, at most so long."""
+        if self._incoming[rank].wait(timeout_s):
+            self._published[rank] += 1
 
 
-def _note_nbytes(size: int) -> int:
-    return aligned(_NOTE_HEAD_NBYTES + 8 * size)
+def _header_nbytes(size: int) -> int:
+    return aligned(_HEADER_LEAST_NBYTES + 8 * size)

@@ -19,7 +19,7 @@ __all__ = [
 
 
 def single(tensors: Tensor | Sequence[Tensor], what: str) -> Tensor:
-    """Take the one tensor of a list, as torch passes it."""
+    """Return the one tensor of a list, as torch passes it."""
     if isinstance(tensors, Tensor):
         return tensors
     if len(tensors) != 1:
@@ -74,7 +74,7 @@ def check_root(root: int, size: int, what: str) -> None:
 
 
 def rows(tensor: Tensor, splits: Sequence[int], size: int, what: str) -> list[int]:
-    """Say how many elements of a tensor belong to each rank, given how many rows do; none given: equally many."""
+    """Return how many elements of a tensor belong to each rank, given how many rows do; none given: equally many."""
     length = tensor.shape[0] if tensor.dim() else 1
     if not splits:
         if length % size:
@@ -111,7 +111,7 @@ def given(kind: Any, opts: Any, timeout: timedelta | None = None) -> Any:
 
 
 def inner(tensors: Any) -> list[Tensor]:
-    """Take the one list of a list of lists, as torch passes it, or a plain list; an empty one where there is none."""
+    """Return the one list of a list of lists, as torch passes it, or a plain list; an empty one where there is none."""
     if not tensors:
         return []
     return list(tensors) if isinstance(tensors[0], Tensor) else list(tensors[0])

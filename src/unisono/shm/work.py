@@ -1,4 +1,4 @@
-"""What a collective or a transfer gives back: torch's `Work`, ended by whichever thread finishes it.
+"""What a collective or a transfer returns: torch's `Work`, finished by any thread.
 
 Most works have ended when they are handed out, so all that has to do with waiting is made only when somebody asks.
 """
@@ -28,9 +28,9 @@ _handover = threading.Lock()
 class Work(dist.Work):
     """A collective or a transfer that is under way or has ended.
 
-    Args: tensors are what it gives: the value of its future and of `result`. what says what it does, for errors; late
-        says for whom it waits, in words, as far as that is known. drive is called by whoever begins to wait, and may
-        end the work.
+    Args: tensors are the value of its future and of `result`. what describes the operation, for errors;
+        late names the ranks it waits for, as far as that is known. drive is called by a thread that begins to wait, and
+        may finish the work.
     """
 
     def __init__(
@@ -47,9 +47,9 @@ class Work(dist.Work):
         self._done = False
         self._error: BaseException | None = None
         self._source = -1
-        self._gate: threading.Lock | None = None
+        self._end: threading.Lock | None = None
         self._future: Future[list[Tensor]] | None = None
-        self._shown: Future[list[Tensor]] | None = None
+        self._public_future: Future[list[Tensor]] | None = None
 
     def finish(
         self, tensors: Sequence[Tensor] | None = None, *, error: BaseException | None = None, source: int = -1
@@ -63,9 +63,9 @@ class Work(dist.Work):
         self._error, self._source = error, source
         with _handover:
             self._done = True
-            gate, future = self._gate, self._future
-        if gate is not None:
-            gate.release()
+            end, future = self._end, self._future
+        if end is not None:
+            end.release()
         if future is not None:
             future.set_result(self._tensors)
 
@@ -87,27 +87,27 @@ class Work(dist.Work):
         return True
 
     def describe(self) -> str:
-        """Say what is being done."""
+        """Return what is being done."""
         return "a transfer" if self.what is None else str(self.what)
 
     def is_completed(self) -> bool:
-        """Tell whether the work has ended, well or not."""
+        """Return True if the work has ended, well or not."""
         return self._done
 
     def is_success(self) -> bool:
-        """Tell whether the work has ended well."""
+        """Return True if the work has ended well."""
         return self._done and self._error is None
 
     def exception(self) -> BaseException | None:
-        """Give what ended the work, or None."""
+        """Return what ended the work, or None."""
         return self._error
 
     def result(self) -> list[Tensor]:
-        """Give the tensors that the work filled, once it has ended well."""
+        """Return the tensors that the work filled, once it has ended well."""
         return self._tensors
 
     def source_rank(self) -> int:
-        """Give the rank (in the group) from which something was received; -1 for what is no receive."""
+        """Return the rank (in the group) from which something was received; -1 for what is no receive."""
         return self._source
 
     _source_rank = source_rank
@@ -117,16 +117,16 @@ class Work(dist.Work):
         self.wait()
 
     def get_future(self) -> Future[list[Tensor]]:
-        """Give a future of the tensors. Its callbacks run in the thread that ends the work, or at once."""
+        """Return a future of the tensors. Its callbacks run in the thread that ends the work, or at once."""
         with _handover:
-            if self._shown is None:
+            if self._public_future is None:
                 self._future = Future()
                 # torch keeps an exception in a future as a value that only Python understands. One that a callback
                 # raises is an error for C++ too, where DDP waits.
-                self._shown = self._future if self.is_success() else self._future.then(self._value)
+                self._public_future = self._future if self.is_success() else self._future.then(self._value)
                 if self._done:
                     self._future.set_result(self._tensors)
-            return self._shown
+            return self._public_future
 
     def _value(self, _: Any) -> list[Tensor]:
         if self._error is not None:
@@ -137,15 +137,15 @@ class Work(dist.Work):
         with _handover:
             if self._done:
                 return True
-            if self._gate is None:
-                self._gate = threading.Lock()
-                self._gate.acquire()
-            gate = self._gate
+            if self._end is None:
+                self._end = threading.Lock()
+                self._end.acquire()
+            end = self._end
         end_s = time.monotonic() + timeout_s if timeout_s > 0 else float("inf")
-        while not gate.acquire(timeout=min(_LONGEST_S, max(0.0, end_s - time.monotonic()))):
+        while not end.acquire(timeout=min(_LONGEST_S, max(0.0, end_s - time.monotonic()))):
             if time.monotonic() >= end_s:
                 return self._done
-        gate.release()  # for the next thread that waits
+        end.release()  # for the next thread that waits
         return True
 
 
@@ -163,19 +163,19 @@ class CoalescedWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Tell whether all have ended."""
+        """Return True if all have ended."""
         return all(work.is_completed() for work in self._works)
 
     def is_success(self) -> bool:
-        """Tell whether all have ended well."""
+        """Return True if all have ended well."""
         return all(work.is_success() for work in self._works)
 
     def exception(self) -> BaseException | None:
-        """Give what ended the first that ended badly, or None."""
+        """Return what ended the first that ended badly, or None."""
         return next((e for work in self._works if (e := work.exception()) is not None), None)
 
     def result(self) -> list[Tensor]:
-        """Give the tensors of all."""
+        """Return the tensors of all."""
         return [tensor for work in self._works for tensor in work.result()]
 
     def synchronize(self) -> None:
@@ -183,6 +183,6 @@ class CoalescedWork(dist.Work):
         self.wait()
 
     def get_future(self) -> Future[list[Tensor]]:
-        """Give a future of the tensors of all."""
+        """Return a future of the tensors of all."""
         futures = [work.get_future() for work in self._works]
         return torch.futures.collect_all(futures).then(lambda done: [t for f in done.value() for t in f.value()])

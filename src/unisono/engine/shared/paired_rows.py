@@ -148,7 +148,7 @@ class _Locks:
             for k in range(count):
                 semaphore = Semaphore(segment.address + k * SEMAPHORE_NBYTES)
                 semaphore.create()
-                semaphore.ring()
+                semaphore.post()
 
         self._runtime = runtime
         self._segment = runtime.segment(count * SEMAPHORE_NBYTES, "locks", prepare=prepare)
@@ -158,12 +158,12 @@ class _Locks:
     @contextmanager
     def hold(self, k: int, other: int) -> Iterator[None]:
         """Hold a lock that one other rank may want. Raises: UnisonoError if that one has died with it."""
-        if not self._semaphores[k].try_take():
+        if not self._semaphores[k].try_wait():
             self._runtime.wait_for_semaphore(self._semaphores[k], other, "waiting for a piece of the gradient")
         try:
             yield
         finally:
-            self._semaphores[k].ring()
+            self._semaphores[k].post()
 
     def comes_first(self, k: int, attempt: int) -> bool:
         """Say whether nobody has written a piece in this step yet, and note it; for who holds the lock."""

@@ -53,14 +53,14 @@ class Barrier:
         """Tell all others that this rank has come here once more, and show them what it wrote before."""
         self._arrived += 1
         for semaphore in self._outgoing:
-            semaphore.ring()
+            semaphore.post()
 
     def late(self) -> list[int]:
         """List the ranks that have arrived less often than this one."""
         late = []
         for rank in self._others:
             while self._seen[rank] < self._arrived:
-                if not self._incoming[rank].try_take():
+                if not self._incoming[rank].try_wait():
                     late.append(rank)
                     break
                 self._seen[rank] += 1
@@ -68,7 +68,7 @@ class Barrier:
 
     def wait(self, rank: int, timeout_s: float) -> None:
         """Sleep until a rank arrives, at most so long."""
-        if self._incoming[rank].take(timeout_s):
+        if self._incoming[rank].wait(timeout_s):
             self._seen[rank] += 1
 
 
@@ -230,19 +230,19 @@ class SharedRuntime:
 
         def late() -> list[int]:
             nonlocal taken
-            taken = taken or semaphore.try_take()
+            taken = taken or semaphore.try_wait()
             return [] if taken else [rank]
 
         def listen(_: int, timeout_s: float) -> None:
             nonlocal taken
-            taken = semaphore.take(timeout_s)
+            taken = semaphore.wait(timeout_s)
 
         with self._explained():
             self._peer_wait.wait(late, listen, lambda: what, deadline_s=time.monotonic() + self._timeout_s)
 
     def abort(self, reason: str) -> None:
         """Make the other ranks raise where they wait."""
-        self._peer_wait.tell(reason)
+        self._peer_wait.abort(reason)
 
     @property
     def abort_reason(self) -> str | None:
