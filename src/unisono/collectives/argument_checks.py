@@ -19,12 +19,12 @@ GroupArgument = dist.ProcessGroup | int | None
 
 
 def follows(tensor: Tensor) -> bool:
-    """Say whether autograd follows a tensor now."""
+    """Return True if autograd follows a tensor now."""
     return tensor.requires_grad and torch.is_grad_enabled()
 
 
 def only_tensor(value: Any, call: str) -> Tensor:
-    """Give the tensor that a value is. Raises: TypeError for anything else."""
+    """Return the tensor that a value is. Raises: TypeError for anything else."""
     if isinstance(value, Tensor):
         return value
     raise TypeError(
@@ -33,14 +33,16 @@ def only_tensor(value: Any, call: str) -> Tensor:
     )
 
 
-def check_one_for_each(link: Group, values: Any, name: str) -> Sequence[Any]:
+def check_one_for_each(group: Group, values: Any, name: str) -> Sequence[Any]:
     """Raises: TypeError for what is no list, ValueError for a list without a value for each rank."""
     if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
         raise TypeError(
-            f"{name} is {describe(values)}: give a list with a value for each of {link.size} ranks, or a tensor"
+            f"{name} is {describe(values)}: give a list with a value for each of {group.size} ranks, or a tensor"
         )
-    if len(values) != link.size:
-        raise ValueError(f"{name} has {len(values)} entries for {link.size} ranks: give one for each rank of the group")
+    if len(values) != group.size:
+        raise ValueError(
+            f"{name} has {len(values)} entries for {group.size} ranks: give one for each rank of the group"
+        )
     return values
 
 

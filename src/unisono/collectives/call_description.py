@@ -1,7 +1,7 @@
-"""How the calls of ranks are told in messages: who called what, with what, where, and in what ranks differ.
+"""How the calls of ranks are described in errors: who called what, with what, where, and in what ranks differ.
 
-Ranks send such accounts to each other over the job's store in check mode (`collectives.check_mode`) and when a call is
-late (`collectives.watchdog`). Nothing here sends or waits. Start reading at `difference`.
+Ranks send such descriptions to each other over the job's store in check mode (`collectives.check_mode`) and when a call
+is late (`collectives.watchdog`). Nothing here sends or waits. Start reading at `difference`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Members:
 
 
 def kinds_of(value: Any, place: str = "value") -> Kinds:
-    """Give what a value is made of, as it must be on all ranks; what cannot be taken apart is named by its type."""
+    """Return what a value is made of, as it must be on all ranks; what cannot be taken apart is named by its type."""
     if isinstance(value, Tensor):
         return [(place, describe(value))]
     try:
@@ -69,7 +69,7 @@ def describe(value: Any) -> str:
 
 
 def user_frame(above: int = 0) -> FrameType:
-    """Give the frame outside of unisono and torch that is being executed; if there is none, the outermost.
+    """Return the frame outside of unisono and torch that is being executed; if there is none, the outermost.
 
     Args: above is how many frames over the caller's are known to be none; each costs time.
     """
@@ -95,7 +95,7 @@ def place_of(code: CodeType, instruction: int) -> str:
 
 
 def difference(entries: Sequence[dict[str, Any]], ranks: Sequence[int], *, absent: Sequence[int] = ()) -> str | None:
-    """Say in what the calls of ranks differ; None if they do not. Args: absent are ranks of which nothing is known."""
+    """Return in what the calls of ranks differ; None if they do not. Args: absent are ranks without a known call."""
     if len({entry["call"] for entry in entries}) > 1:
         why, remedy = "ranks call different things", "Make all ranks call the same, in the same order."
     else:

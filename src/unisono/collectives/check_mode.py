@@ -34,13 +34,13 @@ _LOOK_EVERY_S = 0.25
 
 
 def wanted() -> bool:
-    """Say whether the environment asks for check mode. Raises: ValueError for a value that is no answer."""
-    said = os.environ.get(CHECK_VARIABLE, "").lower()
-    if said in ("", "0", "false", "no", "off"):
+    """Return True if the environment asks for check mode. Raises: ValueError for a value that is no answer."""
+    found = os.environ.get(CHECK_VARIABLE, "").lower()
+    if found in ("", "0", "false", "no", "off"):
         return False
-    if said in ("1", "true", "yes", "on"):
+    if found in ("1", "true", "yes", "on"):
         return True
-    raise ValueError(f"{CHECK_VARIABLE}={said!r} in the environment must be 1 or 0")
+    raise ValueError(f"{CHECK_VARIABLE}={found!r} in the environment must be 1 or 0")
 
 
 class CallChecker:
@@ -57,7 +57,7 @@ class CallChecker:
         """Compare a call with those of the other ranks. Every rank of the group must come here.
 
         Args: call is the operation with its arguments, kinds what its value is made of, where that must agree;
-            described is what is said of a value that may differ.
+            described is how a value is described that may differ.
         Raises: RankMismatchError, PeerError on all ranks.
         """
         number, self._calls = self._calls, self._calls + 1
@@ -97,12 +97,12 @@ class CallChecker:
         if self._store.check([f"{page}/given up"]):
             raise PeerError(self._read(f"{page}/given up"))
         missing = [rank for rank in self._ranks if not self._store.check([f"{page}/{rank}"])]
-        said: dict[int, dict[str, Any]] = {}
+        found: dict[int, dict[str, Any]] = {}
         for rank in missing:
             if self._store.check([f"at/{rank}"]):
-                said[rank] = json.loads(self._read(f"at/{rank}"))
+                found[rank] = json.loads(self._read(f"at/{rank}"))
         left = [rank for rank in missing if self._store.check([f"left/{rank}"])]
-        crossed = [rank for rank in missing if rank in said and self._waits_for_us(said[rank], page)]
+        crossed = [rank for rank in missing if rank in found and self._waits_for_us(found[rank], page)]
         if not left and not crossed and not (late and missing):
             return
         why = (
@@ -114,7 +114,7 @@ class CallChecker:
         )
         lines = []
         for rank in self._ranks:
-            entry = said.get(rank) if rank in missing else json.loads(self._read(f"{page}/{rank}"))
+            entry = found.get(rank) if rank in missing else json.loads(self._read(f"{page}/{rank}"))
             if entry is None:
                 lines.append((rank, "has called nothing yet"))
             else:
@@ -125,13 +125,13 @@ class CallChecker:
         text = self._store.compare_set(f"{page}/given up", "", text).decode()
         raise PeerError(text)
 
-    def _waits_for_us(self, said: dict[str, Any], page: str) -> bool:
-        """Say whether a rank is in a call of another group that cannot end without this one."""
+    def _waits_for_us(self, found: dict[str, Any], page: str) -> bool:
+        """Return True if a rank is in a call of another group that cannot end without this one."""
         return (
-            said["page"] != page
-            and self._own in said["ranks"]
-            and not said["page"].startswith(f"{self._name}/")
-            and not self._store.check([f"{said['page']}/{self._own}"])
+            found["page"] != page
+            and self._own in found["ranks"]
+            and not found["page"].startswith(f"{self._name}/")
+            and not self._store.check([f"{found['page']}/{self._own}"])
         )
 
     def _read_all(self, keys: list[str]) -> list[bytes]:
@@ -149,14 +149,14 @@ class CallChecker:
 
 
 def _timeout_s() -> float:
-    said = os.environ.get(CHECK_TIMEOUT_VARIABLE)
-    if said:
+    found = os.environ.get(CHECK_TIMEOUT_VARIABLE)
+    if found:
         try:
-            seconds = float(said)
+            seconds = float(found)
         except ValueError:
             seconds = -1.0
         if not seconds > 0:
-            raise ValueError(f"{CHECK_TIMEOUT_VARIABLE}={said!r} in the environment must be a number of seconds")
+            raise ValueError(f"{CHECK_TIMEOUT_VARIABLE}={found!r} in the environment must be a number of seconds")
         return seconds
     job = current_job()
     return _TIMEOUT_S if job is None else job.timeout.total_seconds()

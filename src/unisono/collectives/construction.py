@@ -1,6 +1,6 @@
-"""Making something on every rank of a group, each by itself: a rank that cannot tells the others why.
+"""Making something on every rank of a group, each by itself: a rank that cannot is an error on all.
 
-Else they would wait for it in the collectives that follow. Whether ranks have made the same is for callers to compare.
+Otherwise they would wait for it in the collectives that follow. Callers compare whether ranks have made the same.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def construct_on_all(
-    link: Group,
+    group: Group,
     call: str,
     make: Callable[[], T],
     given: Callable[[T], Any],
@@ -28,14 +28,14 @@ def construct_on_all(
 ) -> tuple[T, list[Any]]:
     """Make something, and learn what all ranks were given for it. Every rank of the group must call it.
 
-    Args: call names it for people; given says of what was made what others are to know, picklable and small.
-    Returns: what was made here, and what `given` says on each rank, in the order of the group.
+    Args: call names it for people; given returns what the other ranks are to know of it, picklable and small.
+    Returns: what was made here, and what `given` returned on each rank, in the order of the group.
     Raises: one of `errors` that `make` raises, and PeerError on the other ranks.
     """
     try:
         made = make()
         sent: Outgoing = serialize(given(made))
     except errors as error:
-        sent = FailedSend(error)  # the other ranks are told, then it is raised here
-    everyone = [arrived.open() for arrived in object_transport.all_gather(link, call, sent)]
+        sent = FailedSend(error)  # raised on the other ranks, then here
+    everyone = [arrived.open() for arrived in object_transport.all_gather(group, call, sent)]
     return made, everyone

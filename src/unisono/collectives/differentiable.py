@@ -22,31 +22,31 @@ from unisono.collectives.reduce_ops import OpName
 __all__ = ["all_gather_flat", "all_reduce", "all_to_all_flat", "attach", "reduce", "reduce_scatter"]
 
 
-def all_reduce(link: Group, tensor: Tensor, op: OpName) -> Tensor:
+def all_reduce(group: Group, tensor: Tensor, op: OpName) -> Tensor:
     """Combine the tensors of all ranks. Min and max share the gradient among equal values, as `torch.amax` does."""
-    return _AllReduce.apply(link, op, tensor)  # type: ignore[no-any-return, no-untyped-call]
+    return _AllReduce.apply(group, op, tensor)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def reduce(link: Group, tensor: Tensor, op: OpName, dst: int) -> Tensor:
+def reduce(group: Group, tensor: Tensor, op: OpName, dst: int) -> Tensor:
     """Combine on one rank; the others get a zero without dimensions that takes part in the graph."""
-    return _Reduce.apply(link, op, dst, tensor)  # type: ignore[no-any-return, no-untyped-call]
+    return _Reduce.apply(group, op, dst, tensor)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def reduce_scatter(link: Group, tensor: Tensor, op: OpName) -> Tensor:
+def reduce_scatter(group: Group, tensor: Tensor, op: OpName) -> Tensor:
     """Combine, and give each rank its part of the first dimension. Parts are equal."""
     if op not in ("sum", "mean"):
-        return all_reduce(link, tensor, op).chunk(link.size)[link.rank].clone()
-    return _ReduceScatter.apply(link, op, tensor)  # type: ignore[no-any-return, no-untyped-call]
+        return all_reduce(group, tensor, op).chunk(group.size)[group.rank].clone()
+    return _ReduceScatter.apply(group, op, tensor)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def all_gather_flat(link: Group, tensor: Tensor) -> Tensor:
-    """Give all ranks the tensors of all, one after the other along the first dimension."""
-    return _AllGather.apply(link, tensor)  # type: ignore[no-any-return, no-untyped-call]
+def all_gather_flat(group: Group, tensor: Tensor) -> Tensor:
+    """Send the tensors of all ranks to all, one after the other along the first dimension."""
+    return _AllGather.apply(group, tensor)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def all_to_all_flat(link: Group, tensor: Tensor, leaving: Sequence[int], coming: Sequence[int]) -> Tensor:
-    """Give rank r the r-th part of every rank, one after the other along the first dimension."""
-    return _AllToAll.apply(link, leaving, coming, tensor)  # type: ignore[no-any-return, no-untyped-call]
+def all_to_all_flat(group: Group, tensor: Tensor, leaving: Sequence[int], coming: Sequence[int]) -> Tensor:
+    """Send rank r the r-th part of every rank, one after the other along the first dimension."""
+    return _AllToAll.apply(group, leaving, coming, tensor)  # type: ignore[no-any-return, no-untyped-call]
 
 
 SendBack = Callable[[Sequence[Tensor]], Sequence[Tensor | None]]
@@ -65,91 +65,91 @@ def attach(sources: Sequence[Tensor], received: Sequence[Tensor], send_back: Sen
 
 class _AllReduce(Function):
     @staticmethod
-    def forward(ctx: Any, link: Group, op: OpName, tensor: Tensor) -> Tensor:
-        result = tensor_collectives.all_reduce(link, tensor, op)
-        ctx.link, ctx.op = link, op
+    def forward(ctx: Any, group: Group, op: OpName, tensor: Tensor) -> Tensor:
+        result = tensor_collectives.all_reduce(group, tensor, op)
+        ctx.group, ctx.op = group, op
         if op not in ("sum", "mean"):
             ctx.save_for_backward(tensor, result)
         return result
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor]:
-        total = all_reduce(ctx.link, gradient, "sum")
+        total = all_reduce(ctx.group, gradient, "sum")
         return None, None, _spread(ctx, total)
 
 
 class _Reduce(Function):
     @staticmethod
-    def forward(ctx: Any, link: Group, op: OpName, dst: int, tensor: Tensor) -> Tensor:
+    def forward(ctx: Any, group: Group, op: OpName, dst: int, tensor: Tensor) -> Tensor:
         if op in ("sum", "mean"):
-            result = tensor_collectives.reduce(link, tensor, op, dst)
+            result = tensor_collectives.reduce(group, tensor, op, dst)
         else:
-            everywhere = tensor_collectives.all_reduce(link, tensor, op)
+            everywhere = tensor_collectives.all_reduce(group, tensor, op)
             ctx.save_for_backward(tensor, everywhere)
-            result = everywhere if link.rank == dst else None
-        ctx.link, ctx.op, ctx.dst, ctx.like = link, op, dst, torch.empty_like(tensor, device="meta")
+            result = everywhere if group.rank == dst else None
+        ctx.group, ctx.op, ctx.dst, ctx.like = group, op, dst, torch.empty_like(tensor, device="meta")
         ctx.device = tensor.device
         return tensor.new_zeros(()) if result is None else result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, Tensor]:
-        if ctx.link.rank != ctx.dst:
+        if ctx.group.rank != ctx.dst:
             gradient = torch.zeros(ctx.like.shape, dtype=ctx.like.dtype, device=ctx.device)
-        return None, None, None, _spread(ctx, tensor_collectives.broadcast(ctx.link, gradient, ctx.dst))
+        return None, None, None, _spread(ctx, tensor_collectives.broadcast(ctx.group, gradient, ctx.dst))
 
 
 def _spread(ctx: Any, total: Tensor) -> Tensor:
     """Turn the gradient of a combined tensor into that of this rank's part."""
-    link: Group = ctx.link
+    group: Group = ctx.group
     op: OpName = ctx.op
     if op == "sum":
         return total
     if op == "mean":
-        return total / link.size
+        return total / group.size
     tensor: Tensor
     result: Tensor
     tensor, result = ctx.saved_tensors
     if op == "product":
-        parts = all_gather_flat(link, tensor.reshape(1, -1))
-        others = torch.cat([parts[: link.rank], parts[link.rank + 1 :]]).prod(0).reshape(tensor.shape)
+        parts = all_gather_flat(group, tensor.reshape(1, -1))
+        others = torch.cat([parts[: group.rank], parts[group.rank + 1 :]]).prod(0).reshape(tensor.shape)
         return total * others.conj()
     chosen = (tensor.detach() == result.detach()).to(total.dtype)
-    return total * chosen / tensor_collectives.all_reduce(link, chosen, "sum")
+    return total * chosen / tensor_collectives.all_reduce(group, chosen, "sum")
 
 
 class _ReduceScatter(Function):
     @staticmethod
-    def forward(ctx: Any, link: Group, op: OpName, tensor: Tensor) -> Tensor:
-        ctx.link, ctx.op = link, op
-        return tensor_collectives.reduce_scatter(link, tensor, op)
+    def forward(ctx: Any, group: Group, op: OpName, tensor: Tensor) -> Tensor:
+        ctx.group, ctx.op = group, op
+        return tensor_collectives.reduce_scatter(group, tensor, op)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor]:
-        whole = all_gather_flat(ctx.link, gradient)
-        return None, None, whole / ctx.link.size if ctx.op == "mean" else whole
+        whole = all_gather_flat(ctx.group, gradient)
+        return None, None, whole / ctx.group.size if ctx.op == "mean" else whole
 
 
 class _AllGather(Function):
     @staticmethod
-    def forward(ctx: Any, link: Group, tensor: Tensor) -> Tensor:
-        ctx.link = link
-        return tensor_collectives.all_gather_flat(link, tensor)
+    def forward(ctx: Any, group: Group, tensor: Tensor) -> Tensor:
+        ctx.group = group
+        return tensor_collectives.all_gather_flat(group, tensor)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
-        return None, reduce_scatter(ctx.link, gradient, "sum")
+        return None, reduce_scatter(ctx.group, gradient, "sum")
 
 
 class _AllToAll(Function):
     @staticmethod
-    def forward(ctx: Any, link: Group, leaving: Sequence[int], coming: Sequence[int], tensor: Tensor) -> Tensor:
-        ctx.link, ctx.leaving, ctx.coming = link, leaving, coming
-        return tensor_collectives.all_to_all_flat(link, tensor, leaving, coming)
+    def forward(ctx: Any, group: Group, leaving: Sequence[int], coming: Sequence[int], tensor: Tensor) -> Tensor:
+        ctx.group, ctx.leaving, ctx.coming = group, leaving, coming
+        return tensor_collectives.all_to_all_flat(group, tensor, leaving, coming)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, Tensor]:
-        return None, None, None, all_to_all_flat(ctx.link, gradient, ctx.coming, ctx.leaving)
+        return None, None, None, all_to_all_flat(ctx.group, gradient, ctx.coming, ctx.leaving)
 
 
 class _Attached(Function):

@@ -1,8 +1,8 @@
-"""A cell: the bytes of fixed size that go before a value, with the value inside where it fits.
+"""The envelope: bytes of a fixed size that go before a value, with the value inside where it fits.
 
-Pure: `write_envelope` makes one of a parcel, or of the reason why there is none, and `read_envelope` reads it. A cell
-carries the name of the call, so that ranks which call different things find out. Sending is
-`collectives.object_transport`'s.
+Pure: `write_envelope` makes one of a payload, or of the reason why there is none, and `read_envelope` reads it. An
+envelope carries the name of the call, so that ranks which call different things find out. It is sent by
+`collectives.object_transport`.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ __all__ = [
 ]
 
 ENVELOPE_NBYTES = 1024
-"""Bytes of a cell. Up to some KiB the size does not matter for the time."""
+"""Bytes of an envelope. Up to some KiB the size does not matter for the time."""
 _HEAD = struct.Struct("<HHBxxxQQQ")
 _MAGIC = 0x5E11
-_FAILED, _ACCELERATED, _BODY_HERE, _DATA_HERE, _MORE, _FOLLOWED, _GRAD_MODE = 1, 2, 4, 8, 16, 32, 64
+_FLAGS = _FAILED, _ACCELERATED, _BODY_HERE, _DATA_HERE, _MORE, _FOLLOWED, _GRAD_MODE = 1, 2, 4, 8, 16, 32, 64
 LONGEST_CALL = 200
 """Bytes of the name of a call; what is longer is cut."""
 _ALIGN = 16
@@ -40,7 +40,7 @@ _ALIGN = 16
 
 @dataclass(frozen=True, slots=True)
 class FailedSend:
-    """In place of a parcel: why this rank cannot take part. The others are told, and then it is raised here."""
+    """In place of a payload: why this rank cannot take part. It is raised on the other ranks too, then here."""
 
     error: Exception
 
@@ -50,57 +50,35 @@ Outgoing = Payload | FailedSend
 
 @dataclass(slots=True)
 class Envelope:
-    """A cell that was read."""
+    """An envelope that was read."""
 
     call: str
-    flags: int
     body_nbytes: int
     data_nbytes: int
     padded: int
     """In a scatter: bytes to which all rests are filled up; 0 if each comes by itself."""
     body: bytes
-    """Of the parcel, or the text of a failure; empty if it comes after the cell."""
+    """Of the payload, or the text of a failure; empty if it comes after the envelope."""
     data: bytes
-    """Those of the tensors; empty if they come after the cell."""
-
-    @property
-    def failed(self) -> bool:
-        """Whether the sender cannot take part."""
-        return bool(self.flags & _FAILED)
-
-    @property
-    def accelerated(self) -> bool:
-        """Whether a tensor that is sent lies on something else than the CPU."""
-        return bool(self.flags & _ACCELERATED)
-
-    @property
-    def body_here(self) -> bool:
-        """Whether the body is in the cell."""
-        return bool(self.flags & _BODY_HERE)
-
-    @property
-    def data_here(self) -> bool:
-        """Whether the bytes of the tensors are in the cell."""
-        return bool(self.flags & _DATA_HERE)
-
-    @property
-    def more(self) -> bool:
-        """Whether the sender has something for anybody that does not fit into cells."""
-        return bool(self.flags & _MORE)
-
-    @property
-    def followed(self) -> bool:
-        """Whether autograd follows a tensor that the sender has for anybody."""
-        return bool(self.flags & _FOLLOWED)
-
-    @property
-    def in_grad_mode(self) -> bool:
-        """Whether the sender is in grad mode."""
-        return bool(self.flags & _GRAD_MODE)
+    """Those of the tensors; empty if they come after the envelope."""
+    failed: bool
+    """True if the sender cannot take part."""
+    accelerated: bool
+    """True if a tensor that is sent lies on another device than the CPU."""
+    body_here: bool
+    """True if the body is in the envelope."""
+    data_here: bool
+    """True if the bytes of the tensors are in the envelope."""
+    more: bool
+    """True if the sender has something for any rank that does not fit into envelopes."""
+    followed: bool
+    """True if autograd follows a tensor that the sender has for any rank."""
+    in_grad_mode: bool
+    """True if the sender is in grad mode."""
 
     @property
     def rest_nbytes(self) -> int:
-        """Bytes that come after the cell."""
+        """Bytes that come after the envelope."""
         body = 0 if self.body_here else aligned(self.body_nbytes)
         return body + (0 if self.data_here else self.data_nbytes)
 
@@ -114,7 +92,7 @@ def write_envelope(
     more: bool = False,
     followed: bool = False,
 ) -> bytes:
-    """Write a cell."""
+    """Return the bytes of an envelope."""
     name = call.encode()[:LONGEST_CALL]
     room = ENVELOPE_NBYTES - _HEAD.size - len(name)
     flags = _ACCELERATED * accelerated | _MORE * more | _FOLLOWED * followed | _GRAD_MODE * torch.is_grad_enabled()
@@ -138,7 +116,7 @@ def write_envelope(
 
 
 def read_envelope(raw: bytes, call: str, rank: int) -> Envelope:
-    """Read a cell. Raises: RankMismatchError if it is none."""
+    """Read an envelope. Raises: RankMismatchError if it is none."""
     magic, name_nbytes, flags, body_nbytes, data_nbytes, padded = _HEAD.unpack_from(raw)
     if magic != _MAGIC:
         raise RankMismatchError(
@@ -150,11 +128,11 @@ def read_envelope(raw: bytes, call: str, rank: int) -> Envelope:
     body = raw[start : start + body_nbytes] if flags & _BODY_HERE else b""
     start += len(body)
     data = raw[start : start + data_nbytes] if flags & _DATA_HERE else b""
-    return Envelope(name, flags, body_nbytes, data_nbytes, padded, body, data)
+    return Envelope(name, body_nbytes, data_nbytes, padded, body, data, *(bool(flags & bit) for bit in _FLAGS))
 
 
 def to_bytes(tensor: Tensor) -> bytes:
-    """Give the content of a tensor of bytes."""
+    """Return the content of a tensor of bytes."""
     here = tensor.cpu()
     return ctypes.string_at(here.data_ptr(), here.numel()) if here.numel() else b""
 

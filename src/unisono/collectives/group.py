@@ -34,7 +34,7 @@ class Group:
     """A group as its collectives see it."""
 
     reference: ref[dist.ProcessGroup] | None = None
-    """To the group, which a link does not keep alive: links stay as long as their groups. None: this process alone."""
+    """To the group, which this does not keep alive: `Group`s stay as long as their groups. None: this process alone."""
     rank: int = 0
     """Number of this rank within the group."""
     ranks: tuple[int, ...] = (0,)
@@ -43,7 +43,7 @@ class Group:
     """Types of devices that travel as they are, with the backend that moves them."""
     check: CallChecker | None = None
     """Compares calls between ranks, in check mode."""
-    late: CallWatchdog | None = None
+    watchdog: CallWatchdog | None = None
     """Compares calls that do not end, where the backend cannot tell and can be waited for: gloo."""
 
     def run(
@@ -55,15 +55,15 @@ class Group:
             call: what it is, for errors; see `collectives.watchdog`.
             value: a tensor, whose type and size must be those of all ranks, or a description.
         """
-        group, late = self.group, self.late
-        if late is None or not (isinstance(value, str) or value.is_cpu or value.device.type not in self.backends):
-            operation(*args, group=group, **kwargs)
+        process_group, watchdog = self.process_group, self.watchdog
+        if watchdog is None or not (isinstance(value, str) or value.is_cpu or value.device.type not in self.backends):
+            operation(*args, group=process_group, **kwargs)
         else:
-            kwargs["group"] = group
-            late.run(call, value, operation, args, kwargs)
+            kwargs["group"] = process_group
+            watchdog.run(call, value, operation, args, kwargs)
 
     @property
-    def group(self) -> dist.ProcessGroup | None:
+    def process_group(self) -> dist.ProcessGroup | None:
         """The group; None for this process alone."""
         return None if self.reference is None else self.reference()
 
@@ -83,14 +83,14 @@ class Group:
         return next((name for name in self.backends if name != "cpu"), None)
 
     def bytes_device(self, *, accelerated: bool = False) -> torch.device:
-        """Give the device on which bytes travel. Args: accelerated asks for the accelerator if there is one."""
+        """Return the device on which bytes travel. Args: accelerated asks for the accelerator if there is one."""
         other = self.accelerator
         if other is None or ("cpu" in self.backends and not accelerated):
             return _CPU
         return own_device(other)
 
     def device_for(self, tensor: Tensor) -> torch.device:
-        """Give the device on which a tensor travels: its own where the backend takes it. Raises: TypeError."""
+        """Return the device on which a tensor travels: its own where the backend takes it. Raises: TypeError."""
         if tensor.is_cpu and "cpu" in self.backends:
             return _CPU
         if tensor.is_meta:
@@ -116,7 +116,7 @@ class Group:
 SINGLE_PROCESS = Group()
 """A process without a group."""
 
-_links: WeakKeyDictionary[dist.ProcessGroup, Group] = WeakKeyDictionary()
+_groups: WeakKeyDictionary[dist.ProcessGroup, Group] = WeakKeyDictionary()
 _of_parent: WeakKeyDictionary[dist.ProcessGroup, Group] = WeakKeyDictionary()
 """What was known in the process from which this one was forked, which is no member itself."""
 _watching_forks = False
@@ -130,10 +130,10 @@ def group_of(group: dist.ProcessGroup | int | None) -> Group:
     found = require_group(group)
     if found is None:
         return SINGLE_PROCESS
-    link = _links.get(found)
-    if link is None:
-        link = _links[found] = _look_at(found)
-    return link
+    known = _groups.get(found)
+    if known is None:
+        known = _groups[found] = _describe(found)
+    return known
 
 
 def describe_ranks(ranks: Sequence[int]) -> str:
@@ -151,14 +151,14 @@ def describe_ranks(ranks: Sequence[int]) -> str:
 
 
 def own_device(kind: str) -> torch.device:
-    """Give this process's device of a type: the current one."""
+    """Return this process's device of a type: the current one."""
     if kind == "cpu":
         return _CPU
     module = torch.get_device_module(kind)
     return torch.device(kind, module.current_device())
 
 
-def _look_at(group: dist.ProcessGroup) -> Group:
+def _describe(group: dist.ProcessGroup) -> Group:
     global _watching_forks  # noqa: PLW0603  the system keeps what is registered for ever
     if group in _of_parent:
         raise GroupError(
@@ -172,14 +172,14 @@ def _look_at(group: dist.ProcessGroup) -> Group:
     pairs = [pair.split(":") for pair in str(dist.get_backend_config(group)).split(",")]
     backends = {device: name for device, name in pairs if device == "cpu" or name not in _CPU_BACKENDS}
     ranks = tuple(dist.get_process_group_ranks(group))
-    own, check, late = group.rank(), None, None
+    own, check, watchdog = group.rank(), None, None
     described = "" if group is dist.group.WORLD else describe_ranks(ranks)
     members = Members(group=group.group_name, own=ranks[own], ranks=ranks, described=described)
     if wanted() and len(ranks) > 1:
         check = CallChecker(_store("unisono_check"), members)
     if backends.get("cpu") == "gloo":
-        late = CallWatchdog(_store("unisono_late"), members)
-    return Group(reference=ref(group), rank=own, ranks=ranks, backends=backends, check=check, late=late)
+        watchdog = CallWatchdog(_store("unisono_late"), members)
+    return Group(reference=ref(group), rank=own, ranks=ranks, backends=backends, check=check, watchdog=watchdog)
 
 
 def _store(name: str) -> dist.Store:  # type: ignore[name-defined]
@@ -188,5 +188,5 @@ def _store(name: str) -> dist.Store:  # type: ignore[name-defined]
 
 def _forget() -> None:
     """Take leave of the parent's groups, in a process that was forked."""
-    _of_parent.update(_links)
-    _links.clear()
+    _of_parent.update(_groups)
+    _groups.clear()

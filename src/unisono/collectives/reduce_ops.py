@@ -40,7 +40,7 @@ _UNORDERED = frozenset({"min", "max"})
 
 
 def read_op(op: Op) -> OpName:
-    """Give the name of an operation. Raises: ValueError for one that is not known.
+    """Return the name of an operation. Raises: ValueError for one that is not known.
 
     >>> read_op("sum"), read_op(dist.ReduceOp.AVG)
     ('sum', 'mean')
@@ -69,7 +69,7 @@ def check_dtype(dtype: torch.dtype, op: OpName, what: str) -> None:
 
 
 def carrier_of(dtype: torch.dtype, op: OpName) -> torch.dtype:
-    """Give the type as which a tensor travels: one that every backend can combine.
+    """Return the type as which a tensor travels: one that every backend can combine.
 
     A sum or product of bool counts, as `torch.sum` does, and stays int64.
 

@@ -43,20 +43,20 @@ def all_reduce(value: Any, op: Op = "sum", *, group: GroupArgument = None) -> An
     Raises: TypeError for what cannot be combined so; RankMismatchError on every rank that says where structures, shapes
     or types differ. Tensors given by themselves are compared in check mode, and over gloo if the call is late.
     """
-    link = group_of(group)
-    if link.size > 1:
+    members = group_of(group)
+    if members.size > 1:
         warn_if_dropped("comm.all_reduce")
     if isinstance(value, Tensor):
         name = read_op(op)
         check_dtype(value.dtype, name, "the tensor")
-        if link.check is not None:
-            link.check.compare(f"all_reduce with op {name!r}", kinds_of(value))
+        if members.check is not None:
+            members.check.compare(f"all_reduce with op {name!r}", kinds_of(value))
         if follows(value):
-            return followed.all_reduce(link, value, name)
-        return tensor_collectives.all_reduce(link, value, name)
-    agreed = _agree(link, f"all_reduce with op {_written(op)}", [value], op)
+            return followed.all_reduce(members, value, name)
+        return tensor_collectives.all_reduce(members, value, name)
+    agreed = _agree(members, f"all_reduce with op {_written(op)}", [value], op)
     module = followed if agreed.follows else tensor_collectives
-    return agreed.build(0, [module.all_reduce(link, flat, agreed.op) for flat in agreed.flats(0)])
+    return agreed.build(0, [module.all_reduce(members, flat, agreed.op) for flat in agreed.flats(0)])
 
 
 def reduce(
@@ -73,24 +73,24 @@ def reduce(
     Returns: on dst what `all_reduce` gives; None elsewhere.
     Raises: as `all_reduce`.
     """
-    link = group_of(group)
+    members = group_of(group)
     if isinstance(value, Tensor):
-        root, name = link.index_of(dst, "dst"), read_op(op)
+        root, name = members.index_of(dst, "dst"), read_op(op)
         check_dtype(value.dtype, name, "the tensor")
-        if link.check is not None:
-            link.check.compare(f"reduce to rank {dst} with op {name!r}", kinds_of(value))
+        if members.check is not None:
+            members.check.compare(f"reduce to rank {dst} with op {name!r}", kinds_of(value))
         if differentiable and torch.is_grad_enabled():
-            return followed.reduce(link, value, name, root)
-        return tensor_collectives.reduce(link, value, name, root)
-    agreed = _agree(link, f"reduce to rank {dst} with op {_written(op)}", [value], op, dst=dst)
-    root, name = link.index_of(dst, "dst"), agreed.op
+            return followed.reduce(members, value, name, root)
+        return tensor_collectives.reduce(members, value, name, root)
+    agreed = _agree(members, f"reduce to rank {dst} with op {_written(op)}", [value], op, dst=dst)
+    root, name = members.index_of(dst, "dst"), agreed.op
     if differentiable and agreed.follows:
-        results: list[Any] = [followed.reduce(link, flat, name, root) for flat in agreed.flats(0)]
-        if link.rank != root:
+        results: list[Any] = [followed.reduce(members, flat, name, root) for flat in agreed.flats(0)]
+        if members.rank != root:
             return torch.stack(results).sum() if results else torch.zeros(())
     else:
-        results = [tensor_collectives.reduce(link, flat, name, root) for flat in agreed.flats(0)]
-    return agreed.build(0, results) if link.rank == root else None
+        results = [tensor_collectives.reduce(members, flat, name, root) for flat in agreed.flats(0)]
+    return agreed.build(0, results) if members.rank == root else None
 
 
 def reduce_scatter(values: Sequence[Any] | Tensor, op: Op = "sum", *, group: GroupArgument = None) -> Any:
@@ -104,42 +104,42 @@ def reduce_scatter(values: Sequence[Any] | Tensor, op: Op = "sum", *, group: Gro
     Returns: what `all_reduce` gives for the r-th values, on the r-th rank.
     Raises: as `all_reduce`, and ValueError if values cannot be divided among the ranks.
     """
-    link = group_of(group)
+    members = group_of(group)
     if isinstance(values, Tensor):
         name = read_op(op)
-        check_parts(values, link.size)
+        check_parts(values, members.size)
         check_dtype(values.dtype, name, "the tensor")
-        if link.check is not None:
-            link.check.compare(f"reduce_scatter with op {name!r}", kinds_of(values))
+        if members.check is not None:
+            members.check.compare(f"reduce_scatter with op {name!r}", kinds_of(values))
         if follows(values):
-            return followed.reduce_scatter(link, values, name)
-        return tensor_collectives.reduce_scatter(link, values, name)
-    agreed = _agree(link, f"reduce_scatter with op {_written(op)}", values, op, one_for_each=True)
+            return followed.reduce_scatter(members, values, name)
+        return tensor_collectives.reduce_scatter(members, values, name)
+    agreed = _agree(members, f"reduce_scatter with op {_written(op)}", values, op, one_for_each=True)
     name = agreed.op
     module = followed if agreed.follows else tensor_collectives
     results = []
-    for parts in zip(*(agreed.flats(index) for index in range(link.size)), strict=True):
+    for parts in zip(*(agreed.flats(index) for index in range(members.size)), strict=True):
         sizes = [part.numel() for part in parts]
         if len(set(sizes)) == 1:
-            results.append(module.reduce_scatter(link, torch.cat(parts), name))
+            results.append(module.reduce_scatter(members, torch.cat(parts), name))
         else:  # not every backend divides unequally
-            results.append(module.all_reduce(link, torch.cat(parts), name).split(sizes)[link.rank])
-    return agreed.build(link.rank, results)
+            results.append(module.all_reduce(members, torch.cat(parts), name).split(sizes)[members.rank])
+    return agreed.build(members.rank, results)
 
 
 @dataclass(frozen=True, slots=True)
 class _Agreed:
     """Values of which all ranks know that they have the same structure."""
 
-    link: Group
+    group: Group
     op: OpName
     parts: list[Parts]
     numbers: list[list[int | float]]
     """Those of each rank, over all parts."""
     follows: bool
-    """Whether some rank asks for gradients."""
+    """True if some rank asks for gradients."""
     accelerated: bool
-    """Whether some rank has a tensor that is not on the CPU."""
+    """True if some rank has a tensor that is not on the CPU."""
 
     @property
     def dtypes(self) -> list[torch.dtype]:
@@ -148,7 +148,7 @@ class _Agreed:
         return sorted(found, key=str)
 
     def flats(self, part: int) -> list[Tensor]:
-        """Give the tensors of a part as one vector for each type."""
+        """Return the tensors of a part as one vector for each type."""
         found = [leaf.value for leaf in self.parts[part].leaves if isinstance(leaf.value, Tensor)]
         return [self._flat([tensor for tensor in found if tensor.dtype == dtype], dtype) for dtype in self.dtypes]
 
@@ -170,7 +170,7 @@ class _Agreed:
         return self.parts[part].build(results)
 
     def _flat(self, those: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        device = self.link.bytes_device(accelerated=self.accelerated)
+        device = self.group.bytes_device(accelerated=self.accelerated)
         if not those:
             return torch.empty(0, dtype=dtype, device=device)
         flat = torch.cat([(t if self.follows else t.detach()).to(device).reshape(-1) for t in those])
@@ -180,15 +180,17 @@ class _Agreed:
 
 
 def _agree(
-    link: Group, call: str, values: Any, op: Op, *, dst: int | None = None, one_for_each: bool = False
+    group: Group, call: str, values: Any, op: Op, *, dst: int | None = None, one_for_each: bool = False
 ) -> _Agreed:
     """Tell the others the structure of this rank's values, and hear theirs.
 
     The other arguments are looked at here as well, so that the others hear of a wrong one.
     Raises: TypeError for values that cannot be combined, PeerError if another rank has such, RankMismatchError.
     """
-    if link.check is not None:
-        link.check.compare(call, kinds_of(values if one_for_each else values[0], "values" if one_for_each else "value"))
+    if group.check is not None:
+        group.check.compare(
+            call, kinds_of(values if one_for_each else values[0], "values" if one_for_each else "value")
+        )
     of = describe(values if one_for_each else values[0])
     parts: list[Parts] = []
     kinds: list[tuple[str, str]] = []
@@ -196,9 +198,9 @@ def _agree(
     try:
         name = read_op(op)
         if dst is not None:
-            link.index_of(dst, "dst")
+            group.index_of(dst, "dst")
         if one_for_each:
-            values = check_one_for_each(link, values, "values")
+            values = check_one_for_each(group, values, "values")
         names = [f"values[{i}]" for i in range(len(values))] if one_for_each else ["value"]
         parts = [take_apart(value, place=name) for value, name in zip(values, names, strict=True)]
         leaves = [leaf for part in parts for leaf in part.leaves]
@@ -212,15 +214,15 @@ def _agree(
         sent: Outgoing = serialize((digest, numbers, follows, torch.is_grad_enabled(), accelerated))
     except (TypeError, ValueError, RecursionError) as error:
         sent = FailedSend(error)
-    heard = [one.open() for one in object_transport.all_gather(link, call, sent, of=of)]
+    heard = [one.open() for one in object_transport.all_gather(group, call, sent, of=of)]
     if len({each[0] for each in heard}) > 1:
-        told = [one.open() for one in object_transport.all_gather(link, call, serialize(kinds))]
-        raise RankMismatchError(f"{call}: {compare(told, link.ranks)}: make the values alike on all ranks")
-    asking = [rank for rank, each in zip(link.ranks, heard, strict=True) if each[2]]
-    deaf = [rank for rank, each in zip(link.ranks, heard, strict=True) if not each[3]]
-    if asking and deaf:
-        raise RankMismatchError(object_transport.tell_modes(call, asking, deaf))
-    return _Agreed(link, name, parts, [each[1] for each in heard], bool(asking), any(each[4] for each in heard))
+        everyone = [one.open() for one in object_transport.all_gather(group, call, serialize(kinds))]
+        raise RankMismatchError(f"{call}: {compare(everyone, group.ranks)}: make the values alike on all ranks")
+    asking = [rank for rank, each in zip(group.ranks, heard, strict=True) if each[2]]
+    without = [rank for rank, each in zip(group.ranks, heard, strict=True) if not each[3]]
+    if asking and without:
+        raise RankMismatchError(object_transport.describe_modes(call, asking, without))
+    return _Agreed(group, name, parts, [each[1] for each in heard], bool(asking), any(each[4] for each in heard))
 
 
 def _check_leaves(leaves: Sequence[Leaf], op: OpName) -> None:

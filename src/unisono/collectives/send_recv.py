@@ -32,15 +32,15 @@ def send(value: Any, dst: int, *, tag: int = 0, group: GroupArgument = None) -> 
 
     Raises: TypeError for a value that cannot be pickled, and PeerError on dst.
     """
-    link = group_of(group)
-    root = _other(link, dst, "dst")
+    members = group_of(group)
+    root = _other(members, dst, "dst")
     _check_tag(tag)
     try:
         with torch.no_grad():
             sent: Outgoing = serialize(value)
     except TypeError as error:
         sent = FailedSend(error)
-    object_transport.send(link, f"send to rank {dst}", sent, root, tag)
+    object_transport.send(members, f"send to rank {dst}", sent, root, tag)
 
 
 def recv(src: int | None = None, *, tag: int = 0, group: GroupArgument = None) -> Any:
@@ -53,33 +53,33 @@ def recv(src: int | None = None, *, tag: int = 0, group: GroupArgument = None) -
     Returns: the value, with tensors of its own, on this rank's device of the type that they had there.
     Raises: PeerError if the value could not be sent.
     """
-    link = group_of(group)
-    root = None if src is None else _other(link, src, "src")
+    members = group_of(group)
+    root = None if src is None else _other(members, src, "src")
     _check_tag(tag)
-    if root is None and "cpu" not in link.backends:
+    if root is None and "cpu" not in members.backends:
         raise ValueError(
-            f"{link.accelerator and link.backends[link.accelerator]} cannot receive from any rank: give src"
+            f"{members.accelerator and members.backends[members.accelerator]} cannot receive from any rank: give src"
         )
-    return object_transport.recv(link, root, tag).open()
+    return object_transport.recv(members, root, tag).open()
 
 
 def barrier(*, group: GroupArgument = None) -> None:
     """Wait until every rank of the group has called it. Args: group None is the whole job."""
-    link = group_of(group)
-    if link.group is None:
+    members = group_of(group)
+    if members.process_group is None:
         return
-    if link.check is not None:
-        link.check.compare("barrier")
-    device = link.bytes_device()
+    if members.check is not None:
+        members.check.compare("barrier")
+    device = members.bytes_device()
     if device.type == "cpu":
-        link.run(("barrier", None), "", dist.barrier)
+        members.run(("barrier", None), "", dist.barrier)
     else:
-        dist.barrier(group=link.group, device_ids=[device.index])
+        dist.barrier(group=members.process_group, device_ids=[device.index])
 
 
-def _other(link: Group, rank: int, argument: str) -> int:
-    found = link.index_of(rank, argument)
-    if found == link.rank:
+def _other(group: Group, rank: int, argument: str) -> int:
+    found = group.index_of(rank, argument)
+    if found == group.rank:
         raise ValueError(f"{argument}={rank} is this rank itself, and there is nothing to send: use the value as it is")
     return found
 

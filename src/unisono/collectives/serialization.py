@@ -21,7 +21,7 @@ from unisono.collectives.group import own_device
 from unisono.collectives.structure import children, step_into
 from unisono.errors import PeerError
 
-__all__ = ["Payload", "TensorFacts", "deserialize", "open_body", "own_copies", "serialize", "tensors_from"]
+__all__ = ["Payload", "TensorMeta", "copy_tensors", "deserialize", "read_tensor_metas", "serialize", "split_tensors"]
 
 _ALIGN = 16
 """Bytes; the largest element, a complex128, has as many."""
@@ -30,7 +30,7 @@ _LONGEST_PLACE = 200
 _LENGTH = struct.Struct("<I")
 
 
-class TensorFacts(NamedTuple):
+class TensorMeta(NamedTuple):
     """What a receiver must know of a tensor before it has the bytes."""
 
     dtype: torch.dtype
@@ -54,27 +54,27 @@ class Payload:
     """A value on its way."""
 
     body: bytes
-    facts: list[TensorFacts]
+    metas: list[TensorMeta]
     tensors: list[Tensor]
     """As the sender has them."""
 
     @property
     def data_nbytes(self) -> int:
         """Bytes of all tensors, with the gaps that align them."""
-        return sum(_padded(facts.nbytes) for facts in self.facts)
+        return sum(_padded(meta.nbytes) for meta in self.metas)
 
     @property
     def accelerated(self) -> bool:
-        """Whether a tensor lies on something else than the CPU."""
-        return any(facts.device != "cpu" for facts in self.facts)
+        """True if a tensor lies on something else than the CPU."""
+        return any(meta.device != "cpu" for meta in self.metas)
 
     @property
     def followed(self) -> bool:
-        """Whether autograd follows a tensor."""
-        return any(facts.follow == FOLLOWED for facts in self.facts)
+        """True if autograd follows a tensor."""
+        return any(meta.follow == FOLLOWED for meta in self.metas)
 
     def data(self, device: torch.device) -> Tensor:
-        """Give the bytes of all tensors, one after the other; those of a single one may be the tensor's own."""
+        """Return the bytes of all tensors, one after the other; those of a single one may be the tensor's own."""
         flats = [bytes_of(tensor) for tensor in self.tensors]
         if len(flats) == 1 and self.data_nbytes == flats[0].numel():
             return flats[0].to(device)
@@ -87,7 +87,7 @@ class Payload:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """Give the elements of a tensor as bytes, in order; without a copy where they lie in order."""
+    """Return the elements of a tensor as bytes, in order; without a copy where they lie in order."""
     dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
     if dense.numel() == 0:
         return torch.empty(0, dtype=torch.uint8, device=dense.device)
@@ -96,21 +96,21 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 
 def serialize(value: Any) -> Payload:
-    """Make a parcel of any object. Raises: TypeError that says which part of it cannot be pickled."""
+    """Make a payload of any object. Raises: TypeError that says which part of it cannot be pickled."""
     buffer = io.BytesIO()
     pickler = _Pickler(buffer, value)
     try:
         pickler.dump(value)
     except Exception as error:  # pickling runs code of the user's classes
         raise TypeError(_why_not(value, error)) from error
-    facts = pickle.dumps([(f.dtype, f.shape, f.device, f.follow) for f in pickler.facts], protocol=5)
-    return Payload(_LENGTH.pack(len(facts)) + facts + buffer.getvalue(), pickler.facts, pickler.tensors)
+    metas = pickle.dumps([(m.dtype, m.shape, m.device, m.follow) for m in pickler.metas], protocol=5)
+    return Payload(_LENGTH.pack(len(metas)) + metas + buffer.getvalue(), pickler.metas, pickler.tensors)
 
 
-def open_body(body: bytes) -> list[TensorFacts]:
-    """Read what a parcel says about its tensors."""
+def read_tensor_metas(body: bytes) -> list[TensorMeta]:
+    """Read the dtypes, shapes and devices of the tensors of a payload."""
     (length,) = _LENGTH.unpack_from(body)
-    return [TensorFacts(*facts) for facts in pickle.loads(body[_LENGTH.size : _LENGTH.size + length])]
+    return [TensorMeta(*meta) for meta in pickle.loads(body[_LENGTH.size : _LENGTH.size + length])]
 
 
 def deserialize(body: bytes, tensors: Sequence[Tensor]) -> Any:
@@ -127,18 +127,18 @@ def deserialize(body: bytes, tensors: Sequence[Tensor]) -> Any:
         ) from error
 
 
-def own_copies(parcel: Payload) -> list[Tensor]:
-    """Copy the tensors of a parcel as a receiver on another rank would get them."""
+def copy_tensors(payload: Payload) -> list[Tensor]:
+    """Copy the tensors of a payload as a receiver on another rank would get them."""
     return [
         tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
-        for tensor in parcel.tensors
+        for tensor in payload.tensors
     ]
 
 
-def tensors_from(data: Tensor | None, facts: Sequence[TensorFacts]) -> list[Tensor]:
+def split_tensors(data: Tensor | None, metas: Sequence[TensorMeta]) -> list[Tensor]:
     """Cut tensors out of the bytes that came, each with memory of its own and on its device."""
     tensors, start = [], 0
-    for each in facts:
+    for each in metas:
         device = local_device(each.device)
         if each.nbytes == 0:
             tensors.append(torch.empty(each.shape, dtype=each.dtype, device=device))
@@ -155,7 +155,7 @@ def tensors_from(data: Tensor | None, facts: Sequence[TensorFacts]) -> list[Tens
 
 
 def local_device(kind: str) -> torch.device:
-    """Give this rank's device of a type that another rank has; the CPU if this one has none."""
+    """Return this rank's device of a type that another rank has; the CPU if this one has none."""
     if kind != "cpu" and not torch.get_device_module(kind).is_available():
         kind = "cpu"
     return own_device(kind)
@@ -166,11 +166,11 @@ def _padded(nbytes: int) -> int:
 
 
 def _take(index: int) -> Tensor:
-    raise AssertionError(f"tensor {index} of a parcel was looked for outside of one")
+    raise AssertionError(f"tensor {index} of a payload was looked for outside of one")
 
 
 def _take_parameter(index: int, requires_grad: bool) -> torch.nn.Parameter:
-    raise AssertionError(f"parameter {index} of a parcel was looked for outside of one, {requires_grad=}")
+    raise AssertionError(f"parameter {index} of a payload was looked for outside of one, {requires_grad=}")
 
 
 class _Pickler(pickle.Pickler):
@@ -181,7 +181,7 @@ class _Pickler(pickle.Pickler):
         self._value = value
         self._in_structure: set[int] | None = None
         self.tensors: list[Tensor] = []
-        self.facts: list[TensorFacts] = []
+        self.metas: list[TensorMeta] = []
 
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
@@ -192,13 +192,13 @@ class _Pickler(pickle.Pickler):
         follow = NOT_FOLLOWED
         if (obj.is_floating_point() or obj.is_complex()) and self._is_in_structure(obj):
             follow = FOLLOWED if obj.requires_grad and torch.is_grad_enabled() else FOLLOWABLE
-        self.facts.append(TensorFacts(obj.dtype, tuple(obj.shape), obj.device.type, follow))
+        self.metas.append(TensorMeta(obj.dtype, tuple(obj.shape), obj.device.type, follow))
         if kind is torch.nn.Parameter and not self._is_in_structure(obj):
             return _take_parameter, (index, obj.requires_grad)  # one of a module, say, which must stay one
         return _take, (index,)
 
     def _is_in_structure(self, tensor: Tensor) -> bool:
-        """Say whether a tensor is reached by dicts, lists, tuples and dataclasses alone."""
+        """Return True if a tensor is reached by dicts, lists, tuples and dataclasses alone."""
         if self._in_structure is None:
             self._in_structure = {id(found) for found in _tensors_in(self._value)}
         return id(tensor) in self._in_structure
@@ -224,7 +224,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def travels_as_bytes(tensor: Tensor) -> bool:
-    """Say whether the elements are all that there is; other layouts are pickled in torch's way."""
+    """Return True if the elements are all that there is; other layouts are pickled in torch's way."""
     return tensor.layout == torch.strided and not tensor.is_quantized and tensor.device.type != "meta"
 
 
@@ -242,7 +242,7 @@ def _tensors_in(value: Any) -> list[Tensor]:
 
 
 def _why_not(value: Any, error: Exception) -> str:
-    """Say which part of a value cannot be pickled."""
+    """Return which part of a value cannot be pickled."""
     part, where = value, "value"
     while len(where) < _LONGEST_PLACE:
         for key, child in children(part) or ():

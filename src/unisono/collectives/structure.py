@@ -41,7 +41,7 @@ class Parts(NamedTuple):
 
 
 def children(value: Any) -> list[tuple[Any, Any]] | None:
-    """Give what a structure holds, as pairs of key and child; None for what is no structure."""
+    """Return what a structure holds, as pairs of key and child; None for what is no structure."""
     kind = type(value)
     if kind is list or isinstance(value, tuple):
         known = kind in (list, tuple) or hasattr(kind, "_fields") or hasattr(kind, "n_sequence_fields")
@@ -123,14 +123,14 @@ def _builder(value: Any, builders: list[tuple[Any, Callable[[Any], Any]]]) -> Ca
 
 
 def _plain_number(value: Any) -> int | float | None:
-    """Give the Python number that a scalar of another library is."""
+    """Return the Python number that a scalar of another library is."""
     if isinstance(value, numbers.Integral):
         return int(value)
     return float(value) if isinstance(value, numbers.Real) else None
 
 
 def signature(leaves: Iterable[Leaf]) -> list[tuple[str, str]]:
-    """Give place and kind of every leaf: what must be equal on all ranks."""
+    """Return place and kind of every leaf: what must be equal on all ranks."""
     return [(leaf.place, kind_of(leaf.value)) for leaf in leaves]
 
 
@@ -146,7 +146,7 @@ def kind_of(value: Any) -> str:
 
 
 def compare(signatures: Sequence[Sequence[tuple[str, str]]], ranks: Sequence[int]) -> str | None:
-    """Say where signatures of several ranks differ; None if they are equal.
+    """Return where signatures of several ranks differ; None if they are equal.
 
     >>> compare([[("value['b']", "float32 [4]")]] * 2 + [[("value['b']", "float32 [3]")]], [0, 1, 2])
     "value['b'] is float32 [3] on rank 2, float32 [4] on ranks 0, 1"

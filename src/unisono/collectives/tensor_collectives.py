@@ -30,136 +30,136 @@ _ALL_GATHER = ("all_gather with uniform=True", None)
 _ALL_TO_ALL = ("all_to_all with uniform=True", None)
 
 
-def all_reduce(link: Group, tensor: Tensor, op: OpName) -> Tensor:
+def all_reduce(group: Group, tensor: Tensor, op: OpName) -> Tensor:
     """Combine the tensors of all ranks."""
-    wire = _loaded(link, tensor, op)
-    if link.group is not None:
-        if _must_gather(link, wire, op):
-            wire = combine_tensors(all_gather(link, wire), op)
+    wire = _loaded(group, tensor, op)
+    if group.process_group is not None:
+        if _must_gather(group, wire, op):
+            wire = combine_tensors(all_gather(group, wire), op)
         else:
-            link.run(("all_reduce with op {!r}", op), tensor, dist.all_reduce, wire, WIRE_OPS[op])
-    return _unloaded(link, wire, tensor, op)
+            group.run(("all_reduce with op {!r}", op), tensor, dist.all_reduce, wire, WIRE_OPS[op])
+    return _unloaded(group, wire, tensor, op)
 
 
-def reduce(link: Group, tensor: Tensor, op: OpName, dst: int) -> Tensor | None:
+def reduce(group: Group, tensor: Tensor, op: OpName, dst: int) -> Tensor | None:
     """Combine the tensors of all ranks on one of them; the others get None."""
-    wire = _loaded(link, tensor, op)
-    if link.group is not None:
-        if _must_gather(link, wire, op):
-            parts = gather(link, wire, dst)
+    wire = _loaded(group, tensor, op)
+    if group.process_group is not None:
+        if _must_gather(group, wire, op):
+            parts = gather(group, wire, dst)
             wire = wire if parts is None else combine_tensors(parts, op)
         else:
-            root = link.ranks[dst]
-            link.run((f"reduce to rank {root} with op {{!r}}", op), tensor, dist.reduce, wire, root, WIRE_OPS[op])
-    return _unloaded(link, wire, tensor, op) if link.rank == dst else None
+            root = group.ranks[dst]
+            group.run((f"reduce to rank {root} with op {{!r}}", op), tensor, dist.reduce, wire, root, WIRE_OPS[op])
+    return _unloaded(group, wire, tensor, op) if group.rank == dst else None
 
 
-def reduce_scatter(link: Group, tensor: Tensor, op: OpName) -> Tensor:
+def reduce_scatter(group: Group, tensor: Tensor, op: OpName) -> Tensor:
     """Combine the tensors of all ranks, and give each rank its part of the first dimension. Parts are equal."""
-    if link.group is None:
-        return _unloaded(link, _loaded(link, tensor, op), tensor, op)
-    length = tensor.shape[0] // link.size
-    wire = _loaded(link, tensor, op, copies=False)
-    if _must_gather(link, wire, op):
-        part = combine_tensors(all_to_all(link, wire), op)
-    elif link.late is not None and wire.is_cpu:
+    if group.process_group is None:
+        return _unloaded(group, _loaded(group, tensor, op), tensor, op)
+    length = tensor.shape[0] // group.size
+    wire = _loaded(group, tensor, op, copies=False)
+    if _must_gather(group, wire, op):
+        part = combine_tensors(all_to_all(group, wire), op)
+    elif group.watchdog is not None and wire.is_cpu:
         # As gloo does it, whose own cannot be waited for in slices.
         if wire.data_ptr() == tensor.data_ptr():
             wire = wire.clone()
-        link.run((_REDUCE_SCATTER, op), tensor, dist.all_reduce, wire, WIRE_OPS[op])
-        part = wire[link.rank * length : (link.rank + 1) * length].clone()
+        group.run((_REDUCE_SCATTER, op), tensor, dist.all_reduce, wire, WIRE_OPS[op])
+        part = wire[group.rank * length : (group.rank + 1) * length].clone()
     else:
         part = wire.new_empty((length, *wire.shape[1:]))
-        link.run((_REDUCE_SCATTER, op), tensor, _reduce_scatter_single, part, wire, WIRE_OPS[op])
-    return _unloaded(link, part, tensor, op)
+        group.run((_REDUCE_SCATTER, op), tensor, _reduce_scatter_single, part, wire, WIRE_OPS[op])
+    return _unloaded(group, part, tensor, op)
 
 
-def all_gather(link: Group, tensor: Tensor) -> list[Tensor]:
-    """Give all ranks the tensors of all."""
-    wire = _wired(link, tensor)
-    if link.group is None:
+def all_gather(group: Group, tensor: Tensor) -> list[Tensor]:
+    """Send the tensors of all ranks to all."""
+    wire = _wired(group, tensor)
+    if group.process_group is None:
         return [wire.clone()]
     if not _moves(wire):
-        parts = all_gather(link, bytes_of(wire))
+        parts = all_gather(group, bytes_of(wire))
         return [part.view(tensor.dtype).view(tensor.shape) for part in parts]
-    outs = [torch.empty_like(wire) for _ in range(link.size)]
-    link.run(_ALL_GATHER, tensor, dist.all_gather, outs, wire)
+    outs = [torch.empty_like(wire) for _ in range(group.size)]
+    group.run(_ALL_GATHER, tensor, dist.all_gather, outs, wire)
     return _home(outs, tensor)
 
 
-def all_gather_flat(link: Group, tensor: Tensor) -> Tensor:
-    """Give all ranks the tensors of all, one after the other along the first dimension."""
-    wire = _wired(link, tensor)
-    if link.group is None:
+def all_gather_flat(group: Group, tensor: Tensor) -> Tensor:
+    """Send the tensors of all ranks to all, one after the other along the first dimension."""
+    wire = _wired(group, tensor)
+    if group.process_group is None:
         return wire.clone()
     if not _moves(wire):
-        return torch.cat(all_gather(link, tensor))
-    out = wire.new_empty((link.size * wire.shape[0], *wire.shape[1:]))
-    link.run(_ALL_GATHER, tensor, _all_gather_single, out, wire)
+        return torch.cat(all_gather(group, tensor))
+    out = wire.new_empty((group.size * wire.shape[0], *wire.shape[1:]))
+    group.run(_ALL_GATHER, tensor, _all_gather_single, out, wire)
     return out.to(tensor.device)
 
 
-def gather(link: Group, tensor: Tensor, dst: int) -> list[Tensor] | None:
-    """Give one rank the tensors of all; the others get None."""
-    wire = _wired(link, tensor)
-    if link.group is None:
+def gather(group: Group, tensor: Tensor, dst: int) -> list[Tensor] | None:
+    """Send the tensors of all ranks to one; the others get None."""
+    wire = _wired(group, tensor)
+    if group.process_group is None:
         return [wire.clone()]
     if not _moves(wire):
-        parts = gather(link, bytes_of(wire), dst)
+        parts = gather(group, bytes_of(wire), dst)
         return None if parts is None else [part.view(tensor.dtype).view(tensor.shape) for part in parts]
-    outs = [torch.empty_like(wire) for _ in range(link.size)] if link.rank == dst else None
-    root = link.ranks[dst]
-    link.run(("gather to rank {!r} with uniform=True", root), tensor, dist.gather, wire, outs, dst=root)
+    outs = [torch.empty_like(wire) for _ in range(group.size)] if group.rank == dst else None
+    root = group.ranks[dst]
+    group.run(("gather to rank {!r} with uniform=True", root), tensor, dist.gather, wire, outs, dst=root)
     return None if outs is None else _home(outs, tensor)
 
 
-def broadcast(link: Group, tensor: Tensor, src: int) -> Tensor:
-    """Give all ranks the tensor of one. Args: tensor gives shape, type and device elsewhere."""
-    wire = _wired(link, tensor) if link.rank == src else _room(link, tensor)
-    if link.group is None:
+def broadcast(group: Group, tensor: Tensor, src: int) -> Tensor:
+    """Send the tensor of one rank to all. Args: tensor gives shape, type and device elsewhere."""
+    wire = _wired(group, tensor) if group.rank == src else _room(group, tensor)
+    if group.process_group is None:
         return wire.clone()
-    root, moved = link.ranks[src], wire if _moves(wire) else bytes_of(wire)
-    link.run(("broadcast from rank {!r} with uniform=True", root), tensor, dist.broadcast, moved, root)
+    root, moved = group.ranks[src], wire if _moves(wire) else bytes_of(wire)
+    group.run(("broadcast from rank {!r} with uniform=True", root), tensor, dist.broadcast, moved, root)
     return wire.clone() if wire is tensor or wire.data_ptr() == tensor.data_ptr() else wire.to(tensor.device)
 
 
-def scatter(link: Group, tensors: Sequence[Tensor] | None, like: Tensor, src: int) -> Tensor:
-    """Give each rank its tensor of those that one has. Args: like gives shape, type and device."""
-    if link.group is None:
+def scatter(group: Group, tensors: Sequence[Tensor] | None, like: Tensor, src: int) -> Tensor:
+    """Send each rank its tensor of those that one rank has. Args: like gives shape, type and device."""
+    if group.process_group is None:
         assert tensors is not None
-        return _wired(link, tensors[0]).clone()
-    out = _room(link, like)
-    wires = None if tensors is None else [_wired(link, tensor) for tensor in tensors]
+        return _wired(group, tensors[0]).clone()
+    out = _room(group, like)
+    wires = None if tensors is None else [_wired(group, tensor) for tensor in tensors]
     moved = out
     if not _moves(out):
         moved = bytes_of(out)
         wires = None if wires is None else [bytes_of(wire) for wire in wires]
-    root = link.ranks[src]
-    link.run(("scatter from rank {!r} with uniform=True", root), like, dist.scatter, moved, wires, src=root)
+    root = group.ranks[src]
+    group.run(("scatter from rank {!r} with uniform=True", root), like, dist.scatter, moved, wires, src=root)
     return out.to(like.device)
 
 
-def all_to_all(link: Group, tensor: Tensor) -> list[Tensor]:
-    """Give rank r the r-th of the equal parts along the first dimension, of every rank."""
-    lengths = [tensor.shape[0] // link.size] * link.size
-    return list(torch.split(all_to_all_flat(link, tensor, lengths, lengths), lengths))
+def all_to_all(group: Group, tensor: Tensor) -> list[Tensor]:
+    """Send rank r the r-th of the equal parts along the first dimension, of every rank."""
+    lengths = [tensor.shape[0] // group.size] * group.size
+    return list(torch.split(all_to_all_flat(group, tensor, lengths, lengths), lengths))
 
 
-def all_to_all_flat(link: Group, tensor: Tensor, leaving: Sequence[int], coming: Sequence[int]) -> Tensor:
-    """Give rank r the r-th part along the first dimension, of every rank, one after the other.
+def all_to_all_flat(group: Group, tensor: Tensor, leaving: Sequence[int], coming: Sequence[int]) -> Tensor:
+    """Send rank r the r-th part along the first dimension, of every rank, one after the other.
 
     Args: leaving and coming are the lengths of the parts to each rank, and from each.
     """
-    wire = _wired(link, tensor)
-    if link.group is None:
+    wire = _wired(group, tensor)
+    if group.process_group is None:
         return wire.clone()
     out = wire.new_empty((sum(coming), *wire.shape[1:]))
     if _moves(wire):
-        link.run(_ALL_TO_ALL, tensor, dist.all_to_all_single, out, wire, list(coming), list(leaving))
+        group.run(_ALL_TO_ALL, tensor, dist.all_to_all_single, out, wire, list(coming), list(leaving))
     else:
         width = math.prod(wire.shape[1:]) * wire.element_size()
         sizes = [n * width for n in coming], [n * width for n in leaving]
-        link.run(_ALL_TO_ALL, tensor, dist.all_to_all_single, bytes_of(out), bytes_of(wire), *sizes)
+        group.run(_ALL_TO_ALL, tensor, dist.all_to_all_single, bytes_of(out), bytes_of(wire), *sizes)
     return out.to(tensor.device)
 
 
@@ -173,21 +173,21 @@ _MOVED = frozenset(
 
 
 def _moves(wire: Tensor) -> bool:
-    """Say whether every backend moves tensors of this type as they are; others go as bytes."""
+    """Return True if every backend moves tensors of this type as they are; others go as bytes."""
     return wire.dtype in _MOVED
 
 
-def _must_gather(link: Group, wire: Tensor, op: OpName) -> bool:
-    """Say whether the backend cannot combine, so that each rank must combine all."""
+def _must_gather(group: Group, wire: Tensor, op: OpName) -> bool:
+    """Return True if the backend cannot combine, so that each rank must combine all."""
     if wire.is_complex():
         return op == "product"
-    return op in BITWISE and link.backends.get(wire.device.type) not in ("gloo", "shm", "mpi")
+    return op in BITWISE and group.backends.get(wire.device.type) not in ("gloo", "shm", "mpi")
 
 
-def _wired(link: Group, tensor: Tensor) -> Tensor:
-    """Give a tensor as it can travel: dense, in order, on a device that the backend takes."""
+def _wired(group: Group, tensor: Tensor) -> Tensor:
+    """Return a tensor as it can travel: dense, in order, on a device that the backend takes."""
     wire = tensor.detach()
-    device = link.device_for(wire)
+    device = group.device_for(wire)
     if wire.device != device:
         wire = wire.to(device)
     if wire.is_conj() or wire.is_neg():
@@ -195,23 +195,23 @@ def _wired(link: Group, tensor: Tensor) -> Tensor:
     return wire if wire.is_contiguous() else wire.contiguous()
 
 
-def _room(link: Group, like: Tensor) -> Tensor:
+def _room(group: Group, like: Tensor) -> Tensor:
     """Make room for a tensor as it travels. Args: like has its shape, type and device at home."""
-    device = link.device_for(like)
+    device = group.device_for(like)
     if like.device == device and type(like) is Tensor and like.layout == torch.strided:  # a quarter of the time
         return torch.empty_like(like, memory_format=torch.contiguous_format)
     return torch.empty(like.shape, dtype=like.dtype, device=device)
 
 
-def _loaded(link: Group, tensor: Tensor, op: OpName, *, copies: bool = True) -> Tensor:
-    """Give a tensor as it can be combined. Args: copies asks for a tensor that may be written to."""
+def _loaded(group: Group, tensor: Tensor, op: OpName, *, copies: bool = True) -> Tensor:
+    """Return a tensor as it can be combined. Args: copies asks for a tensor that may be written to."""
     wire = tensor.detach()
     if wire.layout != torch.strided:
         return wire.clone()
     carrier = carrier_of(wire.dtype, op)
     if carrier is not wire.dtype:
         wire = load(wire, carrier, op)
-    device = link.device_for(wire)
+    device = group.device_for(wire)
     if device != wire.device:
         wire = wire.to(device)
     if wire.is_complex() or wire.is_neg():
@@ -221,14 +221,14 @@ def _loaded(link: Group, tensor: Tensor, op: OpName, *, copies: bool = True) -> 
     if copies and wire.data_ptr() == tensor.data_ptr():
         wire = wire.clone()
     if op == "mean" and wire.dtype == torch.float16:
-        wire = wire / link.size  # before the sum, which might leave the range
+        wire = wire / group.size  # before the sum, which might leave the range
     return wire
 
 
-def _unloaded(link: Group, wire: Tensor, tensor: Tensor, op: OpName) -> Tensor:
+def _unloaded(group: Group, wire: Tensor, tensor: Tensor, op: OpName) -> Tensor:
     """Turn what was combined into the result."""
     if op == "mean" and wire.dtype != torch.float16:
-        wire = wire / link.size if wire.layout != torch.strided else wire.div_(link.size)
+        wire = wire / group.size if wire.layout != torch.strided else wire.div_(group.size)
     if wire.dtype is not tensor.dtype:
         wire = unload(wire, tensor.dtype, op)
     return wire if wire.device == tensor.device else wire.to(tensor.device)

@@ -1,7 +1,7 @@
-"""A late look at what ranks call: collectives that have not ended after a second are compared, over the job's store.
+"""A watchdog over calls: collectives that have not ended after a second are compared, over the job's store.
 
 Ranks that call different things would wait for each other for ever in gloo. A call that ends in time costs no more than
-a note of what it was. Check mode, which compares every call before it begins, is `collectives.check_mode`'s. Start
+a record of what it was. Check mode, which compares every call before it begins, is `collectives.check_mode`'s. Start
 reading at `CallWatchdog.run`.
 """
 
@@ -46,11 +46,11 @@ CallTemplate = tuple[str, object]
 """The operation as users know it, and what stands at the {!r} in it; None: nothing does."""
 
 
-_Told = dict[int, dict[str, dict[str, Any]]]
-"""By rank the latest calls up to the one that it waits in, by number."""
+_PendingCalls = dict[int, dict[str, dict[str, Any]]]
+"""By rank its latest calls up to the pending one, by number."""
 
 
-_Note = tuple[CallTemplate, str | tuple[torch.dtype, torch.Size], CodeType, int]
+_CallRecord = tuple[CallTemplate, str | tuple[torch.dtype, torch.Size], CodeType, int]
 """One call of this rank, with nothing that keeps its value alive: the call, a description of the value or a tensor's
 type and shape, and where the user's code is. A plain tuple, for one is made at every call."""
 
@@ -62,7 +62,7 @@ class CallWatchdog:
         self._store, self._members = store, members
         self._name, self._own, self._ranks = members.group, members.own, list(members.ranks)
         self._lock = threading.RLock()  # calls are counted in the order in which the backend gets them
-        self._notes: deque[_Note] = deque(maxlen=_KEPT)
+        self._records: deque[_CallRecord] = deque(maxlen=_KEPT)
         self._count = 0
         self._broken: str | None = None
 
@@ -74,7 +74,7 @@ class CallWatchdog:
         args: Sequence[Any],
         kwargs: dict[str, Any],
     ) -> None:
-        """Run an operation of torch.distributed to its end. Called by `Link.run` alone.
+        """Run an operation of torch.distributed to its end. Called by `Group.run` alone.
 
         Args: call says what it is, value what it is called with: a tensor alike on all ranks, or a description of what
             may differ. args and kwargs are the operation's, with the group.
@@ -85,24 +85,24 @@ class CallWatchdog:
         with self._lock:
             work: dist.Work = operation(*args, async_op=True, **kwargs)
             # Gloo's thread works meanwhile.
-            frame = user_frame(above=2)  # Link.run, and who calls that
-            told = value if isinstance(value, str) else (value.dtype, value.shape)
-            note = (call, told, frame.f_code, frame.f_lasti)
-            self._notes.append(note)
+            frame = user_frame(above=2)  # Group.run, and who calls that
+            described = value if isinstance(value, str) else (value.dtype, value.shape)
+            record = (call, described, frame.f_code, frame.f_lasti)
+            self._records.append(record)
             self._count += 1
         try:
             work.wait(_PATIENCE)
-        except RuntimeError:  # late, or failed; what follows is not to be told as this error's consequence
+        except RuntimeError:  # late, or failed; what follows is not to be reported as this error's consequence
             pass
         else:
             return
         try:
-            self._wait(work, note)
+            self._wait(work, record)
         finally:
             if not work.is_completed():
                 _keep_for_ever(kwargs["group"])
 
-    def _wait(self, work: dist.Work, note: _Note) -> None:
+    def _wait(self, work: dist.Work, record: _CallRecord) -> None:
         """Wait for a call that is late or has failed."""
         looks, published = True, False
         while not work.is_completed():
@@ -121,19 +121,19 @@ class CallWatchdog:
                 with suppress(RuntimeError):
                     if self._store.check([f"{self._name}/told"]):
                         raise RankMismatchError(self._read("told")) from error
-            raise RuntimeError(self._explain(note, error)) from error
+            raise RuntimeError(self._explain(record, error)) from error
 
-    def _explain(self, note: _Note, error: RuntimeError) -> str:
-        entry = self._entry(note)
-        said = _PLACE_IN_CPP.sub("", str(error)).partition(". This is typically")[0].rstrip(". \n")
+    def _explain(self, record: _CallRecord, error: RuntimeError) -> str:
+        entry = self._entry(record)
+        reason = _PLACE_IN_CPP.sub("", str(error)).partition(". This is typically")[0].rstrip(". \n")
         return (
-            f"{entry['text']} at {entry['where']} failed on rank {self._own}: {said}.\n"
+            f"{entry['text']} at {entry['where']} failed on rank {self._own}: {reason}.\n"
             "If another rank ended, see what it printed. gloo ends one that gets more data than it expects: `unisono "
             "run --check`, or UNISONO_CHECK=1, says which rank called this with another tensor."
         )
 
     def _look(self, *, first: bool) -> bool:
-        """Tell the others what this rank waits for, and see what they have told.
+        """Publish what this rank waits for, and compare it with what the others have published.
 
         Returns: whether to look again; not when the store has ended. Raises: RankMismatchError.
         """
@@ -141,13 +141,13 @@ class CallWatchdog:
             if first:
                 self._publish()
             if not self._store.check([f"{self._name}/told"]):
-                told = self._told(self._neighbours()) if first else {}
-                if _difference(told) is None:
+                pending = self._pending(self._neighbours()) if first else {}
+                if _difference(pending) is None:
                     return True
-                self._settle(told)
+                self._settle(pending)
             text = self._read("told")
             self._store.set(f"{self._name}/read/{self._own}", "")
-            keys = [f"{self._name}/read/{rank}" for rank in self._told(self._ranks)]
+            keys = [f"{self._name}/read/{rank}" for rank in self._pending(self._ranks)]
             end_s = time.monotonic() + _FOR_OTHERS_S
             while not self._store.check(keys) and time.monotonic() < end_s:
                 time.sleep(0.02)
@@ -158,8 +158,8 @@ class CallWatchdog:
 
     def _publish(self) -> None:
         with self._lock:
-            notes, count = list(self._notes), self._count
-        calls = {str(count - len(notes) + index): self._entry(note) for index, note in enumerate(notes)}
+            records, count = list(self._records), self._count
+        calls = {str(count - len(records) + index): self._entry(record) for index, record in enumerate(records)}
         self._store.set(self._key(self._own), json.dumps(calls))
 
     def _neighbours(self) -> list[int]:
@@ -167,28 +167,28 @@ class CallWatchdog:
         ring = (self._ranks[place:] + self._ranks[:place]) * 2
         return sorted(set(ring[max(0, len(self._ranks) - _NEIGHBOURS) :][: 2 * _NEIGHBOURS + 1]))
 
-    def _told(self, ranks: Sequence[int]) -> _Told:
-        """Read what those of the ranks have told that wait."""
+    def _pending(self, ranks: Sequence[int]) -> _PendingCalls:
+        """Read the pending calls of those of the ranks that wait."""
         there = [rank for rank in ranks if self._store.check([self._key(rank)])]
         found = {rank: json.loads(self._store.get(self._key(rank))) for rank in there}
         return {rank: calls for rank, calls in found.items() if calls}
 
-    def _settle(self, told: _Told) -> None:
-        """Say for all ranks in what they differ, unless another one does so. Args: told is of ranks that differ."""
+    def _settle(self, pending: _PendingCalls) -> None:
+        """Publish in what the ranks differ, unless another rank does. Args: pending is of ranks that differ."""
         end_s = time.monotonic() + _FOR_OTHERS_S
-        while len(told) < len(self._ranks) and time.monotonic() < end_s:
+        while len(pending) < len(self._ranks) and time.monotonic() < end_s:
             time.sleep(0.02)
-            told = {**told, **self._told([rank for rank in self._ranks if rank not in told])}
-        number = _difference(told)
+            pending = {**pending, **self._pending([rank for rank in self._ranks if rank not in pending])}
+        number = _difference(pending)
         assert number is not None
-        entries = {rank: told[rank][number] for rank in self._ranks if number in told.get(rank, {})}
+        entries = {rank: pending[rank][number] for rank in self._ranks if number in pending.get(rank, {})}
         absent = [rank for rank in self._ranks if rank not in entries]
         text = difference(list(entries.values()), list(entries), absent=absent)
         self._store.compare_set(f"{self._name}/told", "", text or "ranks call different things")
 
-    def _entry(self, note: _Note) -> dict[str, Any]:
+    def _entry(self, record: _CallRecord) -> dict[str, Any]:
         """Write a call down for others. Calls that are alike end together."""
-        (template, argument), value, code, instruction = note
+        (template, argument), value, code, instruction = record
         call = template if argument is None else template.format(argument)
         if isinstance(value, str):
             kind, alike = value, [call, "", 0]
@@ -206,10 +206,10 @@ class CallWatchdog:
         return str(self._store.get(f"{self._name}/{name}").decode())
 
 
-def _difference(told: _Told) -> str | None:
-    """Give the number of the first call in which ranks differ; None if there is none that they have told."""
-    for number in sorted({number for calls in told.values() for number in calls}, key=int):
-        if len({str(calls[number]["alike"]) for calls in told.values() if number in calls}) > 1:
+def _difference(pending: _PendingCalls) -> str | None:
+    """Return the number of the first call in which ranks differ; None if there is none among the published ones."""
+    for number in sorted({number for calls in pending.values() for number in calls}, key=int):
+        if len({str(calls[number]["alike"]) for calls in pending.values() if number in calls}) > 1:
             return number
     return None
 

@@ -78,7 +78,7 @@ class World:
         return timeout.total_seconds()
 
     def store(self, name: str) -> dist.Store:  # type: ignore[name-defined]
-        """Give the store that all ranks share, under names that begin with the given one."""
+        """Return the store that all ranks share, under names that begin with the given one."""
         return dist.PrefixStore(name, dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
 
     def gather(self, value: Any) -> list[Any]:
@@ -90,7 +90,7 @@ class World:
         return values
 
     def broadcast_bytes(self, make: Callable[[], bytes]) -> bytes:
-        """Give every rank the bytes that `make` returns on rank 0. Every rank must call it; one copy in memory."""
+        """Return every rank the bytes that `make` returns on rank 0. Every rank must call it; one copy in memory."""
         if self.group is None:
             return make()
         content = bytearray(make()) if self.rank == 0 else bytearray()
@@ -109,7 +109,7 @@ class World:
         return ctypes.string_at(received.data_ptr(), received.numel())
 
     def broadcast_tensor(self, tensor: Tensor) -> None:
-        """Give every rank the bytes of rank 0's tensor, which is contiguous and on the CPU, in the memory of its own.
+        """Return every rank the bytes of rank 0's tensor, which is contiguous and on the CPU, in the memory of its own.
 
         Every rank must call it, with a tensor of the same size. No copy where tensors may travel from the CPU.
         """

@@ -58,9 +58,9 @@ class Accumulator(ABC, Generic[T]):
         The value over all ranks stays what it is. The state of the first rank is then that of all, and can be saved
         and loaded into a job of any size: see `state_dict`.
         """
-        link = group_of(group)
-        (total,) = exchange([self], link)
-        self._take(total, link)
+        members = group_of(group)
+        (total,) = exchange([self], members)
+        self._take(total, members)
 
     @abstractmethod
     def reset(self) -> None:
@@ -95,36 +95,36 @@ class Accumulator(ABC, Generic[T]):
     def _value(self) -> T:
         """Give the value over what this object has counted."""
 
-    def _merge(self, link: Group) -> None:
+    def _merge(self, group: Group) -> None:
         """Do what words cannot: called on the total, on all ranks, after them."""
 
-    def _take(self, total: Accumulator[T], link: Group) -> None:
-        if link.rank == 0:
+    def _take(self, total: Accumulator[T], group: Group) -> None:
+        if group.rank == 0:
             self.__dict__.update(total.__dict__)
         else:
             self.reset()
 
 
-def exchange(metrics: Sequence[Accumulator[Any]], link: Group, names: Sequence[str] = ("",)) -> list[Accumulator[Any]]:
+def exchange(metrics: Sequence[Accumulator[Any]], group: Group, names: Sequence[str] = ("",)) -> list[Accumulator[Any]]:
     """Give for each metric one that has counted what all ranks have. Every rank must call it: one all-reduce for all.
 
     Raises: RankMismatchError on all ranks if they bring different metrics; PeerError if another could not come.
     """
     described = [f"{name} {metric!r}".strip() for name, metric in zip(names, metrics, strict=True)]
-    if link.check is not None:
-        link.check.compare(f"computing of the metrics {', '.join(described)}")
-    words = _agree(metrics, described, link)
+    if group.check is not None:
+        group.check.compare(f"computing of the metrics {', '.join(described)}")
+    words = _agree(metrics, described, group)
     added, apart = zip(*words, strict=True) if words else ((), ())
-    device = link.bytes_device(accelerated=any(word.device.type != "cpu" for word in (*added, *apart)))
+    device = group.bytes_device(accelerated=any(word.device.type != "cpu" for word in (*added, *apart)))
     nothing = torch.empty(0, dtype=torch.int64, device=device)
     first = torch.cat([nothing, *(word.to(device, non_blocking=True) for word in added)])
     row = torch.cat([nothing, *(word.to(device, non_blocking=True) for word in apart)])
-    rows = row.new_zeros(link.size, len(row))
-    rows[link.rank] = row
+    rows = row.new_zeros(group.size, len(row))
+    rows[group.rank] = row
     message = torch.cat([first, rows.flatten()])
     if len(message):  # metrics of torchmetrics have an exchange of their own
-        message = tensor_collectives.all_reduce(link, message, "sum").cpu()
-    summed, table = message[: len(first)], message[len(first) :].view(link.size, len(row))
+        message = tensor_collectives.all_reduce(group, message, "sum").cpu()
+    summed, table = message[: len(first)], message[len(first) :].view(group.size, len(row))
     totals = []
     pairs = zip(
         metrics,
@@ -135,12 +135,12 @@ def exchange(metrics: Sequence[Accumulator[Any]], link: Group, names: Sequence[s
     for metric, sums, parts in pairs:
         total = copy.copy(metric)
         total._set_words(sums, parts)
-        total._merge(link)
+        total._merge(group)
         totals.append(total)
     return totals
 
 
-def _agree(metrics: Sequence[Accumulator[Any]], described: list[str], link: Group) -> list[tuple[Tensor, Tensor]]:
+def _agree(metrics: Sequence[Accumulator[Any]], described: list[str], group: Group) -> list[tuple[Tensor, Tensor]]:
     """Give the words of all metrics, once all ranks have theirs, of the same metrics.
 
     Sums of unequal lengths would otherwise meet, and gloo ends the process then.
@@ -151,10 +151,10 @@ def _agree(metrics: Sequence[Accumulator[Any]], described: list[str], link: Grou
         sent: Outgoing = serialize(described)
     except Exception as error:  # metrics may be the user's; the other ranks are told, then it is raised here
         sent = FailedSend(error)
-    everyone = [arrived.open() for arrived in object_transport.all_gather(link, "compute of metrics", sent)]
+    everyone = [arrived.open() for arrived in object_transport.all_gather(group, "compute of metrics", sent)]
     if any(theirs != described for theirs in everyone):
         who: dict[str, list[int]] = {}
-        for rank, theirs in zip(link.ranks, everyone, strict=True):
+        for rank, theirs in zip(group.ranks, everyone, strict=True):
             who.setdefault(", ".join(theirs) or "none", []).append(rank)
         raise RankMismatchError(
             "ranks bring different metrics: "

@@ -65,8 +65,8 @@ class TorchMetric(Accumulator[Any]):
     def _set_words(self, added: Tensor, apart: Tensor) -> None:
         """Nothing travels as words."""
 
-    def _merge(self, link: Group) -> None:
-        found = [each for each in all_gather(self._states(), group=link.group) if each["updates"]]
+    def _merge(self, group: Group) -> None:
+        found = [each for each in all_gather(self._states(), group=group.process_group) if each["updates"]]
         merged = self.metric.clone()
         merged.reset()
         if found:
@@ -78,9 +78,9 @@ class TorchMetric(Accumulator[Any]):
             self._set_states(merged, sum(updates), states)
         self.metric = merged
 
-    def _take(self, total: Accumulator[Any], link: Group) -> None:
+    def _take(self, total: Accumulator[Any], group: Group) -> None:
         merged: Any = total
-        if link.rank == 0:
+        if group.rank == 0:
             states = merged._states()
             self._set_states(self.metric, states["updates"], states["states"])
         else:

@@ -66,10 +66,10 @@ class Metrics(Mapping[str, Accumulator[Any]]):
 
     def collect(self, group: dist.ProcessGroup | None = None) -> None:
         """Move what all ranks have counted to the first: see `Accumulator.collect`. Every rank must call it."""
-        link = group_of(group)
-        totals = exchange([*self._metrics.values()], link, names=[*self._metrics])
+        members = group_of(group)
+        totals = exchange([*self._metrics.values()], members, names=[*self._metrics])
         for metric, total in zip(self._metrics.values(), totals, strict=True):
-            metric._take(total, link)
+            metric._take(total, members)
 
     def reset(self) -> None:
         """Forget everything."""

@@ -85,7 +85,7 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f"expected {self.num_features} channels in dimension 1, got shape {list(values.shape)}")
         if not values.is_floating_point():
             raise TypeError(f"SyncBatchNorm takes floating-point numbers, and got {values.dtype}: use values.float()")
-        if link.group is None or link.size == 1:
+        if link.process_group is None or link.size == 1:
             return super().forward(values)
         running, momentum = None, 0.0
         if self.track_running_stats and self.running_mean is not None and self.running_var is not None:
