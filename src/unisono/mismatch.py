@@ -7,9 +7,14 @@ that differ are told with all their values and who has them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
-__all__ = ["CALL", "Document", "list_differences", "name_ranks", "tell_differences"]
+__all__ = [
+    "CALL", "REMEDY", "CallDescription", "Document", "describe_mismatch", "list_differences", "list_ranks",
+    "name_ranks", "tell_differences",
+]  # fmt: skip
+
+REMEDY = "Make all ranks call the same, in the same order."
 
 Document: TypeAlias = Mapping[str, Any]
 """What a rank is, has or does, by name: plain values with a telling `repr`; lists are compared entry by entry."""
@@ -29,6 +34,58 @@ class _Absent:
 
 
 _ABSENT = _Absent()
+
+
+class CallDescription(NamedTuple):
+    """One call of a rank, for errors."""
+
+    name: str
+    """What must be equal on all ranks, such as "all_reduce with op 'sum'"."""
+    text: str = ""
+    """The name with group and value, as far as they are known."""
+    where: str = ""
+    """The line of the program, if it is known."""
+
+    def __str__(self) -> str:
+        return (self.text or self.name) + (self.where and f" at {self.where}")
+
+
+def describe_mismatch(calls: Mapping[int, CallDescription], *, absent: Sequence[int] = ()) -> str | None:
+    """Return the error of ranks that call different things; None if their calls have one name.
+
+    Args:
+        calls: What ranks call, by rank.
+        absent: Ranks without a known call.
+
+    >>> barrier = CallDescription("barrier")
+    >>> print(describe_mismatch({0: CallDescription("send"), 1: barrier, 2: barrier}))
+    ranks call different things: send on rank 0, barrier on ranks 1-2. Make all ranks call the same, in the same order.
+    >>> print(describe_mismatch({0: CallDescription("gather", "gather of an int", "a.py:7"), 1: barrier}))
+    ranks call different things: gather on rank 0, barrier on rank 1:
+      rank 0: gather of an int at a.py:7
+      rank 1: barrier
+    Make all ranks call the same, in the same order.
+    """
+    names: dict[str, list[int]] = {}
+    for rank in sorted(calls):
+        names.setdefault(calls[rank].name, []).append(rank)
+    if len(names) < 2:
+        return None
+    headline = "ranks call different things: " + ", ".join(
+        f"{name} on {name_ranks(who)}" for name, who in names.items()
+    )
+    lines = [(rank, str(call)) for rank, call in calls.items()] + [(rank, "has not come there") for rank in absent]
+    if not absent and {text for _, text in lines} == {*names}:
+        return f"{headline}. {REMEDY}"
+    return f"{headline}:{list_ranks(lines)}\n{REMEDY}"
+
+
+def list_ranks(lines: Sequence[tuple[int, str]]) -> str:
+    """Write a line for each thing that ranks do, with the ranks that do it."""
+    whose: dict[str, list[int]] = {}
+    for rank, text in lines:
+        whose.setdefault(text, []).append(rank)
+    return "".join(f"\n  {name_ranks(ranks)}: {text}" for text, ranks in whose.items())
 
 
 def tell_differences(everyone: Sequence[Document], ranks: Sequence[int] | None = None) -> str | None:

@@ -143,7 +143,7 @@ PARTED = {
     "gradient": "value is float32 [3] that requires a gradient on rank 1, float32 [3] on ranks 0, 2:",
     "tensor or number": "value is float32 [] on rank 1, a number on ranks 0, 2:",
     "structure": "value['b'] is float32 [4] on rank 1, float32 [3] on ranks 0, 2:",
-    "op": "call different things: /   ranks 0, 2: all_reduce with op 'sum' of float32 [2] at checked_collectives.py:",
+    "op": "on rank 1: /   ranks 0, 2: all_reduce with op 'sum' of float32 [2] at checked_collectives.py:",
     "root": "/   rank 1: broadcast from rank 1 of an int at checked_collectives.py:",
     "call": "/   rank 1: barrier at checked_collectives.py:",
     "uniform": "value is float32 [3] on rank 1, float32 [2] on ranks 0, 2:",
@@ -154,7 +154,7 @@ PARTED = {
 @pytest.mark.parametrize(
     ("ending", "last"),
     [
-        ("crossed", "ranks 0, 1 wait for each other in different groups"),
+        ("crossed", "ranks 0-1 wait for each other in"),
         ("late", "rank 1 did not come within 2 s"),
         ("ended", "rank 1 ended before this call"),
     ],
@@ -176,13 +176,20 @@ def test_check_mode_says_who_called_what_where(run_ranks, monkeypatch, ending, l
 LATE = {
     "number": "disagree in all_reduce with op 'sum': value is a float on rank 1, float32 [2, 2] on ranks 0, 2: /",
     "structure": "disagree in all_reduce with op 'sum': value is a dict on rank 1, float32 [2, 2] on ranks 0, 2: /",
-    "barrier": "call different things: /   ranks 0, 2: all_reduce with op 'sum'| /   rank 1: barrier",
-    "object": "call different things: /   ranks 0, 2: all_gather| /   rank 1: all_reduce with op 'sum'",
-    "uniform": "things: /   ranks 0, 2: all_gather with uniform=True| /   rank 1: all_to_all with uniform=True",
-    "parts": "things: /   ranks 0, 2: reduce_scatter with op 'sum'| /   rank 1: scatter from rank 0",
-    "backward": "things: /   ranks 0, 2: barrier| /   rank 1: all_reduce with op 'sum'",
-    "order": "things: /   ranks 0, 2: broadcast from rank 0 with uniform=True| /   rank 1: barrier",
-    "subgroup": "things: /   rank 0: all_reduce with op 'sum' in the group of ranks 0, 1 of| /   rank 1: barrier",
+    "barrier": "call different things: all_reduce with op 'sum' on ranks 0, 2, barrier on rank 1: "
+    "/   ranks 0, 2: all_reduce with op 'sum'| /   rank 1: barrier",
+    "object": "call different things: all_gather on ranks 0, 2, all_reduce with op 'sum' on rank 1: "
+    "/   ranks 0, 2: all_gather| /   rank 1: all_reduce with op 'sum'",
+    "uniform": "things: all_gather with uniform=True on ranks 0, 2, all_to_all with uniform=True on rank 1: "
+    "/   ranks 0, 2: all_gather with uniform=True| /   rank 1: all_to_all with uniform=True",
+    "parts": "things: reduce_scatter with op 'sum' on ranks 0, 2, scatter from rank 0 on rank 1: "
+    "/   ranks 0, 2: reduce_scatter with op 'sum'| /   rank 1: scatter from rank 0",
+    "backward": "things: barrier on ranks 0, 2, all_reduce with op 'sum' on rank 1: "
+    "/   ranks 0, 2: barrier| /   rank 1: all_reduce with op 'sum'",
+    "order": "things: broadcast from rank 0 with uniform=True on ranks 0, 2, barrier on rank 1: "
+    "/   ranks 0, 2: broadcast from rank 0 with uniform=True| /   rank 1: barrier",
+    "subgroup": "things: all_reduce with op 'sum' on rank 0, barrier on rank 1: "
+    "/   rank 0: all_reduce with op 'sum' in the group of ranks 0, 1 of| /   rank 1: barrier",
 }
 IN_SHARED_MEMORY = {
     "number": "all_reduce(SUM) of 4 float32|all_gather of",

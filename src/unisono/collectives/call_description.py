@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from unisono.collectives.structure import compare, kind_of, signature, take_apart
+from unisono.mismatch import CallDescription, describe_mismatch, list_ranks
 
 __all__ = [
-    "Kinds", "Members", "describe", "difference", "kinds_of", "name_ranks", "place_of", "table", "user_frame",
+    "Kinds", "Members", "describe", "difference", "kinds_of", "place_of", "user_frame",
 ]  # fmt: skip
 
 Kinds = list[tuple[str, str]]
@@ -96,35 +97,19 @@ def place_of(code: CodeType, instruction: int) -> str:
 
 def difference(entries: Sequence[dict[str, Any]], ranks: Sequence[int], *, absent: Sequence[int] = ()) -> str | None:
     """Return in what the calls of ranks differ; None if they do not. Args: absent are ranks without a known call."""
-    if len({entry["call"] for entry in entries}) > 1:
-        why, remedy = "ranks call different things", "Make all ranks call the same, in the same order."
-    else:
-        kinds = [entry["kinds"] for entry in entries if entry["kinds"] is not None]
-        who = [rank for rank, entry in zip(ranks, entries, strict=True) if entry["kinds"] is not None]
-        found = compare([[tuple(pair) for pair in each] for each in kinds], who) if kinds else None
-        if found is None:
-            return None
-        why, remedy = f"ranks disagree in {entries[0]['call']}: {found}", "Make the values alike on all ranks."
-    lines = [(rank, f"{entry['text']} at {entry['where']}") for rank, entry in zip(ranks, entries, strict=True)]
-    lines += [(rank, "has not come there") for rank in absent]
-    return f"{why}:{table(lines)}\n{remedy}"
-
-
-def table(lines: Sequence[tuple[int, str]]) -> str:
-    """Write a line for each thing that ranks do, with the ranks that do it."""
-    whose: dict[str, list[int]] = {}
-    for rank, text in lines:
-        whose.setdefault(text, []).append(rank)
-    return "".join(f"\n  {name_ranks(ranks)}: {text}" for text, ranks in whose.items())
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """Name ranks in a sentence.
-
-    >>> name_ranks([3]), name_ranks([0, 2])
-    ('rank 3', 'ranks 0, 2')
-    """
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    calls = {
+        rank: CallDescription(entry["call"], entry["text"], entry["where"])
+        for rank, entry in zip(ranks, entries, strict=True)
+    }
+    if mismatch := describe_mismatch(calls, absent=absent):
+        return mismatch
+    kinds = [entry["kinds"] for entry in entries if entry["kinds"] is not None]
+    who = [rank for rank, entry in zip(ranks, entries, strict=True) if entry["kinds"] is not None]
+    found = compare([[tuple(pair) for pair in each] for each in kinds], who) if kinds else None
+    if found is None:
+        return None
+    lines = [(rank, str(call)) for rank, call in calls.items()] + [(rank, "has not come there") for rank in absent]
+    return f"ranks disagree in {entries[0]['call']}: {found}:{list_ranks(lines)}\nMake the values alike on all ranks."
 
 
 def _a(noun: str) -> str:

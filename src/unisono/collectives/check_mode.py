@@ -16,9 +16,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from unisono.collectives.call_description import Kinds, Members, difference, name_ranks, place_of, table, user_frame
+from unisono.collectives.call_description import Kinds, Members, difference, place_of, user_frame
 from unisono.errors import PeerError, RankMismatchError
 from unisono.job.current import current_job
+from unisono.mismatch import REMEDY, list_ranks, name_ranks
 
 __all__ = ["CHECK_TIMEOUT_VARIABLE", "CHECK_VARIABLE", "CallChecker", "wanted"]
 
@@ -120,7 +121,7 @@ class CallChecker:
             else:
                 does = "waiting in" if rank not in missing or rank in crossed else "last called"
                 lines.append((rank, f"{does} {entry['text']} at {entry['where']}"))
-        text = f"{why}:{table(lines)}\nMake all ranks of a group call the same, in the same order."
+        text = f"{why}:{list_ranks(lines)}\n{REMEDY}"
         # The first to see it speaks for all, also to those who come later.
         text = self._store.compare_set(f"{page}/given up", "", text).decode()
         raise PeerError(text)

@@ -36,6 +36,7 @@ from unisono.collectives.serialization import (
     split_tensors,
 )
 from unisono.errors import PeerError, RankMismatchError
+from unisono.mismatch import CallDescription, describe_mismatch
 
 __all__ = [
     "FailedSend",
@@ -290,15 +291,8 @@ def _raise_failures(group: Group, call: str, envelopes: dict[int, Envelope], sen
         raise sent.error
     name = call.encode()[:LONGEST_CALL].decode(errors="replace")
     if any(envelope.call != name for envelope in envelopes.values()):
-        who: dict[str, list[int]] = {}
-        own: dict[int, Envelope | None] = {group.rank: None}
-        for index, envelope in sorted({**own, **envelopes}.items()):
-            who.setdefault(name if envelope is None else envelope.call, []).append(group.ranks[index])
-        raise RankMismatchError(
-            "ranks call different things: "
-            + ", ".join(f"{what} on {name_some(ranks)}" for what, ranks in who.items())
-            + ": make all call the same, in the same order"
-        )
+        calls = {group.own: name} | {group.ranks[index]: envelope.call for index, envelope in envelopes.items()}
+        raise RankMismatchError(describe_mismatch({rank: CallDescription(call) for rank, call in calls.items()}))
     for index, envelope in envelopes.items():
         if envelope.failed:
             text = envelope.body.decode(errors="replace")

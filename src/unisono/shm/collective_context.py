@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Generator, Sequence
 from torch import Tensor
 from torch.distributed import DistBackendError
 
+from unisono.mismatch import REMEDY, CallDescription, describe_mismatch
 from unisono.shm.fingerprint import (
     COMMON_NBYTES,
     HEADER_NBYTES,
@@ -36,12 +37,12 @@ copy = ctypes.memmove
 class CollectiveContext:
     """The slots of a group and the calls that use them. One thread at a time may use it.
 
-    Args: names gives names to ranks of the group, for errors.
+    Args: ranks are the global ranks of the group, for errors.
     """
 
-    def __init__(self, slots: SlotRing, names: Callable[[Collection[int]], str]) -> None:
+    def __init__(self, slots: SlotRing, ranks: Sequence[int]) -> None:
         self.slots = slots
-        self._calls, self._names = FingerprintWriter(), names
+        self._calls, self._ranks = FingerprintWriter(), ranks
         self._header = b""
 
     @property
@@ -108,14 +109,16 @@ class CollectiveContext:
 
     def name(self, rank: int) -> str:
         """Name a rank of the group, for errors."""
-        return self._names([rank])
+        return f"rank {self._ranks[rank]}"
 
     def _difference(self, rank: int, round_: int) -> str:
         mine, theirs = read_header(self._header), read_header(self.slots.header(rank, round_, HEADER_NBYTES))
         here, there = self.name(self.slots.rank), self.name(rank)
-        rule = "Every rank must call the same collectives in the same order, with equal sizes and types"
-        if mine.number == theirs.number and str(mine) == str(theirs):
-            return f"{here} and {there} both call {mine}, but they called different things before that. {rule}"
-        if mine.number == theirs.number:
-            return f"{there} calls {theirs} where {here} calls {mine}. {rule}"
-        return f"{there} is in another place than {here}, which calls {mine}. Its last call: {theirs}. {rule}"
+        if mine.number != theirs.number:
+            return f"{there} is in another place than {here}, which calls {mine}. Its last call: {theirs}. {REMEDY}"
+        calls = {
+            self._ranks[self.slots.rank]: CallDescription(str(mine)),
+            self._ranks[rank]: CallDescription(str(theirs)),
+        }
+        before = f"{here} and {there} both call {mine}, but they called different things before that. {REMEDY}"
+        return describe_mismatch(calls) or before

@@ -162,4 +162,4 @@ class PeerWait:
         return f"[rank {self._ranks[self._peers.rank]}, group {self._group}] {reason}"
 
     def _again(self, reason: str) -> str:
-        return f"{self._named(reason)}. The group cannot be used any more: make a new one"
+        return f"{self._named(reason).removesuffix('.')}. The group cannot be used any more: make a new one"

@@ -93,7 +93,7 @@ class GroupRuntime:
             polls=_ranks_here(size) <= usable_cores(),
         )
         slots = SlotRing(self._segment, layout.slots, self._peers, slot_nbytes=layout.slot_nbytes)
-        self.context = CollectiveContext(slots, self.waiting.names)
+        self.context = CollectiveContext(slots, self.ranks)
         self._executor = Executor(slots, self.waiting, name=f"unisono-shm-{name}")
         self.point_to_point = PointToPoint(
             self._segment, layout.messages, self._peers, self.waiting, budget_nbytes=layout.messages_nbytes
