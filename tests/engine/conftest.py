@@ -33,7 +33,7 @@ class Runtime:
         return self.barriers
 
     def wait_for_semaphore(self, semaphore, rank, what):
-        assert semaphore.take(10), what
+        assert semaphore.wait(10), what
 
 
 @pytest.fixture

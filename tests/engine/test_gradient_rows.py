@@ -110,7 +110,7 @@ def test_a_lock_that_is_held_is_waited_for(make_runtimes):
     runtimes = make_runtimes(2)
     locks = [paired_rows._Locks(runtime, 2) for runtime in runtimes]
     waits = []
-    runtimes[1].wait_for_semaphore = lambda semaphore, rank, what: waits.append((rank, semaphore.try_take()))
+    runtimes[1].wait_for_semaphore = lambda semaphore, rank, what: waits.append((rank, semaphore.try_wait()))
     with locks[0].hold(0, 1):
         with locks[1].hold(1, 0):  # another one is free
             pass

@@ -264,7 +264,7 @@ class SharedRuntime:
 
     def _look(self) -> None:
         """Raise if a rank has died or given up."""
-        self._peer_wait.look()
+        self._peer_wait.poll_abort()
         if dead := self._peers.dead():
             names = self._peer_wait.names(dead)
             self._peer_wait.give_up(f"making shared memory: the process of {names} has ended")
