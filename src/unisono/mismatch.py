@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+from unisono.text import clip, name_ranks
+
 __all__ = [
     "CALL", "REMEDY", "CallDescription", "Document", "describe_mismatch", "list_differences", "list_ranks",
-    "name_ranks", "tell_differences",
+    "tell_differences",
 ]  # fmt: skip
 
 REMEDY = "Make all ranks call the same, in the same order."
@@ -128,24 +130,6 @@ def list_differences(everyone: Sequence[Document], ranks: Sequence[int] | None =
     return shared or partial
 
 
-def name_ranks(ranks: Sequence[int]) -> str:
-    """Name some ranks, given in ascending order.
-
-    >>> name_ranks([0, 1, 2, 5])
-    'ranks 0-2, 5'
-    >>> name_ranks([3])
-    'rank 3'
-    """
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    listed = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
-    return f"rank{'s' * (len(ranks) > 1)} {listed}"
-
-
 def _clause(name: str, values: Sequence[Any], ranks: Sequence[int]) -> str:
     if not all(isinstance(value, list) for value in values):
         return f"{name} is {_by_value(values, ranks)}"
@@ -161,16 +145,12 @@ def _by_value(values: Sequence[Any], ranks: Sequence[int], *, show: Callable[[An
     groups: dict[str, list[int]] = {}
     for value, rank in zip(values, ranks, strict=True):
         groups.setdefault((show or repr)(value), []).append(rank)
-    told = [f"{_shortened(text)} on {name_ranks(who)}" for text, who in groups.items()]
+    told = [f"{clip(text, _LONGEST)} on {name_ranks(who)}" for text, who in groups.items()]
     return f"{', '.join(told[:-1])} and {told[-1]}" if len(told) > 1 else told[0]
 
 
 def _shown(value: Any) -> str:
-    return _shortened(repr(value))
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+    return clip(repr(value), _LONGEST)
 
 
 def _all_equal(values: Sequence[Any]) -> bool:

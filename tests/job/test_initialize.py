@@ -382,7 +382,7 @@ def test_ranks_that_share_a_gpu_get_gloo_and_are_told():
     [
         (["gloo", "shm"], [None, None], RankMismatchError, "rank 0: 'gloo', rank 1: 'shm'"),
         (["nccl", "nccl"], ["x", None], LaunchError, "rank 1 of 2 found none"),
-        (["nccl", "nccl"], ["x", "x"], LaunchError, "ranks 0, 1 share a GPU"),
+        (["nccl", "nccl"], ["x", "x"], LaunchError, "ranks 0-1 share a GPU"),
         (["auto", "auto"], [None, "x"], LaunchError, "rank 0 of 2 found no GPU and the others did"),
     ],
 )

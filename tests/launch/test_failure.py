@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from unisono.launch.failure.root_cause import RankFailure, find_root_cause, first_failure, name_ranks
+from unisono.launch.failure.root_cause import RankFailure, find_root_cause, first_failure
 
 MS = 1_000_000
 
@@ -206,11 +206,6 @@ def test_what_torch_says_of_a_lost_peer_is_understood(fork_ranks, tmp_path, faul
     assert find_root_cause([victim, told(1, 50, "bad batch", "ValueError")]).rank == 1
     if fault == "wait":
         assert find_root_cause([victim], running=[1]).ranks == (1,)
-
-
-def test_many_ranks_are_named_briefly():
-    assert name_ranks([*range(64)]) == "ranks 0-63"
-    assert name_ranks([1, 2, 5, 6, 7]) == "ranks 1, 2 and 5-7"
 
 
 # All ranks meet in a collective; rank 1 does not come to the second one, so its peers fail as well.

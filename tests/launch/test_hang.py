@@ -237,8 +237,8 @@ def test_the_report_fits_the_screen_and_says_where_everybody_is():
     ]
     report = text(*situations)
     assert report.splitlines() == [
-        "ranks 0-1,3 have waited 31 s in all_reduce for ranks 2,4",
-        "  ranks 0-1,3: all_reduce(float32[4, 4])  at train.py:10 in step",
+        "ranks 0-1, 3 have waited 31 s in all_reduce for ranks 2, 4",
+        "  ranks 0-1, 3: all_reduce(float32[4, 4])  at train.py:10 in step",
         "rank 2: computing",
         "  its last call was all_reduce(float32[4, 4]) at train.py:10, 32 s ago",
         "    train.py:30",
@@ -265,7 +265,7 @@ def test_the_report_of_a_mismatch_puts_both_calls_side_by_side():
         rank(1, call("broadcast", age_s=2, peer=0, line=12)),
         rank(2, call(age_s=2, reduction="sum")),
     )
-    assert "ranks 0,2: all_reduce(float32[4, 4], sum)  at train.py:10" in report
+    assert "ranks 0, 2: all_reduce(float32[4, 4], sum)  at train.py:10" in report
     assert "rank 1: broadcast(float32[4, 4], root 0)  at train.py:12" in report
 
 

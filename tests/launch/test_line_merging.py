@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from unisono.launch.output.line_merging import LineMerger, format_ranks
+from unisono.launch.output.line_merging import LineMerger
+from unisono.text import format_ranks
 
 
 def lines_of(folds, rank):

@@ -285,7 +285,7 @@ if rank == 1:
     watch.until(lambda: time.monotonic() > end_s)
     assert watch.reports == []
     (watch.folder / "script.py.go").touch()
-    report = watch.report("ranks 0,2 ended", "rank 1 has done nothing since")
+    report = watch.report("ranks 0, 2 ended", "rank 1 has done nothing since")
     assert f"{watch.place('wait()')}" in report and "threading.Event().wait()" in report
     end_s = time.monotonic() + 2.5
     watch.until(lambda: time.monotonic() > end_s)

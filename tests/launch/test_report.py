@@ -47,7 +47,7 @@ def test_an_error_is_told_with_the_users_code_and_the_victims():
     line = bad_batch.__code__.co_firstlineno + 1
     assert text.splitlines()[0] == "unisono: rank 1 failed: ValueError: bad batch 7"
     assert f'  test_report.py:{line} in bad_batch\n      raise ValueError("bad batch 7")\n' in text
-    assert "ranks 0, 2 and 3 only lost the connection to rank 1" in text
+    assert "ranks 0, 2-3 only lost the connection to rank 1" in text
     assert text.splitlines()[-1].split() == ["exit", "code", "1"]
 
 
@@ -120,7 +120,7 @@ def account_lines():
 
 def test_a_rank_that_finished_too_early_is_named():
     text = report(victim(0), victim(2), finished=[1])
-    assert text.splitlines()[0] == "unisono: rank 1 ended while ranks 0 and 2 still needed it"
+    assert text.splitlines()[0] == "unisono: rank 1 ended while ranks 0, 2 still needed it"
     assert "rank 0 then failed: RuntimeError: Connection closed by peer" in text
 
 

@@ -15,7 +15,8 @@ import click
 from unisono.errors import LaunchError
 from unisono.launch.control import ask, ask_all, running_jobs
 from unisono.launch.hang.stacks import read_state
-from unisono.watch.figures import format_duration
+from unisono.text import clip
+from unisono.watch.figures import format_elapsed
 
 __all__ = ["ps", "stacks"]
 
@@ -54,10 +55,10 @@ def _table(rows: Sequence[Row], *, width: int | None) -> list[str]:
     if width is not None and (over := _width(shown) - width) > 0:
         longest = max(len(row[_DIRECTORY]) for row in shown)
         most = max(_LEAST, longest - over)
-        shown = [(*row[:_DIRECTORY], _cut_left(row[_DIRECTORY], most)) for row in shown]
+        shown = [(*row[:_DIRECTORY], clip(row[_DIRECTORY], most, at="start")) for row in shown]
     if width is not None and (over := _width(shown) - width) > 0:
         most = max(len(_COLUMNS[_ARGUMENTS]), max(len(row[_ARGUMENTS]) for row in shown) - over)
-        shown = [(*row[:_ARGUMENTS], _cut_right(row[_ARGUMENTS], most), row[_DIRECTORY]) for row in shown]
+        shown = [(*row[:_ARGUMENTS], clip(row[_ARGUMENTS], most), row[_DIRECTORY]) for row in shown]
     widths = _widths(shown)
     return ["  ".join(cell.ljust(wide) for cell, wide in zip(row, widths, strict=True)).rstrip() for row in shown]
 
@@ -90,14 +91,6 @@ def _without_shared_arguments(rows: Sequence[Row]) -> list[Row]:
         else:
             found.append(row)
     return found
-
-
-def _cut_left(text: str, most: int) -> str:
-    return text if len(text) <= most else f"…{text[1 - most :]}"
-
-
-def _cut_right(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 @click.command(short_help="Show where all ranks of a running job are.")
@@ -164,7 +157,7 @@ def _row(job: dict[str, Any]) -> tuple[str, ...]:
     loss = job.get("loss")
     told = f"{loss:.4g}" if isinstance(loss, float | int) else str(loss or "-")
     arguments = shlex.join(job.get("arguments", ())) or "-"
-    since = format_duration(time.time() - job["started_s"])
+    since = format_elapsed(time.time() - job["started_s"])
     return str(job["pid"]), job["name"], ranks, since, step, told, _printable(arguments), job["directory"]
 
 

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from unisono.collectives.call_description import Kinds, Members, difference, place_of, user_frame
 from unisono.errors import PeerError, RankMismatchError
 from unisono.job.current import current_job
-from unisono.mismatch import REMEDY, list_ranks, name_ranks
+from unisono.mismatch import REMEDY, list_ranks
+from unisono.text import name_ranks
 
 __all__ = ["CHECK_TIMEOUT_VARIABLE", "CHECK_VARIABLE", "CallChecker", "wanted"]
 
@@ -109,7 +110,7 @@ class CallChecker:
         why = (
             f"{name_ranks(left)} ended before this call"
             if left
-            else f"{name_ranks(sorted([*crossed, self._own]))} wait for each other in different groups"
+            else f"{name_ranks([*crossed, self._own])} wait for each other in different groups"
             if crossed
             else f"{name_ranks(missing)} did not come within {self._timeout_s:g} s"
         )

@@ -7,7 +7,7 @@ be remembered is. Whether there is a group to use at all is `job.current`'s to s
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -21,6 +21,7 @@ from unisono.collectives.check_mode import CallChecker, wanted
 from unisono.collectives.watchdog import CallTemplate, CallWatchdog
 from unisono.errors import GroupError
 from unisono.job.current import require_group
+from unisono.text import name_ranks
 
 __all__ = ["SINGLE_PROCESS", "Group", "group_of"]
 
@@ -110,7 +111,7 @@ class Group:
     @property
     def described(self) -> str:
         """The members, for messages."""
-        return describe_ranks(self.ranks)
+        return name_ranks(self.ranks)
 
 
 SINGLE_PROCESS = Group()
@@ -136,20 +137,6 @@ def group_of(group: dist.ProcessGroup | int | None) -> Group:
     return known
 
 
-def describe_ranks(ranks: Sequence[int]) -> str:
-    """Write the members of a group.
-
-    >>> describe_ranks([0, 1, 2]), describe_ranks([4, 1]), describe_ranks([0])
-    ('ranks 0 to 2', 'ranks 4, 1', 'rank 0 alone')
-    """
-    first, last = ranks[0], ranks[-1]
-    if len(ranks) == 1:
-        return f"rank {first} alone"
-    if len(ranks) > 2 and list(ranks) == list(range(first, last + 1)):
-        return f"ranks {first} to {last}"
-    return f"ranks {', '.join(map(str, ranks))}"
-
-
 def own_device(kind: str) -> torch.device:
     """Return this process's device of a type: the current one."""
     if kind == "cpu":
@@ -173,7 +160,7 @@ def _describe(group: dist.ProcessGroup) -> Group:
     backends = {device: name for device, name in pairs if device == "cpu" or name not in _CPU_BACKENDS}
     ranks = tuple(dist.get_process_group_ranks(group))
     own, check, watchdog = group.rank(), None, None
-    described = "" if group is dist.group.WORLD else describe_ranks(ranks)
+    described = "" if group is dist.group.WORLD else name_ranks(ranks)
     members = Members(group=group.group_name, own=ranks[own], ranks=ranks, described=described)
     if wanted() and len(ranks) > 1:
         check = CallChecker(_store("unisono_check"), members)

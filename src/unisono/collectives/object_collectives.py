@@ -22,6 +22,7 @@ from unisono.collectives.object_transport import FailedSend, Received
 from unisono.collectives.serialization import FOLLOWED, NOT_FOLLOWED, Payload, serialize
 from unisono.collectives.structure import check_concat, concatenate
 from unisono.errors import RankMismatchError
+from unisono.text import name_ranks
 
 __all__ = ["all_gather", "all_to_all", "broadcast", "gather", "scatter"]
 
@@ -175,11 +176,10 @@ def scatter(
     if isinstance(sent, list) and any(payload.followed for payload in sent):
         lacking = [rank for rank, payload in zip(members.ranks, sent, strict=True) if not _places(payload)]
         if lacking:
-            names = object_transport.name_some(lacking)
             sent = FailedSend(
                 ValueError(
-                    f"values for {names} have no floating-point tensor and others require a gradient, so that a "
-                    "backward would wait for ever: detach() them"
+                    f"values for {name_ranks(lacking)} have no floating-point tensor and others require a gradient, "
+                    "so that a backward would wait for ever: detach() them"
                 )
             )
     arrived = object_transport.scatter(members, call, sent, root, of=describe(values))

@@ -37,6 +37,7 @@ from unisono.collectives.serialization import (
 )
 from unisono.errors import PeerError, RankMismatchError
 from unisono.mismatch import CallDescription, describe_mismatch
+from unisono.text import name_ranks
 
 __all__ = [
     "FailedSend",
@@ -310,18 +311,9 @@ def _check_grad_modes(group: Group, call: str, envelopes: Sequence[Envelope]) ->
 def describe_modes(call: str, asking: Sequence[int], without: Sequence[int]) -> str:
     """Return the error of ranks that ask for gradients which others would not pass on."""
     return (
-        f"{call}: tensors of {name_some(asking)} require a gradient and {name_some(without)} called it under "
+        f"{call}: tensors of {name_ranks(asking)} require a gradient and {name_ranks(without)} called it under "
         "no_grad(), so that a backward would wait for ever: call it in the same mode everywhere, or detach() them"
     )
-
-
-def name_some(ranks: Sequence[int]) -> str:
-    """Write ranks.
-
-    >>> name_some([1]), name_some([0, 2])
-    ('rank 1', 'ranks 0, 2')
-    """
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 def _kept(sent: Outgoing, *, followed: bool = False) -> Received:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from unisono.collectives.reduce_ops import name_of
 from unisono.errors import RankMismatchError
+from unisono.text import name_ranks
 
 __all__ = ["Leaf", "Parts", "check_concat", "children", "compare", "concatenate", "step_into", "take_apart"]
 
@@ -149,7 +150,7 @@ def compare(signatures: Sequence[Sequence[tuple[str, str]]], ranks: Sequence[int
     """Return where signatures of several ranks differ; None if they are equal.
 
     >>> compare([[("value['b']", "float32 [4]")]] * 2 + [[("value['b']", "float32 [3]")]], [0, 1, 2])
-    "value['b'] is float32 [3] on rank 2, float32 [4] on ranks 0, 1"
+    "value['b'] is float32 [3] on rank 2, float32 [4] on ranks 0-1"
     """
     tables = [dict(each) for each in signatures]
     places = list(dict.fromkeys(place for table in tables for place in table))
@@ -160,15 +161,11 @@ def compare(signatures: Sequence[Sequence[tuple[str, str]]], ranks: Sequence[int
             kinds.setdefault(table.get(place, "not there"), []).append(rank)
         if len(kinds) > 1:
             few_first = sorted(kinds.items(), key=lambda item: (len(item[1]), item[1]))
-            found.append(f"{place} is " + ", ".join(f"{kind} on {_name(who)}" for kind, who in few_first))
+            found.append(f"{place} is " + ", ".join(f"{kind} on {name_ranks(who)}" for kind, who in few_first))
     if not found:
         return None
     more = f", and {len(found) - _MOST_PLACES} places more" if len(found) > _MOST_PLACES else ""
     return "; ".join(found[:_MOST_PLACES]) + more
-
-
-def _name(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 def check_concat(value: Any, dim: int | None) -> None:

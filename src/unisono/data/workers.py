@@ -23,6 +23,7 @@ from torch.utils.data._utils import signal_handling
 from unisono.data.fetch import Fetcher, Task
 from unisono.errors import DataError
 from unisono.memory import evidence, read_counters
+from unisono.text import list_first
 
 __all__ = ["PATIENCE_S", "TaskReader", "Workers", "warn_on_stderr"]
 
@@ -128,9 +129,7 @@ class Workers:
         task = self._given.tasks.get(int(self._reading[worker]) - 1)
         if task is None:
             return "not reading: it starts, sends what it has read, or is idle"
-        shown = ", ".join(map(str, task.indices[:_SHOWN]))
-        more = f", … ({len(task.indices)} in all)" if len(task.indices) > _SHOWN else ""
-        return f"reading sample{'s' * (len(task.indices) > 1)} {shown}{more}"
+        return f"reading sample{'s' * (len(task.indices) > 1)} {list_first(task.indices, _SHOWN)}"
 
     def _obituary(self, worker: int, process: BaseProcess, code: int, reason: str | None) -> str:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

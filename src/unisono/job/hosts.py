@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from unisono.errors import LaunchError, RankMismatchError
-from unisono.job.rendezvous import name_ranks
+from unisono.text import name_ranks
 
 __all__ = ["HostPlacement", "choose_backend", "own_gpu", "own_host", "place_on_hosts"]
 

@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,8 +28,9 @@ import torch.distributed as dist
 from unisono.errors import LaunchError, PeerError
 from unisono.job.placement import Placement
 from unisono.tcp_store import open_store
+from unisono.text import name_ranks
 
-__all__ = ["Rendezvous", "StoreExchange", "name_ranks", "rendezvous", "wait_for"]
+__all__ = ["Rendezvous", "StoreExchange", "rendezvous", "wait_for"]
 
 _GRACE_S = 3.0
 """How much longer than rank 0 the others wait: ranks do not begin to wait at the same moment."""
@@ -162,17 +163,6 @@ class StoreExchange:
         if isinstance(answer, str):
             raise PeerError(_late(answer))
         return list(answer)
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """Write ranks as a subject.
-
-    >>> name_ranks([3]), name_ranks([0, 2])
-    ('rank 3', 'ranks 0, 2')
-    """
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks[:8]))}{' and others' if len(ranks) > 8 else ''}"
 
 
 def _late(said: str) -> str:

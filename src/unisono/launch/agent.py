@@ -29,7 +29,7 @@ from unisono.launch.cleanup import remove_scratch
 from unisono.launch.control import Control
 from unisono.launch.environment import job_environment, rank_environment
 from unisono.launch.failure.postmortem import Postmortem, write_report
-from unisono.launch.failure.root_cause import name_ranks, name_signal
+from unisono.launch.failure.root_cause import name_signal
 from unisono.launch.generation import Generation
 from unisono.launch.hang.hang_report import render_stacks
 from unisono.launch.job import LaunchJob
@@ -41,6 +41,7 @@ from unisono.launch.restarts import Ending, decide
 from unisono.launch.source_scan import modules_to_preload, read_source, uses_trainer
 from unisono.machine import usable_cores
 from unisono.memory import read_counters
+from unisono.text import name_ranks
 
 __all__ = ["run_job"]
 

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from unisono.collectives import object_transport, tensor_collectives
 from unisono.collectives.group import Group, group_of
-from unisono.collectives.object_transport import FailedSend, Outgoing, name_some
+from unisono.collectives.object_transport import FailedSend, Outgoing
 from unisono.collectives.serialization import serialize
 from unisono.errors import RankMismatchError
+from unisono.text import name_ranks
 
 __all__ = ["Accumulator", "describe_type", "exchange"]
 
@@ -158,7 +159,7 @@ def _agree(metrics: Sequence[Accumulator[Any]], described: list[str], group: Gro
             who.setdefault(", ".join(theirs) or "none", []).append(rank)
         raise RankMismatchError(
             "ranks bring different metrics: "
-            + "; ".join(f"{what} on {name_some(ranks)}" for what, ranks in who.items())
+            + "; ".join(f"{what} on {name_ranks(ranks)}" for what, ranks in who.items())
             + ". Compute the same metrics, in the same order, on all ranks."
         )
     return words

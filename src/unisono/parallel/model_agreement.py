@@ -15,6 +15,7 @@ from torch import Tensor
 from unisono.errors import RankMismatchError
 from unisono.parallel.gradient_group import GradientGroup
 from unisono.state.digest import digest
+from unisono.text import name_ranks
 
 __all__ = ["broadcast_values", "check_equal_values", "check_given", "check_same_model"]
 
@@ -25,13 +26,11 @@ _TOGETHER_NBYTES = 25 * 1024 * 1024
 def check_given(everyone: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> None:
     """Compare the arguments that ranks gave, each by name. Raises: RankMismatchError with the first that differs."""
     for what in everyone[0]:
-        by_value: dict[str, list[str]] = {}
+        by_value: dict[str, list[int]] = {}
         for rank, given in zip(ranks, everyone, strict=True):
-            by_value.setdefault(f"{what}={given[what]!r}", []).append(str(rank))
+            by_value.setdefault(f"{what}={given[what]!r}", []).append(rank)
         if len(by_value) > 1:
-            told = ", ".join(
-                f"{value} on rank{'s' * (len(who) > 1)} {', '.join(who)}" for value, who in by_value.items()
-            )
+            told = ", ".join(f"{value} on {name_ranks(who)}" for value, who in by_value.items())
             raise RankMismatchError(f"replicate() got other arguments on some ranks: {told}. Give all ranks the same")
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from unisono.collectives import differentiable, tensor_collectives
 from unisono.collectives.group import Group
 from unisono.errors import RankMismatchError
+from unisono.text import name_ranks
 
 __all__ = ["normalize_over_ranks"]
 
@@ -179,8 +180,8 @@ def _check_agreement(told: list[int], link: Group) -> bool:
     others = [rank for rank in link.ranks if rank not in record]
     if record and others:
         raise RankMismatchError(
-            f"ranks {record} record gradients in this SyncBatchNorm and ranks {others} do not, so backward would wait "
-            "for them for ever. Use torch.no_grad and requires_grad alike on all ranks."
+            f"{name_ranks(record)} record gradients in this SyncBatchNorm and {name_ranks(others)} do not, so "
+            "backward would wait for them for ever. Use torch.no_grad and requires_grad alike on all ranks."
         )
     return any(flags & _INPUT for flags in told)
 

@@ -21,6 +21,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from unisono.errors import PeerError, UnisonoError
 from unisono.shm.peers import Newcomers, Peers, own_process
 from unisono.shm.segment import Segment
+from unisono.text import name_ranks
 
 __all__ = ["died_in_handshake", "handshake"]
 
@@ -98,9 +99,8 @@ def _receive_all(
                 if time.monotonic() > deadline_s:
                     missing = [names[r] for r in range(1, size) if r not in guests]
                     raise PeerError(
-                        f"timed out: {_ranks(missing)} did not come within {timeout_s:g} s to share memory with rank "
-                        f"{names[0]}. "
-                        "Did every rank of the group call init_process_group or new_group?"
+                        f"timed out: {name_ranks(missing)} did not come within {timeout_s:g} s to share memory with "
+                        f"rank {names[0]}. Did every rank of the group call init_process_group or new_group?"
                     ) from None
                 continue
             guest.settimeout(max(_SLICE_S, deadline_s - time.monotonic()))
@@ -216,7 +216,7 @@ def died_in_handshake(ranks: Sequence[int]) -> str:
     """Say that ranks have died before they shared memory with the others."""
     whose = "the process of" if len(ranks) == 1 else "the processes of"  # a victim's words, as launch sees
     has = "has" if len(ranks) == 1 else "have"
-    return f"{whose} {_ranks(ranks)} {has} ended before all ranks had come to share memory; see what it said last"
+    return f"{whose} {name_ranks(ranks)} {has} ended before all ranks had come to share memory; see what it said last"
 
 
 def _check_refusals(store: Store) -> None:
@@ -233,7 +233,3 @@ def _user_at(end: socket.socket) -> int:
 def _host() -> str:
     """Name the running system, also where containers have host names of their own."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -16,6 +16,7 @@ from torch.distributed import DistBackendError
 
 from unisono.shm.abort_flag import AbortFlag
 from unisono.shm.peers import Peers
+from unisono.text import name_ranks
 
 __all__ = ["PeerWait"]
 
@@ -136,8 +137,7 @@ class PeerWait:
 
     def names(self, ranks: Collection[int]) -> str:
         """Name ranks of the group by their global numbers."""
-        numbers = [str(self._ranks[r]) for r in ranks]
-        return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(numbers)}"
+        return name_ranks(self._ranks[r] for r in ranks)
 
     def _nobody_comes(self, late: Callable[[], Sequence[int]], what: Callable[[], str], *, every: bool) -> bool:
         """Look for ranks that have ended, left or aborted. Return True if what was awaited has come after all."""

@@ -22,6 +22,7 @@ from unisono.engine import BufferTransaction, ConsistencyCheck, Engine, StepTran
 from unisono.errors import LossError, NonFiniteLossError
 from unisono.job.user_function import count_collectives, enter, leave, refuse_collectives_since
 from unisono.parallel.losses import loss_of
+from unisono.text import list_first
 from unisono.trainer.backward import Backward
 from unisono.trainer.loss import weighted_sum
 from unisono.trainer.modes import begin_training, idle_dropout
@@ -277,14 +278,12 @@ class StepRunner:
 
 
 def _describe_bad(loss: float, where: str, bad: list[_BadShare]) -> str:
-    lines = []
-    for share in bad:
-        shown = ", ".join(map(str, share.indices[:_SHOWN_SAMPLES]))
-        more = f", … ({len(share.indices)} samples)" if len(share.indices) > _SHOWN_SAMPLES else ""
-        lines.append(
-            f"\n  virtual rank {share.virtual_rank} (rank {share.rank}): loss {share.loss}, samples {shown}{more}"
-        )
-    culprits = "".join(lines) or "\n  each virtual rank's own loss is finite; their sum is not"
+    culprits = "".join(
+        f"\n  virtual rank {share.virtual_rank} (rank {share.rank}): loss {share.loss}, "
+        f"samples {list_first(share.indices, _SHOWN_SAMPLES)}"
+        for share in bad
+    )
+    culprits = culprits or "\n  each virtual rank's own loss is finite; their sum is not"
     return (
         f"the loss is {loss} at {where}. The step did not happen: weights and buffers keep their values from before it."
         f"{culprits}\nLook at those samples, or lower the learning rate."

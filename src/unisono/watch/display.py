@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Any, TextIO
 
-from unisono.watch.figures import format_duration, format_rate, format_ratio, format_value, plural
+from unisono.watch.figures import format_elapsed, format_rate, format_ratio, format_value, plural
 from unisono.watch.plain_renderer import PlainRenderer
 from unisono.watch.renderer import EpochView, LossSum, Renderer
 
@@ -237,7 +237,7 @@ class Progress:
         if self._epochs_seen > 1 and steps is not None:
             seconds = max(0.0, self._latest_s - self._started_s) if seconds is None else seconds
             rate = f", {format_rate(self._items / self._trained_s)} {self._unit}/s" if self._trained_s > 0 else ""
-            look.remark(f"finished at step {steps:,} after {format_duration(seconds)}{rate}")
+            look.remark(f"finished at step {steps:,} after {format_elapsed(seconds)}{rate}")
         epochs = self._epochs
         self._reset()
         self._epochs = epochs  # an evaluation that follows is still of this run

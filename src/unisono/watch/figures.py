@@ -8,7 +8,7 @@ __all__ = [
     "format_bytes",
     "format_clock",
     "format_count",
-    "format_duration",
+    "format_elapsed",
     "format_rate",
     "format_ratio",
     "format_value",
@@ -49,10 +49,10 @@ def format_rate(per_s: float) -> str:
     return f"{per_s:,.0f}" if per_s >= 99.95 else f"{per_s:.1f}" if per_s >= 9.995 else f"{per_s:.2f}"
 
 
-def format_duration(seconds: float) -> str:
+def format_elapsed(seconds: float) -> str:
     """Write how long something took: seconds with a tenth up to a minute, then a clock.
 
-    >>> [format_duration(s) for s in (0.94, 59.94, 59.97, 125, 93_784)]
+    >>> [format_elapsed(s) for s in (0.94, 59.94, 59.97, 125, 93_784)]
     ['0.9 s', '59.9 s', '0:01:00', '0:02:05', '26:03:04']
     """
     return f"{seconds:.1f} s" if seconds < 59.95 else format_clock(seconds)

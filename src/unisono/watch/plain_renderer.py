@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TextIO
 
-from unisono.watch.figures import format_clock, format_duration, format_rate
+from unisono.watch.figures import format_clock, format_elapsed, format_rate
 from unisono.watch.renderer import EpochView, LossSum
 
 __all__ = ["PlainRenderer"]
@@ -77,4 +77,4 @@ class PlainRenderer:
         rate = "" if epoch.rate is None else f"{format_rate(epoch.rate):>7} {epoch.unit}/s"
         columns = (epoch.label, f"{epoch.steps_text()} {epoch.counted}", f"{loss:<13}", f"{rate:>17}")
         figures = "".join(_GAP + figure for figure in epoch.figures())
-        self.write(f"{_GAP.join(columns)}{_GAP}{format_duration(epoch.elapsed_s):>7}{tail}{figures}")
+        self.write(f"{_GAP.join(columns)}{_GAP}{format_elapsed(epoch.elapsed_s):>7}{tail}{figures}")

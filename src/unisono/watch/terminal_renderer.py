@@ -22,7 +22,7 @@ from rich.live import Live
 from rich.segment import Segment
 from rich.text import Text
 
-from unisono.watch.figures import format_clock, format_duration, format_rate
+from unisono.watch.figures import format_clock, format_elapsed, format_rate
 from unisono.watch.renderer import EpochView, LossSum
 
 __all__ = ["TerminalRenderer"]
@@ -97,7 +97,7 @@ class TerminalRenderer:
         """Write the row of the epoch without a bar."""
         self._indent = len(epoch.label) + 2
         steps, loss, rate, short_rate = _columns(epoch, epoch.loss_text(), epoch.rate)
-        time = Text(f"  {format_duration(epoch.elapsed_s):>7}", "dim")
+        time = Text(f"  {format_elapsed(epoch.elapsed_s):>7}", "dim")
         head = Text.assemble(epoch.label, steps, loss)
         choices = [Text.assemble(head, *tail) for tail in ((rate, time), (short_rate, time), (time,), ())]
         width = self._console.width

@@ -16,7 +16,8 @@ from typing import Any
 
 from unisono.launch.failure.frames import Frame, frames_in, is_own, short_path
 from unisono.launch.failure.hints import hint_for, meaning_of_signal
-from unisono.launch.failure.root_cause import RankFailure, RootCause, name_ranks, name_signal
+from unisono.launch.failure.root_cause import RankFailure, RootCause, name_signal
+from unisono.text import clip, name_ranks
 
 __all__ = ["Circumstances", "headline", "render", "to_json"]
 
@@ -25,6 +26,7 @@ _MOST_MESSAGE_LINES = 6
 _MOST_BODY_LINES = 24
 _MOST_TAIL = 8
 _LABEL = 13
+_INDENT = 4
 _PLACE_IN_CPP = re.compile(r"^\[(?:enforce fail at )?[^\]\s]+:\d+\] (?:err == 0\. )?")
 """What torch and gloo put in front of an error's words."""
 
@@ -56,7 +58,7 @@ def render(verdict: RootCause, circumstances: Circumstances, *, colour: bool = F
     """Write the report. Returns: lines of at most `columns` characters, without a line break at the end."""
     page = _Page(colour=colour, columns=columns)
     page.add(f"unisono: {headline(verdict, circumstances)}", style="headline")
-    body = list(_body(verdict, circumstances, columns - 4))
+    body = list(_body(verdict, circumstances, columns - _INDENT))
     if body:
         page.add("")
     for text, style in body[:_MOST_BODY_LINES]:
@@ -110,7 +112,7 @@ class _Page:
         self._lines: list[str] = []
 
     def add(self, text: str, *, style: str = "") -> None:
-        self._lines.append(self._paint(_clip(_plain(text), self._columns), style))
+        self._lines.append(self._paint(clip(_plain(text), self._columns), style))
 
     def fact(self, label: str, text: str) -> None:
         """Add a line of the lower part, broken where it is too long, behind a label."""
@@ -127,7 +129,7 @@ class _Page:
 
 def headline(verdict: RootCause, circumstances: Circumstances, *, most: int = 2000) -> str:
     """Say in a line of at most so many characters which rank was the cause and what happened to it."""
-    return _clip(_plain(_headline(verdict, circumstances)), most)
+    return clip(_plain(_headline(verdict, circumstances)), most)
 
 
 def _headline(verdict: RootCause, circumstances: Circumstances) -> str:
@@ -190,7 +192,8 @@ def _body(verdict: RootCause, circumstances: Circumstances, width: int) -> Itera
         if cause.doing:
             yield f"It was {cause.doing}.", ""
     else:
-        yield from _error_body(account, folder, width)
+        is_told = len(f"unisono: {_headline(verdict, circumstances)}") <= width + _INDENT
+        yield from _error_body(account, folder, width, is_told=is_told)
 
 
 def _signal_body(cause: RankFailure, circumstances: Circumstances, width: int) -> Iterator[tuple[str, str]]:
@@ -203,10 +206,10 @@ def _signal_body(cause: RankFailure, circumstances: Circumstances, width: int) -
         yield from _traceback(frames, circumstances.folder)
 
 
-def _error_body(account: Mapping[str, Any], folder: str, width: int) -> Iterator[tuple[str, str]]:
+def _error_body(account: Mapping[str, Any], folder: str, width: int, *, is_told: bool) -> Iterator[tuple[str, str]]:
     subject = account.get("remote", account)
     yield from _traceback(subject["frames"], folder)
-    yield from _rest_of_message(subject, width)
+    yield from _rest_of_message(subject, width, is_told=is_told)
     for note in account["notes"]:
         yield from ((line, "") for line in note.splitlines()[:3])
     if subject is not account and (own := [frame for frame in account["frames"] if is_own(frame)]):
@@ -273,12 +276,11 @@ def _fold(groups: Sequence[list[tuple[str, str]]], most: int) -> Iterator[tuple[
         yield from lines
 
 
-def _rest_of_message(account: Mapping[str, Any], width: int) -> Iterator[tuple[str, str]]:
-    """Give the lines of a message that the headline has no room for. Stacks of C++ are left to the log."""
+def _rest_of_message(account: Mapping[str, Any], width: int, *, is_told: bool) -> Iterator[tuple[str, str]]:
+    """Give the lines of a message that are not told by the headline. Stacks of C++ are left to the log."""
     lines = [line for line in account["message"].splitlines() if line.strip()]
     lines = [line for line in lines if not line.startswith(("frame #", "Exception raised from"))]
-    title = _title(account, most=2 * width)
-    told = lines[1:] if len(title) <= width - 20 else [": ".join([account["type"], *lines[:1]]), *lines[1:]]
+    told = lines[1:] if is_told else [": ".join([account["type"], *lines[:1]]), *lines[1:]]
     wrapped = [part for line in told for part in _wrap(line, width)]
     for line in wrapped[:_MOST_MESSAGE_LINES]:
         yield line, "error"
@@ -295,7 +297,7 @@ def _facts(verdict: RootCause, circumstances: Circumstances, width: int) -> Iter
     if hint := _hint(cause):
         yield "hint", [hint]
     if tail := _tail(cause):
-        yield "last lines", [_clip(_plain(line), width) for line in tail]
+        yield "last lines", [clip(_plain(line), width) for line in tail]
     victims = {failure.rank for failure in verdict.victims}
     if victims and not verdict.absent:
         lost = f"{name_ranks(victims)} only lost the connection to {name_ranks(verdict.ranks)}"
@@ -378,7 +380,7 @@ def _title(account: Mapping[str, Any], *, most: int = 200) -> str:
     """
     first = next((line.strip() for line in account["message"].splitlines() if line.strip()), "")
     first = _PLACE_IN_CPP.sub("", first) or first
-    return _clip(f"{account['type']}: {first}" if first else account["type"], most)
+    return clip(f"{account['type']}: {first}" if first else account["type"], most)
 
 
 def _them(ranks: Sequence[int]) -> str:
@@ -403,10 +405,6 @@ def _failure_as_json(failure: RankFailure, circumstances: Circumstances) -> dict
 def _plain(text: str) -> str:
     """Take out what a terminal would obey: colours, returns, other control characters."""
     return "".join(character if character.isprintable() else " " for character in text.expandtabs(4))
-
-
-def _clip(text: str, columns: int) -> str:
-    return text if len(text) <= columns else f"{text[: columns - 1]}…"
 
 
 def _wrap(text: str, columns: int) -> list[str]:

@@ -8,10 +8,9 @@ from __future__ import annotations
 import signal
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
-__all__ = ["RankFailure", "RootCause", "exit_status", "find_root_cause", "first_failure", "name_ranks", "name_signal"]
+__all__ = ["RankFailure", "RootCause", "exit_status", "find_root_cause", "first_failure", "name_signal"]
 
 _LEAD_NS = 50_000_000
 """How much earlier a rank that ended without a word may have failed than its end was seen. Its connections close before
@@ -285,21 +284,6 @@ def exit_status(code: int) -> int:
     (3, 137)
     """
     return code if code >= 0 else 128 - code
-
-
-def name_ranks(ranks: Collection[int]) -> str:
-    """Name ranks in a sentence.
-
-    >>> name_ranks([2]), name_ranks([0, 1, 3]), name_ranks([0, 1, 2, 3, 6])
-    ('rank 2', 'ranks 0, 1 and 3', 'ranks 0-3 and 6')
-    """
-    parts: list[str] = []
-    for _, run in groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0]):
-        numbers = [rank for _, rank in run]
-        parts += [f"{numbers[0]}-{numbers[-1]}"] if len(numbers) > 2 else map(str, numbers)
-    *first, last = parts
-    listed = f"{', '.join(first)} and {last}" if first else last
-    return f"rank{'s' * (len(ranks) > 1)} {listed}"
 
 
 def name_signal(signum: int) -> str:

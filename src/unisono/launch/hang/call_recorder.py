@@ -24,8 +24,9 @@ from unisono.launch.failure.error_record import record_error
 from unisono.launch.failure.frames import library_of
 from unisono.launch.hang import stacks
 from unisono.launch.hang.flight_recorder import FlightRecorder, name_tensors
-from unisono.launch.hang.status_block import Kind, StatusBlock, encode_call, name_range
+from unisono.launch.hang.status_block import Kind, StatusBlock, encode_call
 from unisono.launch.reserved_files import OwnFile
+from unisono.text import format_ranks
 
 __all__ = ["ASK_ERROR", "ASK_RECORDER", "ASK_STACKS", "CallRecorder", "install"]
 
@@ -308,7 +309,7 @@ class CallRecorder:
         known = self._groups.get(name)
         if known is None:
             ranks = tuple(sorted(self._c10d.get_process_group_ranks(group)))
-            known = self._groups[name] = _Group(name, name_range(ranks), self._label_of(group, name))
+            known = self._groups[name] = _Group(name, format_ranks(ranks, separator=","), self._label_of(group, name))
         return known
 
     def _label_of(self, group: Any, name: str) -> str:

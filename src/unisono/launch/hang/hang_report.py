@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from unisono.launch.failure.frames import short_path
 from unisono.launch.hang.analysis import Finding, Mismatch, OperationState, Situation, Wait, detail_of
 from unisono.launch.hang.stacks import Frame, Thread
-from unisono.launch.hang.status_block import RecordedCall, name_range
+from unisono.launch.hang.status_block import RecordedCall
+from unisono.text import format_duration, name_ranks
 
 __all__ = ["render_finding", "render_idle", "render_mismatch", "render_stacks", "summarize"]
 
@@ -19,7 +20,6 @@ _MOST_MISSING = 4
 _MOST_CHILDREN = 2
 _MOST_THREADS = 2
 _WIDTH = 100
-_LONGEST_LIST = 40
 
 
 def render_finding(
@@ -82,7 +82,7 @@ def _odd_ones(mismatch: Mismatch) -> str:
     usually = "calls" if len(most) == 1 else "call"
     if not by_name:
         other, usually = f"{mismatch.operations[0].name} with {other}", "has" if len(most) == 1 else "have"
-    return f"{_name(tuple(ranks))} {call} {other} where {_name(tuple(most))} {usually} {usual}"
+    return f"{name_ranks(ranks)} {call} {other} where {name_ranks(most)} {usually} {usual}"
 
 
 def render_stacks(situations: Sequence[Situation], *, now_ns: int, folder: str, full: bool = False) -> str:
@@ -95,7 +95,7 @@ def render_stacks(situations: Sequence[Situation], *, now_ns: int, folder: str, 
         blocks.setdefault(tuple(_block(situation, now_ns, folder, full=full)), []).append(situation.rank)
     parts = []
     for (state, *body), ranks in blocks.items():
-        parts.append("\n".join([f"{_name(tuple(ranks))}: {state}", *body]))
+        parts.append("\n".join([f"{name_ranks(ranks)}: {state}", *body]))
     return "\n".join(parts)
 
 
@@ -104,10 +104,10 @@ def render_idle(
 ) -> str:
     """Say that these ranks do nothing; ended are the others, if any. Args: command shows where they are."""
     have = "has" if len(idle) == 1 else "have"
-    who = _name(tuple(situation.rank for situation in idle))
-    seconds = _duration(int(idle_s * 1e9))
+    who = name_ranks(situation.rank for situation in idle)
+    seconds = format_duration(idle_s)
     if ended:
-        headline = f"{_name(tuple(ended))} ended {seconds} ago or more, and {who} {have} done nothing since"
+        headline = f"{name_ranks(ended)} ended {seconds} ago or more, and {who} {have} done nothing since"
         remedy = f"The job goes on until they end. `{command}` shows where they are; Ctrl-C ends it."
     else:
         headline = f"{who} {have} done nothing for {seconds}: no CPU time, no output, no I/O"
@@ -125,21 +125,21 @@ def _group(label: str, members: tuple[int, ...], ranks: int, *, folder: str, alw
     Args: always names also one of all ranks, to tell it from others.
 
     >>> _group("the group 'tp'", (0, 2), 4, folder=""), _group("the group made at a.py:3", (0, 1), 4, folder="")
-    ("the group 'tp' (ranks 0,2)", 'the group of ranks 0-1')
+    ("the group 'tp' (ranks 0, 2)", 'the group of ranks 0-1')
     >>> _group("the group made at /job/a.py:3", (0, 1), 2, folder="/job", always=True)
     'the group made at a.py:3'
     """
     everybody = len(members) in (0, ranks)
     if not label or not (always or label.startswith("the group '")):
-        return "" if everybody else f"the group of ranks {name_range(members)}"
+        return "" if everybody else f"the group of {name_ranks(members)}"
     label = label.replace(f"{folder.rstrip('/')}/", "") if folder else label
-    return label if everybody else f"{label} (ranks {name_range(members)})"
+    return label if everybody else f"{label} ({name_ranks(members)})"
 
 
 def _headline(wait: Wait, ranks: int, now_ns: int, *, label: bool = False, folder: str = "") -> str:
-    seconds = _duration(now_ns - wait.since_ns)
+    seconds = format_duration((now_ns - wait.since_ns) / 1e9)
     has = "has" if len(wait.waiting) == 1 else "have"
-    who = f"{_name(wait.waiting)} {has} waited {seconds} in {wait.name}"
+    who = f"{name_ranks(wait.waiting)} {has} waited {seconds} in {wait.name}"
     where = ""
     if wait.kind == "collective" and (group := _group(wait.label, wait.members, ranks, always=label, folder=folder)):
         where = f" of {group}"
@@ -147,7 +147,7 @@ def _headline(wait: Wait, ranks: int, now_ns: int, *, label: bool = False, folde
         return f"{who}{where}; all ranks of the group are in it"
     if wait.kind == "point-to-point" and len(wait.missing) > 1:
         return f"{who} for any other rank"
-    return f"{who}{where} for {_name(wait.missing)}"
+    return f"{who}{where} for {name_ranks(wait.missing)}"
 
 
 def _operations(operations: Sequence[OperationState], folder: str) -> list[str]:
@@ -160,7 +160,7 @@ def _operations(operations: Sequence[OperationState], folder: str) -> list[str]:
         folded.setdefault((call, place, source), []).append(operation.rank)
     lines = []
     for (call, place, source), ranks in folded.items():
-        lines.append(f"  {_label(ranks)} {call}{'  at ' * bool(place)}{place}"[: 2 * _WIDTH])
+        lines.append(f"  {name_ranks(ranks)}: {call}{'  at ' * bool(place)}{place}"[: 2 * _WIDTH])
         if source:
             lines.append(f"        {source}"[:_WIDTH])
     return lines
@@ -173,7 +173,7 @@ def _where(ranks: Sequence[int], by_rank: Mapping[int, Situation], now_ns: int, 
         folded.setdefault(tuple(_block(by_rank[rank], now_ns, folder, full=False)), []).append(rank)
     lines = []
     for (state, *body), same in list(folded.items())[:_MOST_MISSING]:
-        lines += [f"{_name(tuple(same))}: {state}", *body]
+        lines += [f"{name_ranks(same)}: {state}", *body]
     if len(folded) > _MOST_MISSING:
         lines.append(f"… and {len(folded) - _MOST_MISSING} more")
     return lines
@@ -184,9 +184,9 @@ def _block(situation: Situation, now_ns: int, folder: str, *, full: bool) -> lis
     last = situation.calls[-1] if situation.calls else None
     running = [call for call in situation.calls if call.running]
     for call in running:
-        lines.append(f"  in {_call(call, folder)}, for {_duration(now_ns - call.started_ns)}")
+        lines.append(f"  in {_call(call, folder)}, for {format_duration((now_ns - call.started_ns) / 1e9)}")
     if last is not None and not running:
-        when = _duration(now_ns - (last.ended_ns or now_ns))
+        when = format_duration((now_ns - (last.ended_ns or now_ns)) / 1e9)
         lines.append(f"  its last call was {_call(last, folder)}, {when} ago")
     if full:
         for thread in situation.threads:
@@ -278,28 +278,3 @@ def _call(call: RecordedCall, folder: str) -> str:
 def _place(frame: Frame, folder: str) -> str:
     function = "" if frame.function == "<module>" else f" in {frame.function}"
     return f"{short_path(frame.file, folder=folder)}:{frame.line}{function}"
-
-
-def _label(ranks: Sequence[int]) -> str:
-    return f"{_name(tuple(ranks))}:"
-
-
-def _name(ranks: tuple[int, ...]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    listed = name_range(ranks)
-    return f"ranks {listed}" if len(listed) <= _LONGEST_LIST else f"{len(ranks)} ranks ({listed[:_LONGEST_LIST]}…)"
-
-
-def _duration(elapsed_ns: int) -> str:
-    """Give a time span in words.
-
-    >>> _duration(31_400_000_000), _duration(400_000_000), _duration(75_000_000_000)
-    ('31 s', '0.4 s', '1 min 15 s')
-    """
-    seconds = elapsed_ns / 1e9
-    if seconds < 10:
-        return f"{max(0.0, seconds):.1f} s"
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"

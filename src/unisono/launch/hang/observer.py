@@ -21,7 +21,8 @@ from unisono.launch.hang.call_recorder import ASK_ERROR, ASK_RECORDER, ASK_STACK
 from unisono.launch.hang.hang_report import render_finding, render_idle, render_mismatch, summarize
 from unisono.launch.hang.idleness import Activity, Idleness, read_activity
 from unisono.launch.hang.stacks import StackRequest, crash_text, create_dump, read_state
-from unisono.launch.hang.status_block import StatusBlock, create, expand_ranks
+from unisono.launch.hang.status_block import StatusBlock, create
+from unisono.text import parse_ranks
 
 __all__ = ["Observer"]
 
@@ -419,7 +420,7 @@ class Observer:
         fresh = told["time_ns"] / 1e9 >= watched.mark_s and watched.alive
         return {
             "enqueued": {group: counts["enqueued"] for group, counts in told["status"].items()},
-            "groups": {group: expand_ranks(ranks) for group, ranks in told["groups"].items()},
+            "groups": {group: parse_ranks(ranks) for group, ranks in told["groups"].items()},
             "pending": tuple(
                 Pending(
                     group=entry["group"],

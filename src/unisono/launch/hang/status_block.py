@@ -19,7 +19,9 @@ from functools import lru_cache
 from itertools import count, islice
 from typing import Any, Literal
 
-__all__ = ["Kind", "RecordedCall", "StatusBlock", "create", "encode_call", "expand_ranks", "name_range"]
+from unisono.text import clip, parse_ranks
+
+__all__ = ["Kind", "RecordedCall", "StatusBlock", "create", "encode_call"]
 
 _MAGIC = b"unisono1"
 _SIZE = 512 << 10  # memory that is not written to takes no room
@@ -324,40 +326,11 @@ def encode_call(
     function: str = "",
     asynchronous: bool = False,
 ) -> bytes:
-    """Give the text of a call for `StatusBlock.begin`; ranks as `name_range` writes them. Long parts are cut to fit."""
+    """Give the text of a call for `StatusBlock.begin`; ranks as `format_ranks` has them. Long parts are cut to fit."""
     call: dict[str, Any] = {"name": name, "kind": kind, "group": group, "label": label, "ranks": ranks}
     call |= {"tensors": tensors}
     call |= {"reduction": reduction, "peer": peer, "signature": signature, "file": file, "line": line}
     return _fit({**call, "function": function, "asynchronous": asynchronous}, _LONGEST_TEXT)
-
-
-def name_range(ranks: tuple[int, ...]) -> str:
-    """Write sorted numbers as ranges.
-
-    >>> name_range((0, 1, 2, 3, 6))
-    '0-3,6'
-    """
-    parts: list[list[int]] = []
-    for rank in ranks:
-        if parts and parts[-1][1] == rank - 1:
-            parts[-1][1] = rank
-        else:
-            parts.append([rank, rank])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
-
-
-def expand_ranks(text: str) -> tuple[int, ...]:
-    """Read what `name_range` has written. A text that was cut names the ranks that are still in it.
-
-    >>> expand_ranks("0-3,6")
-    (0, 1, 2, 3, 6)
-    """
-    found: list[int] = []
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        if first.isdigit() and (last or first).isdigit():
-            found += range(int(first), int(last or first) + 1)
-    return tuple(found)
 
 
 @lru_cache(maxsize=4096)
@@ -368,7 +341,7 @@ def _parse(text: bytes) -> dict[str, Any]:
         "kind": told.get("kind", "collective"),
         "group": told.get("group", ""),
         "label": told.get("label", ""),
-        "ranks": expand_ranks(told.get("ranks", "")),
+        "ranks": parse_ranks(told.get("ranks", "")),
         "tensors": told.get("tensors", ""),
         "reduction": told.get("reduction", ""),
         "peer": told.get("peer"),
@@ -394,9 +367,8 @@ def _fit(content: dict[str, Any], size: int) -> bytes:
 
 
 def _shorten(value: Any, longest: int) -> Any:
-    if isinstance(value, str) and len(value) > longest:
-        half = max(1, (longest - 1) // 2)
-        return f"{value[:half]}…{value[-half:]}"
+    if isinstance(value, str):
+        return clip(value, longest, at="middle")
     if isinstance(value, dict):
         return {key: _shorten(inner, longest) for key, inner in value.items()}
     if isinstance(value, list | tuple):

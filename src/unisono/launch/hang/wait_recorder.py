@@ -11,7 +11,8 @@ from typing import Any
 
 from unisono.activity import Wait, observers
 from unisono.launch.hang.call_recorder import CallRecorder
-from unisono.launch.hang.status_block import encode_call, name_range
+from unisono.launch.hang.status_block import encode_call
+from unisono.text import format_ranks
 
 __all__ = ["install"]
 
@@ -33,7 +34,7 @@ def install(recorder: CallRecorder) -> None:
                 name=wait.name,
                 kind="collective",
                 group=wait.group,
-                ranks=name_range(tuple(range(wait.size))),
+                ranks=format_ranks(range(wait.size), separator=","),
                 file=file,
                 line=line,
                 function=function,

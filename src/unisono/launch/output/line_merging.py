@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 
-__all__ = ["LineMerger", "MergedLine", "format_ranks"]
+__all__ = ["LineMerger", "MergedLine"]
 
 _FURTHEST = 100
 """How many lines back an equal one is looked for."""
@@ -49,10 +49,10 @@ class LineMerger:
     []
     >>> folder.add(1, 1, [b"start"], now_s=0.0)
     []
-    >>> [(fold.line, format_ranks(fold.ranks)) for fold in folder.add(2, 1, [b"start"], now_s=0.0)]
-    [(b'start', '0-2')]
-    >>> [(fold.line, format_ranks(fold.ranks)) for fold in folder.due(0.1)]
-    [(b'loss 0.5', '0')]
+    >>> [(fold.line, sorted(fold.ranks)) for fold in folder.add(2, 1, [b"start"], now_s=0.0)]
+    [(b'start', [0, 1, 2])]
+    >>> [(fold.line, sorted(fold.ranks)) for fold in folder.due(0.1)]
+    [(b'loss 0.5', [0])]
     """
 
     def __init__(self, *, hold_s: float = 0.1, limit: int = 1 << 20) -> None:
@@ -170,18 +170,3 @@ class LineMerger:
             if not equal:
                 del self._equal[fold.stream, fold.line]
         return released
-
-
-def format_ranks(ranks: Collection[int]) -> str:
-    """Write ranks as short as they can be read.
-
-    >>> format_ranks({0, 1, 2, 3, 6}), format_ranks({4})
-    ('0-3,6', '4')
-    """
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)

@@ -11,7 +11,7 @@ import select
 import stat
 from collections.abc import Collection, Hashable, Mapping
 
-from unisono.launch.output.line_merging import format_ranks
+from unisono.text import format_ranks
 
 __all__ = ["Prefixes", "Sink", "wants_colour"]
 
@@ -44,7 +44,7 @@ class Prefixes:
         return prefix
 
     def _make(self, ranks: Collection[int]) -> bytes:
-        text = f"[{format_ranks(ranks)}]"
+        text = f"[{format_ranks(ranks, separator=',')}]"
         if not self._colour:
             return f"{text} ".encode()
         colour = _COLOURS[min(ranks) % len(_COLOURS)] if len(ranks) == 1 else _BOLD

@@ -1,0 +1,89 @@
+"""How ranks, durations and long values stand in messages. Pure, and without torch, for the launcher needs it too."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Literal
+
+__all__ = ["clip", "format_duration", "format_ranks", "list_first", "name_ranks", "parse_ranks"]
+
+
+def format_ranks(ranks: Iterable[int], *, separator: str = ", ") -> str:
+    """Return ranks in ascending order, with neighbours as spans.
+
+    >>> format_ranks([3, 0, 1]), format_ranks({0, 1, 2, 3, 6}, separator=",")
+    ('0-1, 3', '0-3,6')
+    """
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and rank <= spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    return separator.join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+
+
+def parse_ranks(text: str) -> tuple[int, ...]:
+    """Return the ranks that `format_ranks` has written, or those still readable in a text that was cut.
+
+    >>> parse_ranks("0-1, 3"), parse_ranks("0-3,6"), parse_ranks("0,2,…,8")
+    ((0, 1, 3), (0, 1, 2, 3, 6), (0, 2, 8))
+    """
+    found: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.strip().partition("-")
+        if first.isdigit() and (last or first).isdigit():
+            found += range(int(first), int(last or first) + 1)
+    return tuple(found)
+
+
+def name_ranks(ranks: Iterable[int], *, longest: int = 40) -> str:
+    """Name ranks in a sentence. It begins with "rank", by which the launcher knows errors for a lost peer.
+
+    >>> name_ranks([2]), name_ranks([0, 1, 3])
+    ('rank 2', 'ranks 0-1, 3')
+    >>> name_ranks(range(0, 1000, 2), longest=10)
+    'ranks 0, 2, 4, … (500 in all)'
+    """
+    numbers = set(ranks)
+    listed = format_ranks(numbers)
+    if len(listed) > longest:
+        listed = f"{listed[: longest + 1].rpartition(', ')[0]}, … ({len(numbers)} in all)"
+    return f"rank{'s' * (len(numbers) > 1)} {listed}"
+
+
+def list_first(values: Collection[object], most: int) -> str:
+    """Return the first values, and how many there are if that is not all.
+
+    >>> list_first([4, 8], 3), list_first(range(40), 3)
+    ('4, 8', '0, 1, 2, … (40 in all)')
+    """
+    shown = ", ".join(str(value) for value, _ in zip(values, range(most), strict=False))
+    return f"{shown}, … ({len(values)} in all)" if len(values) > most else shown
+
+
+def format_duration(seconds: float) -> str:
+    """Return a time span in words.
+
+    >>> format_duration(0.4), format_duration(31.4), format_duration(75), format_duration(7400)
+    ('0.4 s', '31 s', '1 min 15 s', '2 h 3 min')
+    """
+    if seconds < 10:
+        return f"{max(0.0, seconds):.1f} s"
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def clip(text: str, most: int, *, at: Literal["start", "middle", "end"] = "end") -> str:
+    """Return a text of at most so many characters, with "…" where something was cut out.
+
+    >>> clip("abcdefgh", 5), clip("abcdefgh", 5, at="start"), clip("abcdefgh", 5, at="middle"), clip("abc", 5)
+    ('abcd…', '…efgh', 'ab…gh', 'abc')
+    """
+    if len(text) <= most:
+        return text
+    if at == "middle":
+        half = max(1, (most - 1) // 2)
+        return f"{text[:half]}…{text[-half:]}"
+    return f"{text[: most - 1]}…" if at == "end" else f"…{text[1 - most :]}"
