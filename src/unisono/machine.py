@@ -1,14 +1,36 @@
-"""What this machine gives to this process, and what its threads do. Without torch, for the launcher needs it too."""
+"""Which machine this is, what it gives to this process, and what its threads do. Without torch, for the launcher."""
 
 from __future__ import annotations
 
 import math
 import os
+import socket
 import time
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["let_threads_finish", "resident_bytes", "usable_cores"]
+__all__ = ["host_id", "let_threads_finish", "resident_bytes", "usable_cores"]
+
+
+def host_id(*, with_network: bool = False) -> str:
+    """Return what names the running system: the same in all its containers, and new at every boot.
+
+    Where the system does not tell, its host name stands for it.
+
+    Args:
+        with_network: Whether to tell networks within the system apart too. Containers may have one each, and abstract
+            sockets do not reach from one to another.
+    """
+    try:
+        system = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:  # not Linux, or hidden in a container
+        system = socket.gethostname()
+    if not with_network:
+        return system
+    try:
+        return f"{system} {Path('/proc/self/ns/net').readlink()}"
+    except OSError:
+        return f"{system} {socket.gethostname()}"
 
 
 def usable_cores() -> int:

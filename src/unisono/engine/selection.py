@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -28,6 +27,7 @@ from unisono.engine.shared import (
 )
 from unisono.engine.trainable import sharing_obstacle
 from unisono.engine.tree_all_reduce import NodeLayout, TreeAllReduce
+from unisono.machine import host_id
 from unisono.shm.peers import own_process
 
 __all__ = ["EngineFactory", "EngineKind", "select_engines"]
@@ -109,7 +109,9 @@ def select_engines(
         to_sharing = _obstacle_to_sharing(world, modules, tensors) or sharing_obstacle(trained, tensors)
         to_shared_memory = _obstacle()
         process = own_process() if to_shared_memory is None else ""
-        everyone = world.gather((_host(), to_shared_memory, to_sharing, secrets.token_hex(8), process))
+        everyone = world.gather(
+            (host_id(with_network=True), to_shared_memory, to_sharing, secrets.token_hex(8), process)
+        )
         hosts = {host for host, *_ in everyone}
         obstacle = next((f"rank {r}: {a or b}" for r, (_, a, b, *_) in enumerate(everyone) if a or b), None)
         if obstacle is None and len(hosts) > 1:
@@ -147,12 +149,3 @@ def _obstacle_to_sharing(world: World, modules: Sequence[nn.Module], tensors: Se
     if world.device.type != "cpu":
         return f"its process group has no backend for the CPU, only for {world.device.type}"
     return None
-
-
-def _host() -> str:
-    """Name the running system, and the network within it: containers of one host may have their own."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {Path('/proc/self/ns/net').readlink()}"
-    except OSError:
-        return "unknown"

@@ -1,24 +1,22 @@
 """What ranks tell each other about their hosts and GPUs, and what follows from it: local ranks, and the backend.
 
-Pure, but for `own_host` and `own_gpu`, which look at this process. The exchange itself is `job.current`'s.
+Pure, but for `own_gpu`, which looks at this process. The exchange itself is `job.current`'s.
 """
 
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from unisono.errors import LaunchError, RankMismatchError
 from unisono.text import name_ranks
 
-__all__ = ["HostPlacement", "choose_backend", "own_gpu", "own_host", "place_on_hosts"]
+__all__ = ["HostPlacement", "choose_backend", "own_gpu", "place_on_hosts"]
 
 CPU_BACKEND_VARIABLE = "UNISONO_CPU_BACKEND"
 """Names the backend that "auto" takes for ranks without GPUs: "gloo" or "shm". `unisono run --cpu-backend` sets it."""
@@ -31,14 +29,6 @@ class HostPlacement:
     local_rank: int
     local_world_size: int
     node_rank: int
-
-
-def own_host() -> str:
-    """Name the running system, the same in all containers on it and different for every boot."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:  # not Linux
-        return socket.gethostname()
 
 
 def own_gpu(device: torch.device) -> str | None:

@@ -23,9 +23,10 @@ from unisono.arguments import whole
 from unisono.backend import register
 from unisono.errors import LaunchError, UnisonoError
 from unisono.job.current import ActiveJob, Job, current_job, current_life, refuse_lone_rank, remember, store_of
-from unisono.job.hosts import CPU_BACKEND_VARIABLE, choose_backend, own_gpu, own_host, place_on_hosts
+from unisono.job.hosts import CPU_BACKEND_VARIABLE, choose_backend, own_gpu, place_on_hosts
 from unisono.job.placement import Placement, own_placement
 from unisono.job.rendezvous import Rendezvous, StoreExchange, rendezvous
+from unisono.machine import host_id
 
 __all__ = ["begin_job", "init", "require_job"]
 
@@ -184,7 +185,7 @@ class _Table:
             placement = Placement(launcher="none", rank=meeting.rank, world_size=meeting.world_size)
         self._meeting, self._timeout = meeting, timeout
         told = self.told(
-            "node", lambda: [placement.launcher, placement.seated, placement.node_name(own_host()), own_host()]
+            "node", lambda: [placement.launcher, placement.seated, placement.node_name(host_id()), host_id()]
         )
         # Among processes that a rank started, one can have that rank's number: the launcher spoke of another job.
         self._launcher = placement.launcher if len({launcher for launcher, *_ in told}) == 1 else "none"
@@ -234,7 +235,7 @@ def _facts(backend: str, table: _Table, device: str | torch.device | None) -> di
     chosen = rank_device(device, backend, local_rank=table.seat.local_rank)
     return {
         "backend": backend,
-        "host": own_host(),
+        "host": host_id(),
         "device": str(chosen),
         "gpu": own_gpu(chosen),
         "cpu_backend": os.environ.get(CPU_BACKEND_VARIABLE),

@@ -13,12 +13,11 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Sequence
-from functools import cache
-from pathlib import Path
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from unisono.errors import PeerError, UnisonoError
+from unisono.machine import host_id
 from unisono.shm.peers import Newcomers, Peers, own_process
 from unisono.shm.segment import Segment
 from unisono.text import name_ranks
@@ -89,7 +88,7 @@ def _receive_all(
         listener.bind(f"\0{name}")
         listener.listen(size)
         listener.settimeout(_SLICE_S)
-        store.set(_PLACE, f"{_host()} {socket.gethostname()} {name}")
+        store.set(_PLACE, f"{host_id()} {socket.gethostname()} {name}")
         while len(guests) < size - 1:
             try:
                 guest, _ = listener.accept()
@@ -146,7 +145,7 @@ def _go_there(
         if place.startswith(_NONE):
             raise UnisonoError(f"{host_rank} has no shared memory to offer: {place.removeprefix(_NONE)}")
         host, host_name, name = place.split(" ")
-        if host != _host():
+        if host != host_id():
             refusal = (
                 f"{host_rank} runs on {host_name} and {own_rank} on {socket.gethostname()}: only ranks of one host can "
                 "share memory. Use gloo or nccl for a group of several hosts."
@@ -227,9 +226,3 @@ def _check_refusals(store: Store) -> None:
 def _user_at(end: socket.socket) -> int:
     _, uid, _ = struct.unpack("3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     return int(uid)
-
-
-@cache
-def _host() -> str:
-    """Name the running system, also where containers have host names of their own."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

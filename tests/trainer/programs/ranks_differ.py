@@ -383,7 +383,7 @@ def try_changes(engine, *, width):
 
 if __name__ == "__main__":
     if "hosts" in sys.argv:
-        selection._host = lambda: str(RANK)
+        selection.host_id = lambda **_: str(RANK)
     if sys.argv[1] == "start":
         try_starts()
     else:
