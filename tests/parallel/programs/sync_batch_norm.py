@@ -196,7 +196,7 @@ def wrong_input() -> None:
     with pytest.raises(ValueError, match=f"one value per channel .* on all {SIZE} ranks together"):
         layer(torch.randn(int(RANK == 1), CHANNELS))
     grad = torch.enable_grad() if RANK == 0 else torch.no_grad()
-    with grad, pytest.raises(RankMismatchError, match=r"ranks \[0\] record gradients .* ranks \[1.* do not"):
+    with grad, pytest.raises(RankMismatchError, match=r"rank 0 record gradients .* ranks? 1.* do not"):
         layer(torch.randn(3, CHANNELS))
     with pytest.raises(ValueError, match=r"expected 4 channels in dimension 1, got shape \[3, 5\]"):
         layer(torch.randn(3, 5))
