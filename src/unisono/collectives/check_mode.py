@@ -20,6 +20,7 @@ from unisono.collectives.call_description import Kinds, Members, difference, pla
 from unisono.errors import PeerError, RankMismatchError
 from unisono.job.current import current_job
 from unisono.mismatch import REMEDY, list_ranks
+from unisono.polling import pauses
 from unisono.text import name_ranks
 
 __all__ = ["CHECK_TIMEOUT_VARIABLE", "CHECK_VARIABLE", "CallChecker", "wanted"]
@@ -83,14 +84,13 @@ class CallChecker:
         """Wait until all ranks have written on a page. Raises: PeerError when it is known that they will not."""
         keys = [f"{page}/{rank}" for rank in self._ranks]
         end_s = time.monotonic() + self._timeout_s
-        look_s, pause_s = time.monotonic() + _LOOK_EVERY_S, _SHORTEST_PAUSE_S
+        look_s, pauses_s = time.monotonic() + _LOOK_EVERY_S, pauses(_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S)
         while not self._store.check(keys):
             now_s = time.monotonic()
             if now_s >= min(look_s, end_s):
                 look_s = now_s + _LOOK_EVERY_S
                 self._look(page, late=now_s >= end_s)
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            time.sleep(next(pauses_s))
         if self._store.check([f"{page}/given up"]):
             raise PeerError(self._read(f"{page}/given up"))
 

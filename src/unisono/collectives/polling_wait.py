@@ -12,10 +12,9 @@ import time
 
 import torch.distributed as dist
 
-__all__ = ["PollingWait"]
+from unisono.polling import Backoff
 
-_LONGEST_PAUSE = 256
-"""Waits without polling after polling has failed again and again."""
+__all__ = ["PollingWait"]
 
 
 class PollingWait:
@@ -30,17 +29,15 @@ class PollingWait:
 
     def __init__(self, *, polls: bool, poll_s: float = 0.003) -> None:
         self._polls, self._poll_s = polls, poll_s
-        self._pause = 0
-        self._skipped = 0
+        self._backoff = Backoff()
 
     def wait(self, work: dist.Work) -> None:
         """Wait for the end of a work. Raises: RuntimeError if it failed, as `Work.wait` does."""
         if self._polls and not work.is_completed():
-            if self._skipped < self._pause:
-                self._skipped += 1
+            if self._backoff.left:
+                self._backoff.left -= 1
             else:
-                self._skipped = 0
-                self._pause = 0 if self._poll(work) else min(2 * self._pause + 1, _LONGEST_PAUSE)
+                self._backoff.note(paid=self._poll(work))
         work.wait()
 
     def _poll(self, work: dist.Work) -> bool:

@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from unisono.launch.cleanup import Leftovers
+from unisono.polling import pauses
 
 __all__ = [
     "become_subreaper",
@@ -77,7 +78,7 @@ def end_descendants(
     Returns: what is still there at the timeout: processes of another user, or ones stuck in the kernel.
     """
     begin_s = time.monotonic()
-    pause_s = 0.0005
+    pauses_s = pauses(0.0005, 0.02)
     leftovers = leftovers or Leftovers()
     # A subreaper without children has no descendants; to look at all processes of the machine takes long.
     while _has_children():
@@ -91,8 +92,7 @@ def end_descendants(
                 os.waitpid(pid, os.WNOHANG)
         if not left or time.monotonic() - begin_s > timeout_s:
             break
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, 0.02)
+        time.sleep(next(pauses_s))
     else:
         left = []
     leftovers.remove()

@@ -19,13 +19,12 @@ from torch import Tensor
 
 from unisono.collectives.polling_wait import PollingWait
 from unisono.machine import usable_cores
+from unisono.polling import Backoff
 
 __all__ = ["GradientGroup"]
 
 _LATE_S = 0.003
 """How long shm looks for peers before it sleeps; looking longer than a moment takes the core from somebody."""
-_LONGEST_PAUSE = 256
-"""Sums without staying after staying has been late again and again."""
 
 
 class GradientGroup:
@@ -36,7 +35,7 @@ class GradientGroup:
         self.rank, self.size = group.rank(), group.size()
         self._waiter = PollingWait(polls=polls)
         self._stays = group.name() == "shm"
-        self._pause = self._skipped = 0
+        self._staying = Backoff()
 
     @classmethod
     def open(
@@ -72,14 +71,13 @@ class GradientGroup:
             ranks come at about the same time. While they do not, it is left out, as `PollingWait` leaves out polling.
         """
         if stays and self._stays:
-            if self._skipped >= self._pause:
+            if not self._staying.left:
                 begin_s = time.perf_counter()
                 with self._explained(what):
                     dist.all_reduce(tensor, group=self.group)
-                is_late = time.perf_counter() - begin_s > _LATE_S
-                self._skipped, self._pause = 0, min(2 * self._pause + 1, _LONGEST_PAUSE) if is_late else 0
+                self._staying.note(paid=time.perf_counter() - begin_s <= _LATE_S)
                 return None
-            self._skipped += 1
+            self._staying.left -= 1
         return dist.all_reduce(tensor, group=self.group, async_op=True)
 
     def wait(self, work: Any, what: str) -> None:

@@ -18,6 +18,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from unisono.errors import PeerError, UnisonoError
 from unisono.machine import host_id
+from unisono.polling import pauses
 from unisono.shm.peers import Newcomers, Peers, own_process
 from unisono.shm.segment import Segment
 from unisono.text import name_ranks
@@ -124,7 +125,7 @@ def _go_there(
     store: Store, *, rank: int, size: int, timeout_s: float, names: Sequence[int], look: Callable[[], None]
 ) -> tuple[Segment, Peers]:
     deadline_s = time.monotonic() + timeout_s
-    look_s, pause_s = time.monotonic() + _LOOK_S, _PAUSE_S
+    look_s, pauses_s = time.monotonic() + _LOOK_S, pauses(_PAUSE_S, _LONGEST_PAUSE_S)
     host_rank, own_rank = f"rank {names[0]}", f"rank {names[rank]}"
     late = (
         f"timed out: {host_rank} did not offer {own_rank} its shared memory within {timeout_s:g} s; see what it says, "
@@ -138,8 +139,7 @@ def _go_there(
                 look_s = time.monotonic() + _LOOK_S
             if time.monotonic() > deadline_s:
                 raise PeerError(late)
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            time.sleep(next(pauses_s))
             continue
         place = store.get(_PLACE).decode()
         if place.startswith(_NONE):

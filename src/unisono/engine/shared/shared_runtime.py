@@ -17,6 +17,7 @@ from unisono.collectives.world import World
 from unisono.engine.step_transaction import Passed, StepTransaction
 from unisono.errors import PeerError
 from unisono.machine import usable_cores
+from unisono.polling import Backoff
 from unisono.shm.abort_flag import AbortFlag
 from unisono.shm.handshake import died_in_handshake, handshake
 from unisono.shm.peer_wait import PeerWait
@@ -29,9 +30,8 @@ __all__ = ["Barrier", "SharedRuntime"]
 _WORDS = 8
 
 # A wait that lasts longer gained nothing by polling, or others want the core: then each look costs a time slice, and a
-# sleeper is woken sooner. So the next waits, up to so many, begin asleep.
+# sleeper is woken sooner. So the next waits begin asleep.
 _WORTH_POLLING_S = 0.001
-_LONGEST_PAUSE = 256
 
 
 class Barrier:
@@ -119,7 +119,7 @@ class SharedRuntime:
         self.awaits_release = False
         """Whether some engine waits until nobody reads the last step's gradient."""
         self._words = memoryview(segment.memory)[words_offset : words_offset + 8 * _WORDS * self.size].cast("q")
-        self._pause = self._unpolled = 0
+        self._polling = Backoff()
         self.barriers = Passed(0)
         """How many barriers have been passed."""
 
@@ -208,21 +208,21 @@ class SharedRuntime:
 
     def wait(self, barrier: Barrier, what: Callable[[], str], step: StepTransaction | None = None) -> None:
         """Wait until all ranks have arrived at a barrier as often as this one; if some have not, run the deferred."""
-        if not self._unpolled and not barrier.late():
-            self._pause = 0
+        polling = self._polling
+        polls = not polling.left
+        if polls and not barrier.late():
+            if polling.pause:  # quicker than a call
+                polling.note(paid=True)
             return
         if step is not None:
             step.run_deferred()
         begun_s = time.monotonic()
-        polls = not self._unpolled
         with self._explained():
             self._peer_wait.wait(barrier.late, barrier.wait, what, deadline_s=begun_s + self._timeout_s, polls=polls)
-        if not polls:
-            self._unpolled -= 1
-        elif time.monotonic() - begun_s > _WORTH_POLLING_S:
-            self._pause = self._unpolled = min(2 * self._pause + 1, _LONGEST_PAUSE)
+        if polls:
+            polling.note(paid=time.monotonic() - begun_s <= _WORTH_POLLING_S)
         else:
-            self._pause = 0
+            polling.left -= 1
 
     def wait_for_semaphore(self, semaphore: Semaphore, rank: int, what: str) -> None:
         """Wait for a semaphore that a rank will post, and take it. Raises: PeerError if it does not, or has died."""

@@ -22,6 +22,7 @@ from unisono.launch.hang.hang_report import render_finding, render_idle, render_
 from unisono.launch.hang.idleness import Activity, Idleness, read_activity
 from unisono.launch.hang.stacks import StackRequest, crash_text, create_dump, read_state
 from unisono.launch.hang.status_block import StatusBlock, create
+from unisono.polling import wait_until
 from unisono.text import parse_ranks
 
 __all__ = ["Observer"]
@@ -176,9 +177,7 @@ class Observer:
             if watched.alive:
                 watched.ask_recorder(time.monotonic())
         requests = self._request(self._ranks)
-        end_s = time.monotonic() + wait_s
-        while not _poll(requests) and time.monotonic() < end_s:
-            time.sleep(0.005)
+        wait_until(lambda: _poll(requests), wait_s)
         linecache.checkcache()
         return self._situations(time.monotonic(), requests)
 
@@ -195,12 +194,7 @@ class Observer:
         asked = [watched for watched in self._ranks.values() if watched.alive and watched.page.begun]
         for watched in asked:
             watched.ask_recorder(time.monotonic())
-        end_s = time.monotonic() + wait_s
-        while asked and time.monotonic() < end_s:
-            if any(watched.page.met for watched in asked):
-                return True
-            time.sleep(0.005)
-        return False
+        return bool(asked) and wait_until(lambda: any(watched.page.met for watched in asked), wait_s)
 
     def doing(self, rank: int) -> str:
         """Name the call that a rank is in, or has made last, as words: "in all_reduce at train.py:7"."""
@@ -237,9 +231,7 @@ class Observer:
         asked = [self._ranks[rank] for rank in ranks if self._ranks[rank].alive]
         for watched in asked:
             watched.ask_error()
-        end_s = time.monotonic() + wait_s
-        while any(watched.page.read_failure() is None for watched in asked) and time.monotonic() < end_s:
-            time.sleep(0.005)
+        wait_until(lambda: all(watched.page.read_failure() is not None for watched in asked), wait_s)
 
     def where(self, rank: int) -> str:
         """Return the line at which the program of a running rank is, as words: "at train.py:7 in save"; "" if unknown.
@@ -250,9 +242,7 @@ class Observer:
             return ""
         self._requests.pop(rank, None)
         requests = self._request([rank])
-        end_s = time.monotonic() + 0.5
-        while not _poll(requests) and time.monotonic() < end_s:
-            time.sleep(0.005)
+        wait_until(lambda: _poll(requests), 0.5)
         place = self._situation(rank, time.monotonic(), requests.get(rank)).place
         if place is None:
             return ""
