@@ -16,13 +16,13 @@ from torch import Tensor
 
 from unisono.collectives.serialization import Payload
 from unisono.errors import RankMismatchError
+from unisono.plan.alignment import WIRE_NBYTES, align_up
 
 __all__ = [
     "ENVELOPE_NBYTES",
     "Envelope",
     "FailedSend",
     "Outgoing",
-    "aligned",
     "read_envelope",
     "to_bytes",
     "write_envelope",
@@ -35,7 +35,6 @@ _MAGIC = 0x5E11
 _FLAGS = _FAILED, _ACCELERATED, _BODY_HERE, _DATA_HERE, _MORE, _FOLLOWED, _GRAD_MODE = 1, 2, 4, 8, 16, 32, 64
 LONGEST_CALL = 200
 """Bytes of the name of a call; what is longer is cut."""
-_ALIGN = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +78,7 @@ class Envelope:
     @property
     def rest_nbytes(self) -> int:
         """Bytes that come after the envelope."""
-        body = 0 if self.body_here else aligned(self.body_nbytes)
+        body = 0 if self.body_here else align_up(self.body_nbytes, WIRE_NBYTES)
         return body + (0 if self.data_here else self.data_nbytes)
 
 
@@ -106,7 +105,7 @@ def write_envelope(
     if len(body) <= room:
         flags |= _BODY_HERE
         content = body
-        if aligned(len(body)) + data_nbytes <= room and not sent.accelerated:
+        if align_up(len(body), WIRE_NBYTES) + data_nbytes <= room and not sent.accelerated:
             flags |= _DATA_HERE
             data = to_bytes(sent.data(torch.device("cpu"))) if data_nbytes else b""
     if not data_nbytes:
@@ -135,12 +134,3 @@ def to_bytes(tensor: Tensor) -> bytes:
     """Return the content of a tensor of bytes."""
     here = tensor.cpu()
     return ctypes.string_at(here.data_ptr(), here.numel()) if here.numel() else b""
-
-
-def aligned(nbytes: int) -> int:
-    """Round up to where the elements of any type may begin.
-
-    >>> aligned(1), aligned(16)
-    (16, 16)
-    """
-    return -(-nbytes // _ALIGN) * _ALIGN

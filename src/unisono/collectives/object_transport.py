@@ -21,7 +21,6 @@ from unisono.collectives.framing import (
     Envelope,
     FailedSend,
     Outgoing,
-    aligned,
     read_envelope,
     to_bytes,
     write_envelope,
@@ -37,6 +36,7 @@ from unisono.collectives.serialization import (
 )
 from unisono.errors import PeerError, RankMismatchError
 from unisono.mismatch import CallDescription, describe_mismatch
+from unisono.plan.alignment import WIRE_NBYTES, align_up
 from unisono.text import name_ranks
 
 __all__ = [
@@ -331,7 +331,7 @@ def _received(envelope: Envelope, rest: Tensor | None, sent: Outgoing | None, ow
     body, start = envelope.body, 0
     if not envelope.body_here:
         assert rest is not None
-        body, start = to_bytes(rest[: envelope.body_nbytes]), aligned(envelope.body_nbytes)
+        body, start = to_bytes(rest[: envelope.body_nbytes]), align_up(envelope.body_nbytes, WIRE_NBYTES)
     data = None
     if envelope.data_nbytes and envelope.data_here:
         data = torch.frombuffer(bytearray(envelope.data), dtype=torch.uint8)
@@ -348,7 +348,9 @@ def _rest(envelope: Envelope, payload: Payload, device: torch.device) -> Tensor 
     parts = []
     if not envelope.body_here:
         parts.append(
-            torch.frombuffer(bytearray(payload.body.ljust(aligned(len(payload.body)), b"\0")), dtype=torch.uint8)
+            torch.frombuffer(
+                bytearray(payload.body.ljust(align_up(len(payload.body), WIRE_NBYTES), b"\0")), dtype=torch.uint8
+            )
         )
     if not envelope.data_here:
         parts.append(payload.data(device))

@@ -20,11 +20,10 @@ from torch import Tensor
 from unisono.collectives.group import own_device
 from unisono.collectives.structure import children, step_into
 from unisono.errors import PeerError
+from unisono.plan.alignment import WIRE_NBYTES, align_up
 
 __all__ = ["Payload", "TensorMeta", "copy_tensors", "deserialize", "read_tensor_metas", "serialize", "split_tensors"]
 
-_ALIGN = 16
-"""Bytes; the largest element, a complex128, has as many."""
 NOT_FOLLOWED, FOLLOWABLE, FOLLOWED = 0, 1, 2
 _LONGEST_PLACE = 200
 _LENGTH = struct.Struct("<I")
@@ -61,7 +60,7 @@ class Payload:
     @property
     def data_nbytes(self) -> int:
         """Bytes of all tensors, with the gaps that align them."""
-        return sum(_padded(meta.nbytes) for meta in self.metas)
+        return sum(align_up(meta.nbytes, WIRE_NBYTES) for meta in self.metas)
 
     @property
     def accelerated(self) -> bool:
@@ -82,7 +81,7 @@ class Payload:
         start = 0
         for flat in flats:
             packed[start : start + flat.numel()].copy_(flat)
-            start += _padded(flat.numel())
+            start += align_up(flat.numel(), WIRE_NBYTES)
         return packed
 
 
@@ -145,7 +144,7 @@ def split_tensors(data: Tensor | None, metas: Sequence[TensorMeta]) -> list[Tens
             continue
         assert data is not None
         flat = data[start : start + each.nbytes]
-        start += _padded(each.nbytes)
+        start += align_up(each.nbytes, WIRE_NBYTES)
         if flat.device.type != device.type:
             flat = flat.to(device)
         elif flat.numel() != flat.untyped_storage().nbytes():
@@ -159,10 +158,6 @@ def local_device(kind: str) -> torch.device:
     if kind != "cpu" and not torch.get_device_module(kind).is_available():
         kind = "cpu"
     return own_device(kind)
-
-
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // _ALIGN) * _ALIGN
 
 
 def _take(index: int) -> Tensor:

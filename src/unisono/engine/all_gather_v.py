@@ -15,11 +15,9 @@ from torch import Tensor
 
 from unisono.collectives.world import World
 from unisono.engine.step_transaction import StepTransaction
+from unisono.plan.alignment import WIRE_NBYTES, align_up
 
 __all__ = ["AllGatherV", "GroupAllGatherV", "next_part", "packed_nbytes", "write_parts"]
-
-# Where a vector begins in a message, in bytes: at a multiple of every type's size.
-_ALIGNMENT = 16
 
 
 class AllGatherV(Protocol):
@@ -37,7 +35,7 @@ class AllGatherV(Protocol):
 
 def packed_nbytes(parts: Sequence[Tensor]) -> int:
     """Say how long a message is, in bytes."""
-    return sum(_aligned(part.numel() * part.element_size()) for part in parts)
+    return sum(align_up(part.numel() * part.element_size(), WIRE_NBYTES) for part in parts)
 
 
 def write_parts(parts: Sequence[Tensor], place: Tensor) -> None:
@@ -46,13 +44,13 @@ def write_parts(parts: Sequence[Tensor], place: Tensor) -> None:
     for part in parts:
         nbytes = part.numel() * part.element_size()
         place[offset : offset + nbytes].view(part.dtype).copy_(part)
-        offset += _aligned(nbytes)
+        offset += align_up(nbytes, WIRE_NBYTES)
 
 
 def next_part(message: Tensor, dtype: torch.dtype, numel: int) -> tuple[Tensor, Tensor]:
     """Read the first vector of a message, which stays where it is. Returns: it, and the rest of the message."""
     nbytes = numel * dtype.itemsize
-    return message[:nbytes].view(dtype), message[_aligned(nbytes) :]
+    return message[:nbytes].view(dtype), message[align_up(nbytes, WIRE_NBYTES) :]
 
 
 class GroupAllGatherV:
@@ -79,7 +77,3 @@ class GroupAllGatherV:
         everyone = [torch.empty_like(tensor) for _ in range(self._world.size)]
         dist.all_gather(everyone, tensor, group=self._world.group)
         return everyone
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -28,11 +28,10 @@ from unisono.engine.totals import COUNT, Totals, as_tensor, totals_of
 from unisono.engine.tree_all_reduce import NodeLayouts, TreeAllReduce
 from unisono.engine.update import prepare_whole, update_whole
 from unisono.errors import UnisonoError
+from unisono.plan.alignment import BUFFER_NUMEL, align_up
 
 __all__ = ["CollectiveEngine"]
 
-# Where a parameter begins in its bucket: a multiple of this many elements, 64 bytes in every dtype.
-_ALIGNMENT = 64
 _BUCKET_NBYTES = 12 * 1024 * 1024
 
 
@@ -51,7 +50,7 @@ class _Bucket:
     def append(self, index: int, parameter: Tensor) -> None:
         self.members.append(index)
         self.offsets.append(self.numel)
-        self.numel += -(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT
+        self.numel += align_up(parameter.numel(), BUFFER_NUMEL)
 
     def views(self, row: Tensor, parameters: tuple[Tensor, ...]) -> list[Tensor]:
         """Show a row of the bucket as tensors shaped and strided like the parameters."""

@@ -21,14 +21,12 @@ from torch import Tensor
 from unisono.collectives.world import World
 from unisono.engine.step_transaction import StepTransaction
 from unisono.plan import Node, fold, nodes_of, rank_block
+from unisono.plan.alignment import BUFFER_NUMEL, align_up
 
 __all__ = ["AllReduce", "MakeAllReduce", "NodeLayout", "NodeLayouts", "TreeAllReduce"]
 
 # Below this size latency decides, and the second phase costs more than sending everything to everyone.
 _DIRECT_NBYTES = 64 * 1024
-
-# Segments are cut at multiples of this many elements, so that SIMD bodies see the same elements on any world size.
-_ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +102,7 @@ class TreeAllReduce:
         self._waiter = world.waiter
         # torch's batch of sends and receives costs 50 µs more than posting them, and only nccl needs it.
         self._batched = world.device.type != "cpu"
-        unit = _ALIGNMENT * world.size
-        self.numel = -(-max(numel, 1) // unit) * unit
+        self.numel = align_up(max(numel, 1), BUFFER_NUMEL * world.size)
         """Length of the vector, padded so that it divides into aligned segments."""
         self._direct = world.size == 2 or self.numel * dtype.itemsize <= _DIRECT_NBYTES
         self._counts = [len(nodes) for nodes in widest.nodes]

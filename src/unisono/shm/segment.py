@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from unisono.errors import UnisonoError
+from unisono.plan.alignment import align_up
 
 __all__ = ["ALIGNMENT", "Segment", "aligned"]
 
@@ -25,7 +26,7 @@ ALIGNMENT = 256
 
 def aligned(nbytes: int) -> int:
     """Round a size or an offset up to the alignment."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+    return align_up(nbytes, ALIGNMENT)
 
 
 class Segment:

@@ -12,6 +12,7 @@ from unisono.engine.shared.shared_runtime import SharedRuntime
 from unisono.engine.step_transaction import StepTransaction
 from unisono.engine.tree_all_reduce import NodeLayout
 from unisono.plan import fold
+from unisono.plan.alignment import BUFFER_NUMEL, align_up
 
 __all__ = ["SharedAllReduce"]
 
@@ -27,7 +28,7 @@ class SharedAllReduce:
         counts = [len(nodes) for nodes in widest.nodes]
         self._runtime, self._layout = runtime, widest
         self._firsts = [sum(counts[:rank]) for rank in range(runtime.size)]
-        width = -(-max(numel, 1) // 64) * 64
+        width = align_up(max(numel, 1), BUFFER_NUMEL)
         segment = runtime.segment(sum(counts) * width * dtype.itemsize, "buffers")
         self._rows = segment.tensor(0, (sum(counts), width), dtype).unbind()
         first = self._firsts[runtime.rank]
