@@ -9,10 +9,11 @@ import traceback
 from pathlib import Path
 
 import pytest
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import IterableDataset
 
 from unisono.data import loader
 from unisono.data.fetch import Fetcher, Task
+from unisono.data.settings import LoaderSettings
 from unisono.data.workers import TaskReader
 from unisono.errors import DataError
 
@@ -66,7 +67,7 @@ def failed():
 
 
 def reader(dataset, **options):
-    fetcher = Fetcher(dataset, collate_fn=default_collate, seed=0, stream="train")
+    fetcher = Fetcher(dataset, LoaderSettings(batch_size=1, seed=0, shuffle=False))
     return TaskReader(fetcher, TASKS, workers=2, pin_memory=False, **options)
 
 

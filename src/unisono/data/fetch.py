@@ -6,19 +6,16 @@ epoch, step, virtual rank). So augmentation does not depend on which worker of w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
-from unisono.plan import derive_key
-from unisono.state.random import set_generators
+from unisono.data.settings import LoaderSettings
 
-__all__ = ["Collate", "Fetcher", "Task", "check_collate"]
-
-Collate = Callable[[list[Any]], Any]
+__all__ = ["Fetcher", "Task"]
 
 
 class Task(NamedTuple):
@@ -40,44 +37,31 @@ class Fetcher(Dataset[Any]):
     first sample of the micro-batch).
     """
 
-    def __init__(self, dataset: Any, *, collate_fn: Collate | None, seed: int, stream: str) -> None:
-        self.dataset, self.seed, self.stream = dataset, seed, stream
-        self.collate_fn = collate_fn or default_collate
-        self._tensors, self._mapping = _whole_tensors(dataset) if collate_fn is None else (None, None)
+    def __init__(self, dataset: Any, settings: LoaderSettings) -> None:
+        self.dataset, self._settings = dataset, settings
+        self._tensors, self._mapping = _whole_tensors(dataset) if settings.collate_fn is None else (None, None)
 
     def __getitem__(self, task: Task) -> tuple[list[int], Any]:
         """Fetch one micro-batch: the samples' indices, and what collate_fn made of them."""
         return task.indices, self._items(task)
 
     def _items(self, task: Task) -> Any:
+        set_generators = self._settings.set_generators
         if self._tensors is not None:
             indices = torch.tensor(task.indices)
             if self._mapping is not None:
                 indices = self._mapping[indices]
             return [tensor[indices] for tensor in self._tensors]
         if hasattr(self.dataset, "__getitems__") and not isinstance(self.dataset, Subset):
-            self._set_generators("samples", task.epoch, task.indices[0])
+            set_generators("samples", task.epoch, task.indices[0])
             samples = self.dataset.__getitems__(task.indices)
         else:
             samples = []
             for index in task.indices:
-                self._set_generators("sample", task.epoch, index)
+                set_generators("sample", task.epoch, index)
                 samples.append(self.dataset[index])
-        self._set_generators("collate", task.epoch, task.step, task.virtual_rank, task.part)
-        return self.collate_fn(samples)
-
-    def _set_generators(self, use: str, *coordinates: int) -> None:
-        set_generators(derive_key(self.seed, f"{self.stream}/{use}", *coordinates))
-
-
-def check_collate(collate_fn: Any) -> None:
-    """Refuse what cannot collate.
-
-    Raises:
-        TypeError: It is neither None nor a function.
-    """
-    if collate_fn is not None and not callable(collate_fn):
-        raise TypeError(f"collate_fn is a {type(collate_fn).__name__}; give a function of a list of samples")
+        set_generators("collate", task.epoch, task.step, task.virtual_rank, task.part)
+        return (self._settings.collate_fn or default_collate)(samples)
 
 
 def _whole_tensors(dataset: Any) -> tuple[Sequence[Tensor] | None, Tensor | None]:

@@ -7,15 +7,15 @@ ranks. Dealing itself is in `data.sampler` and `data.rank_loader`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from unisono.errors import DataError, RankMismatchError
+from unisono.arguments import whole
+from unisono.errors import RankMismatchError
 from unisono.job.placement import own_placement
 
-__all__ = ["Position", "check_same_data", "check_whole", "find_rank", "length_of", "position_state", "read_position"]
+__all__ = ["Position", "check_same_data", "find_rank", "position_state", "read_position"]
 
 
 class Position(NamedTuple):
@@ -36,7 +36,8 @@ def find_rank(
     environment. Args: name is what the caller calls the number of ranks.
     Raises: ValueError if they are impossible, TypeError for what is no whole number.
     """
-    check_whole(**{"rank": rank or 0, name: ranks or 0})
+    rank = None if rank is None else whole("rank", rank)
+    ranks = None if ranks is None else whole(name, ranks)
     found = "as given"
     if rank is None or ranks is None:
         if group is not None:
@@ -57,26 +58,6 @@ def find_rank(
             f"rank and {name}, or neither."
         )
     return rank, ranks
-
-
-def check_whole(**numbers: object) -> None:
-    """See that arguments are whole numbers, NumPy's among them, by name. Raises: TypeError."""
-    for name, number in numbers.items():
-        if isinstance(number, bool) or not isinstance(number, Integral):
-            raise TypeError(f"{name}={number!r} must be a whole number")
-
-
-def length_of(dataset: Any) -> int:
-    """Count the samples of a map-style dataset. Raises: TypeError without `__len__`, DataError if there are none."""
-    if not hasattr(dataset, "__len__"):
-        raise TypeError(
-            f"{type(dataset).__name__} has no __len__, so its samples cannot be dealt by number: add __len__, or, as "
-            "with an IterableDataset, use no sampler and cut it up by rank inside its __iter__."
-        )
-    length = len(dataset)
-    if length == 0:
-        raise DataError(f"the dataset ({type(dataset).__name__}) is empty: check its folder, split or filter")
-    return length
 
 
 def position_state(place: Position, *, seed: int, num_samples: int | None, shuffle: bool) -> dict[str, Any]:
@@ -111,21 +92,22 @@ def read_position(
                 f"the state was saved with {key}={state[key]}, and this {owner} has {key}={here}: the order "
                 f"is another, so samples would be repeated and left out. Make the {owner} with {key}={state[key]}."
             )
-    check_whole(epoch=state["epoch"], position=state["position"])
-    place = Position(int(state["epoch"]), int(state["position"]))
+    place = Position(whole("epoch", state["epoch"]), whole("position", state["position"]))
     if place.position < 0 or (num_samples is not None and place.position > num_samples):
         raise ValueError(f"the state has position={place.position}, outside [0, {num_samples}]: the state is damaged")
     return place
 
 
 def check_same_data(everyone: Sequence[Mapping[str, Any]]) -> None:
-    """Compare what the ranks were given to deal out, each by name; one mapping a rank, in rank order.
+    """Compare the datasets and settings of ranks, as `LoaderSettings.identity` returns them; one a rank, in rank order.
 
-    Raises: RankMismatchError, which tells all values of the first that differs.
+    Raises:
+        RankMismatchError: They differ; the message has all values of the first that does.
     """
-    for what in everyone[0]:
-        values = [theirs[what] for theirs in everyone]
+    for key in everyone[0]:
+        values = [theirs[key] for theirs in everyone]
         if any(value != values[0] for value in values):
+            what = "number of samples" if key == "num_samples" else key
             listed = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
             raise RankMismatchError(
                 f"the dataset's {what} differs between ranks ({listed}). Give every rank the whole dataset, the same "

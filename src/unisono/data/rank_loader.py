@@ -14,13 +14,14 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils.data import Dataset, IterableDataset
 
+from unisono.arguments import whole
 from unisono.collectives.construction import construct_on_all
 from unisono.collectives.group import group_of
-from unisono.data.fetch import Collate
-from unisono.data.position import Position, check_same_data, check_whole, find_rank, position_state, read_position
+from unisono.data.position import Position, check_same_data, find_rank, position_state, read_position
 from unisono.data.rank_batch import RankBatch, RankLoaderSettings
 from unisono.data.rank_map_source import MapSource
 from unisono.data.rank_stream_source import StreamSource
+from unisono.data.settings import Collate
 from unisono.errors import DataError
 from unisono.job.current import require_group
 from unisono.state.random import kept_generators
@@ -87,7 +88,11 @@ def loader(
     if overridden or ranks == 1 or not (dist.is_available() and dist.is_initialized()):
         return make()
     made, everyone = construct_on_all(
-        group_of(group), "unisono.data.loader", make, lambda made: made.given, errors=(DataError, TypeError, ValueError)
+        group_of(group),
+        "unisono.data.loader",
+        make,
+        lambda each: each.identity,
+        errors=(DataError, TypeError, ValueError),
     )
     check_same_data(everyone)
     return made
@@ -124,16 +129,9 @@ class RankLoader:
         return self._settings.batch_size
 
     @property
-    def given(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, Any]:
         """What must be the same on all ranks, by name."""
-        settings = self._settings
-        return {
-            "number of samples": self.num_samples,
-            "batch_size": settings.batch_size,
-            "shuffle": settings.shuffle,
-            "seed": settings.seed,
-            "drop_last": settings.drop_last,
-        }
+        return {**self._settings.identity(self.num_samples), "seed": self._settings.seed}
 
     @property
     def num_samples(self) -> int | None:
@@ -158,32 +156,32 @@ class RankLoader:
         used after a newer one of the same loader has begun.
         """
         me = self._running = object()
-        place = self._next
-        self.epoch, self._at = place.epoch, place
-        portions = self._source.portions(place)
+        start = self._next
+        self.epoch, self._at = start.epoch, start
+        batches = self._source.batches(start)
         while True:
             # What the dataset draws must not disturb what the loop draws, for dropout for instance.
             with kept_generators():
-                portion = next(portions, None)
-            if portion is None:
+                batch = next(batches, None)
+            if batch is None:
                 break
-            self._note(place.epoch, portion)
-            yield portion.items
+            self._note(start.epoch, batch)
+            yield batch.items
             if self._running is not me:
                 raise DataError(
                     "a newer iteration over this loader has begun, so this one cannot go on: the workers and the "
                     "place in the epoch belong to one iteration at a time. Make a second loader."
                 )
-            self._next = Position(place.epoch + 1, 0)
-        self._next = self._at = Position(place.epoch + 1, 0)
-        self.epoch = place.epoch + 1
+            self._next = Position(start.epoch + 1, 0)
+        self._next = self._at = Position(start.epoch + 1, 0)
+        self.epoch = start.epoch + 1
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration. Rarely needed: it counts by itself.
 
         To set the epoch that was just loaded keeps the place in it.
         """
-        check_whole(epoch=epoch)
+        epoch = whole("epoch", epoch)
         if epoch != self._next.epoch:
             self._next = self._at = Position(epoch, 0)
         self.epoch = epoch
@@ -204,25 +202,25 @@ class RankLoader:
         Raises: ValueError if the state is not of this order of this dataset.
         """
         settings = self._settings
-        place = read_position(
+        start = read_position(
             state_dict, seed=settings.seed, num_samples=self.num_samples, shuffle=settings.shuffle, owner="loader"
         )
-        if self.num_samples is not None and not settings.steps(self.num_samples, start=place.position):
-            place = Position(place.epoch + 1, 0)
-        self._next = self._at = place
+        if self.num_samples is not None and not settings.steps(self.num_samples, start=start.position):
+            start = Position(start.epoch + 1, 0)
+        self._next = self._at = start
         self._running = None
-        self.epoch = place.epoch
+        self.epoch = start.epoch
 
-    def _note(self, epoch: int, portion: RankBatch) -> None:
+    def _note(self, epoch: int, batch: RankBatch) -> None:
         settings = self._settings
-        size = len(portion.positions)
-        if portion.borrowed:
+        size = len(batch.positions)
+        if batch.borrowed:
             warnings.warn(
                 f"rank {settings.rank} has no sample of the last batch of epoch {epoch}, which has {size} for "
                 f"{settings.ranks} ranks: it gets one of another rank's, and the loader's weight is 0. Use fewer ranks,"
                 " or multiply the loss by the weight and count the batch in metrics only if that is not 0.",
                 stacklevel=3,
             )
-        self._at = Position(epoch + 1, 0) if portion.last else Position(epoch, portion.positions.stop)
-        self.size, self.indices = size, portion.indices
-        self.weight = 0.0 if portion.borrowed else len(portion.indices) * settings.ranks / size
+        self._at = Position(epoch + 1, 0) if batch.last else Position(epoch, batch.positions.stop)
+        self.size, self.indices = size, batch.indices
+        self.weight = 0.0 if batch.borrowed else len(batch.indices) * settings.ranks / size

@@ -15,7 +15,9 @@ import torch
 from torch.utils.data import Dataset
 from torch.utils.data.distributed import DistributedSampler as TorchDistributedSampler
 
-from unisono.data.position import Position, check_whole, find_rank, length_of, position_state, read_position
+from unisono.arguments import whole
+from unisono.data.dataset import sampler_length
+from unisono.data.position import Position, find_rank, position_state, read_position
 from unisono.errors import DataError
 from unisono.plan.permutation import permute
 
@@ -76,8 +78,8 @@ class DistributedSampler(TorchDistributedSampler[int]):
         pad: bool = False,
     ) -> None:
         rank, num_replicas = find_rank(rank, num_replicas, name="num_replicas")
-        check_whole(seed=seed)
-        length = length_of(dataset)
+        seed = whole("seed", seed)
+        length = sampler_length(dataset)
         if pad and drop_last:
             raise ValueError(
                 "pad=True and drop_last=True are two ways to the same length on all ranks: give one of them"
@@ -118,7 +120,7 @@ class DistributedSampler(TorchDistributedSampler[int]):
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration. To set the epoch that was just loaded keeps the place in it."""
-        check_whole(epoch=epoch)
+        epoch = whole("epoch", epoch)
         if epoch != self._cursor.epoch:
             self._cursor = _Cursor(epoch)
         self.epoch = epoch

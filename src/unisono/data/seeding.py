@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from unisono.data.position import check_whole
+from unisono.arguments import whole
 from unisono.job.ranks import rank
 from unisono.plan import derive_key
 from unisono.state.random import set_generators
@@ -38,7 +38,7 @@ def seed_everything(seed: int, *, same: bool = False) -> LoaderSeeds:
     Returns: generator and worker_init_fn for a torch DataLoader, always of this rank.
     Raises: TypeError if the seed is no whole number.
     """
-    check_whole(seed=seed)
+    seed = whole("seed", seed)
     own = rank()
     if find_spec("numpy") is not None:
         import_module("numpy")  # imported later, its generator would not be seeded

@@ -10,12 +10,10 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from unisono.arguments import flag, whole
-from unisono.data.fetch import check_collate
 from unisono.data.map_loader import MapLoader, TrainerLoaderSettings
+from unisono.data.position import check_same_data
 from unisono.data.stream_loader import StreamLoader
 from unisono.trainer.run_context import RunContext
-from unisono.trainer.setup import check_equal_data
 
 __all__ = ["LoaderCache"]
 
@@ -39,15 +37,8 @@ class LoaderCache:
         """Give the loader of a dataset; a new one is compared between ranks, so every rank must call it.
 
         Args: shuffle None means yes for a map-style dataset and no for an iterable one; settings are further fields of
-            LoaderSettings.
+            TrainerLoaderSettings.
         """
-        settings["workers"] = whole("workers", settings["workers"])
-        if settings["micro_batch_size"] is not None:
-            settings["micro_batch_size"] = whole("micro_batch_size", settings["micro_batch_size"])
-        flag("drop_last", settings["drop_last"])
-        if shuffle is not None:
-            flag("shuffle", shuffle)
-        check_collate(settings["collate_fn"])
         stream = isinstance(dataset, IterableDataset)
         full = TrainerLoaderSettings(
             virtual_ranks=self._run.virtual_ranks,
@@ -64,7 +55,7 @@ class LoaderCache:
             loader = (
                 StreamLoader(dataset, full, tell=self._tell) if stream else MapLoader(dataset, full, tell=self._tell)
             )
-            check_equal_data(self._run.world, loader.num_samples, full)
+            check_same_data(self._run.world.gather({**loader.identity, "micro_batch_size": full.micro_batch_size}))
             self._loaders[key] = loader
             if len(self._loaders) > _KEPT_LOADERS:
                 del self._loaders[next(iter(self._loaders))]

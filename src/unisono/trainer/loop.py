@@ -144,18 +144,18 @@ class Loop:
                     "of trainer.epochs. To train on several datasets, join them by torch.utils.data.ConcatDataset."
                 )
             self._end_epoch()  # the loop over epochs was left at its end
-        dealt = loader.dealt
-        before = {key: getattr(cursor, key) for key in dealt}
+        data = loader.identity
+        before = {key: getattr(cursor, key) for key in data}
         # What an older version has not stored is None.
         unknown = [key for key in ("shuffle", "drop_last") if before[key] is None]
-        changed = [key for key, value in dealt.items() if before[key] != value and key not in unknown]
+        changed = [key for key, value in data.items() if before[key] != value and key not in unknown]
         if cursor.step and changed:
-            was, now = (", ".join(f"{key}={values[key]}" for key in changed) for values in (before, dealt))
+            was, now = (", ".join(f"{key}={values[key]}" for key in changed) for values in (before, data))
             raise ValueError(
                 f"the run stopped in epoch {cursor.epoch} before step {cursor.step}, with {was}; the epoch cannot go "
                 f"on with {now}, or samples would be missed or seen twice. Give the same as before until it ends."
             )
-        for key, value in dealt.items():
+        for key, value in data.items():
             setattr(cursor, key, value)
         return self._batches_left(loader)
 

@@ -17,8 +17,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from unisono.arguments import choice, flag, real, whole
 from unisono.collectives.world import World
-from unisono.data.map_loader import TrainerLoaderSettings
-from unisono.data.position import check_same_data
 from unisono.errors import RankMismatchError
 from unisono.plan import rank_block
 from unisono.state.digest import digest
@@ -34,7 +32,6 @@ __all__ = [
     "AverageUpdates",
     "check_arguments",
     "check_constants",
-    "check_equal_data",
     "check_equal_values",
     "check_fit",
     "check_schedulers",
@@ -310,21 +307,6 @@ def _all_tensors(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
     """Name all that a checkpoint holds of the models, and buffers that it does not hold."""
     buffers = {prefix + plain_name(name): b for prefix, m in modules.items() for name, b in m.named_buffers()}
     return buffers | model_tensors(modules)
-
-
-def check_equal_data(world: World, num_samples: int | None, settings: TrainerLoaderSettings) -> None:
-    """Compare what the ranks were given to deal out. Every rank must call it.
-
-    Raises: RankMismatchError on all ranks.
-    """
-    given = {
-        "number of samples": num_samples,
-        "batch_size": settings.batch_size,
-        "micro_batch_size": settings.micro_batch_size,
-        "shuffle": settings.shuffle,
-        "drop_last": settings.drop_last,
-    }
-    check_same_data(world.gather(given))
 
 
 def start_averages(modules: Mapping[str, nn.Module], decay: float | None) -> dict[str, AveragedModel]:

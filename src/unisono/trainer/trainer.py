@@ -20,8 +20,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from unisono.arguments import flag, text, whole
 from unisono.data.batch import Batch
-from unisono.data.fetch import Collate
 from unisono.data.map_loader import MapLoader
+from unisono.data.settings import Collate
 from unisono.data.stream_loader import StreamLoader
 from unisono.engine import EngineKind
 from unisono.job.user_function import refuse_inside

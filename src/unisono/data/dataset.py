@@ -1,0 +1,114 @@
+"""What a dataset must be to be read here: checks of what users give, lengths, and samples of an iterable dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import count
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from unisono.data.settings import LoaderSettings
+from unisono.data.workers import Workers, warn_on_stderr
+from unisono.errors import DataError
+
+__all__ = ["map_length", "read_ahead", "sampler_length", "stream_length", "stream_samples", "whole_batches"]
+
+
+def map_length(dataset: Any) -> int:
+    """Return the number of samples of a map-style dataset.
+
+    Raises:
+        TypeError: It is no map-style dataset.
+        DataError: It is empty.
+    """
+    if isinstance(dataset, type):
+        raise TypeError(f"the dataset is the class {dataset.__name__}, not called: give an object of it")
+    if isinstance(dataset, Mapping) and 0 not in dataset:
+        keys = ", ".join(map(repr, list(dataset)[:4]))
+        raise TypeError(f"the dataset is a {type(dataset).__name__} with the keys {keys}: give one of its values")
+    if isinstance(dataset, (DataLoader, IterableDataset, str, bytes)) or not hasattr(dataset, "__getitem__"):
+        raise TypeError(
+            f"a {type(dataset).__name__} is no map-style dataset: give the dataset itself, with __len__ and "
+            "__getitem__, or an IterableDataset; batches, order, workers and ranks are looked after here."
+        )
+    if not hasattr(dataset, "__len__"):
+        raise TypeError(f"{type(dataset).__name__} has no __len__: add it, or make the dataset an IterableDataset")
+    return _positive_length(dataset)
+
+
+def sampler_length(dataset: Any) -> int:
+    """Return the number of samples of what a sampler is given, of which it needs no more.
+
+    Raises:
+        TypeError: It has no length.
+        DataError: It is empty.
+    """
+    if not hasattr(dataset, "__len__"):
+        raise TypeError(
+            f"{type(dataset).__name__} has no __len__, so its samples cannot be dealt by number: add __len__, or, as "
+            "with an IterableDataset, use no sampler and cut it up by rank inside its __iter__."
+        )
+    return _positive_length(dataset)
+
+
+def whole_batches(length: int, batch_size: int) -> int:
+    """Return how many samples of a dataset make up whole batches.
+
+    Raises:
+        DataError: None do.
+    """
+    if length < batch_size:
+        raise DataError(
+            f"the dataset has {length} samples, fewer than batch_size={batch_size}, and drop_last=True "
+            "leaves none. Lower batch_size, or leave drop_last out: the last batch may be smaller here."
+        )
+    return length - length % batch_size
+
+
+def stream_length(dataset: IterableDataset[Any], settings: LoaderSettings) -> int | None:
+    """Return the number of samples of an iterable dataset; None if it does not say.
+
+    Raises:
+        ValueError: It is to be shuffled.
+    """
+    if settings.shuffle:
+        raise ValueError(
+            f"shuffle=True cannot be done for {type(dataset).__name__}: an iterable dataset has the order that it "
+            "has. Shuffle inside it (random numbers there follow seed and epoch), and pass shuffle=False."
+        )
+    return len(dataset) if hasattr(dataset, "__len__") else None
+
+
+def stream_samples(dataset: IterableDataset[Any], settings: LoaderSettings, *, epoch: int) -> Iterator[Any]:
+    """Yield the samples of an iterable dataset, with random numbers set before each."""
+    if hasattr(dataset, "set_epoch"):
+        dataset.set_epoch(epoch)
+    settings.set_generators("stream", epoch)
+    samples = iter(dataset)
+    for position in count():
+        settings.set_generators("sample", epoch, position)
+        try:
+            sample = next(samples)
+        except StopIteration:
+            return
+        yield sample
+
+
+def read_ahead(
+    stream: IterableDataset[Any], settings: LoaderSettings, *, tell: Callable[[str], None] = warn_on_stderr
+) -> Iterator[Any]:
+    """Iterate over the batches of a stream, in a worker process if there are to be any.
+
+    A second worker would read the whole stream once more, so there is one at most.
+    """
+    if not settings.workers:
+        return iter(stream)
+    return iter(Workers(stream, tasks=None, number=1, pin_memory=settings.pin_memory, tell=tell))
+
+
+def _positive_length(dataset: Any) -> int:
+    length = len(dataset)
+    if length == 0:
+        raise DataError(f"the dataset ({type(dataset).__name__}) is empty: check its folder, split or filter")
+    return int(length)

@@ -1,0 +1,93 @@
+"""How a dataset is divided into batches and read: what the loaders of Trainers and those of user loops share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.arguments import flag, whole
+from unisono.plan import derive_key, permute
+from unisono.state.random import set_generators
+
+__all__ = ["Collate", "LoaderSettings"]
+
+Collate = Callable[[list[Any]], Any]
+
+_PERMUTED_TOGETHER = 8192
+"""Permuting few positions costs as much as permuting thousands, so several steps' worth are permuted together."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoaderSettings:
+    """How a dataset is divided into batches and read.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: A number is impossible.
+    """
+
+    batch_size: int
+    """Samples of a global batch, over all ranks."""
+    seed: int
+    """Root of the order and of the dataset's random numbers."""
+    shuffle: bool
+    """A new order every epoch, or the dataset's own."""
+    drop_last: bool = False
+    """Leave out the last batch of an epoch if it is smaller than the others."""
+    collate_fn: Collate | None = None
+    """Makes a batch of a list of samples; None: torch's default_collate."""
+    workers: int = 0
+    """Processes of this rank that read ahead; 0 reads in the training process."""
+    pin_memory: bool = False
+    """Read into page-locked memory, for copies to a GPU."""
+    stream: str = "train"
+    """Name of the streams of random numbers."""
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "seed", "workers"):
+            object.__setattr__(self, name, whole(name, getattr(self, name)))
+        for name in ("shuffle", "drop_last", "pin_memory"):
+            flag(name, getattr(self, name))
+        collate: Any = self.collate_fn
+        if collate is not None and not callable(collate):
+            raise TypeError(f"collate_fn is a {type(collate).__name__}; give a function of a list of samples")
+        if self.workers < 0:
+            raise ValueError(f"workers={self.workers} must be 0 (read in the training process) or more")
+
+    def identity(self, num_samples: int | None) -> dict[str, Any]:
+        """Return what decides which samples lie in which batch, beside the seed and the division among ranks.
+
+        Args:
+            num_samples: Samples of an epoch; None if the dataset does not say.
+        """
+        return {
+            "batch_size": self.batch_size,
+            "num_samples": num_samples,
+            "shuffle": self.shuffle,
+            "drop_last": self.drop_last,
+        }
+
+    def set_generators(self, use: str, *coordinates: int) -> None:
+        """Set all generators for one use, such as reading a sample, at its coordinates: epoch, sample, ..."""
+        set_generators(derive_key(self.seed, f"{self.stream}/{use}", *coordinates))
+
+    def order(self, steps: Iterable[range], *, num_samples: int, epoch: int, width: int) -> Iterator[Tensor]:
+        """Yield the samples at the positions of each step.
+
+        Args:
+            steps: Positions of the epoch.
+            num_samples: Samples of the dataset.
+            epoch: Which epoch's order.
+            width: About how many positions a step has.
+        """
+        remaining, together = iter(steps), max(1, _PERMUTED_TOGETHER // width)
+        while block := list(islice(remaining, together)):
+            samples = torch.cat([torch.arange(each.start, each.stop, each.step, device="cpu") for each in block])
+            if self.shuffle:
+                samples = permute(samples, num_samples=num_samples, seed=self.seed, epoch=epoch)
+            yield from torch.split_with_sizes(samples, [len(each) for each in block])
