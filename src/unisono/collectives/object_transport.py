@@ -32,6 +32,7 @@ from unisono.collectives.serialization import (
     copy_tensors,
     deserialize,
     read_tensor_metas,
+    serialize,
     split_tensors,
 )
 from unisono.errors import PeerError, RankMismatchError
@@ -47,6 +48,7 @@ __all__ = [
     "all_to_all",
     "broadcast",
     "gather",
+    "gather_values",
     "recv",
     "scatter",
     "send",
@@ -112,6 +114,26 @@ def all_gather(group: Group, call: str, sent: Outgoing, *, of: str = "") -> list
         _received(envelope, rest, sent, i == group.rank)
         for i, (envelope, rest) in enumerate(zip(envelopes, rests, strict=True))
     ]
+
+
+def gather_values(group: Group, call: str, value: Any) -> list[Any]:
+    """Return one picklable value of each rank, in the order of the group. Every rank must call it.
+
+    Args:
+        group: The group.
+        call: What the values are gathered for, alike on all ranks, for messages.
+        value: This rank's.
+
+    Raises:
+        TypeError: The value cannot be pickled.
+        PeerError: That of another rank cannot.
+        RankMismatchError: Ranks call different things.
+    """
+    try:
+        sent: Outgoing = serialize(value)
+    except TypeError as error:
+        sent = FailedSend(error)  # the other ranks are told, then it is raised here
+    return [received.open() for received in all_gather(group, call, sent)]
 
 
 def gather(group: Group, call: str, sent: Outgoing, dst: int, *, of: str = "") -> list[Received] | None:

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from unisono.collectives.group import group_of
+from unisono.collectives.object_transport import gather_values
 from unisono.collectives.polling_wait import PollingWait
 from unisono.job.initialize import begin_job
 from unisono.job.placement import own_placement
@@ -81,13 +83,17 @@ class World:
         """Return the store that all ranks share, under names that begin with the given one."""
         return dist.PrefixStore(name, dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
 
-    def gather(self, value: Any) -> list[Any]:
-        """Collect one picklable value of each rank, in rank order, on every rank. Every rank must call it."""
-        if self.group is None:
-            return [value]
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+    def gather(self, value: Any, call: str = "gathering of a Trainer") -> list[Any]:
+        """Return one picklable value of each rank, in rank order. Every rank must call it.
+
+        Args:
+            value: This rank's.
+            call: What the values are gathered for, alike on all ranks, for messages.
+
+        Raises:
+            RankMismatchError: Ranks gather for different things.
+        """
+        return [value] if self.group is None else gather_values(group_of(self.group), call, value)
 
     def broadcast_bytes(self, make: Callable[[], bytes]) -> bytes:
         """Return every rank the bytes that `make` returns on rank 0. Every rank must call it; one copy in memory."""

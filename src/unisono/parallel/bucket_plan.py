@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from unisono.parallel.buckets import Bucket, Parameter, lay_out
+from unisono.parallel.buckets import Bucket, Parameter
 from unisono.parallel.buffer_sync import Buffers
 from unisono.parallel.trailer import RoundSummary, Trailer
+from unisono.plan.buckets import Item, group_by_size
 
 __all__ = ["BucketPlan"]
 
@@ -103,14 +104,16 @@ class BucketPlan:
 
     def _arrange(self, first: Sequence[int], others: Sequence[int]) -> None:
         """Make the buckets: of parameters in the order in which gradients come, and of those that get none."""
-        groups = [
-            members
-            for some in (first, others)
-            for members in lay_out(
-                some, self._parameters, limit_nbytes=self._limit_nbytes, first_nbytes=self._first_nbytes
+        self.buckets = []
+        for some in (first, others):
+            tensors = [self._parameters[i].tensor for i in some]
+            groups = group_by_size(
+                [Item(tensor.nbytes, tensor.device, tensor.dtype) for tensor in tensors],
+                limit_nbytes=self._limit_nbytes,
+                first_nbytes=self._first_nbytes,
+                exceed=True,
             )
-        ]
-        self.buckets = [Bucket(members, self._parameters) for members in groups]
+            self.buckets += [Bucket([some[i] for i in group], self._parameters) for group in groups]
         self.home, self.slot = [None] * len(self._parameters), [0] * len(self._parameters)
         for bucket in self.buckets:
             for slot, i in enumerate(bucket.members):

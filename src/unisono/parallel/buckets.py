@@ -15,7 +15,7 @@ from torch import Tensor
 
 from unisono.engine.norm import dense_strides
 
-__all__ = ["Bucket", "Parameter", "bytes_of_mb", "lay_out"]
+__all__ = ["Bucket", "Parameter", "bytes_of_mb"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,33 +106,3 @@ def bytes_of_mb(mb: float, name: str) -> int:
     if not mb > 0:
         raise ValueError(f"{name}={mb} must be positive; it is the size of a message in MiB")
     return max(1, int(mb * 1024 * 1024))
-
-
-def lay_out(
-    order: Sequence[int], parameters: Sequence[Parameter], *, limit_nbytes: int, first_nbytes: int
-) -> list[list[int]]:
-    """Divide parameters, in the order in which gradients come, into buckets of one dtype and device each.
-
-    A bucket is closed when it has reached its limit. The first bucket of a device has a limit of its own, so that
-    something travels early. Buckets come in the order in which they are full.
-
-    >>> ps = [Parameter(str(n), torch.nn.Parameter(torch.empty(n)), False) for n in (100, 100, 300, 20)]
-    >>> lay_out([3, 2, 1, 0], ps, limit_nbytes=1000, first_nbytes=50)
-    [[3], [2], [1, 0]]
-    """
-    done: list[tuple[int, list[int]]] = []
-    still_open: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
-    begun: set[torch.device] = set()
-    for place, i in enumerate(order):
-        tensor = parameters[i].tensor
-        key = (tensor.dtype, tensor.device)
-        members, filled = still_open.pop(key, ([], 0))
-        members.append(i)
-        filled += tensor.numel() * tensor.dtype.itemsize
-        if filled >= (limit_nbytes if tensor.device in begun else min(first_nbytes, limit_nbytes)):
-            done.append((place, members))
-            begun.add(tensor.device)
-        else:
-            still_open[key] = (members, filled)
-    done += [(order.index(members[-1]), members) for members, _ in still_open.values()]
-    return [members for _, members in sorted(done, key=lambda pair: pair[0])]

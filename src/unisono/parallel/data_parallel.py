@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from unisono.errors import LossError
 from unisono.parallel.device_copies import carry, copy_to
-from unisono.parallel.losses import loss_of, read
+from unisono.parallel.losses import loss_of, read_loss
 from unisono.parallel.scatter_gather import divide, join, moved
 from unisono.parallel.sync_batch_norm import SyncBatchNorm
 
@@ -110,7 +110,7 @@ class DataParallel:
         self._check_place()
         parts, sizes = divide(batch, self.devices, dim=self.dim, place="batch")
         results = self._run(function, parts)
-        sums = [read(loss_of(result), samples=size) for result, size in zip(results, sizes, strict=True)]
+        sums = [read_loss(loss_of(result), samples=size) for result, size in zip(results, sizes, strict=True)]
         totals = torch.stack([carry(total, self.output_device) for total, _ in sums])
         weight = sum(carry(w, self.output_device) if isinstance(w, Tensor) else w for _, w in sums)
         if (not isinstance(weight, Tensor) or weight.is_cpu) and not weight:

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unisono.plan.buckets import Item, group_by_size
+
 __all__ = ["carry", "copy_to"]
 
 BUCKET_BYTES = 25 * 2**20
@@ -97,18 +99,8 @@ def _broadcast(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> li
 
 
 def _buckets(layouts: Sequence[tuple[torch.Size, torch.dtype]]) -> list[list[int]]:
-    """Group tensors of one type until a bucket is full."""
-    filled: list[list[int]] = []
-    current: dict[torch.dtype, tuple[list[int], int]] = {}
-    for i, (shape, dtype) in enumerate(layouts):
-        nbytes = shape.numel() * dtype.itemsize
-        bucket, held = current.get(dtype, ([], 0))
-        if not bucket or held + nbytes > BUCKET_BYTES:
-            bucket, held = [], 0
-            filled.append(bucket)
-        bucket.append(i)
-        current[dtype] = bucket, held + nbytes
-    return filled
+    items = [Item(shape.numel() * dtype.itemsize, dtype=dtype) for shape, dtype in layouts]
+    return group_by_size(items, limit_nbytes=BUCKET_BYTES)
 
 
 def _views(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:

@@ -17,7 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from unisono.collectives import object_transport
+from unisono.collectives.group import group_of
 from unisono.collectives.polling_wait import PollingWait
+from unisono.collectives.serialization import serialize
 from unisono.machine import usable_cores
 from unisono.polling import Backoff
 
@@ -99,21 +102,30 @@ class GradientGroup:
                 "of backward passes; for ranks with fewer batches than others there is replicas.join()."
             ) from error
 
-    def gather(self, value: Any) -> list[Any]:
-        """Collect one picklable value of each rank, in rank order."""
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+    def gather(self, value: Any, call: str) -> list[Any]:
+        """Return one picklable value of each rank, in rank order. Every rank must call it.
+
+        Args:
+            value: This rank's.
+            call: What the values are gathered for, for messages.
+        """
+        return object_transport.gather_values(group_of(self.group), call, value)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Fill a tensor with that of one rank of the group."""
         dist.broadcast(tensor, group_src=source, group=self.group)
 
-    def broadcast_object(self, value: Any, source: int) -> Any:
-        """Give every rank one rank's picklable value."""
-        values = [value]
-        dist.broadcast_object_list(values, group_src=source, group=self.group)
-        return values[0]
+    def broadcast_value(self, value: Any, source: int, call: str) -> Any:
+        """Return one rank's picklable value. Every rank must call it.
+
+        Args:
+            value: That of the source; ignored elsewhere.
+            source: Number of the rank within the group.
+            call: What the value is for, for messages.
+        """
+        link = group_of(self.group)
+        sent = serialize(value) if self.rank == source else None
+        return object_transport.broadcast(link, call, sent, source).open()
 
 
 def _cpu_backend(group: dist.ProcessGroup) -> str | None:

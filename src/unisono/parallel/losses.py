@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from unisono.errors import LossError
 
-__all__ = ["Sum", "loss_of", "read"]
+__all__ = ["Sum", "WeightedSum", "loss_of", "read_loss"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,27 @@ class Sum:
     weight: float | Tensor
 
 
-def read(result: Any, *, samples: int, what: str = "loss function") -> tuple[Tensor, float | Tensor]:
+class WeightedSum(NamedTuple):
+    """What a function returned for some samples."""
+
+    total: Tensor
+    """A scalar."""
+    weight: float | Tensor
+    """What to divide sums by: the number of samples, or what the function gave."""
+
+    def weight_number(self, what: str = "loss function") -> float:
+        """Return the weight as a number, for which a GPU is waited for.
+
+        Args:
+            what: The function, for messages.
+
+        Raises:
+            LossError: The weight is negative or not finite.
+        """
+        return _checked(float(self.weight), what)
+
+
+def read_loss(result: Any, *, samples: int, what: str = "loss function") -> WeightedSum:
     """Turn what a function returned for some samples into a sum and its weight.
 
     Args:
@@ -42,18 +62,15 @@ def read(result: Any, *, samples: int, what: str = "loss function") -> tuple[Ten
         samples: how many samples the function was given.
         what: the function, for messages.
 
-    Returns:
-        A scalar tensor, and what to divide it by.
-
     Raises:
         LossError: The function returned something else.
     """
     if isinstance(result, Tensor):
         wide = _widened(result, what)
         if not wide.dim():
-            return wide * samples, float(samples)
+            return WeightedSum(wide * samples, float(samples))
         if wide.shape == (samples,):
-            return wide.sum(), float(samples)
+            return WeightedSum(wide.sum(), float(samples))
         raise LossError(_wrong_shape(list(wide.shape), samples, what))
     if not isinstance(result, Sum):
         raise LossError(f"the {what} returned {_other(result, samples)}")
@@ -76,10 +93,8 @@ def read(result: Any, *, samples: int, what: str = "loss function") -> tuple[Ten
             "by, such as the count of tokens."
         )
     else:
-        weight = float(weight)
-        if not 0 <= weight < float("inf"):
-            raise LossError(f"the {what} returned weight {weight}; it must be finite, and zero or more.")
-    return _widened(total, what), weight
+        weight = _checked(float(weight), what)
+    return WeightedSum(_widened(total, what), weight)
 
 
 def loss_of(result: Any, *, what: str = "loss function") -> Any:
@@ -97,6 +112,12 @@ def loss_of(result: Any, *, what: str = "loss function") -> Any:
             '"loss". With a model of transformers, give it the labels.'
         )
     return result["loss"]
+
+
+def _checked(weight: float, what: str) -> float:
+    if not 0 <= weight < float("inf"):
+        raise LossError(f"the {what} returned weight {weight}; it must be finite, and zero or more.")
+    return weight
 
 
 def _widened(values: Tensor, what: str) -> Tensor:

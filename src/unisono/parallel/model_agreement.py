@@ -6,7 +6,7 @@ are taken from the first rank, since most programs do not seed the initialisatio
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,10 +14,11 @@ from torch import Tensor
 
 from unisono.errors import RankMismatchError
 from unisono.parallel.gradient_group import GradientGroup
+from unisono.plan.buckets import Item, group_by_size
 from unisono.state.digest import digest
 from unisono.text import name_ranks
 
-__all__ = ["broadcast_values", "check_equal_values", "check_given", "check_same_model"]
+__all__ = ["broadcast_values", "check_given", "check_same_model", "check_same_values"]
 
 _TOGETHER_NBYTES = 25 * 1024 * 1024
 """Values up to so many bytes travel as one message."""
@@ -40,7 +41,7 @@ def check_same_model(tensors: Mapping[str, Tensor], lane: GradientGroup) -> None
     Every rank must call it. Raises: RankMismatchError on all ranks, with the first difference.
     """
     own = [(name, f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}") for name, t in tensors.items()]
-    everyone = lane.gather(own)
+    everyone = lane.gather(own, "replicate() comparing models")
     for rank, found in enumerate(everyone):
         if found != everyone[0]:
             raise RankMismatchError(
@@ -49,13 +50,13 @@ def check_same_model(tensors: Mapping[str, Tensor], lane: GradientGroup) -> None
             )
 
 
-def check_equal_values(tensors: Mapping[str, Tensor], lane: GradientGroup) -> None:
+def check_same_values(tensors: Mapping[str, Tensor], lane: GradientGroup) -> None:
     """Make sure that all ranks have the same bits. Every rank must call it.
 
     Raises: RankMismatchError on all ranks, with the names that differ.
     """
     own = {name: digest({name: tensor}) for name, tensor in tensors.items()}
-    everyone = lane.gather(own)
+    everyone = lane.gather(own, "replicas.check()")
     for rank, found in enumerate(everyone):
         differing = [name for name in everyone[0] if found.get(name) != everyone[0][name]]
         if differing:
@@ -68,7 +69,10 @@ def check_equal_values(tensors: Mapping[str, Tensor], lane: GradientGroup) -> No
 
 def broadcast_values(tensors: Iterable[Tensor], lane: GradientGroup, source: int = 0) -> None:
     """Give all ranks the values of one rank, in few messages. Every rank must call it."""
-    for together in _together(tensors):
+    chosen = [tensor for tensor in tensors if tensor.numel()]
+    items = [Item(tensor.nbytes, tensor.device) for tensor in chosen]
+    for bucket in group_by_size(items, limit_nbytes=_TOGETHER_NBYTES):
+        together = [chosen[i] for i in bucket]
         # Bytes, so that a message may hold any types; a broadcast does not calculate.
         plain = [t.detach().contiguous().view(-1) for t in together]
         message = torch.cat([p.view(torch.uint8) for p in plain]) if len(plain) > 1 else plain[0].view(torch.uint8)
@@ -81,22 +85,6 @@ def broadcast_values(tensors: Iterable[Tensor], lane: GradientGroup, source: int
                 # A copy begins where its type needs it to; a part begins anywhere.
                 value = part.clone() if len(plain) > 1 else part
                 tensor.copy_(value.view(tensor.dtype).view(tensor.shape))
-
-
-def _together(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Divide tensors into lists that travel as one message each, of one device."""
-    found: dict[torch.device, tuple[list[Tensor], int]] = {}
-    for tensor in tensors:
-        if not tensor.numel():
-            continue
-        chosen, nbytes = found.get(tensor.device, ([], 0))
-        if chosen and nbytes + tensor.nbytes > _TOGETHER_NBYTES:
-            yield chosen
-            chosen, nbytes = [], 0
-        chosen.append(tensor)
-        found[tensor.device] = (chosen, nbytes + tensor.nbytes)
-    for chosen, _ in found.values():
-        yield chosen
 
 
 def _first_difference(zero: Sequence[tuple[str, str]], other: Sequence[tuple[str, str]], rank: int) -> str:

@@ -344,7 +344,7 @@ class Reducer:
 
     def _refuse_frozen(self, told: RoundSummary) -> NoReturn:
         """Say on which ranks other parameters are frozen. Every rank must call it. Raises: RankMismatchError."""
-        everyone = self.lane.gather({p.name: p.tensor.requires_grad for p in self.parameters})
+        everyone = self.lane.gather({p.name: p.tensor.requires_grad for p in self.parameters}, "a backward of replicas")
         documents = [{f"requires_grad of {name!r}": needs for name, needs in everyone[r].items()} for r in told.active]
         ranks = dist.get_process_group_ranks(self.lane.group)
         raise RankMismatchError(

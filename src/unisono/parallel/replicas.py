@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -26,23 +26,14 @@ from unisono.parallel.buckets import Parameter, bytes_of_mb
 from unisono.parallel.buffer_sync import BufferMode
 from unisono.parallel.comm_hooks import CommHook, hook_and_state
 from unisono.parallel.gradient_group import GradientGroup
-from unisono.parallel.model_agreement import broadcast_values, check_equal_values, check_given, check_same_model
+from unisono.parallel.model_agreement import broadcast_values, check_given, check_same_model, check_same_values
 from unisono.parallel.reducer import Reducer, ReducerSettings
 from unisono.parallel.wrappers import wrapper_of
+from unisono.state.stateful import Stateful
 
-__all__ = ["Replicas", "Stateful", "replicate"]
+__all__ = ["Replicas", "replicate"]
 
 Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
-
-
-class Stateful(Protocol):
-    """What has a state that ranks can bring in line: an optimizer, a schedule, a GradScaler."""
-
-    def state_dict(self) -> Any:
-        """Give the state."""
-
-    def load_state_dict(self, state: Any, /) -> Any:
-        """Take a state over."""
 
 
 def replicate(
@@ -246,7 +237,7 @@ class Replicas:
         """
         self._refuse_closed()
         for reducer in self._reducers:
-            check_equal_values(_tensors(reducer.model), reducer.lane)
+            check_same_values(_tensors(reducer.model), reducer.lane)
 
     def close(self) -> None:
         """Leave the models alone from now on: their gradients stay on each rank. Every rank must call it."""
@@ -325,13 +316,13 @@ class Replicas:
     def _catch_up(self, rounds: int, stateful: Sequence[Stateful]) -> None:
         """Take over models and states from a rank that ran most rounds."""
         lane = self._reducers[0].lane
-        everyone = lane.gather(rounds)
+        everyone = lane.gather(rounds, "replicas.join()")
         source = everyone.index(max(everyone))
         if min(everyone) == max(everyone):
             return
         for reducer in self._reducers:
             broadcast_values(_tensors(reducer.model).values(), reducer.lane, source)
-        states = lane.broadcast_object([thing.state_dict() for thing in stateful], source)
+        states = lane.broadcast_value([thing.state_dict() for thing in stateful], source, "replicas.join()")
         if lane.rank != source:
             for thing, state in zip(stateful, states, strict=True):
                 thing.load_state_dict(state)

@@ -20,6 +20,7 @@ from unisono.collectives.world import World
 from unisono.engine import BufferTransaction, ConsistencyCheck, EngineKind, select_engines
 from unisono.job.placement import own_placement
 from unisono.state.policy import Checkpoints
+from unisono.state.stateful import Stateful
 from unisono.trainer.checkpointing import Checkpointing
 from unisono.trainer.description import (
     check_equal_documents,
@@ -46,7 +47,7 @@ from unisono.trainer.setup import (
     named_optimizers,
     start_averages,
 )
-from unisono.trainer.snapshot import Cursor, Stateful, Subjects, check_storable_models, restore
+from unisono.trainer.snapshot import Cursor, Subjects, check_storable_models, restore
 from unisono.trainer.step import StepRunner
 from unisono.trainer.step_fingerprint import StepFingerprint
 

@@ -1,6 +1,6 @@
 """Running backward from a micro-batch's loss.
 
-`Tensor.backward` makes sure of much that holds for a loss that `weighted_sum` gave: for a small model that takes longer
+`Tensor.backward` makes sure of much that holds for a loss that `read_loss` gave: for a small model that takes longer
 than some of its layers. So the engine of autograd is called at once where nothing is unusual.
 """
 

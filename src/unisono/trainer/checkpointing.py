@@ -143,7 +143,7 @@ class Checkpointing:
                     error = self._writer.wait()
             except CheckpointError as refused:
                 error = refused
-        told = self._world.gather(None if error is None else str(error))[0]
+        told = self._world.gather(None if error is None else str(error), "Trainer ending")[0]
         if self._lock is not None and error is None:
             self._lock.release()
         if error is not None:

@@ -50,10 +50,11 @@ def check_equal_documents(world: World, document: Document) -> None:
     """
     if world.group is None:
         return
-    hashes = world.gather(digest({"": repr(list(document.items()))}))
+    hashes = world.gather(digest({"": repr(list(document.items()))}), "Trainer comparing arguments")
     if len(set(hashes)) == 1:
         return
-    told = tell_differences(world.gather(dict(document))) or "the order in which things are listed"
+    everyone = world.gather(dict(document), "Trainer comparing arguments")
+    told = tell_differences(everyone) or "the order in which things are listed"
     raise RankMismatchError(
         f"the Trainer was given different things on different ranks: {told}. Give it the same on every rank: nothing "
         "that it is built from may depend on the rank."

@@ -8,8 +8,8 @@ from typing import Any
 from unisono.data.batch import Batch
 from unisono.job.user_function import count_collectives, enter, leave, refuse_collectives_since
 from unisono.metrics.metric import Metric
+from unisono.parallel.losses import read_loss
 from unisono.plan import Node, fold
-from unisono.trainer.loss import weighted_sum
 from unisono.trainer.modules import to_device
 from unisono.trainer.run_context import RunContext
 from unisono.trainer.snapshot import Cursor
@@ -45,11 +45,11 @@ def evaluate(run: RunContext, function: Loss, models: Any, batches: Iterator[Bat
                 single = not isinstance(result, Mapping)
                 for name, value in ({"": result} if single else result).items():
                     what = "evaluated function" + (f" (entry {name!r})" if name else "")
-                    total, weight = weighted_sum(_as_number(value), samples=len(micro_batch.indices), what=what)
+                    found = read_loss(_as_number(value), samples=len(micro_batch.indices), what=what)
                     before = sums.get(name, (0.0, 0.0))
-                    sums[name] = (before[0] + total.double().item(), before[1] + weight)
+                    sums[name] = (before[0] + found.total.double().item(), before[1] + found.weight_number(what))
     everyone: dict[int, _Sums] = {}
-    for single_there, part in run.world.gather((single, own)):
+    for single_there, part in run.world.gather((single, own), "trainer.evaluate"):
         everyone |= part
         single = single and single_there
     names = list(dict.fromkeys(name for _, sums in sorted(everyone.items()) for name in sums))

@@ -55,7 +55,8 @@ class LoaderCache:
             loader = (
                 StreamLoader(dataset, full, tell=self._tell) if stream else MapLoader(dataset, full, tell=self._tell)
             )
-            check_same_data(self._run.world.gather({**loader.identity, "micro_batch_size": full.micro_batch_size}))
+            own = {**loader.identity, "micro_batch_size": full.micro_batch_size}
+            check_same_data(self._run.world.gather(own, "Trainer comparing data"))
             self._loaders[key] = loader
             if len(self._loaders) > _KEPT_LOADERS:
                 del self._loaders[next(iter(self._loaders))]

@@ -291,7 +291,7 @@ def check_equal_values(world: World, modules: Mapping[str, nn.Module], optimizer
         of = f"optimizer {key!r}" if key else "the optimizer"
         for name, state in optimizer_state(modules, optimizer).items():
             hashes[f"{name} in the state of {of}"] = digest({"": repr(plain(state))})
-    everyone = world.gather(hashes)
+    everyone = world.gather(hashes, "Trainer comparing models")
     for rank, theirs in enumerate(everyone):
         differing = [name for name, value in everyone[0].items() if theirs.get(name) != value]
         differing += [name for name in theirs if name not in everyone[0]]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +19,12 @@ from unisono.engine.norm import dense_strides
 from unisono.errors import CheckpointError
 from unisono.state.codec import decode, encode
 from unisono.state.digest import same_memory
+from unisono.state.stateful import Stateful
 from unisono.trainer.hyperparameters import Hyperparameters, given_by, overruled, settings_of
 from unisono.trainer.modules import foreign_parameter, plain_name
 
 __all__ = [
     "Cursor",
-    "Stateful",
     "Subjects",
     "capture",
     "check_storable_models",
@@ -35,16 +35,6 @@ __all__ = [
 ]
 
 _EXTRA_STATE = "_extra_state"
-
-
-class Stateful(Protocol):
-    """Anything that gives and takes its state as plain values, such as a learning-rate scheduler."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state."""
-
-    def load_state_dict(self, state: dict[str, Any], /) -> Any:
-        """Take a state back."""
 
 
 @dataclass(kw_only=True, slots=True)

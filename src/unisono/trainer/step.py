@@ -21,10 +21,9 @@ from unisono.data.batch import Batch, Share
 from unisono.engine import BufferTransaction, ConsistencyCheck, Engine, StepTransaction, Totals, Trained, check_trained
 from unisono.errors import LossError, NonFiniteLossError
 from unisono.job.user_function import count_collectives, enter, leave, refuse_collectives_since
-from unisono.parallel.losses import loss_of
+from unisono.parallel.losses import loss_of, read_loss
 from unisono.text import list_first
 from unisono.trainer.backward import Backward
-from unisono.trainer.loss import weighted_sum
 from unisono.trainer.modes import begin_training, idle_dropout
 from unisono.trainer.modules import foreign_parameter, lone_sample, plain_name, to_device
 from unisono.trainer.run_context import RunContext
@@ -176,7 +175,8 @@ class StepRunner:
             with self._forward_context(samples):
                 result = loss(self._models, items)
             refuse_collectives_since(counted)
-            value = weighted_sum(loss_of(result), samples=samples)
+            value = read_loss(loss_of(result), samples=samples)
+            weight = value.weight_number()
             if value.total.device != self._run.device:
                 raise LossError(
                     f"the loss lies on {value.total.device} and this rank computes on {self._run.device}: return it on "
@@ -192,7 +192,7 @@ class StepRunner:
             if total.dtype != torch.float32:
                 total = total.float()
             share_loss = total if share_loss is None else share_loss + total
-            share_weight += value.weight
+            share_weight += weight
             if micro_batch is share.micro_batches[-1]:
                 self._losses.append((share, share_loss))
                 self._engine.close_forward(
@@ -257,7 +257,7 @@ class StepRunner:
                 for share, value in self._losses
                 if not math.isfinite(value.item())
             ]
-            found = [share for shares in self._run.world.gather(bad) for share in shares]
+            found = [share for shares in self._run.world.gather(bad, "trainer.step") for share in shares]
             raise NonFiniteLossError(_describe_bad(totals.loss, where, found))
         if totals.weight == 0:
             raise LossError(

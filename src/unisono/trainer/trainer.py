@@ -28,6 +28,7 @@ from unisono.job.user_function import refuse_inside
 from unisono.parallel.losses import loss_of
 from unisono.state.digest import digest
 from unisono.state.policy import Checkpoints
+from unisono.state.stateful import Stateful
 from unisono.trainer.assembly import Models, assemble
 from unisono.trainer.epoch import EpochResult
 from unisono.trainer.evaluation import evaluate, tell
@@ -37,7 +38,7 @@ from unisono.trainer.modules import evaluating, lone_samples_warning
 from unisono.trainer.resume import Resume
 from unisono.trainer.run_log import announce, open_log, warn_of_rank
 from unisono.trainer.setup import REQUIRED, check_arguments, check_fit
-from unisono.trainer.snapshot import Stateful, model_tensors, optimizer_state
+from unisono.trainer.snapshot import model_tensors, optimizer_state
 from unisono.trainer.step import Loss
 from unisono.trainer.step_fingerprint import intent_of_call
 from unisono.watch import Event
