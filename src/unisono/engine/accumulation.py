@@ -1,4 +1,4 @@
-"""How an engine that meets other ranks takes the gradients of this rank's leaves off the parameters.
+"""How an engine of several ranks takes the gradients of this rank's leaves off the parameters.
 
 Of the last leaf they are taken while backward runs, where that is asked for: nothing comes after them that they would
 have to wait for. Where sums go is a subclass's affair.

@@ -68,7 +68,7 @@ class BufferTransaction:
     def new_buffers(self) -> bool:
         """Whether a buffer has changed that no earlier step changed. Only several virtual ranks need to know.
 
-        Raises: LossError for what cannot be told for all virtual ranks together, before gradients are on their way.
+        Raises: LossError for what cannot be one value for all virtual ranks, before gradients are on their way.
         """
         if self._virtual_ranks == 1:
             return False
@@ -183,7 +183,7 @@ class BufferTransaction:
         self._parameters = WriteDetector(self.contents.parameters())
 
     def _agree(self) -> bool:
-        """Agree with all ranks on which buffers to exchange. Returns: whether there are more than before.
+        """Agree with all ranks on which buffers to sum. Returns: whether there are more than before.
 
         Raises: LossError if a buffer that was None did not become the same for all virtual ranks.
         """

@@ -159,7 +159,7 @@ class CollectiveEngine(GradientAccumulation):
     def abort(self, *, alike: bool) -> bool:
         """Forget the step; see `Engine`. What has been sent cannot be called back: then the engine serves no more."""
         self._streaming = False
-        # A rank that has said what it does cannot be compared once more while others are at that step still.
+        # A rank that has published what it does cannot be compared once more while others are at that step still.
         announced = self._comparison.is_open and not alike
         self._broken = self._broken or self._launched > 0 or announced
         take(self._given.parameters)

@@ -1,6 +1,6 @@
 """Whether all ranks do the same, looked at once in every step and before every other collective of a Trainer.
 
-What must be equal is told as one number, a fingerprint, that travels before anything whose size depends on it: ranks
+What must be equal becomes one number, a fingerprint, that travels before anything whose size depends on it: ranks
 that train other parameters send other lengths, which backends do not survive. Only if fingerprints differ do ranks send
 each other what stands behind them, and then all raise the same error. Nobody has written anything by then, and all
 ranks have left the call, so they may go on. Within one host `engine.shared.shared_consistency` shows the numbers in
@@ -44,18 +44,18 @@ class ConsistencyCheck(Protocol):
     """Compares what ranks are about to do.
 
     The calls of a step are `intend`, then `begin` once this rank is sure to take part, and `check` before anything that
-    depends on the others. A step that fails here before `begin` is not told.
+    depends on the others. Of a step that fails here before `begin` the others learn nothing.
     """
 
     @property
     def is_open(self) -> bool:
-        """Whether this rank's number has been shown, and those of the others are still to be looked at."""
+        """Whether this rank's number has been published, and those of the others are still to be looked at."""
 
     def intend(self, intent: StepDescription) -> None:
         """Say what this rank does next. Local."""
 
     def begin(self) -> None:
-        """Show this rank's number."""
+        """Publish this rank's number."""
 
     def check(self) -> Passed | None:
         """Look at the numbers of all ranks.
@@ -149,8 +149,13 @@ class GroupConsistencyCheck:
 def raise_differences(world: World, intent: StepDescription, engine: Document = MappingProxyType({})) -> NoReturn:
     """Send each other what ranks do. Every rank must call it.
 
-    Args: engine is what the engine has to say, which is told if nothing else differs.
-    Raises: RankMismatchError on all ranks.
+    Args:
+        world: The ranks.
+        intent: What this rank does.
+        engine: What the engine knows of it, for the case that nothing else differs.
+
+    Raises:
+        RankMismatchError: On all ranks.
     """
     documents = world.gather((dict(intent.describe()), dict(engine)))
     everyone = [of_rank for of_rank, _ in documents]

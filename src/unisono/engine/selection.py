@@ -128,7 +128,7 @@ def select_engines(
 
 
 def _obstacle() -> str | None:
-    """Say why this rank cannot meet others of its host in shared memory; None if it can."""
+    """Return why this rank cannot share memory with others of its host at all; None if it can."""
     if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
         return "this system has no memfd_create or pidfd_open, which Linux has"
     try:
@@ -140,7 +140,7 @@ def _obstacle() -> str | None:
 
 
 def _obstacle_to_sharing(world: World, modules: Sequence[nn.Module], tensors: Sequence[Tensor]) -> str | None:
-    """Say why this rank cannot share its model with others of its host; None if it can."""
+    """Return why this rank cannot share its model with others of its host; None if it can."""
     if any(isinstance(m, torch.jit.ScriptModule) for module in modules for m in module.modules()):
         return "the model is one of torch.jit.script, which does not tell when weights are loaded into it"
     elsewhere = [t for t in tensors if t.device.type != "cpu"]

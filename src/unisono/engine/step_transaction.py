@@ -48,4 +48,5 @@ class StepTransaction:
             KeyboardInterrupt: If it came during the step, at a moment when this rank could not leave it.
         """
         self.writing = False
-        self.raise_interrupt()
+        if self.interrupted:
+            self.raise_interrupt()

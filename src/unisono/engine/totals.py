@@ -1,4 +1,4 @@
-"""What a leaf tells besides its gradient: loss, weight and whether a new buffer changed, and how they are summed.
+"""What a leaf gives besides its gradient: loss, weight and whether a new buffer changed, and how they are summed.
 
 They are summed in float32, in the order of the tree, like a gradient. A CPU's are plain numbers, rounded after each
 addition as torch would round them: a tensor of four numbers costs ten times as much. Another device's stay there, and

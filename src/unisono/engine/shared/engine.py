@@ -68,10 +68,10 @@ class SharedEngine(GradientAccumulation):
         super().__init__(optimizer, modules, layouts, rank=runtime.rank, overlap=overlap)
         self._comparison, self._runtime, self._weights = comparison, runtime, weights
         self._apply_with_hooks: Any = Optimizer.profile_hook_step(self._apply)
-        self._arrivals = 0
+        self._steps = 0
         self._hooked = False
         """Whether code of the user's runs before this step's update, on any rank."""
-        self._arrived = self._freed = self._prepared = False
+        self._arrived = self._released = self._prepared = False
         self._is_open = False
         self._factor = 1.0
         self._found_inf: Tensor | None = None
@@ -96,7 +96,7 @@ class SharedEngine(GradientAccumulation):
                 "job and start it again; it resumes from the last checkpoint."
             )
         take(trained.parameters)
-        self._arrived = self._freed = self._prepared = False
+        self._arrived = self._released = self._prepared = False
         self._comparison.enter()
         if self._is_new(trained):
             # Ranks that do not come here are at the barrier of a step or of another call, and compare there.
@@ -108,12 +108,12 @@ class SharedEngine(GradientAccumulation):
         check_optimizer(self._optimizer, self._trained, self._tables.tables)
         layout = self._layouts.of(leaves)
         # With two sets of rows, those of the last step are left alone until all ranks have come to the end of this one.
-        self._rows = self._both_rows[self._arrivals % len(self._both_rows)]
+        self._rows = self._both_rows[self._steps % len(self._both_rows)]
         self._rows.start(layout, self._comparison.attempt)
         self._begin(step, layout)
 
     def flush(self) -> None:
-        """Show this rank's totals; see `Engine`."""
+        """Publish this rank's totals; see `Engine`."""
         self._wait_for_release()
         self._rows.flush()
         for i, used in enumerate(self._used):
@@ -139,7 +139,7 @@ class SharedEngine(GradientAccumulation):
             step.raise_interrupt()
             raise
         self._is_open = False
-        self._arrivals += 1
+        self._steps += 1
         self._hooked = any(runtime.published(_HOOKED, passed))
         totals, self._used_by_all = self._table.total(self._layout, passed)
         self._tables.finish(step)
@@ -253,7 +253,7 @@ class SharedEngine(GradientAccumulation):
             places = [parameters[piece.parameter] for piece in pieces]
             self._gradients = [[rows.gradients[piece.parameter] for piece in pieces] for rows in self._both_rows]
         else:
-            # A parameter without dimensions stays without: its state is then told from numbers by nothing, nor need be.
+            # A parameter without dimensions stays without: nothing tells its state from a number then, nor need it.
             shapes = [() if not parameters[i].dim() else (stop - start,) for i, start, stop in pieces]
             vectors = [self._weights.vector(parameters[i])[start:stop] for i, start, stop in pieces]
             places = [vector.view(shape) for vector, shape in zip(vectors, shapes, strict=True)]
@@ -287,9 +287,9 @@ class SharedEngine(GradientAccumulation):
 
     def _wait_for_release(self) -> None:
         """Before rows are written: the others may still read the last step's gradient there."""
-        if not self._freed and len(self._both_rows) == 1:
+        if not self._released and len(self._both_rows) == 1:
             self._runtime.wait_for_release()
-            self._freed = True
+            self._released = True
 
     def _put(self, index: int, left: Tensor | None, gradient: Tensor | None) -> None:
         """Give the sum of one parameter to the rows."""

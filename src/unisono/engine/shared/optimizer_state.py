@@ -1,6 +1,6 @@
 """The optimizer's state in shared memory: each rank writes its pieces, and all see it whole, in the user's optimizer.
 
-State comes into being in a step, where each rank makes that of its own pieces. After such a step the ranks tell each
+State comes into being in a step, where each rank makes that of its own pieces. After such a step the ranks send each
 other what they made, move it to shared memory, and show it in `optimizer.state` as any optimizer has it. What a user or
 a checkpoint puts there instead is taken over before the next step.
 """
@@ -41,7 +41,7 @@ class _Entry(NamedTuple):
     """Where an entry lives."""
 
     kind: _Kind
-    shown: Any
+    value: Any
     """What the user's optimizer has."""
     vector: Tensor | None
     """The memory, in its order."""
@@ -64,14 +64,14 @@ class SharedState:
             if place is parameters[piece.parameter]
         ]
         self._entries: list[dict[str, _Entry]] = [{} for _ in parameters]
-        self._shown: list[dict[str, Any]] = [{} for _ in parameters]
+        self._published: list[dict[str, Any]] = [{} for _ in parameters]
         self._seen: list[Any] = []
         """All that was in the user's optimizer when last it had nothing new, for a quick look."""
         self._adopted: set[int] = set()
         self._has_numbers = False
 
     def adopt(self, optimizer: Optimizer) -> bool:
-        """Take over what is in the user's optimizer and is not from here. No exchange: all ranks have the same.
+        """Take over what is in the user's optimizer and is not from here. Local: all ranks have the same.
 
         Returns: whether there was something.
         """
@@ -79,12 +79,12 @@ class SharedState:
         if len(present) == len(self._seen) and all(map(is_, present, self._seen)):
             return False
         changed = set()
-        for i, (p, shown) in enumerate(zip(self._parameters, self._shown, strict=True)):
+        for i, (p, published) in enumerate(zip(self._parameters, self._published, strict=True)):
             state = optimizer.state.get(p)
             if state is None or not state:
-                if shown:
+                if published:
                     changed.add(i)
-            elif len(state) != len(shown) or not all(map(is_, state.values(), shown.values())):
+            elif len(state) != len(published) or not all(map(is_, state.values(), published.values())):
                 changed.add(i)
         self._seen = [] if changed else present
         if not changed:
@@ -113,7 +113,7 @@ class SharedState:
         )
 
     def settle(self, optimizer: Optimizer) -> None:
-        """Move new state to shared memory. Every rank must call it, and then meet the others before it is read."""
+        """Move new state to shared memory. Every rank must call it, and pass a barrier before it is read."""
         found: dict[int, dict[str, _Kind]] = {i: {} for i in self._adopted}
         for piece, place in zip(self._sharded.pieces, self._sharded.places, strict=True):
             kinds = {
@@ -132,10 +132,10 @@ class SharedState:
             if piece.parameter in everyone:
                 self._move_in(piece.parameter, place, piece.start, piece.stop)
         for index in everyone:
-            shown = {key: entry.shown for key, entry in self._entries[index].items()}
-            self._shown[index] = shown
-            if shown:
-                optimizer.state[self._parameters[index]] = dict(shown)
+            published = {key: entry.value for key, entry in self._entries[index].items()}
+            self._published[index] = published
+            if published:
+                optimizer.state[self._parameters[index]] = dict(published)
             else:
                 optimizer.state.pop(self._parameters[index], None)
         self._adopted = set()
@@ -143,29 +143,29 @@ class SharedState:
         give_memory_back()
 
     def publish(self) -> None:
-        """Write what this rank's optimizer has put elsewhere to its place in shared memory; before ranks meet."""
+        """Write what this rank's optimizer has put elsewhere to its place in shared memory; before a barrier."""
         for index, place in self._whole:
             state = self._sharded.state.get(place, {})
             for key, entry in self._entries[index].items():
                 value: Any = state.get(key)
                 if entry.kind.what == "number" and entry.vector is not None:
                     entry.vector[0] = value
-                elif isinstance(value, Tensor) and value is not entry.shown:
+                elif isinstance(value, Tensor) and value is not entry.value:
                     if tuple(value.shape) != entry.kind.shape:
                         self._refuse(index, key, f"changed its shape to {list(value.shape)}")
-                    entry.shown.copy_(value)
-                    state[key] = entry.shown
+                    entry.value.copy_(value)
+                    state[key] = entry.value
                     self._sharded.forget()
 
     def show_numbers(self, optimizer: Optimizer) -> None:
-        """Put plain numbers, which other ranks may have changed, into the user's optimizer; after ranks met."""
+        """Put plain numbers, which other ranks may have changed, into the user's optimizer; after a barrier."""
         if not self._has_numbers:
             return
         for index, entries in enumerate(self._entries):
             for key, entry in entries.items():
                 if entry.kind.what == "number" and entry.vector is not None:
                     number = type(entry.kind.constant)(entry.vector.item())
-                    optimizer.state[self._parameters[index]][key] = self._shown[index][key] = number
+                    optimizer.state[self._parameters[index]][key] = self._published[index][key] = number
 
     def _kind(self, value: Any, place: Tensor, index: int, key: str) -> _Kind:
         if isinstance(value, Tensor):
@@ -200,8 +200,8 @@ class SharedState:
             vector = segment.tensor(start, (torch.Size(kind.shape).numel(),), kind.dtype)
             p = self._parameters[index]
             strides = dense_strides(p) if kind.what == "like" else None
-            shown: Any = vector.view(kind.shape) if strides is None else vector.as_strided(kind.shape, strides)
-            self._entries[index][key] = _Entry(kind, kind.constant if kind.what == "number" else shown, vector)
+            value: Any = vector.view(kind.shape) if strides is None else vector.as_strided(kind.shape, strides)
+            self._entries[index][key] = _Entry(kind, kind.constant if kind.what == "number" else value, vector)
 
     def _move_in(self, index: int, place: Tensor, start: int, stop: int) -> None:
         state = self._sharded.state.get(place, {})
@@ -213,16 +213,16 @@ class SharedState:
                 entry.vector[0] = value
             elif entry.kind.what == "like":
                 if place is self._parameters[index]:
-                    entry.shown.copy_(value)
-                    state[key] = entry.shown
+                    entry.value.copy_(value)
+                    state[key] = entry.value
                 else:
                     part = entry.vector[start:stop]
                     part.copy_(value)
                     state[key] = part
             elif start == 0:
-                # A number for all pieces is the same in each; that of the first is shown.
-                entry.shown.copy_(value)
-                state[key] = entry.shown
+                # A number for all pieces is the same in each; that of the first is published.
+                entry.value.copy_(value)
+                state[key] = entry.value
 
     def _own_part(self, value: Any, parameter: Tensor, place: Tensor, start: int, stop: int) -> Any:
         if not isinstance(value, Tensor):

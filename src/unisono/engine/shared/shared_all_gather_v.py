@@ -39,7 +39,7 @@ class SharedAllGatherV:
             write_parts(parts, self._slots[self._runtime.rank])
 
     def collect(self, step: StepTransaction) -> Sequence[Tensor]:
-        """Show the messages. Where one did not fit, make room for its double and write anew; see `AllGatherV`."""
+        """Return the messages. Where one did not fit, make room for its double and write anew; see `AllGatherV`."""
         assert step.passed is not None and step.passed > self._posted_at, "no barrier has been passed since `post`"
         runtime, longest = self._runtime, max(self._runtime.published(self._word, step.passed))
         if longest > self._capacity:

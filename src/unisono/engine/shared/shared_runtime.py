@@ -1,4 +1,4 @@
-"""Where the ranks of one host meet to train in shared memory: its segments, and the places at which they wait.
+"""What the ranks of one host train by in shared memory: segments, barriers, and the notice that a step was aborted.
 
 One Trainer has one of these. Semaphores (`shm.semaphore`) publish what ranks write; a rank that dies, or breaks off in
 the middle of a step, makes the others raise within a second.
@@ -9,6 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
+from typing import cast
 
 from torch.distributed import DistBackendError
 
@@ -50,7 +52,7 @@ class Barrier:
         self._arrived = 0
 
     def arrive(self) -> None:
-        """Tell all others that this rank has come here once more, and show them what it wrote before."""
+        """Tell all others that this rank has come here once more, and publish what it wrote before."""
         self._arrived += 1
         for semaphore in self._outgoing:
             semaphore.post()
@@ -120,6 +122,7 @@ class SharedRuntime:
         """Whether some engine waits until nobody reads the last step's gradient."""
         self._words = memoryview(segment.memory)[words_offset : words_offset + 8 * _WORDS * self.size].cast("q")
         self._polling = Backoff()
+        self._numbers = cast(Iterator[Passed], count(1))
         self.barriers = Passed(0)
         """How many barriers have been passed."""
 
@@ -150,7 +153,7 @@ class SharedRuntime:
         return segment
 
     def arrive(self) -> None:
-        """Tell all others that this rank has come to the next barrier, and show them what it wrote before."""
+        """Tell all others that this rank has come to the next barrier, and publish what it wrote before."""
         self._barrier.arrive()
 
     def barrier(
@@ -189,8 +192,8 @@ class SharedRuntime:
                 if meanwhile is not None:
                     meanwhile()
                 self.wait(self._barrier, lambda: what)
-        self.barriers = Passed(self.barriers + 1)
-        return self.barriers
+        self.barriers = passed = next(self._numbers)
+        return passed
 
     def release_gradients(self) -> None:
         """Tell all others that this rank has begun a call, and so reads the last step's gradient no more.
@@ -233,12 +236,12 @@ class SharedRuntime:
             taken = taken or semaphore.try_wait()
             return [] if taken else [rank]
 
-        def listen(_: int, timeout_s: float) -> None:
+        def sleep(_: int, timeout_s: float) -> None:
             nonlocal taken
             taken = semaphore.wait(timeout_s)
 
         with self._explained():
-            self._peer_wait.wait(late, listen, lambda: what, deadline_s=time.monotonic() + self._timeout_s)
+            self._peer_wait.wait(late, sleep, lambda: what, deadline_s=time.monotonic() + self._timeout_s)
 
     def abort(self, reason: str) -> None:
         """Make the other ranks raise where they wait."""
