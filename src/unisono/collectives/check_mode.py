@@ -22,11 +22,10 @@ from unisono.job.current import current_job
 from unisono.mismatch import REMEDY, list_ranks
 from unisono.polling import pauses
 from unisono.text import name_ranks
+from unisono.variables import CHECK_VARIABLE
 
-__all__ = ["CHECK_TIMEOUT_VARIABLE", "CHECK_VARIABLE", "CallChecker", "wanted"]
+__all__ = ["CHECK_TIMEOUT_VARIABLE", "CallChecker", "wanted"]
 
-CHECK_VARIABLE = "UNISONO_CHECK"
-"""Asks for check mode: 1."""
 CHECK_TIMEOUT_VARIABLE = "UNISONO_CHECK_TIMEOUT"
 """Seconds that a rank waits for the others in check mode; the job's timeout if it is not set."""
 

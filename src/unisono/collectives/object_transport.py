@@ -369,11 +369,8 @@ def _rest(envelope: Envelope, payload: Payload, device: torch.device) -> Tensor 
         return None
     parts = []
     if not envelope.body_here:
-        parts.append(
-            torch.frombuffer(
-                bytearray(payload.body.ljust(align_up(len(payload.body), WIRE_NBYTES), b"\0")), dtype=torch.uint8
-            )
-        )
+        padded = payload.body.ljust(align_up(len(payload.body), WIRE_NBYTES), b"\0")
+        parts.append(torch.frombuffer(bytearray(padded), dtype=torch.uint8))
     if not envelope.data_here:
         parts.append(payload.data(device))
     return parts[0].to(device) if len(parts) == 1 else torch.cat([part.to(device) for part in parts])

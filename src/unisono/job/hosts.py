@@ -15,11 +15,9 @@ import torch
 
 from unisono.errors import LaunchError, RankMismatchError
 from unisono.text import name_ranks
+from unisono.variables import CPU_BACKEND_VARIABLE
 
 __all__ = ["HostPlacement", "choose_backend", "own_gpu", "place_on_hosts"]
-
-CPU_BACKEND_VARIABLE = "UNISONO_CPU_BACKEND"
-"""Names the backend that "auto" takes for ranks without GPUs: "gloo" or "shm". `unisono run --cpu-backend` sets it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,10 +23,11 @@ from unisono.arguments import whole
 from unisono.backend import register
 from unisono.errors import LaunchError, UnisonoError
 from unisono.job.current import ActiveJob, Job, current_job, current_life, refuse_lone_rank, remember, store_of
-from unisono.job.hosts import CPU_BACKEND_VARIABLE, choose_backend, own_gpu, place_on_hosts
+from unisono.job.hosts import choose_backend, own_gpu, place_on_hosts
 from unisono.job.placement import Placement, own_placement
 from unisono.job.rendezvous import Rendezvous, StoreExchange, rendezvous
 from unisono.machine import host_id
+from unisono.variables import CPU_BACKEND_VARIABLE
 
 __all__ = ["begin_job", "init", "require_job"]
 

@@ -9,23 +9,13 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterable, Mapping, Sequence
 
+from unisono.variables import EVENTS_VARIABLE
+
 __all__ = [
-    "CHECK_VARIABLE",
-    "CPU_BACKEND_VARIABLE",
-    "EVENTS_VARIABLE",
     "job_environment",
     "program_arguments",
     "rank_environment",
 ]
-
-EVENTS_VARIABLE = "UNISONO_EVENTS_FD"
-"""Holds the number of the open pipe to which rank 0 writes progress events, one JSON object per line."""
-
-CPU_BACKEND_VARIABLE = "UNISONO_CPU_BACKEND"
-"""Names the backend that `unisono.init` takes for ranks without GPUs: "gloo" or "shm"."""
-
-CHECK_VARIABLE = "UNISONO_CHECK"
-"""Asks `unisono.comm` to compare calls between ranks: 1."""
 
 _OUTER = frozenset({EVENTS_VARIABLE, "TORCHELASTIC_ERROR_FILE"})
 """What belongs to the rank of an outer launcher, inside which this job may run."""

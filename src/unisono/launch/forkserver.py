@@ -31,13 +31,13 @@ from typing import Any, NoReturn
 
 from unisono.launch.channel import Channel, Message
 from unisono.launch.cleanup import Leftovers, make_scratch, remove_scratch
-from unisono.launch.environment import EVENTS_VARIABLE
 from unisono.launch.fast_exit import Preloaded, prepare
 from unisono.launch.limits import describe_failed_fork
 from unisono.launch.linux import become_subreaper, descendants, end_descendants, ends_at_once, set_parent_death_signal
 from unisono.launch.rank_process import Program, RankFiles, RankProcess, execute, run_program, settle
 from unisono.launch.reserved_files import move_out_of_the_way
 from unisono.launch.store_process import host_store
+from unisono.variables import EVENTS_VARIABLE
 
 __all__ = ["main"]
 

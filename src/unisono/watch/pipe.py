@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import stat
 
+from unisono.variables import EVENTS_VARIABLE
+
 __all__ = ["launcher_pipe"]
 
 
@@ -13,7 +15,7 @@ def launcher_pipe() -> int | None:
 
     A program that rank 0 starts inherits the variable (UNISONO_EVENTS_FD) but not the pipe.
     """
-    fd = os.environ.get("UNISONO_EVENTS_FD")
+    fd = os.environ.get(EVENTS_VARIABLE)
     if fd is None:
         return None
     try:
