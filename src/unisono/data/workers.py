@@ -29,7 +29,7 @@ __all__ = ["PATIENCE_S", "TaskReader", "Workers", "warn_on_stderr"]
 
 PATIENCE_S = 60.0
 """How long a worker is waited for before that is told; then again after twice, four times, ... as long."""
-_LOOK_S = 1.0
+_POLL_S = 1.0
 """How often a wait is interrupted to look whether workers have died."""
 _SHOWN = 8
 
@@ -64,19 +64,19 @@ class Workers:
         patience_s: float = PATIENCE_S,
     ) -> None:
         self._number, self._tell, self._patience_s = number, tell, patience_s
-        self._look_s = min(_LOOK_S, patience_s)
-        self._given = _Given(() if tasks is None else tasks)
+        self._poll_s = min(_POLL_S, patience_s)
+        self._tasks = _NumberedTasks(() if tasks is None else tasks)
         self._is_stream = tasks is None
         self._reading = torch.zeros(number, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
         self._loader: DataLoader[Any] = DataLoader(
-            dataset if tasks is None else _Told(dataset, self._reading),
+            dataset if tasks is None else _TaskNotes(dataset, self._reading),
             batch_size=None,
-            sampler=None if tasks is None else self._given,
+            sampler=None if tasks is None else self._tasks,
             num_workers=number,
             collate_fn=_as_it_is,
             pin_memory=pin_memory,
             persistent_workers=tasks is not None,
-            timeout=self._look_s,
+            timeout=self._poll_s,
             # Otherwise the loader would draw a seed from the generator of the training loop.
             generator=torch.Generator(),
         )
@@ -88,7 +88,7 @@ class Workers:
             DataError: A worker has died.
         """
         before = read_counters()
-        place = self._given.begin()
+        place = self._tasks.begin()
         iterator: Any = iter(self._loader)
         _leave_deaths_to_waits(iterator)
         while True:
@@ -103,35 +103,35 @@ class Workers:
                     # So begins what a dataset raises; what a dying worker cut short comes as any of these errors.
                     if str(error).startswith("Caught "):
                         raise
-                    timed_out = str(error) == f"DataLoader timed out after {self._look_s} seconds"
+                    timed_out = str(error) == f"DataLoader timed out after {self._poll_s} seconds"
                     dead = _dead(iterator._workers, timeout_s=0.0 if timed_out else 1.0)
                     if dead is not None:
                         worker, code = dead
                         reason = evidence(code, before, read_counters())
                         for process in iterator._workers:
                             process.kill()  # they may wait for ever for a lock that the dead one held
-                        raise DataError(self._obituary(worker, iterator._workers[worker], code, reason)) from None
+                        raise DataError(self._describe_death(worker, iterator._workers[worker], code, reason)) from None
                     if not timed_out:
                         raise
                 waited_s = time.monotonic() - started_s
                 if waited_s >= due_s:
                     due_s *= 2
-                    worker = (place - self._given.first) % self._number
-                    self._tell(f"waiting for worker {worker} for {waited_s:.0f} s: it is {self._doing(worker)}")
-            self._given.tasks.pop(place, None)
+                    worker = (place - self._tasks.first) % self._number
+                    self._tell(f"waiting for worker {worker} for {waited_s:.0f} s: it is {self._describe_task(worker)}")
+            self._tasks.unfetched.pop(place, None)
             place += 1
             yield item
 
-    def _doing(self, worker: int) -> str:
+    def _describe_task(self, worker: int) -> str:
         """Say what a worker is at; workers note it where they share memory with this process."""
         if self._is_stream:
             return "reading the stream"
-        task = self._given.tasks.get(int(self._reading[worker]) - 1)
+        task = self._tasks.unfetched.get(int(self._reading[worker]) - 1)
         if task is None:
             return "not reading: it starts, sends what it has read, or is idle"
         return f"reading sample{'s' * (len(task.indices) > 1)} {list_first(task.indices, _SHOWN)}"
 
-    def _obituary(self, worker: int, process: BaseProcess, code: int, reason: str | None) -> str:
+    def _describe_death(self, worker: int, process: BaseProcess, code: int, reason: str | None) -> str:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         remedy = (
             f"{reason}. Use fewer workers, or smaller batches"
@@ -139,7 +139,7 @@ class Workers:
             else "workers=0 reads in the training process, where a fault of the dataset shows"
         )
         who = f"worker {worker} of {self._number} (process {process.pid})"
-        return f"{who} {how} while it was {self._doing(worker)}: {remedy}."
+        return f"{who} {how} while it was {self._describe_task(worker)}: {remedy}."
 
 
 class TaskReader:
@@ -184,29 +184,29 @@ class TaskReader:
         return iter(self._workers)
 
 
-class _Given:
+class _NumberedTasks:
     """Numbers tasks as torch takes them, and keeps those that have not come back. Numbers go on from epoch to epoch."""
 
     def __init__(self, tasks: Iterable[Task]) -> None:
         self._source, self._next = tasks, 0
         self.first = 0
         """The number of the first task of this iteration, which is worker 0's; they take turns."""
-        self.tasks: dict[int, Task] = {}
+        self.unfetched: dict[int, Task] = {}
 
     def begin(self) -> int:
         """Forget what an iteration that was left has not fetched; return the number of the first task."""
-        self.tasks.clear()
+        self.unfetched.clear()
         self.first = self._next
         return self.first
 
     def __iter__(self) -> Iterator[tuple[int, Task]]:
         for task in self._source:
             number, self._next = self._next, self._next + 1
-            self.tasks[number] = task
+            self.unfetched[number] = task
             yield number, task
 
 
-class _Told(Dataset[Any]):
+class _TaskNotes(Dataset[Any]):
     """A fetcher that notes in shared memory which task this worker reads: its number plus 1, and 0 between tasks."""
 
     def __init__(self, fetcher: Fetcher, reading: Tensor) -> None:

@@ -12,50 +12,37 @@ import os
 import secrets
 import selectors
 import signal
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from unisono.errors import LaunchError
-from unisono.launch.channel import Channel, Message
+from unisono.launch.channel import Message
 from unisono.launch.cleanup import remove_scratch
 from unisono.launch.control import Control
-from unisono.launch.environment import job_environment, rank_environment
 from unisono.launch.failure.postmortem import Postmortem, write_report
 from unisono.launch.failure.root_cause import name_signal
 from unisono.launch.generation import Generation
 from unisono.launch.hang.hang_report import render_stacks
 from unisono.launch.job import LaunchJob
-from unisono.launch.limits import check_open_files, describe_failed_fork
+from unisono.launch.limits import check_open_files
 from unisono.launch.linux import become_subreaper, descendants, end_descendants
 from unisono.launch.output.relay import Relay
 from unisono.launch.output.streams import wants_colour
 from unisono.launch.restarts import Ending, decide
-from unisono.launch.source_scan import modules_to_preload, read_source, uses_trainer
-from unisono.machine import usable_cores
+from unisono.launch.server_process import LAST_S, ServerProcess
+from unisono.launch.shutdown import Shutdown
+from unisono.launch.signals import describe_signal, signals_as_bytes
 from unisono.memory import read_counters
 from unisono.text import name_ranks
 
 __all__ = ["run_job"]
 
-# The folder that `-c` puts in front of the search path would let a file of the user's hide a module that torch needs.
-_SERVER = (
-    "import sys; getattr(sys.flags, 'safe_path', False) or sys.path.pop(0); "
-    "from unisono.launch.forkserver import main; main()"
-)
-
 _PATIENCE_S = 2.0
 """How long ranks may take to end after a failure before it is said whom the job waits for."""
-
-_LAST_S = 10.0
-"""How long the fork server may take, after ranks have been killed, to say that they have ended, and then to end."""
 
 _DOUBT_S = 0.5
 """How long to wait, when all that is known is a lost connection, for the failure of the rank that closed it."""
@@ -85,28 +72,6 @@ def run_job(
     return _Agent(job, environment=environment, stdout=stdout, stderr=stderr, on_failure=on_failure).run()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Stop:
-    """Why and how the ranks are being ended early."""
-
-    code: int
-    """The exit code that follows from the reason; of a failure, that is known when all ranks have ended."""
-    failed: bool = False
-    """Whether a rank failed: then there is a report at the end, or a restart."""
-    verdict: str = ""
-    """What is said at the end, when the number of ranks is known."""
-    ranks: int = 0
-    """How many ranks were running."""
-    begins_s: float | None = None
-    """When ranks are asked to end, which they have not been yet."""
-    deadline_s: float = math.inf
-    """When ranks that are still there are killed, by the monotonic clock; after that, when the fork server is."""
-    waited_for_s: float | None = None
-    """When it is said whom the job waits for. None: it has been said."""
-    killed: bool = False
-    """Whether ranks have been killed."""
-
-
 class _Agent:
     """One job from start to end."""
 
@@ -132,31 +97,29 @@ class _Agent:
         self._memory = read_counters()
         self._port = 0
         self._scratch = ""
-        self._server_pid = 0
         self._restarts = 0
         self._generation: Generation | None = None
         self._ending: Ending | None = None
         self._postmortem: Postmortem | None = None
-        self._stop: _Stop | None = None
+        self._shutdown: Shutdown | None = None
 
     def run(self) -> int:
         """Run the job and return its exit code."""
         check_open_files(self._job.ranks)
         become_subreaper()
         with ExitStack() as stack:
-            signals = stack.enter_context(_signals_as_bytes(self._job.signals))
+            signals = stack.enter_context(signals_as_bytes(self._job.signals))
             # A caller's other children are none of ours.
             stack.callback(self._clean_up, spare=descendants(os.getpid()))
-            self._guardian, self._channel = self._start_server()
-            stack.callback(self._await_guardian)
-            stack.callback(self._channel.close)  # ends the server, whatever brought us here
+            self._server = ServerProcess(self._job, self._environment)
+            stack.callback(self._server.close)  # whatever brought us here
             stack.callback(Control(self._selector, self._answer).close)
-            self._selector.register(self._channel, selectors.EVENT_READ, self._on_message)
+            self._selector.register(self._server.channel, selectors.EVENT_READ, self._on_message)
             self._selector.register(signals, selectors.EVENT_READ, partial(self._on_signal, signals))
             if self._job.python and self._job.start_method == "fork":
                 ranks = "1 rank" if self._job.ranks == 1 else f"{self._job.ranks} ranks"
                 self._relay.notice(f"unisono: importing torch for {ranks} ...")
-            while not self._channel.closed:
+            while not self._server.channel.closed:
                 self._turn()
         self._relay.finish()
         code = self._conclude()
@@ -164,107 +127,57 @@ class _Agent:
         self._relay.flush()
         return code
 
-    def _await_guardian(self) -> None:
-        """Wait for the end of the process that hosts the store; one that does not end is killed."""
-        self._guardian.send_signal(signal.SIGCONT)
-        try:
-            self._guardian.wait(_LAST_S)
-        except subprocess.TimeoutExpired:
-            self._guardian.kill()
-            self._guardian.wait()
-
-    def _wake(self) -> None:
-        """Let the fork server and its guardian go on: one that is stopped would hear nothing."""
-        for pid in (self._guardian.pid, self._server_pid):
-            if pid:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGCONT)
-
     def _clean_up(self, spare: Collection[int]) -> None:
         """End what is left and remove its files: after a fork server that was killed, everything."""
         end_descendants(spare=spare)
         remove_scratch(self._scratch)
 
-    def _start_server(self) -> tuple[subprocess.Popen[bytes], Channel]:
-        ours, theirs = socket.socketpair()
-        job, source = self._job, read_source(self._job)
-        environment = job_environment(
-            self._environment, ranks=job.ranks, cores=usable_cores(), huge_pages=uses_trainer(source)
-        )
-        with theirs:
-            try:
-                guardian = subprocess.Popen(
-                    [sys.executable, "-c", _SERVER, str(theirs.fileno()), str(os.getpid())],
-                    stdin=subprocess.DEVNULL,
-                    env=environment,
-                    pass_fds=[theirs.fileno(), *job.files],
-                    start_new_session=True,
-                )
-            except OSError as error:
-                ours.close()
-                raise LaunchError(f"no process could be started: {describe_failed_fork(error)}") from error
-        channel = Channel(ours)
-        program = {
-            "target": job.target,
-            "module": job.module,
-            "python": job.python,
-            "forked": job.python and job.start_method == "fork",
-            "arguments": job.arguments,
-            "pass_local_rank": job.pass_local_rank,
-            "numa_binding": job.numa_binding,
-            "cpu_backend": job.cpu_backend,
-        }
-        preload = modules_to_preload(job, source)
-        channel.send({"type": "start", "program": program, "preload": preload, "port": job.master_port})
-        return guardian, channel
-
     def _turn(self) -> None:
         for key, _ in self._selector.select(self._timeout_s()):
             key.data()
-        if self._relay.broken and self._stop is None:
+        if self._relay.broken and self._shutdown is None:
             self._end_for_signal(signal.SIGPIPE, "standard output was closed")
         self._relay.tick()
         self._relay.balance()
         if (generation := self._generation) is not None:
             for text in generation.observer.tick():
                 self._relay.show(text)
-            if generation.observer.abort and self._stop is None:
+            if generation.observer.abort and self._shutdown is None:
                 self._end_for_hang(generation.observer.abort)
-        self._watch_stop()
+        self._advance_shutdown()
 
     def _timeout_s(self) -> float | None:
         """Find how long the loop may sleep."""
         deadlines = [self._relay.next_deadline_s()]
         if self._generation is not None:
             deadlines.append(self._generation.observer.next_deadline_s())
-        if (stop := self._stop) is not None:
-            deadlines += [stop.begins_s, stop.waited_for_s, stop.deadline_s]
+        if self._shutdown is not None:
+            deadlines.append(self._shutdown.next_s)
         soonest_s = min((deadline_s for deadline_s in deadlines if deadline_s is not None), default=math.inf)
         return None if soonest_s == math.inf else max(0.0, soonest_s - time.monotonic())
 
-    def _watch_stop(self) -> None:
+    def _advance_shutdown(self) -> None:
         """Do what is due while ranks are ended: ask them, say whom the job waits for, kill them."""
-        stop, now_s = self._stop, time.monotonic()
-        if stop is None:
+        shutdown, now_s = self._shutdown, time.monotonic()
+        if shutdown is None:
             return
-        if stop.killed:
-            if now_s >= stop.deadline_s:
-                self._stop = replace(stop, deadline_s=math.inf)
-                self._relay.say(f"the fork server has not ended within {_LAST_S:g} s; killed")
-                with suppress(ProcessLookupError):
-                    os.kill(self._server_pid, signal.SIGKILL)  # its guardian ends the rest
-        elif stop.begins_s is not None and now_s >= stop.begins_s:
+        if shutdown.killed:
+            if now_s >= shutdown.deadline_s:
+                self._shutdown = replace(shutdown, deadline_s=math.inf)
+                self._relay.say(f"the fork server has not ended within {LAST_S:g} s; killed")
+                self._server.kill()
+        elif shutdown.begins_s is not None and now_s >= shutdown.begins_s:
             self._end_failed()
-        elif stop.waited_for_s is not None and now_s >= stop.waited_for_s:
-            self._stop = replace(stop, waited_for_s=None)
+        elif shutdown.waited_for_s is not None and now_s >= shutdown.waited_for_s:
+            self._shutdown = replace(shutdown, waited_for_s=None)
             if self._running:
                 have = "has" if len(self._running) == 1 else "have"
-                left_s = max(0.0, stop.deadline_s - now_s)
+                left_s = max(0.0, shutdown.deadline_s - now_s)
                 self._relay.say(
                     f"the job has failed; the cause is told when {name_ranks(self._running)} {have} ended. What "
                     f"still runs in {left_s:.0f} s is killed"
                 )
-        elif now_s >= stop.deadline_s:
+        elif now_s >= shutdown.deadline_s:
             if deaf := self._running - self._now.failed if self._generation is not None else set():
                 grace = f"{self._job.shutdown_timeout_s:g} s"
                 self._relay.say(f"{name_ranks(deaf)} did not end within {grace}; killed")
@@ -275,16 +188,16 @@ class _Agent:
         return self._generation.running if self._generation is not None else set()
 
     def _on_message(self) -> None:
-        for message, _ in self._channel.receive():
+        for message, _ in self._server.channel.receive():
             kind = message.pop("type")
             if kind == "ready":
-                self._port, self._scratch, self._server_pid = message["port"], message["scratch"], message["pid"]
+                self._port, self._scratch, self._server.pid = message["port"], message["scratch"], message["pid"]
                 self._relay.notice("")
                 self._start_ranks()
             elif kind == "unstarted":
                 self._on_unstarted(**message)
             elif kind == "store lost":
-                code = self._guardian.wait()
+                code = self._server.wait()
                 how = f"was killed by {name_signal(-code)}" if code < 0 else f"exited with code {code}"
                 self._end_for_loss(f"the process of the job's store {how}")
             elif kind == "started":
@@ -303,30 +216,11 @@ class _Agent:
         return self._generation
 
     def _start_ranks(self) -> None:
-        job, attempt = self._job, self._restarts
-        self._generation = generation = Generation(job, attempt=attempt, relay=self._relay)
-        for rank in range(job.ranks):
-            files = generation.open(rank)
-            if rank == job.stdin and (file := _own_stdin()) is not None:
-                files["stdin"] = file
-            folder = self._relay.rank_folder(rank, attempt=attempt)
-            environment = rank_environment(
-                rank,
-                ranks=job.ranks,
-                port=self._port,
-                run_id=job.run_id,
-                role=job.role,
-                restarts=attempt,
-                max_restarts=job.max_restarts,
-                virtual_local_rank=job.virtual_local_rank,
-                visible_gpus=self._environment.get("CUDA_VISIBLE_DEVICES"),
-                signals=job.signals,
-                error_file=None if folder is None else str(folder / "error.json"),
-            )
-            message = {"type": "fork", "rank": rank, "environment": environment, "names": [*files]}
-            self._channel.send(message, [*files.values()])
-            for file in files.values():
-                os.close(file)
+        self._generation = generation = Generation(self._job, attempt=self._restarts, relay=self._relay)
+        gpus = self._environment.get("CUDA_VISIBLE_DEVICES")
+        for rank in range(self._job.ranks):
+            environment = generation.environment(rank, port=self._port, visible_gpus=gpus)
+            self._server.fork(rank, environment=environment, files=generation.open(rank))
 
     def _on_unstarted(self, rank: int, problem: str) -> None:
         """A rank could not be forked: then no rank after it is."""
@@ -338,7 +232,7 @@ class _Agent:
     def _on_exit(self, message: Message) -> None:
         # What it printed belongs before what is said about it.
         self._relay.drain({message["rank"]})
-        if self._stop is not None or message["code"] != 0:
+        if self._shutdown is not None or message["code"] != 0:
             self._relay.shut(message["rank"])
         self._now.ended(**message)
         if message["code"] != 0:
@@ -348,36 +242,36 @@ class _Agent:
 
     def _on_failed(self) -> None:
         """Some rank has failed: end the others, at once if the cause is sure."""
-        stop = self._stop
-        if stop is None:
-            self._stop = stop = _Stop(code=1, failed=True, begins_s=time.monotonic() + _DOUBT_S)
-        if stop.begins_s is None:
+        shutdown = self._shutdown
+        if shutdown is None:
+            self._shutdown = shutdown = Shutdown(code=1, failed=True, begins_s=time.monotonic() + _DOUBT_S)
+        if shutdown.begins_s is None:
             return
         verdict = self._now.judge()
         if verdict.sure and (verdict.cause.account is None or self._running <= self._now.failed):
             self._end_failed()
         elif verdict.sure:
-            self._stop = replace(stop, begins_s=min(stop.begins_s, time.monotonic() + _COMPANY_S))
+            self._shutdown = replace(shutdown, begins_s=min(shutdown.begins_s, time.monotonic() + _COMPANY_S))
 
     def _end_failed(self) -> None:
         """Ask the ranks to end that have not failed; one that has may still be on its way out."""
-        assert self._stop is not None
+        assert self._shutdown is not None
         if not self._now.judge().sure:
             self._now.look_at_leavers()
-        self._begin_stop(self._stop, signal.SIGTERM, self._running - self._now.failed)
+        self._begin_shutdown(self._shutdown, signal.SIGTERM, self._running - self._now.failed)
         if self._running:
-            self._stop = replace(self._stop, waited_for_s=time.monotonic() + _PATIENCE_S)
+            self._shutdown = replace(self._shutdown, waited_for_s=time.monotonic() + _PATIENCE_S)
 
     def _on_generation_end(self) -> None:
         """All ranks have ended: start again, or finish with a report if they have failed."""
-        stop, generation = self._stop, self._now
-        if stop is None or not stop.failed:
-            self._channel.send({"type": "end"})
+        shutdown, generation = self._shutdown, self._now
+        if shutdown is None or not shutdown.failed:
+            self._server.end()
             return
         verdict = generation.judge()
         ending = Ending(code=verdict.cause.code, account=verdict.cause.account, met=generation.observer.has_met())
         # One who wants the job to end does not want it to start again.
-        most = self._restarts if stop.verdict else self._job.max_restarts
+        most = self._restarts if shutdown.reason else self._job.max_restarts
         decision = decide(ending, self._ending, restarts=self._restarts, max_restarts=most)
         self._ending = ending
         postmortem = Postmortem(
@@ -395,21 +289,21 @@ class _Agent:
             ranks = f"all {self._job.ranks} ranks" if self._job.ranks > 1 else "it"
             used = f"restart {self._restarts} of {self._job.max_restarts}"
             self._relay.say(f"{postmortem.headline}; starting {ranks} again ({used})")
-            self._stop = None
-            self._channel.send({"type": "sweep"})
+            self._shutdown = None
+            self._server.sweep()
             self._start_ranks()
         else:
-            self._stop = replace(stop, code=verdict.code)
+            self._shutdown = replace(shutdown, code=verdict.code)
             self._postmortem = postmortem
-            self._channel.send({"type": "end"})
+            self._server.end()
 
     def _end_for_loss(self, loss: str) -> None:
-        if self._stop is None:
-            self._begin_stop(_Stop(code=1), signal.SIGTERM, self._running)
+        if self._shutdown is None:
+            self._begin_shutdown(Shutdown(code=1), signal.SIGTERM, self._running)
             self._relay.say(f"{loss}; ending the job")
 
     def _end_for_hang(self, hang: str) -> None:
-        self._begin_stop(_Stop(code=1), signal.SIGTERM, self._running)
+        self._begin_shutdown(Shutdown(code=1), signal.SIGTERM, self._running)
         report = {
             "run_id": self._job.run_id,
             "ranks": self._job.ranks,
@@ -424,44 +318,43 @@ class _Agent:
 
     def _on_signal(self, signals: int) -> None:
         for signum in os.read(signals, 1):
-            if self._stop is not None or self._generation is None:
-                self._stop = self._stop or _Stop(code=128 + signum)
+            if self._shutdown is not None or self._generation is None:
+                self._shutdown = self._shutdown or Shutdown(code=128 + signum)
                 # After a failure too: then there is no restart.
-                self._stop = replace(self._stop, verdict=self._stop.verdict or _verdict(signum))
+                self._shutdown = replace(self._shutdown, reason=self._shutdown.reason or describe_signal(signum))
                 self._kill()
             else:
-                self._end_for_signal(signum, _verdict(signum))
+                self._end_for_signal(signum, describe_signal(signum))
 
-    def _end_for_signal(self, signum: int, verdict: str) -> None:
-        stop = _Stop(code=128 + signum, verdict=verdict, ranks=len(self._running))
+    def _end_for_signal(self, signum: int, reason: str) -> None:
+        shutdown = Shutdown(code=128 + signum, reason=reason, ranks=len(self._running))
         # A hangup or a quit would end Python without a chance to save; what else was asked for is passed on as it is.
         as_term = (signal.SIGHUP, signal.SIGQUIT, signal.SIGPIPE)
-        self._begin_stop(stop, signal.SIGTERM if signum in as_term else signum, self._running)
+        self._begin_shutdown(shutdown, signal.SIGTERM if signum in as_term else signum, self._running)
 
-    def _begin_stop(self, stop: _Stop, signum: int, ranks: Iterable[int]) -> None:
-        self._stop = replace(stop, begins_s=None, deadline_s=time.monotonic() + self._job.shutdown_timeout_s)
+    def _begin_shutdown(self, shutdown: Shutdown, signum: int, ranks: Iterable[int]) -> None:
+        self._shutdown = replace(shutdown, begins_s=None, deadline_s=time.monotonic() + self._job.shutdown_timeout_s)
         if self._generation is None:
-            self._guardian.kill()
+            self._server.kill()
             return
         self._generation.ends()
-        self._wake()
+        self._server.resume()
         # Only the ranks, not what they started: a rank that saves its work still needs its worker processes, and they
         # would answer with tracebacks of their own. A program that is not Python may be a shell that passes nothing on.
         group = not self._job.python
         for sent in (signum, signal.SIGCONT):  # a rank that is stopped would not notice
-            self._channel.send({"type": "signal", "signal": sent, "ranks": sorted(ranks), "group": group})
+            self._server.signal(sent, ranks, group=group)
 
     def _kill(self) -> None:
-        assert self._stop is not None
-        deadline_s = time.monotonic() + _LAST_S
-        self._stop = replace(self._stop, killed=True, begins_s=None, waited_for_s=None, deadline_s=deadline_s)
+        assert self._shutdown is not None
+        deadline_s = time.monotonic() + LAST_S
+        self._shutdown = replace(self._shutdown, killed=True, begins_s=None, waited_for_s=None, deadline_s=deadline_s)
         if self._generation is not None:
-            self._wake()
-            ranks = sorted(self._running)
+            self._server.resume()
             # Only the ranks: what they started is ended with the generation, and helpers among it clean up before.
-            self._channel.send({"type": "signal", "signal": signal.SIGKILL, "ranks": ranks, "group": False})
+            self._server.signal(signal.SIGKILL, self._running, group=False)
         else:
-            self._guardian.kill()
+            self._server.kill()
 
     def _answer(self, question: dict[str, Any]) -> dict[str, Any] | None:
         """Reply to `unisono ps` and `unisono stacks`."""
@@ -488,48 +381,16 @@ class _Agent:
 
     def _conclude(self) -> int:
         """Say how the job ended, if that is not said yet. Returns: the exit code."""
-        stop, server = self._stop, self._guardian.returncode
+        shutdown, server = self._shutdown, self._server.wait()
         if (postmortem := self._postmortem) is not None and not self._on_failure(*postmortem.blamed):
             self._relay.show(postmortem.text(colour=self._colour))
-        if stop is not None:
-            if stop.verdict:
-                count = f"; {stop.ranks} rank{'s' * (stop.ranks > 1)} ended" if stop.ranks else ""
-                self._relay.say(f"{stop.verdict}{count}")
-            return stop.code
+        if shutdown is not None:
+            if shutdown.reason:
+                count = f"; {shutdown.ranks} rank{'s' * (shutdown.ranks > 1)} ended" if shutdown.ranks else ""
+                self._relay.say(f"{shutdown.reason}{count}")
+            return shutdown.code
         if server < 0:
             self._relay.say(f"the fork server was killed by {name_signal(-server)}, and the job with it")
         elif server > 0:
             self._relay.say("the process that imports torch for all ranks failed; its message is above")
         return 1 if server else 0
-
-
-@contextmanager
-def _signals_as_bytes(signals: Iterable[int]) -> Iterator[int]:
-    """Turn signals into bytes of a pipe for the loop. One that was ignored at the start, as under nohup, stays so."""
-    read, write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-    earlier_file = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-    handled = [signum for signum in signals if signal.getsignal(signum) is not signal.SIG_IGN]
-    earlier = {signum: signal.signal(signum, lambda *_: None) for signum in handled}
-    try:
-        yield read
-    finally:
-        for signum, handler in earlier.items():
-            signal.signal(signum, handler)
-        signal.set_wakeup_fd(earlier_file)
-        os.close(read)
-        os.close(write)
-
-
-def _own_stdin() -> int | None:
-    """Copy the number of standard input. None: it is closed, or a terminal that another program reads in front."""
-    with suppress(OSError):  # it is no terminal, or not the one that controls this process
-        if os.tcgetpgrp(0) != os.getpgrp():
-            return None
-    try:
-        return os.dup(0)
-    except OSError:
-        return None
-
-
-def _verdict(signum: int) -> str:
-    return "interrupted" if signum == signal.SIGINT else f"{name_signal(signum)} received"

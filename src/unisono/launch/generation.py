@@ -5,10 +5,13 @@ A job has one generation, and one more after each restart. The agent's loop call
 
 from __future__ import annotations
 
+import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
+from unisono.launch.environment import rank_environment
 from unisono.launch.failure.root_cause import RankFailure, RootCause, find_root_cause
 from unisono.launch.hang.observer import Observer
 from unisono.launch.job import LaunchJob
@@ -24,7 +27,7 @@ class Generation:
     """
 
     def __init__(self, job: LaunchJob, *, attempt: int, relay: Relay) -> None:
-        self._relay, self.attempt = relay, attempt
+        self._job, self._relay, self.attempt = job, relay, attempt
         self.observer = Observer(
             job.ranks,
             hang_report_s=job.hang_report_s,
@@ -48,7 +51,32 @@ class Generation:
         stdout, stderr, *events = self._relay.open(rank, attempt=self.attempt)
         self.running.add(rank)
         files = {"stdout": stdout, "stderr": stderr, "page": page, "dump": dump, "ask": ask}
+        if rank == self._job.stdin and (file := _own_stdin()) is not None:
+            files["stdin"] = file
         return files | ({"events": events[0]} if events else {})
+
+    def environment(self, rank: int, *, port: int, visible_gpus: str | None) -> dict[str, str]:
+        """Return the environment variables of a rank.
+
+        Args:
+            rank: Which.
+            port: Of the job's store.
+            visible_gpus: CUDA_VISIBLE_DEVICES of the launcher.
+        """
+        job, folder = self._job, self._relay.rank_folder(rank, attempt=self.attempt)
+        return rank_environment(
+            rank,
+            ranks=job.ranks,
+            port=port,
+            run_id=job.run_id,
+            role=job.role,
+            restarts=self.attempt,
+            max_restarts=job.max_restarts,
+            virtual_local_rank=job.virtual_local_rank,
+            visible_gpus=visible_gpus,
+            signals=job.signals,
+            error_file=None if folder is None else str(folder / "error.json"),
+        )
 
     def started(self, rank: int, pid: int) -> None:
         """Note the process of a rank."""
@@ -153,3 +181,14 @@ class Generation:
             in_call=self.observer.in_call(rank),
             doing=self.observer.doing(rank),
         )
+
+
+def _own_stdin() -> int | None:
+    """Copy the number of standard input. None: it is closed, or a terminal that another program reads in front."""
+    with suppress(OSError):  # it is no terminal, or not the one that controls this process
+        if os.tcgetpgrp(0) != os.getpgrp():
+            return None
+    try:
+        return os.dup(0)
+    except OSError:
+        return None

@@ -30,7 +30,7 @@ class BackwardEnd:
         _queue(self)
 
     def __call__(self) -> None:
-        """Be told of the end of a backward by autograd."""
+        """Note the end of a backward; autograd calls it."""
         if self._over:
             return
         around = torch._C._current_autograd_node()

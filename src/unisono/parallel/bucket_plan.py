@@ -23,9 +23,15 @@ _PATIENCE = 8
 class BucketPlan:
     """The buckets of one model.
 
-    Args: limit_nbytes and first_nbytes are sizes of buckets. ranks is their number. every is whether all buckets travel
-        always; static whether what the first backward used is what every other uses. tail_rides is whether what ranks
-        tell each other may lie behind gradients.
+    Args:
+        parameters: Those of the model.
+        buffers: Those of the model that are kept equal.
+        limit_nbytes: The size of a bucket.
+        first_nbytes: The size of the first bucket.
+        ranks: How many there are.
+        every: Whether all buckets travel always.
+        static: Whether what the first backward used is what every other uses.
+        trailer_rides: Whether the trailer may lie behind gradients.
     """
 
     def __init__(
@@ -38,69 +44,71 @@ class BucketPlan:
         ranks: int,
         every: bool,
         static: bool,
-        tail_rides: bool,
+        trailer_rides: bool,
     ) -> None:
         self._parameters, self._buffers = parameters, buffers
         self._limit_nbytes, self._first_nbytes, self._ranks = limit_nbytes, first_nbytes, ranks
-        self._every, self._static, self._tail_rides = every, static, tail_rides
+        self._every, self._static, self._trailer_rides = every, static, trailer_rides
         n = len(parameters)
         self.buckets: list[Bucket] = []
         """All, in the order in which gradients come."""
         self.travelling: list[Bucket] = []
         """Those that every backward sends, in their order."""
-        self.home: list[Bucket | None] = []
+        self.bucket_of: list[Bucket | None] = []
         """By parameter, its bucket; None for one with a sparse gradient."""
         self.slot: list[int] = []
         """By parameter, its place in the bucket."""
         self.expected = [True] * n
         """By parameter, whether it is waited for: lately it got gradients on some rank."""
-        self.tail: Trailer
-        self.tail_home: Bucket | None = None
-        """The bucket behind whose gradients the tail lies; None if it travels by itself."""
+        self.trailer: Trailer
+        self.trailer_bucket: Bucket | None = None
+        """The bucket behind whose gradients the trailer lies; None if it travels by itself."""
         self._idle = [0] * n
         self.settled: RoundSummary | None = None
-        """What ranks told, if it fits exactly what is expected: then nothing goes again or is to be learnt."""
+        """What ranks sent last, if it fits exactly what is expected: then nothing goes again or is to be learnt."""
         self._arrange([i for i in reversed(range(n)) if not parameters[i].sparse], [])
 
     def travels(self, i: int) -> bool:
         """Say whether the bucket of a parameter has been sent in this round."""
-        bucket = self.home[i]
+        bucket = self.bucket_of[i]
         return bucket is not None and bucket.sent
 
-    def place_tail(self) -> None:
-        """Find a place for the tail, whose length depends on the buffers that travel."""
-        self.tail = Trailer(
+    def place_trailer(self) -> None:
+        """Find a place for the trailer, whose length depends on the buffers that travel."""
+        self.trailer = Trailer(
             ranks=self._ranks,
             parameters=len(self._parameters),
             buffers=len(self._buffers),
             values=self._buffers.numel,
         )
         last = self.travelling[-1] if self.travelling else None
-        self.tail_home = last if last is not None and last.dtype == torch.float32 and self._tail_rides else None
+        self.trailer_bucket = last if last is not None and last.dtype == torch.float32 and self._trailer_rides else None
         for bucket in self.buckets:
-            bucket.resize_tail(self.tail.numel if bucket is self.tail_home else 0)
+            bucket.resize_trailer(self.trailer.numel if bucket is self.trailer_bucket else 0)
 
-    def learn(self, told: RoundSummary, *, first: bool, order: Callable[[], Sequence[int]]) -> None:
+    def learn(self, summary: RoundSummary, *, first: bool, order: Callable[[], Sequence[int]]) -> None:
         """Draw conclusions from a round for the next ones.
 
         Args: first is whether it was the first round. order gives the order of gradients that is to count, for as many
             parameters as are known; it is asked at most once, and on all ranks or on none.
         """
-        if told is self.settled:
+        if summary is self.settled:
             return
-        before, used = list(self.expected), told.used
+        before, used = list(self.expected), summary.used
         for i in range(len(self._parameters)):
             at_once = (first and not self._every) or self._static
             self._idle[i] = 0 if i in used else _PATIENCE if at_once else self._idle[i] + 1
             self.expected[i] = self._idle[i] < _PATIENCE
         if first and len(self.buckets) > 1:
             seen = dict.fromkeys(i for i in order() if not self._parameters[i].sparse)
-            rest = [i for i in reversed(range(len(self._parameters))) if self.home[i] is not None and i not in seen]
+            rest = [
+                i for i in reversed(range(len(self._parameters))) if self.bucket_of[i] is not None and i not in seen
+            ]
             self._arrange([*seen, *(i for i in rest if self.expected[i])], [i for i in rest if not self.expected[i]])
         elif before != self.expected:
             self._choose()
-        elif not told.late and all(self.expected[i] == (i in used) for i in range(len(self._parameters))):
-            self.settled = told  # the same again would change nothing
+        elif not summary.late and all(self.expected[i] == (i in used) for i in range(len(self._parameters))):
+            self.settled = summary  # the same again would change nothing
 
     def _arrange(self, first: Sequence[int], others: Sequence[int]) -> None:
         """Make the buckets: of parameters in the order in which gradients come, and of those that get none."""
@@ -114,10 +122,10 @@ class BucketPlan:
                 exceed=True,
             )
             self.buckets += [Bucket([some[i] for i in group], self._parameters) for group in groups]
-        self.home, self.slot = [None] * len(self._parameters), [0] * len(self._parameters)
+        self.bucket_of, self.slot = [None] * len(self._parameters), [0] * len(self._parameters)
         for bucket in self.buckets:
             for slot, i in enumerate(bucket.members):
-                self.home[i], self.slot[i] = bucket, slot
+                self.bucket_of[i], self.slot[i] = bucket, slot
         self._choose()
 
     def _choose(self) -> None:
@@ -125,4 +133,4 @@ class BucketPlan:
         for bucket in self.buckets:
             bucket.usual = sum(self.expected[i] for i in bucket.members)
         self.travelling = [bucket for bucket in self.buckets if bucket.usual or self._every]
-        self.place_tail()
+        self.place_trailer()

@@ -38,15 +38,15 @@ class Bucket:
         self.tensors: list[Tensor] = [parameters[i].tensor for i in self.members]
         self.dtype, self.device = self.tensors[0].dtype, self.tensors[0].device
         self.numel = sum(t.numel() for t in self.tensors)
-        self.tail = 0
-        """Elements behind the gradients, for what ranks tell each other beside them."""
+        self.trailer_numel = 0
+        """Elements behind the gradients, for what ranks exchange beside them."""
         self.waiting = 0
         """Expected gradients that have not come yet in this backward."""
         self.usual = 0
         """Gradients that are expected in every backward."""
         self.sent = False
         self.memory: Tensor | None = None
-        """The gradients of this backward, and the tail; between backwards None."""
+        """The gradients of this backward, and the trailer; between backwards None."""
         self.views: Sequence[Tensor] = ()
         """`memory` as tensors like the parameters."""
         self._dense = all(t.is_contiguous() and t.numel() for t in self.tensors)
@@ -54,9 +54,9 @@ class Bucket:
 
     @property
     def gradients(self) -> Tensor:
-        """The memory without its tail, as a vector."""
+        """The memory without its trailer, as a vector."""
         assert self.memory is not None
-        return self.memory[: self.numel] if self.tail else self.memory
+        return self.memory[: self.numel] if self.trailer_numel else self.memory
 
     def open(self) -> None:
         """Take memory for this backward, whose content is undefined."""
@@ -68,7 +68,7 @@ class Bucket:
                 self.memory = memory
                 break
         else:
-            self.memory = torch.empty(self.numel + self.tail, dtype=self.dtype, device=self.device)
+            self.memory = torch.empty(self.numel + self.trailer_numel, dtype=self.dtype, device=self.device)
             self._kept = [*self._kept[-1:], (self.memory, self.memory.untyped_storage())]
         self.views = self.views_of(self.memory)
 
@@ -76,10 +76,10 @@ class Bucket:
         """Give the memory to whom holds gradients in it."""
         self.memory, self.views, self.sent = None, (), False
 
-    def resize_tail(self, numel: int) -> None:
+    def resize_trailer(self, numel: int) -> None:
         """Have so many elements behind the gradients from the next backward on."""
-        if numel != self.tail:
-            self.tail = numel
+        if numel != self.trailer_numel:
+            self.trailer_numel = numel
             self._kept = []
 
     def describe(self) -> str:

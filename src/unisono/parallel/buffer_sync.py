@@ -88,22 +88,22 @@ class Buffers:
             else:
                 part.copy_(_to_pieces(tensor))
 
-    def share(self, told: RoundSummary, total: Tensor, lane: GradientGroup, *, has_batch: bool) -> bool:
+    def share(self, summary: RoundSummary, total: Tensor, gradient_group: GradientGroup, *, has_batch: bool) -> bool:
         """Make the buffers that any rank changed the same everywhere. Every rank must call it.
 
-        Args: told is what ranks told each other, of which some had a batch; has_batch is whether this one had. total is
-            the sum over ranks of what `write` made.
+        Args: summary is what ranks sent, of which some had a batch; has_batch is whether this one had. total is the sum
+            over ranks of what `write` made.
         Returns: whether the vector of the next round has another length.
         """
-        source = told.active[0]
-        known = {i for i in self.often if told.changed[i]}
+        source = summary.active[0]
+        known = {i for i in self.often if summary.changed[i]}
         if source != 0:
             # The vector had nothing from the rank whose values count.
             known = {i for i in known if self._travels_as_mean(i)}
-        self._read(total, factor=lane.size / len(told.active), indices=known)
-        rest = [i for i, changed in enumerate(told.changed) if changed and i not in known]
+        self._read(total, factor=gradient_group.size / len(summary.active), indices=known)
+        rest = [i for i, changed in enumerate(summary.changed) if changed and i not in known]
         for i in rest:
-            self._exchange(i, lane, source=source, has_batch=has_batch, active=len(told.active))
+            self._exchange(i, gradient_group, source=source, has_batch=has_batch, active=len(summary.active))
         return self.add_often(rest)
 
     def _read(self, total: Tensor, *, factor: float, indices: Collection[int]) -> None:
@@ -124,7 +124,7 @@ class Buffers:
             value = _like(tensor, part)
             self._put(i, torch.view_as_complex(value) if tensor.is_complex() else value)
 
-    def _exchange(self, i: int, lane: GradientGroup, *, source: int, has_batch: bool, active: int) -> None:
+    def _exchange(self, i: int, gradient_group: GradientGroup, *, source: int, has_batch: bool, active: int) -> None:
         """Exchange one buffer by itself: its mean over the active ranks, or the source rank's value."""
         tensor = self.tensor(i)
         assert tensor is not None
@@ -132,10 +132,10 @@ class Buffers:
         if self._has_mean(tensor) and active:
             carried = carried if has_batch else carried.zero_()
             wide = carried if carried.dtype.itemsize >= 4 else carried.float()
-            lane.wait(lane.sum(wide, "buffers"), "buffers")
+            gradient_group.wait(gradient_group.sum(wide, "buffers"), "buffers")
             carried = wide.div_(active)
         else:
-            lane.broadcast(carried, source)
+            gradient_group.broadcast(carried, source)
         self._put(i, carried)
 
     def _has_mean(self, tensor: Tensor) -> bool:

@@ -44,7 +44,7 @@ class GradientGroup:
     def open(
         cls, group: dist.ProcessGroup, devices: Iterable[torch.device], *, timeout: timedelta | None
     ) -> GradientGroup:
-        """Make the lane for tensors of these devices. Every rank of the group must call it.
+        """Make the group for tensors of these devices. Every rank of the group must call it.
 
         Args: timeout is how long to wait for other ranks; None takes the group's own.
         """

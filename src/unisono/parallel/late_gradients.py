@@ -1,7 +1,7 @@
 """A second message at the end of a backward, for gradients that the first ones could not carry.
 
 They came after their bucket had left, or belong to parameters whose bucket did not travel, because lately these got
-none. Ranks have told each other which they are (`parallel.trailer`), so all send the same. Sparse gradients are not
+none. Ranks have exchanged which they are (`parallel.trailer`), so all send the same. Sparse gradients are not
 here.
 """
 
@@ -19,7 +19,7 @@ __all__ = ["reduce_late"]
 
 
 def reduce_late(
-    told: RoundSummary, gradients: GradientState, packing: BucketPlan, lane: GradientGroup, *, factor: float
+    summary: RoundSummary, gradients: GradientState, plan: BucketPlan, gradient_group: GradientGroup, *, factor: float
 ) -> None:
     """Reduce the gradients that are in no bucket that travelled. Every rank must call it.
 
@@ -27,32 +27,32 @@ def reduce_late(
     Args: factor is what to multiply sums over ranks by.
     """
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for i in sorted(told.used | told.late):
+    for i in sorted(summary.used | summary.late):
         parameter = gradients.parameters[i]
-        if not parameter.sparse and (i in told.late or not packing.travels(i)):
+        if not parameter.sparse and (i in summary.late or not plan.travels(i)):
             kinds.setdefault((parameter.tensor.dtype, parameter.tensor.device), []).append(i)
     for members in kinds.values():
-        _reduce(Bucket(members, gradients.parameters), gradients, packing, lane, factor=factor)
+        _reduce(Bucket(members, gradients.parameters), gradients, plan, gradient_group, factor=factor)
 
 
 def _reduce(
-    bucket: Bucket, gradients: GradientState, packing: BucketPlan, lane: GradientGroup, *, factor: float
+    bucket: Bucket, gradients: GradientState, plan: BucketPlan, gradient_group: GradientGroup, *, factor: float
 ) -> None:
     bucket.open()
     assert bucket.memory is not None
     for i, view in zip(bucket.members, bucket.views, strict=True):
-        home = packing.home[i]
-        assert home is not None
+        target = plan.bucket_of[i]
+        assert target is not None
         if gradients.own(i) is None:
             view.zero_()
         else:
-            view.copy_(gradients.take(i, home.dtype)).mul_(gradients.scale)
+            view.copy_(gradients.take(i, target.dtype)).mul_(gradients.scale)
     what = f"late gradients of {bucket.describe()}"
-    lane.wait(lane.sum(bucket.memory, what), what)
+    gradient_group.wait(gradient_group.sum(bucket.memory, what), what)
     for i, view in zip(bucket.members, bucket.views, strict=True):
-        home = packing.home[i]
+        target = plan.bucket_of[i]
         view.mul_(factor)
-        if home is not None and packing.travels(i):
-            home.views[packing.slot[i]].add_(view)
+        if target is not None and plan.travels(i):
+            target.views[plan.slot[i]].add_(view)
         else:
             gradients.give(i, view)

@@ -35,13 +35,13 @@ def check_given(everyone: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> 
             raise RankMismatchError(f"replicate() got other arguments on some ranks: {told}. Give all ranks the same")
 
 
-def check_same_model(tensors: Mapping[str, Tensor], lane: GradientGroup) -> None:
+def check_same_model(tensors: Mapping[str, Tensor], gradient_group: GradientGroup) -> None:
     """Make sure that all ranks have tensors of the same names, in the same order, shapes and types.
 
     Every rank must call it. Raises: RankMismatchError on all ranks, with the first difference.
     """
     own = [(name, f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}") for name, t in tensors.items()]
-    everyone = lane.gather(own, "replicate() comparing models")
+    everyone = gradient_group.gather(own, "replicate() comparing models")
     for rank, found in enumerate(everyone):
         if found != everyone[0]:
             raise RankMismatchError(
@@ -50,13 +50,13 @@ def check_same_model(tensors: Mapping[str, Tensor], lane: GradientGroup) -> None
             )
 
 
-def check_same_values(tensors: Mapping[str, Tensor], lane: GradientGroup) -> None:
+def check_same_values(tensors: Mapping[str, Tensor], gradient_group: GradientGroup) -> None:
     """Make sure that all ranks have the same bits. Every rank must call it.
 
     Raises: RankMismatchError on all ranks, with the names that differ.
     """
     own = {name: digest({name: tensor}) for name, tensor in tensors.items()}
-    everyone = lane.gather(own, "replicas.check()")
+    everyone = gradient_group.gather(own, "replicas.check()")
     for rank, found in enumerate(everyone):
         differing = [name for name in everyone[0] if found.get(name) != everyone[0][name]]
         if differing:
@@ -67,7 +67,7 @@ def check_same_values(tensors: Mapping[str, Tensor], lane: GradientGroup) -> Non
             )
 
 
-def broadcast_values(tensors: Iterable[Tensor], lane: GradientGroup, source: int = 0) -> None:
+def broadcast_values(tensors: Iterable[Tensor], gradient_group: GradientGroup, source: int = 0) -> None:
     """Give all ranks the values of one rank, in few messages. Every rank must call it."""
     chosen = [tensor for tensor in tensors if tensor.numel()]
     items = [Item(tensor.nbytes, tensor.device) for tensor in chosen]
@@ -76,8 +76,8 @@ def broadcast_values(tensors: Iterable[Tensor], lane: GradientGroup, source: int
         # Bytes, so that a message may hold any types; a broadcast does not calculate.
         plain = [t.detach().contiguous().view(-1) for t in together]
         message = torch.cat([p.view(torch.uint8) for p in plain]) if len(plain) > 1 else plain[0].view(torch.uint8)
-        lane.broadcast(message, source)
-        if lane.rank == source:
+        gradient_group.broadcast(message, source)
+        if gradient_group.rank == source:
             continue
         with torch.no_grad():
             parts = torch.split(message, [p.numel() * p.itemsize for p in plain])

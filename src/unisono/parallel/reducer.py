@@ -61,12 +61,12 @@ class Reducer:
         self,
         model: nn.Module,
         parameters: Sequence[Parameter],
-        lane: GradientGroup,
+        gradient_group: GradientGroup,
         settings: ReducerSettings,
         *,
         alone: bool,
     ) -> None:
-        self.model, self.lane, self.settings = model, lane, settings
+        self.model, self.gradient_group, self.settings = model, gradient_group, settings
         self.parameters = list(parameters)
         self._tensors = [p.tensor for p in self.parameters]
         self._alone = alone
@@ -77,27 +77,27 @@ class Reducer:
         n = len(self.parameters)
         self._gradients = GradientState(
             parameters,
-            scale=1.0 / lane.size if settings.average and settings.comm_hook is None else 1.0,
+            scale=1.0 / gradient_group.size if settings.average and settings.comm_hook is None else 1.0,
             average=settings.average,
-            is_first=lane.rank == 0,
+            is_first=gradient_group.rank == 0,
         )
         self._wire = self.parameters[0].tensor.device if n else torch.device("cpu")
         # Reading a number from a device waits for it. There, all buckets travel always, and it is done only if needed.
         self._quiet = any(p.tensor.device.type != "cpu" for p in self.parameters)
-        self._hook = None if settings.comm_hook is None else hook_and_state(settings.comm_hook, lane.group)
+        self._hook = None if settings.comm_hook is None else hook_and_state(settings.comm_hook, gradient_group.group)
         self.buffers = Buffers(model, settings.buffers)
         if self._quiet:
             self.buffers.add_often(range(len(self.buffers)))
         self._sparse = [i for i, p in enumerate(self.parameters) if p.sparse]
-        self._packing = BucketPlan(
+        self._plan = BucketPlan(
             self.parameters,
             self.buffers,
             limit_nbytes=settings.bucket_nbytes,
             first_nbytes=settings.first_nbytes,
-            ranks=lane.size,
+            ranks=gradient_group.size,
             every=self._quiet or self._hook is not None,
             static=settings.static_graph,
-            tail_rides=self._hook is None,
+            trailer_rides=self._hook is None,
         )
         self._fires_usual = [1] * n
         self.rounds = 0
@@ -115,7 +115,7 @@ class Reducer:
         self._hooks = []
         for p in self.parameters:
             release(p.tensor)
-        self.lane.close()
+        self.gradient_group.close()
 
     def reduce_now(self) -> None:
         """Reduce the gradients as they are in p.grad, outside a backward."""
@@ -137,27 +137,27 @@ class Reducer:
     # What hooks call.
 
     def _on_gradient(self, i: int, _: Tensor) -> None:
-        """Be told that p.grad of a parameter has got its gradient."""
+        """Note that p.grad of a parameter has got its gradient."""
         self._gradients.used[i] = True
         if self.paused:
             return
         if not self._active:
             self._begin(self._at_end)
         self._fires[i] += 1
-        bucket = self._packing.home[i]
+        bucket = self._plan.bucket_of[i]
         if bucket is None:  # sparse
             return
         if bucket.sent:
             self._late.add(i)
             return
-        if self._fires[i] != self._fires_usual[i] or not self._packing.expected[i]:
+        if self._fires[i] != self._fires_usual[i] or not self._plan.expected[i]:
             return
         if self.rounds == 0:
             self._order.append(i)
         bucket.waiting -= 1
         if not self.settings.overlap:
             return
-        slot = self._packing.slot[i]
+        slot = self._plan.slot[i]
         if bucket.tensors[slot].numel() >= LARGE:
             bucket.open()
             self._gradients.write(bucket, slot)
@@ -165,7 +165,7 @@ class Reducer:
             self._launch_full()
 
     def _before_gradient(self, i: int, _: Tensor) -> None:
-        """Be told that p.grad is about to get a gradient: with sums, what is summed already must count once."""
+        """Note that p.grad is about to get a gradient: with sums, what is summed already must count once."""
         self._gradients.drop_counted(i)
 
     def _at_end(self) -> None:
@@ -181,14 +181,14 @@ class Reducer:
         self._finish()
 
     def _abandoned(self) -> None:
-        """Be told that a backward failed."""
+        """Note that a backward failed."""
         if self._launched:
             self._broken = (
                 f"an earlier backward pass failed on this rank after {self._launched} of "
-                f"{len(self._packing.travelling)} buckets of its gradients had been sent, so ranks no longer agree on "
+                f"{len(self._plan.travelling)} buckets of its gradients had been sent, so ranks no longer agree on "
                 "what comes next"
             )
-        for bucket in self._packing.buckets:
+        for bucket in self._plan.buckets:
             bucket.close()
         self._active = False
 
@@ -200,7 +200,7 @@ class Reducer:
         self._late: set[int] = set()
         self._order: list[int] = []
         self._launched = 0
-        self._tail_memory = torch.empty(0)
+        self._own_trailer = torch.empty(0)
         self._works: list[tuple[Any, str]] = []
 
     def _begin(self, at_end: Callable[[], None] | None) -> None:
@@ -208,7 +208,7 @@ class Reducer:
             raise UnisonoError(f"{self._broken}. End the job and start it again from a checkpoint")
         self._reset()
         self._serial += 1
-        for bucket in self._packing.travelling:
+        for bucket in self._plan.travelling:
             bucket.waiting = bucket.usual
         self._active = True
         if at_end is not None:
@@ -216,41 +216,39 @@ class Reducer:
 
     def _launch_full(self) -> None:
         """Send full buckets, in their order; the last one waits for the end."""
-        while (
-            self._launched < len(self._packing.travelling) - 1 and not self._packing.travelling[self._launched].waiting
-        ):
-            self._launch(self._packing.travelling[self._launched])
+        while self._launched < len(self._plan.travelling) - 1 and not self._plan.travelling[self._launched].waiting:
+            self._launch(self._plan.travelling[self._launched])
 
     def _launch_rest(self) -> None:
-        while self._launched < len(self._packing.travelling):
-            self._launch(self._packing.travelling[self._launched])
-        if self._packing.tail_home is None:
-            self._tail_memory = torch.empty(self._packing.tail.numel, dtype=torch.float32, device=self._wire)
-            self._write_tail(self._tail_memory)
+        while self._launched < len(self._plan.travelling):
+            self._launch(self._plan.travelling[self._launched])
+        if self._plan.trailer_bucket is None:
+            self._own_trailer = torch.empty(self._plan.trailer.numel, dtype=torch.float32, device=self._wire)
+            self._write_trailer(self._own_trailer)
             what = "what ranks tell each other after a backward"
-            self._works.append((self.lane.sum(self._tail_memory, what, stays=self._alone), what))
+            self._works.append((self.gradient_group.sum(self._own_trailer, what, stays=self._alone), what))
 
     def _launch(self, bucket: Bucket) -> None:
         self._gradients.fill(bucket)
         assert bucket.memory is not None
         self._launched += 1
-        is_last = self._launched == len(self._packing.travelling)
-        if bucket is self._packing.tail_home:
-            self._write_tail(bucket.memory[bucket.numel :])
-        what = f"bucket {self._launched} of {len(self._packing.travelling)} with the gradients of {bucket.describe()}"
+        is_last = self._launched == len(self._plan.travelling)
+        if bucket is self._plan.trailer_bucket:
+            self._write_trailer(bucket.memory[bucket.numel :])
+        what = f"bucket {self._launched} of {len(self._plan.travelling)} with the gradients of {bucket.describe()}"
         if self._hook is not None:
             hook, state = self._hook
             work = begin(hook, state, GradBucket(bucket, index=self._launched - 1, is_last=is_last))
         else:
-            work = self.lane.sum(bucket.memory, what, stays=is_last and self._alone)
+            work = self.gradient_group.sum(bucket.memory, what, stays=is_last and self._alone)
         bucket.sent = True
         self._works.append((work, what))
 
-    def _write_tail(self, memory: Tensor) -> None:
+    def _write_trailer(self, memory: Tensor) -> None:
         active, used = not self._gradients.shadow, self._gradients.used
-        values = self._packing.tail.write(
+        values = self._plan.trailer.write(
             memory,
-            rank=self.lane.rank,
+            rank=self.gradient_group.rank,
             serial=self._serial if active else -self._serial,
             used=used if active else [False] * len(used),
             late=self._late,
@@ -258,8 +256,8 @@ class Reducer:
             frozen=bytes([not tensor.requires_grad for tensor in self._tensors]),
         )
         if values.numel():
-            scale = 1.0 / self.lane.size if active else 0.0
-            self.buffers.write(values, is_source=active and self.lane.rank == 0, scale=scale)
+            scale = 1.0 / self.gradient_group.size if active else 0.0
+            self.buffers.write(values, is_source=active and self.gradient_group.rank == 0, scale=scale)
 
     def _finish(self) -> tuple[int, ...]:
         """Wait for the sums and show them as p.grad."""
@@ -269,52 +267,52 @@ class Reducer:
             self._broken = f"an earlier backward pass failed on this rank: {error}"
             raise
         finally:
-            for bucket in self._packing.buckets:
+            for bucket in self._plan.buckets:
                 bucket.close()
             self._active = False
             self._gradients.end()
 
     def _finish_round(self) -> tuple[int, ...]:
         for work, what in self._works:
-            self.lane.wait(work, what)
-        told = self._listen()
-        factor = self.lane.size / len(told.active) if self.settings.average and told.active else 1.0
+            self.gradient_group.wait(work, what)
+        summary = self._read_trailer()
+        factor = self.gradient_group.size / len(summary.active) if self.settings.average and summary.active else 1.0
         self._read_buckets(factor)
-        if told is not self._packing.settled:
-            after = factor if self._hook is None or not self.settings.average else factor / self.lane.size
-            reduce_late(told, self._gradients, self._packing, self.lane, factor=after)
-        used, gradients = told.used, self._gradients
-        for bucket in self._packing.travelling:
+        if summary is not self._plan.settled:
+            after = factor if self._hook is None or not self.settings.average else factor / self.gradient_group.size
+            reduce_late(summary, self._gradients, self._plan, self.gradient_group, factor=after)
+        used, gradients = summary.used, self._gradients
+        for bucket in self._plan.travelling:
             for i, view in zip(bucket.members, bucket.views, strict=True):
                 if i in used:
                     gradients.give(i, view)
                 else:
                     gradients.give_back(i)
         for i in sorted(used.intersection(self._sparse)):
-            scale = 1.0 / self.lane.size if self.settings.average else 1.0
-            reduce_sparse(i, gradients, self.lane, scale=scale * factor)
-        if told.active and any(told.changed):
-            total, has_batch = self._packing.tail.values(self._told_memory()), not gradients.shadow
-            if self.buffers.share(told, total, self.lane, has_batch=has_batch):
-                self._packing.place_tail()
+            scale = 1.0 / self.gradient_group.size if self.settings.average else 1.0
+            reduce_sparse(i, gradients, self.gradient_group, scale=scale * factor)
+        if summary.active and any(summary.changed):
+            total, has_batch = self._plan.trailer.values(self._trailer_vector()), not gradients.shadow
+            if self.buffers.share(summary, total, self.gradient_group, has_batch=has_batch):
+                self._plan.place_trailer()
         if self._fires != self._fires_usual:
             self._fires_usual = [now or before for now, before in zip(self._fires, self._fires_usual, strict=True)]
         self.rounds += 1
-        if told.active:
-            self._packing.learn(told, first=self.rounds == 1, order=self._order_of_first)
+        if summary.active:
+            self._plan.learn(summary, first=self.rounds == 1, order=self._order_of_first)
         if self.rounds.bit_count() == 1 or self.rounds % 64 == 0:
             self._look_for_others()
-        return told.active
+        return summary.active
 
     def _read_buckets(self, factor: float) -> None:
         """Take what hooks gave in place of what was sent, and multiply all by a factor."""
-        for bucket, (work, _) in zip(self._packing.travelling, self._works, strict=False):
+        for bucket, (work, _) in zip(self._plan.travelling, self._works, strict=False):
             if self._hook is not None:
                 bucket.views = bucket.views_of(result_of(work, bucket))
             if factor != 1.0:
                 torch._foreach_mul_(list(bucket.views), factor)
 
-    def _listen(self) -> RoundSummary:
+    def _read_trailer(self) -> RoundSummary:
         """Learn what all ranks saw."""
         n = len(self.parameters)
         if self._quiet and not self.joining and not self._gradients.shadow:
@@ -325,38 +323,38 @@ class Reducer:
                     "use_reentrant=False, or give replicate() overlap=False"
                 )
             if all(self._gradients.used) or (self.settings.static_graph and self.rounds):
-                used = (
-                    range(n) if not self.settings.static_graph else (i for i in range(n) if self._packing.expected[i])
-                )
-                everyone = tuple(range(self.lane.size))
+                used = range(n) if not self.settings.static_graph else (i for i in range(n) if self._plan.expected[i])
+                everyone = tuple(range(self.gradient_group.size))
                 return RoundSummary(everyone, frozenset(used), frozenset(), (True,) * len(self.buffers))
-        told = self._packing.tail.read(self._told_memory(), serial=self._serial)
-        if not told.alike:
-            self._refuse_frozen(told)
-        if self.settings.static_graph and self.rounds and told.active:
-            surprises = {i for i in range(n) if self._packing.expected[i]} ^ told.used
+        summary = self._plan.trailer.read(self._trailer_vector(), serial=self._serial)
+        if not summary.alike:
+            self._refuse_frozen(summary)
+        if self.settings.static_graph and self.rounds and summary.active:
+            surprises = {i for i in range(n) if self._plan.expected[i]} ^ summary.used
             if surprises:
                 raise RankMismatchError(
                     f"static_graph=True, but after {self.rounds} backward passes other parameters get gradients than "
                     f"in the first: {self._names(surprises)}. Leave static_graph out"
                 )
-        return told
+        return summary
 
-    def _refuse_frozen(self, told: RoundSummary) -> NoReturn:
+    def _refuse_frozen(self, summary: RoundSummary) -> NoReturn:
         """Say on which ranks other parameters are frozen. Every rank must call it. Raises: RankMismatchError."""
-        everyone = self.lane.gather({p.name: p.tensor.requires_grad for p in self.parameters}, "a backward of replicas")
-        documents = [{f"requires_grad of {name!r}": needs for name, needs in everyone[r].items()} for r in told.active]
-        ranks = dist.get_process_group_ranks(self.lane.group)
+        own = {f"requires_grad of {p.name!r}": p.tensor.requires_grad for p in self.parameters}
+        everyone = self.gradient_group.gather(own, "a backward of replicas")
+        ranks = dist.get_process_group_ranks(self.gradient_group.group)
+        active = summary.active
+        differences = tell_differences([everyone[r] for r in active], [ranks[r] for r in active])
         raise RankMismatchError(
-            f"{tell_differences(documents, [ranks[r] for r in told.active])}, so the mean over ranks would count it as "
-            "zero where it is frozen. Freeze and unfreeze parameters on every rank, between the same backward passes"
+            f"{differences}, so the mean over ranks would count it as zero where it is frozen. Freeze and unfreeze "
+            "parameters on every rank, between the same backward passes"
         )
 
-    def _told_memory(self) -> Tensor:
-        if self._packing.tail_home is None:
-            return self._tail_memory
-        assert self._packing.tail_home.memory is not None
-        return self._packing.tail_home.memory[self._packing.tail_home.numel :]
+    def _trailer_vector(self) -> Tensor:
+        if self._plan.trailer_bucket is None:
+            return self._own_trailer
+        assert self._plan.trailer_bucket.memory is not None
+        return self._plan.trailer_bucket.memory[self._plan.trailer_bucket.numel :]
 
     # Which buckets there are, and which travel.
 
@@ -377,7 +375,7 @@ class Reducer:
         order = torch.full((len(self.parameters),), -1, dtype=torch.int64)
         order[: len(self._order)] = torch.tensor(self._order, dtype=torch.int64)
         order = order.to(self._wire)
-        self.lane.broadcast(order, 0)
+        self.gradient_group.broadcast(order, 0)
         return [i for i in order.tolist() if i >= 0]
 
     def _look_for_others(self) -> None:

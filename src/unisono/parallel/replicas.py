@@ -166,17 +166,19 @@ class Replicas:
         entries, everyone = construct_on_all(group_of(self._group), "replicate", self._entries, lambda _: self._given())
         check_given(everyone, dist.get_process_group_ranks(self._group))
         for name, model in self._models.items():
-            lane = GradientGroup.open(self._group, [p.tensor.device for p in entries[name]], timeout=self._timeout)
+            gradient_group = GradientGroup.open(
+                self._group, [p.tensor.device for p in entries[name]], timeout=self._timeout
+            )
             tensors = _tensors(model)
             try:
                 if self._check:
-                    check_same_model(tensors, lane)
-                broadcast_values(tensors.values(), lane)
+                    check_same_model(tensors, gradient_group)
+                broadcast_values(tensors.values(), gradient_group)
             except BaseException:
-                lane.close()
+                gradient_group.close()
                 raise
             alone = len(self._models) == 1
-            self._reducers.append(Reducer(model, entries[name], lane, self._settings, alone=alone))
+            self._reducers.append(Reducer(model, entries[name], gradient_group, self._settings, alone=alone))
         self._set_paused(self._paused)
 
     @contextmanager
@@ -237,7 +239,7 @@ class Replicas:
         """
         self._refuse_closed()
         for reducer in self._reducers:
-            check_same_values(_tensors(reducer.model), reducer.lane)
+            check_same_values(_tensors(reducer.model), reducer.gradient_group)
 
     def close(self) -> None:
         """Leave the models alone from now on: their gradients stay on each rank. Every rank must call it."""
@@ -315,15 +317,15 @@ class Replicas:
 
     def _catch_up(self, rounds: int, stateful: Sequence[Stateful]) -> None:
         """Take over models and states from a rank that ran most rounds."""
-        lane = self._reducers[0].lane
-        everyone = lane.gather(rounds, "replicas.join()")
+        gradient_group = self._reducers[0].gradient_group
+        everyone = gradient_group.gather(rounds, "replicas.join()")
         source = everyone.index(max(everyone))
         if min(everyone) == max(everyone):
             return
         for reducer in self._reducers:
-            broadcast_values(_tensors(reducer.model).values(), reducer.lane, source)
-        states = lane.broadcast_value([thing.state_dict() for thing in stateful], source, "replicas.join()")
-        if lane.rank != source:
+            broadcast_values(_tensors(reducer.model).values(), reducer.gradient_group, source)
+        states = gradient_group.broadcast_value([thing.state_dict() for thing in stateful], source, "replicas.join()")
+        if gradient_group.rank != source:
             for thing, state in zip(stateful, states, strict=True):
                 thing.load_state_dict(state)
 

@@ -13,7 +13,7 @@ from unisono.parallel.gradient_state import GradientState
 __all__ = ["reduce_sparse"]
 
 
-def reduce_sparse(i: int, gradients: GradientState, lane: GradientGroup, *, scale: float) -> None:
+def reduce_sparse(i: int, gradients: GradientState, gradient_group: GradientGroup, *, scale: float) -> None:
     """Reduce the gradient of one parameter, and show the sum as p.grad. Every rank must call it.
 
     Args: scale multiplies what each rank has.
@@ -25,10 +25,10 @@ def reduce_sparse(i: int, gradients: GradientState, lane: GradientGroup, *, scal
             f"parameter {parameter.name!r} has a dense gradient, and its module has sparse=True: use it by its module "
             "alone, or make the module with sparse=False"
         )
-    gradients.give(i, _sum_sparse(gradient, parameter.tensor, lane, scale=scale))
+    gradients.give(i, _sum_sparse(gradient, parameter.tensor, gradient_group, scale=scale))
 
 
-def _sum_sparse(gradient: Tensor | None, parameter: Tensor, lane: GradientGroup, *, scale: float) -> Tensor:
+def _sum_sparse(gradient: Tensor | None, parameter: Tensor, gradient_group: GradientGroup, *, scale: float) -> Tensor:
     """Sum the gradients that ranks have of one parameter. Every rank must call it.
 
     Traffic: every rank sends as much as the rank with most rows has.
@@ -42,11 +42,11 @@ def _sum_sparse(gradient: Tensor | None, parameter: Tensor, lane: GradientGroup,
     else:
         own = gradient.detach().coalesce()
         indices, values = own.indices()[0].contiguous(), own.values().contiguous() * scale
-    counts = [torch.zeros(1, dtype=torch.int64, device=parameter.device) for _ in range(lane.size)]
-    dist.all_gather(counts, torch.tensor([len(indices)], device=parameter.device), group=lane.group)
+    counts = [torch.zeros(1, dtype=torch.int64, device=parameter.device) for _ in range(gradient_group.size)]
+    dist.all_gather(counts, torch.tensor([len(indices)], device=parameter.device), group=gradient_group.group)
     found = [int(count) for count in counts]
     longest = max(found)
-    all_indices, all_values = (_gather_padded(part, longest, lane) for part in (indices, values))
+    all_indices, all_values = (_gather_padded(part, longest, gradient_group) for part in (indices, values))
     return torch.sparse_coo_tensor(
         torch.cat([part[:n] for part, n in zip(all_indices, found, strict=True)]).view(1, -1),
         torch.cat([part[:n] for part, n in zip(all_values, found, strict=True)]),
@@ -55,11 +55,11 @@ def _sum_sparse(gradient: Tensor | None, parameter: Tensor, lane: GradientGroup,
     ).coalesce()
 
 
-def _gather_padded(part: Tensor, length: int, lane: GradientGroup) -> list[Tensor]:
+def _gather_padded(part: Tensor, length: int, gradient_group: GradientGroup) -> list[Tensor]:
     """Collect from each rank a tensor that is padded to the same length."""
     padded = part.new_zeros((length, *part.shape[1:]))
     padded[: len(part)] = part
-    gathered = [torch.empty_like(padded) for _ in range(lane.size)]
+    gathered = [torch.empty_like(padded) for _ in range(gradient_group.size)]
     if length:
-        dist.all_gather(gathered, padded, group=lane.group)
+        dist.all_gather(gathered, padded, group=gradient_group.group)
     return gathered

@@ -1,4 +1,4 @@
-"""What ranks tell each other at the end of a backward beside the gradients, as numbers that are added up.
+"""What ranks exchange at the end of a backward beside the gradients, as numbers that are added up.
 
 One float32 vector: for each rank the number of its backward passes (negative if it has no batch any more) and a hash
 of which parameters it has frozen, for each parameter the ranks on which it got a gradient and those on which it got one
@@ -26,7 +26,7 @@ _CYCLE = 2**24
 
 @dataclass(frozen=True, slots=True)
 class RoundSummary:
-    """What all ranks told together."""
+    """What all ranks sent, put together."""
 
     active: tuple[int, ...]
     """Ranks of the group that had a batch."""
@@ -103,15 +103,15 @@ class Trailer:
         if self._last is not None and self._last[0] == rest and self._last[1].active == active:
             return self._last[1]  # as nearly always
         hashes, rest = rest[:ranks], rest[ranks:]
-        told = RoundSummary(
+        summary = RoundSummary(
             active,
             frozenset(i for i in range(parameters) if rest[i]),
             frozenset(i for i in range(parameters) if rest[parameters + i]),
             tuple(count > 0 for count in rest[2 * parameters :]),
             len({hashes[rank] for rank in active}) < 2,
         )
-        self._last = (hashes + rest, told)
-        return told
+        self._last = (hashes + rest, summary)
+        return summary
 
 
 def _sent(serial: int) -> int:

@@ -23,8 +23,18 @@ from unisono.imports import when_imported
 from unisono.launch.failure.error_record import record_error
 from unisono.launch.failure.frames import library_of
 from unisono.launch.hang import stacks
+from unisono.launch.hang.call_signatures import (
+    COLLECTIVES,
+    OTHERS,
+    Signature,
+    argument,
+    call_shape,
+    matched_text,
+    reduction_name,
+    tensor_facts,
+)
 from unisono.launch.hang.flight_recorder import FlightRecorder, name_tensors
-from unisono.launch.hang.status_block import Kind, StatusBlock, encode_call
+from unisono.launch.hang.status_block import StatusBlock, encode_call
 from unisono.launch.reserved_files import OwnFile
 from unisono.text import format_ranks
 
@@ -35,79 +45,11 @@ ASK_RECORDER, ASK_STACKS, ASK_ERROR = b"?", b"s", b"e"
 
 _MOST_DESCRIPTIONS = 4096
 _MOST_FRAMES = 64
-_MOST_TENSORS = 8
-_LISTS = (list, tuple)  # writing `list | tuple` at each test takes ten times as long
 
 _UNUSUAL = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """What a look at arguments may raise that torch refuses, or that belong to another version of it. The call goes on."""
 
 Function = Callable[..., Any]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Signature:
-    """Where a function has its arguments, and which of them must be equal on all ranks."""
-
-    name: str
-    """What it is called in reports; a deprecated name gives that of the function that replaced it."""
-    tensors: tuple[int, str] | None = None
-    """Position and name of the argument with the tensor, or tensors, that are described."""
-    group: tuple[int, str] = (99, "group")
-    reduction: tuple[int, str] | None = None
-    peer: tuple[int, str, str] | None = None
-    """Position, name, and the name of the argument that gives it as rank within the group."""
-    asynchronous: tuple[int, str] | None = None
-    equal: str = "elements"
-    """Which part of the tensors must be equal: "elements" (number and dtype), "dtype" or "nothing"."""
-    kind: Kind = "collective"
-
-
-def _of(name: str, tensors: int | None, argument: str = "tensor", **more: Any) -> _Signature:
-    return _Signature(name=name, tensors=None if tensors is None else (tensors, argument), **more)
-
-
-def _at(position: int) -> dict[str, Any]:
-    return {"group": (position, "group"), "asynchronous": (position + 1, "async_op")}
-
-
-_TO = (1, "dst", "group_dst")
-_FROM = (1, "src", "group_src")
-_OP = (1, "op")
-_COLLECTIVES = {
-    "all_reduce": _of("all_reduce", 0, reduction=_OP, **_at(2)),
-    "all_reduce_coalesced": _of("all_reduce_coalesced", 0, "tensors", reduction=_OP, **_at(2)),
-    "broadcast": _of("broadcast", 0, peer=_FROM, **_at(2)),
-    "reduce": _of("reduce", 0, peer=_TO, reduction=(2, "op"), **_at(3)),
-    # Backends may gather tensors of several sizes; what each rank makes room for must agree.
-    "all_gather": _of("all_gather", 0, "tensor_list", **_at(2)),
-    "all_gather_single": _of("all_gather_into_tensor", 0, "output_tensor", **_at(2)),
-    "all_gather_into_tensor": _of("all_gather_into_tensor", 0, "output_tensor", **_at(2)),
-    "_all_gather_base": _of("all_gather_into_tensor", 0, "output_tensor", **_at(2)),
-    "all_gather_coalesced": _of("all_gather_coalesced", 1, "input_tensor_list", equal="dtype", **_at(2)),
-    "gather": _of("gather", 0, peer=(2, "dst", "group_dst"), equal="dtype", **_at(3)),
-    "scatter": _of("scatter", 0, peer=(2, "src", "group_src"), equal="dtype", **_at(3)),
-    "reduce_scatter": _of("reduce_scatter", 1, "input_list", reduction=(2, "op"), **_at(3)),
-    "reduce_scatter_single": _of("reduce_scatter_tensor", 1, "input", reduction=(2, "op"), **_at(3)),
-    "reduce_scatter_tensor": _of("reduce_scatter_tensor", 1, "input", reduction=(2, "op"), **_at(3)),
-    "_reduce_scatter_base": _of("reduce_scatter_tensor", 1, "input", reduction=(2, "op"), **_at(3)),
-    "all_to_all": _of("all_to_all", 1, "input_tensor_list", equal="dtype", **_at(2)),
-    "all_to_all_single": _of("all_to_all_single", 1, "input", equal="dtype", **_at(4)),
-    "barrier": _of("barrier", None, **_at(0)),
-    "monitored_barrier": _of("monitored_barrier", None, group=(0, "group")),
-    "all_gather_object": _of("all_gather_object", None, group=(2, "group")),
-    "gather_object": _of("gather_object", None, peer=(2, "dst", "group_dst"), group=(3, "group")),
-    "broadcast_object_list": _of("broadcast_object_list", None, peer=_FROM, group=(2, "group")),
-    "scatter_object_list": _of("scatter_object_list", None, peer=(2, "src", "group_src"), group=(3, "group")),
-}
-_OTHERS = {
-    "send": _of("send", 0, peer=_TO, group=(2, "group"), kind="point-to-point"),
-    "recv": _of("recv", 0, peer=_FROM, group=(2, "group"), kind="point-to-point"),
-    "send_object_list": _of("send_object_list", None, peer=_TO, group=(2, "group"), kind="point-to-point"),
-    "recv_object_list": _of("recv_object_list", None, peer=_FROM, group=(2, "group"), kind="point-to-point"),
-    "init_process_group": _of("init_process_group", None, kind="setup"),
-    "new_group": _of("new_group", None, kind="setup"),
-    "split_group": _of("split_group", None, kind="setup"),
-}
 
 
 @dataclass(eq=False, slots=True)
@@ -179,7 +121,7 @@ class CallRecorder:
     def attach(self, c10d: ModuleType) -> None:
         """Take the place of the inner functions of a module `torch.distributed.distributed_c10d`."""
         self._c10d: Any = c10d
-        for name, signature in {**_COLLECTIVES, **_OTHERS}.items():
+        for name, signature in {**COLLECTIVES, **OTHERS}.items():
             function = getattr(c10d, name, None)
             if function is None:  # another version of torch
                 continue
@@ -210,7 +152,7 @@ class CallRecorder:
 
         return recorded
 
-    def _recording(self, function: Function, signature: _Signature) -> Function:
+    def _recording(self, function: Function, signature: Signature) -> Function:
         inside, texts, counted = self._inside, self._texts, signature.kind == "collective"
         position, keyword = signature.group
         describe_call = self._describe
@@ -228,7 +170,7 @@ class CallRecorder:
                 return function(*args, **kwargs)
             place = self._callers.find(sys._getframe(1))
             try:
-                key = (signature.name, place, group.name, *_shape_of_call(signature, args, kwargs))
+                key = (signature.name, place, group.name, *call_shape(signature, args, kwargs))
                 text = texts.get(key)
                 if text is None:
                     if len(texts) >= _MOST_DESCRIPTIONS:
@@ -255,7 +197,7 @@ class CallRecorder:
 
         return _leave_to_python(recorded)
 
-    def _recording_setup(self, function: Function, signature: _Signature) -> Function:
+    def _recording_setup(self, function: Function, signature: Signature) -> Function:
         """Record the making of groups. All ranks must call them; there is no group yet that would count them."""
         inside = self._inside
         first = signature.name == "init_process_group"
@@ -322,12 +264,12 @@ class CallRecorder:
         return f"the group made at {self._makers[name]}" if name in self._makers else ""
 
     def _describe(
-        self, signature: _Signature, group: _Group, args: Any, kwargs: Any, place: tuple[str, int, str]
+        self, signature: Signature, group: _Group, args: Any, kwargs: Any, place: tuple[str, int, str]
     ) -> bytes:
-        tensors = _tensors(_argument(args, kwargs, signature.tensors))
+        tensors = tensor_facts(argument(args, kwargs, signature.tensors))
         peer = self._peer(signature, args, kwargs)
         reduction = (
-            _reduction(_argument(args, kwargs, signature.reduction, default="SUM")) if signature.reduction else ""
+            reduction_name(argument(args, kwargs, signature.reduction, default="SUM")) if signature.reduction else ""
         )
         return encode_call(
             name=signature.name,
@@ -338,21 +280,21 @@ class CallRecorder:
             tensors=name_tensors(tensors),
             reduction=reduction,
             peer=peer,
-            signature=_signature_text(signature, tensors, reduction, peer),
+            signature=matched_text(signature, tensors, reduction, peer),
             file=place[0],
             line=place[1],
             function=place[2],
-            asynchronous=bool(_argument(args, kwargs, signature.asynchronous)),
+            asynchronous=bool(argument(args, kwargs, signature.asynchronous)),
         )
 
-    def _peer(self, signature: _Signature, args: Any, kwargs: Any) -> int | None:
+    def _peer(self, signature: Signature, args: Any, kwargs: Any) -> int | None:
         """Give the root or the other side as global rank."""
         if signature.peer is None:
             return None
         position, name, in_group = signature.peer
-        peer = _argument(args, kwargs, (position, name))
+        peer = argument(args, kwargs, (position, name))
         if peer is None and (inside := kwargs.get(in_group)) is not None:
-            group = _argument(args, kwargs, signature.group)
+            group = argument(args, kwargs, signature.group)
             peer = self._c10d.get_global_rank(self._c10d.GroupMember.WORLD if group is None else group, inside)
         if peer is None and signature.kind == "collective":
             peer = 0  # what torch takes if neither is given
@@ -436,46 +378,3 @@ def _leave_to_python(function: Function) -> Function:
         skip = native._FrameAction.SKIP
         native.set_code_exec_strategy(function.__code__, native._FrameExecStrategy(skip, skip))
     return function
-
-
-def _argument(args: Any, kwargs: Any, where: tuple[int, str] | None, default: Any = None) -> Any:
-    if where is None:
-        return None
-    return args[where[0]] if len(args) > where[0] else kwargs.get(where[1], default)
-
-
-def _shape_of_call(signature: _Signature, args: Any, kwargs: Any) -> tuple[Any, ...]:
-    """Give what the description of a call depends on besides its place, quickly and hashable."""
-    given = _argument(args, kwargs, signature.tensors)
-    if isinstance(given, _LISTS):
-        tensors: Any = (len(given), *((tensor.shape, tensor.dtype) for tensor in given[:_MOST_TENSORS]))
-    else:
-        tensors = given is not None and (given.shape, given.dtype)
-    where = signature.peer
-    peer = (_argument(args, kwargs, where[:2]), kwargs.get(where[2])) if where else None
-    reduction = _argument(args, kwargs, signature.reduction)
-    return tensors, peer, reduction, _argument(args, kwargs, signature.asynchronous)
-
-
-def _tensors(given: Any) -> list[tuple[str, tuple[int, ...], int]]:
-    """Give dtype, shape and number of elements of a tensor or of several."""
-    listed = given if isinstance(given, _LISTS) else [] if given is None else [given]
-    return [(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.numel()) for tensor in listed]
-
-
-def _signature_text(
-    signature: _Signature, tensors: list[tuple[str, tuple[int, ...], int]], reduction: str, peer: int | None
-) -> str:
-    parts = [signature.name, reduction, "" if peer is None else f"root {peer}"]
-    if signature.equal == "elements":
-        dtypes = sorted({dtype for dtype, _, _ in tensors})
-        parts.append(f"{'/'.join(dtypes)} {sum(numel for _, _, numel in tensors)}")
-    elif signature.equal == "dtype":
-        parts.append("/".join(sorted({dtype for dtype, _, _ in tensors})))
-    return "|".join(parts)
-
-
-def _reduction(op: Any) -> str:
-    kind = getattr(op, "op", op)  # of an operation that carries a factor
-    name = getattr(kind, "name", None) or str(kind)
-    return str(name).rpartition(".")[2].lower()

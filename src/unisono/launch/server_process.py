@@ -1,0 +1,136 @@
+"""The fork server of a job as the agent sees it: starting it, what it is told, and its end.
+
+Two processes are meant. The one that is started here hosts the job's store (`launch.store_process`) and starts the
+fork server, which it outlives. Messages come from the fork server; `launch.forkserver` says which there are.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from unisono.errors import LaunchError
+from unisono.launch.channel import Channel
+from unisono.launch.environment import job_environment
+from unisono.launch.job import LaunchJob
+from unisono.launch.limits import describe_failed_fork
+from unisono.launch.source_scan import modules_to_preload, read_source, uses_trainer
+from unisono.machine import usable_cores
+
+__all__ = ["LAST_S", "ServerProcess"]
+
+LAST_S = 10.0
+"""How long the fork server may take, after ranks have been killed, to say that they have ended, and then to end."""
+
+# The folder that `-c` puts in front of the search path would let a file of the user's hide a module that torch needs.
+_SERVER = (
+    "import sys; getattr(sys.flags, 'safe_path', False) or sys.path.pop(0); "
+    "from unisono.launch.forkserver import main; main()"
+)
+
+
+class ServerProcess:
+    """A fork server that has been started, and the process that hosts the store.
+
+    Args:
+        job: What ranks are to run.
+        environment: The caller's.
+
+    Raises:
+        LaunchError: No process could be started.
+    """
+
+    def __init__(self, job: LaunchJob, environment: Mapping[str, str]) -> None:
+        self.pid = 0
+        """The fork server's; 0 until it is known."""
+        ours, theirs = socket.socketpair()
+        source = read_source(job)
+        with theirs:
+            try:
+                self._store_host = subprocess.Popen(
+                    [sys.executable, "-c", _SERVER, str(theirs.fileno()), str(os.getpid())],
+                    stdin=subprocess.DEVNULL,
+                    env=job_environment(
+                        environment, ranks=job.ranks, cores=usable_cores(), huge_pages=uses_trainer(source)
+                    ),
+                    pass_fds=[theirs.fileno(), *job.files],
+                    start_new_session=True,
+                )
+            except OSError as error:
+                ours.close()
+                raise LaunchError(f"no process could be started: {describe_failed_fork(error)}") from error
+        self.channel = Channel(ours)
+        program = {
+            "target": job.target,
+            "module": job.module,
+            "python": job.python,
+            "forked": job.python and job.start_method == "fork",
+            "arguments": job.arguments,
+            "pass_local_rank": job.pass_local_rank,
+            "numa_binding": job.numa_binding,
+            "cpu_backend": job.cpu_backend,
+        }
+        self._send("start", program=program, preload=modules_to_preload(job, source), port=job.master_port)
+
+    def fork(self, rank: int, *, environment: Mapping[str, str], files: Mapping[str, int]) -> None:
+        """Let a rank be started. The files are closed here."""
+        message = {"type": "fork", "rank": rank, "environment": environment, "names": [*files]}
+        self.channel.send(message, [*files.values()])
+        for file in files.values():
+            os.close(file)
+
+    def signal(self, signum: int, ranks: Iterable[int], *, group: bool) -> None:
+        """Send a signal to ranks.
+
+        Args:
+            signum: The signal.
+            ranks: Which.
+            group: True to send it to what they have started, too.
+        """
+        self._send("signal", signal=signum, ranks=sorted(ranks), group=group)
+
+    def sweep(self) -> None:
+        """Let what an attempt has left behind be removed."""
+        self._send("sweep")
+
+    def end(self) -> None:
+        """Ask the fork server to end."""
+        self._send("end")
+
+    def resume(self) -> None:
+        """Let both processes go on: one that is stopped would hear nothing."""
+        for pid in (self._store_host.pid, self.pid):
+            if pid:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+
+    def wait(self) -> int:
+        """Return the exit code of the store's host once it has ended."""
+        return self._store_host.wait()
+
+    def kill(self) -> None:
+        """Kill the fork server; the store's host ends the rest. Before there is a fork server, kill the host."""
+        if self.pid:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+        else:
+            self._store_host.kill()
+
+    def close(self) -> None:
+        """End both processes, and kill the store's host if it does not end."""
+        self.channel.close()
+        self._store_host.send_signal(signal.SIGCONT)
+        try:
+            self._store_host.wait(LAST_S)
+        except subprocess.TimeoutExpired:
+            self._store_host.kill()
+            self._store_host.wait()
+
+    def _send(self, kind: str, **fields: Any) -> None:
+        self.channel.send({"type": kind, **fields})
