@@ -75,8 +75,8 @@ class RankFiles:
     def moved(self) -> RankFiles:
         """Give those that stay open in the rank high numbers, out of the program's way."""
         events = None if self.events is None else move_out_of_the_way(self.events)
-        page, dump, ask = map(move_out_of_the_way, (self.page, self.dump, self.ask))
-        return replace(self, page=page, dump=dump, ask=ask, events=events)
+        block, dump, ask = map(move_out_of_the_way, (self.page, self.dump, self.ask))
+        return replace(self, page=block, dump=dump, ask=ask, events=events)
 
     def close(self) -> None:
         """Close all of them in this process."""
@@ -180,8 +180,8 @@ def run_program(process: RankProcess) -> NoReturn:
 def _run(process: RankProcess) -> int:
     """Run the program. Returns: its exit code."""
     program = process.program
-    page = _open_up(process)
-    tell = partial(_tell, page, OwnFile(process.report), rank=process.rank)
+    block = _open_up(process)
+    tell = partial(_tell, block, OwnFile(process.report), rank=process.rank)
     try:
         run_main(program.target, _arguments(program), module=program.module)
     except NoProgramError as error:
@@ -191,7 +191,7 @@ def _run(process: RankProcess) -> int:
         if code := _exit_code(end):
             tell(end, code)
         else:
-            _finish(page)
+            _finish(block)
         if end.code is not None and not isinstance(end.code, int):
             print(end.code, file=sys.stderr)  # as Python does
         return code
@@ -204,14 +204,14 @@ def _run(process: RankProcess) -> int:
         if not tell(error, 1) or _shows_errors_itself():
             sys.excepthook(type(error), error, error.__traceback__)
         return 1
-    _finish(page)
+    _finish(block)
     return 0
 
 
 def _open_up(process: RankProcess) -> StatusBlock:
     """Let the agent see what this rank does: its stacks on request, its collectives, its error."""
-    page = StatusBlock(process.files.page)
-    recording = call_recorder.install(page, ask=process.files.ask, dump=process.files.dump)
+    block = StatusBlock(process.files.page)
+    recording = call_recorder.install(block, ask=process.files.ask, dump=process.files.dump)
     wait_recorder.install(recording)
     stacks.install(process.files.dump, has_thread=lambda: recording.has_thread)
     rendezvous_patch.install(os.environ)
@@ -220,29 +220,29 @@ def _open_up(process: RankProcess) -> StatusBlock:
     use_scratch(process.scratch)
     if process.program.numa_binding is not None:
         _bind_to_gpu(process.program.numa_binding, gpu=int(os.environ["LOCAL_RANK"]))
-    return page
+    return block
 
 
-def _tell(page: StatusBlock, report: OwnFile, error: BaseException, code: int, *, rank: int) -> bool:
+def _tell(block: StatusBlock, report: OwnFile, error: BaseException, code: int, *, rank: int) -> bool:
     """Tell of an error, now. Until the interpreter has shut down, peers that fail because of us may end first.
 
     Returns: False in a process that the program has forked; its end is not the rank's.
     """
     time_ns = time.monotonic_ns()
-    if page.pid != os.getpid():
+    if block.pid != os.getpid():
         return False
-    page.write_failure({**record_error(error), "printed": _shows_errors_itself()})
-    if page.begun and not page.met and has_completed():  # in DDP, say: no call of the program told
-        page.note_meeting()
+    block.write_failure({**record_error(error), "printed": _shows_errors_itself()})
+    if block.begun and not block.met and has_completed():  # in DDP, say: no call of the program told
+        block.note_meeting()
     if report.is_intact:  # else the program has closed it, and the end of this process tells
         os.write(report.number, f"{rank} {code} {time_ns}\n".encode())
     return True
 
 
-def _finish(page: StatusBlock) -> None:
+def _finish(block: StatusBlock) -> None:
     """Tell that the program is at its end. Peers that still need this rank may fail before its process has ended."""
-    if page.pid == os.getpid():
-        page.note_finish()
+    if block.pid == os.getpid():
+        block.note_finish()
 
 
 def _shows_errors_itself() -> bool:

@@ -1,4 +1,4 @@
-"""What a rank tells of the error that ends it: type, message, frames, causes, as data that fits into the rank's page.
+"""What a rank tells of the error that ends it, as data that fits into its status block: type, message, frames, causes.
 
 Made in the rank, where the error object is; read by the agent, which has it as JSON. Start reading at `record_error`.
 """
@@ -22,7 +22,7 @@ ErrorRecord = dict[str, Any]
 `link`, "cause" or "context"), traceback (the full text), code (exit code). Where they apply: group (the errors in an
 ExceptionGroup, and `members`, their number) and remote (the error of another process, which the message holds)."""
 
-_MOST_BYTES = 47 << 10  # the page has 48 KiB, a header included
+_MOST_BYTES = 47 << 10  # the status block has 48 KiB, a header included
 _MOST_MESSAGE = 6000
 _MOST_CHAIN = 6
 _MOST_MEMBERS = 8

@@ -56,20 +56,20 @@ class Circumstances:
 
 def render(verdict: RootCause, circumstances: Circumstances, *, colour: bool = False, columns: int = 100) -> str:
     """Write the report. Returns: lines of at most `columns` characters, without a line break at the end."""
-    page = _Page(colour=colour, columns=columns)
-    page.add(f"unisono: {headline(verdict, circumstances)}", style="headline")
+    lines = _ReportLines(colour=colour, columns=columns)
+    lines.add(f"unisono: {headline(verdict, circumstances)}", style="headline")
     body = list(_body(verdict, circumstances, columns - _INDENT))
     if body:
-        page.add("")
+        lines.add("")
     for text, style in body[:_MOST_BODY_LINES]:
-        page.add(f"  {text}" if text else "", style=style)
+        lines.add(f"  {text}" if text else "", style=style)
     if len(body) > _MOST_BODY_LINES:
-        page.add(f"  … {len(body) - _MOST_BODY_LINES} more lines", style="dim")
-    page.add("")
+        lines.add(f"  … {len(body) - _MOST_BODY_LINES} more lines", style="dim")
+    lines.add("")
     for label, texts in _facts(verdict, circumstances, columns - _LABEL - 2):
         for number, text in enumerate(texts):
-            page.fact(label if number == 0 else "", text)
-    return page.text()
+            lines.fact(label if number == 0 else "", text)
+    return lines.text()
 
 
 def to_json(verdict: RootCause, circumstances: Circumstances) -> dict[str, Any]:
@@ -101,7 +101,7 @@ _REFUSED = ("TypeError", "ValueError")
 """Types of errors by which torch refuses arguments."""
 
 
-class _Page:
+class _ReportLines:
     """Lines of a report, clipped and perhaps coloured."""
 
     _STYLES = {"headline": "1;31", "error": "31", "dim": "2", "label": "2"}  # noqa: RUF012  a table

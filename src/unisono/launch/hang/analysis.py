@@ -25,7 +25,7 @@ class Pending:
 
     group: str
     sequence: int
-    """As the backend counts, which differs from what the page counts."""
+    """As the backend counts, which differs from what the status block counts."""
     name: str
     tensors: str
     point_to_point: bool

@@ -1,4 +1,4 @@
-"""Records in the rank's page what it does in its process groups, for scripts that know nothing of it.
+"""Records in the rank's status block what it does in its process groups, for scripts that know nothing of it.
 
 The functions of torch.distributed stay the same objects: their decorator keeps the inner function in a closure cell,
 and a recording one takes its place there. What does not pass these functions (DDP's reductions, functional collectives)
@@ -62,27 +62,27 @@ class _Group:
     sequence: int = 0
 
 
-def install(page: StatusBlock, *, ask: int, dump: int) -> CallRecorder:
-    """Record in the page what this process does in its process groups, from the import of torch.distributed on.
+def install(block: StatusBlock, *, ask: int, dump: int) -> CallRecorder:
+    """Record in the status block what this process does in its process groups, from the import of torch.distributed on.
 
-    Args: ask is a pipe, which a thread reads once there is a process group. `ASK_RECORDER` makes it write into the page
+    Args: ask is a pipe, which a thread reads once there is a process group. `ASK_RECORDER` makes it write into it
     what torch's flight recorder has unfinished, `ASK_STACKS` makes it write the stacks of all threads to dump, and
-    `ASK_ERROR` makes it write into the page which exception the main thread handles, if any.
+    `ASK_ERROR` makes it write into the block which exception the main thread handles, if any.
     Call it once, in the rank, after the fork. Returns: what does it.
     """
-    recorder = CallRecorder(page, ask=ask, dump=dump)
-    page.claim(pid=os.getpid(), main_thread=threading.main_thread().ident or 0)
-    # A process that the rank forks (a DataLoader worker) has the same page mapped, which is not its own.
+    recorder = CallRecorder(block, ask=ask, dump=dump)
+    block.claim(pid=os.getpid(), main_thread=threading.main_thread().ident or 0)
+    # A process that the rank forks (a DataLoader worker) has the same block mapped, which is not its own.
     os.register_at_fork(after_in_child=recorder.stop)
     when_imported("torch.distributed.distributed_c10d", recorder.attach)
     return recorder
 
 
 class CallRecorder:
-    """Stands in the functions of torch.distributed and writes to the page."""
+    """Stands in the functions of torch.distributed and writes to the status block."""
 
-    def __init__(self, page: StatusBlock, *, ask: int, dump: int) -> None:
-        self._page: StatusBlock | None = page
+    def __init__(self, block: StatusBlock, *, ask: int, dump: int) -> None:
+        self._block: StatusBlock | None = block
         self._ask, self._dump = OwnFile(ask), OwnFile(dump)
         self._inside = threading.local()
         self._texts: dict[Any, bytes] = {}
@@ -96,13 +96,13 @@ class CallRecorder:
 
     def stop(self) -> None:
         """Record nothing more."""
-        self._page = None
+        self._block = None
         self._watching = False  # a thread is not forked
 
     @property
-    def page(self) -> StatusBlock | None:
+    def block(self) -> StatusBlock | None:
         """Where calls are recorded; None in a process that the rank has forked."""
-        return self._page
+        return self._block
 
     @property
     def epoch(self) -> int:
@@ -145,9 +145,9 @@ class CallRecorder:
 
         @functools.wraps(function)
         def recorded(group: Any = None, *args: Any, **kwargs: Any) -> Any:
-            page, world = self._page, self._c10d.GroupMember.WORLD
-            if page is not None and world is not None and group in (None, world):
-                page.note_groups(left=True)
+            block, world = self._block, self._c10d.GroupMember.WORLD
+            if block is not None and world is not None and group in (None, world):
+                block.note_groups(left=True)
             return function(group, *args, **kwargs)
 
         return recorded
@@ -159,8 +159,8 @@ class CallRecorder:
 
         @functools.wraps(function)
         def recorded(*args: Any, **kwargs: Any) -> Any:
-            page = self._page
-            if page is None or getattr(inside, "yes", False):
+            block = self._block
+            if block is None or getattr(inside, "yes", False):
                 return function(*args, **kwargs)
             try:
                 group = self._group(args[position] if len(args) > position else kwargs.get(keyword))
@@ -181,18 +181,18 @@ class CallRecorder:
                 text = encode_call(name=signature.name, kind=signature.kind, group=group.name, ranks=group.ranks)
             if counted:
                 group.sequence += 1
-            number = page.begin(text, sequence=group.sequence if counted else 0, epoch=self._epoch)
+            number = block.begin(text, sequence=group.sequence if counted else 0, epoch=self._epoch)
             inside.yes = True
             try:
                 result = function(*args, **kwargs)
             except BaseException as error:
-                page.end(number, failed=True)
+                block.end(number, failed=True)
                 if counted and isinstance(error, TypeError | ValueError):  # refused before it was issued
                     group.sequence -= 1
                 raise
             finally:
                 inside.yes = False
-            page.end(number)
+            block.end(number)
             return result
 
         return _leave_to_python(recorded)
@@ -204,8 +204,8 @@ class CallRecorder:
 
         @functools.wraps(function)
         def recorded(*args: Any, **kwargs: Any) -> Any:
-            page = self._page
-            if page is None or getattr(inside, "yes", False):
+            block = self._block
+            if block is None or getattr(inside, "yes", False):
                 return function(*args, **kwargs)
             if first:
                 self._epoch += 1
@@ -215,20 +215,20 @@ class CallRecorder:
                 self._setups.clear()
                 self._texts.clear()
                 self._watch()
-                page.note_groups(left=False)
+                block.note_groups(left=False)
             file, line, name = self._callers.find(sys._getframe(1))
             text = encode_call(name=signature.name, kind="setup", file=file, line=line, function=name)
             self._setups[signature.name] = sequence = self._setups.get(signature.name, 0) + 1
-            number = page.begin(text, sequence=sequence, epoch=self._epoch)
+            number = block.begin(text, sequence=sequence, epoch=self._epoch)
             inside.yes = True
             try:
                 result = function(*args, **kwargs)
             except BaseException:
-                page.end(number, failed=True)
+                block.end(number, failed=True)
                 raise
             finally:
                 inside.yes = False
-            page.end(number)
+            block.end(number)
             made = getattr(result, "group_name", None)  # of several groups, as new_subgroups makes, each is made apart
             if isinstance(made, str):
                 self._makers[made] = f"{file}:{line}"
@@ -310,22 +310,22 @@ class CallRecorder:
         """Write what is unfinished each time the agent asks."""
         reader = FlightRecorder()
         # A program that closes all files may open its own at this number.
-        while self._ask.is_intact and (asked := os.read(self._ask.number, 64)) and (page := self._page) is not None:
+        while self._ask.is_intact and (asked := os.read(self._ask.number, 64)) and (block := self._block) is not None:
             if ASK_STACKS in asked:
                 stacks.write(self._dump)
-            if ASK_ERROR in asked and (error := _error_of(page.main_thread)) is not None:
+            if ASK_ERROR in asked and (error := _error_of(block.main_thread)) is not None:
                 account = {**record_error(error), "handled": True}
-                if page.read_failure() is None:  # else it has come out of the program by now
-                    page.write_failure(account)
+                if block.read_failure() is None:  # else it has come out of the program by now
+                    block.write_failure(account)
             if ASK_RECORDER not in asked:
                 continue
             with suppress(*_UNUSUAL):
                 status, pending = reader.look()
                 if any(group["completed"] > 0 for group in status.values()):
-                    page.note_meeting()
+                    block.note_meeting()
                 groups = {name: group.ranks for name, group in self._known_groups()}
                 answer = {"time_ns": time.monotonic_ns(), "status": status, "pending": pending, "groups": groups}
-                page.write_answer(answer)
+                block.write_answer(answer)
 
     def _known_groups(self) -> list[tuple[str, _Group]]:
         for group in list(self._c10d._world.pg_group_ranks):

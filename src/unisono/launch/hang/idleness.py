@@ -95,7 +95,7 @@ class Idleness:
 
 
 def read_activity(pid: int, mark: tuple[int, int]) -> Activity:
-    """Ask the kernel what a rank has done so far; mark is what its page says."""
+    """Ask the kernel what a rank has done so far; mark is what its status block says."""
     cpu_s, read, written, busy = 0.0, 0, 0, False
     for process in (pid, *descendants(pid)):
         state = read_state(process)

@@ -1,4 +1,4 @@
-"""The page that a rank shares with its agent: what it does in its process groups, and how it failed.
+"""The status block that a rank shares with its agent: what it does in its process groups, and how it failed.
 
 A file in memory (memfd), mapped by both. The rank writes, the agent reads at any time, also when the rank was stopped
 or killed. Records carry a checksum, so a reader never takes one that is half written. Start reading at `StatusBlock`.
@@ -95,14 +95,14 @@ class RecordedCall:
 
 
 def create() -> int:
-    """Make the memory of a page. Returns: its file number, not inherited by programs."""
+    """Make the memory of a status block. Returns: its file number, not inherited by programs."""
     file = os.memfd_create("unisono-page", os.MFD_CLOEXEC)
     os.ftruncate(file, _SIZE)
     return file
 
 
 class StatusBlock:
-    """A mapped page. One process writes to it, any may read.
+    """A mapped status block. One process writes to it, any may read.
 
     Args: file is the number that `create` gave, or a copy of it. It may be closed afterwards.
 
@@ -131,13 +131,13 @@ class StatusBlock:
         self._done = 0
 
     def close(self) -> None:
-        """Unmap the page."""
+        """Unmap the status block."""
         self._map.close()
 
     # Written by the rank.
 
     def claim(self, *, pid: int, main_thread: int) -> None:
-        """Say whose page it is; main_thread is the main thread's `threading.get_ident()`."""
+        """Say whose block it is; main_thread is the main thread's `threading.get_ident()`."""
         self._map[: len(_MAGIC)] = _MAGIC
         struct.pack_into("QQ", self._map, _HEADER_AT, pid, main_thread)
 
@@ -213,7 +213,7 @@ class StatusBlock:
 
     @property
     def pid(self) -> int:
-        """The rank's process, as it sees itself; 0 before it has claimed the page."""
+        """The rank's process, as it sees itself; 0 before it has claimed the status block."""
         return int(self._header()[0])
 
     @property

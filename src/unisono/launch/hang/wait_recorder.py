@@ -1,4 +1,4 @@
-"""Records in the rank's page where it waits in a step of a Trainer whose ranks share memory.
+"""Records in the rank's status block where it waits in a step of a Trainer whose ranks share memory.
 
 Such a step passes no function of torch.distributed, so `recorder` does not see it. Its waits are counted like
 collectives of one group.
@@ -22,8 +22,8 @@ def install(recorder: CallRecorder) -> None:
     texts: dict[Any, bytes] = {}
 
     def begin(wait: Wait) -> Callable[[bool], None]:
-        page = recorder.page
-        if page is None:
+        block = recorder.block
+        if block is None:
             return lambda _: None
         caller = recorder.find_caller()
         key = (wait.name, wait.group, caller)
@@ -39,7 +39,7 @@ def install(recorder: CallRecorder) -> None:
                 line=line,
                 function=function,
             )
-        number = page.begin(text, sequence=wait.sequence, epoch=recorder.epoch)
-        return lambda failed: page.end(number, failed=failed)
+        number = block.begin(text, sequence=wait.sequence, epoch=recorder.epoch)
+        return lambda failed: block.end(number, failed=failed)
 
     observers.append(begin)
