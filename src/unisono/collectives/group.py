@@ -23,7 +23,7 @@ from unisono.errors import GroupError
 from unisono.job.current import require_group
 from unisono.text import name_ranks
 
-__all__ = ["SINGLE_PROCESS", "Group", "group_of"]
+__all__ = ["SINGLE_PROCESS", "Group", "group_of", "known_group"]
 
 _CPU = torch.device("cpu")
 _CPU_BACKENDS = {"gloo", "shm", "mpi", "ucc"}
@@ -129,11 +129,14 @@ def group_of(group: dist.ProcessGroup | int | None) -> Group:
     Raises: GroupError if there is no such group for this process, TypeError.
     """
     found = require_group(group)
-    if found is None:
-        return SINGLE_PROCESS
-    known = _groups.get(found)
+    return SINGLE_PROCESS if found is None else known_group(found)
+
+
+def known_group(group: dist.ProcessGroup) -> Group:
+    """Return what is to be known of a group that is there. For collectives of our own, also inside a loss function."""
+    known = _groups.get(group)
     if known is None:
-        known = _groups[found] = _describe(found)
+        known = _groups[group] = _describe(group)
     return known
 
 

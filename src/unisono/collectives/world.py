@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unisono.collectives.group import group_of
+from unisono.collectives.group import known_group
 from unisono.collectives.object_transport import gather_values
 from unisono.collectives.polling_wait import PollingWait
 from unisono.job.initialize import begin_job
@@ -93,7 +93,7 @@ class World:
         Raises:
             RankMismatchError: Ranks gather for different things.
         """
-        return [value] if self.group is None else gather_values(group_of(self.group), call, value)
+        return [value] if self.group is None else gather_values(known_group(self.group), call, value)
 
     def broadcast_bytes(self, make: Callable[[], bytes]) -> bytes:
         """Return every rank the bytes that `make` returns on rank 0. Every rank must call it; one copy in memory."""

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unisono.collectives import object_transport
-from unisono.collectives.group import group_of
+from unisono.collectives.group import known_group
 from unisono.collectives.polling_wait import PollingWait
 from unisono.collectives.serialization import serialize
 from unisono.machine import usable_cores
@@ -109,7 +109,7 @@ class GradientGroup:
             value: This rank's.
             call: What the values are gathered for, for messages.
         """
-        return object_transport.gather_values(group_of(self.group), call, value)
+        return object_transport.gather_values(known_group(self.group), call, value)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Fill a tensor with that of one rank of the group."""
@@ -123,7 +123,7 @@ class GradientGroup:
             source: Number of the rank within the group.
             call: What the value is for, for messages.
         """
-        link = group_of(self.group)
+        link = known_group(self.group)
         sent = serialize(value) if self.rank == source else None
         return object_transport.broadcast(link, call, sent, source).open()
 
