@@ -1,7 +1,7 @@
 """The backend `shm` of torch.distributed: process groups over memory that the ranks of one host share.
 
-`init_process_group("shm")` gives a group whose collectives are the bits of gloo's, in the order of ranks, and take some
-microseconds. It uses Linux alone: memory without a name, process descriptors, POSIX semaphores.
+`init_process_group("shm")` gives a group whose collectives combine values in the order of ranks, so that all ranks get
+the same bits, and take some microseconds. It needs Linux: memory without a name, process descriptors, POSIX semaphores.
 
 Files, in reading order:
 
