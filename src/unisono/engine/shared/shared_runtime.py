@@ -198,8 +198,8 @@ class SharedRuntime:
     def release_gradients(self) -> None:
         """Tell all others that this rank has begun a call, and so reads the last step's gradient no more.
 
-        Ranks do so once in every call, also in one without gradients: else a rank that takes a step would wait here for
-        one that does something else, and none would ever compare what they do.
+        Ranks do so once in every call, also in one without gradients. Otherwise a rank that takes a step would wait
+        here for one that does something else, and none would ever compare what they do.
         """
         if self.awaits_release:
             self._release.arrive()
