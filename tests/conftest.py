@@ -1,4 +1,10 @@
-"""What tests of several layers share: running a script on N ranks, and finding what a test left behind."""
+"""Fixtures of all layers: scripts on N ranks, and a check that a test leaves nothing behind.
+
+There are two ways to start ranks. With the launcher (launcher.py): `run_ranks` for its output and exit code, `launcher`
+and `warm_launcher` in launch/ for tests of the launcher itself. Without one (rank_host.py): `fork_ranks`, with
+`fork_python` for a single process and `run_alone` in trainer/ for a script behind a preamble. Neither imports torch
+anew, except `launcher` and what `FRESH_LAUNCHES=1` asks for.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +28,9 @@ from types import MappingProxyType
 import pytest
 import torch
 
+from launcher import TIMEOUT_S, Fork, Launcher
+from printed import ranks_of
+
 torch.set_num_threads(1)
 
 # Whoever starts the tests in the background, or under nohup, has these ignored, and so would every job: a job keeps
@@ -35,8 +44,6 @@ for _signum, _handler in _HANDLERS.items():
     if signal.getsignal(_signum) is signal.SIG_IGN:
         signal.signal(_signum, _handler)
 
-TIMEOUT_S = 120
-
 
 @dataclass(frozen=True)
 class Job:
@@ -45,11 +52,12 @@ class Job:
     code: int
     out: str
     err: str
+    codes: Sequence[int | None] = ()
+    """Without a launcher: the exit code of each rank, None for one that had to be ended."""
 
     def lines(self, rank: int = 0) -> list[str]:
         """What one rank printed on standard output, alone or together with others."""
-        found = [re.match(r"\[([0-9,-]+)\] (.*)", line) for line in self.out.splitlines()]
-        return [match[2] for match in found if match and _holds(match[1], rank)]
+        return [line.partition("] ")[2] for line in self.out.splitlines() if rank in ranks_of(line)]
 
     @property
     def said(self) -> str:
@@ -65,23 +73,16 @@ Runner = Callable[..., Job]
 
 
 @pytest.fixture
-def run_ranks(tmp_path: Path, fork_launcher: Callable[..., CompletedProcess[str]] | None) -> Runner:
+def run_ranks(tmp_path: Path, fork_launcher: Fork | None) -> Runner:
     """Run a script on N ranks with `unisono run`, and check its exit code."""
 
     def run(n: int, script: str | Path, *args: object, code: int | None = 0, flags: Sequence[str] = ()) -> Job:
-        if isinstance(script, str):
-            path = tmp_path / "script.py"
-            path.write_text(script)
-            script = path
-        command = ["run", "-n", str(n), *flags, str(script), *map(str, args)]
-        environ = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "OMP_"))}
-        if fork_launcher is not None:
-            done = fork_launcher(*command, cwd=Path.cwd(), environment=environ)
-        else:
-            command = [sys.executable, "-m", "unisono", *command]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environ, check=False)
+        launcher = Launcher(Path.cwd(), fork_launcher)
+        path = _file(script, tmp_path)
+        done = launcher.run("run", "-n", str(n), *flags, str(path), *map(str, args))
         job = Job(done.returncode, done.stdout, done.stderr)
         assert code is None or job.code == code, f"exit code {job.code}\n{job.out[-3000:]}\n{job.err[-6000:]}"
+        launcher.check_nothing_is_left()
         return job
 
     return run
@@ -147,10 +148,6 @@ def fork_ranks(rank_host: RankHost, tmp_path: Path) -> Runner:
     """
 
     def run(n: int, script: str | Path, *args: object, code: int | None = 0, watched: bool = True) -> Job:
-        if isinstance(script, str):
-            path = tmp_path / "script.py"
-            path.write_text(script)
-            script = path
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -163,7 +160,8 @@ def fork_ranks(rank_host: RankHost, tmp_path: Path) -> Runner:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
         }
-        codes, first = rank_host.run(n, script, *args, folder=folder, watched=watched, environment=environment)
+        path = _file(script, tmp_path)
+        codes, first = rank_host.run(n, path, *args, folder=folder, watched=watched, environment=environment)
         out, err = (
             "".join(
                 f"[{rank}] {line}\n"
@@ -172,7 +170,7 @@ def fork_ranks(rank_host: RankHost, tmp_path: Path) -> Runner:
             )
             for name in ("out", "err")
         )
-        job = Job(-1 if first is None else first if first >= 0 else 128 - first, out, err)
+        job = Job(-1 if first is None else first if first >= 0 else 128 - first, out, err, codes)
         assert code is None or job.code == code, f"ranks ended with {codes}\n{out[-3000:]}\n{err[-6000:]}"
         return job
 
@@ -193,7 +191,7 @@ def fork_python(rank_host: RankHost, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture(scope="session")
-def fork_launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., CompletedProcess[str]] | None]:
+def fork_launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fork | None]:
     """Run the command `unisono` as a new process would, but without importing torch anew; see launch_host.py.
 
     Fails if it leaves a process behind. None if FRESH_LAUNCHES asks for new processes.
@@ -250,10 +248,13 @@ def nothing_kept_open() -> Iterator[None]:
     assert not left, f"left open: {left}"
 
 
-def _holds(ranks: str, rank: int) -> bool:
-    """Say whether a rank is among those of a prefix, such as 0-2,5."""
-    spans = [span.split("-") for span in ranks.split(",")]
-    return any(int(span[0]) <= rank <= int(span[-1]) for span in spans)
+def _file(script: str | Path, folder: Path) -> Path:
+    """Return the file of a script, written to a folder if it is given as text."""
+    if isinstance(script, Path):
+        return script
+    path = folder / "script.py"
+    path.write_text(script)
+    return path
 
 
 def _children() -> set[int]:

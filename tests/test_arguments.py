@@ -12,6 +12,7 @@ from torch.nn.parallel import DataParallel
 from torch.utils.data import TensorDataset
 
 import unisono
+from refusals import check_refused, each_case
 from unisono import metrics, parallel
 from unisono.data import loader
 
@@ -127,30 +128,20 @@ METRICS = [
     ({"loss": 3}, TypeError, "loss is int: give metrics"),
     ({"loss": metrics.Mean}, TypeError, "loss is the class Mean: give metrics"),
 ]
-CASES = [
-    (call, *case)
-    for call, cases in (
-        (load, LOAD),
-        (replicate, REPLICATE),
-        (unisono.init, INIT),
-        (joined, JOINED),
-        (metrics.Accuracy, ACCURACY),
-        (metrics.ConfusionCounts, CONFUSION),
-        (metrics.Metrics, METRICS),
-    )
-    for case in cases
-]
+TABLES = {
+    load: LOAD,
+    replicate: REPLICATE,
+    unisono.init: INIT,
+    joined: JOINED,
+    metrics.Accuracy: ACCURACY,
+    metrics.ConfusionCounts: CONFUSION,
+    metrics.Metrics: METRICS,
+}
 
 
-@pytest.mark.parametrize(
-    ("call", "options", "error", "words"),
-    CASES,
-    ids=[f"{call.__name__}-{next(iter(case[0]))}-{i}" for i, (call, *case) in enumerate(CASES)],
-)
+@each_case(TABLES)
 def test_what_cannot_be_meant_is_refused_in_a_sentence(call, options, error, words):
-    with pytest.raises(error) as caught:
-        call(**options)
-    assert words in str(caught.value)
+    check_refused(call, options, error, words)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -1,107 +1,23 @@
-"""Runs the launcher as a user does, in a process of its own, and fails tests that leave a process behind."""
+"""The launcher as a user runs it. A test that leaves a process behind fails."""
 
-import json
-import os
-import secrets
-import subprocess
-import sys
-import textwrap
-import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from printed import ranks_of
 
-TIMEOUT_S = 60
-
-
-class Launcher:
-    """Starts `unisono` in a folder of its own. All that descends from it carries a mark in its environment."""
-
-    def __init__(self, folder: Path, fork: Callable[..., subprocess.CompletedProcess[str]] | None = None) -> None:
-        self.folder = folder
-        self._fork = fork
-        self._mark = secrets.token_hex(16)
-        kept = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NO_COLOR")}
-        self.environment = {**kept, "UNISONO_TEST_MARK": self._mark}
-
-    def write(self, name: str, source: str) -> str:
-        path = self.folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(textwrap.dedent(source))
-        return name
-
-    def start(self, *arguments: str, **options: object) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            [sys.executable, "-m", "unisono", *arguments],
-            cwd=self.folder,
-            **{
-                "env": self.environment,
-                "stdin": subprocess.DEVNULL,
-                "stdout": subprocess.PIPE,
-                "stderr": subprocess.PIPE,
-                **options,
-            },
-        )
-
-    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        if self._fork is not None:
-            return self._fork(*arguments, cwd=self.folder, environment=self.environment)
-        with self.start(*arguments) as process:
-            try:
-                out, err = process.communicate(timeout=TIMEOUT_S)
-            finally:
-                process.kill()
-        return subprocess.CompletedProcess(
-            arguments, process.returncode, out.decode(errors="surrogateescape"), err.decode(errors="surrogateescape")
-        )
-
-    def run_script(self, source: str, *arguments: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
-        return self.run("run", "-n", str(ranks), self.write("script.py", source), *arguments)
-
-    @staticmethod
-    def told(result: subprocess.CompletedProcess[str]) -> dict[int, object]:
-        """Read the JSON line that each rank printed, alone or together with others."""
-        lines = result.stdout.splitlines()
-        return {rank: json.loads(line.split("] ", 1)[1]) for line in lines for rank in ranks_of(line)}
-
-    def processes(self) -> list[int]:
-        """List what runs with our mark, zombies left out."""
-        found = []
-        for folder in Path("/proc").iterdir():
-            with suppress(OSError):
-                if folder.name.isdigit() and self._mark.encode() in (folder / "environ").read_bytes():
-                    found.append(int(folder.name))
-        return found
-
-    def wait_until_gone(self) -> list[int]:
-        """Wait for the end of all processes. Returns: those that are still there after the timeout."""
-        deadline_s = time.monotonic() + TIMEOUT_S
-        while (left := self.processes()) and time.monotonic() < deadline_s:
-            time.sleep(0.01)
-        return left
+from launcher import Fork, Launcher
 
 
 @pytest.fixture
 def launcher(tmp_path: Path) -> Iterator[Launcher]:
     launcher = Launcher(tmp_path)
     yield launcher
-    check_nothing_is_left(launcher)
+    launcher.check_nothing_is_left()
 
 
 @pytest.fixture
-def warm_launcher(tmp_path: Path, fork_launcher: Callable[..., subprocess.CompletedProcess[str]]) -> Iterator[Launcher]:
+def warm_launcher(tmp_path: Path, fork_launcher: Fork | None) -> Iterator[Launcher]:
     """A launcher whose `run` does not import torch anew; for tests that are about the ranks of a job."""
     launcher = Launcher(tmp_path, fork_launcher)
     yield launcher
-    check_nothing_is_left(launcher)
-
-
-def check_nothing_is_left(launcher: Launcher) -> None:
-    left = launcher.wait_until_gone()
-    for pid in left:
-        with suppress(ProcessLookupError):
-            os.kill(pid, 9)
-    assert not left, f"processes left behind: {left}"
+    launcher.check_nothing_is_left()

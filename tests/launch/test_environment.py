@@ -25,7 +25,7 @@ REPORT = """
 def test_ranks_find_torchruns_variables_and_each_other(launcher, ranks):
     result = launcher.run_script(REPORT, ranks=ranks)
     assert (result.returncode, result.stderr) == (0, "")
-    found = launcher.told(result)
+    found = launcher.values(result)
     assert sorted(found) == list(range(ranks))
     port, run_id = found[0]["MASTER_PORT"], found[0]["TORCHELASTIC_RUN_ID"]
     threads = max(1, usable_cores() // ranks)

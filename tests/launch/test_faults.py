@@ -63,7 +63,7 @@ def test_an_error_in_a_process_that_a_rank_forked_is_not_the_ranks(warm_launcher
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
         print('"done"')
     """)
-    assert (result.returncode, warm_launcher.told(result)) == (0, {0: "done", 1: "done"}), result.stderr
+    assert (result.returncode, warm_launcher.values(result)) == (0, {0: "done", 1: "done"}), result.stderr
     assert "ValueError: in the child" in result.stderr and "unisono:" not in result.stderr
 
 

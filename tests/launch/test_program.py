@@ -24,7 +24,7 @@ def test_arguments_after_the_script_are_the_scripts(launcher):
     )
     result = launcher.run("run", "--nproc_per_node", "1", script, "-n", "3", "--help", "--", "-x=ü \udcff")
     expected = [[script, "-n", "3", "--help", "--", "-x=ü \udcff"], "__main__", str(launcher.folder / script)]
-    assert launcher.told(result) == {0: [*expected, "found", None, ""]}
+    assert launcher.values(result) == {0: [*expected, "found", None, ""]}
 
 
 def test_a_module_runs_like_python_m(launcher):
@@ -40,7 +40,7 @@ def test_a_module_runs_like_python_m(launcher):
     )
     result = launcher.run("run", "-n", "1", "-m", "package", "-m", "x")
     path = str(launcher.folder / "package/__main__.py")
-    assert launcher.told(result) == {0: [[path, "-m", "x"], "__main__", "package", "package.__main__", "found"]}
+    assert launcher.values(result) == {0: [[path, "-m", "x"], "__main__", "package", "package.__main__", "found"]}
 
 
 def test_objects_of_the_programs_classes_come_back_from_processes_that_start_afresh(warm_launcher):
@@ -88,7 +88,7 @@ def test_objects_of_the_programs_classes_come_back_from_processes_that_start_afr
         """,
         ranks=1,
     )
-    assert (result.returncode, warm_launcher.told(result)) == (
+    assert (result.returncode, warm_launcher.values(result)) == (
         0,
         {0: {"spawn": [5, 6, 0, 1], "forkserver": [5, 6, 0, 1]}},
     ), result.stderr
@@ -177,7 +177,7 @@ def test_ranks_differ_where_separate_processes_differ(warm_launcher):
         """
     )
     assert (result.returncode, result.stderr) == (0, "")
-    first, second = warm_launcher.told(result).values()
+    first, second = warm_launcher.values(result).values()
     assert all(a != b for a, b in zip(first, second, strict=True))
 
 
@@ -186,7 +186,7 @@ def test_modules_are_preloaded_once(launcher):
     launcher.environment["PYTHONPATH"] = str(launcher.folder)
     script = launcher.write("script.py", "import heavy, os, json\nprint(json.dumps([heavy.PID, os.getpid()]))")
     result = launcher.run("run", "-n", "2", "--preload", "heavy", script)
-    (first, own), (second, other) = launcher.told(result).values()
+    (first, own), (second, other) = launcher.values(result).values()
     assert first == second and first not in (own, other)
 
 
@@ -265,7 +265,7 @@ def test_archives_folders_and_compiled_scripts_run_as_by_python(warm_launcher):
         )
         result = warm_launcher.run("run", target, "-x")
         assert (result.stderr, result.returncode) == ("", 0)
-        assert warm_launcher.told(result) == {0: json.loads(done.stdout)}, target
+        assert warm_launcher.values(result) == {0: json.loads(done.stdout)}, target
 
 
 def test_what_cannot_be_run_is_said_once(launcher):

@@ -112,18 +112,17 @@ def large_model() -> str:
 
 
 @pytest.fixture
-def run_alone(rank_host, tmp_path):
-    """Run a script on N ranks that nobody watches over: no launcher ends the others when one fails."""
+def run_alone(fork_ranks):
+    """Run a script behind the preamble on N ranks of one group, with nobody to end the others when one fails.
+
+    Returns:
+        What each rank printed.
+    """
 
     def run(n: int, script: str, *, codes: dict[int, int] | None = None) -> list[str]:
-        (tmp_path / "meet").unlink(missing_ok=True)
-        start = f'dist.init_process_group("gloo", init_method="file://{tmp_path}/meet", rank=R, world_size={n})'
-        (tmp_path / "script.py").write_text(f"{PREAMBLE}\n{start}\n{script}")
-        ends, _ = rank_host.run(n, tmp_path / "script.py", folder=tmp_path, watched=False)
-        said = [(tmp_path / f"out{r}").read_text() for r in range(n)]
-        for r, code in enumerate(ends):
-            error = (tmp_path / f"err{r}").read_text()
-            assert code == (codes or {}).get(r, 0), f"rank {r}: {code}\n{said[r]}\n{error[-4000:]}"
-        return said
+        start = 'dist.init_process_group("gloo")'
+        job = fork_ranks(n, f"{PREAMBLE}\n{start}\n{script}", code=None, watched=False)
+        assert job.codes == [(codes or {}).get(rank, 0) for rank in range(n)], f"{job.out}\n{job.err[-4000:]}"
+        return ["".join(f"{line}\n" for line in job.lines(rank)) for rank in range(n)]
 
     return run

@@ -13,6 +13,7 @@ from torch.nn.parallel import DataParallel
 from torch.utils.data import TensorDataset
 
 import unisono
+from refusals import check_refused, each_case
 from unisono.errors import DataError
 from unisono.parallel import replicate
 
@@ -157,28 +158,18 @@ CHECKPOINTS = [
     ({"every_epoch": 2}, TypeError, "every_epoch=2 must be True or False, and is a int"),
     ({"keep": 1.0}, TypeError, "keep=1.0 must be a whole number of checkpoints, and is a float"),
 ]
-CASES = [
-    (call, *case)
-    for call, cases in (
-        (make_trainer, TRAINER),
-        (batches, BATCHES),
-        (evaluate, EVALUATE),
-        (fit, FIT),
-        (unisono.Checkpoints, CHECKPOINTS),
-    )
-    for case in cases
-]
+TABLES = {
+    make_trainer: TRAINER,
+    batches: BATCHES,
+    evaluate: EVALUATE,
+    fit: FIT,
+    unisono.Checkpoints: CHECKPOINTS,
+}
 
 
-@pytest.mark.parametrize(
-    ("call", "options", "error", "words"),
-    CASES,
-    ids=[f"{call.__name__}-{next(iter(case[0]))}-{i}" for i, (call, *case) in enumerate(CASES)],
-)
+@each_case(TABLES)
 def test_what_cannot_be_meant_is_refused_in_a_sentence(call, options, error, words):
-    with pytest.raises(error) as caught:
-        call(**options)
-    assert words in str(caught.value)
+    check_refused(call, options, error, words)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
