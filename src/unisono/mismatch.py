@@ -6,13 +6,13 @@ that differ are told with all their values and who has them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from unisono.text import clip, name_ranks
 
 __all__ = [
-    "CALL", "REMEDY", "CallDescription", "Document", "describe_mismatch", "list_differences", "list_ranks",
+    "CALL", "REMEDY", "CallDescription", "Document", "by_value", "describe_mismatch", "list_differences", "list_ranks",
     "tell_differences",
 ]  # fmt: skip
 
@@ -22,7 +22,7 @@ Document: TypeAlias = Mapping[str, Any]
 """What a rank is, has or does, by name: plain values with a telling `repr`; lists are compared entry by entry."""
 
 CALL = "call"
-"""The entry that is told alone if it differs: ranks that call different functions have little else in common."""
+"""The entry that names the call. If it differs nothing else is compared: see `describe_mismatch`."""
 
 _TOLD = 4
 _LONGEST = 120
@@ -52,12 +52,15 @@ class CallDescription(NamedTuple):
         return (self.text or self.name) + (self.where and f" at {self.where}")
 
 
-def describe_mismatch(calls: Mapping[int, CallDescription], *, absent: Sequence[int] = ()) -> str | None:
+def describe_mismatch(
+    calls: Mapping[int, CallDescription], *, absent: Sequence[int] = (), remedy: str = REMEDY
+) -> str | None:
     """Return the error of ranks that call different things; None if their calls have one name.
 
     Args:
         calls: What ranks call, by rank.
         absent: Ranks without a known call.
+        remedy: What to do.
 
     >>> barrier = CallDescription("barrier")
     >>> print(describe_mismatch({0: CallDescription("send"), 1: barrier, 2: barrier}))
@@ -68,18 +71,37 @@ def describe_mismatch(calls: Mapping[int, CallDescription], *, absent: Sequence[
       rank 1: barrier
     Make all ranks call the same, in the same order.
     """
-    names: dict[str, list[int]] = {}
-    for rank in sorted(calls):
-        names.setdefault(calls[rank].name, []).append(rank)
-    if len(names) < 2:
+    names = {rank: calls[rank].name for rank in sorted(calls)}
+    if len({*names.values()}) < 2:
         return None
-    headline = "ranks call different things: " + ", ".join(
-        f"{name} on {name_ranks(who)}" for name, who in names.items()
-    )
+    headline = f"ranks call different things: {by_value(names)}"
     lines = [(rank, str(call)) for rank, call in calls.items()] + [(rank, "has not come there") for rank in absent]
-    if not absent and {text for _, text in lines} == {*names}:
-        return f"{headline}. {REMEDY}"
-    return f"{headline}:{list_ranks(lines)}\n{REMEDY}"
+    if not absent and {text for _, text in lines} == {*names.values()}:
+        return f"{headline}. {remedy}"
+    return f"{headline}:{list_ranks(lines)}\n{remedy}"
+
+
+def by_value(
+    texts: Mapping[int, str], *, separator: str = ", ", last: str | None = None, rarest_first: bool = False
+) -> str:
+    """Return the different texts, each with the ranks that have it, in the order in which they come.
+
+    Args:
+        texts: The text of each rank.
+        separator: What stands between them.
+        last: What stands before the last of them instead.
+        rarest_first: True to begin with the text that the fewest ranks have.
+
+    >>> by_value({0: "2 GPUs", 1: "none", 2: "2 GPUs"}), by_value({0: "a", 1: "b", 2: "a"}, rarest_first=True)
+    ('2 GPUs on ranks 0, 2, none on rank 1', 'b on rank 1, a on ranks 0, 2')
+    """
+    ranks: dict[str, list[int]] = {}
+    for rank, text in texts.items():
+        ranks.setdefault(text, []).append(rank)
+    order = sorted(ranks, key=lambda text: (len(ranks[text]), ranks[text])) if rarest_first else list(ranks)
+    clauses = [f"{clip(text, _LONGEST)} on {name_ranks(ranks[text])}" for text in order]
+    *others, final = clauses
+    return separator.join(others) + (last or separator) + final if others else final
 
 
 def list_ranks(lines: Sequence[tuple[int, str]]) -> str:
@@ -112,8 +134,6 @@ def list_differences(everyone: Sequence[Document], ranks: Sequence[int] | None =
     ["names differ at number 1: 'b' on rank 0 and 'c' on rank 1"]
     >>> list_differences([{"names": ["a", "b"]}, {"names": ["b"]}])
     ["names are 2 on rank 0 and 1 on rank 1 ('a' is not on all)"]
-    >>> list_differences([{"call": "save()", "at": 1}, {"call": "load()", "at": 2}])
-    ['save() on rank 0 and load() on rank 1']
     """
     ranks = range(len(everyone)) if ranks is None else ranks
     shared: list[str] = []
@@ -122,8 +142,6 @@ def list_differences(everyone: Sequence[Document], ranks: Sequence[int] | None =
         values = [document.get(name, _ABSENT) for document in everyone]
         if _all_equal(values):
             continue
-        if name == CALL:
-            return [_by_value(values, ranks, show=str)]
         is_partial = any(value is _ABSENT for value in values)
         (partial if is_partial else shared).append(_clause(name, values, ranks))
     # What only some have follows from what all have, such as the number of groups.
@@ -132,21 +150,19 @@ def list_differences(everyone: Sequence[Document], ranks: Sequence[int] | None =
 
 def _clause(name: str, values: Sequence[Any], ranks: Sequence[int]) -> str:
     if not all(isinstance(value, list) for value in values):
-        return f"{name} is {_by_value(values, ranks)}"
+        return f"{name} is {_all_values(map(repr, values), ranks)}"
     if all(len(value) == len(values[0]) for value in values):
         place, items = next((i, items) for i, items in enumerate(zip(*values, strict=True)) if not _all_equal(items))
-        return f"{name} differ at number {place}: {_by_value(items, ranks)}"
+        return f"{name} differ at number {place}: {_all_values(map(repr, items), ranks)}"
     held = [set(map(_shown, value)) for value in values]
     some = next((item for value in values for item in map(_shown, value) if not all(item in h for h in held)), None)
-    return f"{name} are {_by_value(list(map(len, values)), ranks)}" + (f" ({some} is not on all)" if some else "")
+    return f"{name} are {_all_values((str(len(value)) for value in values), ranks)}" + (
+        f" ({some} is not on all)" if some else ""
+    )
 
 
-def _by_value(values: Sequence[Any], ranks: Sequence[int], *, show: Callable[[Any], str] | None = None) -> str:
-    groups: dict[str, list[int]] = {}
-    for value, rank in zip(values, ranks, strict=True):
-        groups.setdefault((show or repr)(value), []).append(rank)
-    told = [f"{clip(text, _LONGEST)} on {name_ranks(who)}" for text, who in groups.items()]
-    return f"{', '.join(told[:-1])} and {told[-1]}" if len(told) > 1 else told[0]
+def _all_values(texts: Iterable[str], ranks: Sequence[int]) -> str:
+    return by_value(dict(zip(ranks, texts, strict=True)), last=" and ")
 
 
 def _shown(value: Any) -> str:

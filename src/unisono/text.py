@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable
 from typing import Literal
 
-__all__ = ["clip", "format_duration", "format_ranks", "list_first", "name_ranks", "parse_ranks"]
+__all__ = ["clip", "format_duration", "format_ranks", "list_first", "name_ranks", "parse_ranks", "without_cpp_place"]
+
+_CPP_PLACE = re.compile(r"^\[(?:enforce fail at )?[^\]\s]+:\d+\] (?:err == 0\. )?")
 
 
 def format_ranks(ranks: Iterable[int], *, separator: str = ", ") -> str:
@@ -87,3 +90,12 @@ def clip(text: str, most: int, *, at: Literal["start", "middle", "end"] = "end")
         half = max(1, (most - 1) // 2)
         return f"{text[:half]}…{text[-half:]}"
     return f"{text[: most - 1]}…" if at == "end" else f"…{text[1 - most :]}"
+
+
+def without_cpp_place(message: str) -> str:
+    """Return a message of torch's libraries without the line of C++ that it begins with.
+
+    >>> without_cpp_place("[../third_party/gloo/gloo/transport/tcp/pair.cc:525] Connection closed by peer")
+    'Connection closed by peer'
+    """
+    return _CPP_PLACE.sub("", message)

@@ -409,7 +409,7 @@ def test_under_ddp_training_is_that_of_one_rank_also_in_the_tail(fork_ranks):
     job = fork_ranks(3, JOB)
     for rank in range(3):
         lines = job.lines(rank)
-        assert "the dataset's batch_size differs between ranks (rank 0: 16, rank 1: 17, rank 2: 18)" in lines[0]
+        assert "the dataset's batch_size differs between ranks: 16 on rank 0, 17 on rank 1, 18 on rank 2" in lines[0]
         assert lines[-1] == "10 steps as on one rank"
         wrong = [("DataError", "the dataset (list) is empty"), ("TypeError", "a NoneType is no map-style dataset")]
         for line, (kind, said) in zip(lines[1:3], wrong, strict=True):

@@ -24,7 +24,7 @@ def _raise(own, *others, engine=({}, {})):
 
 
 def test_calls_that_differ_are_told_before_all_else():
-    with pytest.raises(RankMismatchError, match=r"ranks make different calls: step\(\) on rank 0 and save\(\) on") as e:
+    with pytest.raises(RankMismatchError, match=r"ranks call different things: step\(\) on rank 0, save\(\) on") as e:
         _raise({"call": "step()", "lr": 1}, {"call": "save()", "lr": 2})
     assert "lr" not in str(e.value)
     assert "Nothing was changed" in str(e.value)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from unisono.collectives.reduce_ops import name_of
 from unisono.errors import RankMismatchError
-from unisono.text import name_ranks
+from unisono.mismatch import by_value
 
 __all__ = ["Leaf", "Parts", "check_concat", "children", "compare", "concatenate", "step_into", "take_apart"]
 
@@ -156,12 +156,9 @@ def compare(signatures: Sequence[Sequence[tuple[str, str]]], ranks: Sequence[int
     places = list(dict.fromkeys(place for table in tables for place in table))
     found = []
     for place in places:
-        kinds: dict[str, list[int]] = {}
-        for rank, table in zip(ranks, tables, strict=True):
-            kinds.setdefault(table.get(place, "not there"), []).append(rank)
-        if len(kinds) > 1:
-            few_first = sorted(kinds.items(), key=lambda item: (len(item[1]), item[1]))
-            found.append(f"{place} is " + ", ".join(f"{kind} on {name_ranks(who)}" for kind, who in few_first))
+        kinds = {rank: table.get(place, "not there") for rank, table in zip(ranks, tables, strict=True)}
+        if len({*kinds.values()}) > 1:
+            found.append(f"{place} is {by_value(kinds, rarest_first=True)}")
     if not found:
         return None
     more = f", and {len(found) - _MOST_PLACES} places more" if len(found) > _MOST_PLACES else ""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import re
 import threading
 import time
 from collections import deque
@@ -26,6 +25,7 @@ from torch import Tensor
 from unisono.collectives.call_description import Members, difference, place_of, user_frame
 from unisono.collectives.reduce_ops import name_of
 from unisono.errors import RankMismatchError
+from unisono.text import without_cpp_place
 
 __all__ = ["CallTemplate", "CallWatchdog"]
 
@@ -40,7 +40,6 @@ _NEIGHBOURS = 16
 _FOR_OTHERS_S = 1.5
 """How long a rank that raises waits for the others: for those that come just now, and until all have read why."""
 
-_PLACE_IN_CPP = re.compile(r"^\[(?:enforce fail at )?[^\]\s]+:\d+\] ")
 
 CallTemplate = tuple[str, object]
 """The operation as users know it, and what stands at the {!r} in it; None: nothing does."""
@@ -125,7 +124,7 @@ class CallWatchdog:
 
     def _explain(self, record: _CallRecord, error: RuntimeError) -> str:
         entry = self._entry(record)
-        reason = _PLACE_IN_CPP.sub("", str(error)).partition(". This is typically")[0].rstrip(". \n")
+        reason = without_cpp_place(str(error)).partition(". This is typically")[0].rstrip(". \n")
         return (
             f"{entry['text']} at {entry['where']} failed on rank {self._own}: {reason}.\n"
             "If another rank ended, see what it printed. gloo ends one that gets more data than it expects: `unisono "

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from unisono.arguments import whole
 from unisono.errors import RankMismatchError
 from unisono.job.placement import own_placement
+from unisono.mismatch import by_value
 
 __all__ = ["Position", "check_same_data", "find_rank", "position_state", "read_position"]
 
@@ -105,11 +106,10 @@ def check_same_data(everyone: Sequence[Mapping[str, Any]]) -> None:
         RankMismatchError: They differ; the message has all values of the first that does.
     """
     for key in everyone[0]:
-        values = [theirs[key] for theirs in everyone]
-        if any(value != values[0] for value in values):
+        if any(theirs[key] != everyone[0][key] for theirs in everyone):
             what = "number of samples" if key == "num_samples" else key
-            listed = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+            values = by_value({rank: str(theirs[key]) for rank, theirs in enumerate(everyone)})
             raise RankMismatchError(
-                f"the dataset's {what} differs between ranks ({listed}). Give every rank the whole dataset, the same "
+                f"the dataset's {what} differs between ranks: {values}. Give every rank the whole dataset, the same "
                 "one: it is divided here."
             )

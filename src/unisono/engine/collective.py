@@ -29,6 +29,7 @@ from unisono.engine.tree_all_reduce import NodeLayouts, TreeAllReduce
 from unisono.engine.update import prepare_whole, update_whole
 from unisono.errors import UnisonoError
 from unisono.plan.alignment import BUFFER_NUMEL, align_up
+from unisono.plan.buckets import Item, group_by_size
 
 __all__ = ["CollectiveEngine"]
 
@@ -173,15 +174,15 @@ class CollectiveEngine(GradientAccumulation):
         self._tables = TableSums(tables, rank=self._world.rank, all_gather=GroupAllGatherV(self._world))
         self._buckets = []
         self._slots = [None] * len(dense.parameters)  # type: ignore[list-item]
-        open_buckets: dict[tuple[torch.dtype, torch.device], _Bucket] = {}
-        for index in reversed(range(len(dense.parameters))):
-            p = dense.parameters[index]
-            bucket = open_buckets.get((p.dtype, p.device))
-            if bucket is None or bucket.numel * p.dtype.itemsize >= _BUCKET_NBYTES:
-                bucket = open_buckets[p.dtype, p.device] = _Bucket(p.dtype, p.device)
-                self._buckets.append(bucket)
-            self._slots[index] = (bucket, len(bucket.members))
-            bucket.append(index, p)
+        backwards = dense.parameters[::-1]
+        items = (Item(p.numel() * p.dtype.itemsize, p.device, p.dtype) for p in backwards)
+        for members in group_by_size(items, limit_nbytes=_BUCKET_NBYTES, exceed=True):
+            first = backwards[members[0]]
+            self._buckets.append(bucket := _Bucket(first.dtype, first.device))
+            for member in members:
+                index = len(backwards) - 1 - member
+                self._slots[index] = (bucket, len(bucket.members))
+                bucket.append(index, dense.parameters[index])
         if not self._buckets or self._buckets[-1].dtype != torch.float32:
             self._buckets.append(_Bucket(torch.float32, trained.parameters[0].device))
         self._totals_offset = self._buckets[-1].numel

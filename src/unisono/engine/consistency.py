@@ -20,12 +20,16 @@ import torch.distributed as dist
 from unisono.collectives.world import World
 from unisono.engine.step_transaction import Passed
 from unisono.errors import RankMismatchError
-from unisono.mismatch import CALL, Document, tell_differences
+from unisono.mismatch import CALL, CallDescription, Document, describe_mismatch, tell_differences
 
 __all__ = ["ConsistencyCheck", "GroupConsistencyCheck", "NoConsistencyCheck", "StepDescription", "raise_differences"]
 
 _TAG = 1
 """Of the numbers on their way; gradients have 0."""
+_REMEDY = (
+    "Nothing was changed. Every rank must call batches, step and evaluate in the same order: move them out of branches "
+    "that only some ranks take."
+)
 _FEW_RANKS = 4
 """Up to so many ranks send their number to each other; more leave it to the backend, for fewer messages."""
 
@@ -159,16 +163,14 @@ def raise_differences(world: World, intent: StepDescription, engine: Document = 
     """
     documents = world.gather((dict(intent.describe()), dict(engine)))
     everyone = [of_rank for of_rank, _ in documents]
+    calls = {rank: CallDescription(document[CALL]) for rank, document in enumerate(everyone)}
+    if different := describe_mismatch(calls, remedy=_REMEDY):
+        raise RankMismatchError(different)
     differences = (
         tell_differences(everyone)
         or tell_differences([of_engine for _, of_engine in documents])
         or "their fingerprints differ, though what these are made of looks alike"
     )
-    if len({document[CALL] for document in everyone}) > 1:
-        raise RankMismatchError(
-            f"ranks make different calls: {differences}. Nothing was changed. Every rank must call batches, step and "
-            "evaluate alike and in the same order: move them out of branches that only some ranks take."
-        )
     raise RankMismatchError(
         f"ranks differ: {differences}. The step did not happen: weights and buffers keep their values from before it. "
         "Do the same on every rank between steps, and from numbers that are equal on all ranks, such as those that "

@@ -22,7 +22,7 @@ from unisono.collectives.group import Group, group_of
 from unisono.collectives.object_transport import FailedSend, Outgoing
 from unisono.collectives.serialization import serialize
 from unisono.errors import RankMismatchError
-from unisono.text import name_ranks
+from unisono.mismatch import by_value
 
 __all__ = ["Accumulator", "describe_type", "exchange"]
 
@@ -154,13 +154,10 @@ def _agree(metrics: Sequence[Accumulator[Any]], described: list[str], group: Gro
         sent = FailedSend(error)
     everyone = [arrived.open() for arrived in object_transport.all_gather(group, "compute of metrics", sent)]
     if any(theirs != described for theirs in everyone):
-        who: dict[str, list[int]] = {}
-        for rank, theirs in zip(group.ranks, everyone, strict=True):
-            who.setdefault(", ".join(theirs) or "none", []).append(rank)
+        found = {rank: ", ".join(theirs) or "none" for rank, theirs in zip(group.ranks, everyone, strict=True)}
         raise RankMismatchError(
-            "ranks bring different metrics: "
-            + "; ".join(f"{what} on {name_ranks(ranks)}" for what, ranks in who.items())
-            + ". Compute the same metrics, in the same order, on all ranks."
+            f"ranks bring different metrics: {by_value(found, separator='; ')}. Compute the same metrics, in the "
+            "same order, on all ranks."
         )
     return words
 

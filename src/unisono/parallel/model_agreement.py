@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from unisono.errors import RankMismatchError
+from unisono.mismatch import by_value
 from unisono.parallel.gradient_group import GradientGroup
 from unisono.plan.buckets import Item, group_by_size
 from unisono.state.digest import digest
-from unisono.text import name_ranks
 
 __all__ = ["broadcast_values", "check_given", "check_same_model", "check_same_values"]
 
@@ -27,12 +27,11 @@ _TOGETHER_NBYTES = 25 * 1024 * 1024
 def check_given(everyone: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> None:
     """Compare the arguments that ranks gave, each by name. Raises: RankMismatchError with the first that differs."""
     for what in everyone[0]:
-        by_value: dict[str, list[int]] = {}
-        for rank, given in zip(ranks, everyone, strict=True):
-            by_value.setdefault(f"{what}={given[what]!r}", []).append(rank)
-        if len(by_value) > 1:
-            told = ", ".join(f"{value} on {name_ranks(who)}" for value, who in by_value.items())
-            raise RankMismatchError(f"replicate() got other arguments on some ranks: {told}. Give all ranks the same")
+        values = {rank: f"{what}={given[what]!r}" for rank, given in zip(ranks, everyone, strict=True)}
+        if len({*values.values()}) > 1:
+            raise RankMismatchError(
+                f"replicate() got other arguments on some ranks: {by_value(values)}. Give all ranks the same"
+            )
 
 
 def check_same_model(tensors: Mapping[str, Tensor], gradient_group: GradientGroup) -> None:

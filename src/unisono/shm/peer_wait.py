@@ -18,7 +18,7 @@ from unisono.shm.abort_flag import AbortFlag
 from unisono.shm.peers import Peers
 from unisono.text import name_ranks
 
-__all__ = ["PeerWait"]
+__all__ = ["PeerWait", "let_others_run"]
 
 _SLICE_S = 0.05
 """Asleep at most so long without a look at the peers."""
@@ -28,7 +28,7 @@ _TRIES = 3
 """Looks before the sleep where ranks share cores."""
 
 # The one of os keeps the interpreter's lock before Python 3.12, and other threads of this rank would stand still.
-_let_others_run = ctypes.CDLL(None).sched_yield
+let_others_run = ctypes.CDLL(None).sched_yield
 
 
 class PeerWait:
@@ -77,13 +77,13 @@ class PeerWait:
             for _ in range(_TRIES):
                 if not late():
                     return True
-                _let_others_run()
+                let_others_run()
             return not late()
         end_s = time.perf_counter() + for_s
         while late():
             if time.perf_counter() > end_s:
                 return False
-            _let_others_run()
+            let_others_run()
         return True
 
     def wait(

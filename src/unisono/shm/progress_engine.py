@@ -7,7 +7,6 @@ waited for a moment, and steps back as soon as somebody does. What is moved, and
 
 from __future__ import annotations
 
-import ctypes
 import math
 import threading
 import time
@@ -18,7 +17,7 @@ from datetime import timedelta
 from torch import Tensor
 from torch.distributed import DistBackendError
 
-from unisono.shm.peer_wait import PeerWait
+from unisono.shm.peer_wait import PeerWait, let_others_run
 from unisono.shm.semaphore import Semaphore
 from unisono.shm.work import Work
 
@@ -36,7 +35,6 @@ _STREAM_POLL_S = 0.0003
 """While a long message is under way, its next piece is polled for so long. It takes a tenth of that to copy one."""
 
 # The one of os keeps the interpreter's lock before Python 3.12.
-_let_others_run = ctypes.CDLL(None).sched_yield
 
 
 class Transfer(Work):
@@ -244,7 +242,7 @@ class ProgressEngine:
                     if self._wakeup.try_wait():
                         self._news = True
                         return
-                    _let_others_run()
+                    let_others_run()
             if not self._wakeup.wait(seconds):
                 # Perhaps the peer cannot take our message before we take his, for which nobody has asked yet.
                 makes_room = sends

@@ -6,7 +6,6 @@ Frames of libraries are folded to one line.
 
 from __future__ import annotations
 
-import re
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from typing import Any
 from unisono.launch.failure.frames import Frame, frames_in, is_own, short_path
 from unisono.launch.failure.hints import hint_for, meaning_of_signal
 from unisono.launch.failure.root_cause import RankFailure, RootCause, name_signal
-from unisono.text import clip, name_ranks
+from unisono.text import clip, name_ranks, without_cpp_place
 
 __all__ = ["Circumstances", "headline", "render", "to_json"]
 
@@ -27,7 +26,6 @@ _MOST_BODY_LINES = 24
 _MOST_TAIL = 8
 _LABEL = 13
 _INDENT = 4
-_PLACE_IN_CPP = re.compile(r"^\[(?:enforce fail at )?[^\]\s]+:\d+\] (?:err == 0\. )?")
 """What torch and gloo put in front of an error's words."""
 
 
@@ -379,7 +377,7 @@ def _title(account: Mapping[str, Any], *, most: int = 200) -> str:
     'ValueError: bad batch'
     """
     first = next((line.strip() for line in account["message"].splitlines() if line.strip()), "")
-    first = _PLACE_IN_CPP.sub("", first) or first
+    first = without_cpp_place(first) or first
     return clip(f"{account['type']}: {first}" if first else account["type"], most)
 
 
