@@ -1,1 +1,1 @@
-"""What ranks are doing right now, read from outside: pages in shared memory, stacks, and who waits for whom."""
+"""Shows what ranks do, from outside: status blocks in shared memory, stacks, and which ranks wait for which."""

@@ -1,7 +1,7 @@
-"""Decides from what is known of all ranks whether they wait in vain: for whom, since when, and where those are.
+"""Decides from the situations of all ranks whether some wait in vain: for which ranks, since when, and where those are.
 
-Pure functions of `Situation`s. A rank that waits is no hang by itself: what counts is a collective that others do not
-enter, and sends and receives that wait in a circle or for a rank that cannot come. Start reading at `find_hang`.
+Pure functions of `Situation`s. A rank that waits is not a hang yet. A collective that other ranks do not enter is one,
+and so are sends and receives that wait in a circle or for a rank that cannot come. Start reading at `find_hang`.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from unisono.launch.hang.status_block import Kind, RecordedCall
 __all__ = ["Finding", "Mismatch", "OperationState", "Pending", "Situation", "Wait", "find_hang", "find_mismatch"]
 
 _SETTLED_NS = 1_000_000_000
-"""A rank that has been in a collective for so long is taken to be stuck if the collectives of ranks do not match."""
+"""If the collectives of ranks do not match, a rank that has been in one for this long counts as stuck."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pending:
-    """An operation that torch's flight recorder has as unfinished."""
+    """An operation that a backend has not finished."""
 
     group: str
     sequence: int
-    """As the backend counts, which differs from what the status block counts."""
+    """As counted by the backend, which differs from the count in the status block."""
     name: str
     tensors: str
     point_to_point: bool
@@ -34,7 +34,7 @@ class Pending:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Situation:
-    """What is known of one rank at one moment."""
+    """The state of one rank at one moment, as far as it is known."""
 
     rank: int
     pid: int = 0
@@ -42,36 +42,36 @@ class Situation:
     exit_code: int | None = None
     """None while it runs."""
     load: float | None = None
-    """How many cores it has kept busy lately."""
+    """The number of cores that it has kept busy recently."""
     calls: tuple[RecordedCall, ...] = ()
     """Its latest calls, the newest last."""
     pending: tuple[Pending, ...] = ()
-    """What the backends have not finished, the oldest first."""
+    """The operations that the backends have not finished, the oldest first."""
     enqueued: Mapping[str, int] = field(default_factory=dict)
-    """By group, the number of the latest operation given to the backend. Empty: not known."""
+    """By group, the number of the latest operation given to the backend; empty if it is not known."""
     groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """By name, the members of groups."""
     main_thread: int = 0
     threads: tuple[Thread, ...] = ()
-    """Its stacks. Empty: not asked, or it could not answer."""
+    """Its stacks; empty if it was not asked or could not answer."""
     children: tuple[tuple[int, str, tuple[Thread, ...]], ...] = ()
     """Python processes that it has forked: id, name and stacks."""
 
     @property
     def ended(self) -> bool:
-        """Whether the process is gone."""
+        """True if the process has ended."""
         return self.exit_code is not None or self.state == "ended"
 
     @property
     def main(self) -> Thread | None:
-        """The stack of the main thread."""
+        """The stack of the main thread, or the last one if it cannot be identified."""
         return next((thread for thread in self.threads if thread.ident == self.main_thread), None) or (
             self.threads[-1] if self.threads else None
         )
 
     @property
     def place(self) -> Frame | None:
-        """Where the user's program is: by the stack, else by the latest call."""
+        """Where the user's program is: according to the stack, otherwise to the latest call."""
         if (main := self.main) and main.place:
             return main.place
         return user_line_of(self.calls[-1]) if self.calls and self.calls[-1].file else None
@@ -84,7 +84,7 @@ class Situation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperationState:
-    """What one rank does in a group, as reports name it."""
+    """The operation of one rank in a group, as reports name it."""
 
     rank: int
     name: str
@@ -96,15 +96,15 @@ class OperationState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mismatch:
-    """Members of a group called different collectives in the same place of its order."""
+    """Different collectives that members of a group called at the same position of its sequence."""
 
     group: str
     label: str
-    """What people know the group by."""
+    """How users know the group."""
     members: tuple[int, ...]
     sequence: int
     operations: tuple[OperationState, ...]
-    """By rank. Ranks that are not in it have not got there."""
+    """In the order of ranks. Ranks that have not reached this position are missing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,14 +115,14 @@ class Wait:
     kind: Kind
     group: str
     label: str
-    """What people know the group by."""
+    """How users know the group."""
     members: tuple[int, ...]
-    """Who takes part. Empty: not known."""
+    """The ranks that take part; empty if they are not known."""
     sequence: int
     operations: tuple[OperationState, ...]
-    """Of the ranks that wait."""
+    """Those of the ranks that wait."""
     missing: tuple[int, ...]
-    """For whom they wait. Empty: all are in it."""
+    """The ranks that they wait for; empty if all are in the operation."""
 
     @property
     def waiting(self) -> tuple[int, ...]:
@@ -151,18 +151,18 @@ class Finding:
 
     @property
     def causes(self) -> tuple[int, ...]:
-        """Ranks that others wait for, and that wait for nobody themselves. Empty: they wait for each other."""
+        """Ranks that others wait for, and that do not wait themselves; empty if they wait for each other."""
         missing = {rank for wait in self.waits for rank in wait.missing}
         return tuple(sorted(missing - {rank for wait in self.waits for rank in wait.waiting}))
 
     @property
     def involved(self) -> tuple[int, ...]:
-        """All ranks that wait or are waited for."""
+        """All ranks that wait, are waited for, or belong to the mismatch."""
         ranks = {rank for wait in self.waits for rank in (*wait.waiting, *wait.missing)}
         return tuple(sorted(ranks | {o.rank for o in (self.mismatch.operations if self.mismatch else ())}))
 
     def key(self) -> tuple[object, ...]:
-        """Give what makes it the same finding later on, also if it goes away and comes back at the next step."""
+        """Return a key that stays the same, also if the finding goes away and comes back at the next step."""
         if self.mismatch:
             return (self.mismatch.group, self.mismatch.sequence)
         return tuple(
@@ -172,10 +172,10 @@ class Finding:
 
 
 def find_hang(situations: Sequence[Situation], *, now_ns: int, patience_ns: int) -> Finding | None:
-    """Decide whether ranks wait in vain. Situations are those of all ranks, ended ones included.
+    """Return the ranks that wait in vain; None if there are none. Situations are those of all ranks, also ended ones.
 
     A mismatch counts after a second, everything else after `patience_ns`; twice that if all members of a group are in
-    their collective, because it may just be a long one.
+    their collective, because it may just take long.
     """
     by_rank = {situation.rank: situation for situation in situations}
     mismatch = find_mismatch(situations, now_ns=now_ns)
@@ -191,9 +191,9 @@ def find_hang(situations: Sequence[Situation], *, now_ns: int, patience_ns: int)
 
 
 def find_mismatch(situations: Sequence[Situation], *, now_ns: int, settled_ns: int = _SETTLED_NS) -> Mismatch | None:
-    """Find the first collective that is not the same on all ranks that got to it, if a rank is stuck since.
+    """Return the first collective that is not the same on all ranks that reached it, if a rank is stuck since then.
 
-    With a negative `settled_ns` no rank needs to be stuck: what is asked is what went wrong before a failure.
+    With a negative `settled_ns` no rank needs to be stuck: this finds the mismatch that preceded a failure.
     """
     found: list[tuple[int, Mismatch]] = []
     for (group, _, sequence), calls in _by_sequence(situations, failed=settled_ns < 0).items():
@@ -210,14 +210,14 @@ def find_mismatch(situations: Sequence[Situation], *, now_ns: int, settled_ns: i
 
 
 def user_line_of(call: RecordedCall) -> Frame | None:
-    """Give the user's line that made a call."""
+    """Return the line of user code that made a call; None if it is not known."""
     if not call.file:
         return None
     return Frame(file=call.file, line=call.line, function=call.function, is_library=False)
 
 
 def detail_of(call: RecordedCall) -> str:
-    """Give what a call is about: tensors, reduction, root or peer."""
+    """Return the details of a call: tensors, reduction, root or peer."""
     sides = {"send": "to", "send_object_list": "to", "recv": "from", "recv_object_list": "from"}
     peer = "" if call.peer is None else f"{sides.get(call.name, 'root')} {'rank ' * (call.name in sides)}{call.peer}"
     return ", ".join(part for part in (call.tensors, call.reduction, peer) if part)
@@ -243,7 +243,7 @@ def _stuck_since(situations: Sequence[Situation], group: str, sequence: int, bef
 
 
 def _mismatch_of_backends(situations: Sequence[Situation]) -> Mismatch | None:
-    """Compare what backends have not finished: the only trace of operations that pass no function of torch's."""
+    """Compare unfinished operations of backends: the only record of those that pass no recorded function."""
     entries: dict[tuple[str, int], dict[int, Pending]] = {}
     for situation in situations:
         for entry in situation.pending:
@@ -304,7 +304,7 @@ def _wait_in(call: RecordedCall, situation: Situation, by_rank: Mapping[int, Sit
 
 
 def _same_call(situation: Situation | None, call: RecordedCall) -> RecordedCall | None:
-    """Find the same collective in another rank, if that is inside it now."""
+    """Return the same collective of another rank, if that rank is inside it now."""
     if situation is None or situation.ended:
         return None
     for own in situation.calls:
@@ -314,12 +314,12 @@ def _same_call(situation: Situation | None, call: RecordedCall) -> RecordedCall 
 
 
 def _alike(one: RecordedCall, other: RecordedCall) -> bool:
-    """Whether two calls are counted together. The making of groups is counted by the name of the function."""
+    """Return True if two calls are counted together. Calls that make groups are counted by function."""
     return one.kind == other.kind and one.group == other.group and (one.kind != "setup" or one.name == other.name)
 
 
 def _passed(situation: Situation, call: RecordedCall) -> bool:
-    """Whether a rank has been through a collective, or has given it to the backend, in which others still wait."""
+    """Return True if a rank has completed a collective in which others still wait, or given it to the backend."""
     return situation.epoch > call.epoch or any(
         _alike(own, call) and own.epoch == call.epoch and own.sequence >= call.sequence and not own.failed
         for own in situation.calls
@@ -355,7 +355,7 @@ def _wait_in_backend(entry: Pending, by_rank: Mapping[int, Situation]) -> Wait:
 
 
 def _label_of(group: str, situations: Iterable[Situation]) -> str:
-    """Find what people know a group by, which calls tell."""
+    """Return how users know a group, from its calls; "" if none has a label."""
     calls = (call for situation in situations for call in situation.calls)
     return next((call.label for call in calls if call.group == group and call.label), "")
 
@@ -365,9 +365,9 @@ def _same_entry(one: Pending, other: Pending) -> bool:
 
 
 def _excused(wait: Wait, waits: Sequence[Wait], by_rank: Mapping[int, Situation]) -> bool:
-    """Whether a send or receive may still come to its end: its other side computes, or waits for one that does.
+    """Return True if a send or receive may still complete: its other side computes, or waits for a rank that does.
 
-    So a parameter server and a pipeline whose first stage is busy are no hangs.
+    So a parameter server and a pipeline whose first stage is busy do not count as hangs.
     """
     by_waiter = {rank: other for other in waits for rank in other.waiting}
     seen: set[int] = set(wait.waiting)

@@ -1,8 +1,9 @@
-"""Records in the rank's status block what it does in its process groups, for scripts that know nothing of it.
+"""Records a rank's calls of torch.distributed in its status block, without changes to the program.
 
 The functions of torch.distributed stay the same objects: their decorator keeps the inner function in a closure cell,
-and a recording one takes its place there. What does not pass these functions (DDP's reductions, functional collectives)
-is in torch's own flight recorder, which a thread reads when the agent asks. Start reading at `install`.
+and a recording one takes its place there. The few without this decorator are replaced. Operations that do not pass
+these functions (DDP's reductions, functional collectives) are in torch's own flight recorder, which a thread reads when
+the agent asks. Start reading at `install`.
 """
 
 from __future__ import annotations
@@ -41,20 +42,20 @@ from unisono.text import format_ranks
 __all__ = ["ASK_ERROR", "ASK_RECORDER", "ASK_STACKS", "CallRecorder", "install"]
 
 ASK_RECORDER, ASK_STACKS, ASK_ERROR = b"?", b"s", b"e"
-"""What the agent writes into the pipe."""
+"""The questions that the agent writes into the pipe."""
 
 _MOST_DESCRIPTIONS = 4096
 _MOST_FRAMES = 64
 
 _UNUSUAL = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""What a look at arguments may raise that torch refuses, or that belong to another version of it. The call goes on."""
+"""Errors from inspecting arguments that torch will refuse, or those of another version of it. The call continues."""
 
 Function = Callable[..., Any]
 
 
 @dataclass(eq=False, slots=True)
 class _Group:
-    """What is known of one process group."""
+    """A process group of this rank, and how many collectives were called in it."""
 
     name: str
     ranks: str
@@ -65,10 +66,15 @@ class _Group:
 def install(block: StatusBlock, *, ask: int, dump: int) -> CallRecorder:
     """Record in the status block what this process does in its process groups, from the import of torch.distributed on.
 
-    Args: ask is a pipe, which a thread reads once there is a process group. `ASK_RECORDER` makes it write into it
-    what torch's flight recorder has unfinished, `ASK_STACKS` makes it write the stacks of all threads to dump, and
-    `ASK_ERROR` makes it write into the block which exception the main thread handles, if any.
-    Call it once, in the rank, after the fork. Returns: what does it.
+    Call it once, in the rank, after the fork.
+
+    Args:
+        block: The status block.
+        ask: The read end of a pipe, which a thread reads from the first `init_process_group` on. `ASK_RECORDER` makes
+            the thread write the unfinished operations in torch's flight recorder into the block, `ASK_STACKS` the
+            stacks of all threads to dump, and `ASK_ERROR` the exception that the main thread handles, if any, into the
+            block.
+        dump: The file for stacks.
     """
     recorder = CallRecorder(block, ask=ask, dump=dump)
     block.claim(pid=os.getpid(), main_thread=threading.main_thread().ident or 0)
@@ -79,7 +85,7 @@ def install(block: StatusBlock, *, ask: int, dump: int) -> CallRecorder:
 
 
 class CallRecorder:
-    """Stands in the functions of torch.distributed and writes to the status block."""
+    """Wraps the functions of torch.distributed, and records their calls in the status block."""
 
     def __init__(self, block: StatusBlock, *, ask: int, dump: int) -> None:
         self._block: StatusBlock | None = block
@@ -95,31 +101,31 @@ class CallRecorder:
         self._callers = _Callers()
 
     def stop(self) -> None:
-        """Record nothing more."""
+        """Stop recording."""
         self._block = None
-        self._watching = False  # a thread is not forked
+        self._watching = False  # a fork does not copy the thread
 
     @property
     def block(self) -> StatusBlock | None:
-        """Where calls are recorded; None in a process that the rank has forked."""
+        """The status block; None in a process that the rank has forked."""
         return self._block
 
     @property
     def epoch(self) -> int:
-        """How often process groups have been set up."""
+        """How often `init_process_group` has been called."""
         return self._epoch
 
     def find_caller(self) -> tuple[str, int, str]:
-        """Give file, line and function of the user's frame that led to the function which calls this."""
+        """Return the file, line and function of the user's frame that led to the function that calls this."""
         return self._callers.find(sys._getframe(2))
 
     @property
     def has_thread(self) -> bool:
-        """Whether this process has the thread that answers the agent."""
+        """True if this process has the thread that answers the agent."""
         return self._watching
 
     def attach(self, c10d: ModuleType) -> None:
-        """Take the place of the inner functions of a module `torch.distributed.distributed_c10d`."""
+        """Wrap the functions of the module `torch.distributed.distributed_c10d`."""
         self._c10d: Any = c10d
         for name, signature in {**COLLECTIVES, **OTHERS}.items():
             function = getattr(c10d, name, None)
@@ -141,7 +147,7 @@ class CallRecorder:
                 module.destroy_process_group = leaving  # type: ignore[union-attr]
 
     def _recording_leave(self, function: Function) -> Function:
-        """Record the end of all groups: peers that still need this rank fail because of it."""
+        """Wrap `destroy_process_group` to record the end of all groups, which fails peers that still need this rank."""
 
         @functools.wraps(function)
         def recorded(group: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -177,7 +183,7 @@ class CallRecorder:
                         texts.clear()
                     text = texts[key] = describe_call(signature, group, args, kwargs, place)
             except _UNUSUAL:
-                # Arguments that torch will refuse, or sizes without a number while a graph is traced.
+                # Arguments that torch will refuse, or symbolic sizes while a graph is traced.
                 text = encode_call(name=signature.name, kind=signature.kind, group=group.name, ranks=group.ranks)
             if counted:
                 group.sequence += 1
@@ -198,7 +204,7 @@ class CallRecorder:
         return _leave_to_python(recorded)
 
     def _recording_setup(self, function: Function, signature: Signature) -> Function:
-        """Record the making of groups. All ranks must call them; there is no group yet that would count them."""
+        """Wrap a function that makes groups. All ranks must call it; calls are counted by function, not by group."""
         inside = self._inside
         first = signature.name == "init_process_group"
 
@@ -229,7 +235,7 @@ class CallRecorder:
             finally:
                 inside.yes = False
             block.end(number)
-            made = getattr(result, "group_name", None)  # of several groups, as new_subgroups makes, each is made apart
+            made = getattr(result, "group_name", None)  # new_subgroups makes each of its groups by new_group
             if isinstance(made, str):
                 self._makers[made] = f"{file}:{line}"
             return result
@@ -237,7 +243,7 @@ class CallRecorder:
         return _leave_to_python(recorded)
 
     def _group(self, group: Any) -> _Group | None:
-        """Look up a group, without keeping it alive. None: this rank is not in it, or there is none yet."""
+        """Look up a group, without keeping it alive. Return None if this rank is not in it, or there is none yet."""
         if group is None:
             if self._default is None:
                 self._default = self._look_up(self._c10d.GroupMember.WORLD)
@@ -255,7 +261,7 @@ class CallRecorder:
         return known
 
     def _label_of(self, group: Any, name: str) -> str:
-        """Return what the user knows a group by: the description that it was given, or the line that made it."""
+        """Return how users know a group: by its description, or by the line that made it; "" if neither is known."""
         if group is self._c10d.GroupMember.WORLD:
             return "the default group"
         description = getattr(group, "group_desc", "")
@@ -288,7 +294,7 @@ class CallRecorder:
         )
 
     def _peer(self, signature: Signature, args: Any, kwargs: Any) -> int | None:
-        """Give the root or the other side as global rank."""
+        """Return the global rank of the root or of the other side."""
         if signature.peer is None:
             return None
         position, name, in_group = signature.peer
@@ -297,17 +303,17 @@ class CallRecorder:
             group = argument(args, kwargs, signature.group)
             peer = self._c10d.get_global_rank(self._c10d.GroupMember.WORLD if group is None else group, inside)
         if peer is None and signature.kind == "collective":
-            peer = 0  # what torch takes if neither is given
+            peer = 0  # torch's default
         return None if peer is None else int(peer)
 
     def _watch(self) -> None:
-        # Not a `threading.Thread`: a program that lists its threads finds those that it has started.
+        # Not a `threading.Thread`: a program that lists its threads must find only those that it has started.
         if not self._watching:
             self._watching = True
             start_new_thread(self._answer, ())
 
     def _answer(self) -> None:
-        """Write what is unfinished each time the agent asks."""
+        """Answer the agent's questions."""
         reader = FlightRecorder()
         # A program that closes all files may open its own at this number.
         while self._ask.is_intact and (asked := os.read(self._ask.number, 64)) and (block := self._block) is not None:
@@ -315,7 +321,7 @@ class CallRecorder:
                 stacks.write(self._dump)
             if ASK_ERROR in asked and (error := _error_of(block.main_thread)) is not None:
                 account = {**record_error(error), "handled": True}
-                if block.read_failure() is None:  # else it has come out of the program by now
+                if block.read_failure() is None:  # otherwise the exception has left the program by now
                     block.write_failure(account)
             if ASK_RECORDER not in asked:
                 continue
@@ -340,7 +346,7 @@ class _Callers:
         self._own: dict[str, bool] = {}
 
     def find(self, frame: Any) -> tuple[str, int, str]:
-        """Give file, line and function of the user's frame that leads to this one; if there is none, the nearest."""
+        """Return file, line and function of the user's frame that leads to this one; if there is none, the nearest."""
         nearest = frame.f_back or frame  # without torch's decorator
         for _ in range(_MOST_FRAMES):
             code = frame.f_code
@@ -364,14 +370,14 @@ def _error_of(thread: int) -> BaseException | None:
 
 
 def _inner_cell(function: Any) -> Any:
-    """Find the closure cell in which torch's decorators keep the function that they wrap."""
+    """Return the closure cell in which torch's decorators keep the function that they wrap; None if there is none."""
     closure = getattr(function, "__closure__", None) or ()
     names = getattr(getattr(function, "__code__", None), "co_freevars", ())
     return dict(zip(names, closure, strict=False)).get("func")
 
 
 def _leave_to_python(function: Function) -> Function:
-    """Keep torch.compile from compiling the function and what it calls. Calling its `disable` would import it."""
+    """Exclude a function and its callees from torch.compile, whose own `disable` would import the compiler."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     with suppress(AttributeError):  # another version of torch
         native: Any = sys.modules["torch"]._C._dynamo.eval_frame

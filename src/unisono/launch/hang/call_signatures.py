@@ -1,6 +1,6 @@
-"""The functions of torch.distributed that are recorded: where their arguments are, and what of a call is written down.
+"""The recorded functions of torch.distributed: the positions of their arguments, and how calls are described.
 
-Pure. Recording is `launch.hang.call_recorder`'s.
+Pure functions. `launch.hang.call_recorder` records the calls.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _LISTS = (list, tuple)  # writing `list | tuple` at each test takes ten times as
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Signature:
-    """Where a function has its arguments, and which of them must be equal on all ranks."""
+    """The positions of a function's arguments, and which of them must be equal on all ranks."""
 
     name: str
-    """What it is called in reports; a deprecated name gives that of the function that replaced it."""
+    """The name in reports; for a deprecated function, that of its replacement."""
     tensors: tuple[int, str] | None = None
-    """Position and name of the argument with the tensor, or tensors, that are described."""
+    """Position and name of the argument with the tensor or tensors to describe."""
     group: tuple[int, str] = (99, "group")
     reduction: tuple[int, str] | None = None
     peer: tuple[int, str, str] | None = None
-    """Position, name, and the name of the argument that gives it as rank within the group."""
+    """Position and name, and the name of the argument that has it as a rank within the group."""
     asynchronous: tuple[int, str] | None = None
     equal: str = "elements"
     """Which part of the tensors must be equal: "elements" (number and dtype), "dtype" or "nothing"."""
@@ -59,7 +59,7 @@ COLLECTIVES = {
     "all_reduce_coalesced": _of("all_reduce_coalesced", 0, "tensors", reduction=_OP, **_at(2)),
     "broadcast": _of("broadcast", 0, peer=_FROM, **_at(2)),
     "reduce": _of("reduce", 0, peer=_TO, reduction=(2, "op"), **_at(3)),
-    # Backends may gather tensors of several sizes; what each rank makes room for must agree.
+    # Backends may gather tensors of different sizes; the total size of the output must be equal on all ranks.
     "all_gather": _of("all_gather", 0, "tensor_list", **_at(2)),
     "all_gather_single": _of("all_gather_into_tensor", 0, "output_tensor", **_at(2)),
     "all_gather_into_tensor": _of("all_gather_into_tensor", 0, "output_tensor", **_at(2)),
@@ -92,14 +92,14 @@ OTHERS = {
 
 
 def argument(args: Any, kwargs: Any, where: tuple[int, str] | None, default: Any = None) -> Any:
-    """Return an argument by its position or name; None if there is no such argument."""
+    """Return an argument by its position or name, or the default; None if the function has no such argument."""
     if where is None:
         return None
     return args[where[0]] if len(args) > where[0] else kwargs.get(where[1], default)
 
 
 def call_shape(signature: Signature, args: Any, kwargs: Any) -> tuple[Any, ...]:
-    """Give what the description of a call depends on besides its place, quickly and hashable."""
+    """Return a hashable key of the arguments that the description of a call depends on. Fast."""
     given = argument(args, kwargs, signature.tensors)
     if isinstance(given, _LISTS):
         tensors: Any = (len(given), *((tensor.shape, tensor.dtype) for tensor in given[:_MOST_TENSORS]))
@@ -112,7 +112,7 @@ def call_shape(signature: Signature, args: Any, kwargs: Any) -> tuple[Any, ...]:
 
 
 def tensor_facts(given: Any) -> list[tuple[str, tuple[int, ...], int]]:
-    """Give dtype, shape and number of elements of a tensor or of several."""
+    """Return the dtype, shape and number of elements of a tensor or of several."""
     listed = given if isinstance(given, _LISTS) else [] if given is None else [given]
     return [(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.numel()) for tensor in listed]
 
@@ -120,7 +120,7 @@ def tensor_facts(given: Any) -> list[tuple[str, tuple[int, ...], int]]:
 def matched_text(
     signature: Signature, tensors: list[tuple[str, tuple[int, ...], int]], reduction: str, peer: int | None
 ) -> str:
-    """Return what must be equal on all ranks that make a call."""
+    """Return the properties of a call that must be equal on all ranks, as text."""
     parts = [signature.name, reduction, "" if peer is None else f"root {peer}"]
     if signature.equal == "elements":
         dtypes = sorted({dtype for dtype, _, _ in tensors})
@@ -132,6 +132,6 @@ def matched_text(
 
 def reduction_name(op: Any) -> str:
     """Return the name of a reduction, such as "sum"."""
-    kind = getattr(op, "op", op)  # of an operation that carries a factor
+    kind = getattr(op, "op", op)  # operations with a factor keep it there
     name = getattr(kind, "name", None) or str(kind)
     return str(name).rpartition(".")[2].lower()

@@ -1,7 +1,7 @@
-"""Reads torch's flight recorder: what the backends of this process have been asked to do, and what is not finished.
+"""Reads torch's flight recorder: the operations given to the backends of this process, and the unfinished ones.
 
-Gloo and NCCL write there by themselves, whichever way an operation reached them; the backend shm, which is written in
-Python, is asked beside it. Start reading at `FlightRecorder`.
+Gloo and NCCL record there automatically, whichever function an operation passed; the backend shm, which is written in
+Python, is asked directly. Start reading at `FlightRecorder`.
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ _DTYPES = {
     "Float": "float32",
     "Double": "float64",
 }
-"""Names of C++ where they are not those of Python in small letters."""
+"""Dtypes whose name in C++ differs from that in Python by more than its case."""
 
 
 class FlightRecorder:
-    """Looks from time to time into the records of this process."""
+    """Reads the records of this process, and compares them with those at the last call."""
 
     def __init__(self) -> None:
         self._status: dict[str, dict[str, int]] = {}
         self._names: dict[str, str] = {}
 
     def look(self) -> tuple[dict[str, dict[str, int]], list[dict[str, Any]]]:
-        """Give the counters of each group, and what is unfinished in groups that have stood still since the last look.
+        """Return the counters of each group, and the unfinished operations.
 
-        The counters are cheap. Listing all records takes 0.1 s when there are thousands.
+        Those of gloo and NCCL are listed only if a group of theirs has not moved since the last look: the counters are
+        cheap, but listing all records takes 0.1 s when there are thousands.
         """
         status: dict[str, dict[str, int]] = {}
         pending: list[dict[str, Any]] = []
@@ -63,7 +64,7 @@ class FlightRecorder:
 
 
 def _look_at_shared_memory(status: dict[str, dict[str, int]], pending: list[dict[str, Any]]) -> None:
-    """Add the groups that keep records of their own."""
+    """Add the groups that keep their own records."""
     for group in list(activity.groups):
         if (found := group.pending()) is None:
             continue
@@ -79,7 +80,7 @@ def _look_at_shared_memory(status: dict[str, dict[str, int]], pending: list[dict
                 "age_s": round(age_s, 3),
             }
             for call, age_s in calls
-            if call.number  # else it waits for its turn
+            if call.number  # 0 until it is its turn
         ][:_MOST_ENTRIES]
 
 
@@ -88,7 +89,7 @@ def _dtype(dtype: object) -> str:
 
 
 def has_completed() -> bool:
-    """Tell whether a group of this process has completed an operation. Cheap."""
+    """Return True if a group of this process has completed an operation. Cheap."""
     status: dict[str, dict[str, int]] = {}
     _look_at_shared_memory(status, [])
     for _, dump in _dumps():
@@ -97,7 +98,7 @@ def has_completed() -> bool:
 
 
 def _dumps() -> Iterator[tuple[str, Callable[[bool], bytes]]]:
-    """Give torch's functions that read its records, by name; none if the program has not imported torch."""
+    """Yield torch's functions that read its records, by name; none if the program has not imported torch."""
     native = sys.modules.get("torch._C._distributed_c10d")
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         dump = getattr(native, name, None)
@@ -114,7 +115,7 @@ def _read_counters(data: bytes) -> dict[str, dict[str, int]]:
 
 
 def _read_entries(data: bytes) -> list[dict[str, Any]]:
-    """Decode the unfinished entries, oldest first, and the latest one of each group."""
+    """Decode the unfinished entries and the latest one of each group, oldest first."""
     start, decoder = '{"collective_seq_id"', json.JSONDecoder()
     chosen: list[dict[str, Any]] = []
     known: set[str] = set()
@@ -147,7 +148,7 @@ def _unfinished(entries: list[dict[str, Any]], *, now_ns: int) -> list[dict[str,
 
 
 def name_tensors(tensors: list[tuple[str, tuple[int, ...], int]]) -> str:
-    """Write dtypes and shapes, equal neighbours once.
+    """Format dtypes and shapes, equal neighbours once.
 
     >>> name_tensors([("float32", (4, 4), 16), ("float32", (4, 4), 16), ("int64", (), 1)])
     '2 × float32[4, 4], int64[]'

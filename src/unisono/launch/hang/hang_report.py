@@ -1,6 +1,6 @@
-"""Words for ranks that wait in vain, and for where ranks are: one screen, equal ranks together. Pure functions.
+"""Reports of ranks that wait in vain, and of where ranks are: one screen, equal ranks together. Pure functions.
 
-Start reading at `render_finding`; `render_stacks` is what `unisono stacks` prints.
+Start reading at `render_finding`; `render_stacks` makes the output of `unisono stacks`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ _WIDTH = 100
 def render_finding(
     finding: Finding, situations: Sequence[Situation], *, now_ns: int, folder: str, remedy: str = ""
 ) -> str:
-    """Say who waits where, and where the ranks are that they wait for.
+    """Return a report of which ranks wait where, and where the ranks are that they wait for.
 
-    Args: folder is the job's working directory, which paths are shortened by; remedy is said at the end.
+    Args:
+        folder: The job's working directory; paths in the report are relative to it.
+        remedy: The last line.
     """
     by_rank = {situation.rank: situation for situation in situations}
     if finding.mismatch is not None:
@@ -45,21 +47,21 @@ def render_finding(
         waiting = {rank for wait in finding.waits for rank in wait.waiting}
         if missing and set(missing) <= waiting and not any(by_rank[rank].state == "stopped" for rank in missing):
             lines.append("They wait for each other.")
-        # Those that wait for nobody come first: one of them is the cause.
+        # Only ranks that do not wait themselves, or are stopped, are shown: one of them is the cause.
         first = [rank for rank in missing if rank not in waiting or by_rank[rank].state == "stopped"]
         lines += _where(first, by_rank, now_ns, folder)
     return "\n".join([*lines, *([remedy] if remedy else [])])
 
 
 def summarize(finding: Finding, *, ranks: int, now_ns: int) -> str:
-    """Give a finding in one line."""
+    """Return a finding in one line."""
     if finding.mismatch is not None:
         return render_mismatch(finding.mismatch, ranks=ranks, folder="").splitlines()[0]
     return _headline(finding.waits[0], ranks, now_ns)
 
 
 def render_mismatch(mismatch: Mismatch, *, ranks: int, folder: str) -> str:
-    """Say which collectives do not match. The first line stands for itself."""
+    """Return a report of the collectives that do not match. Its first line is complete in itself."""
     whose = _group(mismatch.label, mismatch.members, ranks, folder=folder)
     whose = f" of {whose}" if whose else ""
     lines = [f"{_odd_ones(mismatch)} (collective {mismatch.sequence}{whose})"]
@@ -69,7 +71,7 @@ def render_mismatch(mismatch: Mismatch, *, ranks: int, folder: str) -> str:
 
 
 def _odd_ones(mismatch: Mismatch) -> str:
-    """Say which ranks call something else than most do, or than the first one does."""
+    """Return a sentence on the ranks whose call differs from that of most ranks or, in a tie, of the first one."""
     by_name = len({operation.name for operation in mismatch.operations}) > 1
     callers: dict[str, list[int]] = {}
     for operation in mismatch.operations:
@@ -86,9 +88,9 @@ def _odd_ones(mismatch: Mismatch) -> str:
 
 
 def render_stacks(situations: Sequence[Situation], *, now_ns: int, folder: str, full: bool = False) -> str:
-    """Show the stack and the collective of every rank; equal ranks together.
+    """Return the stack and the collective of every rank, equal ranks together.
 
-    Args: full shows the stacks of all threads, with library frames, instead of the main thread's own.
+    `full` includes the stacks of all threads, with library frames, instead of the main thread's user frames.
     """
     blocks: dict[tuple[str, ...], list[int]] = {}
     for situation in situations:
@@ -102,7 +104,7 @@ def render_stacks(situations: Sequence[Situation], *, now_ns: int, folder: str, 
 def render_idle(
     idle: Sequence[Situation], *, ended: Sequence[int], idle_s: float, now_ns: int, folder: str, command: str
 ) -> str:
-    """Say that these ranks do nothing; ended are the others, if any. Args: command shows where they are."""
+    """Return a report of idle ranks; ended are the other ranks, if any, and command shows where ranks are."""
     have = "has" if len(idle) == 1 else "have"
     who = name_ranks(situation.rank for situation in idle)
     seconds = format_duration(idle_s)
@@ -120,9 +122,9 @@ def render_idle(
 
 
 def _group(label: str, members: tuple[int, ...], ranks: int, *, folder: str, always: bool = False) -> str:
-    """Name a process group as the user knows it; "" for one of all ranks that needs no name.
+    """Return the name of a process group as the user knows it; "" for one of all ranks that needs no name.
 
-    Args: always names also one of all ranks, to tell it from others.
+    `always` names a group of all ranks, too, to distinguish it from others.
 
     >>> _group("the group 'tp'", (0, 2), 4, folder=""), _group("the group made at a.py:3", (0, 1), 4, folder="")
     ("the group 'tp' (ranks 0, 2)", 'the group of ranks 0-1')
@@ -151,7 +153,7 @@ def _headline(wait: Wait, ranks: int, now_ns: int, *, label: bool = False, folde
 
 
 def _operations(operations: Sequence[OperationState], folder: str) -> list[str]:
-    """List what ranks are in: equal ones in one line, with the line of source under it."""
+    """List the operations that ranks are in: equal ones in one line, with the line of source below."""
     folded: dict[tuple[str, str, str], list[int]] = {}
     for operation in operations:
         call = f"{operation.name}({operation.detail})"
@@ -167,7 +169,7 @@ def _operations(operations: Sequence[OperationState], folder: str) -> list[str]:
 
 
 def _where(ranks: Sequence[int], by_rank: Mapping[int, Situation], now_ns: int, folder: str) -> list[str]:
-    """Say where these ranks are instead."""
+    """List where ranks are instead, equal ones together."""
     folded: dict[tuple[str, ...], list[int]] = {}
     for rank in ranks:
         folded.setdefault(tuple(_block(by_rank[rank], now_ns, folder, full=False)), []).append(rank)
@@ -199,7 +201,7 @@ def _block(situation: Situation, now_ns: int, folder: str, *, full: bool) -> lis
     elif not running and last is None and not situation.ended:
         lines.append("  it has called nothing in torch.distributed, and its stack could not be read")
     for pid, name, threads in situation.children[: None if full else _MOST_CHILDREN]:
-        # The main thread of a worker is its last; feeder threads of queues run no code of the user's.
+        # The main thread of a worker comes last. Feeder threads of queues run no user code.
         own = [_without_parents(thread, situation.main) for thread in threads]
         shown = threads if full else tuple(t for t in own if any(not f.is_library for f in t.frames))[-1:]
         if shown:
@@ -224,7 +226,7 @@ def _state(situation: Situation) -> str:
 
 
 def _without_parents(thread: Thread, parent: Thread | None) -> Thread:
-    """Leave out the calls from before a fork, which are the parent's too."""
+    """Return a thread's stack without the calls from before the fork, which are the parent's, too."""
     outer = list(reversed(thread.frames))
     common = 0
     for own, theirs in zip(outer, reversed(parent.frames if parent else ()), strict=False):
@@ -235,12 +237,12 @@ def _without_parents(thread: Thread, parent: Thread | None) -> Thread:
 
 
 def _ends(frame: Frame) -> bool:
-    """True if the interpreter waits there for threads before it ends."""
+    """Return True if the interpreter waits for threads in this frame before it ends."""
     return frame.function == "_shutdown" and frame.file.endswith("/threading.py")
 
 
 def _awaited(situation: Situation) -> list[Thread]:
-    """List threads that run the user's code if the main one waits for a thread or a condition, as at its end."""
+    """Return the threads that run user code if the main one waits for a thread or a condition, as at its end."""
     main = situation.main
     if main is None or not main.frames or not main.frames[0].file.endswith("/threading.py"):
         return []
@@ -254,7 +256,7 @@ def _waits_for_loader(thread: Thread | None) -> bool:
 
 
 def _stack(thread: Thread, folder: str, *, full: bool) -> list[str]:
-    """Give the stack, innermost call last; without `full`, the user's own frames with their source."""
+    """Return the lines of a stack and their source, innermost last; without `full`, only user frames and the last."""
     frames = [frame for frame in reversed(thread.frames) if full or not frame.is_library]
     if not frames and thread.frames:
         frames = [thread.frames[0]]

@@ -1,7 +1,7 @@
-"""Ranks that do nothing, seen from outside: no CPU time, no I/O, no call that begins or ends.
+"""Finds ranks that do nothing, from outside: no CPU time, no I/O, no call that begins or ends.
 
-Where no rank is in a collective, nothing else shows that all stand still: each waits for a lock, a queue or a thread,
-or some have ended and the others are stuck at their end. A server that waits for requests looks alike, so this is said
+Where no rank is in a collective, nothing else shows that all are stuck: each waits for a lock, a queue or a thread, or
+some have ended and the others hang at their end. A server that waits for requests looks the same, so the report comes
 once, as information. `Idleness` decides and is pure; `read_activity` asks the kernel. Start reading at `Idleness`.
 """
 
@@ -17,31 +17,31 @@ from unisono.launch.linux import descendants
 __all__ = ["Activity", "Idleness", "read_activity"]
 
 _IDLE = 0.02
-"""Cores that a rank keeps busy at most while it does nothing: threads of gloo and others look around."""
+"""The most cores that an idle rank keeps busy: threads of gloo and others wake up to poll."""
 _IDLE_NBYTES = 4096
-"""What it reads at most meanwhile: the questions of the launcher, and threads that wake each other."""
+"""The most bytes that it reads meanwhile: questions of the launcher, and threads that wake each other."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Activity:
-    """What a rank has done so far, with all processes that it has started."""
+    """The activity of a rank so far, including all processes that it has started."""
 
     cpu_s: float = 0.0
-    """Seconds that it has computed."""
+    """CPU time in seconds."""
     read_nbytes: int = 0
     written_nbytes: int = 0
-    """What it has printed counts, too."""
+    """Includes printed output."""
     mark: tuple[int, int] = (0, 0)
-    """What changes with each call of torch.distributed."""
+    """Changes with each call of torch.distributed."""
     busy: bool = False
-    """True if it runs at this moment, or wants to, or is in the kernel, as for a slow disk."""
+    """True if it runs at this moment, or is ready to, or is in the kernel, as for a slow disk."""
 
 
 class Idleness:
-    """Decides when ranks have done nothing for so long that it has to be said; that is once, and once more when some
-    have ended.
+    """Decides when ranks have done nothing for long enough to report it: once, and once more when some have ended.
 
-    Args: patience_s, 0 for never.
+    Args:
+        patience_s: Seconds without activity before a report; 0 for never.
 
     >>> idleness = Idleness(30.0)
     >>> idleness.look(0.0, ended=2, ranks=[1], read=lambda: {1: Activity(cpu_s=5.0)})
@@ -58,21 +58,20 @@ class Idleness:
 
     @property
     def since_s(self) -> float:
-        """Since when they have been looked at, on the clock of `look`."""
+        """When the current observation began, on the clock of `look`."""
         return self._since_s
 
     def look(
         self, now_s: float, *, ended: int, ranks: list[int], read: Callable[[], Mapping[int, Activity]]
     ) -> tuple[int, ...]:
-        """Return the ranks that are left if none of them has done anything for long enough.
+        """Return the ranks that still run if none of them has done anything for long enough; otherwise none.
 
         Args:
-            now_s: the time.
-            ended: how many ranks have ended without an error.
-            ranks: those that still run, and are in no collective.
-            read: gives what each of them has done so far. It is called twice in `patience_s`, since it takes a while.
-
-        Returns: their numbers, in order; empty if it is not to be said.
+            now_s: The time.
+            ended: The number of ranks that have ended without an error.
+            ranks: The ranks that still run, and are in no collective.
+            read: Returns the activity of each of them so far. Called only at the beginning and at the end of a period
+                of `patience_s`, since it takes a while.
         """
         if not self._patience_s or not ranks or (ended > 0) in self._told:
             return ()
@@ -90,12 +89,12 @@ class Idleness:
         return tuple(ranks)
 
     def forget(self) -> None:
-        """Begin anew: a rank is where it is seen otherwise, such as in a collective."""
+        """Start over: a rank is in a collective or has failed, which other reports cover."""
         self._before = None
 
 
 def read_activity(pid: int, mark: tuple[int, int]) -> Activity:
-    """Ask the kernel what a rank has done so far; mark is what its status block says."""
+    """Return what a rank has done so far, from the kernel; `mark` is that of its status block."""
     cpu_s, read, written, busy = 0.0, 0, 0, False
     for process in (pid, *descendants(pid)):
         state = read_state(process)
@@ -108,7 +107,7 @@ def read_activity(pid: int, mark: tuple[int, int]) -> Activity:
 
 
 def _is_active(before: Activity, now: Activity, past_s: float) -> bool:
-    # A child that has ended takes its counts along: that is something that was done.
+    # The counts of a child that has ended are missing now. Its end is activity, too.
     return (
         not 0 <= now.cpu_s - before.cpu_s <= _IDLE * past_s
         or not 0 <= now.read_nbytes - before.read_nbytes <= _IDLE_NBYTES

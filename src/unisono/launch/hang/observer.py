@@ -1,8 +1,8 @@
-"""The agent's eyes: what every rank does, who waits for whom, and when that has to be said.
+"""Observes the ranks for the agent: what each one does, which ones wait for which, and when to report it.
 
-Looks at the ranks' pages a few times a second; asks for flight recorders and stacks only when a rank seems to stand
-still. Never blocks the agent's loop for long: stacks are collected over several turns. Start reading at
-`Observer.tick`.
+Reads the ranks' status blocks a few times a second. Asks for a flight recorder only if its rank makes no progress or is
+not known to have met its peers, and for stacks only for a report. Never blocks the agent's loop for long: stacks are
+collected over several turns. Start reading at `Observer.tick`.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ _COLLECTING_TICK_S = 0.03
 _JUDGING_S = 1.0
 _MOST_STACKS = 16
 _GAP_S = 5.0
-"""A longer time between two looks means that this process was stopped, and the ranks probably too."""
+"""A longer time between two ticks means that this process was stopped, and probably the ranks with it."""
 
 
 @dataclass(eq=False, slots=True)
 class _Watched:
-    """One rank of the present generation."""
+    """One rank of the current generation."""
 
     page: StatusBlock
     page_file: int
     dump: int
     ask: int
-    """The end of the pipe that is written to."""
+    """The write end of the pipe for questions."""
     pid: int = 0
     exit_code: int | None = None
     mark: tuple[int, int] = (0, 0)
     mark_s: float = 0.0
-    """Since when the mark has been what it is."""
+    """When the mark last changed."""
     asked_s: float = 0.0
     cpu: tuple[float, float] = (0.0, 0.0)
-    """When the process was looked at, and how long it had computed by then."""
+    """When the CPU time of the process was last read, and how much it was."""
     load: float | None = None
     met: bool = False
 
@@ -70,7 +70,7 @@ class _Watched:
             os.write(self.ask, ASK_STACKS)
 
     def ask_error(self) -> None:
-        """Ask the rank's thread which exception the main one handles."""
+        """Ask the rank's thread which exception the main thread handles."""
         with suppress(BlockingIOError, BrokenPipeError):
             os.write(self.ask, ASK_ERROR)
 
@@ -81,11 +81,15 @@ class _Watched:
 
 
 class Observer:
-    """Watches the ranks of a job. Use it from the agent's loop: `tick` when `next_deadline_s` has come.
+    """Watches the ranks of a job. The agent's loop calls `tick` when `next_deadline_s` has come.
 
-    Args: ranks is their number; hang_report_s, after how many seconds ranks that wait in vain are reported, 0 for
-    never; hang_abort_s, after how many `abort` is set; job, what `unisono stacks` takes to name the job; folder, the
-    working directory, by which paths are shortened; has_flags, whether it was started with flags.
+    Args:
+        ranks: The number of ranks.
+        hang_report_s: Seconds after which ranks that wait in vain are reported; 0 for never.
+        hang_abort_s: Seconds after which `abort` is set; None for never.
+        job: The name of the job for `unisono stacks`.
+        folder: The working directory; paths in reports are relative to it.
+        has_flags: True if the job was started with flags, so that reports may name one.
     """
 
     def __init__(
@@ -115,16 +119,17 @@ class Observer:
         self._finding: Finding | None = None
         self._idleness = Idleness(hang_report_s)
         self._idle: tuple[int, ...] = ()
-        """Ranks that are reported, when their stacks are there, since they do nothing."""
+        """Idle ranks, to be reported once their stacks have been collected."""
         self.abort: str | None = None
-        """Why the job should be ended, once ranks have waited in vain for `hang_abort_s`."""
+        """The reason to end the job, once ranks have waited in vain for `hang_abort_s`; None before."""
         self.report = ""
-        """The last report that `tick` gave."""
+        """The last report of a hang that `tick` returned."""
 
     def files(self, rank: int) -> tuple[int, int, int]:
-        """Make the page, the file for stacks and the pipe for questions of a new rank, in place of an earlier one's.
+        """Create the status block, the file for stacks and the pipe for questions of a rank, in place of earlier ones.
 
-        Returns: numbers for the rank (page, dump, read end of ask), which the caller closes after passing them on.
+        Returns:
+            Numbers for the rank (status block, dump, read end of the pipe), which the caller closes after passing on.
         """
         if rank in self._ranks:
             self._ranks.pop(rank).close()
@@ -136,23 +141,23 @@ class Observer:
         return os.dup(page_file), os.dup(dump), read
 
     def started(self, rank: int, pid: int) -> None:
-        """Take note of a rank's process."""
+        """Record that a rank's process has started."""
         watched = self._ranks[rank]
         watched.pid, watched.exit_code, watched.mark_s = pid, None, time.monotonic()
         self._ticked_s = time.monotonic()
 
     def ended(self, rank: int, code: int) -> None:
-        """Take note of a rank's end; what it has written can still be read."""
+        """Record that a rank has ended. Its status block and its stacks can still be read."""
         if rank in self._ranks:
             self._ranks[rank].exit_code = code
             self._requests.pop(rank, None)
 
     def next_deadline_s(self) -> float | None:
-        """Say when `tick` has something to do, by the monotonic clock. None: not before a rank is started."""
+        """Return when `tick` is due, by the monotonic clock; None while no rank runs."""
         return self._deadline_s if any(watched.alive for watched in self._ranks.values()) else None
 
     def tick(self) -> list[str]:
-        """Look at the ranks if it is time. Returns: reports to show."""
+        """Look at the ranks if it is time, and return the reports to show."""
         now_s = time.monotonic()
         if now_s < self._deadline_s or self.next_deadline_s() is None:
             return []
@@ -171,7 +176,7 @@ class Observer:
         return []
 
     def snapshot(self, *, wait_s: float = 0.8) -> list[Situation]:
-        """Give what every rank does now, with its stacks, for `hang_report.render_stacks`. Takes up to `wait_s`."""
+        """Return what every rank does now, with its stacks, for `hang_report.render_stacks`. Takes up to `wait_s`."""
         self._requests.clear()
         for watched in self._ranks.values():
             if watched.alive:
@@ -182,13 +187,13 @@ class Observer:
         return self._situations(time.monotonic(), requests)
 
     def explain(self) -> str | None:
-        """Say which collectives of the ranks did not match, if any. For failure reports: ranks may have ended."""
+        """Return a description of collectives that did not match; None if all did. Ranks may have ended."""
         situations = [replace(situation, pending=()) for situation in self._situations(time.monotonic(), {})]
         mismatch = find_mismatch(situations, now_ns=time.monotonic_ns(), settled_ns=-1)
         return None if mismatch is None else render_mismatch(mismatch, ranks=self._num_ranks, folder=self._folder)
 
     def has_met(self, *, wait_s: float = 0.1) -> bool:
-        """Tell whether a collective of this generation was completed. Asks running ranks if no page says so."""
+        """Return True if a collective of this generation has completed. Asks running ranks if no block shows one."""
         if any(watched.met or watched.page.met for watched in self._ranks.values()):
             return True
         asked = [watched for watched in self._ranks.values() if watched.alive and watched.page.begun]
@@ -197,7 +202,7 @@ class Observer:
         return bool(asked) and wait_until(lambda: any(watched.page.met for watched in asked), wait_s)
 
     def doing(self, rank: int) -> str:
-        """Name the call that a rank is in, or has made last, as words: "in all_reduce at train.py:7"."""
+        """Return the call that a rank is in, or has made last, as words: "in all_reduce at train.py:7"."""
         calls = self._ranks[rank].page.calls() if rank in self._ranks else []
         if not calls:
             return ""
@@ -207,7 +212,7 @@ class Observer:
         return f"in {where}" if call.running else f"past {last}{where}"
 
     def finished_ns(self, rank: int) -> int | None:
-        """Tell when the program of a rank came to its end without an error; its process may still be there."""
+        """Return when a rank's program ended without an error; None if it has not. Its process may still run."""
         return self._ranks[rank].page.finished_ns if rank in self._ranks else None
 
     def left_ns(self, rank: int) -> int | None:
@@ -215,26 +220,26 @@ class Observer:
         return self._ranks[rank].page.left_ns if rank in self._ranks else None
 
     def grouped(self, rank: int) -> bool:
-        """Return False if a rank is known never to have made a process group, nor to have begun to."""
+        """Return False if a rank is known to have neither made a process group nor begun to."""
         if rank not in self._ranks or not self._ranks[rank].page.pid:  # not Python: it records nothing
             return True
         page = self._ranks[rank].page
         return page.begun > 0
 
     def in_call(self, rank: int) -> bool:
-        """Return False if a rank's latest call of torch.distributed is known to have ended well."""
+        """Return False if a rank's latest call of torch.distributed is known to have ended without an error."""
         calls = self._ranks[rank].page.calls() if rank in self._ranks else []
         return not calls or calls[-1].failed or any(call.running for call in calls)
 
     def ask_errors(self, ranks: Collection[int], *, wait_s: float = 0.2) -> None:
-        """Ask ranks which exceptions they handle, for `failure`, and wait a little for the answers."""
+        """Ask ranks which exceptions they handle, for `failure`, and wait up to `wait_s` for the answers."""
         asked = [self._ranks[rank] for rank in ranks if self._ranks[rank].alive]
         for watched in asked:
             watched.ask_error()
         wait_until(lambda: all(watched.page.read_failure() is not None for watched in asked), wait_s)
 
     def where(self, rank: int) -> str:
-        """Return the line at which the program of a running rank is, as words: "at train.py:7 in save"; "" if unknown.
+        """Return the current line of a running rank's program, as words: "at train.py:7 in save"; "" if unknown.
 
         Takes up to half a second.
         """
@@ -250,15 +255,15 @@ class Observer:
         return f"at {short_path(place.file, folder=self._folder)}:{place.line}{function}"
 
     def failure(self, rank: int) -> dict[str, Any] | None:
-        """Give the account that a rank has written of its failure."""
+        """Return the record that a rank has written of its failure; None if there is none."""
         return self._ranks[rank].page.read_failure() if rank in self._ranks else None
 
     def crash(self, rank: int) -> str:
-        """Give the stacks that a rank, or a child of it, has written when a signal such as SIGSEGV ended it."""
+        """Return the stacks that a rank, or a child of it, wrote when a signal such as SIGSEGV ended it; "" if none."""
         return crash_text(self._ranks[rank].dump) if rank in self._ranks else ""
 
     def close(self) -> None:
-        """Give up all files."""
+        """Close all files."""
         for watched in self._ranks.values():
             watched.close()
         self._ranks.clear()
@@ -273,7 +278,7 @@ class Observer:
         return min([seconds for seconds in (self._report_s, self._abort_s) if seconds], default=0.0)
 
     def _look(self, now_s: float) -> bool:
-        """Read the pages' counters and ask flight recorders. Returns: whether some rank stands still."""
+        """Read the status blocks' counters and ask flight recorders. Return True if a rank may have to be reported."""
         standing = False
         for watched in self._ranks.values():
             if not watched.alive:
@@ -285,7 +290,7 @@ class Observer:
             standing |= still_s >= _JUDGING_S
             if not watched.met:
                 watched.met = watched.page.met if mark != (0, 0) else False
-            # A rank that only uses DDP tells nowhere else that it has met its peers.
+            # If a rank uses only DDP, nothing but its flight recorder shows that it has met its peers.
             curious = mark[1] > 0 and not watched.met and now_s - watched.asked_s >= _JUDGING_S
             patience_s = self._patience_s
             idle = patience_s > 0 and mark[0] > 0 and still_s >= patience_s / 3
@@ -312,7 +317,7 @@ class Observer:
     def _look_for_idle(self, now_s: float) -> None:
         ended = [watched.exit_code for watched in self._ranks.values() if watched.exit_code is not None]
         alive = {rank: watched for rank, watched in sorted(self._ranks.items()) if watched.alive}
-        # A failure is told as such, and so is a collective that others do not enter.
+        # Failures have their own report, and so have collectives that other ranks do not enter.
         calls = (call for watched in alive.values() for call in watched.page.calls())
         if any(ended) or any(call.running and call.kind != "point-to-point" for call in calls):
             self._idleness.forget()
@@ -327,7 +332,7 @@ class Observer:
             self._deadline_s = now_s + _COLLECTING_TICK_S
 
     def _collect(self, now_s: float) -> list[str]:
-        """Go on collecting stacks; when all are there, make the report."""
+        """Continue to collect stacks; once all are there, return the report."""
         if not _poll(self._requests):
             self._deadline_s = now_s + _COLLECTING_TICK_S
             return []
@@ -347,7 +352,7 @@ class Observer:
                 command=self._command,
             )
             return [f"unisono: {text}"]
-        # With stacks, places are known; what has dissolved in the meantime is not reported.
+        # Stacks show the places. A hang that has resolved in the meantime is not reported.
         self._finding = finding = self._find(situations)
         if finding is None:
             return []
@@ -401,7 +406,7 @@ class Observer:
 
     @staticmethod
     def _recorded(watched: _Watched) -> dict[str, Any]:
-        """Read what the rank's flight recorder has answered last."""
+        """Return the latest answer of the rank's flight recorder, as arguments of `Situation`."""
         answer = watched.page.read_answer()
         if answer is None:
             return {}
@@ -426,5 +431,5 @@ class Observer:
 
 
 def _poll(requests: dict[int, StackRequest]) -> bool:
-    """Look for answers to all requests. Returns: whether there is nothing more to wait for."""
+    """Poll all requests, and return True if all are done."""
     return not [request for request in requests.values() if not request.poll()]

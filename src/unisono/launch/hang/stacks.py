@@ -1,10 +1,10 @@
 """The Python stacks of a running rank, without root and without ptrace.
 
-In the rank, faulthandler writes them to a file in memory, and by itself on a crash; the agent asks for them and reads
-them. It asks the interpreter first, by a signal that Python handles and by the pipe of the recorder's thread: either
-writes all stacks while no other thread can change them. Only if neither answers, because the main thread is stuck in C
-code, a second signal is handled without the interpreter, and then writes the main thread's stack alone: to walk the
-stacks of threads that run would crash the rank. Start reading at `install` and `StackRequest`.
+In the rank, faulthandler writes them to a file in memory, automatically on a crash and when the agent asks. The agent
+asks the interpreter first, by a signal that Python handles and by the pipe of the recorder's thread: either writes all
+stacks while no other thread can change them. Only if neither answers, because the main thread is stuck in C code, it
+sends a second signal, which is handled without the interpreter and writes the main thread's stack alone: walking the
+stacks of running threads would crash the rank. Start reading at `install` and `StackRequest`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 ASK_SIGNAL = signal.SIGRTMAX - 6
-"""Asks the interpreter. Real-time signals have no other meaning; libraries that use some begin at the lower end."""
+"""Asks the interpreter. Real-time signals have no other meaning; libraries that use some start at the low end."""
 STACK_SIGNAL = signal.SIGRTMAX - 5
 """Asks the fault handler."""
 
@@ -48,9 +48,9 @@ _LONGEST_DUMP = 1 << 20
 _PATIENCE_S = 0.25
 """How long the interpreter has to answer before the fault handler is asked."""
 _BEGIN, _END = b"# begin\n", b"# end\n"
-"""What the interpreter writes around its answer."""
+"""Lines around an answer of the interpreter."""
 _PAUSE_S = 0.02
-"""The fault handler's answer is complete when it has not grown for so long; its end has no mark."""
+"""An answer of the fault handler is complete once it has not grown for this long; nothing marks its end."""
 
 _THREAD = re.compile(r"^(?:Stack|(?:Current thread|Thread) (0x[0-9a-f]+)[^(]*)[ ]?\(most recent call first\):")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
@@ -65,11 +65,11 @@ class Frame:
     """0 if it is not known."""
     function: str
     is_library: bool
-    """Whether it belongs to Python or an installed package, and not to the user's program."""
+    """True if it belongs to Python or an installed package, not to the user's program."""
 
     @property
     def source(self) -> str:
-        """The line of source, "" if it cannot be read."""
+        """The line of source; "" if it cannot be read."""
         return linecache.getline(self.file, self.line).strip()
 
 
@@ -78,39 +78,39 @@ class Thread:
     """The stack of one thread, innermost call first."""
 
     ident: int
-    """As `threading.get_ident()` gives it; 0 for a main thread that was shown without the others."""
+    """As `threading.get_ident()` returns it; 0 for a main thread that was written without the others."""
     frames: tuple[Frame, ...]
 
     @property
     def place(self) -> Frame | None:
-        """The innermost frame of the user's program; of any code if there is none."""
+        """The innermost frame of the user's program, or of any code if there is none."""
         return next((frame for frame in self.frames if not frame.is_library), self.frames[0] if self.frames else None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessState:
-    """What the kernel says of a process."""
+    """The state of a process, from the kernel."""
 
     state: Literal["running", "sleeping", "in the kernel", "stopped", "ended"]
     cpu_s: float
-    """Time that it has computed, with all its threads."""
+    """CPU time of all its threads, in seconds."""
     name: str = ""
 
 
 def create_dump() -> int:
-    """Make the file in memory for a rank's stacks. Returns: its number, not inherited by programs."""
+    """Create the file in memory for a rank's stacks, and return its number. Programs do not inherit it."""
     import fcntl  # noqa: PLC0415  only the agent needs it
 
     file = os.memfd_create("unisono-stacks", os.MFD_CLOEXEC)
-    # Written at the end always, so that the agent can empty it, and processes of one rank can share it.
+    # Writes always append, so that the agent can empty the file, and processes of one rank can share it.
     fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)
     return file
 
 
 def install(dump: int, *, has_thread: Callable[[], bool] = lambda: False) -> None:
-    """Have this process write its stacks to the file on request and on a crash. Processes that it forks do too.
+    """Make this process, and processes that it forks, write their stacks to the file on request and on a crash.
 
-    Call it in the main thread. Args: has_thread tells whether a thread of this process answers instead of the main one.
+    Call it in the main thread. `has_thread` returns True if a thread of this process answers instead of the main one.
     """
 
     file = OwnFile(dump)
@@ -133,11 +133,16 @@ def write(dump: OwnFile) -> None:
 
 
 class StackRequest:
-    """The stacks of a rank and of the Python processes that it forked, collected without waiting.
+    """Collects the stacks of a rank and of the Python processes that it forked, without waiting.
 
-    Call `poll` now and then until `done`. Processes without the handlers, which the signals would kill, are not asked.
-    Args: pid is the rank's; dump is the file that its handler writes to; ask asks the rank's thread, if it has one;
-    children are asked too, after the rank.
+    Call `poll` repeatedly until `done`. Processes without the handlers, which the signals would kill, are not asked.
+
+    Args:
+        pid: The rank's process.
+        dump: The file that its handlers write to.
+        ask: Asks the rank's thread, if it has one.
+        children: True to ask its descendants, too, the first 8, once the rank has answered.
+        timeout_s: Seconds to wait for each process.
     """
 
     def __init__(
@@ -158,16 +163,16 @@ class StackRequest:
         self._size, self._size_s, self._deadline_s = 0, 0.0, 0.0
         self._patience_ends_s, self._by_force = 0.0, False
         self.stacks: dict[int, tuple[Thread, ...]] = {}
-        """By process, what has been collected; a process that did not answer has none."""
+        """The stacks by process; a process that did not answer is missing."""
         self._ask_next()
 
     @property
     def done(self) -> bool:
-        """Whether there is nothing more to wait for."""
+        """True if there is nothing more to wait for."""
         return not self._asked
 
     def poll(self) -> bool:
-        """Look for the answer. Returns: `done`."""
+        """Look for the answer, ask the next process once it is complete, and return `done`."""
         if self.done:
             return True
         now_s, size = time.monotonic(), os.fstat(self._dump).st_size
@@ -217,14 +222,14 @@ class StackRequest:
 
 
 def crash_text(dump: int) -> str:
-    """Give what the rank wrote when a signal such as SIGSEGV ended it; "" if there is nothing of that kind."""
+    """Return what the rank wrote when a signal such as SIGSEGV ended it; "" if it wrote no such text."""
     text = os.pread(dump, _LONGEST_DUMP, 0).decode(errors="replace")
     start = text.find("Fatal Python error")
     return text[start:].strip() if start >= 0 else ""
 
 
 def parse_stacks(text: str) -> tuple[Thread, ...]:
-    """Read what faulthandler has written.
+    """Parse what faulthandler has written.
 
     >>> text = 'Current thread 0x0a (most recent call first):\\n  File "/home/me/train.py", line 7 in step\\n'
     >>> [(thread.ident, thread.frames[0].function, thread.frames[0].is_library) for thread in parse_stacks(text)]
@@ -236,7 +241,7 @@ def parse_stacks(text: str) -> tuple[Thread, ...]:
             threads.append((int(found[1] or "0", 16), []))
         elif (found := _FRAME.match(line)) and threads:
             number = int(found[2]) if found[2].isdigit() else 0
-            if found[1] != __file__:  # what answers is not of the program
+            if found[1] != __file__:  # the code that answers is not the program's
                 threads[-1][1].append(
                     Frame(file=found[1], line=number, function=found[3], is_library=bool(library_of(found[1])))
                 )
@@ -244,12 +249,12 @@ def parse_stacks(text: str) -> tuple[Thread, ...]:
 
 
 def _answers(frames: list[Frame]) -> bool:
-    """Tell whether this is the thread that answers the agent."""
+    """Return True if this is the thread that answers the agent."""
     return bool(frames) and frames[-1].function == "_answer" and Path(frames[-1].file).parent == Path(__file__).parent
 
 
 def read_state(pid: int) -> ProcessState:
-    """Ask the kernel what a process does."""
+    """Return the state of a process; "ended" if there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
@@ -269,7 +274,7 @@ def read_state(pid: int) -> ProcessState:
 
 
 def _can_answer(pid: int) -> bool:
-    """Tell whether the process has the handlers, and gets to run them."""
+    """Return True if the process has the handlers and can run them."""
     try:
         text = Path(f"/proc/{pid}/status").read_text(errors="replace")
     except OSError:

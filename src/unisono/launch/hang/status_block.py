@@ -1,7 +1,7 @@
-"""The status block that a rank shares with its agent: what it does in its process groups, and how it failed.
+"""The status block that a rank shares with its agent: the rank's calls in its process groups, and its failure.
 
 A file in memory (memfd), mapped by both. The rank writes, the agent reads at any time, also when the rank was stopped
-or killed. Records carry a checksum, so a reader never takes one that is half written. Start reading at `StatusBlock`.
+or killed. Records carry a checksum, so a reader never accepts a half-written one. Start reading at `StatusBlock`.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from unisono.text import clip, parse_ranks
 __all__ = ["Kind", "RecordedCall", "StatusBlock", "create", "encode_call"]
 
 _MAGIC = b"unisono1"
-_SIZE = 512 << 10  # memory that is not written to takes no room
+_SIZE = 512 << 10  # pages that are never written take no memory
 # pid, main thread, calls begun, calls completed, whether ranks have met, finished, places of calls, left its groups
 _HEADER = struct.Struct("QQQQQQQQ")
 _HEADER_AT = 8
 
-# Calls: the latest ones, each in a place of its own. The rank writes an end without touching the rest of its call.
-# They take turns in the first places; where threads are in a call in all of these, the next ones get further places.
+# Calls: the latest ones, one per place. The end of a call is written without touching the rest of its record.
+# They use the first places in turn. While running calls of threads occupy all of these, further places are used.
 _PLACES, _MOST_PLACES, _PLACE_SIZE, _CALLS_AT = 32, 448, 768, 4096
-_END = struct.Struct("Qq")  # number of the call that ended, and when; a negative time: with an error
-_START = struct.Struct("IIQqQQ")  # checksum of what follows, length of the text, number, start, sequence, epoch
+_END = struct.Struct("Qq")  # number of the call that ended, and when; a negative time after an error
+_START = struct.Struct("IIQqQQ")  # checksum of all that follows, length of the text, number, start, sequence, epoch
 _SHARED_PLACE = _MOST_PLACES - 1
-"""Where calls are recorded for which there is no place left: the latest of them can be read."""
+"""The place of all calls for which there is no other one: only the latest of them can be read."""
 _LONGEST_TEXT = _PLACE_SIZE - _END.size - _START.size
 
-# Texts: checksum, length and number, then JSON. Two halves take turns, so that one is always whole.
+# Texts: checksum, length and number, then JSON. Answers alternate between two halves, so that one is always whole.
 _TEXT = struct.Struct("IIQ")
 _ANSWER_AT, _ANSWER_SIZE = _CALLS_AT + _MOST_PLACES * _PLACE_SIZE, 24 << 10
 _FAILURE_AT, _FAILURE_SIZE = _ANSWER_AT + 2 * _ANSWER_SIZE, 48 << 10
@@ -55,47 +55,47 @@ class RecordedCall:
     name: str
     """The function, for example "all_reduce"."""
     kind: Kind
-    """A collective of a group, a send or receive, or the making of a group."""
+    """A collective of a group, a send or receive, or a call that makes a group."""
     group: str
-    """Name of the process group, as torch numbers it; "" if it is not known."""
+    """Name that torch gave the process group; "" if it is not known."""
     label: str
-    """What people know the group by: "the group 'tp'", "the group made at train.py:7", "the default group"; or ""."""
+    """How users know the group: "the group 'tp'", "the group made at train.py:7", "the default group"; or ""."""
     ranks: tuple[int, ...]
-    """The group's members, as global ranks. Empty: all ranks of the job."""
+    """The group's members, as global ranks; empty for all ranks of the job."""
     epoch: int
-    """How often the default group had been made. Names and sequence numbers start anew each time."""
+    """How often the default group had been made. Names and sequence numbers start over each time."""
     sequence: int
     """1 for the group's first collective in this rank and epoch, or for the first call that makes a group by this
     function; 0 for sends and receives."""
     tensors: str
-    """Shape and dtype of what is passed, for example "float32[4, 4]"."""
+    """Dtype and shape of the tensors, for example "float32[4, 4]"."""
     reduction: str
     """For example "sum"; "" where nothing is reduced."""
     peer: int | None
-    """Root of the collective, or the rank that a send goes to or a receive comes from. None: there is none, or any."""
+    """Root of the collective, destination of a send, or source of a receive; None if there is none, or for any rank."""
     signature: str
-    """What must be equal on all ranks of the group."""
+    """The properties that must be equal on all ranks of the group."""
     file: str
-    """Where the user's code calls it."""
+    """The place of the call in the user's code."""
     line: int
     function: str
     asynchronous: bool
-    """Whether the call only starts the operation."""
+    """True if the call only starts the operation."""
     started_ns: int
     """By the monotonic clock."""
     ended_ns: int | None
     """None while it runs."""
     failed: bool
-    """Whether it raised an error."""
+    """True if it raised an error."""
 
     @property
     def running(self) -> bool:
-        """Whether the rank is inside the call."""
+        """True while the rank is inside the call."""
         return self.ended_ns is None
 
 
 def create() -> int:
-    """Make the memory of a status block. Returns: its file number, not inherited by programs."""
+    """Create the memory of a status block, and return its file number. Programs do not inherit it."""
     file = os.memfd_create("unisono-page", os.MFD_CLOEXEC)
     os.ftruncate(file, _SIZE)
     return file
@@ -104,7 +104,8 @@ def create() -> int:
 class StatusBlock:
     """A mapped status block. One process writes to it, any may read.
 
-    Args: file is the number that `create` gave, or a copy of it. It may be closed afterwards.
+    Args:
+        file: The number that `create` returned, or a duplicate. It may be closed afterwards.
 
     >>> file = create()
     >>> rank, agent = StatusBlock(file), StatusBlock(file)
@@ -137,12 +138,12 @@ class StatusBlock:
     # Written by the rank.
 
     def claim(self, *, pid: int, main_thread: int) -> None:
-        """Say whose block it is; main_thread is the main thread's `threading.get_ident()`."""
+        """Record which process owns the block; main_thread is the `threading.get_ident()` of its main thread."""
         self._map[: len(_MAGIC)] = _MAGIC
         struct.pack_into("QQ", self._map, _HEADER_AT, pid, main_thread)
 
     def begin(self, text: bytes, *, sequence: int = 0, epoch: int = 0) -> int:
-        """Record that a call begins; text is what `encode_call` made of it. Returns: the number that `end` takes."""
+        """Record that a call begins, with its text from `encode_call`, and return its number for `end`."""
         number = next(self._numbers)  # threads that call at the same time get different numbers
         place = number % _PLACES
         if self._open[place]:
@@ -170,7 +171,7 @@ class StatusBlock:
             struct.pack_into("Q", self._map, _HEADER_AT + 24, self._done)
 
     def _take_place(self) -> tuple[int, int]:
-        """Find a place for a call whose turn is at one that is in use. Returns: the call's number, and the place."""
+        """Find a place for a call when the next one in turn is occupied. Return the call's number, and the place."""
         for number in islice(self._numbers, _PLACES):
             place = number % _PLACES
             if not self._open[place]:
@@ -188,23 +189,23 @@ class StatusBlock:
         return number, place
 
     def note_meeting(self) -> None:
-        """Record that a collective has completed, though no call was recorded that tells."""
+        """Record that a collective has completed that is not among the recorded calls."""
         struct.pack_into("Q", self._map, _HEADER_AT + 32, 1)
 
     def note_finish(self) -> None:
-        """Record that the program has come to its end without an error. The process may take a while to end."""
+        """Record that the program has ended without an error. Its process may take a while longer."""
         struct.pack_into("Q", self._map, _HEADER_AT + 40, time.monotonic_ns())
 
     def note_groups(self, *, left: bool) -> None:
-        """Record that the rank leaves its process groups, or makes them anew."""
+        """Record that the rank leaves its process groups, or makes new ones."""
         struct.pack_into("Q", self._map, _HEADER_AT + 56, time.monotonic_ns() if left else 0)
 
     def write_failure(self, account: Mapping[str, Any]) -> None:
-        """Write how the rank failed. What is longer than 48 KiB loses the middle of its longest texts."""
+        """Write how the rank failed. The longest texts lose their middle if the record exceeds 48 KiB."""
         self._write(_FAILURE_AT, _FAILURE_SIZE, _fit(dict(account), _FAILURE_SIZE - _TEXT.size), 1)
 
     def write_answer(self, answer: Mapping[str, Any]) -> None:
-        """Write what the agent has asked for."""
+        """Write the answer to a question of the agent."""
         number = next(self._answers)
         at = _ANSWER_AT + number % 2 * _ANSWER_SIZE
         self._write(at, _ANSWER_SIZE, _fit(dict(answer), _ANSWER_SIZE - _TEXT.size), number)
@@ -213,12 +214,12 @@ class StatusBlock:
 
     @property
     def pid(self) -> int:
-        """The rank's process, as it sees itself; 0 before it has claimed the status block."""
+        """The rank's process id, as the rank sees it; 0 before it has claimed the status block."""
         return int(self._header()[0])
 
     @property
     def main_thread(self) -> int:
-        """Identity of the rank's main thread, as in a stack dump."""
+        """Identifier of the rank's main thread, as in a stack dump."""
         return int(self._header()[1])
 
     @property
@@ -228,45 +229,45 @@ class StatusBlock:
 
     @property
     def completed(self) -> int:
-        """How many calls have ended without an error, the making of groups included."""
+        """The number of calls that have ended without an error, including those that make groups."""
         return int(self._header()[3])
 
     @property
     def mark(self) -> tuple[int, int]:
-        """Something that changes whenever a call begins or ends."""
+        """A value that changes whenever a call begins, or ends without an error."""
         _, _, begun, completed, *_ = self._header()
         return begun, completed
 
     @property
     def finished_ns(self) -> int | None:
-        """When the program came to its end without an error, by the monotonic clock. None: it has not, so far."""
+        """When the program ended without an error, by the monotonic clock; None if it has not."""
         return int(self._header()[5]) or None
 
     @property
     def left_ns(self) -> int | None:
-        """When the rank left its process groups, by the monotonic clock. None: it has made none, or is in them."""
+        """When the rank left its process groups, by the monotonic clock; None if it has made none, or is in them."""
         return int(self._header()[7]) or None
 
     @property
     def met(self) -> bool:
-        """Whether a collective has completed: the rank got as far as the exchange with its peers."""
+        """True if a collective, send or receive has completed: the rank has reached the exchange with its peers."""
         return bool(self._header()[4]) or any(
             call.kind != "setup" and not call.running and not call.failed and not call.asynchronous
             for call in self.calls()
         )
 
     def calls(self) -> list[RecordedCall]:
-        """Give the latest calls, the newest last; of the first 447 that run at the same time none is missing."""
+        """Return the latest calls, the newest last. The first 447 that run at the same time are all included."""
         found = (self._call(place) for place in range(max(_PLACES, self._header()[6])))
         return sorted((call for call in found if call is not None), key=lambda call: call.number)
 
     def read_failure(self) -> dict[str, Any] | None:
-        """Give what the rank has written about its failure, if anything."""
+        """Return the record that the rank has written of its failure; None if there is none."""
         found = self._read(_FAILURE_AT, _FAILURE_SIZE)
         return found[1] if found else None
 
     def read_answer(self) -> tuple[int, dict[str, Any]] | None:
-        """Give the latest answer and its number, counted from 1."""
+        """Return the number of the latest answer, counted from 1, and the answer; None if there is none."""
         halves = [self._read(_ANSWER_AT + half * _ANSWER_SIZE, _ANSWER_SIZE) for half in range(2)]
         return max((half for half in halves if half), key=lambda half: half[0], default=None)
 
@@ -326,7 +327,7 @@ def encode_call(
     function: str = "",
     asynchronous: bool = False,
 ) -> bytes:
-    """Give the text of a call for `StatusBlock.begin`; ranks as `format_ranks` has them. Long parts are cut to fit."""
+    """Return the text of a call for `StatusBlock.begin`; ranks are as `format_ranks` writes them. Cuts long parts."""
     call: dict[str, Any] = {"name": name, "kind": kind, "group": group, "label": label, "ranks": ranks}
     call |= {"tensors": tensors}
     call |= {"reduction": reduction, "peer": peer, "signature": signature, "file": file, "line": line}
@@ -354,7 +355,7 @@ def _parse(text: bytes) -> dict[str, Any]:
 
 
 def _fit(content: dict[str, Any], size: int) -> bytes:
-    """Encode as JSON of at most `size` bytes, at the price of the middle of the longest texts in it."""
+    """Encode as JSON of at most `size` bytes. The longest texts in it lose their middle if necessary."""
     longest = size
     while True:
         text = json.dumps(content, separators=(",", ":"), default=str).encode()

@@ -1,6 +1,6 @@
-"""Records in the rank's status block where it waits in a step of a Trainer whose ranks share memory.
+"""Records the waits in a step of a Trainer whose ranks share memory, in the rank's status block.
 
-Such a step passes no function of torch.distributed, so `recorder` does not see it. Its waits are counted like
+Such a step calls no function of torch.distributed, so `call_recorder` does not see it. Its waits are counted like
 collectives of one group.
 """
 
