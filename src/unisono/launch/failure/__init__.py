@@ -1,1 +1,1 @@
-"""Why a job failed: what ranks tell of their errors, which of them was the cause, and the report about it."""
+"""Finds out why a job failed: records of the ranks' errors, the rank that was the cause, and the report."""

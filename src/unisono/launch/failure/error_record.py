@@ -1,6 +1,6 @@
-"""What a rank tells of the error that ends it, as data that fits into its status block: type, message, frames, causes.
+"""A rank's record of the error that ends it, as data that fits into its status block: type, message, frames, causes.
 
-Made in the rank, where the error object is; read by the agent, which has it as JSON. Start reading at `record_error`.
+Made in the rank, where the error object is; read by the agent, as JSON. Start reading at `record_error`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from unisono.launch.failure.frames import Frame, frame_at, frames_in, frames_of,
 __all__ = ["ErrorRecord", "record_error", "remote_error"]
 
 ErrorRecord = dict[str, Any]
-"""What JSON takes: type, message, notes, frames (outermost first), chain (what caused it, nearest first: the same with
+"""Data for JSON: type, message, notes, frames (outermost first), chain (its causes, nearest first: the same with
 `link`, "cause" or "context"), traceback (the full text), code (exit code). Where they apply: group (the errors in an
 ExceptionGroup, and `members`, their number) and remote (the error of another process, which the message holds)."""
 
-_MOST_BYTES = 47 << 10  # the status block has 48 KiB, a header included
+_MOST_BYTES = 47 << 10  # the status block has 48 KiB for it, including a header
 _MOST_MESSAGE = 6000
 _MOST_CHAIN = 6
 _MOST_MEMBERS = 8
@@ -35,7 +35,7 @@ _WHERE = (
 
 
 def record_error(error: BaseException) -> ErrorRecord:
-    """Describe an error that nothing caught. The JSON of the result has less than 48 KiB.
+    """Return the record of an error. Its JSON has less than 48 KiB.
 
     >>> account = record_error(ValueError("bad batch"))
     >>> account["type"], account["message"], account["code"]
@@ -44,14 +44,14 @@ def record_error(error: BaseException) -> ErrorRecord:
     try:
         account = _describe_all(error)
     except MemoryError:
-        # What the frames hold is not needed any more, and is perhaps what filled the memory.
+        # The variables of the frames are not needed any more, and may have filled the memory.
         traceback.clear_frames(error.__traceback__)
         account = _describe_all(error)
     return _fit(account)
 
 
 def remote_error(message: str) -> ErrorRecord | None:
-    """Read the error of another process from a message that holds its traceback. None: the message holds none.
+    """Return the error of another process from a message that contains its traceback; None if it contains none.
 
     >>> remote_error('Caught KeyError in DataLoader worker process 0.\\nOriginal Traceback (most recent call last):\\n'
     ...     '  File "/data.py", line 7, in load\\n    return table[key]\\nKeyError: 3\\n')["where"]
@@ -91,7 +91,7 @@ def _describe(error: BaseException, trace: TracebackType | None) -> ErrorRecord:
     if (remote := remote_error(message)) is not None:
         account["remote"] = remote
     members = getattr(error, "exceptions", None)
-    # Python before 3.11 has no such class, and a package that adds it.
+    # Python before 3.11 has no class for these, but a package adds it.
     if isinstance(members, tuple) and all(isinstance(member, BaseException) for member in members):
         account["members"] = len(members)
         account["group"] = [_describe(member, member.__traceback__) for member in members[:_MOST_MEMBERS]]
@@ -119,7 +119,7 @@ def _syntax_frame(error: SyntaxError) -> Frame:
 
 
 def _chain(error: BaseException) -> Iterator[tuple[str, BaseException]]:
-    """Give what an error came from, nearest first, as Python prints it."""
+    """Yield the errors that an error came from, nearest first, as Python prints them."""
     seen = {id(error)}
     while len(seen) <= _MOST_CHAIN:
         if error.__cause__ is not None:
@@ -157,7 +157,7 @@ def _without_launcher(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _last_words(text: str) -> str:
-    """Find the error at the end of a printed traceback: what follows the last frame and is not indented."""
+    """Return the error at the end of a printed traceback: from the first unindented line after the last frame."""
     lines = text.strip().removesuffix('"""').rstrip().splitlines()
     frame = max((i for i, line in enumerate(lines) if line.lstrip().startswith('File "')), default=-1)
     words = [i for i, line in enumerate(lines) if i > frame and line and not line[0].isspace() and line[0] != "["]
@@ -165,7 +165,7 @@ def _last_words(text: str) -> str:
 
 
 def _clean(text: str) -> str:
-    """Replace what cannot be encoded, such as the bytes of a file name that is not UTF-8."""
+    """Replace characters that cannot be encoded, such as bytes of a file name that is not UTF-8."""
     return text.encode(errors="backslashreplace").decode()
 
 
@@ -188,7 +188,7 @@ def _fit(account: ErrorRecord) -> ErrorRecord:
         return len(json.dumps(account)) - _MOST_BYTES
 
     text, most = account["traceback"], _MOST_BYTES
-    # A character that is not ASCII has 6 or 12 bytes in JSON, so one cut may not be enough.
+    # A character that is not ASCII takes 6 or 12 bytes in JSON, so one cut may not be enough.
     while excess() > 0 and most > 2000:
         most = most * 2 // 3
         account["traceback"] = _cut(text, most)

@@ -1,7 +1,7 @@
 """The failure report: one screen for people, and the same as JSON. Pure; start reading at `render`.
 
-The order is that of the questions: which rank and what, where in your code, what it printed last, who else, what now.
-Frames of libraries are folded to one line.
+Its parts, in order: the rank and what happened, the place in your code, a hint, its last lines of output, other ranks.
+Frames of libraries are folded into one line.
 """
 
 from __future__ import annotations
@@ -26,34 +26,33 @@ _MOST_BODY_LINES = 24
 _MOST_TAIL = 8
 _LABEL = 13
 _INDENT = 4
-"""What torch and gloo put in front of an error's words."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Circumstances:
-    """What a report says besides the failures themselves."""
+    """The facts in a report besides the failures themselves."""
 
     ranks: int
     """How many ranks the job has."""
     folder: str = ""
     """Working directory; paths of source files are shown relative to it."""
     evidence: str | None = None
-    """What the kernel's counters say of memory (`unisono.memory.evidence`)."""
+    """Evidence of a lack of memory in the kernel's counters (`unisono.memory.evidence`); None if there is none."""
     log_files: Mapping[int, Sequence[Path]] = field(default_factory=dict)
-    """By rank, the files with all that it printed in this generation."""
+    """By rank, the files with all its output in this generation."""
     restarts: int = 0
-    """How often the ranks have been started anew before this failure."""
+    """How often the ranks have been restarted before this failure."""
     max_restarts: int = 0
-    """How often they may be."""
+    """How often they may be restarted."""
     mismatch: str = ""
-    """Which collectives of the ranks did not match, if any (`launch.hang.hang_report.render_mismatch`)."""
+    """The report of collectives that did not match, if any (`launch.hang.hang_report.render_mismatch`)."""
     remarks: Sequence[str] = ()
-    """Sentences to add: why there is no restart, what the ranks that were missed did."""
+    """Sentences to add: why there is no restart, what absent ranks did."""
     run_id: str = ""
 
 
 def render(verdict: RootCause, circumstances: Circumstances, *, colour: bool = False, columns: int = 100) -> str:
-    """Write the report. Returns: lines of at most `columns` characters, without a line break at the end."""
+    """Return the report: lines of at most `columns` characters, without a line break at the end."""
     lines = _ReportLines(colour=colour, columns=columns)
     lines.add(f"unisono: {headline(verdict, circumstances)}", style="headline")
     body = list(_body(verdict, circumstances, columns - _INDENT))
@@ -71,7 +70,7 @@ def render(verdict: RootCause, circumstances: Circumstances, *, colour: bool = F
 
 
 def to_json(verdict: RootCause, circumstances: Circumstances) -> dict[str, Any]:
-    """Describe the failure as data, for a file beside the logs."""
+    """Return the report as data, for a file beside the logs."""
     parts = {
         "same": verdict.same,
         "victims": verdict.victims,
@@ -100,7 +99,7 @@ _REFUSED = ("TypeError", "ValueError")
 
 
 class _ReportLines:
-    """Lines of a report, clipped and perhaps coloured."""
+    """Collects the lines of a report, clipped and optionally coloured."""
 
     _STYLES = {"headline": "1;31", "error": "31", "dim": "2", "label": "2"}  # noqa: RUF012  a table
 
@@ -113,7 +112,7 @@ class _ReportLines:
         self._lines.append(self._paint(clip(_plain(text), self._columns), style))
 
     def fact(self, label: str, text: str) -> None:
-        """Add a line of the lower part, broken where it is too long, behind a label."""
+        """Add a line of the lower part after a label, wrapped where it is too long."""
         for number, part in enumerate(_wrap(_plain(text), self._columns - _LABEL - 2)):
             head = f"  {(label if number == 0 else ''):<{_LABEL}}"
             self._lines.append(f"{self._paint(head, 'label')}{part}".rstrip())
@@ -126,7 +125,7 @@ class _ReportLines:
 
 
 def headline(verdict: RootCause, circumstances: Circumstances, *, most: int = 2000) -> str:
-    """Say in a line of at most so many characters which rank was the cause and what happened to it."""
+    """Return which rank was the cause and what happened to it, in a line of at most `most` characters."""
     return clip(_plain(_headline(verdict, circumstances)), most)
 
 
@@ -166,7 +165,7 @@ def _what_happened(cause: RankFailure, *, were: str) -> str:
 
 
 def _body(verdict: RootCause, circumstances: Circumstances, width: int) -> Iterator[tuple[str, str]]:
-    """Give the middle part: lines and their styles."""
+    """Yield the middle part: lines and their styles."""
     cause, folder = verdict.cause, circumstances.folder
     account = cause.account
     if _is_of_mismatch(verdict, circumstances):
@@ -227,11 +226,11 @@ def _error_body(account: Mapping[str, Any], folder: str, width: int, *, is_told:
 def _traceback(
     frames: Sequence[Frame], folder: str, *, most: int = _MOST_FRAME_LINES, within: Sequence[Frame] = ()
 ) -> Iterator[tuple[str, str]]:
-    """Give the lines for frames, outermost first: the user's own with their source, runs of others in one line.
+    """Yield the lines for frames, outermost first: the user's own with their source, runs of others in one line.
 
-    Args: within are the frames of the error that these led to.
+    `within` are the frames of the error that this one led to.
     """
-    # A program that lies in an installed package has no frame of the user's: then the innermost ones are shown.
+    # A program in an installed package has no user frames: then the innermost three are shown.
     told = any(is_own(frame) for frame in (*frames, *within))
     shown = frames if told else [*frames[:-3], *map(_as_own, frames[-3:])]
     lines: list[list[tuple[str, str]]] = []
@@ -263,7 +262,7 @@ def _own_lines(frame: Frame, folder: str, times: str, *, marked: bool) -> list[t
 
 
 def _fold(groups: Sequence[list[tuple[str, str]]], most: int) -> Iterator[tuple[str, str]]:
-    """Leave out groups of lines after the first until the rest has at most so many lines."""
+    """Leave out groups after the first one until at most `most` lines, or two groups, are left."""
     kept, left_out = list(groups), 0
     while sum(map(len, kept)) > most and len(kept) > 2:
         del kept[1]
@@ -275,7 +274,7 @@ def _fold(groups: Sequence[list[tuple[str, str]]], most: int) -> Iterator[tuple[
 
 
 def _rest_of_message(account: Mapping[str, Any], width: int, *, is_told: bool) -> Iterator[tuple[str, str]]:
-    """Give the lines of a message that are not told by the headline. Stacks of C++ are left to the log."""
+    """Yield the lines of a message that the headline does not show. Stacks of C++ are only in the log."""
     lines = [line for line in account["message"].splitlines() if line.strip()]
     lines = [line for line in lines if not line.startswith(("frame #", "Exception raised from"))]
     told = lines[1:] if is_told else [": ".join([account["type"], *lines[:1]]), *lines[1:]]
@@ -287,9 +286,9 @@ def _rest_of_message(account: Mapping[str, Any], width: int, *, is_told: bool) -
 
 
 def _facts(verdict: RootCause, circumstances: Circumstances, width: int) -> Iterator[tuple[str, list[str]]]:
-    """Give the lower part: labels and their lines."""
+    """Yield the lower part: labels and their lines."""
     cause = verdict.cause
-    # The signal's meaning has told it already.
+    # For a signal, the middle part contains it already.
     if circumstances.evidence is not None and cause.code >= 0:
         yield "memory", [circumstances.evidence]
     if hint := _hint(cause):
@@ -324,7 +323,7 @@ def _hint(cause: RankFailure) -> str | None:
 
 
 def _tail(cause: RankFailure) -> list[str]:
-    """Choose from the last lines those that the report does not hold yet."""
+    """Return those of the last lines that the report does not contain yet."""
     account = cause.account or {}
     told = {line.strip() for text in ("traceback", "message") for line in account.get(text, "").splitlines()}
     lines = [line for line in cause.tail if line.strip() and line.strip() not in told]
@@ -338,7 +337,7 @@ def _other(failure: RankFailure) -> str:
 
 
 def _crash_frames(crash_stack: str) -> list[Frame]:
-    """Read the stack of the thread that crashed. The fault handler writes the innermost frame first."""
+    """Return the frames of the thread that crashed, outermost first; the fault handler writes the innermost first."""
     _, found, stack = crash_stack.partition("Current thread ")
     text = stack.partition("\n\n")[0].partition("\nThread ")[0] if found else ""
     frames = frames_in(text)[::-1]
@@ -347,7 +346,7 @@ def _crash_frames(crash_stack: str) -> list[Frame]:
 
 
 def _is_of_mismatch(verdict: RootCause, circumstances: Circumstances) -> bool:
-    """Whether the failure is what comes of collectives that do not match, and not another error."""
+    """Return True if the failure results from collectives that do not match, and is not another error."""
     account, code = verdict.cause.account, verdict.cause.code
     if not circumstances.mismatch or verdict.absent_finished:
         return False
@@ -371,7 +370,7 @@ def _place(frame: Frame, folder: str) -> str:
 
 
 def _title(account: Mapping[str, Any], *, most: int = 200) -> str:
-    """Give an error in one line.
+    """Return an error in one line.
 
     >>> _title({"type": "ValueError", "message": "bad batch\\nof 3"})
     'ValueError: bad batch'
@@ -401,12 +400,12 @@ def _failure_as_json(failure: RankFailure, circumstances: Circumstances) -> dict
 
 
 def _plain(text: str) -> str:
-    """Take out what a terminal would obey: colours, returns, other control characters."""
+    """Replace the characters that a terminal would interpret: colours, returns, other control characters."""
     return "".join(character if character.isprintable() else " " for character in text.expandtabs(4))
 
 
 def _wrap(text: str, columns: int) -> list[str]:
-    """Break a text into lines, at blanks or behind a slash if there are any; never changes what is not a blank."""
+    """Break a text into lines, at blanks or after a slash if there are any. Drops nothing but blanks."""
     lines = []
     while len(text) > columns:
         cut = text.rfind(" ", columns // 2, columns + 1)

@@ -1,7 +1,7 @@
-"""Stack frames as plain data: of tracebacks, of text that Python printed, and whose code a frame is.
+"""Stack frames as plain data, from tracebacks and from text that Python printed, and the library of each.
 
 A frame is the user's own unless its file belongs to Python, to an installed package or to unisono. Reports show own
-frames with their source and fold the others. Pure but for `linecache`, which reads source files.
+frames with their source and fold the others. Pure except for `linecache`, which reads source files.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 __all__ = ["Frame", "frame_at", "frames_in", "frames_of", "is_hidden", "is_own", "library_of", "short_path"]
 
 Frame = dict[str, Any]
-"""What JSON takes: file, line, function, source (the line, stripped), library ("" for the user's own code), and `span`,
+"""Data for JSON: file, line, function, source (the line, stripped), library ("" for the user's own code), and `span`,
 the columns [start, end) in `source` that Python marks, if it marks less than the whole line."""
 
 _MOST_SOURCE = 240
@@ -27,12 +27,12 @@ _INTERACTIVE = ("<stdin>", "<console>", "<input>", "<ipython-", "<python-input")
 _STANDARD = tuple({f"{os.path.dirname(os.__file__)}/", f"{sysconfig.get_path('stdlib')}/"})  # noqa: PTH120
 _UNISONO = f"{Path(__file__).parents[2]}/"
 _LAUNCHER = f"{Path(__file__).parents[1]}/"
-# The header of a frame in a traceback and in what the fault handler writes.
+# The header of a frame in a traceback and in the output of the fault handler.
 _HEADER = re.compile(r'^\s*File "(?P<file>.+?)", line (?P<line>\d+|\?\?\?)(?:,? in (?P<function>.+))?$')
 
 
 def library_of(file: str) -> str:
-    """Name the library that a source file belongs to; "" is the user's own code.
+    """Return the library that a source file belongs to; "" for the user's own code.
 
     >>> library_of("/venv/lib/python3.11/site-packages/torch/nn/modules/linear.py"), library_of("<frozen runpy>")
     ('torch', 'python')
@@ -50,17 +50,17 @@ def library_of(file: str) -> str:
 
 
 def is_own(frame: Mapping[str, Any]) -> bool:
-    """Whether a frame is the user's code."""
+    """Return True if a frame is the user's code."""
     return not frame["library"]
 
 
 def is_hidden(file: str) -> bool:
-    """Whether frames of a file are never shown: those of the import system and of the launcher."""
+    """Return True if frames of a file are never shown: those of the import system and of the launcher."""
     return file.startswith(("<frozen importlib", "<frozen runpy", _LAUNCHER))
 
 
 def frame_at(file: str, line: int, function: str, *, source: str | None = None) -> Frame:
-    """Describe a place in the code. The source line is read if it is not given."""
+    """Return the frame of a place in the code. The source line is read if it is not given."""
     text = linecache.getline(file, line) if source is None else source
     return {
         "file": file,
@@ -72,7 +72,7 @@ def frame_at(file: str, line: int, function: str, *, source: str | None = None) 
 
 
 def frames_of(trace: TracebackType | None, *, most: int = 40) -> list[Frame]:
-    """List the frames of a traceback, outermost first. The import system and the launcher leave no frame.
+    """Return the frames of a traceback, outermost first, without those of the import system and of the launcher.
 
     Of more than `most` frames, as after endless recursion, the middle is left out.
     """
@@ -83,7 +83,7 @@ def frames_of(trace: TracebackType | None, *, most: int = 40) -> list[Frame]:
 
 
 def frames_in(text: str) -> list[Frame]:
-    """Read the frames from text that Python printed, in the order of the text.
+    """Return the frames in text that Python printed, in the order of the text.
 
     >>> frames_in('  File "/home/me/a.py", line 3, in f\\n    g(x)\\n')[0]["source"]
     'g(x)'
@@ -102,7 +102,7 @@ def frames_in(text: str) -> list[Frame]:
 
 
 def short_path(file: str, *, folder: str) -> str:
-    """Shorten the path of a source file: relative to the folder that it lies in, or from its package on.
+    """Shorten the path of a source file: relative to the folder if it is in there, or from its package on.
 
     >>> short_path("/home/me/job/train.py", folder="/home/me/job")
     'train.py'
@@ -135,7 +135,7 @@ def _frame(code: CodeType, line: int, instruction: int) -> Frame:
 
 
 def _span(code: CodeType, line: int, instruction: int) -> tuple[int, int] | None:
-    """Find the columns of the expression that was evaluated, in the stripped source line, from Python 3.11 on."""
+    """Return the evaluated expression's columns in the stripped source line; None if unknown, as before Python 3.11."""
     if not hasattr(code, "co_positions") or instruction < 0:
         return None
     positions: Sequence[int | None] | None = next(islice(code.co_positions(), instruction // 2, None), None)

@@ -1,4 +1,4 @@
-"""What to do about failures that are known by their words or their signal. Pure; one table each."""
+"""Advice on failures that are recognized by their message or their signal. Pure; one table each."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _HINTS = (
         "this build of torch has no code for this GPU; install one that has",
     ),
 )
-"""Words of a message in lower case, one of which is enough, and what to do."""
+"""Phrases of a message in lower case, one of which is enough, and the advice."""
 
 _SIGNALS = {
     signal.SIGSEGV: "it touched memory that is not its own: a fault in native code (an extension, a driver), or a "
@@ -61,7 +61,7 @@ _SIGNALS = {
 
 
 def hint_for(text: str) -> str | None:
-    """Give what to do about an error, from its type and message or from the last lines of a rank. None: not known.
+    """Return advice on an error, from its type and message or from the last lines of a rank; None if there is none.
 
     >>> hint_for("OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.")
     'make batches smaller or accumulate gradients; `nvidia-smi` shows who else uses this GPU'
@@ -71,7 +71,7 @@ def hint_for(text: str) -> str | None:
 
 
 def meaning_of_signal(signum: int, *, evidence: str | None) -> str:
-    """Say what a signal means that ended a rank, given what the kernel's counters say of memory.
+    """Return what a signal that ended a rank means, including `unisono.memory.evidence`.
 
     >>> meaning_of_signal(11, evidence=None).partition(":")[0]
     'it touched memory that is not its own'

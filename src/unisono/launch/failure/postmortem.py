@@ -1,4 +1,4 @@
-"""What is made of a generation that failed: a report for the terminal, report.json and tracebacks for the log files."""
+"""Reports on a failed generation: one for the terminal, report.json, and tracebacks for the log files."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ __all__ = ["Postmortem", "write_report"]
 
 
 class Postmortem:
-    """Everything that is known when all ranks of a failed generation have ended.
+    """The report on a failed generation, all ranks of which have ended.
 
-    Args: memory is what the kernel had counted at the job's start; remark says why there is no restart, if that needs
-        saying.
+    Args:
+        memory: The kernel's counters at the job's start.
+        remark: Why there is no restart, if the report should contain it; otherwise "".
     """
 
     def __init__(
@@ -35,9 +36,9 @@ class Postmortem:
     ) -> None:
         self._relay, self._generation = relay, generation
         self._verdict = verdict = generation.judge()
-        # Where ranks were missed that ran on: what they did then.
+        # For absent ranks that had not finished: what they did then.
         missed = () if verdict.absent_finished else verdict.absent[:3]
-        # Ranks that were on their way out, and did not get there.
+        # Ranks that ended while they still handled an exception.
         ended = {failure.rank for failure in (verdict.cause, *verdict.same) if (failure.account or {}).get("handled")}
         remarks = []
         for rank in sorted({*missed, *ended}):
@@ -60,7 +61,7 @@ class Postmortem:
 
     @property
     def headline(self) -> str:
-        """Which rank was the cause, and what happened to it, in a line."""
+        """The rank that was the cause, and what happened to it, in one line."""
         return headline(self._verdict, self._circumstances, most=100)
 
     @property
@@ -69,11 +70,11 @@ class Postmortem:
         return self._verdict.rank, self._verdict.cause.code
 
     def text(self, *, colour: bool) -> str:
-        """The report, one screen."""
+        """Return the report, one screen."""
         return render(self._verdict, self._circumstances, colour=colour)
 
     def write(self) -> None:
-        """Complete the log files: tracebacks that ranks have not printed themselves, and report.json of the attempt."""
+        """Complete the log files: add tracebacks that ranks have not printed, and report.json of the attempt."""
         for failure in self._generation.failures:
             if failure.account is not None and not failure.account.get("printed"):
                 self._relay.log(failure.rank, failure.account["traceback"])
@@ -81,7 +82,7 @@ class Postmortem:
 
 
 def write_report(report: Mapping[str, Any], *, relay: Relay, attempt: int) -> None:
-    """Write report.json of an attempt into the log folder, if there is one; if that fails, say so."""
+    """Write report.json of an attempt into the log folder, if there is one; if that fails, print a message."""
     if relay.folder is None:
         return
     target = relay.folder / f"attempt_{attempt}" / "report.json"

@@ -1,4 +1,4 @@
-"""Which rank was the cause when a job failed, and which ones only suffered.
+"""Finds the rank that caused the failure of a job, and the ranks that only lost a peer.
 
 Pure. Start reading at `find_root_cause`.
 """
@@ -13,8 +13,8 @@ from typing import Any
 __all__ = ["RankFailure", "RootCause", "exit_status", "find_root_cause", "first_failure", "name_signal"]
 
 _LEAD_NS = 50_000_000
-"""How much earlier a rank that ended without a word may have failed than its end was seen. Its connections close before
-that, so a peer's error can be on record first. A peer that is not at fault needs longer than this to end."""
+"""How much earlier than its end was seen a rank may have failed, if it recorded no error. Its connections close before
+its end is seen, so a peer's error can be recorded first. A peer that is not at fault needs longer than this to end."""
 
 _LOST_PEER = (
     # gloo
@@ -44,7 +44,7 @@ _LOST_PEER = (
 _LOST_IN_RPC = ("pipe closed", "eof: end of file")
 """RPC needs no process group."""
 _STORE_TIMEOUT = ("wait timeout", "socket timeout")
-"""A key of the store did not come. Within a call that is a peer that did not come; the program may wait for any key."""
+"""A key of the store was not set. Within a call, a peer is missing; elsewhere, the program may wait for any key."""
 _WAITED_IN_VAIN = (
     "timed out waiting",
     "timed out: rank",
@@ -64,31 +64,31 @@ _CONNECTION_TYPES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankFailure:
-    """One rank's failure."""
+    """The failure of one rank."""
 
     rank: int
     code: int
     """Its exit code; a negative number is the signal that ended it, as in `subprocess`."""
     time_ns: int
-    """When it failed, by the monotonic clock: when it raised an error or, if it did not say, when its end was seen."""
+    """When it failed, by the monotonic clock: when it raised an error, or when its end was seen if it recorded none."""
     reported: bool
-    """Whether the rank itself told, on its way out."""
+    """True if the rank itself recorded the failure, before it ended."""
     pid: int | None = None
     account: Mapping[str, Any] | None = None
-    """What it told of its error (`launch.failure.error_record`)."""
+    """Its record of the error (`launch.failure.error_record`)."""
     crash_stack: str = ""
-    """What Python's fault handler wrote when a signal ended it."""
+    """The output of Python's fault handler when a signal ended it."""
     tail: tuple[str, ...] = ()
     """The last lines that it printed."""
     grouped: bool = True
     """False if it has never made a process group, and so cannot have lost a peer there."""
     in_call: bool = True
-    """False if its latest call of torch.distributed had ended well."""
+    """False if its latest call of torch.distributed had ended without an error."""
     doing: str = ""
-    """The collective that it was in, or had done last, as words: "in all_reduce at train.py:7"."""
+    """The call that it was in, or had made last, as words: "in all_reduce at train.py:7"."""
 
     def describe_end(self) -> str:
-        """Say how the process ended.
+        """Return how the process ended, as words.
 
         >>> RankFailure(rank=1, code=-9, time_ns=0, reported=False).describe_end()
         'rank 1 was killed by SIGKILL'
@@ -99,12 +99,12 @@ class RankFailure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RootCause:
-    """What the failures of a job's ranks come to."""
+    """The cause among the failures of a job's ranks, and how the other failures relate to it."""
 
     cause: RankFailure
-    """The failure to tell. If others only missed a rank (`absent`), the first of theirs."""
+    """The failure to report. If all failed ranks only missed a rank (`absent`), the first of their failures."""
     same: tuple[RankFailure, ...] = ()
-    """Ranks that failed by the same error as the cause, in the same place."""
+    """Ranks that failed with the same error as the cause, in the same place."""
     victims: tuple[RankFailure, ...] = ()
     """Ranks that failed only because a peer was lost."""
     others: tuple[RankFailure, ...] = ()
@@ -112,14 +112,14 @@ class RootCause:
     ended: tuple[int, ...] = ()
     """Ranks that the launcher ended."""
     absent: tuple[int, ...] = ()
-    """Where all errors are of ranks that missed a peer: the ranks that were missed, as far as is known."""
+    """If all failed ranks only missed a peer: the ranks that were missed, as far as they are known."""
     absent_finished: bool = False
-    """Whether the absent ranks had come to their end with exit code 0, and not just been elsewhere."""
+    """True if the absent ranks had ended with exit code 0, and were not just elsewhere."""
     absent_left: bool = False
-    """True if the absent ranks had left their process groups, and were not at their end yet."""
+    """True if the absent ranks had left their process groups, and had not ended yet."""
     sure: bool = True
-    """Whether nothing that may still arrive is likely to change the cause. If not, wait a moment before ending others:
-    what is known is only a lost connection, and the rank that closed it has not failed yet."""
+    """False if a failure that may still arrive is likely to change the cause. Then wait a moment before ending others:
+    only a lost connection is known, and the rank that closed it has not failed yet."""
 
     @property
     def rank(self) -> int:
@@ -147,11 +147,16 @@ def find_root_cause(
 ) -> RootCause:
     """Find the cause among the failures of one generation of ranks.
 
-    The cause is the first failure that is not only a lost peer. If there is no such failure, ranks that had left
-    with exit code 0, or that let the others wait, are named.
-    Args: finished are ranks that had ended with exit code 0 before the first failure; left are ranks that had left
-    their process groups by then, and did not fail; running are ranks without a failure so far; ended_ns is when the
-    launcher began to end ranks, if it has.
+    The cause is the first failure that is not only a lost peer. If there is no such failure, the result names ranks
+    that had ended with exit code 0, had left their process groups, or let the others wait.
+
+    Args:
+        failures: The failures so far, at least one.
+        finished: Ranks that ended with exit code 0 before the launcher began to end ranks.
+        left: Ranks that left their process groups before the first failure and have no error. The launcher may have
+            ended them.
+        running: Ranks without a failure so far.
+        ended_ns: When the launcher began to end ranks; None if it has not.
 
     >>> lost = {"type": "RuntimeError", "message": "Connection closed by peer [127.0.0.1]:4000"}
     >>> victim = RankFailure(rank=0, code=1, time_ns=1, reported=True, account=lost)
@@ -164,7 +169,7 @@ def find_root_cause(
     ended = {failure.rank for failure in failures} - {failure.rank for failure in own}
     doubts = {failure.rank: _doubt(failure) for failure in own}
     least = min(doubts.values())
-    # A rank that waits in vain closes its connections in the end. Which of these two comes first is known.
+    # A rank that waits in vain closes its connections in the end. The times show which of these two came first.
     suspects = [failure for failure in own if doubts[failure.rank] == least or least >= _LOST]
     cause = first_failure(suspects)
     rest = [failure for failure in own if failure is not cause]
@@ -188,9 +193,9 @@ def find_root_cause(
 
 
 def first_failure(failures: Collection[RankFailure]) -> RankFailure:
-    """Find the earliest one among several failures.
+    """Return the earliest of several failures.
 
-    A rank that raised an error has told when. For one that was killed only its end is known, which is a little late,
+    A rank that raised an error has recorded when. For one that was killed, only its end is known, a little late,
     so it gets a head start. SIGABRT gets none: libraries abort when a peer is lost.
 
     >>> raised = RankFailure(rank=0, code=1, time_ns=1_000_000, reported=True)
@@ -207,15 +212,15 @@ def first_failure(failures: Collection[RankFailure]) -> RankFailure:
 
 
 _CERTAIN, _PERHAPS, _LOST, _LATE = range(4)
-"""How little a failure explains: an error of its own; a connection that Python code lost, to a peer or to anything
-else; a peer lost by torch; a peer waited for in vain."""
+"""Grades of how little a failure explains: an error of the rank itself; a connection that Python code lost, to a peer
+or to anything else; a peer lost by torch; a peer waited for in vain."""
 
 
 def _doubt(failure: RankFailure) -> int:
-    """Grade how likely a failure is only the echo of another one."""
+    """Return how likely a failure is only a consequence of another one, as a grade."""
     if failure.account is None:
-        # A library that aborts, or a program that is not Python: all that is known is what it printed. Other signals,
-        # and a program that is silent on the matter, are taken as they are.
+        # A library that aborts, or a program that is not Python: only its output is known. Other signals, and output
+        # that mentions no lost peer, are certain.
         text = "\n".join(failure.tail) if failure.code in (1, -signal.SIGABRT) else ""
         return _doubt_of({"type": "", "message": text}, failure)
     return max(_doubt_of(error, failure) for error in _errors(failure.account))
@@ -240,7 +245,7 @@ def _holds(text: str, words: Collection[str]) -> bool:
 
 
 def _raised_by_program(error: Mapping[str, Any]) -> bool:
-    """True if a line of the program raised an error, or one of a library other than torch: its words may be any."""
+    """Return True if a line of the program, or of a library but torch, raised the error: its message may be any."""
     frame = (error.get("frames") or [{}])[-1]
     source: str = frame.get("source", "")
     start, end = frame.get("span", (0, len(source)))
@@ -248,7 +253,7 @@ def _raised_by_program(error: Mapping[str, Any]) -> bool:
 
 
 def _errors(account: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Give an error and all that it came from."""
+    """Yield an error, and all those that it came from or contains."""
     yield account
     for part in ("chain", "group"):
         for other in account.get(part, ()):
@@ -256,7 +261,7 @@ def _errors(account: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _is_ended(failure: RankFailure, ended_ns: int | None) -> bool:
-    """Whether a failure is only the way in which a rank obeyed when the launcher ended it."""
+    """Return True if a failure is only a rank's response when the launcher ended it."""
     if ended_ns is None or failure.time_ns < ended_ns:
         return False
     if failure.code in (-signal.SIGTERM, -signal.SIGKILL, -signal.SIGINT) or failure.account is None:
@@ -265,7 +270,7 @@ def _is_ended(failure: RankFailure, ended_ns: int | None) -> bool:
 
 
 def _identity(failure: RankFailure) -> tuple[object, ...]:
-    """What makes failures the same: the signal, or the error and its place, or the exit code."""
+    """Return what equal failures have in common: the signal, or the error and its place, or the exit code."""
     account = failure.account
     if failure.code < 0 or account is None:
         return (failure.code,)
@@ -278,7 +283,7 @@ def _by_rank(failures: Collection[RankFailure]) -> tuple[RankFailure, ...]:
 
 
 def exit_status(code: int) -> int:
-    """Translate the code of a process into the one with which a shell would report it.
+    """Return the exit code with which a shell would report the code of a process.
 
     >>> exit_status(3), exit_status(-9)
     (3, 137)
@@ -287,7 +292,7 @@ def exit_status(code: int) -> int:
 
 
 def name_signal(signum: int) -> str:
-    """Name a signal; those without a name in Python (real-time signals) by number.
+    """Return the name of a signal, with its number if Python has no name for it (real-time signals).
 
     >>> name_signal(9), name_signal(40)
     ('SIGKILL', 'signal 40')
