@@ -1,7 +1,7 @@
-"""How flags look to the user: torchrun's spellings and variables, sections in the help, one sentence for a mistake.
+"""Flags as the user sees them: torchrun's spellings and variables, sections in the help, one sentence for a mistake.
 
-`Flag` is an option with its section and the function that reads its value; `FlagCommand` takes underscores for
-hyphens and beginnings for whole names, as torchrun does, and names the nearest flag for one that does not exist.
+`Flag` is an option with its section and torchrun's variable; `Reader` reads its value. `FlagCommand` accepts
+underscores for hyphens and prefixes of names, as torchrun does, and suggests the nearest flag for an unknown one.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ __all__ = ["Flag", "FlagCommand", "Reader"]
 _TYPED = "unisono.cli.flags.typed"
 _ALIKE = 0.65
 _ELSEWHERE = {"--num-processes": "--nproc-per-node", "--ranks": "--nproc-per-node", "--np": "--nproc-per-node"}
-"""What other launchers call a flag."""
+"""Names of other launchers for our flags."""
 
 
 class Reader(click.ParamType):  # type: ignore[type-arg]  # no parameter before click 8.2
-    """Reads a value by a function that raises ValueError with the end of a sentence: what was expected."""
+    """Reads a value by a function whose ValueError ends the sentence of an error message: what was expected."""
 
     name = "text"
 
@@ -31,7 +31,11 @@ class Reader(click.ParamType):  # type: ignore[type-arg]  # no parameter before 
         self._read = read
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Read the value. Raises: UsageError."""
+        """Return the value that the function reads.
+
+        Raises:
+            UsageError: The function raised ValueError.
+        """
         if not isinstance(value, str):
             return value
         try:
@@ -44,8 +48,9 @@ class Reader(click.ParamType):  # type: ignore[type-arg]  # no parameter before 
 class Flag(click.Option):
     """An option of `unisono run`.
 
-    Args: section is the heading under which the help lists it; torchruns says whether the variable PET_NAME that
-        torchrun reads gives its default.
+    Args:
+        section: The heading under which the help lists it.
+        torchruns: True if torchrun's variable PET_NAME sets its default.
     """
 
     def __init__(self, names: Sequence[str], *, section: str, torchruns: bool = True, **settings: Any) -> None:
@@ -56,7 +61,7 @@ class Flag(click.Option):
         self.section = section
 
     def resolve_envvar_value(self, ctx: click.Context) -> str | None:
-        """Give the value of the variable; as in torchrun, any number but 0 raises a flag that takes no value."""
+        """Return the value of the variable. As in torchrun, any number but 0 sets a flag that takes no value."""
         value = super().resolve_envvar_value(ctx)
         if self.is_flag and value is not None and value.isdigit():
             return str(min(int(value), 1))
@@ -64,7 +69,7 @@ class Flag(click.Option):
 
 
 class FlagCommand(click.Command):
-    """A command whose flags are read as leniently as torchrun's. What follows the program belongs to the program."""
+    """A command whose flags are read as leniently as torchrun's. All arguments after the program belong to it."""
 
     def __init__(self, name: str, **settings: Any) -> None:
         settings["context_settings"] = {"allow_interspersed_args": False, "token_normalize_func": _hyphens}
@@ -72,7 +77,11 @@ class FlagCommand(click.Command):
         super().__init__(name, **settings)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse, with beginnings of names completed. Raises: UsageError with the nearest flag for an unknown one."""
+        """Parse the arguments, with prefixes of names completed.
+
+        Raises:
+            UsageError: A flag is unknown (the message suggests the nearest one), ambiguous, or has no valid value.
+        """
         ctx.meta[_TYPED] = tuple(args)
         while True:
             try:
@@ -94,7 +103,7 @@ class FlagCommand(click.Command):
                 formatter.write_dl(records)
 
     def _complete(self, ctx: click.Context, args: list[str], name: str) -> list[str]:
-        """Give the arguments with the full name in place of a beginning of one."""
+        """Return the arguments with a full name in place of its prefix."""
         known = [name for param in self.get_params(ctx) for name in param.opts if name.startswith("--")]
         possible = [flag for flag in known if name.startswith("--") and len(name) > len("--") and flag.startswith(name)]
         if len(possible) == 1:
@@ -114,7 +123,7 @@ def _hyphens(name: str) -> str:
 
 
 def _nearest(name: str, known: Sequence[str]) -> str | None:
-    """Find the flag that was meant, also if only its beginning was mistyped; None if nothing is alike.
+    """Return the flag that was meant, also if only its prefix was mistyped; None if none is similar.
 
     >>> _nearest("--nprok", ["--nproc-per-node", "--preload"]), _nearest("--lr", ["--log-dir"])
     ('--nproc-per-node', None)
@@ -131,7 +140,7 @@ def _nearest(name: str, known: Sequence[str]) -> str | None:
 
 
 def _source(param: click.Parameter, ctx: click.Context) -> str:
-    """Name where a value came from: the flag, or the variable that holds its default."""
+    """Return the origin of a value: the flag, or the variable that sets its default."""
     if param.name is not None and ctx.get_parameter_source(param.name) is ParameterSource.ENVIRONMENT:
         variables = [param.envvar] if isinstance(param.envvar, str) else list(param.envvar or ())
         return "variable " + next((name for name in variables if os.environ.get(name)), variables[0])

@@ -1,4 +1,4 @@
-"""The command `unisono` and how it reports what the user got wrong. Start reading at `main`."""
+"""The command `unisono`, and how it reports errors of the user. Start reading at `main`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ for command in (run, ps, stacks):
 
 
 def main() -> None:
-    """Run the command line and exit: 2 for what the user got wrong, in one line, else what the command returns."""
+    """Run the command line and exit with its code; an error of the user is printed in one line, with code 2."""
     _open_missing_streams()
     try:
         code = cli.main(prog_name="unisono", standalone_mode=False)
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def _end(code: int | None) -> NoReturn:
-    """End this process, as `sys.exit` would, without taking down the interpreter: nothing here needs that."""
+    """End this process as `sys.exit` does, but without tearing down the interpreter, which nothing here needs."""
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # its reader is gone
@@ -66,7 +66,7 @@ def _end(code: int | None) -> NoReturn:
 
 
 def _open_missing_streams() -> None:
-    """Put the null device where a standard stream is closed, so that no file of ours takes its number."""
+    """Open the null device where a standard stream is closed, so that no file of ours gets its number."""
     for file in range(3):
         try:
             os.fstat(file)

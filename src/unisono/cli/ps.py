@@ -44,9 +44,9 @@ def ps() -> int:
 
 
 def _table(rows: Sequence[Row], *, width: int | None) -> list[str]:
-    """Lay out the table. Where it is wider than the terminal, what tells jobs apart stays.
+    """Return the lines of the table. Where it is wider than the terminal, it keeps what distinguishes jobs.
 
-    First arguments that all jobs of a program share are left out, then directories lose their beginning, then
+    First arguments that all jobs of a program share are left out. Then directories lose their beginning, then
     arguments their end.
     """
     shown = [_COLUMNS, *rows]
@@ -72,7 +72,7 @@ def _width(rows: Sequence[Row]) -> int:
 
 
 def _without_shared_arguments(rows: Sequence[Row]) -> list[Row]:
-    """Leave out what stands in the arguments of all jobs of a program, if there are several."""
+    """Return the rows without the arguments that all jobs of a program share, if there are several jobs."""
     by_name: dict[str, list[list[str]]] = {}
     for row in rows:
         by_name.setdefault(row[1], []).append(row[_ARGUMENTS].split(" "))
@@ -98,8 +98,8 @@ def _without_shared_arguments(rows: Sequence[Row]) -> list[Row]:
 def stacks(job: str | None) -> int:
     """Show where all ranks of a running job are: Python stacks and collectives.
 
-    JOB is its number or name from `unisono ps`; it may be left out if there is one only. The job goes on undisturbed,
-    and no privilege is needed.
+    JOB is its number or name from `unisono ps`; it may be left out if only one job is running. The job continues
+    undisturbed, and no privileges are needed.
     """
     found = _find(job)
     answer = ask(found["pid"], {"ask": "stacks"})
@@ -110,7 +110,7 @@ def stacks(job: str | None) -> int:
 
 
 def _jobs() -> tuple[list[dict[str, Any]], list[int]]:
-    """Ask all jobs for what is shown of them. Returns: their answers, and the agents that do not answer."""
+    """Ask all jobs for their rows, and return the answers and the agents that do not answer."""
     answers = ask_all(running_jobs(), {"ask": "job"}, patience_s=_PATIENCE_S)
     told = [answer for answer in answers.values() if answer is not None]
     return told, [agent for agent, answer in answers.items() if answer is None]

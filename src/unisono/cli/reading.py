@@ -1,7 +1,7 @@
-"""How the values of flags are read: from the text on the command line to what a job is made of.
+"""Readers of the values of flags: from the text on the command line to the fields of a job.
 
-Pure functions, except that a host name is looked up. Each raises ValueError with what was expected; the name of the
-flag and its value are put in front of that by `cli.flags`.
+Pure functions, except that a host name is looked up. A wrong text raises ValueError with what was expected; `cli.flags`
+puts the name of the flag and its value in front of that.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ _PORTS = 1 << 16
 def read_ranks(text: str, *, cores: Callable[[], int], gpus: Callable[[], int | None]) -> int:
     """Read a number of ranks: a number, cpu (one per core), gpu (one per GPU) or auto (GPUs if there are any).
 
-    Args: gpus gives None if torch is built for GPUs that cannot be counted.
+    Args:
+        gpus: Returns the number of GPUs; None if torch is built for GPUs that cannot be counted.
 
     >>> read_ranks("auto", cores=lambda: 8, gpus=lambda: 2), read_ranks("cpu", cores=lambda: 8, gpus=lambda: 2)
     (2, 8)
@@ -107,7 +108,7 @@ def read_rendezvous(text: str) -> None:
 
 
 class Endpoint(NamedTuple):
-    """Where ranks meet, as far as it was given."""
+    """The address where ranks meet, as far as it was given."""
 
     host: str
     port: int | None
@@ -143,14 +144,14 @@ def read_seconds(text: str) -> float:
 
 
 class Streams(NamedTuple):
-    """Which streams are meant: of every rank, or by local rank."""
+    """A choice of streams: of every rank, or by local rank."""
 
     every: frozenset[str]
     by_rank: dict[int, frozenset[str]]
 
 
 def read_streams(text: str) -> Streams:
-    """Read which streams of which ranks: 0 none, 1 stdout, 2 stderr, 3 both; or RANK:STREAMS, separated by commas.
+    """Read a choice of streams: 0 none, 1 stdout, 2 stderr, 3 both; or RANK:STREAMS, separated by commas.
 
     >>> read_streams("1").every, sorted(read_streams("0:1,12:3").by_rank[12])
     (frozenset({'stdout'}), ['stderr', 'stdout'])
@@ -166,7 +167,7 @@ def read_streams(text: str) -> Streams:
 
 
 def streams_of(streams: Streams, *, ranks: int) -> dict[int, frozenset[str]]:
-    """Say for every rank which of its streams are meant.
+    """Return the chosen streams of every rank.
 
     >>> streams_of(read_streams("1:2"), ranks=2)
     {0: frozenset(), 1: frozenset({'stderr'})}
@@ -187,7 +188,7 @@ def read_rank_list(text: str) -> frozenset[int]:
 
 
 def read_filters(text: str) -> tuple[str, ...]:
-    """Read texts that are separated by commas; two commas stand for one within a text.
+    """Read texts separated by commas; two commas are one within a text.
 
     >>> read_filters("loss,step 1,,000")
     ('loss', 'step 1,000')

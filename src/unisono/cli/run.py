@@ -1,6 +1,6 @@
 """`unisono run`: start a program on several ranks of this machine. The flags are torchrun's and a few of our own.
 
-`FLAGS` lists them in the order of the help; `job_of` makes a job of what was given. Start reading at `run`.
+`FLAGS` lists them in the order of the help; `job_of` makes a job of their values. Start reading at `run`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ FLAGS = (
         type=Reader(_read_ranks),
         default="1",
         metavar="N",
-        help="Number of ranks; cpu: one per core, gpu: one per GPU, auto: GPUs if there are any, else cores.  [1]",
+        help="Number of ranks; cpu: one per core, gpu: one per GPU, auto: GPUs if there are any, otherwise cores.  [1]",
     ),
     Flag(["--role"], section=_RANKS, default="default", metavar="NAME", help="ROLE_NAME that ranks find."),
     Flag(
@@ -132,7 +132,7 @@ FLAGS = (
         type=Reader(reading.read_seconds),
         default="30",
         metavar="SECONDS",
-        help="Say who waits for whom when a rank has waited so long in a collective; 0: never.  [30]",
+        help="Say who waits for whom when a rank has waited this long in a collective; 0: never.  [30]",
     ),
     Flag(
         ["--hang-abort"],
@@ -280,7 +280,7 @@ def run(command: tuple[str, ...], **given: Any) -> int:
     check_machine(job, environment=os.environ)
     if job.output.directory is None and (job := with_log_folder(job)).output.directory is not None:
         click.echo(f"unisono: log files in {job.output.directory}; --log-dir chooses another folder", err=True)
-    # What was not asked for is left to unisono.init().
+    # Without the flags, unisono.init() decides.
     told = {CPU_BACKEND_VARIABLE: given["cpu_backend"]} if given["cpu_backend"] else {}
     if given["check"]:
         told[CHECK_VARIABLE] = "1"
@@ -288,9 +288,10 @@ def run(command: tuple[str, ...], **given: Any) -> int:
 
 
 def job_of(given: Mapping[str, Any], command: tuple[str, ...]) -> LaunchJob:
-    """Make a job of the values of all flags, and the program with its arguments.
+    """Return a job from the values of all flags, and the program with its arguments.
 
-    Raises: ValueError if the flags contradict each other.
+    Raises:
+        ValueError: The flags contradict each other.
     """
     if given["hang_abort"] == 0:
         raise ValueError("--hang-abort 0 would end every job: give more than 0 seconds, or leave it out")
@@ -321,7 +322,7 @@ def job_of(given: Mapping[str, Any], command: tuple[str, ...]) -> LaunchJob:
 
 
 def _port(endpoint: reading.Endpoint | None, master_port: int | None) -> int:
-    """Choose between two ways to say the same. An endpoint with a port comes first, as in torchrun."""
+    """Return the port of the endpoint or, if it has none, `--master-port`, as torchrun does."""
     if endpoint is not None and endpoint.port is not None:
         return endpoint.port
     return master_port or 0
@@ -330,7 +331,7 @@ def _port(endpoint: reading.Endpoint | None, master_port: int | None) -> int:
 def _output(given: Mapping[str, Any], *, ranks: int) -> Output:
     folder = given["log_dir"]
     shown = given["local_ranks_filter"]
-    if folder == os.devnull:  # torchrun's way to say that there are no log files
+    if folder == os.devnull:  # as in torchrun, this means no log files
         return Output(shown=shown)
     redirects, tee = given["redirects"], given["tee"]
     if folder is not None and redirects is None and tee is None:
