@@ -55,9 +55,12 @@ class GradientAccumulation(ABC):
         self._streaming = False
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
-    def close_forward(self, leaf: int, loss: Tensor, weight: float, *, new_buffers: bool) -> None:
+    def close_forward(
+        self, leaf: int, loss: Tensor, weight: float, *, new_buffers: bool, has_values: bool = False
+    ) -> None:
         """Keep a leaf's totals, and take gradients as they come if it is this rank's last leaf; see `Engine`."""
-        self._totals[self._node_of(leaf)].push(leaf, row_of(loss, weight, new_buffers=new_buffers))
+        row = row_of(loss, weight, new_buffers=new_buffers, has_values=has_values)
+        self._totals[self._node_of(leaf)].push(leaf, row)
         self._streaming = bool(self._hooks) and leaf == self._sums[-1].node.stop - 1
 
     def close_leaf(self, leaf: int) -> None:

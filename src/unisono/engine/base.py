@@ -8,7 +8,7 @@ where the step fails before `update`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -34,7 +34,9 @@ class Engine(Protocol):
     def start(self, step: StepTransaction, trained: Trained, *, leaves: int) -> None:
         """Begin a step over leaves 0 … leaves - 1. All p.grad become None."""
 
-    def close_forward(self, leaf: int, loss: Tensor, weight: float, *, new_buffers: bool) -> None:
+    def close_forward(
+        self, leaf: int, loss: Tensor, weight: float, *, new_buffers: bool, has_values: bool = False
+    ) -> None:
         """Take the totals of a leaf just before its last backward.
 
         Args:
@@ -42,6 +44,7 @@ class Engine(Protocol):
             loss: Sum of its losses, a float32 scalar.
             weight: Sum of its weights.
             new_buffers: True if it changed a buffer that no step before had changed.
+            has_values: True if the loss function gave further values for it.
         """
 
     def close_leaf(self, leaf: int) -> None:
@@ -57,11 +60,27 @@ class Engine(Protocol):
         `update` returns. Where ranks share the weights, others may write them from here on.
         """
 
-    def prepare(self, *, factor: float, scaler: torch.amp.GradScaler | None, clip: float | None) -> float | None:
+    def prepare(
+        self,
+        *,
+        factor: float,
+        scaler: torch.amp.GradScaler | None,
+        clip: float | None,
+        change: Callable[[], None] | None = None,
+    ) -> float | None:
         """Have the sum multiplied by a factor, take the scaler's scale out, and clip its norm to a bound.
 
-        Every rank must call it. Returns: the norm before it was clipped, equal on all ranks; None without a bound. The
-        weights are not touched yet.
+        Every rank must call it. The weights are not touched yet.
+
+        Args:
+            factor: The factor.
+            scaler: The scaler of a float16 step, or None.
+            clip: The bound, or None.
+            change: Called before the norm is taken, with p.grad as the whole gradient, which it may change or replace;
+                it does so on all ranks in the same way. It costs a copy of the gradient where ranks share it.
+
+        Returns:
+            The norm before it was clipped, equal on all ranks; None without a bound.
         """
 
     def update(self, scaler: torch.amp.GradScaler | None) -> None:

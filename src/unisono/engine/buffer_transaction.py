@@ -82,6 +82,11 @@ class BufferTransaction:
             tracked.check()
         return bool(found)
 
+    def stand_in(self) -> None:
+        """Let the next forward pass write to copies: before each one whose graph is kept until others have run."""
+        for tracked in self._tracked:
+            tracked.stand_in()
+
     def close_leaf(self, leaf: int) -> None:
         """Put this leaf's changes aside and restore the values from before the step."""
         if self._virtual_ranks == 1:
@@ -90,12 +95,14 @@ class BufferTransaction:
         for i, tracked in enumerate(self._tracked):
             if tracked.changed() and (value := tracked.taken()) is not None:
                 changes[i] = value
+            elif tracked.has_stand_in:
+                tracked.put_back()
         self._changes[leaf] = changes
 
     def roll_back(self) -> bool:
         """Restore all values from before the step. Returns: False if a forward pass has written to parameters."""
         for tracked in self._tracked:
-            if tracked.changed():
+            if tracked.changed() or tracked.has_stand_in:
                 tracked.put_back()
         return not self._damaged
 

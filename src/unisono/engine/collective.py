@@ -9,7 +9,7 @@ is DDP's; Li et al., "PyTorch Distributed", VLDB 2020, section 3.2).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -107,9 +107,11 @@ class CollectiveEngine(GradientAccumulation):
         self._buckets[-1].waiting += 1  # for the totals
         take(trained.parameters)
 
-    def close_forward(self, leaf: int, loss: Tensor, weight: float, *, new_buffers: bool) -> None:
+    def close_forward(
+        self, leaf: int, loss: Tensor, weight: float, *, new_buffers: bool, has_values: bool = False
+    ) -> None:
         """Show what this rank does, once it has no forward pass before it that may fail; see `Engine`."""
-        super().close_forward(leaf, loss, weight, new_buffers=new_buffers)
+        super().close_forward(leaf, loss, weight, new_buffers=new_buffers, has_values=has_values)
         if leaf == self._sums[-1].node.stop - 1:
             self._comparison.begin()
 
@@ -149,9 +151,18 @@ class CollectiveEngine(GradientAccumulation):
         self._launched = 0
         return totals_of(numbers[:COUNT])
 
-    def prepare(self, *, factor: float, scaler: torch.amp.GradScaler | None, clip: float | None) -> float | None:
+    def prepare(
+        self,
+        *,
+        factor: float,
+        scaler: torch.amp.GradScaler | None,
+        clip: float | None,
+        change: Callable[[], None] | None = None,
+    ) -> float | None:
         """Finish p.grad; see `Engine`."""
-        return prepare_whole(self._given.parameters, self._optimizer, factor=factor, scaler=scaler, clip=clip)
+        return prepare_whole(
+            self._given.parameters, self._optimizer, factor=factor, scaler=scaler, clip=clip, change=change
+        )
 
     def update(self, scaler: torch.amp.GradScaler | None) -> None:
         """Write the weights; see `Engine`."""

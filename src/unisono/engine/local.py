@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +32,8 @@ class LocalEngine:
         self._gradients = NodeSum(Node(0, 0), add=add)
         self._totals = NodeSum(Node(0, 0), add=add_rows)
         self._loss: Tensor | None = None
-        self._weight = 0.0
-        self._new_buffers = False
+        self._only = Totals(0.0, 0.0, new_buffers=False)
+        """The totals of a single leaf, but for the loss."""
 
     def start(self, step: StepTransaction, trained: Trained, *, leaves: int) -> None:
         """Begin a step; see `Engine`."""
@@ -47,12 +47,14 @@ class LocalEngine:
         take(trained.parameters)
         self._tables.begin(NodeLayout(((Node(0, leaves),),), leaves))
 
-    def close_forward(self, leaf: int, loss: Tensor, weight: float, *, new_buffers: bool) -> None:
+    def close_forward(
+        self, leaf: int, loss: Tensor, weight: float, *, new_buffers: bool, has_values: bool = False
+    ) -> None:
         """Keep a leaf's totals; see `Engine`."""
         if self._leaves == 1:
-            self._loss, self._weight, self._new_buffers = loss.detach(), weight, new_buffers
+            self._loss, self._only = loss.detach(), Totals(0.0, weight, new_buffers, has_values)
         else:
-            self._totals.push(leaf, row_of(loss, weight, new_buffers=new_buffers))
+            self._totals.push(leaf, row_of(loss, weight, new_buffers=new_buffers, has_values=has_values))
 
     def close_leaf(self, leaf: int) -> None:
         """Add one leaf; see `Engine`."""
@@ -70,14 +72,23 @@ class LocalEngine:
         self._tables.finish(self._step)
         if self._leaves == 1:
             assert self._loss is not None
-            return Totals(self._loss.item(), self._weight, self._new_buffers)
+            return self._only._replace(loss=self._loss.item())
         for p, gradient in zip(self._trained.parameters, self._gradients.total(), strict=True):
             p.grad = gradient
         return totals_of(self._totals.total().tolist())
 
-    def prepare(self, *, factor: float, scaler: torch.amp.GradScaler | None, clip: float | None) -> float | None:
+    def prepare(
+        self,
+        *,
+        factor: float,
+        scaler: torch.amp.GradScaler | None,
+        clip: float | None,
+        change: Callable[[], None] | None = None,
+    ) -> float | None:
         """Finish p.grad; see `Engine`."""
-        return prepare_whole(self._given.parameters, self._optimizer, factor=factor, scaler=scaler, clip=clip)
+        return prepare_whole(
+            self._given.parameters, self._optimizer, factor=factor, scaler=scaler, clip=clip, change=change
+        )
 
     def update(self, scaler: torch.amp.GradScaler | None) -> None:
         """Write the weights; see `Engine`."""

@@ -128,6 +128,10 @@ class TableSums:
         for p, total in zip(self.tables.parameters, self.totals, strict=True):
             p.grad = total
 
+    def take_changed(self) -> None:
+        """Take what p.grad is now for the sums."""
+        self.totals = [p.grad for p in self.tables.parameters]
+
     def vectors(self) -> list[Tensor]:
         """Show the values of all gradients, to be read or written: the rows of each one behind the other."""
         return [total._values().view(-1) for total in self.totals if total is not None]

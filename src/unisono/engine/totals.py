@@ -17,8 +17,9 @@ from torch import Tensor
 
 __all__ = ["COUNT", "Totals", "TotalsRow", "add_rows", "as_tensor", "rounded_sum", "row_of", "totals_of"]
 
-COUNT = 4
-"""Numbers in a row: the loss, high and low part of the weight, and how many leaves changed a new buffer."""
+COUNT = 5
+"""Numbers in a row: the loss, high and low part of the weight, how many leaves changed a new buffer, and how many gave
+further values."""
 
 # A float32 counts exactly up to 2^24. Two of them, high and low part, count the tokens of any global batch.
 _WEIGHT_BASE = 4096.0
@@ -34,16 +35,18 @@ class Totals(NamedTuple):
     weight: float
     """Sum of the weights: samples, or tokens."""
     new_buffers: bool
-    """Whether some leaf changed a buffer that no step before it had changed."""
+    """True if some leaf changed a buffer that no step before it had changed."""
+    has_values: bool = False
+    """True if the loss function gave further values for some leaf."""
 
 
-def row_of(loss: Tensor, weight: float, *, new_buffers: bool) -> TotalsRow:
+def row_of(loss: Tensor, weight: float, *, new_buffers: bool, has_values: bool = False) -> TotalsRow:
     """Lay a leaf's totals out as a row."""
     high = float(weight // _WEIGHT_BASE)
     low = weight - high * _WEIGHT_BASE
     if loss.device.type == "cpu":
-        return array("f", (loss.item(), high, low, new_buffers))
-    row = torch.tensor([0.0, high, low, new_buffers], dtype=torch.float32, device=loss.device)
+        return array("f", (loss.item(), high, low, new_buffers, has_values))
+    row = torch.tensor([0.0, high, low, new_buffers, has_values], dtype=torch.float32, device=loss.device)
     row[0] = loss.detach()  # without waiting for the device
     return row
 
@@ -68,5 +71,5 @@ def as_tensor(row: TotalsRow) -> Tensor:
 
 def totals_of(row: Iterable[float]) -> Totals:
     """Read a sum of rows."""
-    loss, high, low, new_buffers = row
-    return Totals(loss, high * _WEIGHT_BASE + low, new_buffers > 0)
+    loss, high, low, new_buffers, has_values = row
+    return Totals(loss, high * _WEIGHT_BASE + low, new_buffers > 0, has_values > 0)

@@ -28,6 +28,7 @@ class TrackedBuffer:
         self.tensor: Tensor | None = None
         self.before: Tensor | None = None
         self.version = 0
+        self._stand_in: Tensor | None = None
         self.written = False
         """Whether somebody has written to it since the run began."""
         self._take()
@@ -50,15 +51,16 @@ class TrackedBuffer:
 
     def changed(self) -> bool:
         """Whether the buffer was written to, or another tensor put in its place, since the last look."""
-        if self.current is not self.tensor:
+        current = self.current
+        if current is not self.tensor and not self.has_stand_in:
             return True
-        if self.tensor is None or self.before is None:
+        if current is None or self.before is None:
             return False
-        if _version(self.tensor) != self.version:
+        if current is self.tensor and _version(current) != self.version:
             return True
         if isinstance(self.module, _NormBase):
             return self.module.training
-        return not torch.equal(self.tensor, self.before)
+        return not torch.equal(current, self.before)
 
     def keep(self) -> bool:
         """Take the present value as the one before the step. Returns: whether it has another size than the last."""
@@ -74,8 +76,24 @@ class TrackedBuffer:
         """Restore the value from before the step."""
         if self.tensor is None or self.before is None:
             self.module._buffers[self.name] = None
+        elif self.has_stand_in:
+            self.module._buffers[self.name] = self.tensor  # which nobody has written to
         else:
             self.put(self.before)
+        self._stand_in = None
+
+    @property
+    def has_stand_in(self) -> bool:
+        """True if the module has what `stand_in` put there."""
+        return self._stand_in is not None and self.current is self._stand_in
+
+    def stand_in(self) -> None:
+        """Let the next forward pass write to a copy, and leave what the graphs of earlier ones have read.
+
+        torch's norms write running statistics without a trace, and those of one sample read them in backward.
+        """
+        if self.current is not None:
+            self._stand_in = self.module._buffers[self.name] = self.current.detach().clone()
 
     def put(self, value: Tensor) -> None:
         """Write a value into the tensor that was there before the step, and put that back in its place."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,14 +20,17 @@ def prepare_whole(
     factor: float,
     scaler: torch.amp.GradScaler | None,
     clip: float | None,
+    change: Callable[[], None] | None = None,
 ) -> float | None:
-    """Finish p.grad: multiply, take the scale out, clip. Returns: the norm before it was clipped; see `Engine`."""
-    # Of a sparse gradient, its values: those of its rows, one behind the other.
-    gradients = [p.grad._values() if p.grad.is_sparse else p.grad for p in parameters if p.grad is not None]
+    """Finish p.grad: multiply, take the scale out, let `change` have it, clip; see `Engine.prepare`."""
+    gradients = _values_of(parameters)
     if factor != 1.0 and gradients:
         torch._foreach_mul_(gradients, factor)
     if scaler is not None:
         scaler.unscale_(optimizer)
+    if change is not None:
+        change()
+        gradients = _values_of(parameters)
     if clip is None:
         return None
     blocks = [
@@ -43,6 +46,11 @@ def prepare_whole(
     if scale < 1.0:
         torch._foreach_mul_(gradients, scale)
     return norm
+
+
+def _values_of(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Return all gradients that there are; of a sparse one the values of its rows."""
+    return [p.grad._values() if p.grad.is_sparse else p.grad for p in parameters if p.grad is not None]
 
 
 def update_whole(optimizer: Optimizer, scaler: torch.amp.GradScaler | None) -> None:

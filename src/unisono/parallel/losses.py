@@ -15,7 +15,7 @@ from torch import Tensor
 
 from unisono.errors import LossError
 
-__all__ = ["Sum", "WeightedSum", "loss_of", "read_loss"]
+__all__ = ["Sum", "WeightedSum", "further_values", "loss_of", "read_loss"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +112,19 @@ def loss_of(result: Any, *, what: str = "loss function") -> Any:
             '"loss". With a model of transformers, give it the labels.'
         )
     return result["loss"]
+
+
+def further_values(result: Any) -> Mapping[str, Any]:
+    """Return the entries besides "loss" of a plain dict, which a loss function gives to be averaged.
+
+    Mappings of other classes, such as the outputs of transformers, have their loss taken and nothing else.
+
+    >>> further_values({"loss": 0.1, "accuracy": 1.0})
+    {'accuracy': 1.0}
+    """
+    if type(result) is not dict:
+        return {}
+    return {str(name): value for name, value in result.items() if name != "loss"}
 
 
 def _checked(weight: float, what: str) -> float:

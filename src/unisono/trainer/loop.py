@@ -29,7 +29,8 @@ from unisono.trainer.assembly import TrainerParts
 from unisono.trainer.checkpointing import Place
 from unisono.trainer.hyperparameters import Hyperparameters, is_scheduler, settings_of
 from unisono.trainer.snapshot import capture, facts_of
-from unisono.trainer.step import Loss, StepRunner
+from unisono.trainer.step import Loss, StepOptions, StepRunner
+from unisono.trainer.step_result import StepResult
 from unisono.trainer.stop_signals import StopSignals
 from unisono.watch import EventLog
 from unisono.watch.events import StepFields
@@ -213,21 +214,20 @@ class Loop:
             if turn == self._turn:
                 self._is_dealing = False
 
-    def step(self, loss: Loss, batch: Batch, optimizer: str | None) -> float:
+    def step(self, loss: Loss, batch: Batch, optimizer: str | None, options: StepOptions) -> StepResult:
         """Take one step on the batch given last, and what follows it; see `Trainer.step`."""
         if batch is not self._batch:
             raise ValueError("step takes the batch that trainer.batches gave last, once it is in your loop")
         name = self._name(optimizer)
         runner = self._runners[name]
         try:
-            mean = runner.run(loss, batch, call=self._calls)
+            result = runner.run(loss, batch, call=self._calls, options=options)
         except UnisonoError:
             # Where a signal goes to all ranks, the end of the others is no news to one that waited for them.
             if self._stops is not None:
                 self._stops.raise_pending()
             raise
-        learning_rate = runner.learning_rate
-        if not runner.skipped:
+        if not result.skipped:
             for prefix, average in self._averages.items():
                 if runner.trains(self._modules[prefix]):
                     average.update_parameters(self._modules[prefix])
@@ -239,11 +239,11 @@ class Loop:
         self._calls += 1
         self._has_stepped = True
         runner.transaction.close()
-        self._loss_sum, self._loss_weight = self._loss_sum + mean * batch.size, self._loss_weight + batch.size
-        self._tell(runner, batch, name, loss=mean, lr=learning_rate)
+        self._loss_sum, self._loss_weight = self._loss_sum + result * batch.size, self._loss_weight + batch.size
+        self._tell(runner, batch, name, result)
         if (message := runner.mode_warning(batch.epoch)) is not None:
             self._warn(message)
-        return mean
+        return result
 
     def begin_training(self, optimizer: str | None) -> None:
         """Put what an optimizer trains into training mode, where it is in evaluation mode as a whole."""
@@ -312,22 +312,24 @@ class Loop:
         whole = cursor.total_steps - cursor.step + (epochs - cursor.epoch) * steps
         return whole if last is None else min(whole, last)
 
-    def _tell(self, runner: StepRunner, batch: Batch, name: str, *, loss: float, lr: float) -> None:
+    def _tell(self, runner: StepRunner, batch: Batch, name: str, result: StepResult) -> None:
         """Emit the event of a step."""
         now = time.monotonic()
         fields: StepFields = {
             "epoch": batch.epoch,
             "step": batch.step,
             "total_steps": self._cursor.total_steps,
-            "loss": loss,
+            "loss": result.loss,
             "samples": batch.size,
-            "lr": lr,
+            "lr": result.learning_rate,
             "step_s": round(now - self._step_ended_s, 6),
         }
         if runner.weight != batch.size:
             fields["weight"] = runner.weight
-        if runner.grad_norm is not None:
-            fields["grad_norm"] = runner.grad_norm
+        if result.grad_norm is not None:
+            fields["grad_norm"] = result.grad_norm
+        if result.values:
+            fields["values"] = {key: float(value) for key, value in result.values.items()}
         if len(self._runners) > 1:
             fields["optimizer"] = name
         if now - self._measured_s >= _MEASURE_S and (memory := _memory_in_use(self._run.device)) is not None:

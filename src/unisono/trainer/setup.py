@@ -26,6 +26,7 @@ from unisono.trainer.hyperparameters import is_scheduler
 from unisono.trainer.model_checks import unwrapped_optimizer
 from unisono.trainer.modules import plain_name
 from unisono.trainer.snapshot import model_tensors, optimizer_state
+from unisono.trainer.step import StepOptions
 
 __all__ = [
     "REQUIRED",
@@ -143,6 +144,21 @@ def check_fit(loss: Any, metrics: Any, *, validation: Any, optimizer: Any) -> No
             )
     if validation is None:
         raise ValueError("metrics are given, and no data to evaluate them on: give validation=dataset as well")
+
+
+def check_step_options(options: StepOptions) -> None:
+    """Refuse what a step cannot do.
+
+    Raises:
+        TypeError: A function cannot be called.
+        ValueError: `recompute` is given without `encode`.
+    """
+    for name in ("encode", "on_gradients"):
+        function = getattr(options, name)
+        if function is not None and not callable(function):
+            raise TypeError(f"{name} is a {type(function).__name__}, which cannot be called: give a function")
+    if options.recompute and options.encode is None:
+        raise ValueError("recompute=True is for steps with encode=...: there is nothing to compute again without it")
 
 
 def named_optimizers(optimizer: Optimizer | Mapping[str, Optimizer]) -> dict[str, Optimizer]:

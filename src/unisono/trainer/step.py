@@ -21,18 +21,51 @@ from unisono.data.batch import Batch, Share
 from unisono.engine import BufferTransaction, ConsistencyCheck, Engine, StepTransaction, Totals, Trained, check_trained
 from unisono.errors import LossError, NonFiniteLossError
 from unisono.job.user_function import count_collectives, enter, leave, refuse_collectives_since
-from unisono.parallel.losses import loss_of, read_loss
+from unisono.parallel.losses import WeightedSum, further_values, loss_of, read_loss
 from unisono.text import list_first
 from unisono.trainer.backward import Backward
+from unisono.trainer.changed_gradients import check_gradients
+from unisono.trainer.global_loss import (
+    EncodedShare,
+    GlobalGradients,
+    assemble_batch,
+    encode_share,
+    gradients_of,
+    rows_of,
+    run_backward,
+)
 from unisono.trainer.modes import begin_training, idle_dropout
 from unisono.trainer.modules import foreign_parameter, lone_sample, plain_name, to_device
 from unisono.trainer.run_context import RunContext
 from unisono.trainer.step_fingerprint import StepFingerprint
+from unisono.trainer.step_result import StepResult
+from unisono.trainer.value_sums import ValueSums
 
-__all__ = ["Loss", "StepRunner"]
+__all__ = ["Loss", "StepOptions", "StepRunner"]
 
 Loss = Callable[[Any, Any], Any]
 _SHOWN_SAMPLES = 16
+
+
+class StepOptions(NamedTuple):
+    """How a step differs from the plain one."""
+
+    encode: Loss | None = None
+    """Makes encodings of a micro-batch; the loss function then gets those of the whole global batch."""
+    recompute: bool = False
+    """True to encode again for the backward pass instead of keeping graphs."""
+    on_gradients: Callable[[Any], object] | None = None
+    """Called with the models once p.grad is the gradient of the global batch, before it is clipped."""
+
+    def describe(self) -> str:
+        """Return the options as text that is equal on ranks which take the same step."""
+        if self == _PLAIN:
+            return ""
+        given = {"encode": self.encode, "recompute": self.recompute, "on_gradients": self.on_gradients}
+        return "".join(f", {name}=…" for name, value in given.items() if value)
+
+
+_PLAIN = StepOptions()
 
 
 class _BadShare(NamedTuple):
@@ -72,12 +105,9 @@ class StepRunner:
             self.scaler = torch.amp.GradScaler(run.device.type)
             # A rank without a share of some batch scales no loss, but must unscale like the others.
             self.scaler.scale(torch.zeros((), dtype=torch.float32, device=run.device))
-        self.skipped = False
-        """Whether the last step left the weights alone because its scaled gradient overflowed, as float16 may."""
         self.weight = 0.0
         """What the losses of the last step were divided by: the number of samples, or what the loss function gave."""
-        self.grad_norm: float | None = None
-        """Norm of the last step's gradient before it was clipped; None without clipping."""
+        self._grad_norm: float | None = None
         self.transaction = StepTransaction()
         """The step under way. Who calls `run` closes it, once the step is accounted for."""
         self._trained = Trained((), ())
@@ -89,29 +119,47 @@ class StepRunner:
         self._warned = False
         self._backward = Backward()
         self._losses: list[tuple[Share, Tensor]] = []
+        self._values = ValueSums("loss function")
+        self._fails_alike = False
+        """True where an error comes on all ranks at the same place."""
 
-    def run(self, loss: Loss, batch: Batch, *, call: int) -> float:
-        """Do one step and return the mean loss of the global batch, equal on all ranks.
+    def run(self, loss: Loss, batch: Batch, *, call: int, options: StepOptions = _PLAIN) -> StepResult:
+        """Do one step and return what it came to, equal on all ranks.
 
-        Args: call counts the steps taken with this batch before.
-        Raises: NonFiniteLossError, LossError or RankMismatchError, after which weights and buffers are those from
-            before the step.
+        Args:
+            loss: The loss function.
+            batch: The batch.
+            call: Counts the steps taken with this batch before.
+            options: How the step differs from the plain one.
+
+        Raises:
+            NonFiniteLossError: The loss or the norm of the gradient is NaN or infinite. After this and all other
+                errors weights and buffers are those from before the step.
+            LossError: The loss function returned something that cannot be trained on.
+            RankMismatchError: Ranks differ.
         """
         step, leaves = self.transaction, min(self._run.virtual_ranks, batch.size)
         self._find_trained()
-        self._losses = []
+        self._losses, self._fails_alike = [], False
+        self._values.clear()
         if self._run.world.group is not None:
-            self._comparison.intend(
-                self._fingerprint.intent(self._trained, epoch=batch.epoch, step=batch.step, call=call)
+            intent = self._fingerprint.intent(
+                self._trained, epoch=batch.epoch, step=batch.step, call=call, options=options.describe()
             )
+            if options.encode is not None:  # before encodings travel, or a rank that does something else is waited for
+                self._comparison.compare(intent)
+            self._comparison.intend(intent)
         self._engine.start(step, self._trained, leaves=leaves)
         self._buffers.start(leaves=leaves)  # after that, which may move parameters
         inside = enter("the loss function")
         try:
             try:
-                for share in batch.shares:
-                    self._run.set_generators("model", batch.epoch, batch.step, call, share.virtual_rank)
-                    self._compute(loss, share, batch)
+                if options.encode is not None:
+                    self._compute_globally(loss, batch, call, options)
+                else:
+                    for share in batch.shares:
+                        self._run.set_generators("model", batch.epoch, batch.step, call, share.virtual_rank)
+                        self._compute(loss, share, batch)
             finally:
                 leave(inside)
             self._engine.flush()
@@ -120,28 +168,31 @@ class StepRunner:
             totals = self._engine.finish()
             self._buffers.receive(step)
             self._check(totals, batch)
-            self._finish_gradients(totals, batch)
+            values = self._values.means(self._run.world, "trainer.step") if totals.has_values else {}
+            self._finish_gradients(totals, batch, call, options)
             step.writing = True
             self._buffers.commit(step, new_buffers=totals.new_buffers)
         except BaseException as error:
             # A loss function may be refused on one rank alone, but that is before `finish`.
-            is_whole = self._engine.abort(alike=isinstance(error, LossError))
+            is_whole = self._engine.abort(alike=self._fails_alike or isinstance(error, LossError))
             step.writing, step.deferred = not self._buffers.roll_back() or not is_whole, None
             self._run.set_generators("loop", batch.epoch, batch.step, call + 1)
             raise
-        self.skipped = False
+        rates = tuple(float(group["lr"]) for group in self._optimizer.param_groups)
+        skipped = False
         self._engine.update(self.scaler)
         if self.scaler is not None:
             scale = self.scaler.get_scale()
             self.scaler.update()
-            self.skipped = self.scaler.get_scale() < scale
+            skipped = self.scaler.get_scale() < scale
         self.weight = totals.weight
-        return totals.loss / totals.weight
-
-    @property
-    def learning_rate(self) -> float:
-        """The learning rate of the optimizer's first parameter group."""
-        return float(self._optimizer.param_groups[0]["lr"])
+        return StepResult(
+            totals.loss / totals.weight,
+            learning_rates=rates,
+            grad_norm=self._grad_norm,
+            skipped=skipped,
+            values=values,
+        )
 
     def begin_training(self) -> None:
         """Put models with parameters of this optimizer into training mode, unless they are in it."""
@@ -175,19 +226,9 @@ class StepRunner:
             with self._forward_context(samples):
                 result = loss(self._models, items)
             refuse_collectives_since(counted)
-            value = read_loss(loss_of(result), samples=samples)
-            weight = value.weight_number()
-            if value.total.device != self._run.device:
-                raise LossError(
-                    f"the loss lies on {value.total.device} and this rank computes on {self._run.device}: return it on "
-                    "the device of the model's output."
-                )
-            if not value.total.requires_grad:
-                raise LossError(
-                    "the loss has no gradient: it was detached (by .item(), .detach(), torch.no_grad() or argmax), or "
-                    "depends on no parameter that requires one. Return the loss as the tensor that the model's output "
-                    "led to."
-                )
+            value, weight = self._read(result, samples=samples)
+            if further := further_values(result):
+                self._values.add(share.virtual_rank, further, samples=samples)
             total = value.total.detach()
             if total.dtype != torch.float32:
                 total = total.float()
@@ -196,7 +237,11 @@ class StepRunner:
             if micro_batch is share.micro_batches[-1]:
                 self._losses.append((share, share_loss))
                 self._engine.close_forward(
-                    share.virtual_rank, share_loss, share_weight, new_buffers=self._buffers.new_buffers()
+                    share.virtual_rank,
+                    share_loss,
+                    share_weight,
+                    new_buffers=self._buffers.new_buffers(),
+                    has_values=bool(self._values),
                 )
             inputs = self._trained.parameters if self._restricted else None
             if self.scaler is None:
@@ -205,6 +250,103 @@ class StepRunner:
                 self.scaler.scale(value.total / batch.size).backward(inputs=inputs)  # type: ignore[no-untyped-call]
         self._engine.close_leaf(share.virtual_rank)
         self._buffers.close_leaf(share.virtual_rank)
+
+    def _read(self, result: Any, *, samples: int) -> tuple[WeightedSum, float]:
+        """Read what the loss function returned. Raises LossError for a loss that cannot be trained on."""
+        value = read_loss(loss_of(result), samples=samples)
+        weight = value.weight_number()
+        if value.total.device != self._run.device:
+            raise LossError(
+                f"the loss lies on {value.total.device} and this rank computes on {self._run.device}: return it on "
+                "the device of the model's output."
+            )
+        if not value.total.requires_grad:
+            raise LossError(
+                "the loss has no gradient: it was detached (by .item(), .detach(), torch.no_grad() or argmax), or "
+                "depends on no parameter that requires one. Return the loss as the tensor that the model's output "
+                "led to."
+            )
+        return value, weight
+
+    def _compute_globally(self, loss: Loss, batch: Batch, call: int, options: StepOptions) -> None:
+        """Compute the gradients of this rank's shares for a loss over the whole global batch; see `global_loss`."""
+        run = self._run
+        own: dict[int, EncodedShare] = {}
+        failure: Exception | None = None
+        try:
+            for share in batch.shares:
+                with torch.set_grad_enabled(not options.recompute):
+                    own[share.virtual_rank] = self._encode(share, batch, call, options)
+                if options.recompute:
+                    self._buffers.roll_back()
+                else:
+                    self._buffers.close_leaf(share.virtual_rank)
+        except Exception as error:  # of the user's function: it is raised once the other ranks know
+            failure = error
+        whole = assemble_batch(
+            run.world, own, failure, size=batch.size, virtual_ranks=run.virtual_ranks, device=run.device
+        )
+        run.set_generators("model/loss", batch.epoch, batch.step, call)
+        counted = count_collectives()
+        with self._forward_context(batch.size):
+            result = loss(self._models, whole.value)
+        refuse_collectives_since(counted)
+        value, weight = self._read(result, samples=batch.size)
+        root = value.total / batch.size
+        if self.scaler is not None:
+            root = self.scaler.scale(root)
+        has_first = any(share.virtual_rank == 0 for share in batch.shares)
+        found = gradients_of(root, whole, self._trained.parameters if has_first else ())
+        for share in batch.shares:
+            encoded = own[share.virtual_rank]
+            if options.recompute:
+                encoded = self._encode(share, batch, call, options)
+            total, share_weight = torch.zeros((), device=run.device), 0.0
+            if share.virtual_rank == 0:  # which the loss counts as, since one must
+                total, share_weight = value.total.detach().float(), weight
+                self._losses.append((share, total))
+                if further := further_values(result):
+                    self._values.add(0, further, samples=batch.size)
+            self._hand_down(share, encoded, found, total, share_weight)
+            if options.recompute:
+                self._buffers.close_leaf(share.virtual_rank)
+
+    def _encode(self, share: Share, batch: Batch, call: int, options: StepOptions) -> EncodedShare:
+        """Encode the samples of a share."""
+        self._run.set_generators("model", batch.epoch, batch.step, call, share.virtual_rank)
+
+        def encode(items: Any) -> Any:
+            assert options.encode is not None
+            if not options.recompute:
+                self._buffers.stand_in()
+            counted = count_collectives()
+            result = options.encode(self._models, to_device(items, self._run.device))
+            refuse_collectives_since(counted)
+            return result
+
+        skeleton, parts = encode_share(share, encode, self._forward_context)
+        return EncodedShare(skeleton, parts, self._buffers.new_buffers())
+
+    def _hand_down(
+        self, share: Share, encoded: EncodedShare, found: GlobalGradients, total: Tensor, weight: float
+    ) -> None:
+        """Run backward from the encodings of a share."""
+        inputs = self._trained.parameters if self._restricted else None
+        counts = [len(micro_batch.indices) for micro_batch in share.micro_batches]
+        rows = [*rows_of(share.virtual_rank, counts, virtual_ranks=self._run.virtual_ranks)]
+        for parts, where in zip(encoded.parts, rows, strict=True):
+            is_last = where is rows[-1]
+            if is_last:
+                self._engine.close_forward(
+                    share.virtual_rank,
+                    total,
+                    weight,
+                    new_buffers=encoded.new_buffers,
+                    has_values=share.virtual_rank == 0 and bool(self._values),
+                )
+            direct = found.direct if share.virtual_rank == 0 and is_last else ()
+            run_backward(parts, [None if g is None else g[where] for g in found.of_tensors], direct, inputs)
+        self._engine.close_leaf(share.virtual_rank)
 
     def _forward_context(self, samples: int) -> contextlib.AbstractContextManager[Any]:
         if self._autocast is None and samples > 1:
@@ -265,16 +407,41 @@ class StepRunner:
                 "least one token or sample a weight above zero."
             )
 
-    def _finish_gradients(self, totals: Totals, batch: Batch) -> None:
-        """Divide by the weight, take the scale out, and clip: on every rank alike."""
-        norm = self._engine.prepare(factor=batch.size / totals.weight, scaler=self.scaler, clip=self._clip_grad_norm)
-        self.grad_norm = norm
+    def _finish_gradients(self, totals: Totals, batch: Batch, call: int, options: StepOptions) -> None:
+        """Divide by the weight, take the scale out, let the user's function change gradients, and clip."""
+        change = None
+        if options.on_gradients is not None:
+            change = partial(self._change_gradients, options.on_gradients, batch, call)
+        norm = self._engine.prepare(
+            factor=batch.size / totals.weight, scaler=self.scaler, clip=self._clip_grad_norm, change=change
+        )
+        self._grad_norm = norm
         if norm is not None and self.scaler is None and not math.isfinite(norm):
             raise NonFiniteLossError(
                 f"the norm of the gradient is {norm} at epoch {batch.epoch}, step {batch.step}, though the "
                 f"loss, {totals.loss / totals.weight:.6g}, is finite. The step did not happen: weights and buffers "
                 "keep their values from before it. Look for roots or logarithms of zero, or lower the learning rate."
             )
+
+    def _change_gradients(self, function: Callable[[Any], object], batch: Batch, call: int) -> None:
+        """Let a user's function change p.grad, with random numbers that are equal on all ranks; and compare."""
+        self.transaction.run_deferred()
+        self._run.set_generators("gradients", batch.epoch, batch.step, call)
+        inside = enter("on_gradients")
+        error: Exception | None = None
+        try:
+            counted = count_collectives()
+            with torch.no_grad():
+                function(self._models)
+            refuse_collectives_since(counted)
+        except Exception as raised:  # of the user's function: it is raised once the other ranks know
+            error = raised
+        finally:
+            leave(inside)
+        self._run.set_generators("loop", batch.epoch, batch.step, call + 1)
+        self._fails_alike = True
+        check_gradients(self._run.world, self._trained, error)
+        self._fails_alike = False
 
 
 def _describe_bad(loss: float, where: str, bad: list[_BadShare]) -> str:

@@ -52,8 +52,16 @@ class StepFingerprint:
         self._modes: list[bool] = []
         self._base = b""
 
-    def intent(self, trained: Trained, *, epoch: int, step: int, call: int) -> StepDescription:
-        """Say what a step is about to do with some parameters. Args: call counts the steps taken with its batch."""
+    def intent(self, trained: Trained, *, epoch: int, step: int, call: int, options: str = "") -> StepDescription:
+        """Describe what a step is about to do.
+
+        Args:
+            trained: The parameters that it trains.
+            epoch: The epoch.
+            step: The step within it.
+            call: Counts the steps taken with its batch before.
+            options: How the step differs from a plain one.
+        """
         values = [value for group in self._optimizer.param_groups for value in group.values()]
         modes = list(map(_mode_of, self._members))
         if (
@@ -64,8 +72,8 @@ class StepFingerprint:
             or (self._tensors and [t._version for t in self._tensors] != self._versions)
         ):
             self._remember(trained, values, modes)
-        number = _number(b"%d %d %d " % (epoch, step, call) + self._base)
-        return StepDescription(number, lambda: self._document(epoch, step, call))
+        number = _number(b"%d %d %d %b" % (epoch, step, call, options.encode()) + self._base)
+        return StepDescription(number, lambda: self._document(epoch, step, call, options))
 
     def _remember(self, trained: Trained, values: list[Any], modes: list[bool]) -> None:
         if trained is not self._trained:
@@ -78,9 +86,10 @@ class StepFingerprint:
         groups = [(len(group["params"]), hyperparameters(group)) for group in self._optimizer.param_groups]
         self._base = _digest(self._fixed + bytes(modes) + repr(groups).encode())
 
-    def _document(self, epoch: int, step: int, call: int) -> Document:
+    def _document(self, epoch: int, step: int, call: int, options: str) -> Document:
+        given = (f", optimizer={self._name!r}" if self._name else "") + options
         return {
-            CALL: f"trainer.step(optimizer={self._name!r})" if self._name else "trainer.step()",
+            CALL: f"trainer.step({given.removeprefix(', ')})",
             "epoch": epoch,
             "step": step,
             "the number of steps taken with this batch before": call,

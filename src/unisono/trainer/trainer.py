@@ -37,10 +37,11 @@ from unisono.trainer.loop import Loop
 from unisono.trainer.modules import evaluating, lone_samples_warning
 from unisono.trainer.resume import Resume
 from unisono.trainer.run_log import announce, open_log, warn_of_rank
-from unisono.trainer.setup import REQUIRED, check_arguments, check_fit
+from unisono.trainer.setup import REQUIRED, check_arguments, check_fit, check_step_options
 from unisono.trainer.snapshot import model_tensors, optimizer_state
-from unisono.trainer.step import Loss
+from unisono.trainer.step import Loss, StepOptions
 from unisono.trainer.step_fingerprint import intent_of_call
+from unisono.trainer.step_result import StepResult
 from unisono.watch import Event
 
 __all__ = ["Trainer"]
@@ -268,7 +269,16 @@ class Trainer:
             self._log.emit("warning", message=warning)
         return batches
 
-    def step(self, loss: Loss, batch: Batch, *, optimizer: str | None = None) -> float:
+    def step(
+        self,
+        loss: Loss,
+        batch: Batch,
+        *,
+        optimizer: str | None = None,
+        encode: Loss | None = None,
+        recompute: bool = False,
+        on_gradients: Callable[[Any], object] | None = None,
+    ) -> StepResult:
         """Take one optimizer step on a global batch, on all ranks or on none, and return the batch's mean loss.
 
         Args:
@@ -288,7 +298,9 @@ class Trainer:
                 f"the loss function is a {type(loss).__name__}, which cannot be called: trainer.step(loss, batch) "
                 "takes a function of the model and a micro-batch first, and then the batch"
             )
-        return self._loop.step(loss, batch, optimizer)
+        options = StepOptions(encode, flag("recompute", recompute), on_gradients)
+        check_step_options(options)
+        return self._loop.step(loss, batch, optimizer, options)
 
     def evaluate(
         self,

@@ -119,6 +119,8 @@ class StepFields(TypedDict):
     """What the losses' sum was divided by, if that is not the number of samples: tokens, for example."""
     grad_norm: NotRequired[float]
     """Of the gradient before it was clipped, if it is clipped."""
+    values: NotRequired[Mapping[str, float]]
+    """The means of the further values that the loss function returned, over the global batch."""
     optimizer: NotRequired[str]
     """Which of several."""
     memory: NotRequired[int]

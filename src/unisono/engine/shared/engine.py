@@ -8,7 +8,7 @@ there, one when all weights are written. With clipping there is a third between 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import is_
 from typing import Any
 
@@ -20,7 +20,15 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from unisono.engine.accumulation import GradientAccumulation
 from unisono.engine.base import Trained
 from unisono.engine.node_sums import Gradients, take
-from unisono.engine.norm import BLOCK, block_norms, blocks_of, clip_factor, global_norm
+from unisono.engine.norm import (
+    BLOCK,
+    block_norms,
+    blocks_of,
+    clip_factor,
+    dense_strides,
+    global_norm,
+    in_memory_order,
+)
 from unisono.engine.shared.batched_rows import BatchedRows
 from unisono.engine.shared.direct_rows import DirectRows
 from unisono.engine.shared.gradient_rows import GradientRows
@@ -145,26 +153,32 @@ class SharedEngine(GradientAccumulation):
         self._tables.finish(step)
         return totals
 
-    def prepare(self, *, factor: float, scaler: torch.amp.GradScaler | None, clip: float | None) -> float | None:
+    def prepare(
+        self,
+        *,
+        factor: float,
+        scaler: torch.amp.GradScaler | None,
+        clip: float | None,
+        change: Callable[[], None] | None = None,
+    ) -> float | None:
         """Note the factor; sum already where norm, overflow or hooks are asked for; see `Engine`."""
         self._factor, self._found_inf = factor, None
         # Each rank has the whole of these to itself.
         sparse = self._tables.vectors()
         if sparse and factor != 1.0:
             torch._foreach_mul_(sparse, factor)
-        if scaler is None and clip is None and not self._hooked:
+        if scaler is None and clip is None and change is None and not self._hooked:
             return None
         self._rows.reduce(self._used_by_all, factor)
         self._prepared = True
         runtime, table = self._runtime, self._table
-        pieces = [piece for piece in self._rows.parts[runtime.rank] if self._used_by_all[piece.parameter]]
-        totals = [
-            total
-            for total, piece in zip(self._rows.totals, self._rows.parts[runtime.rank], strict=True)
-            if self._used_by_all[piece.parameter]
-        ]
+        pieces, totals = self._own_totals()
         if scaler is not None:
             table.found_inf[runtime.rank] = unscale([*totals, *sparse], scaler)
+        if change is not None:
+            self._let_change(change)
+            sparse = self._tables.vectors()
+            pieces, totals = self._own_totals()
         if clip is not None:
             table.write_norms(self._rows.parts[runtime.rank], pieces, totals)
         runtime.barrier("waiting for the norm of the gradient", self._step)
@@ -181,6 +195,28 @@ class SharedEngine(GradientAccumulation):
             runtime.barrier("waiting for the whole gradient, which hooks may read", self._step)
             self._show_gradients()
         return norm
+
+    def _own_totals(self) -> tuple[list[Shard], list[Tensor]]:
+        """Return this rank's pieces of the parameters that got a gradient, and their sums."""
+        own = zip(self._rows.parts[self._runtime.rank], self._rows.totals, strict=True)
+        used = [(piece, total) for piece, total in own if self._used_by_all[piece.parameter]]
+        return [piece for piece, _ in used], [total for _, total in used]
+
+    def _let_change(self, change: Callable[[], None]) -> None:
+        """Let a function have a copy of the whole gradient, and take this rank's part of what it made of it."""
+        runtime, step = self._runtime, self._step
+        runtime.barrier("waiting for the whole gradient", step)
+        given = self._rows.gradients
+        for p, gradient, used in zip(self._trained.parameters, given, self._used_by_all, strict=True):
+            p.grad = gradient.clone() if used else None
+        runtime.barrier("waiting until all ranks have the gradient", step)
+        change()
+        self._used_by_all = [p.grad is not None for p in self._trained.parameters]
+        for piece, total in zip(*self._own_totals(), strict=True):
+            p = self._trained.parameters[piece.parameter]
+            assert p.grad is not None
+            total.view(-1).copy_(in_memory_order(p.grad, dense_strides(p))[piece.start : piece.stop])
+        self._tables.take_changed()
 
     def update(self, scaler: torch.amp.GradScaler | None) -> None:
         """Update this rank's part, and wait for the others; see `Engine`."""

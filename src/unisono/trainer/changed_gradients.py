@@ -1,0 +1,75 @@
+"""Gradients that a user's function has changed between their sum and the update: they must be equal on all ranks."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+
+from unisono.collectives.world import World
+from unisono.engine import Trained
+from unisono.errors import LossError, PeerError, RankMismatchError
+
+__all__ = ["check_gradients"]
+
+
+def check_gradients(world: World, trained: Trained, error: Exception | None) -> None:
+    """Compare the gradients that ranks have made of equal ones. Every rank must call it.
+
+    Costs one pass over the gradient and one small exchange.
+
+    Args:
+        world: The ranks.
+        trained: The parameters.
+        error: What the function raised on this rank, if it did. It is raised here once the others know.
+
+    Raises:
+        LossError: A gradient does not have the shape of its parameter.
+        PeerError: The function raised an error on another rank.
+        RankMismatchError: Gradients differ, on all ranks.
+    """
+    if error is None:
+        error = _misfit(trained)
+    own = repr(error) if error is not None else [_checksum(p.grad) for p in trained.parameters]
+    everyone = world.gather(own, "trainer.step(on_gradients=...)")
+    if error is not None:
+        raise error
+    for rank, found in enumerate(everyone):
+        if isinstance(found, str):
+            raise PeerError(
+                f"rank {rank} failed in on_gradients: {found}. The step did not happen: weights and buffers keep their "
+                "values from before it."
+            )
+        if found != everyone[0]:
+            name = next(n for n, a, b in zip(trained.names, found, everyone[0], strict=True) if a != b)
+            raise RankMismatchError(
+                f"on_gradients made another gradient of {name!r} on rank {rank} than on rank 0. The step did not "
+                "happen: weights and buffers keep their values from before it. Compute from p.grad, and from what is "
+                "equal on all ranks; torch's generators are set alike on all ranks before the call."
+            )
+
+
+def _misfit(trained: Trained) -> LossError | None:
+    for name, p in zip(trained.names, trained.parameters, strict=True):
+        if p.grad is not None and p.grad.shape != p.shape:
+            return LossError(
+                f"on_gradients left a gradient of shape {list(p.grad.shape)} at {name!r}, which has the shape "
+                f"{list(p.shape)}: give it a gradient of its own shape, or None."
+            )
+    return None
+
+
+def _checksum(gradient: Tensor | None) -> int | None:
+    """Return a number of 64 bits that is equal for equal gradients, and hardly for others."""
+    if gradient is None:
+        return None
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    digest = blake2b(_bytes_of(values), digest_size=8)
+    if gradient.is_sparse:
+        digest.update(_bytes_of(gradient.coalesce().indices()))
+    return int.from_bytes(digest.digest(), "little")
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()

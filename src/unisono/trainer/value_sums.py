@@ -1,0 +1,82 @@
+"""Sums of named values over virtual ranks: what an evaluation averages, and what comes with a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.collectives.world import World
+from unisono.metrics.metric import Metric
+from unisono.parallel.losses import read_loss
+from unisono.plan import Node, fold
+
+__all__ = ["ValueSums"]
+
+_Sums = dict[str, tuple[float, float]]
+
+
+class ValueSums:
+    """The sums of this rank's virtual ranks.
+
+    Sums are float64, per virtual rank and then in tree order, so the result is the same on any number of ranks.
+
+    Args:
+        what: The function that returns the values, for messages.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._sums: dict[int, dict[str, tuple[Tensor, float]]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._sums)
+
+    def clear(self) -> None:
+        """Forget all sums."""
+        self._sums = {}
+
+    def add(self, virtual_rank: int, values: Mapping[str, Any], *, samples: int) -> None:
+        """Add the values that the function returned for some samples of a virtual rank.
+
+        Raises:
+            LossError: A value is of no form that `read_loss` knows.
+        """
+        sums = self._sums.setdefault(virtual_rank, {})
+        for name, value in values.items():
+            what = self._what + (f" (entry {name!r})" if name else "")
+            found = read_loss(_as_number(value), samples=samples, what=what)
+            total, weight = found.total.detach().double(), found.weight_number(what)
+            if name in sums:
+                total, weight = sums[name][0] + total, sums[name][1] + weight
+            sums[name] = total, weight
+
+    def means(self, world: World, call: str) -> dict[str, Metric]:
+        """Return the mean of each name over all ranks. One small exchange; every rank must call it.
+
+        Args:
+            world: The ranks.
+            call: The call that wants to know, for messages.
+        """
+        own: dict[int, _Sums] = {
+            virtual_rank: {name: (total.item(), weight) for name, (total, weight) in sums.items()}
+            for virtual_rank, sums in self._sums.items()
+        }
+        everyone: dict[int, _Sums] = {}
+        for part in world.gather(own, call):
+            everyone |= part
+        names = list(dict.fromkeys(name for _, sums in sorted(everyone.items()) for name in sums))
+        return {name: Metric(*_total(everyone, name)) for name in names}
+
+
+def _total(everyone: Mapping[int, _Sums], name: str) -> tuple[float, float]:
+    leaves = 1 + max(everyone)  # a virtual rank without samples has no values
+    values = {Node(v, v + 1): everyone.get(v, {}).get(name, (0.0, 0.0)) for v in range(leaves)}
+    return fold(values, leaves=leaves, add=lambda a, b: (a[0] + b[0], a[1] + b[1]))
+
+
+def _as_number(value: Any) -> Any:
+    """Let truth values count as 0 and 1; everything else is read like a loss."""
+    return value.float() if isinstance(value, Tensor) and value.dtype == torch.bool else value
