@@ -1,9 +1,9 @@
-"""What all metrics are: counts and sums that each rank keeps for itself, and that meet in one all-reduce.
+"""The base of all metrics: counts and sums that each rank keeps locally, combined over ranks in one all-reduce.
 
-What a rank has counted travels as whole numbers of 64 bits ("words"). Some are added over ranks. The others stay apart:
-each rank writes them into a row of its own, and the sum of all those rows, zero elsewhere, is a table of them. So
-floating-point numbers, minima and maxima travel in the same all-reduce as counts, bit for bit, on every backend. Before
-it, ranks tell each other what they bring.
+The counts of a rank travel as 64-bit integers ("words"). Some are added over ranks. The others stay apart: each rank
+fills its own row of a table and leaves the other rows zero, so the sum over ranks is the whole table. Floating-point
+numbers, minima and maxima therefore travel in the same all-reduce as counts, bit for bit, on every backend. Before the
+all-reduce, an all-gather compares which metrics the ranks compute.
 """
 
 from __future__ import annotations
@@ -30,34 +30,41 @@ T = TypeVar("T")
 
 
 class Accumulator(ABC, Generic[T]):
-    """Something that is counted over the samples of all ranks.
+    """Base class of metrics, which count something over the samples of all ranks.
 
-    `update` is local and cheap: it waits for no other rank, and on a GPU not for the device. `compute` gives the value
-    over all ranks; every rank of the group must call it, also one that has seen no sample. It changes nothing, so you
-    can go on counting. `local` gives the value over this rank's samples.
+    `update` is local and cheap: it waits for no other rank, and on a GPU not for the device. `compute` returns the
+    value over all ranks. Every rank of the group must call it, even a rank that has seen no sample. It changes nothing,
+    so you can continue to count. `local` returns the value over this rank's samples.
 
-    For one of your own: keep sums in attributes that are replaced and never written in place, and define `update`,
-    `reset`, `_words`, `_set_words` and `_value`; `repr` must name all settings.
+    To write your own metric, keep sums in attributes that are replaced and never written in place, and define `update`,
+    `reset`, `_words`, `_set_words` and `_value`. Its `repr` must name all settings.
     """
 
     def compute(self, group: dist.ProcessGroup | None = None) -> T:
-        """Give the value over the samples of all ranks, on every rank. Every rank must call it: one all-reduce.
+        """Return the value over the samples of all ranks, on every rank.
 
-        Raises: GroupError if the ranks have not met; RankMismatchError if they count different things; PeerError if
-            another rank cannot tell what it has counted.
+        Every rank of the group must call it. It costs an all-gather that compares the metrics, and one all-reduce.
+
+        Args:
+            group: The ranks whose samples count; None means all ranks of the job.
+
+        Raises:
+            GroupError: The process group does not exist yet or has ended, or this rank is not in it.
+            RankMismatchError: The ranks compute different metrics. Raised on all ranks.
+            PeerError: Another rank cannot express what it has counted in words; that rank raises its own error.
         """
         total: Accumulator[T] = exchange([self], group_of(group))[0]
         return total._value()
 
     def local(self) -> T:
-        """Give the value over the samples of this rank alone. Nothing travels."""
+        """Return the value over the samples of this rank alone, without communication."""
         return self._value()
 
     def collect(self, group: dist.ProcessGroup | None = None) -> None:
-        """Move what all ranks have counted to the first rank of the group; every rank must call it.
+        """Move the counts of all ranks to the first rank of the group, and reset the others. Every rank must call it.
 
-        The value over all ranks stays what it is. The state of the first rank is then that of all, and can be saved
-        and loaded into a job of any size: see `state_dict`.
+        The value over all ranks does not change. The state of the first rank then covers all ranks. You can save it and
+        load it into a job of any size: see `state_dict`. Arguments, cost and errors are those of `compute`.
         """
         members = group_of(group)
         (total,) = exchange([self], members)
@@ -65,19 +72,23 @@ class Accumulator(ABC, Generic[T]):
 
     @abstractmethod
     def reset(self) -> None:
-        """Forget everything."""
+        """Discard everything counted so far on this rank."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Give what this rank has counted, in tensors and text. Local.
+        """Return what this rank has counted, as tensors and text, without communication.
 
-        To save the state of all ranks in one file, call `collect` on all of them first, then save that of rank 0, and
-        load it on rank 0 alone.
+        To save the state of all ranks in one file, call `collect` on all of them first, then save the state of rank 0,
+        and load it on rank 0 alone.
         """
         added, apart = self._words()
         return {"metric": repr(self), "added": added.cpu().clone(), "apart": apart.cpu().clone()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave. Raises: ValueError if it is of another metric."""
+        """Replace what this rank has counted by a state that `state_dict` returned.
+
+        Raises:
+            ValueError: The state belongs to another metric.
+        """
         if state.get("metric") != repr(self):
             raise ValueError(
                 f"this is the state of {state.get('metric')}, and the metric is {self!r}: make an equal one"
@@ -86,18 +97,18 @@ class Accumulator(ABC, Generic[T]):
 
     @abstractmethod
     def _words(self) -> tuple[Tensor, Tensor]:
-        """Give the words to be added over ranks, and those that stay apart: int64, one dimension, fixed lengths."""
+        """Return the words to add over ranks, and the words that stay apart: int64, one dimension, fixed lengths."""
 
     @abstractmethod
     def _set_words(self, added: Tensor, apart: Tensor) -> None:
-        """Become what all ranks have counted, from the sums of added words and the others, one row per rank."""
+        """Set the counts to those of all ranks: `added` has the sums of words, `apart` one row of words per rank."""
 
     @abstractmethod
     def _value(self) -> T:
-        """Give the value over what this object has counted."""
+        """Return the value over everything that this object has counted."""
 
     def _merge(self, group: Group) -> None:
-        """Do what words cannot: called on the total, on all ranks, after them."""
+        """Combine over ranks what does not fit words. Called on the total, on all ranks, after `_set_words`."""
 
     def _take(self, total: Accumulator[T], group: Group) -> None:
         if group.rank == 0:
@@ -107,9 +118,13 @@ class Accumulator(ABC, Generic[T]):
 
 
 def exchange(metrics: Sequence[Accumulator[Any]], group: Group, names: Sequence[str] = ("",)) -> list[Accumulator[Any]]:
-    """Give for each metric one that has counted what all ranks have. Every rank must call it: one all-reduce for all.
+    """Return, for each metric, a copy with the counts of all ranks. Every rank must call it.
 
-    Raises: RankMismatchError on all ranks if they bring different metrics; PeerError if another could not come.
+    It costs one all-gather that compares the metrics, and one all-reduce for all of them together.
+
+    Raises:
+        RankMismatchError: The ranks compute different metrics. Raised on all ranks.
+        PeerError: Another rank could not make the words of its metrics.
     """
     described = [f"{name} {metric!r}".strip() for name, metric in zip(names, metrics, strict=True)]
     if group.check is not None:
@@ -123,7 +138,7 @@ def exchange(metrics: Sequence[Accumulator[Any]], group: Group, names: Sequence[
     rows = row.new_zeros(group.size, len(row))
     rows[group.rank] = row
     message = torch.cat([first, rows.flatten()])
-    if len(message):  # metrics of torchmetrics have an exchange of their own
+    if len(message):  # empty with metrics of torchmetrics alone, which exchange their states in _merge
         message = tensor_collectives.all_reduce(group, message, "sum").cpu()
     summed, table = message[: len(first)], message[len(first) :].view(group.size, len(row))
     totals = []
@@ -142,15 +157,15 @@ def exchange(metrics: Sequence[Accumulator[Any]], group: Group, names: Sequence[
 
 
 def _agree(metrics: Sequence[Accumulator[Any]], described: list[str], group: Group) -> list[tuple[Tensor, Tensor]]:
-    """Give the words of all metrics, once all ranks have theirs, of the same metrics.
+    """Return the words of all metrics, after checking that all ranks have words of the same metrics.
 
-    Sums of unequal lengths would otherwise meet, and gloo ends the process then.
+    Otherwise the lengths in the all-reduce could differ, and gloo ends the process then.
     """
     words: list[tuple[Tensor, Tensor]] = []
     try:
         words = [metric._words() for metric in metrics]
         sent: Outgoing = serialize(described)
-    except Exception as error:  # metrics may be the user's; the other ranks are told, then it is raised here
+    except Exception as error:  # users may define metrics; the error is sent to the other ranks, then raised here
         sent = FailedSend(error)
     everyone = [arrived.open() for arrived in object_transport.all_gather(group, "compute of metrics", sent)]
     if any(theirs != described for theirs in everyone):
@@ -163,7 +178,7 @@ def _agree(metrics: Sequence[Accumulator[Any]], described: list[str], group: Gro
 
 
 def describe_type(value: object) -> str:
-    """Say what something is that is no metric.
+    """Return a description of an object that is no metric, for messages.
 
     >>> describe_type(3), describe_type(int)
     ('int', 'the class int')

@@ -1,8 +1,8 @@
 """`TorchMetric`: a metric of the package torchmetrics, computed over ranks with uneven shares, also ranks with none.
 
-torchmetrics gathers each state by itself, and states that are lists only if every rank has seen samples. Here what all
-ranks have counted comes together in one exchange, and torchmetrics computes from it as in one process. The package is
-not imported: whoever has a metric of it has done so.
+torchmetrics gathers each state separately, and states that are lists only if every rank has seen samples. Here one
+exchange gathers the states of all ranks, and torchmetrics computes from them as in one process. This module does not
+import the package: a caller that has one of its metrics has already imported it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,14 @@ __all__ = ["TorchMetric"]
 class TorchMetric(Accumulator[Any]):
     """Wraps a metric of torchmetrics, alone or among `Metrics`: `TorchMetric(torchmetrics.AUROC(task="binary"))`.
 
-    `compute` costs one exchange of the metric's states, besides the all-reduce of other metrics. `update` passes its
-    arguments on.
-    Raises: TypeError for what is no single metric: collections, wrappers and sums of metrics. Give their parts.
+    `compute` costs one exchange of the metric's states, besides the all-reduce of other metrics.
+
+    Args:
+        metric: The metric of torchmetrics.
+
+    Raises:
+        TypeError: The argument is not a single metric: a collection, wrapper or sum of metrics, whose parts must be
+            wrapped one by one, or another object.
     """
 
     def __init__(self, metric: Any) -> None:
@@ -37,22 +42,26 @@ class TorchMetric(Accumulator[Any]):
                 "by one, together in unisono.metrics.Metrics(...)"
             )
         self.metric = metric
-        """The metric that was given, with this rank's samples."""
+        """The wrapped metric, with this rank's samples."""
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """Update the metric. Local."""
+        """Call the metric's `update` with these arguments, without communication."""
         self.metric.update(*args, **kwargs)
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Discard everything counted so far on this rank."""
         self.metric.reset()
 
     def state_dict(self) -> dict[str, Any]:
-        """Give what this rank has counted, also the states that torchmetrics leaves out. Local."""
+        """Return what this rank has counted, with the states that torchmetrics omits, without communication."""
         return {"metric": repr(self), **self._states()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave. Raises: ValueError if it is of another metric."""
+        """Replace what this rank has counted by a state that `state_dict` returned.
+
+        Raises:
+            ValueError: The state belongs to another metric.
+        """
         if state.get("metric") != repr(self):
             raise ValueError(
                 f"this is the state of {state.get('metric')}, and the metric is {self!r}: make an equal one"
@@ -63,7 +72,7 @@ class TorchMetric(Accumulator[Any]):
         return torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
 
     def _set_words(self, added: Tensor, apart: Tensor) -> None:
-        """Nothing travels as words."""
+        """Do nothing: no state travels as words."""
 
     def _merge(self, group: Group) -> None:
         found = [each for each in all_gather(self._states(), group=group.process_group) if each["updates"]]
@@ -99,7 +108,7 @@ class TorchMetric(Accumulator[Any]):
         metric._update_count = updates
 
     def _value(self) -> Any:
-        """Compute without torchmetrics' own synchronisation, and without leaving the result in its cache."""
+        """Return the metric's value, without torchmetrics' own synchronisation and without a result in its cache."""
         before = self.metric._to_sync, self.metric._computed
         self.metric._to_sync, self.metric._computed = False, None
         try:
@@ -118,7 +127,7 @@ def _on_cpu(state: Tensor | list[Tensor]) -> Tensor | list[Tensor]:
 
 
 def _merged(states: list[Any], reduction: Any, updates: list[int]) -> Any:
-    """Make one state of those of several ranks, as torchmetrics does, but for means, which count by updates."""
+    """Return one state made of those of several ranks, as torchmetrics does; but weight means by the ranks' updates."""
     name = getattr(reduction, "__name__", "")
     if isinstance(states[0], list):
         together = [each for state in states for each in state]

@@ -1,7 +1,7 @@
 """Mean, sum, minimum and maximum over the samples of all ranks.
 
-Floating-point values are added in float64 on the device where they lie; the sums of the ranks are added exactly and
-rounded once. Whole numbers stay whole.
+Floating-point values are added in float64 on the device where they lie (those of MPS, which has no float64, on the
+CPU). The sums of the ranks are added exactly and rounded once. Whole numbers stay whole.
 """
 
 from __future__ import annotations
@@ -20,34 +20,39 @@ __all__ = ["Max", "Mean", "Min", "Sum"]
 
 Value = Tensor | float
 Given = Value | Sequence[Any]
-"""What may be counted: also lists of numbers, and arrays."""
+"""Values that can be counted: numbers and tensors, and also lists of numbers, and arrays."""
 _NOTHING, _WHOLE, _FLOATING = 0, 1, 2
 
 
 class Mean(Accumulator[Metric]):
-    """The mean over all samples (or tokens): the sum of all values over the sum of their weights.
+    """The mean over all samples (or tokens): the sum of all values divided by the sum of their weights.
 
-    Ranks and batches of different sizes come out right, as a mean of means would not.
+    It is exact for ranks and batches of different sizes, as a mean of means would not be.
     """
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Discard everything counted so far on this rank."""
         self._total: Tensor = torch.zeros((), dtype=torch.float64)
         self._weight: Value = 0
 
     @torch.no_grad()
     def update(self, values: Given, weight: Given | None = None) -> None:
-        """Count values, each with its weight.
+        """Count values, each with its weight, on this rank.
 
         Args:
-            values: one per sample, of any shape; or a number, such as the mean loss of a batch.
-            weight: of each value: a number, or a tensor that fits the shape of values, such as a mask of tokens. Values
-                of weight 0 are not looked at, so they may be NaN. Default 1. For the mean of a batch, give the size of
-                the batch: update(loss, len(batch)).
-        Raises: ValueError for a negative weight, of a tensor on the CPU; TypeError for what is no number.
+            values: One value per sample, of any shape; or a number, such as the mean loss of a batch.
+            weight: The weight of each value: a number, or a tensor that broadcasts to the shape of values, such as a
+                mask of tokens. Values of weight 0 are ignored, so they may be NaN. None means 1. For the mean of a
+                batch, give the size of the batch: update(loss, len(batch)).
+
+        Raises:
+            ValueError: A weight is negative or NaN (tensors are checked on the CPU alone), or weight has a larger shape
+                than values.
+            RuntimeError: The shape of weight does not broadcast with that of values.
+            TypeError: The values, or the elements of a weight that is no tensor, are not real numbers.
         """
         values = _real(values)
         if weight is not None and not isinstance(weight, (int, float, Tensor)):
@@ -91,19 +96,26 @@ class Mean(Accumulator[Metric]):
 
 
 class Sum(Accumulator[float]):
-    """The sum over all samples. A sum of whole numbers is exact and whole, of any size over all ranks."""
+    """The sum over all samples.
+
+    A sum of whole numbers is exact and whole. The sum of one rank must fit 64 bits; that of all ranks may be larger.
+    """
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Discard everything counted so far on this rank."""
         self._whole: Tensor | int = 0
         self._floating: Tensor | None = None
 
     @torch.no_grad()
     def update(self, values: Given) -> None:
-        """Add a number, or all elements of a tensor. Raises: TypeError for what is no real number."""
+        """Add a number, or all elements of a tensor, on this rank.
+
+        Raises:
+            TypeError: The values are not real numbers.
+        """
         if not isinstance(values, (int, float, Tensor)):
             values = _tensor(values)
         if isinstance(values, int):
@@ -149,14 +161,15 @@ class _Extreme(Accumulator[float]):
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Discard everything counted so far on this rank."""
         self._best: Tensor | None = None
 
     @torch.no_grad()
     def update(self, values: Given) -> None:
-        """Look at a number, or at all elements of a tensor, which may be empty.
+        """Count a number, or all elements of a tensor, which may be empty, on this rank.
 
-        Raises: TypeError for what is no real number.
+        Raises:
+            TypeError: The values are not real numbers.
         """
         if not isinstance(values, (float, Tensor)):
             values = _tensor(values)
@@ -216,18 +229,26 @@ class Max(_Extreme):
 
 
 def _real(values: Any) -> Tensor:
-    """Give values in float64, detached. Raises: TypeError for what is no real number."""
+    """Return values in float64.
+
+    Raises:
+        TypeError: The values are not real numbers.
+    """
     if not isinstance(values, (int, float)):
         values = _tensor(values)
         if values.is_complex():
             raise TypeError(f"values are {values.dtype}, and complex numbers have no mean or order: count their abs()")
-        if values.device.type == "mps":  # which has no float64
+        if values.device.type == "mps":  # has no float64
             values = values.cpu()
     return torch.as_tensor(values, dtype=torch.float64)
 
 
 def _tensor(values: Any, name: str = "values") -> Tensor:
-    """Give what a caller gave as a tensor; floating-point numbers keep all their digits. Raises: TypeError."""
+    """Return values as a tensor; floating-point numbers that are no tensor yet become float64, to keep all digits.
+
+    Raises:
+        TypeError: torch cannot make a tensor of them.
+    """
     if isinstance(values, Tensor):
         return values
     try:
@@ -239,5 +260,5 @@ def _tensor(values: Any, name: str = "values") -> Tensor:
 
 
 def _exact_sum(numbers: list[Any]) -> float:
-    """Add up numbers and round once; what is not finite is added in order, since fsum refuses inf - inf."""
+    """Return the sum, rounded once. If a number is not finite, add them in order, since fsum refuses inf - inf."""
     return math.fsum(numbers) if all(map(math.isfinite, numbers)) else sum(numbers)

@@ -1,6 +1,6 @@
-"""Accuracy, and the table of confusions with precision, recall and F1, over the samples of all ranks.
+"""Accuracy, and the confusion matrix with precision, recall and F1, over the samples of all ranks.
 
-All are counts, so they are exact.
+All of them are made of counts, so they are exact.
 """
 
 from __future__ import annotations
@@ -21,12 +21,16 @@ Average = Literal["macro", "micro", "weighted"]
 
 
 class Accuracy(Accumulator[Metric]):
-    """The share of samples whose class is right, or among the k classes with the highest scores.
+    """The share of samples whose class is predicted, or is among the k classes with the highest scores.
 
     Args:
-        k: how many of the classes with the highest scores count as a hit.
-        ignore_index: targets with this number are not counted, such as padding.
-        threshold: for two classes with one score per sample: above it, class 1 is predicted.
+        k: The number of classes with the highest scores that count as a hit.
+        ignore_index: The class number of targets that are not counted, such as padding.
+        threshold: For two classes with one score per sample: the score above which class 1 is predicted.
+
+    Raises:
+        TypeError: k or ignore_index is not a whole number, or threshold is not a number.
+        ValueError: k is less than 1, threshold is NaN, or k > 1 is combined with a threshold.
     """
 
     def __init__(self, k: int = 1, *, ignore_index: int | None = None, threshold: float | None = None) -> None:
@@ -38,18 +42,22 @@ class Accuracy(Accumulator[Metric]):
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Discard everything counted so far on this rank."""
         self._hits: Tensor | int = 0
         self._seen: Tensor | int = 0
 
     @torch.no_grad()
     def update(self, predictions: Tensor, targets: Tensor) -> None:
-        """Compare predictions with targets.
+        """Compare predictions with targets, on this rank.
 
         Args:
-            predictions: scores of the classes, [N, C, ...] as for cross_entropy; or, for k=1, classes [N, ...].
-            targets: classes, [N, ...].
-        Raises: ValueError for shapes that do not fit each other; TypeError for what is no tensor.
+            predictions: The scores of the classes, [N, C, ...] as for cross_entropy; or, for k=1, classes [N, ...].
+                With a threshold, one score per sample, [N, ...].
+            targets: The classes, [N, ...].
+
+        Raises:
+            ValueError: The shapes do not fit each other or k, or class numbers are expected and floats were given.
+            TypeError: An argument is not a tensor.
         """
         _check_tensors(predictions, targets)
         if self.k > 1:
@@ -88,19 +96,19 @@ class Accuracy(Accumulator[Metric]):
 
 @dataclass(frozen=True, eq=False)
 class Confusion:
-    """How often each class was taken for each."""
+    """A confusion matrix: how often each class was predicted for the samples of each class."""
 
     matrix: Tensor
-    """int64 [C, C] on the CPU: samples of the class of the row for which the class of the column was predicted."""
+    """int64 [C, C] on the CPU: the number of samples of the row's class for which the column's was predicted."""
 
     @property
     def accuracy(self) -> Metric:
-        """The share of all samples whose class is right."""
+        """The share of all samples whose class was predicted."""
         return Metric(int(self.matrix.diag().sum()), int(self.matrix.sum()))
 
     @property
     def support(self) -> Tensor:
-        """Samples of each class, [C]."""
+        """The number of samples of each class, [C]."""
         return self.matrix.sum(1)
 
     @overload
@@ -108,7 +116,7 @@ class Confusion:
     @overload
     def precision(self, average: None) -> Tensor: ...
     def precision(self, average: Average | None = "macro") -> float | Tensor:
-        """Give the share of a class's predictions that are right. See `f1` for `average`."""
+        """Return the share of a class's predictions that are right. Arguments and errors are those of `f1`."""
         return self._averaged(self._hits, self.matrix.sum(0).double(), average)
 
     @overload
@@ -116,7 +124,7 @@ class Confusion:
     @overload
     def recall(self, average: None) -> Tensor: ...
     def recall(self, average: Average | None = "macro") -> float | Tensor:
-        """Give the share of a class's samples that are found. See `f1` for `average`."""
+        """Return the share of a class's samples that are found. Arguments and errors are those of `f1`."""
         return self._averaged(self._hits, self.matrix.sum(1).double(), average)
 
     @overload
@@ -124,10 +132,15 @@ class Confusion:
     @overload
     def f1(self, average: None) -> Tensor: ...
     def f1(self, average: Average | None = "macro") -> float | Tensor:
-        """Give the harmonic mean of precision and recall.
+        """Return the harmonic mean of precision and recall.
 
-        Args: average: "macro" is the mean over classes that occur, as target or prediction; "weighted" that by their
-            number of samples; "micro" takes all decisions together; None gives float64 [C]. What would be 0/0 is 0.
+        Args:
+            average: "macro" returns the mean over the classes that occur as target or prediction, "weighted" the mean
+                weighted by the number of samples, "micro" the value over all decisions together. None returns the
+                value of each class, float64 [C]. A quotient 0/0 counts as 0.
+
+        Raises:
+            ValueError: average is none of these.
         """
         both = self.matrix.sum(0) + self.matrix.sum(1)
         return self._averaged(2 * self._hits, both.double(), average)
@@ -151,11 +164,16 @@ class Confusion:
 
 
 class ConfusionCounts(Accumulator[Confusion]):
-    """The table of confusions, from which accuracy, precision, recall and F1 follow: `compute()` gives a `Confusion`.
+    """The confusion matrix, from which accuracy, precision, recall and F1 follow: `compute()` returns a `Confusion`.
 
     Args:
-        num_classes: classes are 0 to num_classes - 1.
-        ignore_index, threshold: as for `Accuracy`.
+        num_classes: The number of classes, which are 0 to num_classes - 1.
+        ignore_index: The class number of targets that are not counted, such as padding.
+        threshold: For two classes with one score per sample: the score above which class 1 is predicted.
+
+    Raises:
+        TypeError: num_classes or ignore_index is not a whole number, or threshold is not a number.
+        ValueError: num_classes is less than 2, threshold is NaN, or a threshold is combined with more than 2 classes.
     """
 
     def __init__(self, num_classes: int, *, ignore_index: int | None = None, threshold: float | None = None) -> None:
@@ -167,16 +185,22 @@ class ConfusionCounts(Accumulator[Confusion]):
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything."""
-        # The last number counts what belongs to no class.
+        """Discard everything counted so far on this rank."""
+        # The last element counts pairs with a target or prediction outside the classes.
         self._counts = torch.zeros(self.num_classes**2 + 1, dtype=torch.int64)
 
     @torch.no_grad()
     def update(self, predictions: Tensor, targets: Tensor) -> None:
-        """Compare predictions with targets: scores [N, C, ...] or classes [N, ...], and classes [N, ...].
+        """Compare predictions with targets, on this rank.
 
-        Raises: ValueError for shapes that do not fit, and for classes that are not there: on a GPU, where looking would
-            wait for the device, only when the value is computed.
+        Args:
+            predictions: The scores, [N, C, ...], or classes [N, ...]; with a threshold, one score per sample, [N, ...].
+            targets: The classes, [N, ...].
+
+        Raises:
+            ValueError: The shapes do not fit each other, or a class is outside the range. On a GPU, where a check of
+                the range would wait for the device, the latter is raised only when the value is computed.
+            TypeError: An argument is not a tensor.
         """
         _check_tensors(predictions, targets)
         found, wanted = _classes(predictions, targets, self.threshold).flatten(), targets.flatten().to(torch.int64)
@@ -212,7 +236,7 @@ class ConfusionCounts(Accumulator[Confusion]):
 
 
 def _classes(predictions: Tensor, targets: Tensor, threshold: float | None) -> Tensor:
-    """Give the predicted classes, in the shape of the targets."""
+    """Return the predicted classes, in the shape of the targets."""
     if targets.is_floating_point():
         raise ValueError(f"targets are {targets.dtype}: give class numbers, such as targets.long()")
     if predictions.dim() == targets.dim() + 1 and threshold is None:

@@ -1,4 +1,4 @@
-"""`Metrics`: several metrics under names, that are updated and computed together, in one all-reduce."""
+"""`Metrics`: several named metrics that are updated together, and computed together in one all-reduce."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ __all__ = ["Metrics"]
 
 
 class Metrics(Mapping[str, Accumulator[Any]]):
-    """Metrics under names: a mapping, whose values are computed over all ranks in one all-reduce.
+    """A mapping of names to metrics, whose values are computed over all ranks in one all-reduce.
+
+    Args:
+        **metrics: The metrics by name.
+
+    Raises:
+        TypeError: An argument is not a metric.
 
     >>> from unisono.metrics import Accuracy, Max, Mean, Metrics
     >>> meters = Metrics(loss=Mean(), longest=Max())
@@ -41,9 +47,13 @@ class Metrics(Mapping[str, Accumulator[Any]]):
         return len(self._metrics)
 
     def update(self, **values: Any) -> None:
-        """Update metrics by name. A tuple is what its `update` takes in several arguments. Local.
+        """Update metrics by name, without communication.
 
-        Raises: KeyError for a name that is none of the metrics', before anything is counted.
+        Args:
+            **values: The argument of each metric's `update`; a tuple stands for several arguments.
+
+        Raises:
+            KeyError: There is no metric of this name. Nothing has been counted then.
         """
         for name in values:
             if name not in self._metrics:
@@ -53,35 +63,48 @@ class Metrics(Mapping[str, Accumulator[Any]]):
             metric.update(*value) if isinstance(value, tuple) else metric.update(value)
 
     def compute(self, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
-        """Give all values over the samples of all ranks, on every rank. Every rank must call it: one all-reduce.
+        """Return all values over the samples of all ranks, on every rank, by name.
 
-        Raises: GroupError if the ranks have not met; RankMismatchError if they count different things.
+        Every rank of the group must call it. It costs an all-gather that compares the metrics, and one all-reduce for
+        all of them together.
+
+        Args:
+            group: The ranks whose samples count; None means all ranks of the job.
+
+        Raises:
+            GroupError: The process group does not exist yet or has ended, or this rank is not in it.
+            RankMismatchError: The ranks compute different metrics. Raised on all ranks.
+            PeerError: Another rank cannot express what it has counted in words; that rank raises its own error.
         """
         totals = exchange([*self._metrics.values()], group_of(group), names=[*self._metrics])
         return {name: total.local() for name, total in zip(self._metrics, totals, strict=True)}
 
     def local(self) -> dict[str, Any]:
-        """Give all values over the samples of this rank. Nothing travels."""
+        """Return all values over the samples of this rank alone, by name, without communication."""
         return {name: metric.local() for name, metric in self._metrics.items()}
 
     def collect(self, group: dist.ProcessGroup | None = None) -> None:
-        """Move what all ranks have counted to the first: see `Accumulator.collect`. Every rank must call it."""
+        """Move the counts of all ranks to the first: see `Accumulator.collect`. Every rank must call it."""
         members = group_of(group)
         totals = exchange([*self._metrics.values()], members, names=[*self._metrics])
         for metric, total in zip(self._metrics.values(), totals, strict=True):
             metric._take(total, members)
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Discard everything counted so far on this rank."""
         for metric in self._metrics.values():
             metric.reset()
 
     def state_dict(self) -> dict[str, Any]:
-        """Give what this rank has counted: see `Accumulator.state_dict`. Local."""
+        """Return what this rank has counted, by name: see `Accumulator.state_dict`."""
         return {name: metric.state_dict() for name, metric in self._metrics.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave. Raises: ValueError if it is of other metrics."""
+        """Replace what this rank has counted by a state that `state_dict` returned.
+
+        Raises:
+            ValueError: The state belongs to other metrics.
+        """
         if state.keys() != self._metrics.keys():
             raise ValueError(f"this is the state of {sorted(state)}, and the metrics are {sorted(self._metrics)}")
         for name, metric in self._metrics.items():

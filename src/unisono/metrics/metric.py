@@ -1,4 +1,4 @@
-"""`Metric`: a mean that still knows what it is the mean of."""
+"""`Metric`: a mean that keeps its sum and its count."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ __all__ = ["Metric"]
 
 
 class Metric(float):
-    """A mean over samples (or tokens) of all ranks. It is a float that knows its sum and count.
+    """A mean over the samples (or tokens) of all ranks: a float with the attributes `total` and `count`.
 
-    The mean of truth values prints with the two counts behind it.
+    It prints with both if they are whole and `total` is from 0 to `count`, as for the mean of truth values.
 
     >>> accuracy = Metric(350, 360)
     >>> print(accuracy, Metric(238230.2, 78592))
@@ -20,12 +20,12 @@ class Metric(float):
     """
 
     total: float
-    """Sum of the values."""
+    """The sum of the values."""
     count: float
-    """Number of samples, or sum of the weights."""
+    """The number of samples, or the sum of the weights."""
 
     def __new__(cls, total: float, count: float) -> Metric:
-        """Divide total by count; NaN if count is zero."""
+        """Return total divided by count; NaN if count is zero."""
         metric = super().__new__(cls, total / count if count else math.nan)
         metric.total, metric.count = total, count
         return metric
@@ -43,5 +43,5 @@ class Metric(float):
 
 
 def _digits(value: float) -> str:
-    """Write four digits after the point, or in all where those would say nothing."""
+    """Format a number with four decimals, or with four significant digits if it is very small or very large."""
     return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e6 else f"{value:.4g}"
