@@ -22,7 +22,7 @@ from unisono.text import name_ranks
 
 __all__ = ["normalize_over_ranks"]
 
-# What a rank tells the others about its call, in the second number that it sends.
+# Flags of a rank's call, in the second number that it sends: it records gradients, the input needs a gradient.
 _BACKWARD, _INPUT = 1, 2
 
 
@@ -36,14 +36,25 @@ def normalize_over_ranks(
     eps: float,
     link: Group,
 ) -> Tensor:
-    """Normalise each channel by its mean and variance over the batches of all ranks of the group. All must call it.
+    """Normalise each channel by its mean and variance over the batches of all ranks. Every rank must call it.
 
     Gradients are those of one process whose loss is the sum of the ranks' losses; those of weight and bias are this
     rank's share. Twice differentiable.
-    Args: values has shape [N, C, ...], N may differ between ranks and be 0; running holds the mean and variance to be
-        moved by `momentum` towards those of the batch (the variance unbiased), in place.
-    Raises: ValueError if there is only one value per channel on all ranks together. On the CPU, RankMismatchError if
-        some ranks record gradients and others do not: those that do would wait for the others in backward.
+
+    Args:
+        values: The input, [N, C, ...]. N may differ between ranks and be 0.
+        weight: The factor of each channel, [C]; None for 1.
+        bias: The number added to each channel, [C]; None for 0.
+        running: The running mean and variance, moved in place by `momentum` towards those of the batch (the variance
+            unbiased); None if there are none.
+        momentum: The weight of this batch in the running statistics.
+        eps: The number added to the variance for numerical stability.
+        link: The ranks.
+
+    Raises:
+        ValueError: There is only one value per channel on all ranks together.
+        RankMismatchError: Some ranks record gradients and others do not: the former would wait for the latter in
+            backward. Found on the CPU alone.
     """
     recording = torch.is_grad_enabled()
     call = _Call(running=running, momentum=momentum, eps=eps, link=link, recording=recording)
@@ -53,7 +64,7 @@ def normalize_over_ranks(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Call:
-    """What one call has besides tensors to differentiate by."""
+    """The arguments of one call that are not differentiated."""
 
     running: tuple[Tensor, Tensor] | None
     momentum: float
@@ -71,7 +82,7 @@ class _Normalize(torch.autograd.Function):
         _compare(call.link, "SyncBatchNorm", values)
         rows = torch.stack(tensor_collectives.all_gather(call.link, _summary(values, told)))
         ctx.travels = needs[0]
-        if values.device.type == "cpu":  # elsewhere it would wait for the device
+        if values.device.type == "cpu":  # on other devices it would wait for the device
             ctx.travels = _check_agreement([int(told) for told in rows[:, 1].tolist()], call.link)
         total, mean, variance = _combine(rows)
         if values.numel() <= values.shape[1] and total == 1:
@@ -95,7 +106,7 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
-        saved = ctx.saved_tensors  # once only: checkpointing refuses to give them twice
+        saved = ctx.saved_tensors  # once only: checkpointing refuses to return them twice
         if ctx.travels:
             _compare(ctx.link, "backward of SyncBatchNorm", saved[0])
         gradients = _differentiable_backward if torch.is_grad_enabled() else _backward
@@ -105,13 +116,13 @@ class _Normalize(torch.autograd.Function):
 
 
 def _backward(ctx: Any, grad: Tensor, saved: Sequence[Any]) -> tuple[Tensor | None, Tensor]:
-    """Give the gradient of the values, and this rank's sums of grad times normalised value and of grad: [2, C]."""
+    """Return the gradient of the values, and this rank's sums of grad times normalised value and of grad: [2, C]."""
     values, weight, mean, variance, total = saved
     wide = mean.dtype
     scale = torch.ones_like(mean) if weight is None else weight.to(wide)
     sums = mean.new_zeros(2, len(mean))
     if values.numel():
-        # In its evaluation form this kernel gives both sums without the gradient.
+        # In its evaluation form, this kernel can return both sums without the gradient.
         _, along, plain = torch.ops.aten.native_batch_norm_backward(
             grad, values, scale, mean, variance, None, None, False, ctx.eps, [False, True, True]
         )
@@ -128,7 +139,7 @@ def _backward(ctx: Any, grad: Tensor, saved: Sequence[Any]) -> tuple[Tensor | No
 
 
 def _differentiable_backward(ctx: Any, grad: Tensor, saved: Sequence[Any]) -> tuple[Tensor, Tensor]:
-    """Give the same by operations that can be differentiated themselves, for create_graph=True. Three all-reduces."""
+    """Return the same as `_backward`, by differentiable operations, for create_graph=True, with three all-reduces."""
     values, weight, mean, _, total = saved
     around = [0, *range(2, values.dim())]
     shape = (-1, *[1] * (values.dim() - 2))
@@ -146,26 +157,26 @@ def _differentiable_backward(ctx: Any, grad: Tensor, saved: Sequence[Any]) -> tu
 
 
 def _compare(link: Group, call: str, values: Tensor) -> None:
-    """In check mode, see that all ranks call the same; batches may differ."""
+    """In check mode, compare the call with those of the other ranks; batches may differ."""
     if link.check is not None:
         link.check.compare(f"{call} over {values.shape[1]} channels", described=f"a batch of {values.shape[0]}")
 
 
 def _summary(values: Tensor, told: int) -> Tensor:
-    """Tell what the others need: number of values per channel, flags, mean and variance of each channel."""
+    """Return what a rank sends: number of values per channel, flags, and mean and variance of each channel."""
     channels, wide = values.shape[1], _wide(values)
     row = torch.zeros(2 + 2 * channels, dtype=torch.float64, device=values.device)
     row[0] = values.numel() // channels
     row[1] = told
     if values.numel():
-        # The buffers that it could update also tell the kernel in which type to return 16-bit values' statistics.
+        # The kernel takes the type of the statistics of 16-bit values from the buffers that it could update.
         unused = torch.zeros(2, channels, dtype=wide, device=values.device)
         row[2 : 2 + channels], row[2 + channels :] = torch.batch_norm_update_stats(values, unused[0], unused[1], 0.0)
     return row
 
 
 def _combine(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Make of each rank's row the number of values, the mean and the biased variance of all."""
+    """Return the number of values, the mean and the biased variance over all ranks, from each rank's row."""
     counts, (means, variances) = rows[:, :1], rows[:, 2:].chunk(2, dim=1)
     total = counts.sum()
     divisor = total.clamp(min=1)
@@ -175,13 +186,17 @@ def _combine(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _check_agreement(told: list[int], link: Group) -> bool:
-    """Say whether any rank needs the sums of backward. Raises: RankMismatchError if not all will come there."""
+    """Return True if any rank needs the sums of backward.
+
+    Raises:
+        RankMismatchError: Some ranks record gradients and others do not.
+    """
     record = [rank for rank, flags in zip(link.ranks, told, strict=True) if flags & _BACKWARD]
     others = [rank for rank in link.ranks if rank not in record]
     if record and others:
         raise RankMismatchError(
             f"{name_ranks(record)} record gradients in this SyncBatchNorm and {name_ranks(others)} do not, so "
-            "backward would wait for them for ever. Use torch.no_grad and requires_grad alike on all ranks."
+            "backward would wait for them for ever. Use torch.no_grad and requires_grad in the same way on all ranks."
         )
     return any(flags & _INPUT for flags in told)
 

@@ -1,6 +1,6 @@
 """`SyncBatchNorm`: torch's layer, on the CPU too, and the conversion of models to it and back.
 
-The arithmetic over ranks is `parallel.normalize`'s.
+The arithmetic over ranks is in `parallel.normalize`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["BatchNormNd", "SyncBatchNorm", "convert_sync_batchnorm", "revert_syn
 
 
 class BatchNormNd(_BatchNorm):
-    """torch's BatchNorm for any number of dimensions: a `SyncBatchNorm` that never was another layer reverts to it."""
+    """torch's BatchNorm for any number of dimensions. A `SyncBatchNorm` that never was another layer reverts to it."""
 
     def _check_input_dim(self, input: Tensor) -> None:  # noqa: A002
         if input.dim() < 2:
@@ -36,14 +36,22 @@ class SyncBatchNorm(_BatchNorm):
     Input [N, C] or [N, C, ...], on any device; N may differ between ranks and may be 0. Arguments, parameters, buffers
     and state dict are those of `torch.nn.SyncBatchNorm`. In training every rank of the group must call it, and every
     rank must call backward if any does; all ranks keep the same running statistics. In evaluation, with one rank, or
-    without a group it is torch's BatchNorm, and nothing travels. It is not a subclass of torch's layer, which
-    DistributedDataParallel refuses on the CPU.
+    without a group it is torch's BatchNorm, without communication. It is not a subclass of `torch.nn.SyncBatchNorm`,
+    because DistributedDataParallel refuses that layer on the CPU.
 
     Traffic per call: an all-gather of 2C + 2 float64 numbers in forward, an all-reduce of 2C in backward.
     Under torch.compile training breaks the graph here; evaluation is compiled.
-    Args: process_group defaults to all ranks of the job.
-    Raises: GroupError if ranks have not met, or this rank is not in the group; ValueError and RankMismatchError:
-        see `normalize_over_ranks`.
+
+    Args:
+        num_features: The number of channels, C.
+        eps: The number added to the variance for numerical stability.
+        momentum: The weight of a batch in the running statistics; None takes the mean over all batches.
+        affine: True for a learnable weight and bias of each channel.
+        track_running_stats: True to keep running statistics for evaluation.
+        process_group: The ranks whose batches are normalised together; None means all ranks of the job.
+        device: The device of parameters and buffers.
+        dtype: The type of parameters and buffers.
+        bias: False for a weight without a bias.
     """
 
     process_group: dist.ProcessGroup | None
@@ -72,10 +80,18 @@ class SyncBatchNorm(_BatchNorm):
         self._was._check_input_dim(self, input)  # type: ignore[no-untyped-call]
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  torch's name
-        """Normalise; in training also move the running statistics."""
+        """Normalise the input; in training, also update the running statistics. Every rank must call it in training.
+
+        Raises:
+            GroupError: The process group does not exist yet or has ended, or this rank is not in it.
+            ValueError: The input has the wrong shape, or all ranks together have only one value per channel.
+            TypeError: The input is not of a floating-point type.
+            RankMismatchError: Some ranks record gradients and others do not. Found on the CPU alone.
+        """
         if not self.training:
             return super().forward(input)
-        # The compiler takes longer to import than torch itself, so it is asked only where it is at work already.
+        # The decorated function imports the compiler, which takes longer than importing torch, so it is called only
+        # while the compiler is at work.
         return _train_outside_graphs(self, input) if torch.compiler.is_compiling() else self._train(input)
 
     def _train(self, values: Tensor) -> Tensor:
@@ -101,7 +117,7 @@ class SyncBatchNorm(_BatchNorm):
         return 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
-        """Copy all but the group, which cannot be copied and is the same for a copy, such as averaged weights."""
+        """Return a copy that shares the group: a group cannot be copied, and averaged weights use the same one."""
         memo[id(self.process_group)] = self.process_group
         other = type(self).__new__(type(self))
         memo[id(self)] = other
@@ -117,14 +133,21 @@ def _train_outside_graphs(layer: SyncBatchNorm, values: Tensor) -> Tensor:
 def convert_sync_batchnorm(
     module: nn.Module, process_group: dist.ProcessGroup | None = None, *, skip: Collection[str] = ()
 ) -> nn.Module:
-    """Make every BatchNorm in a model a `SyncBatchNorm`, also torch's own SyncBatchNorm; return the same model.
+    """Convert every BatchNorm in a model to a `SyncBatchNorm`, also torch's SyncBatchNorm, and return the same model.
 
-    Layers stay the objects that they are, with their parameters, buffers, hooks and mode; only their class changes. So
-    an optimizer that has the parameters keeps them, and a layer that is used in two places stays one layer. Local: no
-    rank talks to others.
-    Args: process_group: over which ranks, default all; skip: names of layers to leave alone, as in `named_modules`.
-    Raises: TypeError for a subclass of torch's layers with a forward of its own, which would be lost, and for a lazy
-        layer whose sizes are not known yet; ValueError for a name in skip that is no layer. Nothing is changed then.
+    Layers remain the same objects, with their parameters, buffers, hooks and mode; only their class changes. So an
+    optimizer that has the parameters keeps them, and a layer that is used in two places remains one layer. There is no
+    communication.
+
+    Args:
+        module: The model.
+        process_group: The ranks whose batches are normalised together; None means all ranks of the job.
+        skip: Names of layers to leave unchanged, as in `named_modules`.
+
+    Raises:
+        TypeError: module is not a module, or a layer is a subclass of torch's layers that overrides forward, which
+            would be lost, or a lazy layer without sizes yet. Nothing has been changed then.
+        ValueError: A name in skip is not that of a BatchNorm layer. Nothing has been changed then.
     """
     _check_module(module)
     layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, _BatchNorm)}
@@ -145,9 +168,16 @@ def convert_sync_batchnorm(
 
 
 def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
-    """Make every `SyncBatchNorm` in a model the BatchNorm that it was before, and return the same model.
+    """Convert every `SyncBatchNorm` in a model back to the BatchNorm that it was before, and return the same model.
 
-    For use in one process: export, quantisation. A layer that was made as SyncBatchNorm becomes a `BatchNormNd`.
+    For use in one process, such as export or quantisation. A layer that was created as a SyncBatchNorm becomes a
+    `BatchNormNd`. There is no communication.
+
+    Args:
+        module: The model.
+
+    Raises:
+        TypeError: module is not a module.
     """
     _check_module(module)
     for layer in module.modules():
