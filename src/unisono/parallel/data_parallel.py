@@ -1,7 +1,7 @@
 """`DataParallel`: one process, several devices, a replica of the model on each for one pass.
 
-What is copied and how gradients come back is `parallel.device_copies`', how a batch is divided is
-`parallel.scatter_gather`'. One rank per device (`parallel.replicate`) is faster: see docs/data-parallel.md.
+`parallel.device_copies` copies the model and returns its gradients; `parallel.scatter_gather` divides the batch. One
+rank per device (`parallel.replicate`) is faster: see docs/data-parallel.md.
 """
 
 from __future__ import annotations
@@ -34,21 +34,24 @@ T = TypeVar("T")
 class DataParallel:
     """Computes a module on several devices at once, each with its part of the batch, in threads of this process.
 
-    Not a module: parameters, state dict, mode and optimizer stay those of the model that you gave. Each pass copies
+    It is not a module: parameters, state dict, mode and optimizer remain those of the given model. Each pass copies
     parameters and buffers to the other devices; backward adds the replicas' gradients to those of the model. The model
-    itself computes the first part, so its buffers move as in training on the first device alone.
+    itself computes the first part, so its buffers are updated as in training with that part alone.
 
-    Two forms. `parallel(loss_function, batch)`, or `parallel.loss(...)`: each device computes the loss of its part, and
-    only sums travel. `parallel(*inputs, **kwargs)`: outputs are gathered on one device, as torch's DataParallel does;
-    that device then has the outputs of the whole batch and computes the loss alone.
+    There are two forms. `parallel(loss_function, batch)`, or `parallel.loss(...)`: each device computes the loss of its
+    part, and only sums travel. `parallel(*inputs, **kwargs)`: outputs are gathered on one device, as torch's
+    DataParallel does; that device then has the outputs of the whole batch and computes the loss alone.
 
     Args:
-        module: lies on the first device.
-        device_ids: numbers of GPUs, names, or torch.device, default all GPUs, or the CPU if there is none. A device may
-            occur several times, such as ["cpu", "cpu"], which is slower and good for tests.
-        output_device: where outputs are gathered and the loss lies, default the first device.
-        dim: the dimension of samples in all inputs.
-    Raises: ValueError for a module that cannot be copied, no device, or one that is not there.
+        module: The model. It must lie on the first device.
+        device_ids: The devices: numbers of GPUs, names, or torch.device. None means all GPUs, or the CPU if there is
+            none. A device may occur several times, such as ["cpu", "cpu"], which is slower and good for tests.
+        output_device: The device on which outputs are gathered and the loss lies; None means the first device.
+        dim: The dimension of samples in all inputs.
+
+    Raises:
+        TypeError: module is not a module, or device_ids is not a list.
+        ValueError: The module cannot be copied, device_ids is empty, a device does not exist, or dim is negative.
     """
 
     def __init__(
@@ -69,11 +72,11 @@ class DataParallel:
         if dim < 0:
             raise ValueError(f"dim={dim} must count from the front: 0 or more")
         self.module = module
-        """The model that was given."""
+        """The given model."""
         self.devices = [_device(each) for each in device_ids]
-        """One per replica, the module's own first."""
+        """The devices, one per replica; the module lies on the first."""
         self.output_device = self.devices[0] if output_device is None else _device(output_device)
-        """Where outputs and losses lie."""
+        """The device of outputs and losses."""
         self.dim = dim
         """The dimension along which inputs are divided."""
         if len(self.devices) > 1:
@@ -82,10 +85,20 @@ class DataParallel:
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         """Compute `module(*inputs, **kwargs)` on all devices, or the loss if the first of two inputs is a function.
 
-        Tensors are divided along `dim` wherever they stand in the inputs; `Whole(...)` marks what is not to be divided.
-        Outputs may be tensors in dicts, lists, tuples and dataclasses; a scalar becomes a vector of one per part.
-        Raises: ValueError for inputs that cannot be divided alike, or outputs that cannot be joined; what a replica
-            raised, with its number.
+        Tensors are divided along `dim` wherever they stand in the inputs. `Whole(...)` marks an input that is not
+        divided. Outputs may be tensors in dicts, lists, tuples and dataclasses. With two or more parts, scalars become
+        a vector with one element per part. An error of a replica is raised here, with the number of the replica.
+
+        Args:
+            *inputs: The inputs of the module; or a function and a batch, as for `loss`.
+            **kwargs: Further inputs of the module.
+
+        Returns:
+            The outputs of all parts, joined along `dim` on the output device.
+
+        Raises:
+            ValueError: The inputs differ in their number of samples or have no dimension `dim`, the outputs cannot be
+                joined, or the module is not on the first device.
         """
         if len(inputs) == 2 and not kwargs and isinstance(inputs[0], _FUNCTIONS):
             return self.loss(*inputs)
@@ -101,11 +114,20 @@ class DataParallel:
     def loss(self, function: Callable[[Any, Any], Any], batch: Any) -> Tensor:
         """Compute `function(model, part)` for each device's part of the batch; return the mean over the whole batch.
 
-        The function may return one loss per sample (shape [samples]), a scalar, taken as the mean of its part,
-        `unisono.Sum(total, weight)` for means over tokens or weighted samples, or a dict with one of these as "loss",
-        whose other values are not used. Parts of different sizes count by their size.
-        Returns: a scalar in float32 or float64, on the output device.
-        Raises: LossError for another result; what else `__call__` raises.
+        Parts of different sizes count by their size.
+
+        Args:
+            function: May return one loss per sample (shape [samples]), a scalar, taken as the mean of its part,
+                `unisono.Sum(total, weight)` for means over tokens or weighted samples, or a dict with one of these as
+                "loss", whose other values are ignored.
+            batch: The samples; its tensors are divided along `dim`.
+
+        Returns:
+            A scalar in float32 or float64, on the output device.
+
+        Raises:
+            LossError: The function returned something else, or weights that are not valid or add up to 0.
+            ValueError: As for `__call__`.
         """
         self._check_place()
         parts, sizes = divide(batch, self.devices, dim=self.dim, place="batch")
@@ -168,9 +190,9 @@ def _check_copyable(module: nn.Module) -> None:
 
 
 def _in_threads(calls: Sequence[Callable[[], T]], devices: Sequence[torch.device]) -> list[T]:
-    """Make one call per device at the same time, the first in this thread, each as if it were made here.
+    """Return the results of one call per device, made at the same time, the first in this thread, each as if made here.
 
-    Raises: what the first of the calls that failed raised, once all have ended.
+    If calls fail, the error of the first of them is raised once all have ended.
     """
     results: dict[int, T] = {}
     failures: dict[int, BaseException] = {}
@@ -180,7 +202,7 @@ def _in_threads(calls: Sequence[Callable[[], T]], devices: Sequence[torch.device
         try:
             with here.on(i):
                 results[i] = calls[i]()
-        except BaseException as failure:  # carried to the caller's thread, and raised there
+        except BaseException as failure:  # raised in the caller's thread
             failures[i] = failure
 
     threads = [Thread(target=copy_context().run, args=(make, i), name=f"replica-{i}") for i in range(1, len(calls))]
@@ -198,7 +220,7 @@ def _in_threads(calls: Sequence[Callable[[], T]], devices: Sequence[torch.device
 
 
 def _say(failure: BaseException, where: str) -> None:
-    """Add to an exception where it happened, keeping its class, which callers may wait for."""
+    """Add a location to an exception, and keep its class, which callers may catch."""
     if hasattr(failure, "add_note"):
         failure.add_note(where)
     elif failure.args and isinstance(failure.args[0], str):  # Python 3.10
@@ -206,7 +228,7 @@ def _say(failure: BaseException, where: str) -> None:
 
 
 class _Surroundings:
-    """What torch keeps per thread and a thread of ours must take over: gradients, autocast, devices and streams."""
+    """The state that torch keeps per thread and the threads here copy: gradients, autocast, devices and streams."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = devices
@@ -223,7 +245,7 @@ class _Surroundings:
 
     @contextmanager
     def on(self, number: int) -> Iterator[None]:
-        """Be on a device, as the caller was when this object was made."""
+        """Enter the state of the thread that made this object, on one of the devices."""
         with ExitStack() as stack:
             if self._inference:
                 stack.enter_context(torch.inference_mode())

@@ -1,8 +1,8 @@
-"""Copies of a module on other devices for one forward pass, and the way of their gradients back.
+"""Copies a module to other devices for one forward pass, and adds up the gradients of the copies.
 
-Parameters travel as flat vectors of up to 25 MiB, in a tree over the devices; gradients come back the same way in
-reverse: each device makes one vector of its gradients, and pairs of devices add them up. Running the copies is
-`data_parallel`'s.
+Parameters travel as flat vectors of up to 25 MiB (or one larger parameter), in a tree over the devices. Gradients
+return the same way in reverse: each device makes vectors of its gradients, and pairs of devices add them up.
+`data_parallel` runs the copies.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ __all__ = ["carry", "copy_to"]
 
 BUCKET_BYTES = 25 * 2**20
 _MOST_HELD = 1000
-"""What has more entries is a vocabulary rather than a list of modules, and is not searched."""
+"""The most entries of a container that is searched: a larger one is a vocabulary rather than a list of modules."""
 _TABLES = {"_parameters", "_buffers", "_modules"}
 _PLAIN = {bool, int, float, str, type(None), OrderedDict}
-"""Types of most attributes, which have no copies; torch keeps hooks in the last."""
+"""The types of most attributes, whose values are never copied; torch keeps hooks in the last."""
 
 
 def carry(tensor: Tensor, device: torch.device) -> Tensor:
-    """Move a tensor to a device, without waiting for it where what comes next waits anyway: not on the CPU."""
+    """Return a tensor on a device. This waits for the copy only on the CPU; on other devices, later operations do."""
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
 def copy_to(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:
-    """Make one copy of a module per device, with copies of its parameters and buffers there.
+    """Return one copy of a module per device, with copies of its parameters and buffers there.
 
-    A backward pass through the copies adds their gradients to those of the module's own parameters; a parameter that
-    no copy has used gets none. Values that the copies write into their buffers are lost.
+    A backward pass through the copies adds their gradients to those of the module's parameters; a parameter that no
+    copy has used gets none. Values that the copies write into their buffers are lost.
     """
     tensors = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
     recorded = [tensor for tensor in tensors.values() if tensor.requires_grad and torch.is_grad_enabled()]
@@ -84,13 +84,13 @@ class _Broadcast(torch.autograd.Function):
 
 
 def _broadcast(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[list[Tensor]]:
-    """Copy tensors of one device to others: one list per device."""
+    """Return copies of tensors on other devices, one list per device."""
     made: list[list[Tensor]] = [[*tensors] for _ in devices]
     for bucket in _buckets([(tensor.shape, tensor.dtype) for tensor in tensors]):
         chosen = [tensors[i] for i in bucket]
         held = [torch.cat([tensor.reshape(-1) for tensor in chosen])]
         for number, device in enumerate(devices):
-            # Device n takes from device n/2, which has it already: so all links are at work, not only those of one.
+            # Device n copies from device n/2, which already has the data, so that all links are used, not only one's.
             held.append(held[(number + 1) // 2].to(device, non_blocking=device.type != "cpu", copy=True))
         for i, flat in enumerate(held[1:]):
             for place, view in zip(bucket, _views(flat, [tensor.shape for tensor in chosen]), strict=True):
@@ -114,7 +114,7 @@ def _flat(grad: Tensor | None, layout: tuple[torch.Size, torch.dtype], device: t
 
 
 def _tree_sum(parts: list[Tensor]) -> Tensor:
-    """Add up vectors on several devices, pairs of them at a time; the sum lies where the first one did."""
+    """Return the sum of vectors on several devices, added in pairs, on the device of the first one."""
     while len(parts) > 1:
         pairs = [parts[i : i + 2] for i in range(0, len(parts), 2)]
         parts = [pair[0] if len(pair) == 1 else pair[0] + pair[1].to(pair[0].device) for pair in pairs]
@@ -122,7 +122,7 @@ def _tree_sum(parts: list[Tensor]) -> Tensor:
 
 
 def _rebuild(module: nn.Module, tensors: dict[int, Tensor]) -> nn.Module:
-    """Make the modules of a copy: the same classes and attributes, with other tensors and with each other."""
+    """Return a copy of a module and its submodules: the same classes and attributes, but with other tensors."""
     originals = list(module.modules())
     made = {id(each): _twin(each) for each in originals}
     replaced = _Replacer({**made, **tensors})
@@ -137,17 +137,17 @@ def _rebuild(module: nn.Module, tensors: dict[int, Tensor]) -> nn.Module:
 
 
 def _twin(module: nn.Module) -> nn.Module:
-    """Make a module of the same class with the same attributes, as torch does for its DataParallel."""
+    """Return a module of the same class with the same attributes, as torch makes one for its DataParallel."""
     if type(module)._replicate_for_data_parallel is not nn.Module._replicate_for_data_parallel:
         special: nn.Module = module._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
         return special
     twin = module.__new__(type(module))
-    twin.__dict__.update(vars(module))  # torch's own way goes through Module.__setattr__, which takes longer than this
+    twin.__dict__.update(vars(module))  # faster than torch's way through Module.__setattr__
     return twin
 
 
 class _Replacer:
-    """Finds in attributes what has a copy: tensors, modules, their methods, and lists, tuples and dicts of these."""
+    """Replaces values that have a copy: tensors, modules, their methods, and lists, tuples and dicts of these."""
 
     def __init__(self, copies: Mapping[int, Any]) -> None:
         self._copies = copies

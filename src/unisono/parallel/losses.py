@@ -1,7 +1,7 @@
-"""What a user's function may return for some samples: the forms, and how each becomes a sum and its weight.
+"""The forms in which a user's function may return its values for some samples, each turned into a sum and its weight.
 
 The mean is taken over the global batch and not over the micro-batch. So accumulation, ragged last batches and ranks
-with fewer samples come out as if one process had computed the batch at once.
+with fewer samples give the result of one process that computes the whole batch at once.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ __all__ = ["Sum", "WeightedSum", "further_values", "loss_of", "read_loss"]
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """A sum over samples or tokens and the weight to divide it by, as a loss or evaluation function returns them.
+    """A sum over samples or tokens and the weight to divide it by, returned by a loss or evaluation function.
 
-    With it a mean over tokens or weighted samples is right over the global batch: all sums over all weights.
+    It makes a mean over tokens or weighted samples exact over the global batch: the sum of all sums divided by the sum
+    of all weights.
 
     Args:
-        total: the sum of the losses (or other values), a scalar tensor.
-        weight: the number to divide it by, zero or more, such as the count of tokens; a number or a scalar tensor.
+        total: The sum of the losses (or other values), a scalar tensor.
+        weight: The number to divide it by, zero or more, such as the count of tokens; a number or a scalar tensor.
     """
 
     total: Tensor
@@ -34,15 +35,15 @@ class Sum:
 
 
 class WeightedSum(NamedTuple):
-    """What a function returned for some samples."""
+    """The result of a function for some samples."""
 
     total: Tensor
-    """A scalar."""
+    """The sum, a scalar."""
     weight: float | Tensor
-    """What to divide sums by: the number of samples, or what the function gave."""
+    """The divisor of the sum: the number of samples, or the weight that the function returned."""
 
     def weight_number(self, what: str = "loss function") -> float:
-        """Return the weight as a number, for which a GPU is waited for.
+        """Return the weight as a number, which waits for the device if it is a tensor on a GPU.
 
         Args:
             what: The function, for messages.
@@ -54,13 +55,13 @@ class WeightedSum(NamedTuple):
 
 
 def read_loss(result: Any, *, samples: int, what: str = "loss function") -> WeightedSum:
-    """Turn what a function returned for some samples into a sum and its weight.
+    """Convert the result of a function for some samples to a sum and its weight.
 
     Args:
-        result: one value per sample (shape [samples]), a scalar, taken as the mean of these samples, or a `Sum`.
+        result: One value per sample (shape [samples]), a scalar, taken as the mean of these samples, or a `Sum`.
             Values of low precision or whole numbers are summed in float32.
-        samples: how many samples the function was given.
-        what: the function, for messages.
+        samples: The number of samples the function was given.
+        what: The function, for messages.
 
     Raises:
         LossError: The function returned something else.
@@ -98,7 +99,7 @@ def read_loss(result: Any, *, samples: int, what: str = "loss function") -> Weig
 
 
 def loss_of(result: Any, *, what: str = "loss function") -> Any:
-    """Return the entry "loss" of a mapping, such as the outputs of transformers; anything else as it is.
+    """Return the entry "loss" of a mapping, such as the outputs of transformers, and any other value unchanged.
 
     Raises:
         LossError: The mapping has no such entry.
@@ -153,7 +154,7 @@ def _wrong_shape(shape: list[int], samples: int, what: str) -> str:
 
 
 def _other(value: Any, samples: int) -> str:
-    """Describe a result that is no loss, and say what to return in its place."""
+    """Return a description of a result that is no loss, and of what to return in its place."""
     if isinstance(value, tuple):
         return (
             f"a tuple of {len(value)} values, which may mean several things. Return "

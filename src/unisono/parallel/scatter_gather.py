@@ -1,7 +1,7 @@
-"""Dividing nested inputs among devices along the batch dimension, and joining what the devices return.
+"""Divides nested inputs among devices along the batch dimension, and joins the outputs of the devices.
 
-Tensors in dicts, lists, tuples, named tuples and dataclasses; everything else goes to each device as it is. Pure but
-for the copies between devices, which autograd follows.
+Tensors may be in dicts, lists, tuples, named tuples and dataclasses; all other values go to each device unchanged. Pure
+except for the copies between devices, which autograd records.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ __all__ = ["DividedInput", "Whole", "divide", "join", "moved"]
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """Marks an input of `DataParallel` that every device gets whole, such as a mask over positions."""
+    """Marks an input of `DataParallel` that every device gets undivided, such as a mask over positions."""
 
     value: Any
-    """A tensor, or anything that holds tensors."""
+    """A tensor, or a structure that contains tensors."""
 
 
 class DividedInput(NamedTuple):
-    """An input, divided."""
+    """The parts of a divided input."""
 
     values: list[Any]
-    """One per device in use."""
+    """The parts, one per device in use."""
     sizes: list[int]
-    """Samples of each; [1] if the input holds no tensor to divide."""
+    """The number of samples in each part; [1] if the input contains no tensor to divide."""
 
 
 def divide(value: Any, devices: Sequence[torch.device], *, dim: int, place: str) -> DividedInput:
@@ -42,7 +42,15 @@ def divide(value: Any, devices: Sequence[torch.device], *, dim: int, place: str)
 
     With fewer samples than devices, the last devices get none and are not used. Tensors without dimensions are not
     divided.
-    Raises: ValueError if two tensors differ in their number of samples.
+
+    Args:
+        value: The input.
+        devices: The devices, in the order of the chunks.
+        dim: The dimension of samples.
+        place: The name of the input, for messages.
+
+    Raises:
+        ValueError: Two tensors differ in their number of samples, or a tensor has no dimension `dim`.
     """
     samples = _samples(value, dim, place)
     if samples is None:
@@ -62,7 +70,15 @@ def join(outputs: Sequence[Any], device: torch.device, *, dim: int, place: str =
 
     Tensors are concatenated; those without dimensions become a vector with one element per device. Other values must
     be equal on all devices.
-    Raises: ValueError if the outputs have different structures, shapes or values; it names the place.
+
+    Args:
+        outputs: The outputs, one per device.
+        device: The device of the result.
+        dim: The dimension along which tensors are concatenated.
+        place: The name of the outputs, for messages.
+
+    Raises:
+        ValueError: The outputs have different structures, shapes or values; the message has the place.
     """
     first = outputs[0]
     if isinstance(first, Tensor) and all(isinstance(output, Tensor) for output in outputs):
@@ -96,7 +112,7 @@ def _concatenated(outputs: Sequence[Tensor], device: torch.device, dim: int, pla
 
 
 def _samples(value: Any, dim: int, place: str) -> int | None:
-    """Count the samples of an input; None if it holds no tensor to divide."""
+    """Return the number of samples of an input; None if it contains no tensor to divide."""
     found: list[tuple[str, Tensor]] = []
     _collect(value, place, found)
     if not found:
@@ -109,8 +125,8 @@ def _samples(value: Any, dim: int, place: str) -> int | None:
     for where, other in sizes.items():
         if other != count:
             raise ValueError(
-                f"{first} has {count} samples (dimension {dim}) and {where} has {other}, so they cannot be divided "
-                "alike. What every device needs whole goes in as unisono.parallel.Whole(...)."
+                f"{first} has {count} samples (dimension {dim}) and {where} has {other}, so they cannot be divided in "
+                "the same way. Give an input that every device needs whole as unisono.parallel.Whole(...)."
             )
     return count
 
@@ -138,14 +154,14 @@ def _mapped(value: Any, take: Callable[[Tensor], Tensor], device: torch.device) 
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """Give a value with all its tensors on a device."""
+    """Return a value with all its tensors on a device."""
     return _mapped(value, lambda tensor: tensor, device)
 
 
 def _rebuilt(value: Any, keys: Sequence[Any], held: Sequence[Any]) -> Any:
-    """Make a structure like another one around other children."""
+    """Return a structure like another one, with other children."""
     if isinstance(value, dict):
-        made = copy.copy(value)  # keeps the class and what else a subclass has
+        made = copy.copy(value)  # keeps the class and the attributes of a subclass
         made.update(zip(keys, held, strict=True))
         return made
     if isinstance(value, tuple) and hasattr(value, "_fields"):

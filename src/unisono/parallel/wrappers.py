@@ -1,4 +1,4 @@
-"""Models that another library has wrapped or sharded, known by the names of their classes, so that none is imported."""
+"""Finds models that another library has wrapped or sharded, by their class names, so that no library is imported."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _WRAPPERS = {
 
 
 def wrapper_of(module: nn.Module, name: str) -> tuple[str, str] | None:
-    """Find out whether another library looks after the gradients or parameters of a module.
+    """Return the wrapper of a module whose gradients or parameters another library manages.
 
     Args:
-        module: the module; those below it are not looked at.
-        name: how the user knows it, for the remedy.
+        module: The module. Its submodules are not examined.
+        name: The user's name for it, for the remedy.
 
     Returns:
-        The wrapper's name and what to give in place of the module; None if it is not wrapped.
+        The wrapper's name, and what to pass in place of the module; None if the module is not wrapped.
     """
     for base in type(module).__mro__:
         remedy = _WRAPPERS.get((base.__module__.partition(".")[0], base.__name__))
