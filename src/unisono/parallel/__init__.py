@@ -1,4 +1,4 @@
-"""How a model lies over ranks and devices, for loops of your own: nothing here knows the Trainer."""
+"""Data parallelism over ranks and devices for your own training loops; nothing here depends on the Trainer."""
 
 from unisono.parallel.data_parallel import DataParallel
 from unisono.parallel.replicas import Replicas, replicate

@@ -1,8 +1,8 @@
-"""Calling a function at the end of the backward pass that is running, from a hook on a parameter.
+"""Calls a function at the end of the running backward pass, registered from a hook on a parameter.
 
-Autograd has a queue for that, but a nested backward, such as that of activation checkpointing with use_reentrant=True,
-has its own. Its end is no end: the call is handed on to the backward around it. The functions of torch used here are
-private to it; torch's own DistributedDataParallel and FSDP live by the first of them.
+Autograd has a queue of callbacks for this, but a nested backward, such as that of activation checkpointing with
+use_reentrant=True, has a separate one. At the end of a nested backward, the call moves to the queue of the enclosing
+one. The functions of torch used here are private; torch's DistributedDataParallel and FSDP rely on `queue_callback`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ __all__ = ["BackwardEnd"]
 
 
 class BackwardEnd:
-    """One call at the end of the outermost backward, or one other call if that fails before.
+    """One call at the end of the outermost backward, or another call if the backward fails before.
 
-    Make it inside a hook. It is in a queue of autograd's and needs no other reference.
-    Args: then runs in the thread that ends the backward; what it raises, backward() raises. abandoned runs if backward
-        raised something else before: it must not raise.
+    Create it inside a hook. A queue of autograd holds it, so it needs no other reference.
+
+    Args:
+        then: Runs in the thread that ends the backward. backward() raises the errors that it raises.
+        abandoned: Runs if the backward failed before its end. It must not raise.
     """
 
     def __init__(self, then: Callable[[], None], abandoned: Callable[[], None]) -> None:
@@ -30,7 +32,7 @@ class BackwardEnd:
         _queue(self)
 
     def __call__(self) -> None:
-        """Note the end of a backward; autograd calls it."""
+        """Handle the end of a backward; autograd calls this."""
         if self._over:
             return
         around = torch._C._current_autograd_node()
@@ -39,8 +41,8 @@ class BackwardEnd:
             self._over = True
             self._then()
             return
-        # This was a nested backward, called from the node `around`. Whatever of its followers runs first runs in the
-        # backward outside, where the queue is that one's.
+        # This was a nested backward, called from the node `around`. The first of its followers to run does so in the
+        # enclosing backward, so a call queued there is in the enclosing one's queue.
         self._prehooks = [node.register_prehook(self._outside) for node in followers]
 
     def _outside(self, _: Any) -> None:

@@ -1,6 +1,6 @@
-"""Which of a model's parameters lie in which bucket, and which buckets travel in every backward.
+"""Assigns a model's parameters to buckets, and chooses the buckets that travel in every backward.
 
-Everything here is decided from what all ranks know together, so all decide alike.
+All decisions depend only on data that is the same on all ranks, so all ranks decide the same.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from unisono.plan.buckets import Item, group_by_size
 __all__ = ["BucketPlan"]
 
 _PATIENCE = 8
-"""Rounds in a row without a gradient after which a parameter is no longer waited for."""
+"""The number of consecutive rounds without a gradient after which a parameter is no longer waited for."""
 
 
 class BucketPlan:
     """The buckets of one model.
 
     Args:
-        parameters: Those of the model.
-        buffers: Those of the model that are kept equal.
+        parameters: The model's parameters.
+        buffers: The model's buffers that are kept equal.
         limit_nbytes: The size of a bucket.
         first_nbytes: The size of the first bucket.
-        ranks: How many there are.
-        every: Whether all buckets travel always.
-        static: Whether what the first backward used is what every other uses.
-        trailer_rides: Whether the trailer may lie behind gradients.
+        ranks: The number of ranks.
+        every: True if all buckets travel in every backward.
+        static: True if every backward uses the parameters that the first one used.
+        trailer_rides: True if the trailer may lie behind gradients.
     """
 
     def __init__(
@@ -51,30 +51,30 @@ class BucketPlan:
         self._every, self._static, self._trailer_rides = every, static, trailer_rides
         n = len(parameters)
         self.buckets: list[Bucket] = []
-        """All, in the order in which gradients come."""
+        """All buckets, in the order in which gradients come."""
         self.travelling: list[Bucket] = []
-        """Those that every backward sends, in their order."""
+        """The buckets that every backward sends, in this order."""
         self.bucket_of: list[Bucket | None] = []
-        """By parameter, its bucket; None for one with a sparse gradient."""
+        """For each parameter, its bucket; None if its gradient is sparse."""
         self.slot: list[int] = []
-        """By parameter, its place in the bucket."""
+        """For each parameter, its position in the bucket."""
         self.expected = [True] * n
-        """By parameter, whether it is waited for: lately it got gradients on some rank."""
+        """For each parameter, True if it is waited for: it recently got gradients on some rank."""
         self.trailer: Trailer
         self.trailer_bucket: Bucket | None = None
-        """The bucket behind whose gradients the trailer lies; None if it travels by itself."""
+        """The bucket behind whose gradients the trailer lies; None if it travels as a separate message."""
         self._idle = [0] * n
         self.settled: RoundSummary | None = None
-        """What ranks sent last, if it fits exactly what is expected: then nothing goes again or is to be learnt."""
+        """The latest summary if it matches `expected` exactly: then nothing travels again or is to be learned."""
         self._arrange([i for i in reversed(range(n)) if not parameters[i].sparse], [])
 
     def travels(self, i: int) -> bool:
-        """Say whether the bucket of a parameter has been sent in this round."""
+        """Return True if the bucket of a parameter has been sent in this round."""
         bucket = self.bucket_of[i]
         return bucket is not None and bucket.sent
 
     def place_trailer(self) -> None:
-        """Find a place for the trailer, whose length depends on the buffers that travel."""
+        """Choose the bucket of the trailer, and reserve its elements: its length depends on the buffers that travel."""
         self.trailer = Trailer(
             ranks=self._ranks,
             parameters=len(self._parameters),
@@ -87,10 +87,13 @@ class BucketPlan:
             bucket.resize_trailer(self.trailer.numel if bucket is self.trailer_bucket else 0)
 
     def learn(self, summary: RoundSummary, *, first: bool, order: Callable[[], Sequence[int]]) -> None:
-        """Draw conclusions from a round for the next ones.
+        """Learn from a round which parameters to wait for in the next ones, and from the first one their order.
 
-        Args: first is whether it was the first round. order gives the order of gradients that is to count, for as many
-            parameters as are known; it is asked at most once, and on all ranks or on none.
+        Args:
+            summary: The combined flags of all ranks.
+            first: True if it was the first round.
+            order: Returns the order of gradients on the first rank, for the parameters of which it is known. It is
+                called at most once, and on all ranks or on none.
         """
         if summary is self.settled:
             return
@@ -111,7 +114,7 @@ class BucketPlan:
             self.settled = summary  # the same again would change nothing
 
     def _arrange(self, first: Sequence[int], others: Sequence[int]) -> None:
-        """Make the buckets: of parameters in the order in which gradients come, and of those that get none."""
+        """Make the buckets, first of the parameters in the order of their gradients, then of those that get none."""
         self.buckets = []
         for some in (first, others):
             tensors = [self._parameters[i].tensor for i in some]
@@ -129,7 +132,7 @@ class BucketPlan:
         self._choose()
 
     def _choose(self) -> None:
-        """Settle which buckets travel in every round: those of parameters that lately got gradients."""
+        """Choose the buckets that travel in every round: those of parameters that recently got gradients."""
         for bucket in self.buckets:
             bucket.usual = sum(self.expected[i] for i in bucket.members)
         self.travelling = [bucket for bucket in self.buckets if bucket.usual or self._every]

@@ -1,8 +1,8 @@
 """Buckets: one piece of memory for the gradients of several parameters, which travels as one message.
 
-A bucket's memory becomes p.grad of its parameters. It is used again in the next backward only if nobody holds any of it
-any more: whoever keeps a gradient across steps, or accumulates into it, keeps its values. What bucket is sent when is
-`parallel.reducer`'s affair.
+A bucket's memory becomes p.grad of its parameters. A later backward reuses it only if nothing refers to any part of it
+any more: a gradient that the program keeps across steps, or accumulates into, keeps its values. `parallel.reducer`
+decides which bucket is sent when.
 """
 
 from __future__ import annotations
@@ -25,11 +25,16 @@ class Parameter:
     name: str
     tensor: torch.nn.Parameter
     sparse: bool
-    """Whether its gradient is a sparse tensor, as that of Embedding(sparse=True)."""
+    """True if its gradient is a sparse tensor, as that of Embedding(sparse=True)."""
 
 
 class Bucket:
-    """Some parameters of one dtype and device, one behind the other."""
+    """Contiguous memory for the gradients of some parameters of one dtype and device.
+
+    Args:
+        members: The indices of the parameters that belong to the bucket.
+        parameters: All parameters of the model.
+    """
 
     def __init__(self, members: Sequence[int], parameters: Sequence[Parameter]) -> None:
         self.members = list(members)
@@ -39,31 +44,31 @@ class Bucket:
         self.dtype, self.device = self.tensors[0].dtype, self.tensors[0].device
         self.numel = sum(t.numel() for t in self.tensors)
         self.trailer_numel = 0
-        """Elements behind the gradients, for what ranks exchange beside them."""
+        """The number of elements behind the gradients, for the trailer (`parallel.trailer`)."""
         self.waiting = 0
-        """Expected gradients that have not come yet in this backward."""
+        """The number of expected gradients that have not come yet in this backward."""
         self.usual = 0
-        """Gradients that are expected in every backward."""
+        """The number of gradients that are expected in every backward."""
         self.sent = False
         self.memory: Tensor | None = None
-        """The gradients of this backward, and the trailer; between backwards None."""
+        """The gradients of this backward, and the trailer; None between backwards."""
         self.views: Sequence[Tensor] = ()
-        """`memory` as tensors like the parameters."""
+        """Views of `memory` in the shapes of the parameters."""
         self._dense = all(t.is_contiguous() and t.numel() for t in self.tensors)
         self._kept: list[tuple[Tensor, torch.UntypedStorage]] = []
 
     @property
     def gradients(self) -> Tensor:
-        """The memory without its trailer, as a vector."""
+        """The memory without the trailer, as a vector."""
         assert self.memory is not None
         return self.memory[: self.numel] if self.trailer_numel else self.memory
 
     def open(self) -> None:
-        """Take memory for this backward, whose content is undefined."""
+        """Allocate memory for this backward, or reuse memory that nothing else refers to. Its content is undefined."""
         if self.memory is not None:
             return
         for memory, storage in self._kept:
-            # Two owners are the tensor and the storage here; a third is somebody's gradient.
+            # The tensor and the storage here are two owners; a third is a gradient that is still in use.
             if torch._C._storage_Use_Count(storage._cdata) == 2:
                 self.memory = memory
                 break
@@ -73,22 +78,22 @@ class Bucket:
         self.views = self.views_of(self.memory)
 
     def close(self) -> None:
-        """Give the memory to whom holds gradients in it."""
+        """Drop the memory, which lives on in the gradients that refer to it."""
         self.memory, self.views, self.sent = None, (), False
 
     def resize_trailer(self, numel: int) -> None:
-        """Have so many elements behind the gradients from the next backward on."""
+        """Reserve this number of elements behind the gradients from the next backward on."""
         if numel != self.trailer_numel:
             self.trailer_numel = numel
             self._kept = []
 
     def describe(self) -> str:
-        """Name the parameters, for messages."""
+        """Return the names of the first and last parameter, for messages."""
         names = self._names
         return f"{names[0]!r}" if len(names) == 1 else f"{names[0]!r} to {names[-1]!r}"
 
     def views_of(self, vector: Tensor) -> Sequence[Tensor]:
-        """Show a vector as tensors shaped and strided like the parameters."""
+        """Return views of a vector in the shapes and strides of the parameters."""
         if self._dense:
             views: Sequence[Tensor] = torch._C._nn.unflatten_dense_tensors(vector, self.tensors)
             return views
@@ -100,7 +105,16 @@ class Bucket:
 
 
 def bytes_of_mb(mb: float, name: str) -> int:
-    """Convert a size in MiB to bytes. Raises: TypeError, or ValueError if it is not positive."""
+    """Convert a size in MiB to bytes.
+
+    Args:
+        mb: The size.
+        name: The name of the argument, for messages.
+
+    Raises:
+        TypeError: The size is not a number.
+        ValueError: The size is not positive.
+    """
     if isinstance(mb, bool) or not isinstance(mb, int | float):
         raise TypeError(f"{name}={mb!r} must be a number: it is the size of a message in MiB")
     if not mb > 0:

@@ -1,8 +1,8 @@
-"""The buffers of a model over ranks: which ones a forward pass changed, and what they are on all ranks afterwards.
+"""The buffers of a model over ranks: finds those that a forward pass changed, and makes them equal on all ranks.
 
 Changed buffers travel at the end of a backward, beside the gradients: no forward pass waits for them, and none finds a
-buffer written to between its forward and its backward. Buffers that nobody changes do not travel. When the vector of
-those that change often travels is `parallel.reducer`'s affair; a newly changed buffer is exchanged from here.
+buffer written to between its forward and its backward. Unchanged buffers do not travel. `parallel.reducer` decides when
+the vector of often changed buffers travels; newly changed buffers are exchanged here.
 """
 
 from __future__ import annotations
@@ -21,15 +21,19 @@ __all__ = ["BufferMode", "Buffers"]
 
 BufferMode = Literal["broadcast", "mean"]
 
-# 64 bits as pieces of so many, each of which float32 holds exactly.
+# The numbers of bits in the pieces of a 64-bit word; float32 represents each piece exactly.
 _PIECES = (22, 22, 20)
 
 
 class Buffers:
     """The buffers of one model.
 
-    What is sent of the often changed ones is one float32 vector on each rank, made by `write`; its sum over ranks is
-    read by `share`, which exchanges the others one by one.
+    Those that change often travel as one float32 vector. `write` makes it on each rank. `share` reads its sum over
+    ranks, and exchanges the other changed buffers one by one.
+
+    Args:
+        model: The model.
+        mode: "broadcast" or "mean", as for `replicate`; None leaves all buffers alone.
     """
 
     def __init__(self, model: nn.Module, mode: BufferMode | None) -> None:
@@ -43,24 +47,24 @@ class Buffers:
                     self._homes.append((module, name))
         self._known: list[tuple[int, int]] = [self._state(i) for i in range(len(self._homes))]
         self.often: list[int] = []
-        """Indices of the buffers that have been changed, and so travel with the gradients."""
+        """Indices of the buffers that travel with the gradients, since they have been changed before."""
         self.numel = 0
-        """Length of the vector for those."""
+        """Length of the vector for these."""
 
     def __len__(self) -> int:
         return len(self._homes)
 
     def tensor(self, i: int) -> Tensor | None:
-        """Give a buffer as it is now."""
+        """Return a buffer as it is now."""
         module, name = self._homes[i]
         return module._buffers.get(name)
 
     def changed(self) -> list[bool]:
-        """Say which buffers have been written to or replaced since the last look."""
+        """Return for each buffer True if it has been written to or replaced since ranks last exchanged it."""
         return [self._state(i) != known or _is_written_unseen(self._homes[i][0]) for i, known in enumerate(self._known)]
 
     def add_often(self, indices: Sequence[int]) -> bool:
-        """Let buffers travel with the gradients from now on. Returns: whether the vector has another length now."""
+        """Make buffers travel with the gradients from now on. Return True if that changed the vector's length."""
         before = self.numel
         for i in indices:
             tensor = self.tensor(i)
@@ -70,10 +74,12 @@ class Buffers:
         return self.numel != before
 
     def write(self, vector: Tensor, *, is_source: bool, scale: float) -> None:
-        """Write this rank's part: such that the sum of the parts is the mean, or the source rank's values.
+        """Write this rank's part, so that the sum of the parts is the mean, or the values of the source rank.
 
-        Args: vector has `numel` elements. is_source is whether this rank is the one whose values count where no mean
-            is taken. scale is what to multiply values by whose mean is taken.
+        Args:
+            vector: The vector to write to, of `numel` elements.
+            is_source: True if this rank's values count for buffers of which no mean is taken.
+            scale: The factor for values of which the mean is taken.
         """
         for i, part in self._parts(vector):
             tensor = self.tensor(i)
@@ -89,16 +95,21 @@ class Buffers:
                 part.copy_(_to_pieces(tensor))
 
     def share(self, summary: RoundSummary, total: Tensor, gradient_group: GradientGroup, *, has_batch: bool) -> bool:
-        """Make the buffers that any rank changed the same everywhere. Every rank must call it.
+        """Make the buffers that any rank changed equal on all ranks. Every rank must call it.
 
-        Args: summary is what ranks sent, of which some had a batch; has_batch is whether this one had. total is the sum
-            over ranks of what `write` made.
-        Returns: whether the vector of the next round has another length.
+        Args:
+            summary: The combined flags of all ranks.
+            total: The sum over ranks of the vectors that `write` made.
+            gradient_group: The ranks.
+            has_batch: True if this rank had a batch.
+
+        Returns:
+            True if the vector of the next round has a different length.
         """
         source = summary.active[0]
         known = {i for i in self.often if summary.changed[i]}
         if source != 0:
-            # The vector had nothing from the rank whose values count.
+            # The vector has no values of the source rank: only the first rank writes as the source.
             known = {i for i in known if self._travels_as_mean(i)}
         self._read(total, factor=gradient_group.size / len(summary.active), indices=known)
         rest = [i for i, changed in enumerate(summary.changed) if changed and i not in known]
@@ -107,9 +118,12 @@ class Buffers:
         return self.add_often(rest)
 
     def _read(self, total: Tensor, *, factor: float, indices: Collection[int]) -> None:
-        """Take over the values that the ranks agreed on, in these buffers.
+        """Write the values in the summed vector to some buffers.
 
-        Args: factor is what to multiply means by, which are of fewer ranks if some have no batch.
+        Args:
+            total: The sum over ranks of the vectors that `write` made.
+            factor: The factor for means, which are of fewer ranks if some have no batch.
+            indices: The indices of the buffers.
         """
         for i, part in self._parts(total):
             tensor = self.tensor(i)
@@ -125,7 +139,7 @@ class Buffers:
             self._put(i, torch.view_as_complex(value) if tensor.is_complex() else value)
 
     def _exchange(self, i: int, gradient_group: GradientGroup, *, source: int, has_batch: bool, active: int) -> None:
-        """Exchange one buffer by itself: its mean over the active ranks, or the source rank's value."""
+        """Exchange one buffer separately: set it to its mean over the active ranks, or to the source rank's value."""
         tensor = self.tensor(i)
         assert tensor is not None
         carried = tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -142,7 +156,7 @@ class Buffers:
         return self.mode == "mean" and (tensor.is_floating_point() or tensor.is_complex())
 
     def _travels_as_mean(self, i: int) -> bool:
-        """Say whether what travels of a buffer is its mean."""
+        """Return True if ranks exchange the mean of a buffer."""
         tensor = self.tensor(i)
         return tensor is not None and self._has_mean(tensor)
 
@@ -161,8 +175,8 @@ class Buffers:
     def _put(self, i: int, value: Tensor) -> None:
         tensor = self.tensor(i)
         assert tensor is not None
-        # As torch's own batch_norm writes: autograd keeps its running values but does not use them, and would refuse
-        # the second of two backwards that follow two forwards.
+        # Without a new version, as torch's batch_norm writes: autograd saves the running values but does not use them,
+        # and would otherwise refuse the second of two backwards that follow two forwards.
         target = tensor.data if _is_written_unseen(self._homes[i][0]) else tensor
         with torch.no_grad():
             target.copy_(value)
@@ -174,7 +188,7 @@ class Buffers:
 
 
 def _is_written_unseen(module: nn.Module) -> bool:
-    # torch's own batch_norm writes without raising a tensor's version counter.
+    # torch's batch_norm writes without increasing a tensor's version counter.
     return isinstance(module, _NormBase) and module.training and bool(module.track_running_stats)
 
 
@@ -183,17 +197,17 @@ def _fits_float32(tensor: Tensor) -> bool:
 
 
 def _reals(tensor: Tensor) -> Tensor:
-    """Show a tensor as real numbers."""
+    """Return a view of a tensor as real numbers."""
     return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
 
 
 def _like(tensor: Tensor, part: Tensor) -> Tensor:
-    """Show a piece of a vector in the shape of a tensor's real numbers."""
+    """Return a view of a piece of a vector in the shape of a tensor's real numbers."""
     return part.view((*tensor.shape, 2) if tensor.is_complex() else tensor.shape)
 
 
 def _to_pieces(tensor: Tensor) -> Tensor:
-    """Write 64-bit words, or what fits into them, as float32 that are whole numbers: the low bits first."""
+    """Return the elements as 64-bit words, cut into whole numbers in float32, the low bits first."""
     words = _words(tensor)
     rows, shift = [], 0
     for bits in _PIECES:
@@ -203,7 +217,7 @@ def _to_pieces(tensor: Tensor) -> Tensor:
 
 
 def _from_pieces(pieces: Tensor, like: Tensor) -> Tensor:
-    """Read what `_to_pieces` wrote of a tensor like this one."""
+    """Return the tensor of which `_to_pieces` made the pieces; `like` has its shape and type."""
     rows = pieces.to(torch.int64).view(len(_PIECES), -1)
     words, shift = torch.zeros_like(rows[0]), 0
     for row, bits in zip(rows, _PIECES, strict=True):

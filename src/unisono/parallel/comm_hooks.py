@@ -1,7 +1,7 @@
 """Communication hooks written for torch's DistributedDataParallel, such as fp16_compress_hook and powerSGD_hook.
 
-A hook is called as hook(state, bucket) with what torch calls a GradBucket, and returns a future of the bucket's mean
-over ranks. torch's GradBucket cannot be made from Python; the one here has the same methods.
+A hook is called as hook(state, bucket) and returns a future of the bucket's mean over ranks. torch's GradBucket cannot
+be constructed from Python; the class here has the same methods.
 """
 
 from __future__ import annotations
@@ -27,34 +27,35 @@ class GradBucket:
         self._buffer = bucket.gradients
 
     def index(self) -> int:
-        """Give the bucket's place in the order in which buckets are sent."""
+        """Return the bucket's index in the order in which buckets are sent."""
         return self._index
 
     def buffer(self) -> Tensor:
-        """Give this rank's gradients, not divided by the number of ranks, as one vector."""
+        """Return this rank's gradients, not divided by the number of ranks, as one vector."""
         return self._buffer
 
     def gradients(self) -> list[Tensor]:
-        """Give the same memory in the shapes of the parameters."""
+        """Return views of `buffer` in the shapes of the parameters."""
         return list(self._bucket.views_of(self._buffer))
 
     def parameters(self) -> list[Tensor]:
-        """Give the parameters, in the order of `gradients`."""
+        """Return the parameters, in the order of `gradients`."""
         return list(self._bucket.tensors)
 
     def is_last(self) -> bool:
-        """Tell whether this is the last bucket of a backward."""
+        """Return True if this is the last bucket of a backward."""
         return self._is_last
 
     def set_buffer(self, buffer: Tensor) -> None:
-        """Put another vector in the place of `buffer`."""
+        """Replace the vector that `buffer` returns."""
         self._buffer = buffer
 
 
 def hook_and_state(comm_hook: CommHook | tuple[Any, CommHook], group: Any) -> tuple[CommHook, Any]:
-    """Read the argument `comm_hook`: a hook, or a pair (state, hook); without a state it gets the group.
+    """Return the hook and its state, from the argument `comm_hook`: a hook, whose state is the group, or (state, hook).
 
-    Raises: TypeError.
+    Raises:
+        TypeError: The hook is not callable.
     """
     state, hook = comm_hook if isinstance(comm_hook, tuple) and len(comm_hook) == 2 else (group, comm_hook)
     if not callable(hook):
@@ -66,7 +67,11 @@ def hook_and_state(comm_hook: CommHook | tuple[Any, CommHook], group: Any) -> tu
 
 
 def begin(hook: CommHook, state: Any, bucket: GradBucket) -> Any:
-    """Call a hook. Returns: its future. Raises: TypeError if it gives none."""
+    """Call a hook and return its future.
+
+    Raises:
+        TypeError: The hook did not return a future.
+    """
     future = hook(state, bucket)
     if not isinstance(future, torch._C.Future):
         raise TypeError(f"comm_hook gave a {type(future).__name__}; it must give a torch.futures.Future of a tensor")
@@ -74,7 +79,12 @@ def begin(hook: CommHook, state: Any, bucket: GradBucket) -> Any:
 
 
 def result_of(future: Any, bucket: Bucket) -> Tensor:
-    """Give a finished hook's result. Raises: TypeError, ValueError if it is no vector for the bucket."""
+    """Return the result of a finished hook, as a vector of the bucket's type.
+
+    Raises:
+        TypeError: The result is not a tensor.
+        ValueError: Its number of elements is not the bucket's.
+    """
     value = future.value()
     if isinstance(value, list | tuple) and len(value) == 1:
         value = value[0]

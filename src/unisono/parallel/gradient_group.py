@@ -1,8 +1,8 @@
 """The process group that one model's gradients travel through, and waiting for them there.
 
-On the CPU a model has a group of its own. So its messages may interleave with those of other models, of SyncBatchNorm,
-or of the program, differently on different ranks, and never meet the wrong ones. Groups of GPUs are shared: each costs
-memory on the device.
+On the CPU each model has a separate group. So its messages may interleave with those of other models, of SyncBatchNorm,
+or of the program, in a different order on each rank, and are never matched with the wrong ones. Groups of GPUs are
+shared: each costs memory on the device.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from unisono.polling import Backoff
 __all__ = ["GradientGroup"]
 
 _LATE_S = 0.003
-"""How long shm looks for peers before it sleeps; looking longer than a moment takes the core from somebody."""
+"""Seconds within which an all-reduce in this thread pays: as long as shm polls before it sleeps. A thread that polls
+longer takes the core from others."""
 
 
 class GradientGroup:
@@ -46,7 +47,10 @@ class GradientGroup:
     ) -> GradientGroup:
         """Make the group for tensors of these devices. Every rank of the group must call it.
 
-        Args: timeout is how long to wait for other ranks; None takes the group's own.
+        Args:
+            group: The ranks that train together. If a device is not the CPU, it is used itself.
+            devices: The devices of the gradients.
+            timeout: How long to wait for other ranks in a new group; None means the timeout of `group`.
         """
         if any(device.type != "cpu" for device in devices):
             return cls(group, own=False, polls=False)
@@ -58,20 +62,23 @@ class GradientGroup:
             backend=_cpu_backend(group),
             use_local_synchronization=not whole,
         )
-        # shm polls by itself, where that pays.
+        # shm polls internally where that pays.
         polls = dist.get_world_size() <= usable_cores() and made.name() == "gloo"
         return cls(made, own=True, polls=polls)
 
     def close(self) -> None:
-        """End a group that was made here."""
+        """Destroy the group if `open` made it."""
         if self._own and dist.is_initialized() and self.group in dist.distributed_c10d._world.pg_map:
             dist.destroy_process_group(self.group)
 
     def sum(self, tensor: Tensor, what: str, *, stays: bool = False) -> Any:
-        """Begin to sum a tensor over ranks, in place. Returns: what `wait` takes.
+        """Begin to sum a tensor over ranks, in place, and return a handle for `wait`.
 
-        Args: stays says that the caller would wait at once. Then shm does it in this thread, which is quicker while
-            ranks come at about the same time. While they do not, it is left out, as `PollingWait` leaves out polling.
+        Args:
+            tensor: The tensor.
+            what: The name of the transfer, for messages.
+            stays: True if the caller waits immediately afterwards. Then shm sums in this thread, which is quicker while
+                ranks arrive at about the same time. While they do not, this is skipped, as `PollingWait` skips polling.
         """
         if stays and self._stays:
             if not self._staying.left:
@@ -84,7 +91,15 @@ class GradientGroup:
         return dist.all_reduce(tensor, group=self.group, async_op=True)
 
     def wait(self, work: Any, what: str) -> None:
-        """Wait for what was begun. Raises: the backend's error if it failed, saying what was awaited."""
+        """Wait for the end of a transfer.
+
+        Args:
+            work: A handle that `sum` returned, or the future of a communication hook.
+            what: The name of the transfer, for messages.
+
+        Raises:
+            RuntimeError: The transfer failed. The type is that of the backend's error; the message has `what`.
+        """
         with self._explained(what):
             if isinstance(work, torch._C.Future):
                 work.wait()
@@ -96,7 +111,7 @@ class GradientGroup:
         try:
             yield
         except RuntimeError as error:  # DistBackendError is one
-            # The same type, since programs and launchers tell a lost peer from other errors by it.
+            # The same type, by which programs and launchers distinguish a lost peer from other errors.
             raise type(error)(
                 f"{what} did not come together over {self.size} ranks: {error}\nEvery rank must run the same number "
                 "of backward passes; for ranks with fewer batches than others there is replicas.join()."
@@ -106,22 +121,22 @@ class GradientGroup:
         """Return one picklable value of each rank, in rank order. Every rank must call it.
 
         Args:
-            value: This rank's.
-            call: What the values are gathered for, for messages.
+            value: The value of this rank.
+            call: The purpose, for messages.
         """
         return object_transport.gather_values(known_group(self.group), call, value)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Fill a tensor with that of one rank of the group."""
+        """Fill a tensor with the values it has on one rank of the group. Every rank must call it."""
         dist.broadcast(tensor, group_src=source, group=self.group)
 
     def broadcast_value(self, value: Any, source: int, call: str) -> Any:
         """Return one rank's picklable value. Every rank must call it.
 
         Args:
-            value: That of the source; ignored elsewhere.
-            source: Number of the rank within the group.
-            call: What the value is for, for messages.
+            value: The value of the source; ignored on other ranks.
+            source: The number of the rank within the group.
+            call: The purpose, for messages.
         """
         link = known_group(self.group)
         sent = serialize(value) if self.rank == source else None
@@ -129,7 +144,7 @@ class GradientGroup:
 
 
 def _cpu_backend(group: dist.ProcessGroup) -> str | None:
-    """Name the backend that a group uses for CPU tensors; None for torch's default."""
+    """Return the name of the backend that a group uses for CPU tensors; None for torch's default."""
     name = str(dist.get_backend(group))
     if ":" in name:
         name = dict(part.split(":") for part in name.split(",")).get("cpu", "gloo")

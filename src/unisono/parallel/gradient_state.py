@@ -1,7 +1,7 @@
-"""One rank's gradients of one model: how they go from p.grad into buckets, and how sums over ranks come back.
+"""One rank's gradients of one model: moves them from p.grad into buckets, and sums over ranks back to p.grad.
 
-Which of them count is known here: a rank without a batch has none, and a sum that p.grad still holds from before counts
-on the first rank alone. When buckets travel is `parallel.reducer`'s affair.
+This module decides which gradients count: a rank without a batch has none, and an earlier sum that p.grad still holds
+counts on the first rank alone. `parallel.reducer` decides when buckets travel.
 """
 
 from __future__ import annotations
@@ -19,25 +19,28 @@ from unisono.parallel.buckets import Bucket, Parameter
 __all__ = ["LARGE", "GradientState"]
 
 LARGE = 64 * 1024
-"""Elements from which a gradient is written into its bucket at once, by one pass of its own. Smaller ones are written
-together when the bucket is full, which costs fewer calls."""
+"""The number of elements from which a gradient is written into its bucket immediately, in a separate pass. Smaller ones
+are written together when the bucket is full, which costs fewer calls."""
 
 
 class GradientState:
-    """The gradients that this rank has of some parameters, which are named by their indices.
+    """The gradients that this rank has of some parameters, which are identified by their indices.
 
-    Args: scale is what each is multiplied by on its way into a bucket. average is whether what comes back are means;
-        sums are recognised when they are met again. is_first is whether this is the first rank.
+    Args:
+        parameters: The parameters.
+        scale: The factor by which each gradient is multiplied when it is written into a bucket.
+        average: True if results are means. Sums are remembered, to recognise those that are still in p.grad later.
+        is_first: True if this is the first rank.
     """
 
     def __init__(self, parameters: Sequence[Parameter], *, scale: float, average: bool, is_first: bool) -> None:
         self.parameters = list(parameters)
         self.scale = scale
         self.used = [False] * len(self.parameters)
-        """By parameter, whether it got a gradient since the last round."""
+        """For each parameter, True if it got a gradient since the last round."""
         self.shadow = False
-        """Whether this rank has no batch in this round."""
-        # A tensor, since torch makes one of every number; of float64, which is exact for all types.
+        """True if this rank has no batch in this round."""
+        # A tensor, since torch makes one of every number; in float64, which is exact for all types.
         self._factor = torch.tensor(scale, dtype=torch.float64)
         self._average, self._is_first = average, is_first
         self._given: list[weakref.ref[Tensor] | None] = [None] * len(self.parameters)
@@ -55,25 +58,25 @@ class GradientState:
         self.used = [False] * len(self.parameters)
 
     def use_all(self) -> None:
-        """Count as new what p.grad holds now, except sums of earlier rounds."""
+        """Mark every gradient that p.grad holds now as new, except sums of earlier rounds."""
         for i, p in enumerate(self.parameters):
             if p.tensor.grad is not None and not self._is_given(i):
                 self.used[i] = True
 
     def drop_counted(self, i: int) -> None:
-        """Make room for a gradient that is to be added to p.grad: a sum that is there counts on the first rank."""
+        """Drop an earlier sum from p.grad before a gradient is added to it: the sum counts on the first rank alone."""
         if not self._is_first and self._is_given(i):
             self.parameters[i].tensor.grad = None
 
     def own(self, i: int) -> Tensor | None:
-        """Give what p.grad holds if it counts on this rank."""
+        """Return p.grad if it counts on this rank, otherwise None."""
         gradient = self.parameters[i].tensor.grad
         if gradient is None or self.shadow or (not self._is_first and self._is_given(i)):
             return None
         return gradient
 
     def fill(self, bucket: Bucket) -> None:
-        """Write into a bucket what is not yet there of its gradients."""
+        """Write those gradients of a bucket that it does not contain yet."""
         bucket.open()
         if self.shadow:
             bucket.gradients.zero_()
@@ -98,7 +101,7 @@ class GradientState:
                 torch._foreach_mul_(views, self.scale)
 
     def write(self, bucket: Bucket, slot: int) -> None:
-        """Write one gradient into an open bucket, or add it to what was written there before."""
+        """Write one gradient into an open bucket, or add it to the values written there before."""
         i, view = bucket.members[slot], bucket.views[slot]
         gradient = self.take(i, bucket.dtype)
         if self._written[i]:
@@ -110,9 +113,10 @@ class GradientState:
         self._written[i] = True
 
     def take(self, i: int, dtype: torch.dtype) -> Tensor:
-        """Take a gradient off its parameter; what autograd adds afterwards is then by itself.
+        """Remove a parameter's gradient and return it, dense and without a graph. p.grad is None afterwards.
 
-        Raises: UnisonoError if it is not of the dtype.
+        Raises:
+            UnisonoError: The gradient is not of the dtype.
         """
         parameter = self.parameters[i]
         gradient = parameter.tensor.grad
@@ -134,7 +138,7 @@ class GradientState:
         return gradient
 
     def give(self, i: int, reduced: Tensor) -> None:
-        """Show what ranks reduced as p.grad."""
+        """Set p.grad to the reduced gradient, unless this rank has no batch."""
         if self.shadow:
             return
         self.parameters[i].tensor.grad = reduced
@@ -142,12 +146,12 @@ class GradientState:
             self._given[i] = weakref.ref(reduced)
 
     def give_back(self, i: int) -> None:
-        """Put a gradient back that was taken without being new, as no rank got one: then it stays as it was."""
+        """Put back a gradient that `take` removed although it was not new. For parameters that got none on any rank."""
         if i in self._stash:
             self.parameters[i].tensor.grad = self._stash[i]
 
     def _is_given(self, i: int) -> bool:
-        """Whether p.grad is, or has grown from, what was reduced before. Known only where sums are not averaged."""
+        """Return True if p.grad is an earlier sum, or one with gradients added in place. Always False for means."""
         reference = self._given[i]
         return reference is not None and reference() is self.parameters[i].tensor.grad
 

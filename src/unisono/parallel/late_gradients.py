@@ -1,8 +1,8 @@
-"""A second message at the end of a backward, for gradients that the first ones could not carry.
+"""A second message at the end of a backward, for gradients that missed the first ones.
 
-They came after their bucket had left, or belong to parameters whose bucket did not travel, because lately these got
-none. Ranks have exchanged which they are (`parallel.trailer`), so all send the same. Sparse gradients are not
-here.
+They came after their bucket was sent, or belong to parameters whose bucket was not sent, because recently these got no
+gradients. Ranks have exchanged their indices (`parallel.trailer`), so all send the same. Sparse gradients are handled
+in `parallel.sparse_all_reduce`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,16 @@ __all__ = ["reduce_late"]
 def reduce_late(
     summary: RoundSummary, gradients: GradientState, plan: BucketPlan, gradient_group: GradientGroup, *, factor: float
 ) -> None:
-    """Reduce the gradients that are in no bucket that travelled. Every rank must call it.
+    """Reduce the gradients that no sent bucket contained. Every rank must call it.
 
-    What belongs to a bucket that did travel is added to what came by it; the rest becomes p.grad.
-    Args: factor is what to multiply sums over ranks by.
+    A gradient whose bucket was sent is added to the bucket's sum; the others become p.grad.
+
+    Args:
+        summary: The combined flags of all ranks.
+        gradients: This rank's gradients.
+        plan: The buckets.
+        gradient_group: The ranks.
+        factor: The factor for sums over ranks.
     """
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for i in sorted(summary.used | summary.late):

@@ -1,7 +1,7 @@
-"""Whether all ranks have the same model and arguments, and making values the same at the beginning.
+"""Checks that all ranks have the same model and arguments, and makes their values the same at the beginning.
 
-Structure is compared and a difference is an error: ranks with different models would add up unrelated numbers. Values
-are taken from the first rank, since most programs do not seed the initialisation.
+A difference in structure is an error: ranks with different models would add up unrelated numbers. Values are taken from
+the first rank, since most programs do not seed the initialisation.
 """
 
 from __future__ import annotations
@@ -21,11 +21,15 @@ from unisono.state.digest import digest
 __all__ = ["broadcast_values", "check_given", "check_same_model", "check_same_values"]
 
 _TOGETHER_NBYTES = 25 * 1024 * 1024
-"""Values up to so many bytes travel as one message."""
+"""The size of a message in bytes; smaller tensors travel together up to it."""
 
 
 def check_given(everyone: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> None:
-    """Compare the arguments that ranks gave, each by name. Raises: RankMismatchError with the first that differs."""
+    """Compare the arguments that ranks gave, each by name.
+
+    Raises:
+        RankMismatchError: An argument differs; the message has the first one.
+    """
     for what in everyone[0]:
         values = {rank: f"{what}={given[what]!r}" for rank, given in zip(ranks, everyone, strict=True)}
         if len({*values.values()}) > 1:
@@ -35,9 +39,10 @@ def check_given(everyone: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> 
 
 
 def check_same_model(tensors: Mapping[str, Tensor], gradient_group: GradientGroup) -> None:
-    """Make sure that all ranks have tensors of the same names, in the same order, shapes and types.
+    """Check that the tensors have the same names, order, shapes and types on all ranks. Every rank must call it.
 
-    Every rank must call it. Raises: RankMismatchError on all ranks, with the first difference.
+    Raises:
+        RankMismatchError: The models differ; the message has the first difference. Raised on all ranks.
     """
     own = [(name, f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}") for name, t in tensors.items()]
     everyone = gradient_group.gather(own, "replicate() comparing models")
@@ -50,9 +55,10 @@ def check_same_model(tensors: Mapping[str, Tensor], gradient_group: GradientGrou
 
 
 def check_same_values(tensors: Mapping[str, Tensor], gradient_group: GradientGroup) -> None:
-    """Make sure that all ranks have the same bits. Every rank must call it.
+    """Check that the tensors have the same bits on all ranks. Every rank must call it.
 
-    Raises: RankMismatchError on all ranks, with the names that differ.
+    Raises:
+        RankMismatchError: Tensors differ; the message has their names. Raised on all ranks.
     """
     own = {name: digest({name: tensor}) for name, tensor in tensors.items()}
     everyone = gradient_group.gather(own, "replicas.check()")
@@ -67,12 +73,12 @@ def check_same_values(tensors: Mapping[str, Tensor], gradient_group: GradientGro
 
 
 def broadcast_values(tensors: Iterable[Tensor], gradient_group: GradientGroup, source: int = 0) -> None:
-    """Give all ranks the values of one rank, in few messages. Every rank must call it."""
+    """Set the tensors on all ranks to the values of one rank, in few messages. Every rank must call it."""
     chosen = [tensor for tensor in tensors if tensor.numel()]
     items = [Item(tensor.nbytes, tensor.device) for tensor in chosen]
     for bucket in group_by_size(items, limit_nbytes=_TOGETHER_NBYTES):
         together = [chosen[i] for i in bucket]
-        # Bytes, so that a message may hold any types; a broadcast does not calculate.
+        # As bytes, so that a message may hold any types; a broadcast does no arithmetic.
         plain = [t.detach().contiguous().view(-1) for t in together]
         message = torch.cat([p.view(torch.uint8) for p in plain]) if len(plain) > 1 else plain[0].view(torch.uint8)
         gradient_group.broadcast(message, source)
@@ -81,13 +87,13 @@ def broadcast_values(tensors: Iterable[Tensor], gradient_group: GradientGroup, s
         with torch.no_grad():
             parts = torch.split(message, [p.numel() * p.itemsize for p in plain])
             for tensor, part in zip(together, parts, strict=True):
-                # A copy begins where its type needs it to; a part begins anywhere.
+                # A part may begin at any byte; its copy is aligned as its type requires.
                 value = part.clone() if len(plain) > 1 else part
                 tensor.copy_(value.view(tensor.dtype).view(tensor.shape))
 
 
 def _first_difference(zero: Sequence[tuple[str, str]], other: Sequence[tuple[str, str]], rank: int) -> str:
-    """Say where two lists of names and types part.
+    """Return a description of the first difference between two lists of names and types.
 
     >>> _first_difference([("a", "float32 [2]")], [("a", "float32 [3]")], 1)
     "'a' is float32 [2] on rank 0 and float32 [3] on rank 1"

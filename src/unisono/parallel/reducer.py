@@ -1,12 +1,13 @@
-"""One backward of one model over ranks: from hooks on its parameters to p.grad at the end.
+"""Reduces the gradients of one model over ranks during backward: from hooks on its parameters to p.grad at the end.
 
-One backward is one round. As gradients come, they go into buckets, and full buckets travel, in one order on all ranks.
-The last bucket leaves at the end of the backward. At its end stands what each rank saw (`parallel.trailer`), so all
-ranks know which parameters got a gradient anywhere. Buckets of parameters that lately had none do not travel; if one of
-these gets a gradient, or a parameter gets one after its bucket has left, all learn it there, and those travel once more
-(`parallel.late_gradients`). What a rank's own gradients are, and how they get into buckets, stands in
-`parallel.gradient_state`. The idea of buckets on hooks is that of DDP (Li et al., "PyTorch Distributed", VLDB 2020,
-section 3.2), and as there the order of the first backward is the order of buckets afterwards.
+One backward is one round. As gradients come, they are written into buckets, and full buckets are sent, in the same
+order on all ranks. The last bucket is sent at the end of the backward. Behind its gradients lies the trailer
+(`parallel.trailer`), which tells all ranks which parameters got a gradient on any rank. Buckets of parameters that got
+none recently do not travel. If one of these gets a gradient, or a parameter gets one after its bucket was sent, all
+ranks learn it from the trailer, and these gradients travel in a second message (`parallel.late_gradients`).
+`parallel.gradient_state` decides which gradients of a rank count, and writes them into buckets. Buckets filled by hooks
+are DDP's idea (Li et al., "PyTorch Distributed", VLDB 2020, section 3.2), and as there, the order of gradients in the
+first backward determines the order of buckets afterwards.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ __all__ = ["Reducer", "ReducerSettings"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReducerSettings:
-    """How gradients travel."""
+    """The arguments of `replicate` that determine how gradients travel; sizes are in bytes."""
 
     bucket_nbytes: int
     first_nbytes: int
@@ -52,9 +53,14 @@ class ReducerSettings:
 
 
 class Reducer:
-    """Watches one model's parameters and reduces what backward passes give them.
+    """Watches one model's parameters and reduces the gradients of its backward passes.
 
-    Args: alone is whether a backward reaches no other model, so that this one may be awaited before others are sent.
+    Args:
+        model: The model.
+        parameters: Its parameters that can get a gradient.
+        gradient_group: The ranks.
+        settings: The arguments of `replicate`.
+        alone: True if `replicate` got no other model, so that this one may be awaited before others are sent.
     """
 
     def __init__(
@@ -71,9 +77,9 @@ class Reducer:
         self._tensors = [p.tensor for p in self.parameters]
         self._alone = alone
         self.paused = False
-        """Whether gradients stay on this rank for now."""
+        """True while gradients remain on this rank (`no_sync`)."""
         self.joining = False
-        """Whether some ranks may have no batch."""
+        """True while some ranks may have no batch (`join`)."""
         n = len(self.parameters)
         self._gradients = GradientState(
             parameters,
@@ -82,7 +88,8 @@ class Reducer:
             is_first=gradient_group.rank == 0,
         )
         self._wire = self.parameters[0].tensor.device if n else torch.device("cpu")
-        # Reading a number from a device waits for it. There, all buckets travel always, and it is done only if needed.
+        # Reading a number from an accelerator waits for it. There, all buckets travel in every backward, and the
+        # trailer is read only if needed.
         self._quiet = any(p.tensor.device.type != "cpu" for p in self.parameters)
         self._hook = None if settings.comm_hook is None else hook_and_state(settings.comm_hook, gradient_group.group)
         self.buffers = Buffers(model, settings.buffers)
@@ -101,7 +108,7 @@ class Reducer:
         )
         self._fires_usual = [1] * n
         self.rounds = 0
-        """Backward passes that have been reduced."""
+        """The number of backward passes that have been reduced."""
         self._serial = 0
         self._broken: str | None = None
         self._active = False
@@ -109,7 +116,7 @@ class Reducer:
         self._hooks = self._watch()
 
     def close(self) -> None:
-        """Leave the parameters alone, and end the group. Every rank must call it."""
+        """Remove the hooks from the parameters, and close the gradient group. Every rank must call it."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -118,14 +125,14 @@ class Reducer:
         self.gradient_group.close()
 
     def reduce_now(self) -> None:
-        """Reduce the gradients as they are in p.grad, outside a backward."""
+        """Reduce the gradients as they are in p.grad, outside a backward. Every rank must call it."""
         self._gradients.use_all()
         self._begin(None)
         self._launch_rest()
         self._finish()
 
     def shadow(self) -> tuple[int, ...]:
-        """Take part in a round of others without a gradient. Returns: the ranks of the group that had one."""
+        """Take part in a round of other ranks without a batch, and return the ranks of the group that had one."""
         self._gradients.shadow = True
         try:
             self._begin(None)
@@ -134,10 +141,10 @@ class Reducer:
         finally:
             self._gradients.shadow = False
 
-    # What hooks call.
+    # Called by hooks.
 
     def _on_gradient(self, i: int, _: Tensor) -> None:
-        """Note that p.grad of a parameter has got its gradient."""
+        """Handle a new gradient in p.grad of a parameter."""
         self._gradients.used[i] = True
         if self.paused:
             return
@@ -165,7 +172,7 @@ class Reducer:
             self._launch_full()
 
     def _before_gradient(self, i: int, _: Tensor) -> None:
-        """Note that p.grad is about to get a gradient: with sums, what is summed already must count once."""
+        """Handle a gradient that is about to be added to p.grad: with sums, an earlier sum there must count once."""
         self._gradients.drop_counted(i)
 
     def _at_end(self) -> None:
@@ -174,14 +181,14 @@ class Reducer:
         except BaseException:
             self._abandoned()
             raise
-        # After the same call of other models that this backward reached: all are on their way before one is awaited.
+        # This runs after `_at_end` of the other models that this backward reached: all are sent before one is awaited.
         torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
 
     def _finish_backward(self) -> None:
         self._finish()
 
     def _abandoned(self) -> None:
-        """Note that a backward failed."""
+        """Handle a backward that failed."""
         if self._launched:
             self._broken = (
                 f"an earlier backward pass failed on this rank after {self._launched} of "
@@ -215,7 +222,7 @@ class Reducer:
             BackwardEnd(at_end, self._abandoned)
 
     def _launch_full(self) -> None:
-        """Send full buckets, in their order; the last one waits for the end."""
+        """Send full buckets, in their order; the last one is sent at the end of the backward."""
         while self._launched < len(self._plan.travelling) - 1 and not self._plan.travelling[self._launched].waiting:
             self._launch(self._plan.travelling[self._launched])
 
@@ -225,7 +232,7 @@ class Reducer:
         if self._plan.trailer_bucket is None:
             self._own_trailer = torch.empty(self._plan.trailer.numel, dtype=torch.float32, device=self._wire)
             self._write_trailer(self._own_trailer)
-            what = "what ranks tell each other after a backward"
+            what = "the summary that ranks exchange after a backward"
             self._works.append((self.gradient_group.sum(self._own_trailer, what, stays=self._alone), what))
 
     def _launch(self, bucket: Bucket) -> None:
@@ -260,7 +267,7 @@ class Reducer:
             self.buffers.write(values, is_source=active and self.gradient_group.rank == 0, scale=scale)
 
     def _finish(self) -> tuple[int, ...]:
-        """Wait for the sums and show them as p.grad."""
+        """Wait for the sums, set p.grad to them, and return the ranks of the group that had a batch."""
         try:
             return self._finish_round()
         except BaseException as error:
@@ -305,7 +312,7 @@ class Reducer:
         return summary.active
 
     def _read_buckets(self, factor: float) -> None:
-        """Take what hooks gave in place of what was sent, and multiply all by a factor."""
+        """Replace the buckets' contents by the results of communication hooks, if any, and multiply by a factor."""
         for bucket, (work, _) in zip(self._plan.travelling, self._works, strict=False):
             if self._hook is not None:
                 bucket.views = bucket.views_of(result_of(work, bucket))
@@ -313,7 +320,12 @@ class Reducer:
                 torch._foreach_mul_(list(bucket.views), factor)
 
     def _read_trailer(self) -> RoundSummary:
-        """Learn what all ranks saw."""
+        """Return the combined flags of all ranks. On accelerators, the trailer is read only if needed.
+
+        Raises:
+            UnisonoError: On an accelerator, a parameter got a second gradient after the first was sent.
+            RankMismatchError: Ranks are in different passes, froze different parameters, or broke static_graph.
+        """
         n = len(self.parameters)
         if self._quiet and not self.joining and not self._gradients.shadow:
             if self._late:
@@ -333,13 +345,17 @@ class Reducer:
             surprises = {i for i in range(n) if self._plan.expected[i]} ^ summary.used
             if surprises:
                 raise RankMismatchError(
-                    f"static_graph=True, but after {self.rounds} backward passes other parameters get gradients than "
-                    f"in the first: {self._names(surprises)}. Leave static_graph out"
+                    f"static_graph=True, but after {self.rounds} backward passes the parameters that get gradients "
+                    f"differ from those in the first: {self._names(surprises)}. Leave static_graph out"
                 )
         return summary
 
     def _refuse_frozen(self, summary: RoundSummary) -> NoReturn:
-        """Say on which ranks other parameters are frozen. Every rank must call it. Raises: RankMismatchError."""
+        """Raise an error that says which parameters are frozen on some ranks alone. Every rank must call it.
+
+        Raises:
+            RankMismatchError: Always.
+        """
         own = {f"requires_grad of {p.name!r}": p.tensor.requires_grad for p in self.parameters}
         everyone = self.gradient_group.gather(own, "a backward of replicas")
         ranks = dist.get_process_group_ranks(self.gradient_group.group)
@@ -362,7 +378,7 @@ class Reducer:
         hooks = []
         for i, p in enumerate(self.parameters):
             tensor, needs = p.tensor, p.tensor.requires_grad
-            tensor.requires_grad_(True)  # else no hook can be set; a frozen parameter may be unfrozen later
+            tensor.requires_grad_(True)  # required to set a hook; a frozen parameter may be unfrozen later
             hooks.append(on_gradient(tensor, self._on_gradient, i))
             keep_alive(tensor, self)
             if not self.settings.average:
@@ -371,7 +387,7 @@ class Reducer:
         return hooks
 
     def _order_of_first(self) -> list[int]:
-        """Give the order in which the first rank's gradients came. Every rank must call it."""
+        """Return the order in which the first rank's gradients came. Every rank must call it."""
         order = torch.full((len(self.parameters),), -1, dtype=torch.int64)
         order[: len(self._order)] = torch.tensor(self._order, dtype=torch.int64)
         order = order.to(self._wire)
@@ -379,7 +395,11 @@ class Reducer:
         return [i for i in order.tolist() if i >= 0]
 
     def _look_for_others(self) -> None:
-        """Find parameters that came into the model later, whose gradients would stay on this rank."""
+        """Find parameters that were added to the model later, whose gradients would not be reduced.
+
+        Raises:
+            UnisonoError: There is such a parameter.
+        """
         known = {id(p.tensor) for p in self.parameters}
         for name, tensor in self.model.named_parameters():
             if id(tensor) not in known and tensor.requires_grad and tensor.is_floating_point():

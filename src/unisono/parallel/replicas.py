@@ -1,7 +1,7 @@
-"""Data parallel training of models that stay as they are: `replicate` and the handle it returns.
+"""Data parallel training without a wrapper around the model: `replicate` and the handle it returns.
 
-Nothing wraps the model. Hooks on its parameters reduce gradients while backward runs (`parallel.reducer`), so a loop
-for one process is a loop for many. Which samples a rank gets is the loader's affair (`unisono.data`).
+Hooks on the model's parameters reduce gradients while backward runs (`parallel.reducer`), so a loop for one process
+works for many. The loader (`unisono.data`) decides which samples a rank gets.
 """
 
 from __future__ import annotations
@@ -50,33 +50,42 @@ def replicate(
     overlap: bool = True,
     timeout: timedelta | float | None = None,
 ) -> Replicas:
-    """Let backward() give every rank the mean of all ranks' gradients. Every rank must call it, with the same models.
+    """Average the gradients of models over all ranks in each backward(). Every rank must call it, with the same models.
 
-    The models stay the caller's. Parameters and buffers get rank 0's values now. After each loss.backward(), p.grad of
-    a parameter that got a gradient on any rank is the mean over all ranks; a rank on which it got none counts as zero.
-    A parameter without a gradient anywhere keeps its p.grad. With one process nothing is done.
-
-    Args:
-        models: a module, or a list or dict of modules, such as the two networks of a GAN. A parameter that several
-            models share belongs to the first.
-        group: the ranks that train together; None is the whole job.
-        bucket_mb: size of the messages in which gradients travel, in MiB.
-        first_bucket_mb: size of the first message of a backward: smaller, so that something travels early.
-        average: False gives the sum over ranks in place of the mean.
-        buffers: what happens to buffers that a forward pass changed, at the end of backward: "broadcast" gives all
-            ranks those of the first rank that has a batch; "mean" gives their mean (integers: as with "broadcast");
-            None leaves them alone.
-        check: compare the models' names, shapes and types over ranks.
-        static_graph: promise that the same parameters get gradients in every backward; a breach is an error on all
-            ranks. On GPUs it spares ranks with unused parameters a wait.
-        comm_hook: a communication hook for torch's DDP, such as fp16_compress_hook, or a pair (state, hook). It has to
-            divide by the number of ranks, as torch's hooks do.
-        overlap: False sends all gradients at the end of backward.
-        timeout: how long to wait for other ranks, for tensors of the CPU; seconds or a timedelta. None: the group's.
+    The models are not wrapped. Their parameters and buffers are set to rank 0's values now. After each loss.backward(),
+    p.grad of a parameter that got a gradient on any rank is the mean over all ranks; a rank on which it got none counts
+    as zero. A parameter without a gradient on any rank keeps its p.grad. With one process, nothing is done.
 
     Memory: one copy of the gradients, which is p.grad itself; two where gradients are kept from step to step.
-    Returns: the handle for everything else: `no_sync`, `join`, `update`.
-    Raises: RankMismatchError on all ranks if models differ; GroupError before unisono.init; ValueError, TypeError.
+
+    Args:
+        models: A module, or a list or dict of modules, such as the two networks of a GAN. A parameter that several
+            models share belongs to the first.
+        group: The ranks that train together; None means all ranks of the job.
+        bucket_mb: The size of the messages in which gradients travel, in MiB.
+        first_bucket_mb: The size of the first message of a backward: smaller, so that the transfer starts early.
+        average: False for the sum over ranks in place of the mean.
+        buffers: What to do at the end of backward with buffers that a forward pass changed. "broadcast" sets them to
+            those of the first rank that has a batch, "mean" to their mean (integers: as with "broadcast"); None leaves
+            them unchanged.
+        check: True to compare the models' names, shapes and types over ranks.
+        static_graph: True to promise that the same parameters get gradients in every backward; a breach is an error on
+            all ranks. On GPUs, this saves ranks with unused parameters a wait.
+        comm_hook: A communication hook for torch's DDP, such as fp16_compress_hook, or a pair (state, hook). It must
+            divide by the number of ranks, as torch's hooks do.
+        overlap: False to send all gradients at the end of backward.
+        timeout: How long to wait for other ranks, for tensors on the CPU: seconds or a timedelta. None means the
+            group's timeout.
+
+    Returns:
+        A handle with all other operations, such as `no_sync`, `join` and `update`.
+
+    Raises:
+        GroupError: The process group does not exist yet or has ended, or this rank is not in it.
+        RankMismatchError: The models or the arguments differ between ranks. Raised on all ranks.
+        TypeError: An argument has the wrong type, or a model is wrapped by another library.
+        ValueError: An argument or a parameter is not usable, or another `replicate` already watches a parameter.
+        PeerError: Another rank raised a TypeError or ValueError.
     """
     joined = require_group(group)
 
@@ -115,7 +124,10 @@ def replicate(
 
 
 class Replicas:
-    """The models of one `replicate` call, over ranks."""
+    """The handle of the models of one `replicate` call.
+
+    After `close`, methods that work on the models raise a `UnisonoError`.
+    """
 
     def __init__(
         self,
@@ -133,7 +145,7 @@ class Replicas:
         self._closed = False
 
     def __call__(self, *args: object, **kwargs: object) -> NoReturn:
-        """Say that this is no model.
+        """Refuse the call: the handle is not a model.
 
         Raises:
             TypeError: Always.
@@ -145,18 +157,23 @@ class Replicas:
 
     @property
     def models(self) -> dict[str, nn.Module]:
-        """The models by name; one that was given alone is called "model"."""
+        """The models by name; a single model is called "model", those of a list "model 0", "model 1" and so on."""
         return dict(self._models)
 
     @property
     def world_size(self) -> int:
-        """Number of ranks that train together."""
+        """The number of ranks that train together."""
         return 1 if self._group is None else self._group.size()
 
     def update(self) -> None:
-        """Look at the models again, after parameters were added, replaced or changed in type. Every rank must call it.
+        """Inspect the models again after parameters were added, replaced or changed in type. Every rank must call it.
 
-        Values of parameters and buffers become those of the first rank. Gradients are left alone.
+        Parameters and buffers are set to the values of the first rank. Gradients do not change.
+
+        Raises:
+            RankMismatchError: The models or the arguments differ between ranks. Raised on all ranks.
+            ValueError: A parameter is lazy or on the meta device, or another `replicate` already watches it.
+            PeerError: Another rank raised a ValueError.
         """
         self._refuse_closed()
         if self._group is None:
@@ -183,9 +200,9 @@ class Replicas:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Leave gradients on this rank in the backward passes inside, for gradient accumulation.
+        """Keep gradients on this rank in the backward passes inside, for gradient accumulation.
 
-        They add up in p.grad as without ranks. The next backward outside reduces everything.
+        They add up in p.grad as in one process. The next backward outside reduces all of them.
         """
         self._refuse_closed()
         self._set_paused(self._paused + 1)
@@ -195,9 +212,10 @@ class Replicas:
             self._set_paused(self._paused - 1)
 
     def synchronize(self) -> None:
-        """Reduce what is in p.grad now. Every rank must call it.
+        """Reduce the gradients that are in p.grad now. Every rank must call it.
 
-        For gradients that did not come by backward(), such as those of torch.autograd.grad, and for what no_sync left.
+        For gradients that did not come from backward(), such as those of torch.autograd.grad, and for those left over
+        from `no_sync`.
         """
         self._refuse_closed()
         for reducer in self._reducers:
@@ -207,10 +225,16 @@ class Replicas:
     def join(self, *stateful: Stateful) -> Iterator[None]:
         """Allow ranks to run different numbers of backward passes inside, also none. Every rank must enter it.
 
-        A rank that comes to the end takes part in what the others still reduce, without counting in the mean, until all
-        have come. Then all get the models of the first rank among those that ran most passes, and the states of the
-        objects given here, such as the optimizer: those of ranks that stopped earlier would differ from then on.
-        Collectives other than those of replicas are not taken part in.
+        A rank that reaches the end takes part in the reductions of the others, without counting in the mean, until all
+        have reached it. Then all get the models of the first rank among those that ran the most passes, and the states
+        of `stateful`: those of ranks that stopped earlier would differ from then on. A rank at the end does not take
+        part in collectives other than those of replicas.
+
+        Args:
+            *stateful: Objects with a state that changes with the passes, such as the optimizer.
+
+        Raises:
+            TypeError: An object has no state_dict() or load_state_dict().
         """
         self._refuse_closed()
         for thing in stateful:
@@ -233,21 +257,26 @@ class Replicas:
             self._catch_up(mine, stateful)
 
     def check(self) -> None:
-        """Make sure that parameters and buffers have the same bits on all ranks. Every rank must call it.
+        """Check that parameters and buffers have the same bits on all ranks. Every rank must call it.
 
-        Raises: RankMismatchError on all ranks, with the names that differ.
+        Raises:
+            RankMismatchError: Some differ; the message has their names. Raised on all ranks.
         """
         self._refuse_closed()
         for reducer in self._reducers:
             check_same_values(_tensors(reducer.model), reducer.gradient_group)
 
     def close(self) -> None:
-        """Leave the models alone from now on: their gradients stay on each rank. Every rank must call it."""
+        """Stop reducing the models' gradients: they remain on each rank from now on. Every rank must call it."""
         self._unwatch()
         self._closed = True
 
     def _entries(self) -> dict[str, list[Parameter]]:
-        """List the parameters of each model; one that several share belongs to the first. Raises: ValueError."""
+        """Return the parameters of each model; a parameter that several models share belongs to the first of them.
+
+        Raises:
+            ValueError: A parameter is lazy or on the meta device, or another `replicate` already watches it.
+        """
         taken: set[int] = set()
         entries: dict[str, list[Parameter]] = {}
         for name, model in self._models.items():
@@ -258,7 +287,7 @@ class Replicas:
         return entries
 
     def _given(self) -> dict[str, Any]:
-        """What must be the same on all ranks, by the name of its argument."""
+        """Return the arguments that must be the same on all ranks, by name."""
         settings = self._settings
         hook = settings.comm_hook[1] if isinstance(settings.comm_hook, tuple) else settings.comm_hook
         return {
@@ -288,7 +317,7 @@ class Replicas:
             reducer.paused = paused > 0
 
     def _shadow(self) -> None:
-        """Take part in the rounds of other ranks until no rank has a batch any more."""
+        """Take part in the rounds of other ranks until no rank has a batch any more. Every rank must call it."""
 
         def follow(reducer: Reducer) -> None:
             while reducer.shadow():
@@ -298,7 +327,7 @@ class Replicas:
             for reducer in self._reducers:
                 follow(reducer)
             return
-        # Models are reached in an order that only the others know.
+        # The order in which backward reaches the models is known to the other ranks alone, so each has a thread.
         failed: list[BaseException] = []
 
         def try_to_follow(reducer: Reducer) -> None:
@@ -316,7 +345,7 @@ class Replicas:
             raise failed[0]
 
     def _catch_up(self, rounds: int, stateful: Sequence[Stateful]) -> None:
-        """Take over models and states from a rank that ran most rounds."""
+        """Copy models and states from the first of the ranks that ran the most rounds. Every rank must call it."""
         gradient_group = self._reducers[0].gradient_group
         everyone = gradient_group.gather(rounds, "replicas.join()")
         source = everyone.index(max(everyone))
@@ -331,7 +360,12 @@ class Replicas:
 
 
 def _named(models: Models) -> dict[str, nn.Module]:
-    """Read the argument `models`. Raises: TypeError, ValueError."""
+    """Return the models by name, from the argument `models`.
+
+    Raises:
+        TypeError: It is not a module or a list or dict of modules, or a module is wrapped by another library.
+        ValueError: It has no module.
+    """
     if isinstance(models, nn.Module):
         found: dict[str, Any] = {"model": models}
     elif isinstance(models, Mapping):
@@ -364,7 +398,12 @@ def _what(given: object) -> str:
 
 
 def _timeout(timeout: timedelta | float | None) -> timedelta | None:
-    """Read the argument `timeout`. Raises: TypeError, ValueError."""
+    """Return the argument `timeout` as a timedelta.
+
+    Raises:
+        TypeError: It is not a number, a timedelta or None.
+        ValueError: It is not finite and positive.
+    """
     if timeout is None:
         return None
     if not isinstance(timeout, timedelta):
@@ -379,7 +418,11 @@ def _timeout(timeout: timedelta | float | None) -> timedelta | None:
 
 
 def _parameters(model: nn.Module, model_name: str) -> list[Parameter]:
-    """List the parameters that can get a gradient, each once. Raises: ValueError."""
+    """Return the parameters that can get a gradient, each once.
+
+    Raises:
+        ValueError: A parameter is lazy or on the meta device.
+    """
     sparse = {
         id(module.weight)
         for module in model.modules()
@@ -409,7 +452,7 @@ def _refuse_watched(parameter: Parameter) -> None:
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """List parameters and buffers, each once."""
+    """Return parameters and buffers by name, each once."""
     found: dict[str, Tensor] = dict(model.named_parameters())
     found.update(model.named_buffers())
     return found

@@ -14,10 +14,16 @@ __all__ = ["reduce_sparse"]
 
 
 def reduce_sparse(i: int, gradients: GradientState, gradient_group: GradientGroup, *, scale: float) -> None:
-    """Reduce the gradient of one parameter, and show the sum as p.grad. Every rank must call it.
+    """Reduce the gradient of one parameter, and set p.grad to the sum. Every rank must call it.
 
-    Args: scale multiplies what each rank has.
-    Raises: UnisonoError if the gradient is dense.
+    Args:
+        i: The index of the parameter.
+        gradients: This rank's gradients.
+        gradient_group: The ranks.
+        scale: The factor for each rank's gradient.
+
+    Raises:
+        UnisonoError: The gradient is dense.
     """
     parameter, gradient = gradients.parameters[i], gradients.own(i)
     if gradient is not None and gradient.layout == torch.strided:
@@ -29,11 +35,15 @@ def reduce_sparse(i: int, gradients: GradientState, gradient_group: GradientGrou
 
 
 def _sum_sparse(gradient: Tensor | None, parameter: Tensor, gradient_group: GradientGroup, *, scale: float) -> Tensor:
-    """Sum the gradients that ranks have of one parameter. Every rank must call it.
+    """Return the sum, coalesced, of the ranks' gradients of one parameter. Every rank must call it.
 
-    Traffic: every rank sends as much as the rank with most rows has.
-    Args: gradient is in COO layout, with the first dimension sparse; None counts as zero. scale multiplies each.
-    Returns: the sum, coalesced.
+    Traffic: every rank sends as many rows as the rank with the most rows has.
+
+    Args:
+        gradient: The gradient in COO layout, with the first dimension sparse; None counts as zero.
+        parameter: The parameter.
+        gradient_group: The ranks.
+        scale: The factor for each rank's gradient.
     """
     row = parameter.shape[1:]
     if gradient is None:
@@ -56,7 +66,7 @@ def _sum_sparse(gradient: Tensor | None, parameter: Tensor, gradient_group: Grad
 
 
 def _gather_padded(part: Tensor, length: int, gradient_group: GradientGroup) -> list[Tensor]:
-    """Collect from each rank a tensor that is padded to the same length."""
+    """Return each rank's tensor, padded with zeros to the same length."""
     padded = part.new_zeros((length, *part.shape[1:]))
     padded[: len(part)] = part
     gathered = [torch.empty_like(padded) for _ in range(gradient_group.size)]

@@ -1,9 +1,9 @@
-"""What ranks exchange at the end of a backward beside the gradients, as numbers that are added up.
+"""The trailer: numbers that ranks exchange at the end of a backward in addition to the gradients, as a sum over ranks.
 
-One float32 vector: for each rank the number of its backward passes (negative if it has no batch any more) and a hash
-of which parameters it has frozen, for each parameter the ranks on which it got a gradient and those on which it got one
-too late, for each buffer the ranks that changed it, and the values of buffers. It lies behind the last bucket, so it
-costs no message of its own.
+One float32 vector: for each rank the serial number of its backward pass (negative if it has no batch any more) and a
+hash of which parameters it has frozen; for each parameter the number of ranks on which it got a gradient, and of those
+on which it got one too late; for each buffer the number of ranks that changed it; and the values of buffers. It lies
+behind the last bucket, so it costs no additional message.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from unisono.errors import RankMismatchError
 __all__ = ["RoundSummary", "Trailer"]
 
 _CYCLE = 2**24
-"""A float32 has all whole numbers up to this one; numbers of backward passes begin again with 1 after it."""
+"""float32 represents all whole numbers up to this one. After it, the numbers of backward passes begin with 1 again."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoundSummary:
-    """What all ranks sent, put together."""
+    """The flags of all ranks' trailers, combined."""
 
     active: tuple[int, ...]
     """Ranks of the group that had a batch."""
     used: frozenset[int]
     """Parameters that got a gradient on any rank."""
     late: frozenset[int]
-    """Those that got one after their bucket had left, on any rank."""
+    """Parameters that got one after their bucket was sent, on any rank."""
     changed: tuple[bool, ...]
-    """By buffer, whether any rank changed it."""
+    """For each buffer, True if any rank changed it."""
     alike: bool = True
-    """Whether the ranks that had a batch have frozen the same parameters."""
+    """True if the ranks that had a batch have frozen the same parameters, by their hashes."""
 
 
 class Trailer:
@@ -61,9 +61,16 @@ class Trailer:
         changed: Sequence[bool],
         frozen: bytes,
     ) -> Tensor:
-        """Write this rank's part. Args: frozen has a byte for each parameter.
+        """Write this rank's flags into the vector, and return the piece of it for values of buffers.
 
-        Returns: the piece of the vector for values of buffers.
+        Args:
+            vector: The trailer, with `numel` elements.
+            rank: The number of this rank within the group.
+            serial: The serial number of the backward pass, negative if this rank has no batch any more.
+            used: For each parameter, whether it got a gradient.
+            late: The indices of parameters that got one after their bucket was sent.
+            changed: For each buffer, whether this rank changed it.
+            frozen: One byte for each parameter.
         """
         last = self._template
         if last is None or (used, late, changed, frozen) != last[:4] or vector.device != last[4].device:
@@ -79,13 +86,14 @@ class Trailer:
         return self.values(vector)
 
     def values(self, vector: Tensor) -> Tensor:
-        """Give the piece of the vector for values of buffers."""
+        """Return the piece of the vector for values of buffers."""
         return vector[self._flags :]
 
     def read(self, vector: Tensor, *, serial: int) -> RoundSummary:
-        """Read the sum of all ranks' parts; what is as the last time is the same object.
+        """Read the sum of all ranks' vectors. Return the same object as the last time if the flags are the same.
 
-        Raises: RankMismatchError if ranks are not at the same backward.
+        Raises:
+            RankMismatchError: The ranks are not in the same backward pass.
         """
         ranks, parameters = self._ranks, self._parameters
         flags: list[float] = vector[: self._flags].tolist()
@@ -101,7 +109,7 @@ class Trailer:
                 )
         active = tuple(rank for rank, head in enumerate(heads) if head > 0)
         if self._last is not None and self._last[0] == rest and self._last[1].active == active:
-            return self._last[1]  # as nearly always
+            return self._last[1]  # the usual case
         hashes, rest = rest[:ranks], rest[ranks:]
         summary = RoundSummary(
             active,
