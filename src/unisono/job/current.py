@@ -1,7 +1,7 @@
-"""The job of this process: its ranks as one process group, how it is found again, and how it ends.
+"""The job of this process: its ranks as one process group, the lookup of the current job, and its end.
 
 There is one job at a time, as there is one default group in torch.distributed. `job.initialize` begins it; `job.ranks`
-says who this process is, also before that. Start reading at `Job`.
+returns the rank of this process, also before that. Start reading at `Job`.
 """
 
 from __future__ import annotations
@@ -31,63 +31,74 @@ if TYPE_CHECKING:
 __all__ = ["Job", "NotMember", "current_job", "require_group"]
 
 _LINGER_S = 5.0
-"""How long rank 0 stays for the others at the end, where they need its store."""
+"""Seconds that rank 0 waits for the other ranks at the end of a job whose store its process hosts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """The ranks that `init` brought together, and this process's place among them.
+    """The ranks that `init` brought together, and the place of this process among them.
 
-    As a context manager it ends the job, if the call of `init` that returned it began it.
+    As a context manager it ends the job on exit, if the call of `init` that returned it began the job.
     """
 
     rank: int
-    """Number of this process in the job, 0 <= rank < world_size."""
+    """Global rank of this process, 0 <= rank < world_size."""
     world_size: int
-    """Processes in the job."""
+    """Number of processes in the job."""
     local_rank: int
-    """Number of this process among those of its node."""
+    """Rank of this process among those of its node."""
     local_world_size: int
-    """Processes of the job on this node."""
+    """Number of processes of the job on this node."""
     node_rank: int
     """Number of this node in the job; torchrun calls it group rank."""
     num_nodes: int
-    """Nodes in the job."""
+    """Number of nodes in the job."""
     device: torch.device
-    """Where this rank computes; a GPU is also the current one."""
+    """Device on which this rank computes. If it is a GPU, it is also torch's current one."""
     backend: str
-    """What moves tensors: "nccl", "gloo", "shm", ..."""
+    """Backend that moves tensors: "nccl", "gloo", "shm", ..."""
     launcher: str
-    """Who started the process: "torchrun" (or what speaks its environment, such as `unisono run`), "srun", "mpirun" or
-    "none"."""
+    """Launcher of the process: "torchrun" (or one that sets the same variables, such as `unisono run`), "srun",
+    "mpirun" or "none"."""
     timeout: timedelta
     """How long a rank waits for the others."""
     number: int = field(repr=False)
-    """Which job of this process it is."""
+    """Number of the job among those of this process."""
     began: bool = field(default=False, compare=False, repr=False)
-    """Whether the call that returned this began the job."""
+    """True if the call of `init` that returned this object began the job."""
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The group of all ranks, torch.distributed's default group. Raises: GroupError after the end."""
+        """The group of all ranks, torch.distributed's default group; GroupError after the end of the job."""
         return self._living().group
 
     def end(self) -> None:
-        """End the job: its group and all subgroups are gone. A job that has ended already is left alone."""
+        """End the job, with its group and all subgroups. Does nothing if the job has ended already."""
         if current_job() == self:
             _end()
 
     def store(self, name: str) -> dist.Store:  # type: ignore[name-defined]
-        """Give the store that all ranks share, under keys of one use. Raises: GroupError after the end."""
+        """Return the store that all ranks share, with `name` as a prefix of all keys.
+
+        Raises:
+            GroupError: The job has ended.
+        """
         return dist.PrefixStore(name, self._living().store)  # type: ignore[attr-defined]
 
     def exchange(self, name: str, value: Any, *, doing: str) -> list[Any]:
-        """Give one JSON value of every rank, in rank order. Every rank must call it, in the same order for a name.
+        """Return one JSON value of every rank, in rank order. Every rank must call it, in the same order for a name.
 
-        It goes over the store and not the group: for checks and set-up, not for training.
-        Args: value may be an exception, for a rank that cannot go on: it is raised here once the others know of it.
-            doing completes "rank 1 did not ..." in errors.
-        Raises: PeerError if a rank does not come within the timeout, or gave an exception.
+        It uses the store and not the group: for checks and set-up, not for training.
+
+        Args:
+            name: The use; its calls are counted.
+            value: The value of this rank. An exception, for a rank that cannot go on, is raised here after the other
+                ranks have received it.
+            doing: Completes "rank 1 did not ..." in errors.
+
+        Raises:
+            PeerError: A rank does not call within the timeout, or passed an exception.
+            GroupError: The job has ended, or a loss function is running.
         """
         refuse_collective()
         board = StoreExchange(
@@ -100,7 +111,7 @@ class Job:
         return board.exchange(value, doing=doing)
 
     def next_number(self, name: str) -> int:
-        """Count the uses of a name in this job, from 0: equal on all ranks that use it in the same order."""
+        """Return how often a name was used before in this job: equal on all ranks that use it in the same order."""
         counts = self._living().counts
         counts[name] += 1
         return counts[name] - 1
@@ -121,15 +132,16 @@ class Job:
 
 
 class NotMember(int):
-    """What `subgroup` gives a rank that is not in the group: also to torch the mark of a foreign group.
+    """The value that `subgroup` returns on a rank outside the group.
 
-    It is not None and not false, which torch would take for the group of all ranks.
+    It equals torch's `GroupMember.NON_GROUP_MEMBER`, and is neither None nor false, which torch would take for the
+    group of all ranks.
     """
 
     description: str
 
     def __new__(cls, description: str) -> Self:
-        """Make the mark. Args: description is what errors call the group."""
+        """Make the mark; `description` is the group's name in errors."""
         made = super().__new__(cls, dist.GroupMember.NON_GROUP_MEMBER)
         made.description = description
         return made
@@ -142,18 +154,18 @@ class NotMember(int):
 
 @dataclass(kw_only=True, slots=True)
 class ActiveJob:
-    """A job, and what belongs to its life."""
+    """A job with its group and store."""
 
     job: Job
     group: dist.ProcessGroup
     asked: str
-    """The backend as it was asked for: perhaps "auto"."""
+    """The backend that was requested, which may be "auto"."""
     where: str | None
-    """The init_method that began it."""
+    """The init_method that began the job."""
     store: dist.Store  # type: ignore[name-defined]
-    """What all ranks share, under keys of this job alone."""
+    """The store that all ranks share, with a prefix that only this job uses."""
     hosted: bool
-    """Whether rank 0's process holds the store, so that the others need it to the end."""
+    """True if rank 0's process hosts the store, so that the other ranks need that process to the end."""
     pid: int = field(default_factory=os.getpid)
     counts: Counter[str] = field(default_factory=Counter)
 
@@ -164,7 +176,7 @@ _registered = False
 
 
 def current_job() -> Job | None:
-    """Give the job of this process, or None before `init` and after the end. In a forked process: the parent's."""
+    """Return the job of this process; None before `init` and after the end. In a forked process: the parent's job."""
     global _life  # noqa: PLW0603  one job per process, as torch has one default group
     if _life is None:
         return None
@@ -175,12 +187,12 @@ def current_job() -> Job | None:
 
 
 def current_life() -> ActiveJob | None:
-    """Give the job of this process with what belongs to it, or None."""
+    """Return the job of this process with its group and store, or None."""
     return None if current_job() is None else _life
 
 
 def remember(life: ActiveJob) -> None:
-    """Take a job that has begun for the one of this process; it ends at exit."""
+    """Make a job that has begun the current one of this process, and end it at exit."""
     global _life, _registered  # noqa: PLW0603  see current_job
     _life = life
     if not _registered:
@@ -189,11 +201,15 @@ def remember(life: ActiveJob) -> None:
 
 
 def require_group(group: dist.ProcessGroup | int | None = None) -> dist.ProcessGroup | None:
-    """Give the group that an operation is for; None stands for this process alone, without a group.
+    """Return the group of an operation; None if this process is alone and has no group.
 
-    Args: group None is the whole job.
-    Raises: GroupError before `init`, after the end, for a group that this rank is not in, and inside of a loss
-        function; TypeError.
+    Args:
+        group: A group, or None for the whole job.
+
+    Raises:
+        GroupError: The ranks have not met, the job or the group has ended, this rank is not in the group, or a loss
+            function is running.
+        TypeError: The argument is no group.
     """
     refuse_collective()
     if group is None:
@@ -212,13 +228,13 @@ def require_group(group: dist.ProcessGroup | int | None = None) -> dist.ProcessG
 
 
 def store_of(group: dist.ProcessGroup) -> Any:
-    """Give the store of a group; None if the group has ended."""
+    """Return the store of a group; None if the group has ended."""
     entry = dist.distributed_c10d._world.pg_map.get(group)
     return None if entry is None else entry[1]
 
 
 def refuse_lone_rank() -> None:
-    """Refuse to work alone as one of several ranks. Raises: GroupError."""
+    """Raise GroupError if this process is one of several ranks and has no group."""
     if dist.is_initialized():
         return
     if _ended_size > 1:
@@ -242,15 +258,15 @@ def _end(*, linger: bool = True) -> None:
     if dist.is_initialized():
         let_threads_finish()  # a thread of gloo that still holds a tensor would hang the end of a DDP model
         dist.destroy_process_group()
-    # After an exception the others are not to be waited for. Python sets last_value when it shows one.
+    # After an exception, rank 0 does not wait for the others. Python sets last_value when it prints an exception.
     if linger and getattr(sys, "last_value", None) is None:
         _linger(life)
 
 
 def _linger(life: ActiveJob) -> None:
-    """Keep the store of rank 0's process until the others have ended, or for a while.
+    """Keep the store of rank 0's process until the other ranks have ended the job, for at most `_LINGER_S`.
 
-    They may still be on their way to what rank 0 has left there, such as the end of its turn in `main_first`.
+    They may still have to read entries that rank 0 has left there, such as the end of its turn in `main_first`.
     """
     size = life.job.world_size
     if not life.hosted or size == 1:
@@ -260,7 +276,7 @@ def _linger(life: ActiveJob) -> None:
         if life.job.rank == 0:
             wait_for(life.store, [f"ended/{rank}" for rank in range(size)], time.monotonic() + _LINGER_S)
     except dist.DistError:
-        return  # rank 0 has gone: nobody needs the store
+        return  # rank 0 has ended: no rank needs the store
 
 
 def _end_at_exit() -> None:

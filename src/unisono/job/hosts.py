@@ -1,6 +1,7 @@
-"""What ranks tell each other about their hosts and GPUs, and what follows from it: local ranks, and the backend.
+"""Local ranks and the backend of a job, from the hosts and GPUs that its ranks report.
 
-Pure, but for `own_gpu`, which looks at this process. The exchange itself is `job.current`'s.
+Pure, except that `own_gpu` asks this process's torch, and "auto" asks this system whether it has memfd_create and
+pidfd_open. `job.initialize` exchanges the values between ranks.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ class HostPlacement:
 
 
 def own_gpu(device: torch.device) -> str | None:
-    """Name the GPU of this rank, whatever number it has here; None without one."""
+    """Return the UUID of this rank's GPU, which does not depend on its number in this process; None without a GPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
 def place_on_hosts(hosts: Sequence[str]) -> list[HostPlacement]:
-    """Seat the ranks, given the name of each one's host: in rank order, hosts numbered as they appear.
+    """Return the placement of each rank, given the name of its host. Hosts are numbered in order of appearance.
 
     >>> [(s.local_rank, s.local_world_size, s.node_rank) for s in place_on_hosts(["a", "b", "a"])]
     [(0, 2, 0), (0, 1, 1), (1, 2, 0)]
@@ -52,11 +53,21 @@ def place_on_hosts(hosts: Sequence[str]) -> list[HostPlacement]:
 def choose_backend(
     asked: Sequence[str], *, hosts: Sequence[str], gpus: Sequence[str | None], cpu_backend: str | None
 ) -> tuple[str, str | None]:
-    """Choose the backend of a job, the same on every rank, from what each asked for and has.
+    """Choose the backend of a job from the requests, hosts and GPUs of all ranks: the same on every rank.
 
-    Args: asked is "auto" or torch's name, gpus names each rank's GPU or None, cpu_backend what the environment says.
-    Returns: the backend, and what rank 0 should tell the user about the choice, if anything.
-    Raises: RankMismatchError if ranks asked for different ones, LaunchError if it cannot work with these GPUs.
+    Args:
+        asked: The backend that each rank requested: "auto" or a name of torch's.
+        hosts: The name of each rank's host.
+        gpus: The UUID of each rank's GPU, or None.
+        cpu_backend: The value of UNISONO_CPU_BACKEND.
+
+    Returns:
+        The backend, and a remark about the choice for rank 0 to print, or None.
+
+    Raises:
+        RankMismatchError: Ranks requested different backends.
+        LaunchError: The backend cannot work with these GPUs, or only some ranks have one.
+        ValueError: `cpu_backend` is neither "gloo" nor "shm".
 
     >>> choose_backend(["auto", "auto"], hosts=["a", "a"], gpus=[None, None], cpu_backend=None)
     ('shm', None)

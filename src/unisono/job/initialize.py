@@ -1,6 +1,6 @@
-"""How a job begins: `init`, from what the launcher, the arguments and the other ranks say.
+"""The beginning of a job: `init` makes a process group from the launcher's variables and the arguments of all ranks.
 
-How ranks find each other is `job.rendezvous`'s, which backend they take `job.hosts`'. Start reading at `init`.
+`job.rendezvous` brings the ranks together, and `job.hosts` chooses the backend. Start reading at `init`.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from unisono.variables import CPU_BACKEND_VARIABLE
 __all__ = ["begin_job", "init", "require_job"]
 
 TIMEOUT_S = 1800.0
-"""How long ranks wait for each other, unless told: torch's own default for gloo."""
+"""How long ranks wait for each other by default: torch's default for gloo."""
 
 _numbers = itertools.count()
 """Numbers of this process's jobs."""
 
 _adopted = 0
-"""Groups of the script that this process has taken: each has keys of its own."""
+"""Number of groups made by the script that this process has adopted; part of the prefix of their keys."""
 
 
 def init(
@@ -51,25 +51,32 @@ def init(
     timeout: timedelta | float = TIMEOUT_S,
     device: str | torch.device | None = None,
 ) -> Job:
-    """Bring the ranks of this job together. Every rank must call it; called again, it returns the same job.
+    """Bring the ranks of this job together and return the job. Every rank must call it.
 
     Rank and number of ranks come from the launcher: `unisono run`, torchrun, Slurm's srun, mpirun of Open MPI, MPICH or
     Intel MPI, `unisono.spawn`. Without one this process is a job of one rank, and everything works. A default group
-    that the script has made with torch.distributed is taken as it is. The job ends at exit.
+    that the script has made with torch.distributed is used as it is. A second call returns the same job. The job ends
+    at exit.
 
     Args:
-        backend: "auto" is nccl where every rank has a GPU of its own, shm where all ranks are on one host, else gloo.
-            Any name that torch knows is taken too, such as "gloo", "mpi" or "cpu:gloo,cuda:nccl".
-        init_method: where ranks meet, if not where the launcher says: "env://", "tcp://host:port" (rank 0's host and a
-            free port), or "file:///path" (a file that does not exist yet, which all ranks can write to).
-        store: a store of torch.distributed that all ranks share, in place of an init_method.
-        rank, world_size: which of how many processes this is, if there is no launcher that says.
-        timeout: how long ranks wait for each other, here and in every collective; seconds or a timedelta.
-        device: where this rank computes. None is the GPU that fits the local rank where there are GPUs (with the
-            backends shm and mpi the CPU), "cuda" too; "cuda:1" and "cpu" are taken by their word.
+        backend: "auto" selects nccl if each rank uses a separate GPU, shm if no rank uses a GPU and all are on one
+            Linux host, otherwise gloo. Any name that torch knows is valid too, such as "gloo", "mpi" or
+            "cpu:gloo,cuda:nccl".
+        init_method: The address at which ranks meet: "env://", "tcp://host:port" (rank 0's host and a free port), or
+            "file:///path" (a file that does not exist yet, which all ranks can write to). Default: the launcher's.
+        store: A store of torch.distributed that all ranks share, in place of an init_method.
+        rank: The global rank of this process. Default: the launcher's.
+        world_size: The number of processes in the job. Default: the launcher's.
+        timeout: How long ranks wait for each other, here and in every collective; seconds or a timedelta.
+        device: The device on which this rank computes. "cuda" selects the GPU that belongs to the local rank; so does
+            None, or the CPU if there is no GPU or the backend is shm or mpi. "cuda:1" and "cpu" are used as given.
 
-    Raises: LaunchError if ranks cannot meet, PeerError if some do not come in time or cannot go on, RankMismatchError
-    if they ask for different things, ValueError for arguments that contradict each other or the job that is there.
+    Raises:
+        LaunchError: Ranks cannot meet, or the backend or device cannot be used here.
+        PeerError: Some ranks do not call in time, or cannot go on.
+        RankMismatchError: Ranks request different backends.
+        ValueError: Arguments are invalid, or contradict each other or the current job.
+        TypeError: An argument has the wrong type.
     """
     limit = _timeout_of(timeout)
     if not isinstance(backend, str):
@@ -114,7 +121,7 @@ def begin_job(
     timeout: timedelta,
     device: str | torch.device | None = None,
 ) -> Job:
-    """Begin a job where there is none; `init` says how. Every rank must call it."""
+    """Begin a job where there is none, with the arguments of `init`. Every rank must call it."""
     register()
     _check_backend(backend)
     placement = own_placement()
@@ -147,9 +154,10 @@ def begin_job(
 
 
 def require_job() -> Job:
-    """Give the job of this process, taking the script's own group, or none, for one.
+    """Return the job of this process; begin one with the script's group, or of this process alone, if there is none.
 
-    Raises: GroupError if there are other ranks that have not met.
+    Raises:
+        GroupError: There are other ranks, and they have not met.
     """
     job = current_job()
     if job is None:
@@ -159,7 +167,12 @@ def require_job() -> Job:
 
 
 def rank_device(device: str | torch.device | None, backend: str, *, local_rank: int) -> torch.device:
-    """Settle where a rank computes. Raises: LaunchError if there is no such GPU, ValueError for an unknown device."""
+    """Return the device on which a rank computes.
+
+    Raises:
+        LaunchError: There is no such GPU.
+        ValueError: The device is unknown or computes nothing.
+    """
     if device is None:
         wanted = backend not in ("shm", "mpi") and torch.cuda.is_available()
         device = torch.device("cuda" if wanted else "cpu")
@@ -178,17 +191,17 @@ def rank_device(device: str | torch.device | None, backend: str, *, local_rank: 
 
 
 class _Table:
-    """The ranks at a meeting: their seats, and what they tell each other before they have a group."""
+    """The ranks at a rendezvous: their placement on nodes, and the values they exchange before they have a group."""
 
     def __init__(self, meeting: Rendezvous, placement: Placement, timeout: timedelta) -> None:
         if (meeting.rank, meeting.world_size) != (placement.rank, placement.world_size):
-            # Who was told its rank by the script: the launcher's numbers are of another job.
+            # The script passed the rank: the launcher's numbers belong to another job.
             placement = Placement(launcher="none", rank=meeting.rank, world_size=meeting.world_size)
         self._meeting, self._timeout = meeting, timeout
         told = self.told(
             "node", lambda: [placement.launcher, placement.seated, placement.node_name(host_id()), host_id()]
         )
-        # Among processes that a rank started, one can have that rank's number: the launcher spoke of another job.
+        # Among processes that a rank started, one can have that rank's number: the launcher's belong to another job.
         self._launcher = placement.launcher if len({launcher for launcher, *_ in told}) == 1 else "none"
         seated = self._launcher != "none" and all(by_launcher for _, by_launcher, _, _ in told)
         nodes = [node if seated else host for *_, node, host in told]
@@ -199,7 +212,7 @@ class _Table:
         self.seat = seat
 
     def told(self, name: str, make: Callable[[], Any]) -> list[Any]:
-        """Give what `make` returns on each rank, in rank order."""
+        """Return the results of `make` on all ranks, in rank order."""
         meeting, value = self._meeting, None
         try:
             value = make()
@@ -215,7 +228,7 @@ class _Table:
         return board.exchange(value, doing=f"join the {meeting.world_size} ranks at {meeting.place}")
 
     def job(self, backend: str, device: torch.device) -> Job:
-        """Give the job, now that its group is there."""
+        """Return the job, after its group has been made."""
         return Job(
             rank=self._meeting.rank,
             world_size=self._meeting.world_size,
@@ -232,7 +245,7 @@ class _Table:
 
 
 def _facts(backend: str, table: _Table, device: str | torch.device | None) -> dict[str, str | None]:
-    """Say what the choice of the backend depends on."""
+    """Return the facts about this rank on which the choice of the backend depends."""
     chosen = rank_device(device, backend, local_rank=table.seat.local_rank)
     return {
         "backend": backend,
@@ -245,7 +258,7 @@ def _facts(backend: str, table: _Table, device: str | torch.device | None) -> di
 
 def _make_group(backend: str, meeting: Rendezvous, timeout: timedelta, device: torch.device) -> None:
     try:
-        if backend == "mpi":  # which knows its ranks itself
+        if backend == "mpi":  # mpi numbers the ranks
             dist.init_process_group("mpi", timeout=timeout)
             return
         dist.init_process_group(
@@ -270,8 +283,8 @@ def _adopt(
     timeout: timedelta,
     device: str | torch.device | None,
 ) -> Job:
-    """Take the default group that the script has made. Every rank must call it."""
-    global _adopted  # noqa: PLW0603  a count of what torch holds once per process
+    """Begin a job with the default group that the script has made. Every rank must call it."""
+    global _adopted  # noqa: PLW0603  counts default groups, of which torch has one per process
     group = dist.group.WORLD
     assert group is not None
     found = str(dist.get_backend(group))
@@ -326,7 +339,7 @@ def _check_backend(backend: str) -> None:
 
 
 def _check_meant_alone(placement: Placement) -> None:
-    """Doubt a job of one rank in a process that another one started: a launcher's process has a rank."""
+    """Refuse, or warn of, a job of one rank in a process that another process started without telling it its rank."""
     if placement.launcher != "none" or multiprocessing.parent_process() is None:
         return
     if os.environ.get("MASTER_ADDR"):
@@ -336,7 +349,7 @@ def _check_meant_alone(placement: Placement) -> None:
         )
     warnings.warn(
         "this process was started by another one, and nothing says which rank it is, so it is a job of one rank: if it "
-        "is one of several, call init(rank=..., world_size=..., init_method=...); else init(rank=0, world_size=1)",
+        "is one of several, call init(rank=..., world_size=..., init_method=...); otherwise init(rank=0, world_size=1)",
         stacklevel=4,
     )
 
@@ -352,7 +365,7 @@ def _check_same(
     timeout: timedelta,
     device: str | torch.device | None,
 ) -> None:
-    """Refuse arguments that contradict the job that is there. Raises: ValueError."""
+    """Raise ValueError for arguments that contradict the current job."""
     job = life.job
     if device is not None:
         device = rank_device(device, job.backend, local_rank=job.local_rank)

@@ -1,8 +1,8 @@
-"""Where a process stands in a job, read from the environment that its launcher left.
+"""The place of a process in its job, read from the environment variables that its launcher set.
 
-`detect_placement` is pure: it maps an environment to a `Placement`; `own_placement` is that of this process. They know
-`unisono run` and torchrun (RANK, WORLD_SIZE, …), Slurm's srun, and mpirun of Open MPI, MPICH and Intel MPI; anything
-else is one process by itself. Meeting the other ranks is `job.rendezvous`'s.
+`detect_placement` is pure: it maps an environment to a `Placement`; `own_placement` applies it to this process. They
+know `unisono run` and torchrun (RANK, WORLD_SIZE, …), Slurm's srun, and mpirun of Open MPI, MPICH and Intel MPI; any
+other process counts as a job of one rank. `job.rendezvous` finds the other ranks.
 """
 
 from __future__ import annotations
@@ -21,30 +21,31 @@ class Placement:
     """The place of one process in its job."""
 
     launcher: str
-    """Who started it: "torchrun" (or anything that speaks its environment), "srun", "mpirun" or "none"."""
+    """Launcher of the process: "torchrun" (or one that sets the same variables), "srun", "mpirun" or "none"."""
     rank: int = 0
     """Global rank, 0 <= rank < world_size."""
     world_size: int = 1
-    """Processes in the job."""
+    """Number of processes in the job."""
     local_rank: int = 0
     """Rank among the processes of this host."""
     local_world_size: int = 1
-    """Processes of the job on this host."""
+    """Number of processes of the job on this host."""
     node_rank: int = 0
     """Number of this host in the job."""
     seated: bool = False
-    """Whether the launcher said which node this is and which of its processes, so that nobody has to find out."""
+    """True if the launcher set both the node and the local rank, so that ranks need not compare their hosts."""
     meeting: str = ""
-    """How ranks meet: "env://", "tcp://host:port", "file:NAME" (ranks of one host), or "" (one process)."""
+    """Rendezvous of the ranks: "env://", "tcp://host:port", "file:NAME" (ranks of one host), or "" (one process)."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"rank={self.rank} is outside [0, {self.world_size}): check what {self.launcher} set")
 
     def node_name(self, host: str) -> str:
-        """Name the node of this process: ranks of equal names are on one node. Args: host names its machine.
+        """Return a name of the node of this process: ranks with equal names are on one node.
 
-        The launcher's word counts: it may have started several nodes on one machine.
+        The launcher's numbers take precedence over `host`, the name of the machine: a launcher may start several nodes
+        on one machine.
         """
         return f"{self.node_rank}" if self.seated else host
 
@@ -88,11 +89,11 @@ def own_placement() -> Placement:
 
 
 def _parent_identity() -> str:
-    """Name the parent process so that no other, also a later one with the same id, has the name."""
+    """Return a name of the parent process that no other process has, not even a later one with the same id."""
     parent = os.getppid()
     try:
         started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:  # not Linux, or a parent that is hidden from us
+    except OSError:  # not Linux, or a parent that is hidden from this process
         started = "0"
     return f"{parent}-{started}"
 
@@ -109,7 +110,7 @@ def _from_slurm(environ: Mapping[str, str]) -> Placement:
         meeting = f"file:slurm-{job}.{step}.{environ.get('SLURM_RESTART_COUNT', '0')}"
     else:
         hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
-        # Every rank must compute the same port without asking; a job id is unique on a cluster.
+        # Every rank must compute the same port without communication; a job id is unique on a cluster.
         port = 20_000 + (int(re.sub(r"\D", "", job) or 0) * 7 + int(re.sub(r"\D", "", step) or 0)) % 12_000
         meeting = f"tcp://{_first_host(hosts)}:{port}"
     return Placement(
@@ -172,7 +173,7 @@ def _integer(environ: Mapping[str, str], name: str, *, default: int | None = Non
 
 
 def _first_host(hosts: str) -> str:
-    """Expand the first host of a Slurm node list.
+    """Return the first host of a Slurm node list.
 
     >>> _first_host("gpu[003-005,9],cpu1")
     'gpu003'
@@ -184,6 +185,6 @@ def _first_host(hosts: str) -> str:
 
 
 def _leading_count(text: str, *, default: int) -> int:
-    """Read the first count of Slurm's "4(x2),3"; ranks of unequal hosts learn theirs from the group, not from here."""
+    """Return the first count of Slurm's "4(x2),3". Hosts may have different counts; `init` counts the ranks itself."""
     match = re.match(r"\d+", text)
     return int(match[0]) if match else default

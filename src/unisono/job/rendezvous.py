@@ -1,8 +1,8 @@
-"""How the ranks of a job meet before they have a process group: a store that all share, and what they say there.
+"""The rendezvous of a job's ranks before they have a process group: a store that all share, and exchanges over it.
 
-`rendezvous` gives the store, whatever the launcher or the caller's `init_method`. `StoreExchange` is a page of that
-store on which each rank writes one value and reads all; it finds ranks that do not come, or that disagree, without a
-hang. Making the group is `job.current`'s.
+`rendezvous` opens the store, for any launcher and `init_method`. With a `StoreExchange` each rank writes one value to
+the store and reads those of all ranks; ranks that do not come, or that fail, become errors instead of a hang.
+`job.initialize` makes the group.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ from unisono.text import name_ranks
 __all__ = ["Rendezvous", "StoreExchange", "rendezvous", "wait_for"]
 
 _GRACE_S = 3.0
-"""How much longer than rank 0 the others wait: ranks do not begin to wait at the same moment."""
+"""Seconds that the other ranks wait longer than rank 0: ranks do not begin to wait at the same moment."""
 
 _PAUSE_S = 0.02
-"""How long a rank that finds the store of an earlier job waits, at first, for rank 0 to close it and open the next."""
+"""First pause of a rank that finds the store of an earlier job and waits for rank 0 to open the next one."""
 
 _meetings: Counter[tuple[str, int]] = Counter()
-"""Meetings of this process by place and number of ranks: each has keys of its own."""
+"""Number of rendezvous of this process by place and number of ranks; part of the prefix of their keys."""
 
 _names: set[str] = set()
-"""Jobs that this process has met at stores of rank 0, by the names that rank 0 gave them."""
+"""Names, chosen by rank 0, of the jobs that this process has joined at stores of rank 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rendezvous:
-    """Where the ranks of a job meet."""
+    """The store at which the ranks of a job meet, and the rank of this process there."""
 
     store: dist.Store  # type: ignore[name-defined]
     rank: int
     world_size: int
     place: str
-    """For messages."""
+    """Name of the store in messages."""
     hosted: bool = False
-    """Whether rank 0 holds the store within its own process, so that the store ends with it."""
+    """True if rank 0's process hosts the store, so that the store ends with that process."""
 
 
 def rendezvous(
@@ -69,8 +69,18 @@ def rendezvous(
 ) -> Rendezvous:
     """Open the store at which the ranks of this job meet. Every rank must call it.
 
-    Args: init_method None takes what the launcher left; rank and world_size None too.
-    Raises: LaunchError if nobody can be reached there, ValueError if the arguments do not say where or who.
+    Args:
+        init_method: The address, or None for the launcher's.
+        store: A store to use in place of an address.
+        rank: The global rank of this process, or None for the launcher's.
+        world_size: The number of ranks, or None for the launcher's.
+        placement: The launcher's values.
+        timeout: How long to wait for the other ranks.
+
+    Raises:
+        LaunchError: The store cannot be opened or reached, or another process has come with this rank.
+        PeerError: Rank 0 does not open a new store in time.
+        ValueError: The arguments do not determine the address, the rank or the number of ranks.
     """
     scheme = "" if init_method is None else urlsplit(init_method).scheme
     if scheme not in ("", "env", "tcp", "file"):
@@ -105,9 +115,14 @@ def rendezvous(
 
 
 class StoreExchange:
-    """One page of a store: every rank writes a value and reads those of all.
+    """An exchange over a store: every rank writes a value and reads those of all ranks.
 
-    Args: name must be used once per store, and on all ranks in the same order.
+    Args:
+        store: The store that the ranks share.
+        name: A name that is used once per store, and on all ranks in the same order.
+        rank: The rank of this process.
+        size: The number of ranks.
+        timeout_s: How long ranks wait for each other.
     """
 
     def __init__(
@@ -123,12 +138,17 @@ class StoreExchange:
         self._rank, self._size, self._timeout_s = rank, size, timeout_s
 
     def exchange(self, value: Any, *, doing: str) -> list[Any]:
-        """Give one JSON value of every rank, in rank order. Every rank must call it.
+        """Return one JSON value of every rank, in rank order. Every rank must call it.
 
-        Rank 0 collects, so each rank has two round trips to the store, and rank 0 some more.
-        Args: value may be an exception, for a rank that cannot go on: it is raised here once the others know of it.
-            doing completes "rank 1 did not ..." and "rank 1 could not ..." in errors.
-        Raises: PeerError on the other ranks if one gave an exception, and on all if some do not come in time.
+        Rank 0 collects the values, so each rank has two round trips to the store, and rank 0 some more.
+
+        Args:
+            value: The value of this rank. An exception, for a rank that cannot go on, is raised here after the other
+                ranks have received it.
+            doing: Completes "rank 1 did not ..." and "rank 1 could not ..." in errors.
+
+        Raises:
+            PeerError: Another rank passed an exception, or some ranks do not call in time.
         """
         failed = isinstance(value, Exception)
         if self._size > 1:
@@ -156,7 +176,7 @@ class StoreExchange:
             everyone = [json.loads(text) for text in store.multi_get(keys)]
             store.set("all", json.dumps(everyone))
             return everyone
-        # Somewhat longer than rank 0, which then says who is missing.
+        # Somewhat longer than rank 0, which lists the missing ranks when its time is over.
         if not wait_for(store, ["all"], deadline_s + _GRACE_S):
             raise PeerError(_late(f"rank 0 did not {doing} within {self._timeout_s:g} s"))
         answer = json.loads(store.get("all"))
@@ -173,10 +193,10 @@ def _late(said: str) -> str:
 
 
 def wait_for(store: dist.Store, keys: list[str], deadline_s: float) -> bool:  # type: ignore[name-defined]
-    """Wait for keys of a store, also on Ctrl-C. Returns: whether all are there.
+    """Wait for keys of a store, interruptible by Ctrl-C; return True if all are there before the deadline.
 
-    By asking again and again, with pauses of a tenth of the time waited and at most 0.1 s: torch's own wait cannot be
-    interrupted, and writes warnings when it ends without success.
+    It polls, with pauses of a tenth of the time waited and at most 0.1 s: torch's own wait cannot be interrupted, and
+    writes warnings when it ends without success.
     """
     started_s = time.monotonic()
     while not store.check(keys):
@@ -188,7 +208,7 @@ def wait_for(store: dist.Store, keys: list[str], deadline_s: float) -> bool:  # 
 
 
 def _who(init_method: str | None, *, rank: int | None, world_size: int | None, placement: Placement) -> tuple[int, int]:
-    """Settle rank and number of ranks: arguments, else the address's, else the launcher's."""
+    """Return rank and number of ranks: the arguments, otherwise the address's, otherwise the launcher's."""
     query = parse_qs(urlsplit(init_method).query) if init_method else {}
     if rank is None and "rank" in query:
         rank = int(query["rank"][0])
@@ -213,7 +233,7 @@ def _who(init_method: str | None, *, rank: int | None, world_size: int | None, p
 
 
 def _address_of(method: str | None, *, world_size: int) -> str:
-    """Give the address of the store for torch: tcp://host:port, or env:// for that in the environment."""
+    """Return the address of the store for torch: tcp://host:port, or env:// if it is in the environment."""
     if method and method.startswith("tcp:"):
         parts = urlsplit(method)
         try:
@@ -234,7 +254,7 @@ def _address_of(method: str | None, *, world_size: int) -> str:
 
 
 def _is_launchers(url: str) -> bool:
-    """True if the launcher hosts a store, and this is its address."""
+    """Return True if the launcher hosts a store, and this is its address."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return False
     return url == "env://" or url.endswith(f":{os.environ.get('MASTER_PORT')}")
@@ -243,13 +263,13 @@ def _is_launchers(url: str) -> bool:
 def _meet_at_rank_0(url: str, rank: int, world_size: int, *, place: str, timeout: timedelta) -> Rendezvous:
     """Meet at the store that rank 0 opens at an address, and not at the one of an earlier job that it is closing.
 
-    Rank 0 names the job in its store. Where another rank reads the name of a job that it has been in, it leaves that
-    store at once, before it breaks, and comes again until rank 0 has opened the next one.
+    Rank 0 writes a name of the job to its store. A rank that reads the name of a job that it has been in leaves that
+    store at once, before its connection breaks, and tries again until rank 0 has opened the next one.
     """
     deadline_s = time.monotonic() + timeout.total_seconds()
     pause_s = _PAUSE_S
     if rank != 0 and _names:
-        time.sleep(pause_s)  # rank 0 closes the last job's store just now, if it was here
+        time.sleep(pause_s)  # if the last job met here, rank 0 is closing its store now
     while True:
         left = timedelta(seconds=max(0.001, deadline_s - time.monotonic()))
         try:
@@ -257,7 +277,7 @@ def _meet_at_rank_0(url: str, rank: int, world_size: int, *, place: str, timeout
             store.set_timeout(timeout)
             name = _name_job(store, rank, deadline_s)
         except (dist.DistError, RuntimeError, ValueError) as error:
-            # In a process that had no job before, it is the right store that broke.
+            # In a process without an earlier job, the broken connection was to the right store.
             broken = isinstance(error, dist.DistNetworkError) and rank != 0 and bool(_names)
             if not broken or time.monotonic() + pause_s >= deadline_s:
                 raise _not_met(url, rank, world_size, error) from error
@@ -274,7 +294,7 @@ def _meet_at_rank_0(url: str, rank: int, world_size: int, *, place: str, timeout
 
 
 def _name_job(store: dist.Store, rank: int, deadline_s: float) -> str | None:  # type: ignore[name-defined]
-    """Give the name of the job at a store of rank 0, which rank 0 chooses; None if it does not in time."""
+    """Return the name that rank 0 chose for the job at its store; None if it does not write one in time."""
     if rank == 0:
         store.set("unisono/job", secrets.token_hex(8))
     elif not wait_for(store, ["unisono/job"], deadline_s):
@@ -283,7 +303,7 @@ def _name_job(store: dist.Store, rank: int, deadline_s: float) -> str | None:  #
 
 
 def _numbered(store: dist.Store, rank: int, world_size: int, *, place: str) -> Rendezvous:  # type: ignore[name-defined]
-    """Meet at a store that outlives the job, where each meeting has a number."""
+    """Meet at a store that outlives the job, where each rendezvous has a number."""
     _meetings[place, world_size] += 1
     return _admit(store, str(_meetings[place, world_size]), rank, world_size, place=place)
 
@@ -297,7 +317,7 @@ def _admit(
     place: str,
     hosted: bool = False,
 ) -> Rendezvous:
-    """Give a meeting keys of its own, and find a rank that is there twice."""
+    """Return a rendezvous whose keys have a separate prefix, and refuse a rank that is there twice."""
     own = dist.PrefixStore(f"unisono_{name}_of_{world_size}", store)  # type: ignore[attr-defined]
     if own.add(f"came/{rank}", 1) > 1:
         reason = "two processes have this rank" + (
@@ -310,15 +330,15 @@ def _admit(
 
 
 def _rendezvous(url: str, rank: int, world_size: int, *, timeout: timedelta) -> dist.Store:  # type: ignore[name-defined]
-    """Open the store at an address, at which rank 0 hosts it unless it is the launcher's."""
+    """Open the store at an address; rank 0 hosts it there unless the launcher does."""
     parts = urlsplit(url)
 
     def meet() -> Any:
         if parts.scheme == "tcp" and not _is_launchers(url):
-            # Not by torch's function: where a launcher hosts a store, torch takes every address for that one's, also in
-            # processes that inherit the launcher's variables, and then nobody opens a store at this one.
+            # Not torch's function: if a launcher hosts a store, torch assumes that it does so at every address, also in
+            # processes that inherit the launcher's variables, and then no process opens a store at this one.
             return open_store(str(parts.hostname), int(parts.port or 0), rank, world_size, timeout=timeout)
-        # By torch's own function, in the place where the launcher numbers meetings.
+        # torch's function: the launcher's patch of it numbers the rendezvous.
         return next(dist.distributed_c10d.rendezvous(url, rank, world_size, timeout=timeout))[0]  # type: ignore[attr-defined]
 
     return _interruptible(meet)
@@ -334,7 +354,7 @@ def _not_met(url: str, rank: int, world_size: int, error: Exception) -> LaunchEr
 
 
 def _interruptible(make: Callable[[], Any]) -> Any:
-    """Call a function that may wait long within torch, where Ctrl-C would not be seen."""
+    """Call a function in a thread: it may wait long within torch, where Ctrl-C has no effect."""
     answer: Future[Any] = Future()
 
     def call() -> None:
@@ -371,7 +391,7 @@ def _file_store(path: Path, world_size: int) -> dist.Store:  # type: ignore[name
 
 
 def _meeting_folder() -> Path:
-    """Make the folder, private to this user, in which the ranks of one host meet by a file."""
+    """Make and return the folder, private to this user, in which the ranks of one host meet at a file."""
     base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
     folder = Path(base) / f"unisono-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)

@@ -1,7 +1,7 @@
-"""Groups of some of a job's ranks: named by their ranks, or made by dividing all ranks.
+"""Groups of some of a job's ranks: listed by rank, or made by dividing all ranks.
 
-Every rank of the job calls these functions, also those that end up outside, in the same order. What each asks for is
-compared first, so ranks that disagree get an error and not a hang. Start reading at `split`.
+Every rank of the job calls these functions in the same order, also ranks that end up outside. The ranks compare their
+requests first, so a disagreement is an error and not a hang. Start reading at `split`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,24 @@ __all__ = ["split", "subgroup"]
 
 
 def subgroup(ranks: Iterable[int], *, backend: str | None = None) -> dist.ProcessGroup | NotMember:
-    """Make a group of some ranks. Every rank of the job must call it, with the same ranks.
+    """Make a group of some ranks. Every rank of the job must call it, with the same arguments.
 
-    The group goes wherever unisono or torch.distributed takes one; it ends with the job.
-    Args: ranks are numbers in the job; the group numbers its members in their order. backend None is the job's.
-    Returns: on members the group; elsewhere a mark, with which unisono's operations raise GroupError. (None would stand
-        for all ranks there.) Ask for the rank: `if unisono.rank() in ranks: ...`.
-    Raises: ValueError for ranks that are not in the job or repeated, RankMismatchError on every rank if ranks ask for
-    different groups, PeerError if some do not call.
+    The group is valid wherever unisono or torch.distributed takes one; it ends with the job.
+
+    Args:
+        ranks: The global ranks of the members; the group numbers its members in this order.
+        backend: The backend of the group. None: the job's.
+
+    Returns:
+        On members the group. On other ranks a `NotMember`, with which unisono's operations raise GroupError. (They take
+        None for all ranks.) To tell members apart, test the rank: `if unisono.rank() in ranks: ...`.
+
+    Raises:
+        ValueError: Ranks are not in the job or repeated, or there are none.
+        TypeError: `ranks` are not whole numbers.
+        RankMismatchError: Ranks request different groups; raised on every rank.
+        PeerError: Some ranks do not call, or passed wrong arguments.
+        GroupError: The ranks have not met, or a loss function is running.
     """
     job = require_job()
     mine: list[Any] | Exception
@@ -51,14 +61,23 @@ def split(
     by: Literal["node"] | None = None,
     backend: str | None = None,
 ) -> dist.ProcessGroup:
-    """Divide the ranks of the job into groups, and give this rank its own. Every rank must call it.
+    """Divide the ranks of the job into groups, and return this rank's group. Every rank must call it.
 
-    Ranks of one colour form a group, as with MPI_Comm_split.
-    Args: key orders the ranks of a group, those of equal keys by rank; None is the rank. by="node" takes the node for
-        the colour: one group on each.
-    Raises: ValueError unless there is a colour or `by`; PeerError if some ranks do not call.
+    Ranks of one colour form a group, as with MPI_Comm_split. For example, `unisono.split(unisono.rank() % 2)` makes a
+    group of the even ranks and one of the odd ones.
 
-    Example: `unisono.split(unisono.rank() % 2)` makes a group of the even ranks and one of the odd ones.
+    Args:
+        colour: The group of this rank: equal on all its members.
+        key: Orders the ranks of a group; ranks of equal keys are in rank order. None: the rank.
+        by: "node" makes one group of the ranks of each node, in place of a colour.
+        backend: The backend of the groups, equal on all ranks. None: the job's.
+
+    Raises:
+        ValueError: There is neither a colour nor `by`, or there are both.
+        TypeError: The colour or the key has the wrong type.
+        RankMismatchError: Ranks pass a different `by` or backend; raised on every rank.
+        PeerError: Some ranks do not call, or passed wrong arguments.
+        GroupError: The ranks have not met, or a loss function is running.
     """
     job = require_job()
     mine: list[Any] | Exception
@@ -90,7 +109,7 @@ def split(
 
 
 def _wish(colour: int | str | None, key: float | None, by: str | None, job: Job) -> list[Any]:
-    """Check what a rank asks of `split`. Returns: by, colour, key."""
+    """Check a rank's arguments of `split`, and return `by`, colour and key with defaults filled in."""
     if (colour is None) == (by is None):
         raise ValueError('split needs either a colour, equal on the ranks of one group, or by="node"')
     if by not in (None, "node"):

@@ -1,8 +1,9 @@
-"""Collectives have no place inside a loss function or an evaluated one, and are refused there.
+"""Refuses collectives inside a loss function or a function that is evaluated.
 
-Such a function is called once for each virtual rank and micro-batch. Ranks have different numbers of those, so one that
-waits for the others would wait for ever, or combine other values on another number of ranks. Our collectives look here
-when they are called; those of torch.distributed are found by the numbers that process groups give to their calls.
+Such a function is called once for each virtual rank and micro-batch. Ranks have different numbers of those, so a
+collective would wait for the other ranks for ever, or combine different values on a different number of ranks. Our
+collectives check this when they are called; those of torch.distributed are found by the sequence numbers of process
+groups.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from unisono.errors import GroupError
 __all__ = ["count_collectives", "enter", "leave", "refuse_collective", "refuse_collectives_since", "refuse_inside"]
 
 _running: ContextVar[str | None] = ContextVar("running", default=None)
-"""What kind of function runs in this thread."""
+"""Kind of function that runs in this thread, or None."""
 
 _REMEDY = (
     "It is called once for each virtual rank's samples, and ranks have different numbers of those, so they would wait "
@@ -26,12 +27,12 @@ _REMEDY = (
 
 
 def enter(what: str) -> Token[str | None]:
-    """Begin to refuse collectives in this thread. Args: what is the kind of function that is about to be called."""
+    """Begin to refuse collectives in this thread; `what` describes the function that is about to run."""
     return _running.set(what)
 
 
 def leave(token: Token[str | None]) -> None:
-    """Allow again what was allowed before `enter`."""
+    """Return to the state before `enter`."""
     _running.reset(token)
 
 
@@ -58,7 +59,7 @@ def refuse_inside(name: str) -> None:
 
 
 def count_collectives() -> int:
-    """Count the calls that this process has made of the collectives of all its groups; it takes half a microsecond."""
+    """Count this process's calls of collectives in all its groups. Takes half a microsecond."""
     count = 0
     for group in dist.distributed_c10d._world.pg_map:
         try:
@@ -72,10 +73,10 @@ def refuse_collectives_since(count: int) -> None:
     """Refuse collectives of torch.distributed that a loss function has called.
 
     Args:
-        count: of `count_collectives`, from before the function was called.
+        count: The result of `count_collectives` before the function was called.
 
     Raises:
-        GroupError: There were some.
+        GroupError: The function has called a collective.
     """
     called = count_collectives() - count
     if called > 0:
