@@ -1,4 +1,4 @@
-"""What travels from a loader to a step: the micro-batches of one global batch that belong to this rank."""
+"""The batch that a loader passes to a step: the micro-batches of one global batch that belong to this rank."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ class MicroBatch:
     """Samples that go through the model together."""
 
     items: Any
-    """What collate_fn made of the samples."""
+    """The result of collate_fn for the samples."""
     indices: Sequence[int]
     """The samples' indices in the dataset; their positions in the stream for an iterable dataset."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one virtual rank has of a batch: one micro-batch, or several where gradients are accumulated."""
+    """The part of a batch that belongs to one virtual rank: one micro-batch, or several with gradient accumulation."""
 
     virtual_rank: int
-    """Which virtual rank, 0 <= virtual_rank < V."""
+    """The virtual rank, 0 <= virtual_rank < V."""
     micro_batches: Sequence[MicroBatch]
     """In the order in which they are computed; none is empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One global batch as this rank sees it: hand it to `Trainer.step`."""
+    """One global batch as this rank sees it, for `Trainer.step`."""
 
     epoch: int
     """Epoch, from 0."""
     step: int
     """Step within the epoch, from 0."""
     size: int
-    """Samples of the global batch, over all ranks; smaller in the last step if the dataset does not divide."""
+    """Samples of the global batch, over all ranks; fewer in the last step if the dataset does not divide evenly."""
     shares: Sequence[Share]
     """The non-empty shares of this rank's virtual ranks, in order."""
 
@@ -58,5 +58,5 @@ class Batch:
 
     @property
     def micro_batches(self) -> Iterator[Any]:
-        """This rank's micro-batches, as collate_fn made them."""
+        """This rank's micro-batches, as collate_fn returned them."""
         return (micro_batch.items for share in self.shares for micro_batch in share.micro_batches)

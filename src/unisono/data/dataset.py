@@ -1,4 +1,4 @@
-"""What a dataset must be to be read here: checks of what users give, lengths, and samples of an iterable dataset."""
+"""Checks of datasets, their lengths, and the samples of an iterable dataset."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def map_length(dataset: Any) -> int:
     """Return the number of samples of a map-style dataset.
 
     Raises:
-        TypeError: It is no map-style dataset.
-        DataError: It is empty.
+        TypeError: The object is no map-style dataset.
+        DataError: The dataset is empty.
     """
     if isinstance(dataset, type):
         raise TypeError(f"the dataset is the class {dataset.__name__}, not called: give an object of it")
@@ -38,11 +38,11 @@ def map_length(dataset: Any) -> int:
 
 
 def sampler_length(dataset: Any) -> int:
-    """Return the number of samples of what a sampler is given, of which it needs no more.
+    """Return the number of samples of a dataset for a sampler, which needs nothing else of it.
 
     Raises:
-        TypeError: It has no length.
-        DataError: It is empty.
+        TypeError: The dataset has no length.
+        DataError: The dataset is empty.
     """
     if not hasattr(dataset, "__len__"):
         raise TypeError(
@@ -53,10 +53,10 @@ def sampler_length(dataset: Any) -> int:
 
 
 def whole_batches(length: int, batch_size: int) -> int:
-    """Return how many samples of a dataset make up whole batches.
+    """Return the number of samples of a dataset that make up whole batches.
 
     Raises:
-        DataError: None do.
+        DataError: There is no whole batch.
     """
     if length < batch_size:
         raise DataError(
@@ -67,10 +67,10 @@ def whole_batches(length: int, batch_size: int) -> int:
 
 
 def stream_length(dataset: IterableDataset[Any], settings: LoaderSettings) -> int | None:
-    """Return the number of samples of an iterable dataset; None if it does not say.
+    """Return the number of samples of an iterable dataset; None if it has no length.
 
     Raises:
-        ValueError: It is to be shuffled.
+        ValueError: The settings ask for shuffling.
     """
     if settings.shuffle:
         raise ValueError(
@@ -81,7 +81,7 @@ def stream_length(dataset: IterableDataset[Any], settings: LoaderSettings) -> in
 
 
 def stream_samples(dataset: IterableDataset[Any], settings: LoaderSettings, *, epoch: int) -> Iterator[Any]:
-    """Yield the samples of an iterable dataset, with random numbers set before each."""
+    """Yield the samples of an iterable dataset; set the random generators before each."""
     if hasattr(dataset, "set_epoch"):
         dataset.set_epoch(epoch)
     settings.set_generators("stream", epoch)
@@ -98,9 +98,9 @@ def stream_samples(dataset: IterableDataset[Any], settings: LoaderSettings, *, e
 def read_ahead(
     stream: IterableDataset[Any], settings: LoaderSettings, *, tell: Callable[[str], None] = warn_on_stderr
 ) -> Iterator[Any]:
-    """Iterate over the batches of a stream, in a worker process if there are to be any.
+    """Return an iterator over the batches of a stream, which a worker process reads if the settings ask for workers.
 
-    A second worker would read the whole stream once more, so there is one at most.
+    A second worker would read the whole stream once more, so there is at most one.
     """
     if not settings.workers:
         return iter(stream)

@@ -1,7 +1,7 @@
-"""From sample indices to a micro-batch, in this process or in a worker process, with the same random numbers.
+"""Reading a micro-batch by sample indices, in this process or in a worker process, with the same random numbers.
 
 Before a sample is read, all generators are set from (seed, epoch, sample); before samples are collated, from (seed,
-epoch, step, virtual rank). So augmentation does not depend on which worker of which rank does it.
+epoch, step, virtual rank, part). So augmentation does not depend on the worker or rank that does it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Fetcher(Dataset[Any]):
         self._tensors, self._mapping = _whole_tensors(dataset) if settings.collate_fn is None else (None, None)
 
     def __getitem__(self, task: Task) -> tuple[list[int], Any]:
-        """Fetch one micro-batch: the samples' indices, and what collate_fn made of them."""
+        """Return one micro-batch: the samples' indices, and the result of collate_fn."""
         return task.indices, self._items(task)
 
     def _items(self, task: Task) -> Any:
@@ -65,7 +65,7 @@ class Fetcher(Dataset[Any]):
 
 
 def _whole_tensors(dataset: Any) -> tuple[Sequence[Tensor] | None, Tensor | None]:
-    """Find the tensors under a TensorDataset or a subset of one, and which rows of them the samples are."""
+    """Return a TensorDataset's tensors, and the rows of them that a Subset selects (None: all); otherwise two None."""
     mapping: Tensor | None = None
     while type(dataset) is Subset:
         indices = torch.as_tensor(dataset.indices)

@@ -1,7 +1,7 @@
-"""A map-style dataset, dealt out in global batches: this rank's micro-batches of every step.
+"""A map-style dataset, divided into global batches: this rank's micro-batches of every step.
 
-Which samples a virtual rank gets is arithmetic on (seed, epoch, step): nothing is drawn, kept or sent. The dataset is
-read in this process or in worker processes of torch's DataLoader, which give the same bits.
+The samples of a virtual rank follow by arithmetic from (seed, epoch, step): nothing is drawn, kept or sent. The dataset
+is read in this process or in worker processes of torch's DataLoader, with the same bits.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ __all__ = ["MapLoader", "TrainerLoaderSettings"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainerLoaderSettings(LoaderSettings):
-    """How a dataset is divided among virtual ranks and read."""
+    """Settings for dividing a dataset among virtual ranks and reading it."""
 
     virtual_ranks: int
-    """Shares of a global batch."""
+    """Number of shares of a global batch."""
     block: range
     """This rank's virtual ranks."""
     micro_batch_size: int | None = None
-    """At most so many samples go through the model at once; None: a whole share."""
+    """Maximum number of samples that go through the model at once; None: a whole share."""
 
     def __post_init__(self) -> None:
-        LoaderSettings.__post_init__(self)  # super() knows a class with slots only without them
+        LoaderSettings.__post_init__(self)  # super() fails: slots=True replaces the class
         if self.batch_size < self.virtual_ranks:
             raise ValueError(
                 f"batch_size={self.batch_size} is smaller than virtual_ranks={self.virtual_ranks}: batch_size "
@@ -55,9 +55,9 @@ class MapLoader:
     ) -> None:
         length = map_length(dataset)
         self.num_samples: int = whole_batches(length, settings.batch_size) if settings.drop_last else length
-        """Samples of an epoch."""
+        """Number of samples in an epoch."""
         self.steps: int = num_steps(self.num_samples, settings.batch_size)
-        """Steps of an epoch."""
+        """Number of steps in an epoch."""
         self._settings = settings
         fetcher = Fetcher(dataset, settings)
         self._tasks = _TrainerTasks(settings, self.num_samples, length)
@@ -67,11 +67,11 @@ class MapLoader:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What decides which samples lie in which batch; see `LoaderSettings.identity`."""
+        """Settings that decide which samples are in which batch; see `LoaderSettings.identity`."""
         return self._settings.identity(self.num_samples)
 
     def batches(self, *, epoch: int, first_step: int = 0) -> Iterator[Batch]:
-        """Yield this rank's part of the batches of an epoch, from a step on."""
+        """Yield this rank's part of each batch of an epoch, starting at `first_step`."""
         self._tasks.epoch, self._tasks.first_step = epoch, first_step
         fetched, settings = iter(self._reader), self._settings
         for step in range(first_step, self.steps):
@@ -90,8 +90,7 @@ class _TrainerTasks(Iterable[Task]):
         self.epoch = self.first_step = 0
         self._settings, self._num_samples = settings, num_samples
         self._steps = num_steps(num_samples, settings.batch_size)
-        # With drop_last an epoch leaves out the end of its order, which is no end of the dataset: other samples each
-        # time.
+        # With drop_last an epoch leaves out the end of its order, not of the dataset: other samples in each epoch.
         self._length = length
 
     def __iter__(self) -> Iterator[Task]:
@@ -101,14 +100,14 @@ class _TrainerTasks(Iterable[Task]):
         batches = settings.order(positions, num_samples=self._length, epoch=epoch, width=batch_size)
         for step, samples in zip(steps, batches, strict=True):
             for virtual_rank in settings.block:
-                # The division of `share_positions`, of samples in their order.
+                # The division of `share_positions`, applied to samples in their order.
                 indices = samples[virtual_rank :: settings.virtual_ranks].tolist()
                 width = settings.micro_batch_size or max(len(indices), 1)
                 for part, first in enumerate(range(0, len(indices), width)):
                     yield Task(epoch, step, virtual_rank, part, indices[first : first + width])
 
     def parts_of(self, step: int) -> Iterator[tuple[int, int]]:
-        """Give each non-empty virtual rank of a step and the number of its micro-batches."""
+        """Yield each virtual rank of this rank with samples in a step, and the number of its micro-batches."""
         settings = self._settings
         for virtual_rank in settings.block:
             length = len(

@@ -1,7 +1,7 @@
-"""Where a rank stands in its group, and where a run stands in an epoch, for what deals out samples in a user's loop.
+"""The rank of a process in its group, and the position of a run in an epoch, for the sampler and the loader.
 
-The sampler and the loader save and resume alike: a place is (epoch, position), and what lies before it is done on all
-ranks. Dealing itself is in `data.sampler` and `data.rank_loader`.
+Both save and resume in the same way: a place is (epoch, position), and all samples before it are done on all ranks.
+`data.sampler` and `data.rank_loader` divide the samples.
 """
 
 from __future__ import annotations
@@ -20,22 +20,31 @@ __all__ = ["Position", "check_same_data", "find_rank", "position_state", "read_p
 
 
 class Position(NamedTuple):
-    """A place of a run."""
+    """A place in a run."""
 
     epoch: int
     """Epoch, from 0."""
     position: int
-    """Position of the epoch, all ranks together; what lies before it is done."""
+    """Position in the epoch, over all ranks; the samples before it are done."""
 
 
 def find_rank(
     rank: int | None, ranks: int | None, *, group: dist.ProcessGroup | None = None, name: str = "world_size"
 ) -> tuple[int, int]:
-    """Fill in what was not given of a rank and the number of ranks, and check them.
+    """Return a rank and the number of ranks, checked, with defaults for None.
 
-    They come from the group, else from the default group of torch.distributed, else from what the launcher left in the
-    environment. Args: name is what the caller calls the number of ranks.
-    Raises: ValueError if they are impossible, TypeError for what is no whole number.
+    Defaults come from the group, otherwise from the default group of torch.distributed, otherwise from the launcher's
+    environment variables.
+
+    Args:
+        rank: The rank, or None.
+        ranks: The number of ranks, or None.
+        group: The group that shares the dataset, or None.
+        name: The caller's name of the argument `ranks`, for messages.
+
+    Raises:
+        ValueError: The numbers are impossible, or a variable of the launcher is invalid.
+        TypeError: An argument is no whole number.
     """
     rank = None if rank is None else whole("rank", rank)
     ranks = None if ranks is None else whole(name, ranks)
@@ -62,17 +71,25 @@ def find_rank(
 
 
 def position_state(place: Position, *, seed: int, num_samples: int | None, shuffle: bool) -> dict[str, Any]:
-    """Write a place down, with what its order of samples depends on: plain integers and booleans."""
+    """Return a place and the settings that decide the order of samples, as plain integers and booleans."""
     return {**place._asdict(), "seed": seed, "num_samples": num_samples, "shuffle": shuffle}
 
 
 def read_position(
     state: Mapping[str, Any], *, seed: int, num_samples: int | None, shuffle: bool, owner: str
 ) -> Position:
-    """Read a place back, for the same order of samples.
+    """Return the place in a state that `position_state` returned for the same order of samples.
 
-    Args: owner is what resumes, in words.
-    Raises: ValueError if the state is damaged, or of another order.
+    Args:
+        state: The saved state.
+        seed: The seed of the object that resumes.
+        num_samples: The length of its dataset; None if it has none.
+        shuffle: Its setting.
+        owner: Its name in messages, such as "sampler".
+
+    Raises:
+        ValueError: The state is damaged, or belongs to a different order.
+        TypeError: The epoch or position is no whole number.
     """
     missing = [key for key in ("epoch", "position", "seed", "num_samples", "shuffle") if key not in state]
     if missing:
@@ -100,10 +117,10 @@ def read_position(
 
 
 def check_same_data(everyone: Sequence[Mapping[str, Any]]) -> None:
-    """Compare the datasets and settings of ranks, as `LoaderSettings.identity` returns them; one a rank, in rank order.
+    """Compare the datasets and settings of ranks, as loaders' `identity` returns them; one a rank, in rank order.
 
     Raises:
-        RankMismatchError: They differ; the message has all values of the first that does.
+        RankMismatchError: They differ; the message lists all ranks' values of the first setting that differs.
     """
     for key in everyone[0]:
         if any(theirs[key] != everyone[0][key] for theirs in everyone):

@@ -1,6 +1,6 @@
-"""How a user's loop divides a dataset among ranks, as arithmetic, and what travels from reading to the loop.
+"""The division of a dataset among ranks in a user's loop, as arithmetic, and the batch that a source yields.
 
-Reading is in `data.rank_map_source` and `data.rank_stream_source`; the loop's side is `data.rank_loader`.
+`data.rank_map_source` and `data.rank_stream_source` read the samples; `data.rank_loader` is the loop's side.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ __all__ = ["RankBatch", "RankLoaderSettings"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankLoaderSettings(LoaderSettings):
-    """How a dataset is divided among ranks and read."""
+    """Settings for dividing a dataset among ranks and reading it."""
 
     rank: int
     """Rank that reads."""
     ranks: int
-    """Ranks that share a batch."""
+    """Number of ranks that share a batch."""
 
     def __post_init__(self) -> None:
-        LoaderSettings.__post_init__(self)  # super() knows a class with slots only without them
+        LoaderSettings.__post_init__(self)  # super() fails: slots=True replaces the class
         if self.batch_size < self.ranks:
             raise ValueError(
                 f"batch_size={self.batch_size} is smaller than the number of ranks, {self.ranks}: it counts the "
@@ -32,7 +32,7 @@ class RankLoaderSettings(LoaderSettings):
             )
 
     def end(self, num_samples: int, *, start: int = 0) -> int:
-        """Return where an epoch ends that is read from `start` on."""
+        """Return the end position of an epoch that is read from `start` on."""
         return num_samples - (num_samples - start) % self.batch_size if self.drop_last else num_samples
 
     def steps(self, num_samples: int, *, start: int = 0) -> int:
@@ -41,26 +41,26 @@ class RankLoaderSettings(LoaderSettings):
         return even_steps(end, self.batch_size, ranks=self.ranks, start=start)
 
     def positions(self, step: int, num_samples: int, *, start: int = 0) -> range:
-        """Return the positions of a step, over all ranks; steps are counted from the position `start` on."""
+        """Return the positions of a step, over all ranks; step 0 begins at the position `start`."""
         end = self.end(num_samples, start=start)
         return even_range(step, num_samples=end, batch_size=self.batch_size, ranks=self.ranks, start=start)
 
     def own(self, positions: range) -> range:
-        """Return this rank's positions, divided as DistributedSampler does."""
+        """Return this rank's positions among those of a step, divided as by DistributedSampler."""
         return range(positions.start + (self.rank - positions.start) % self.ranks, positions.stop, self.ranks)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankBatch:
-    """What a rank has of one global batch."""
+    """The part of one global batch that belongs to a rank."""
 
     items: Any
-    """What collate_fn made of the samples."""
+    """The result of collate_fn for the samples."""
     indices: list[int]
-    """The samples: indices in the dataset, positions in a stream."""
+    """The samples: indices in the dataset, or positions in a stream."""
     positions: range
-    """Positions of the global batch."""
+    """Positions of the global batch in the epoch."""
     last: bool
-    """Whether the epoch ends here."""
+    """True if the epoch ends with this batch."""
     borrowed: bool
-    """Whether the rank has no sample of the batch; the items are then one sample of another rank's."""
+    """True if the rank has no sample of the batch; the items are then one sample of another rank."""

@@ -1,8 +1,8 @@
-"""`loader`: a dataset as this rank's batches, for a training loop of one's own.
+"""`loader`: a dataset as this rank's batches, for your own training loop.
 
-It takes the place of DataLoader, DistributedSampler and set_epoch. Which positions of the epoch belong to a step is
-`plan.even_range`; rank r of W reads those of them that are r modulo W, as DistributedSampler deals. Reading a map-style
-dataset is here, an iterable one in `data.rank_stream_source`. A Trainer needs neither: it has loaders of its own.
+It replaces DataLoader, DistributedSampler and set_epoch. `plan.even_range` determines the positions of a step; rank r
+of W reads the positions that are r modulo W, as with DistributedSampler. `data.rank_map_source` reads a map-style
+dataset, `data.rank_stream_source` an iterable one. A Trainer has separate loaders and needs none of this.
 """
 
 from __future__ import annotations
@@ -43,29 +43,36 @@ def loader(
     rank: int | None = None,
     world_size: int | None = None,
 ) -> RankLoader:
-    """Make the loader of this rank's batches. Every rank makes one, of the same whole dataset.
+    """Return a loader of this rank's batches. Every rank must call it, with the same whole dataset.
 
         batches = unisono.data.loader(dataset, batch_size=64)
         for epoch in range(10):
             for images, labels in batches:
                 ...
 
-    If ranks have met (`unisono.init`), they compare what they were given: one small collective. Make it after that, or
-    a rank that no launcher started takes itself for the only one.
+    If ranks have met (`unisono.init`), they compare their arguments in one small collective. Call it after `init`:
+    otherwise a rank without a launcher assumes that it is the only one.
+
     Args:
-        dataset: map-style or iterable; a list is fine. An iterable one must yield the same samples on every rank.
-        batch_size: samples of all ranks together; each rank's batch is a W-th of it, give or take one sample.
-        shuffle: a new order every epoch, from seed and epoch; None means yes, and no for an iterable dataset.
-        seed: root of the order, and of the random numbers that the dataset draws.
-        workers: processes of each rank that read ahead; 0 reads in this one. The batches are the same.
-        drop_last: leave out the last batch of an epoch if it is smaller than the others.
-        collate_fn: makes a batch of a list of samples; None: torch's default_collate.
-        pin_memory: read into page-locked memory, for copies to a GPU.
-        group: the ranks that share the dataset; None: all ranks of the job.
-        rank, world_size: stand for other places than that of this process; nothing is compared then.
-    Raises: ValueError for a wrong number, TypeError for something that is no dataset, DataError for an empty one,
-        RankMismatchError on all ranks if they were given different things, PeerError if another rank raises one of the
-        others, GroupError for a group that this rank is not in.
+        dataset: Map-style or iterable; a list is fine. An iterable one must yield the same samples on every rank.
+        batch_size: Samples per batch over all W ranks; each rank's batch is a W-th of it, give or take one sample.
+        shuffle: Use a new order in each epoch, from seed and epoch. None: True, but False for an iterable dataset.
+        seed: Seed of the order, and of the random numbers that the dataset draws.
+        workers: Processes of each rank that read ahead; 0 reads in this process. The batches are the same.
+        drop_last: Leave out the last batch of an epoch if it is smaller than the others.
+        collate_fn: Makes a batch from a list of samples; None: torch's default_collate.
+        pin_memory: Read into page-locked memory, for copies to a GPU.
+        group: The ranks that share the dataset; None: all ranks of the job.
+        rank: Read the batches of this rank instead of this process's; ranks then compare nothing.
+        world_size: Divide among this number of ranks; ranks then compare nothing.
+
+    Raises:
+        ValueError: A number is impossible, or shuffle=True is passed for an iterable dataset.
+        TypeError: The dataset is neither map-style nor iterable, or an argument has the wrong type.
+        DataError: The dataset is empty, or drop_last=True leaves no batch.
+        RankMismatchError: Ranks passed different datasets or settings; raised on all ranks.
+        PeerError: Another rank raised one of the first three errors.
+        GroupError: This rank is not in the group, the group has ended, or a loss function is running.
     """
     overridden = rank is not None or world_size is not None
     own_rank, ranks = find_rank(rank, world_size, group=None if group is None else require_group(group))
@@ -99,9 +106,9 @@ def loader(
 
 
 class RankLoader:
-    """This rank's batches of a dataset; each iteration over it is an epoch. Made by `loader`.
+    """An iterable over this rank's batches of a dataset; each iteration is an epoch. `loader` makes it.
 
-    An iteration from which only one batch was taken was a look at the data: the next one begins with the same epoch.
+    An iteration that is left after its first batch counts as a look at the data: the next one begins the same epoch.
     """
 
     def __init__(self, dataset: Any, settings: RankLoaderSettings) -> None:
@@ -111,16 +118,16 @@ class RankLoader:
         self._next = self._at = Position(0, 0)
         self._running: object = None
         self.epoch: int = 0
-        """The epoch that is being iterated over, else the next one."""
+        """The epoch of the current iteration; between iterations, the next one."""
         self.size: int = 0
         """Samples of the last global batch, over all ranks."""
         self.indices: list[int] = []
         """The samples of this rank's last batch: their indices in the dataset, or their positions in a stream."""
         self.weight: float = 1.0
-        """How much this rank's last batch counts: its share of the samples times the number of ranks.
+        """Weight of this rank's last batch: its share of the samples times the number of ranks.
 
         With a loss that is the mean over this rank's batch, the average over ranks of loss · weight, and of its
-        gradient, is that of the global batch, also where ranks have unequal shares. 1.0 where shares are equal.
+        gradient, is that of the global batch, also if ranks have unequal shares. 1.0 if shares are equal.
         """
 
     @property
@@ -130,18 +137,19 @@ class RankLoader:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What must be the same on all ranks, by name."""
+        """Settings that must be the same on all ranks, by name."""
         return {**self._settings.identity(self.num_samples), "seed": self._settings.seed}
 
     @property
     def num_samples(self) -> int | None:
-        """Samples of the dataset, over all ranks; None for an iterable dataset that does not say."""
+        """Number of samples of the dataset, over all ranks; None for an iterable dataset without `__len__`."""
         return self._source.num_samples
 
     def __len__(self) -> int:
-        """Count the steps of a whole epoch, which are the same on all ranks.
+        """Return the number of steps of a whole epoch, which is the same on all ranks.
 
-        Raises: TypeError for an iterable dataset without `__len__`.
+        Raises:
+            TypeError: The dataset is iterable and has no `__len__`.
         """
         if self._source.num_samples is None:
             raise TypeError(
@@ -150,17 +158,20 @@ class RankLoader:
         return self._settings.steps(self._source.num_samples)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield this rank's batches of the next epoch; once after `load_state_dict`, those that are left.
+        """Yield this rank's batches of the next epoch; the first time after `load_state_dict`, the remaining ones.
 
-        Every rank must take as many. Raises: DataError for a stream that yields nothing, and from an iterator that is
-        used after a newer one of the same loader has begun.
+        Every rank must take the same number of batches.
+
+        Raises:
+            DataError: A stream yields no batch, a worker process has died, or a newer iteration over this loader has
+                begun.
         """
         me = self._running = object()
         start = self._next
         self.epoch, self._at = start.epoch, start
         batches = self._source.batches(start)
         while True:
-            # What the dataset draws must not disturb what the loop draws, for dropout for instance.
+            # The dataset's random numbers must not change those of the loop, for dropout for instance.
             with kept_generators():
                 batch = next(batches, None)
             if batch is None:
@@ -177,9 +188,12 @@ class RankLoader:
         self.epoch = start.epoch + 1
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration. Rarely needed: it counts by itself.
+        """Set the epoch of the next iteration. Rarely needed: epochs are counted automatically.
 
-        To set the epoch that was just loaded keeps the place in it.
+        Setting the epoch that was just loaded keeps the place in it.
+
+        Raises:
+            TypeError: The epoch is no whole number.
         """
         epoch = whole("epoch", epoch)
         if epoch != self._next.epoch:
@@ -187,19 +201,22 @@ class RankLoader:
         self.epoch = epoch
 
     def state_dict(self) -> dict[str, Any]:
-        """Say what is done: all batches up to the one that was yielded last. The same on all ranks: save one.
+        """Return the place in the epoch after the batch that was yielded last. It is the same on all ranks: save one.
 
-        Right with workers, too, which read ahead. No communication.
-        Returns: plain integers and booleans, in the form of `DistributedSampler`'s.
+        Correct with workers too, although they read ahead. No communication. The state has plain integers and booleans
+        in the format of `DistributedSampler.state_dict`.
         """
         settings = self._settings
         return position_state(self._at, seed=settings.seed, num_samples=self.num_samples, shuffle=settings.shuffle)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Let the next iteration go on from a saved place, on any number of ranks. Every rank must call it.
+        """Resume the next iteration at a saved place, on any number of ranks. Every rank must call it.
 
-        `epoch` is then the epoch to go on with. Batches are counted from the saved place on.
-        Raises: ValueError if the state is not of this order of this dataset.
+        `epoch` is then the epoch that continues. Batches are divided anew from the saved place on.
+
+        Raises:
+            ValueError: The state is damaged, or is of a different dataset or order.
+            TypeError: The epoch or position in the state is no whole number.
         """
         settings = self._settings
         start = read_position(

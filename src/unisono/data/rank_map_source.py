@@ -1,6 +1,6 @@
 """Reading this rank's part of a map-style dataset, batch by batch, in this process or in workers of torch's DataLoader.
 
-Which samples those are is `RankLoaderSettings`' arithmetic; the loop's side is `data.rank_loader`.
+`RankLoaderSettings` determines the samples; `data.rank_loader` is the loop's side.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class MapSource:
 
     def __init__(self, dataset: Any, settings: RankLoaderSettings) -> None:
         self.num_samples: int = map_length(dataset)
-        """Samples of the dataset."""
+        """Number of samples of the dataset."""
         if settings.drop_last:
             whole_batches(self.num_samples, settings.batch_size)  # or an error
         self._settings = settings
@@ -31,7 +31,7 @@ class MapSource:
         self._reader = TaskReader(fetcher, self._tasks, workers=settings.workers, pin_memory=settings.pin_memory)
 
     def batches(self, start: Position) -> Iterator[RankBatch]:
-        """Yield this rank's part of an epoch, from a position on."""
+        """Yield this rank's batches of an epoch, starting at a position."""
         settings = self._settings
         self._tasks.start = start
         fetched = iter(self._reader)
@@ -48,7 +48,7 @@ class MapSource:
 
 
 class _RankTasks(Iterable[Task]):
-    """What this rank fetches, step by step, from a position on."""
+    """The micro-batches that this rank fetches, one a step, starting at a position."""
 
     def __init__(self, settings: RankLoaderSettings, num_samples: int) -> None:
         self.start = Position(0, 0)
@@ -67,5 +67,5 @@ class _RankTasks(Iterable[Task]):
         width = max(1, settings.batch_size // settings.ranks)
         batches = settings.order(positions, num_samples=self._num_samples, epoch=epoch, width=width)
         for step, samples in zip(self.steps(), batches, strict=True):
-            # The start names the step: numbers are counted anew after a resume.
+            # The start position identifies the step, since step numbers begin anew after a resume.
             yield Task(epoch, step.start, settings.rank, 0, samples.tolist())

@@ -1,8 +1,7 @@
 """Reading this rank's part of an iterable dataset, batch by batch.
 
-Every rank iterates over the whole stream and keeps its own samples, as in `data.stream_loader`, which says what that
-costs and gives. Here the reading runs up to one batch ahead, since the end of the stream decides how the last batches
-are cut.
+Every rank iterates over the whole stream and keeps its own samples; `data.stream_loader` describes the cost and the
+benefit. Here reading is up to one batch ahead, since the end of the stream determines the sizes of the last batches.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ class StreamSource:
 
     def __init__(self, dataset: IterableDataset[Any], settings: RankLoaderSettings) -> None:
         self.num_samples = stream_length(dataset, settings)
-        """Samples of an epoch, None if the dataset does not say."""
+        """Number of samples in an epoch; None if the dataset has no length."""
         self._settings = settings
         self._stream = _RankStream(dataset, settings)
 
     def batches(self, start: Position) -> Iterator[RankBatch]:
-        """Yield this rank's part of an epoch, from a position on.
+        """Return an iterator over this rank's batches of an epoch, starting at a position.
 
         Raises:
-            DataError: The stream is empty.
+            DataError: The stream is empty, `drop_last` leaves no batch, or a worker process has died.
         """
         self._stream.start = start
         return read_ahead(self._stream, self._settings)
@@ -52,12 +51,12 @@ class _RankStream(IterableDataset[RankBatch]):
         read = 0
         for sample in stream_samples(self.dataset, settings, epoch=epoch):
             if read >= start:
-                # The latest sample is kept for a rank that has none of its own.
+                # The latest sample is kept in case this rank has none of a batch.
                 if (read - 1) % settings.ranks != settings.rank:
                     kept.pop(read - 1, None)
                 kept[read] = sample
             read += 1
-            # Two whole batches are there: the first of them is what it is, however many samples follow.
+            # Two whole batches are there: the first is fixed, however many samples follow.
             if read - start == 2 * settings.batch_size:
                 yield self._batch(range(start, start + settings.batch_size), kept, end=None)
                 start += settings.batch_size

@@ -1,7 +1,7 @@
-"""A sampler for anyone's own loop: torch's `DistributedSampler` without its start-up cost, repeats and lost place.
+"""A sampler for your own loop: torch's `DistributedSampler` without its start-up cost and repeats, and with resuming.
 
 For a script that keeps its `DataLoader`; a script with a `Trainer` needs no sampler. The order of an epoch is
-`plan.permute`, worked out a block at a time as indices are asked for, so that a rank holds kilobytes where torch's
+`plan.permute`, computed a block at a time as indices are requested, so that a rank holds kilobytes where torch's
 class holds a list of the whole dataset. Start reading at `DistributedSampler`.
 """
 
@@ -23,44 +23,56 @@ from unisono.plan.permutation import permute
 
 __all__ = ["DistributedSampler"]
 
-# Permuting few positions costs as much as permuting thousands; of these, 0.3 ms and 0.4 MB.
+# Permuting few positions costs as much as permuting thousands; permuting this many takes 0.3 ms and 0.4 MB.
 _BLOCK = 8192
 
 
 @dataclass(slots=True)
 class _Cursor:
-    """How far one iteration over an epoch has come."""
+    """The progress of one iteration over an epoch."""
 
     epoch: int
     start: int = 0
-    """Position of the epoch at which all ranks start."""
+    """Position in the epoch at which all ranks start."""
     started: bool = False
-    """Whether an iterator has taken it up; each serves one."""
+    """True if an iterator uses it; each serves one iterator."""
     given: int = 0
-    """Indices that this rank has handed out."""
+    """Number of indices that this rank has yielded."""
 
 
 class DistributedSampler(TorchDistributedSampler[int]):
-    """Deal every sample of an epoch to exactly one rank, in an order that seed and epoch decide.
+    """Assigns every sample of an epoch to exactly one rank, in an order that seed and epoch determine.
 
-    A drop-in for `torch.utils.data.DistributedSampler`: the same arguments, attributes and `set_epoch`, and an instance
-    of it, so that frameworks which look for one find it. What differs:
+    A drop-in replacement for `torch.utils.data.DistributedSampler`, with the same arguments, attributes and
+    `set_epoch`. It is a subclass, so frameworks that look for torch's class find it. Differences:
 
-    - Nothing is repeated and nothing left out. Rank r has positions r, r + W, r + 2W, … of the epoch, so some ranks
-      may have one sample more than others. A loop that communicates in every batch, as DistributedDataParallel does,
-      **needs equal lengths**, or it hangs: give `drop_last=True` (leave out the last few samples), or `pad=True`
-      (repeat the first few, as torch's class does), or train under `torch.distributed.algorithms.join.Join`. To
-      evaluate, give neither.
-    - No list is made: O(1) memory and a start in under a millisecond, for up to 2^62 samples.
-    - The order is another than torch's, as shuffled; and seed 0 epoch 1 is another than seed 1 epoch 0.
-    - Ranks come from torch.distributed if it is initialised, else from what the launcher left in the environment (RANK
-      and WORLD_SIZE, or the variables of srun and mpirun), else there is one.
+    - No sample is repeated or left out. Rank r has positions r, r + W, r + 2W, … of the epoch, so some ranks may have
+      one sample more than others. A loop that communicates in every batch, as DistributedDataParallel does, **needs
+      equal lengths**, or it hangs: pass `drop_last=True` (leave out the last few samples) or `pad=True` (repeat the
+      first few, as torch's class does), or train under `torch.distributed.algorithms.join.Join`. For evaluation, pass
+      neither.
+    - There is no list: O(1) memory and a start in under a millisecond, for up to 2^62 samples.
+    - The shuffled order differs from torch's, and that of seed 0, epoch 1 from that of seed 1, epoch 0.
+    - Ranks come from torch.distributed if it is initialised, otherwise from the launcher's environment variables (RANK
+      and WORLD_SIZE, or those of srun and mpirun), otherwise there is one.
     - `state_dict` and `load_state_dict` resume in mid-epoch, on any number of ranks.
 
-    Every rank makes one, with equal arguments. Call `set_epoch` before each epoch, or all have the same order.
-    Args: dataset has `__len__`, which is read once; num_replicas and rank place this process; pad is described above.
-    Raises: ValueError for a rank outside [0, num_replicas) or pad with drop_last, TypeError for a dataset without
-        `__len__`, DataError if no sample is left.
+    Every rank makes one, with equal arguments; there is no communication. Call `set_epoch` before each epoch; otherwise
+    all epochs have the same order.
+
+    Args:
+        dataset: An object with `__len__`, which is called once.
+        num_replicas: The number of ranks. None: see above.
+        rank: The rank of this process. None: see above.
+        shuffle: Use a new order in each epoch; otherwise the dataset's.
+        seed: Seed of the order.
+        drop_last: Leave out the last samples of the order that do not divide among the ranks.
+        pad: Repeat the first samples of the order so that they divide among the ranks.
+
+    Raises:
+        ValueError: `rank` is outside [0, num_replicas), or `pad` and `drop_last` are both set.
+        TypeError: The dataset has no `__len__`, or an argument is no whole number.
+        DataError: The dataset is empty, or `drop_last` leaves no sample.
 
     >>> [list(DistributedSampler(range(8), num_replicas=3, rank=rank, shuffle=False)) for rank in range(3)]
     [[0, 3, 6], [1, 4, 7], [2, 5]]
@@ -94,21 +106,21 @@ class DistributedSampler(TorchDistributedSampler[int]):
         self._length = length
         self._cursor = _Cursor(epoch=0)
         self.num_samples: int = self._share(0)
-        """Indices of this rank in a whole epoch."""
+        """Number of indices of this rank in a whole epoch."""
         self.total_size: int = self.num_samples * num_replicas if pad or drop_last else length
-        """Indices of all ranks in a whole epoch."""
+        """Number of indices of all ranks in a whole epoch."""
 
     def __len__(self) -> int:
-        """Count this rank's indices in a whole epoch, also while a resumed epoch has fewer left."""
+        """Return the number of this rank's indices in a whole epoch, also while a resumed epoch has fewer left."""
         return self.num_samples
 
     def __iter__(self) -> Iterator[int]:
-        """Yield this rank's indices of the epoch; once after `load_state_dict`, only those that are left.
+        """Yield this rank's indices of the epoch; the first time after `load_state_dict`, only the remaining ones.
 
-        To iterate over one epoch again gives the same indices again.
+        Iterating over an epoch again yields the same indices again.
         """
-        # A loader may ask for iterators that it never uses (torch's does, twice with batch_size=None and workers), so
-        # nothing happens before the first index is asked for.
+        # A loader may create iterators that it never uses (torch's does, twice with batch_size=None and workers), so
+        # nothing happens before the first index is requested.
         if self._cursor.started:
             self._cursor = _Cursor(self.epoch)
         cursor = self._cursor
@@ -119,34 +131,43 @@ class DistributedSampler(TorchDistributedSampler[int]):
                 yield index
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration. To set the epoch that was just loaded keeps the place in it."""
+        """Set the epoch of the next iteration. Setting the epoch that was just loaded keeps the place in it.
+
+        Raises:
+            TypeError: The epoch is no whole number.
+        """
         epoch = whole("epoch", epoch)
         if epoch != self._cursor.epoch:
             self._cursor = _Cursor(epoch)
         self.epoch = epoch
 
     def state_dict(self, *, consumed: int | None = None) -> dict[str, Any]:
-        """Say where the epoch stands, in a form that any number of ranks can go on from.
+        """Return the place in the epoch, in a form from which any number of ranks can resume.
 
-        No communication: it takes for granted that all ranks have come equally far, as they have after a step of
-        synchronous training. **Save that of rank 0**: where lengths differ it has the longest share, and a rank that
-        has come to its end cannot know whether the others have.
+        No communication: it assumes that all ranks have come equally far, as they have after a step of synchronous
+        training. **Save that of rank 0**: if lengths differ it has the longest share, and a rank at the end of its
+        share cannot know whether the others are.
 
-        The sampler knows which indices it has handed out. They have all been trained on if nothing is read ahead: in a
+        The sampler counts the indices that it has yielded. They have all been trained on if nothing is read ahead: in a
         loop over the sampler, or over a DataLoader without workers. **A DataLoader with workers is ahead by**
-        `num_workers * prefetch_factor` **batches**, and a resume would skip what lies in its queue; pass `consumed`.
-        (torchdata's StatefulDataLoader asks as each batch is sent to a worker and keeps the answer until that batch is
-        yielded, so it needs no help.)
+        `num_workers * prefetch_factor` **batches**, and a resume would skip the batches in its queue; pass `consumed`.
+        (torchdata's StatefulDataLoader calls this as each batch is sent to a worker and keeps the state until that
+        batch is yielded, so it does not need `consumed`.)
 
             for number, batch in enumerate(loader, start=1):
                 ...
                 state = sampler.state_dict(consumed=number * batch_size)
 
-        Args: consumed counts the samples that this rank has trained on since this iteration began, which for a resumed
-            one is where it resumed; the last batch may be counted as a full one.
-        Returns: plain integers and booleans: epoch, position (of the epoch, all ranks together; what lies before it is
-            done), seed, num_samples (of the dataset), shuffle.
-        Raises: ValueError if more is said to be consumed than was handed out.
+        Args:
+            consumed: The number of samples that this rank has trained on since this iteration began (a resumed one
+                begins where it resumed); the last batch may be counted as a full one. None: all that were yielded.
+
+        Returns:
+            Plain integers and booleans: epoch, position (in the epoch, over all ranks; the samples before it are done),
+            seed, num_samples (of the dataset), shuffle.
+
+        Raises:
+            ValueError: `consumed` is more than was yielded, or negative.
         """
         cursor = self._cursor
         given, share = cursor.given, self._share(cursor.start)
@@ -159,17 +180,21 @@ class DistributedSampler(TorchDistributedSampler[int]):
             given = min(given, consumed)
         position = min(cursor.start + given * self.num_replicas, self._length)
         if self.drop_last and given == share:
-            position = self._length  # the tail is done with, too
+            position = self._length  # the tail is left out
         return position_state(
             Position(cursor.epoch, position), seed=self.seed, num_samples=self._length, shuffle=self.shuffle
         )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Let the next iteration go on from a saved place; the number of ranks may be another than when it was saved.
+        """Resume the next iteration at a saved place, on any number of ranks.
 
-        Every rank must call it, with the same state. Sets the epoch. An epoch that was done has nothing left: the next
-        iteration is empty, and the one after `set_epoch` is whole. pad and drop_last make what is left equal in length.
-        Raises: ValueError if the state is not of this order of this dataset.
+        Every rank must call it, with the same state. It sets the epoch. A finished epoch has nothing left: the next
+        iteration is empty, and the one after `set_epoch` is whole. With `pad` or `drop_last` all ranks have equally
+        many indices left.
+
+        Raises:
+            ValueError: The state is damaged, or is of a different dataset or order.
+            TypeError: The epoch or position in the state is no whole number.
         """
         place = read_position(
             state_dict, seed=self.seed, num_samples=self._length, shuffle=self.shuffle, owner="sampler"
@@ -178,7 +203,7 @@ class DistributedSampler(TorchDistributedSampler[int]):
         self._cursor = _Cursor(place.epoch, start=place.position)
 
     def _share(self, start: int) -> int:
-        """Count this rank's indices from a position of the epoch on."""
+        """Return the number of this rank's indices from a position of the epoch on."""
         left, ranks = self._length - start, self.num_replicas
         if self.drop_last:
             return left // ranks
@@ -189,7 +214,7 @@ class DistributedSampler(TorchDistributedSampler[int]):
         for first in range(0, count, _BLOCK):
             # int64 on the CPU, whatever the default device is.
             turns = torch.arange(first, min(first + _BLOCK, count), device="cpu")
-            # The remainder is for padding, which starts the epoch over.
+            # The modulo is for padding, which repeats the epoch from its start.
             positions = (turns * self.num_replicas + (cursor.start + self.rank)) % self._length
             if self.shuffle:
                 positions = permute(positions, num_samples=self._length, seed=self.seed, epoch=cursor.epoch)

@@ -1,6 +1,6 @@
-"""Seeds for a loop of one's own: all generators of a process, and those of DataLoader workers.
+"""Seeds for your own loop: all generators of a process, and those of DataLoader workers.
 
-The Trainer needs none of this: it sets generators itself, from the plan.
+A Trainer needs none of this: it sets the generators from the plan.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ __all__ = ["LoaderSeeds", "seed_everything", "seed_worker"]
 
 
 class LoaderSeeds(NamedTuple):
-    """What a torch DataLoader takes for its seeds: `DataLoader(..., generator=..., worker_init_fn=...)`."""
+    """The seed arguments of a torch DataLoader: `DataLoader(..., generator=..., worker_init_fn=...)`."""
 
     generator: torch.Generator
-    """Of this rank, also with same=True: workers of different ranks must not draw the same."""
+    """Seeded differently on every rank, also with same=True: workers of different ranks must not draw equal numbers."""
     worker_init_fn: Callable[[int], None]
     """Seeds Python's and NumPy's generators in a worker."""
 
@@ -33,15 +33,23 @@ class LoaderSeeds(NamedTuple):
 def seed_everything(seed: int, *, same: bool = False) -> LoaderSeeds:
     """Seed torch (all devices), Python and NumPy in this process, differently on every rank.
 
-    Ranks that drew the same numbers would drop out and augment alike.
-    Args: same gives all ranks the same numbers: for building a model that must be equal everywhere.
-    Returns: generator and worker_init_fn for a torch DataLoader, always of this rank.
-    Raises: TypeError if the seed is no whole number.
+    With equal random numbers, ranks would use the same dropout masks and augmentations. No communication.
+
+    Args:
+        seed: Seed of the run.
+        same: Seed all ranks equally, for building a model that must be equal everywhere.
+
+    Returns:
+        Generator and worker_init_fn for a torch DataLoader, always different on every rank.
+
+    Raises:
+        TypeError: The seed is no whole number.
+        ValueError: A variable that the launcher set is invalid.
     """
     seed = whole("seed", seed)
     own = rank()
     if find_spec("numpy") is not None:
-        import_module("numpy")  # imported later, its generator would not be seeded
+        import_module("numpy")  # if it were imported later, its generator would not be seeded
     key = derive_key(seed, "job") if same else derive_key(seed, "rank", own)
     set_generators(key)
     torch.manual_seed(key)  # every device
@@ -54,7 +62,7 @@ def seed_worker(worker_id: int) -> None:
 
     torch's seed in a worker differs by rank (through the generator), epoch and worker.
     """
-    del worker_id  # torch.initial_seed() counts it in
+    del worker_id  # included in torch.initial_seed()
     key = torch.initial_seed()
     random.seed(key)
     if find_spec("numpy") is not None:

@@ -1,4 +1,4 @@
-"""How a dataset is divided into batches and read: what the loaders of Trainers and those of user loops share."""
+"""Settings for dividing a dataset into batches and reading it, shared by the loaders of Trainers and of user loops."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["Collate", "LoaderSettings"]
 Collate = Callable[[list[Any]], Any]
 
 _PERMUTED_TOGETHER = 8192
-"""Permuting few positions costs as much as permuting thousands, so several steps' worth are permuted together."""
+"""Permuting few positions costs as much as permuting thousands, so those of several steps are permuted together."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderSettings:
-    """How a dataset is divided into batches and read.
+    """Settings for dividing a dataset into batches and reading it.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -34,19 +34,19 @@ class LoaderSettings:
     batch_size: int
     """Samples of a global batch, over all ranks."""
     seed: int
-    """Root of the order and of the dataset's random numbers."""
+    """Seed of the order and of the dataset's random numbers."""
     shuffle: bool
-    """A new order every epoch, or the dataset's own."""
+    """Use a new order in each epoch; otherwise the dataset's."""
     drop_last: bool = False
     """Leave out the last batch of an epoch if it is smaller than the others."""
     collate_fn: Collate | None = None
-    """Makes a batch of a list of samples; None: torch's default_collate."""
+    """Makes a batch from a list of samples; None: torch's default_collate."""
     workers: int = 0
-    """Processes of this rank that read ahead; 0 reads in the training process."""
+    """Number of processes of this rank that read ahead; 0 reads in the training process."""
     pin_memory: bool = False
     """Read into page-locked memory, for copies to a GPU."""
     stream: str = "train"
-    """Name of the streams of random numbers."""
+    """Name of the streams of random numbers, part of the key of each seed."""
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "seed", "workers"):
@@ -60,10 +60,10 @@ class LoaderSettings:
             raise ValueError(f"workers={self.workers} must be 0 (read in the training process) or more")
 
     def identity(self, num_samples: int | None) -> dict[str, Any]:
-        """Return what decides which samples lie in which batch, beside the seed and the division among ranks.
+        """Return the settings that decide which samples are in which batch, except seed and division among ranks.
 
         Args:
-            num_samples: Samples of an epoch; None if the dataset does not say.
+            num_samples: Number of samples in an epoch; None if the dataset has no length.
         """
         return {
             "batch_size": self.batch_size,
@@ -80,10 +80,10 @@ class LoaderSettings:
         """Yield the samples at the positions of each step.
 
         Args:
-            steps: Positions of the epoch.
-            num_samples: Samples of the dataset.
-            epoch: Which epoch's order.
-            width: About how many positions a step has.
+            steps: The positions in the epoch of each step.
+            num_samples: The number of samples of the dataset.
+            epoch: The epoch whose order is used.
+            width: The approximate number of positions per step.
         """
         remaining, together = iter(steps), max(1, _PERMUTED_TOGETHER // width)
         while block := list(islice(remaining, together)):

@@ -1,10 +1,10 @@
-"""An iterable dataset, dealt out in global batches like a map-style one.
+"""An iterable dataset, divided into global batches like a map-style one.
 
-Every rank iterates over the whole stream and keeps what belongs to its virtual ranks. That costs each rank the reading
-of all samples, and gives what a stream cut up by rank cannot: the same bits on any number of ranks, every sample once,
-no ranks that run dry before others. It holds if the stream yields the same samples in the same order wherever it is
-iterated; random numbers drawn on the way are set from (seed, epoch) at the start and from (seed, epoch, position)
-before each sample. There is no shuffling, and a resume in mid-epoch reads up to its place again.
+Every rank iterates over the whole stream and keeps the samples of its virtual ranks. Each rank therefore reads all
+samples. In return, unlike with a stream divided by rank, the bits are the same on any number of ranks, every sample
+comes once, and no rank runs out of samples before others. The stream must yield the same samples in the same order
+wherever it is iterated; random generators are set from (seed, epoch) at the start and from (seed, epoch, position)
+before each sample. There is no shuffling, and a resume in mid-epoch reads the stream up to its place again.
 """
 
 from __future__ import annotations
@@ -37,22 +37,23 @@ class StreamLoader:
     ) -> None:
         length = stream_length(dataset, settings)
         self.num_samples: int | None = length
-        """Samples of an epoch, None if the dataset does not say."""
+        """Number of samples in an epoch; None if the dataset has no length."""
         self.steps: int | None = None if length is None else num_steps(length, settings.batch_size)
-        """Steps of an epoch, None if the dataset does not say."""
+        """Number of steps in an epoch; None if the dataset has no length."""
         self._settings = settings
         self._stream = _TrainerStream(dataset, settings)
         self._tell = tell
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What decides which samples lie in which batch; see `LoaderSettings.identity`."""
+        """Settings that decide which samples are in which batch; see `LoaderSettings.identity`."""
         return self._settings.identity(self.num_samples)
 
     def batches(self, *, epoch: int, first_step: int = 0) -> Iterator[Batch]:
-        """Yield this rank's part of the batches of an epoch, from a step on.
+        """Yield this rank's part of each batch of an epoch, starting at `first_step`.
 
-        Raises: DataError if the stream is empty.
+        Raises:
+            DataError: The stream yields no batch and `first_step` is 0, or a worker process has died.
         """
         self._stream.epoch, self._stream.first_step = epoch, first_step
         step = first_step

@@ -1,6 +1,6 @@
-"""Worker processes that read ahead, torch's, and what becomes of them: which one is slow or dead, and at which samples.
+"""Worker processes of torch's DataLoader that read ahead, and reports of slow or dead ones with their samples.
 
-A slow worker is waited for, and told of. A dead one is an error that names it, its samples, and a lack of memory if the
+A slow worker is reported and waited for. A dead one is an error that names it, its samples, and a lack of memory if the
 kernel counted one. Start reading at `Workers.__iter__`.
 """
 
@@ -28,14 +28,14 @@ from unisono.text import list_first
 __all__ = ["PATIENCE_S", "TaskReader", "Workers", "warn_on_stderr"]
 
 PATIENCE_S = 60.0
-"""How long a worker is waited for before that is told; then again after twice, four times, ... as long."""
+"""Seconds of waiting for a worker until a report; the next ones follow after twice, four times, ... this time."""
 _POLL_S = 1.0
-"""How often a wait is interrupted to look whether workers have died."""
+"""Seconds between checks for dead workers during a wait."""
 _SHOWN = 8
 
 
 def warn_on_stderr(message: str) -> None:
-    """Write a warning where nothing else tells it. A standard error that is full or gone ends no run."""
+    """Print a warning to standard error. A standard error that is full or closed does not end the run."""
     with suppress(OSError, ValueError):
         print(f"unisono: warning: {message}", file=sys.stderr, flush=True)
 
@@ -44,13 +44,13 @@ class Workers:
     """Worker processes of torch's DataLoader.
 
     Args:
-        dataset: what they read: a `Fetcher`, or an iterable dataset.
-        tasks: what a fetcher is asked for, iterated over anew for each iteration, in which processes live on; None for
-            an iterable dataset, whose processes live as long as an iteration.
-        number: of processes.
-        pin_memory: copy what arrives into page-locked memory.
-        tell: gets a sentence about a worker that is slow.
-        patience_s: how long a worker is waited for before that is told.
+        dataset: A `Fetcher`, or an iterable dataset.
+        tasks: The tasks for a fetcher, iterated over anew in each iteration; the processes are kept between iterations.
+            None for an iterable dataset, whose processes end with the iteration.
+        number: The number of processes.
+        pin_memory: Copy items into page-locked memory as they arrive.
+        tell: Called with a sentence about a slow worker.
+        patience_s: Seconds of waiting for a worker until it counts as slow.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Workers:
         )
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield what the workers read, in order.
+        """Yield the items that the workers read, in order.
 
         Raises:
             DataError: A worker has died.
@@ -100,7 +100,7 @@ class Workers:
                 except StopIteration:
                     return
                 except (RuntimeError, OSError, EOFError) as error:
-                    # So begins what a dataset raises; what a dying worker cut short comes as any of these errors.
+                    # Messages of a dataset's errors begin so; a read that a dying worker cut short raises any of these.
                     if str(error).startswith("Caught "):
                         raise
                     timed_out = str(error) == f"DataLoader timed out after {self._poll_s} seconds"
@@ -109,7 +109,7 @@ class Workers:
                         worker, code = dead
                         reason = evidence(code, before, read_counters())
                         for process in iterator._workers:
-                            process.kill()  # they may wait for ever for a lock that the dead one held
+                            process.kill()  # they may wait for ever for a lock that the dead worker held
                         raise DataError(self._describe_death(worker, iterator._workers[worker], code, reason)) from None
                     if not timed_out:
                         raise
@@ -123,7 +123,7 @@ class Workers:
             yield item
 
     def _describe_task(self, worker: int) -> str:
-        """Say what a worker is at; workers note it where they share memory with this process."""
+        """Describe a worker's current activity, from its note in shared memory."""
         if self._is_stream:
             return "reading the stream"
         task = self._tasks.unfetched.get(int(self._reading[worker]) - 1)
@@ -143,15 +143,15 @@ class Workers:
 
 
 class TaskReader:
-    """Fetches tasks in their order, in this process or in worker processes, which live on from epoch to epoch.
+    """Fetches tasks in order, in this process or in worker processes, which are kept from epoch to epoch.
 
     Args:
-        fetcher: reads a task.
-        tasks: iterated over anew for each iteration.
-        workers: number of processes; 0 reads in this process.
-        pin_memory: copy what workers read into page-locked memory.
-        tell: gets a sentence about a worker that is slow.
-        patience_s: how long a worker is waited for before that is told.
+        fetcher: Reads a task.
+        tasks: The tasks, iterated over anew in each iteration.
+        workers: The number of processes; 0 reads in this process.
+        pin_memory: Copy the workers' items into page-locked memory.
+        tell: Called with a sentence about a slow worker.
+        patience_s: Seconds of waiting for a worker until it counts as slow.
     """
 
     def __init__(
@@ -185,16 +185,16 @@ class TaskReader:
 
 
 class _NumberedTasks:
-    """Numbers tasks as torch takes them, and keeps those that have not come back. Numbers go on from epoch to epoch."""
+    """Numbers tasks as torch takes them, on from epoch to epoch, and keeps those that have not been fetched yet."""
 
     def __init__(self, tasks: Iterable[Task]) -> None:
         self._source, self._next = tasks, 0
         self.first = 0
-        """The number of the first task of this iteration, which is worker 0's; they take turns."""
+        """Number of the first task of this iteration, which worker 0 gets; workers take turns."""
         self.unfetched: dict[int, Task] = {}
 
     def begin(self) -> int:
-        """Forget what an iteration that was left has not fetched; return the number of the first task."""
+        """Discard the unfetched tasks of an abandoned iteration; return the number of the next one's first task."""
         self.unfetched.clear()
         self.first = self._next
         return self.first
@@ -207,7 +207,7 @@ class _NumberedTasks:
 
 
 class _TaskNotes(Dataset[Any]):
-    """A fetcher that notes in shared memory which task this worker reads: its number plus 1, and 0 between tasks."""
+    """A fetcher that writes the worker's current task to shared memory: its number plus 1, and 0 between tasks."""
 
     def __init__(self, fetcher: Fetcher, reading: Tensor) -> None:
         self._fetcher, self._reading = fetcher, reading
@@ -223,10 +223,10 @@ class _TaskNotes(Dataset[Any]):
 
 
 def _leave_deaths_to_waits(iterator: Any) -> None:
-    """Let a death be found where its worker is waited for.
+    """Remove the workers from torch's SIGCHLD handler, so that only a wait for a worker finds its death.
 
-    Torch would raise a RuntimeError that knows a process id alone, from a handler of SIGCHLD, wherever the main thread
-    is: in the forward pass, or while another error is dealt with.
+    The handler would raise a RuntimeError with no more than a process id, wherever the main thread is: in the forward
+    pass, or while another error is handled.
     """
     if iterator._worker_pids_set:
         signal_handling._remove_worker_pids(id(iterator))  # type: ignore[attr-defined]
@@ -234,11 +234,11 @@ def _leave_deaths_to_waits(iterator: Any) -> None:
 
 
 def _dead(processes: Sequence[BaseProcess], *, timeout_s: float) -> tuple[int, int] | None:
-    """Find a worker that has died, and its exit code; one that is just dying is waited for."""
+    """Return a worker that has died and its exit code, or None; wait up to `timeout_s` for one that is just dying."""
     ended = wait([process.sentinel for process in processes], timeout_s)
     for process in processes:
         if process.sentinel in ended:
-            process.join(1.0)  # its exit code comes a little later
+            process.join(1.0)  # the exit code is there a little later
     for worker, process in enumerate(processes):
         if process.exitcode is not None:
             return worker, process.exitcode
@@ -246,5 +246,5 @@ def _dead(processes: Sequence[BaseProcess], *, timeout_s: float) -> tuple[int, i
 
 
 def _as_it_is(item: Any) -> Any:
-    """Take the place of collate_fn where items are batches already; a function that worker processes can be sent."""
+    """Return the item: a collate_fn for items that are batches already, which can be sent to worker processes."""
     return item
