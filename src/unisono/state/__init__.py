@@ -1,4 +1,4 @@
-"""What a run is, apart from its plan: checkpoints, digests and random state."""
+"""The state of a run: checkpoints, digests and random generators."""
 
 from unisono.state.policy import Checkpoints
 

@@ -1,9 +1,9 @@
-"""Values as JSON and back, exactly and without pickle; the tensors in them are named, and lie in files of their own.
+"""Conversion of values to JSON and back, exactly and without pickle; tensors are named, and stored in separate files.
 
-JSON has no tuples, no integer keys, no infinities. What JSON has stands for itself; all else is an object with a tag:
-`{"~": "tuple", "items": [...]}`. Types come back too: a tuple is a tuple, the key 0 is an int, -0.0 keeps its sign.
-Nothing in a document can name code: decoding makes the types listed here and no others. How tensors lie in a file is
-`layout`'s. Pure: no files, no clock. Start reading at `encode`.
+JSON has no tuples, no integer keys, no infinities. Values that JSON has represent themselves; any other value is an
+object with a tag: `{"~": "tuple", "items": [...]}`. Types are restored too: a tuple is a tuple, the key 0 is an int,
+-0.0 keeps its sign. Nothing in a document can name code: decoding makes the types listed here and no others.
+`safetensors_format` stores the tensors. Pure: no files, no clock. Start reading at `encode`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ __all__ = ["Json", "decode", "decode_dtype", "encode", "render"]
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
 _TAG = "~"
-# Levels of nesting: above any real state and below Python's own limit, so that a loop is an error and not a crash.
+# Levels of nesting: above any real state and below Python's own limit, so that a cycle is an error and not a crash.
 _MAX_DEPTH = 60
-# Other readers of JSON hold numbers as float64. Greater integers are tagged and in hexadecimal, which also avoids
+# Other readers of JSON store numbers as float64. Greater integers are tagged and in hexadecimal, which also avoids
 # Python's limit of 4,300 decimal digits.
 _EXACT_IN_ALL_READERS = 2**53
 
@@ -46,8 +46,11 @@ def encode(value: object) -> tuple[Json, dict[str, Tensor]]:
     Accepts dict, OrderedDict, Counter, list, tuple, set, frozenset, str, int, float, bool, None, bytes, complex,
     torch.dtype, torch.device, torch.Size, pathlib paths, tensors, and scalars of NumPy, which become plain numbers.
     Subclasses of these are refused: their type would be lost. Tensors are detached, not copied; their names are their
-    paths ("param_groups.0.lr"), made unique by a suffix where two paths read alike.
-    Raises: CheckpointError naming the path and the type of the first value of another type.
+    paths ("param_groups.0.lr"), made unique by a suffix if two paths have the same text.
+
+    Raises:
+        CheckpointError: A value has another type, a tensor is a key or an element of a set, or the nesting is too deep;
+            the message names the path.
 
     >>> encode({"betas": (0.9, 0.999), "step": 3})
     ({'betas': {'~': 'tuple', 'items': [0.9, 0.999]}, 'step': 3}, {})
@@ -57,9 +60,10 @@ def encode(value: object) -> tuple[Json, dict[str, Tensor]]:
 
 
 def render(document: Json) -> bytes:
-    """Write a document as JSON text that reads back equal.
+    """Return a document as JSON text that reads back equal.
 
-    Raises: TypeError where it would not: other types than JSON's, tuples, keys that are not strings, infinities.
+    Raises:
+        TypeError: It would not: the document has types that JSON lacks, tuples, keys that are not strings, infinities.
     """
     try:
         text = json.dumps(document, indent=1, allow_nan=False)
@@ -67,7 +71,7 @@ def render(document: Json) -> bytes:
     except (TypeError, ValueError, RecursionError) as error:
         raise TypeError(f"the document is not JSON: {error}. Pass it through encode.") from error
     if not same:
-        # json.dumps makes lists of tuples and strings of other keys without a word.
+        # json.dumps silently turns tuples into lists, and other keys into strings.
         raise TypeError(
             "the document would not come back equal: it holds tuples, or keys that are not strings. Pass it through "
             "encode."
@@ -76,10 +80,10 @@ def render(document: Json) -> bytes:
 
 
 def decode(document: Json, tensors: Mapping[str, Tensor]) -> Any:
-    """Rebuild the value that `encode` split.
+    """Return the value that `encode` split. Its tensors are those of `tensors`, without a copy.
 
-    Tensors are handed out as they are in `tensors`, without a copy.
-    Raises: CorruptCheckpointError naming the path where the document is not one that `encode` makes.
+    Raises:
+        CorruptCheckpointError: `encode` does not make such a document; the message names the path.
 
     >>> decode(*encode([{0: float("-inf")}, {1, 2}, b"ab"]))
     [{0: -inf}, {1, 2}, b'ab']
@@ -97,7 +101,7 @@ def _encode(value: object, path: tuple[object, ...], tensors: dict[str, Tensor])
             f"{_name(path[:6])}… is nested more than {_MAX_DEPTH} levels deep: it may contain itself. Store "
             f"flat values."
         )
-    # By exact type: a subclass (Enum, namedtuple, TorchVersion) would come back as something else.
+    # By exact type: a subclass (Enum, namedtuple, TorchVersion) would come back as another type.
     kind = type(value)
     if value is None or kind is bool or kind is str:
         return value  # type: ignore[return-value]
@@ -109,7 +113,7 @@ def _encode(value: object, path: tuple[object, ...], tensors: dict[str, Tensor])
         plain = "Path" if isinstance(value, pathlib.Path) else kind.__name__
         if plain in _PATHS:
             return {_TAG: "path", "kind": plain, "path": str(value)}
-    # NumPy's scalars, without importing NumPy: float64 is a subclass of float, so exact types were asked first.
+    # NumPy's scalars, without importing NumPy: float64 is a subclass of float, so exact types are tested first.
     item = getattr(value, "item", None)
     if kind.__module__ == "numpy" and getattr(value, "shape", None) == () and callable(item):
         plain_value = item()
@@ -142,7 +146,7 @@ def _encode_tensor(value: Tensor, path: tuple[object, ...], tensors: dict[str, T
 
 
 def _encode_float(value: float) -> Json:
-    if not math.isfinite(value):  # JSON has none of these, and a NaN has a sign and a payload
+    if not math.isfinite(value):  # JSON has no such numbers, and a NaN has a sign and a payload
         return {_TAG: "float", "bits": struct.pack(">d", value).hex(), "reads": repr(value)}
     return value
 
@@ -181,7 +185,7 @@ def _encode_pairs(value: dict[Any, Any], path: tuple[object, ...], tensors: dict
 
 
 def _encode_set(tag: str, value: Iterable[object], path: tuple[object, ...]) -> Json:
-    # Sets of strings iterate in another order in each process; sorted, equal states give equal files.
+    # The order of a set of strings differs between processes; sorted, equal states give equal files.
     elements = [_encode_key(element, (*path, "element")) for element in value]
     return {_TAG: tag, "items": sorted(elements, key=repr)}
 

@@ -1,8 +1,8 @@
-"""One number that says whether two states are equal to the bit.
+"""A digest that is equal for two states exactly if their bits are equal.
 
-SHA-256 over names, types, shapes and exact bytes. Each part is preceded by its kind and its length, so no two different
-states read alike. The order of a dict, the strides of a tensor and the device it is on do not matter: only values do.
-Memory is hashed where it lies, without NumPy and without a Python loop over elements. Start reading at `digest`.
+SHA-256 over names, types, shapes and exact bytes. Each part is preceded by its kind and its length, so two different
+states never feed the same bytes. The order of a dict, the strides of a tensor and its device do not matter: only values
+do. Memory is hashed in place, without NumPy and without a Python loop over elements. Start reading at `digest`.
 """
 
 from __future__ import annotations
@@ -37,13 +37,16 @@ Plain = (
 
 
 def digest(entries: Mapping[str, Plain]) -> str:
-    """Name a state by 64 hexadecimal digits: equal for equal values, different for different ones.
+    """Return 64 hexadecimal digits that are equal for equal values and different for different ones.
 
-    Tensors count by dtype, shape and bits: -0.0 is not 0.0, and a NaN equals itself; scalars by type and bits, so 1,
-    1.0 and True differ. Values may be nested in dict, list and tuple. Cost: one pass of SHA-256 over the memory (about
-    2 GB/s where the CPU has instructions for it), and one copy of each tensor that is not contiguous or not on the CPU.
-    Not a collective: each rank digests its own values.
-    Raises: TypeError naming the path of a value of another type; CheckpointError for a tensor without plain memory.
+    Tensors are compared by dtype, shape and bits: -0.0 is not 0.0, and a NaN equals itself; scalars by type and bits,
+    so 1, 1.0 and True differ. Values may be nested in dict, list and tuple. Cost: one pass of SHA-256 over the memory
+    (about 2 GB/s if the CPU has instructions for it), and one copy of each tensor that is not contiguous or not on the
+    CPU. Not a collective: each rank digests its own values.
+
+    Raises:
+        TypeError: A value has another type; the message names its path.
+        CheckpointError: A tensor has no plain memory.
 
     >>> digest({"w": torch.zeros(2), "step": 1}) == digest({"step": 1, "w": torch.zeros(4)[::2]})
     True
@@ -58,8 +61,8 @@ def digest(entries: Mapping[str, Plain]) -> str:
 def check_storable(tensor: Tensor, name: str) -> None:
     """Refuse a tensor whose values are not plain memory; costs nothing.
 
-    Raises: CheckpointError, with the name, for a tensor that is sparse, quantized, nested, on the meta device, or
-    distributed over ranks.
+    Raises:
+        CheckpointError: The tensor is sparse, quantized, nested, on the meta device, or distributed over ranks.
     """
     if tensor.layout != torch.strided:
         reason = f"its layout is {tensor.layout}; store to_dense(), or its indices and values"
@@ -77,9 +80,10 @@ def check_storable(tensor: Tensor, name: str) -> None:
 
 
 def exact(tensor: Tensor, name: str) -> Tensor:
-    """Give a tensor's values as plain CPU memory in logical order: the tensor itself where it is that already.
+    """Return a tensor's values as plain CPU memory in logical order, without a copy if the tensor is that already.
 
-    Raises: CheckpointError, with the name, as `check_storable`, and where the memory has been given back.
+    Raises:
+        CheckpointError: `check_storable` refuses the tensor, or its memory has been freed.
     """
     check_storable(tensor, name)
     plain = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
@@ -92,7 +96,7 @@ def exact(tensor: Tensor, name: str) -> Tensor:
 
 
 def same_memory(tensor: Tensor) -> tuple[object, ...]:
-    """Give a key that is equal for tensors that see the same memory in the same way, while both are alive."""
+    """Return a key that is equal for tensors that view the same memory in the same way, while both are alive."""
     if tensor.layout != torch.strided or tensor.is_meta or tensor.numel() == 0:
         return (id(tensor),)
     view = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
@@ -100,18 +104,18 @@ def same_memory(tensor: Tensor) -> tuple[object, ...]:
 
 
 def memory(tensor: Tensor) -> memoryview:
-    """See the bytes of a contiguous CPU tensor without a copy. The view keeps the memory alive.
+    """Return a view of the bytes of a contiguous CPU tensor, without a copy. The view keeps the memory alive.
 
     >>> memory(torch.tensor([1, 258], dtype=torch.int16)).tobytes()
     b'\\x01\\x00\\x02\\x01'
     """
-    # Tensor.numpy() would need NumPy, which unisono does not require, and knows no bfloat16.
+    # Tensor.numpy() would need NumPy, which unisono does not require, and does not support bfloat16.
     nbytes = tensor.numel() * tensor.element_size()
     if nbytes == 0:
         return memoryview(b"")
     array = (ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())
-    # from_address owns nothing, and a memoryview keeps only its array: without this, memory(torch.ones(3)) reads what
-    # was freed.
+    # from_address owns nothing, and a memoryview keeps only its array alive: without this, memory(torch.ones(3)) would
+    # read freed memory.
     array.tensor = tensor  # type: ignore[attr-defined]
     return memoryview(array).cast("B")
 

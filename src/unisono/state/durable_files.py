@@ -1,6 +1,6 @@
-"""Files of a checkpoint on disk: written so that they survive a power cut, read so that no damage goes unseen.
+"""Files of a checkpoint on disk: written so that they survive a power cut, read so that damage is always detected.
 
-Knows nothing of what is in them. Start reading at `write_file` and `CheckedFile`.
+Independent of their content. Start reading at `write_file` and `CheckedFile`.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ __all__ = [
     "write_file",
 ]
 
-# Pieces that stay in the CPU's cache between being written and being hashed: one trip through memory, not two.
+# A chunk stays in the CPU's cache between being written and being hashed: one pass over memory, not two.
 _CHUNK = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """A file as it should be."""
+    """The expected name, size and hash of a file."""
 
     name: str
     nbytes: int
@@ -46,10 +46,11 @@ class Entry:
 
 
 def write_file(path: Path, pieces: list[FilePart]) -> Entry:
-    """Write a file, flush it to the disk, and describe it.
+    """Write a file, flush it to the disk, and return its entry.
 
-    The hash is of the bytes meant, taken on the way. Hashing the file instead would bless a bad write, and reading it
-    back would come from the page cache: 0.15 s for 300 MB that say nothing about the disk. `verify` says it later.
+    The hash is that of the bytes in memory, taken while they are written. A hash of the file would confirm a bad write,
+    and reading it back would read the page cache: 0.15 s for 300 MB, without a check of the disk. `Store.verify` checks
+    that later.
     """
     sha = hashlib.sha256()
     nbytes = 0
@@ -70,19 +71,19 @@ def write_file(path: Path, pieces: list[FilePart]) -> Entry:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above it, so that it survives a power cut."""
+    """Make a folder and the missing ones above it, and flush its name to the disk."""
     if not folder.is_dir():
         folder.mkdir(parents=True, exist_ok=True)
         flush_folder(folder.parent)
 
 
 def flush_folder(folder: Path) -> None:
-    """Return when the names in a folder are on the disk."""
+    """Wait until the names in a folder are on the disk."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
     except OSError as error:
-        # Some network and FUSE file systems cannot flush a folder and say so; names there are as safe as they get.
+        # Some network and FUSE file systems report that they cannot flush a folder; nothing more can be done there.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:
@@ -91,10 +92,10 @@ def flush_folder(folder: Path) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold a lock that says the writer lives. A process id would not: containers give the same one at every start."""
+    """Hold a lock on a folder while its writer runs. A process id would not do: containers reuse it at each start."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        with suppress(OSError):  # no locks on this file system: `clean` then relies on there being one writer
+        with suppress(OSError):  # no locks on this file system: `clean` then assumes that there is one writer
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     finally:
@@ -102,7 +103,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def is_locked(folder: Path) -> bool:
-    """Tell whether somebody holds the lock of a folder."""
+    """Return True if a process holds the lock of a folder."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -116,7 +117,7 @@ def is_locked(folder: Path) -> bool:
 
 
 def remedy(error: OSError, folder: Path) -> str:
-    """Say what to do about an error while writing into a folder."""
+    """Return advice on an error while writing into a folder."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "Free space or quota there, keep fewer checkpoints, or choose another directory."
     if error.errno == errno.EFBIG:
@@ -135,7 +136,8 @@ def remedy(error: OSError, folder: Path) -> str:
 class CheckedFile:
     """A file that is hashed while it is read, from its first byte to its last.
 
-    Raises: CorruptCheckpointError if it is no file, has another size or cannot be read; here and in all methods.
+    Raises:
+        CorruptCheckpointError: The path is no file, has a wrong size or cannot be read; here and in all methods.
     """
 
     def __init__(self, path: Path, entry: Entry) -> None:
@@ -147,7 +149,7 @@ class CheckedFile:
             self._file = open_file(path, lambda size: size == entry.nbytes, expected)
 
     def read(self, view: memoryview) -> None:
-        """Fill a view with the next bytes. Raises: ValueError if fewer are left."""
+        """Fill a view with the next bytes; ValueError if fewer are left."""
         if len(view) > self._left:
             raise ValueError(f"{len(view):,} bytes were asked for, and {self._left:,} are left")
         with _explained(self._path, f"{self._entry.nbytes:,} bytes"):
@@ -163,7 +165,7 @@ class CheckedFile:
         self._left -= len(view)
 
     def finish(self) -> None:
-        """Read what is left, and compare the hash of all bytes with that of those written."""
+        """Read the rest of the file, and compare the hash of all bytes with the expected one."""
         rest = memoryview(bytearray(min(self._left, _CHUNK)))
         while self._left:
             self.read(rest[: self._left])
@@ -181,20 +183,22 @@ class CheckedFile:
 
 
 def read_file(path: Path, fits: Callable[[int], bool], expected: str) -> bytes:
-    """Read a file.
+    """Return the bytes of a file.
 
     Args:
-        path: where it is.
-        fits: returns True for a size in bytes that is right.
-        expected: what it should be, in words.
-    Raises: CorruptCheckpointError if it is no file, has another size or cannot be read.
+        path: The path of the file.
+        fits: Returns True if a size in bytes is right.
+        expected: The right size, in words.
+
+    Raises:
+        CorruptCheckpointError: The path is no file, has a wrong size or cannot be read.
     """
     with _explained(path, expected), open_file(path, fits, expected) as file:
         return file.readall()
 
 
 def open_file(path: Path, fits: Callable[[int], bool], expected: str) -> io.FileIO:
-    """Open a file to read, as `read_file` does. Raises: OSError, or CorruptCheckpointError."""
+    """Open a file for reading, with the checks of `read_file`. It does not convert an OSError."""
     # Without O_NONBLOCK a named pipe in the folder would wait for a writer for ever.
     file = io.FileIO(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
     status = os.fstat(file.fileno())

@@ -1,9 +1,8 @@
-"""One run at a time in a directory: a lock that its writer holds, and that the kernel drops with the process.
+"""One run at a time in a directory: a lock that its writer holds, and that the kernel releases with the process.
 
-The lock is flock's, on a file in the directory that says who holds it. flock belongs to the open file and not to the
-process, so other readers of the directory in this process do no harm; forked children close the file that they
-inherit, so that a worker which outlives its parent for a moment does not keep the lock. Start reading at
-`DirectoryLock.acquire`.
+The lock is flock's, on a file in the directory that names its holder. flock belongs to the open file and not to the
+process, so other readers of the directory in this process do no harm. Forked children close the inherited file, so that
+a worker which outlives its parent for a moment does not keep the lock. Start reading at `DirectoryLock.acquire`.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ from unisono.errors import CheckpointError
 
 __all__ = ["DirectoryLock"]
 
-# A process that was killed is gone for its launcher a moment before the kernel has closed its files.
+# The launcher sees the end of a killed process a moment before the kernel has closed its files.
 _PATIENCE_S = 3.0
 _POLL_S = 0.05
 
 _holders: weakref.WeakValueDictionary[tuple[int, int], DirectoryLock] = weakref.WeakValueDictionary()
-"""Of this process, by device and inode of the file."""
+"""Locks that this process holds, by device and inode of the file."""
 _is_forking_safe = False
 
 
 class DirectoryLock:
-    """Keeps other processes from keeping a run in the same directory. Another lock of this process takes over."""
+    """Prevents other processes from using the same directory for a run. A later lock of this process takes it over."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -41,7 +40,7 @@ class DirectoryLock:
         self.lost = False
         """True once another lock of this process has taken over."""
         self.settle: Callable[[], object] | None = None
-        """Called before another lock of this process takes over, to end what is under way."""
+        """Called before another lock of this process takes over, to finish a write."""
 
     @property
     def is_held(self) -> bool:
@@ -49,10 +48,14 @@ class DirectoryLock:
         return self._handle is not None
 
     def acquire(self) -> str | None:
-        """Take the lock, also from a lock of this process that holds it; wait a little for another process.
+        """Acquire the lock, also from another lock of this process; wait up to `_PATIENCE_S` for another process.
 
-        Returns: a warning if the file system has no locks, so that nothing is locked; None otherwise.
-        Raises: CheckpointError if another process holds the lock, naming it; OSError if the directory cannot be used.
+        Returns:
+            A warning if the file system has no locks, so that nothing is locked; None otherwise.
+
+        Raises:
+            CheckpointError: Another process holds the lock; the message names it.
+            OSError: The directory cannot be used.
         """
         end_s, warning = time.monotonic() + _PATIENCE_S, None
         while True:
@@ -92,14 +95,14 @@ class DirectoryLock:
         return warning
 
     def release(self) -> None:
-        """Give the lock back. May be called again."""
+        """Release the lock. May be called again."""
         if self._close is not None:
             self._close()
         self._handle = self._close = None
 
 
 def _name(holder: bytes) -> str:
-    """Say who holds a lock, by what stands in its file."""
+    """Return a description of a lock's holder, from the content of the lock file."""
     try:
         found = json.loads(holder)
         return f"process {found['pid']} on {found['host']}, since {found['since']},"
@@ -108,8 +111,8 @@ def _name(holder: bytes) -> str:
 
 
 def _close_in_children() -> None:
-    """Have forked children close inherited files of locks. Their parents' locks stay."""
-    global _is_forking_safe  # noqa: PLW0603  what has been registered with the system stays so
+    """Make forked children close inherited lock files. The locks of their parents stay."""
+    global _is_forking_safe  # noqa: PLW0603  a registration with the system is for good
     if not _is_forking_safe:
         _is_forking_safe = True
         os.register_at_fork(after_in_child=_release_all)

@@ -1,6 +1,6 @@
-"""The manifest of a checkpoint: which files belong to it, with their hashes, guarded by a hash of its own.
+"""The manifest of a checkpoint: its files with their hashes, and a hash of the manifest.
 
-Whatever a manifest says is checked before it is believed. Start reading at `parse_manifest`.
+The content of a manifest is checked before it is used. Start reading at `parse_manifest`.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ __all__ = [
 MANIFEST = "manifest.json"
 """Name of the file."""
 STATE = "state.json"
-"""Name of the file with all that is not a tensor."""
+"""Name of the file with everything that is not a tensor."""
 SUFFIX = ".safetensors"
-"""What follows a group's name in the name of its file."""
+"""Suffix of the file names of groups."""
 GROUP = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
-"""What a group may be called."""
+"""Pattern of valid group names."""
 
 _FORMAT = 1
 _LIMIT = 64 << 20
@@ -45,16 +45,16 @@ _LIMIT = 64 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """What a manifest says, checked."""
+    """The content of a manifest, checked."""
 
     step: int
     files: list[Entry]
     groups: dict[str, dict[str, Any]]
-    """By name, what `layout.read_tensors` needs beside the file."""
+    """By name, the argument `described` of `safetensors_format.read_tensors`."""
 
 
 def render_manifest(step: int, entries: list[Entry], groups: dict[str, Json]) -> bytes:
-    """Write the manifest of a checkpoint. Args: groups has what `layout.lay_out` returns for each."""
+    """Return the manifest of a checkpoint as bytes; `groups` are the descriptions that `plan_file` returned."""
     try:
         version = importlib.metadata.version("unisono")
     except importlib.metadata.PackageNotFoundError:  # run from a source tree
@@ -72,26 +72,31 @@ def render_manifest(step: int, entries: list[Entry], groups: dict[str, Json]) ->
 
 
 def _seal(content: dict[str, Any]) -> bytes:
-    """Render a manifest with its own hash at the end: it guards the others, and nothing else guards it."""
+    """Return a manifest as bytes with its own hash at the end: it has the files' hashes, and no other file has its."""
     body = json.dumps(content, indent=1).encode()
     return json.dumps({**content, "sha256": hashlib.sha256(body).hexdigest()}, indent=1).encode() + b"\n"
 
 
 def manifest_of(folder: Path) -> Manifest:
-    """Read the manifest of a checkpoint's folder. Raises: CorruptCheckpointError, as `parse_manifest`."""
+    """Return the manifest of a checkpoint's folder; CorruptCheckpointError if it is missing or damaged."""
     return parse_manifest(read_manifest(folder), str(folder), folder.name)
 
 
 def read_manifest(folder: Path) -> bytes:
-    """Read the bytes of a manifest, unless it is absurdly large. Raises: CorruptCheckpointError."""
+    """Return the bytes of a manifest; CorruptCheckpointError if it cannot be read or is larger than 64 MiB."""
     return read_file(folder / MANIFEST, lambda size: size <= _LIMIT, f"a manifest of up to {_LIMIT:,} bytes")
 
 
 def parse_manifest(data: bytes, where: str, folder_name: str) -> Manifest:
-    """Check a manifest and give what it says.
+    """Check a manifest and return its content.
 
-    Args: where names it in errors; folder_name is that of its folder.
-    Raises: CorruptCheckpointError saying what is wrong with it.
+    Args:
+        data: The bytes of the manifest.
+        where: Its path, for errors.
+        folder_name: The name of its folder.
+
+    Raises:
+        CorruptCheckpointError: The manifest is damaged, has an unknown format, or is of another folder.
     """
 
     def corrupt(what: str) -> CorruptCheckpointError:
@@ -109,7 +114,7 @@ def parse_manifest(data: bytes, where: str, folder_name: str) -> Manifest:
             f"newer unisono (upgrade to read it)"
         )
     claimed = content.pop("sha256", None)
-    # Rendered again and compared to the byte: a change in white space or in the case of a digit is a change too.
+    # Rendered again and compared to the byte: this finds a change in white space or in the case of a digit, too.
     if _seal(content) != data:
         found = hashlib.sha256(json.dumps(content, indent=1).encode()).hexdigest()
         raise corrupt(f"was changed after it was written: expected sha256 {claimed}, found {found}")

@@ -1,7 +1,7 @@
-"""When a run is saved, and how many checkpoints stay.
+"""The policy for checkpoints: when a run is saved, and how many checkpoints are kept.
 
-Settings and one pure function; clock and counters are the caller's. What is due by minutes depends on a clock; ranks
-need not agree, since rank 0 alone writes.
+Settings and one pure function; the caller passes times and counts. The rule by minutes depends on a clock; ranks need
+not agree, since rank 0 alone writes.
 """
 
 from __future__ import annotations
@@ -15,21 +15,24 @@ __all__ = ["Checkpoints", "is_due"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoints:
-    """When a run is saved, and how many checkpoints stay. Each rule that is set applies by itself.
+    """When a run is saved, and how many checkpoints are kept. Each rule that is set applies independently.
 
-    With every rule off, a run is saved only where its code says so.
+    With all rules off, a run is saved only when its code saves it.
+
+    Raises:
+        TypeError: A setting has the wrong type.
+        ValueError: A number is too small or NaN.
     """
 
     every_steps: int | None = None
-    """Save once this many steps have happened since the last save. None: not by steps."""
+    """Save after this many steps since the last save. None: not by steps."""
     every_minutes: float | None = 10.0
-    """Save once this many minutes have passed since the last save: the most work that a power cut can cost. None: not
-    by time."""
+    """Save after this many minutes since the last save: the most work that a power cut can cost. None: not by time."""
     every_epoch: bool = True
     """Save at the end of each epoch."""
     keep: int = 3
-    """Checkpoints that stay on disk, the newest ones. The disk holds keep + 1 of them while one is written. More than
-    one, so that a damaged newest checkpoint costs an interval and not the run."""
+    """The newest `keep` checkpoints are kept on disk, and keep + 1 while one is written. More than one, so that a
+    damaged newest checkpoint costs an interval and not the run."""
 
     def __post_init__(self) -> None:
         flag("every_epoch", self.every_epoch)
@@ -53,10 +56,13 @@ class Checkpoints:
 
 
 def is_due(policy: Checkpoints, *, steps_since: int, seconds_since: float, epoch_ended: bool) -> bool:
-    """Tell whether a run should be saved now. Pure.
+    """Return True if a run should be saved now. Pure.
 
-    Args: steps_since and seconds_since count from the last save, or from the start. Without a step there is nothing
-        new to save, so nothing is due.
+    Args:
+        policy: The rules.
+        steps_since: Steps since the last save, or since the start; with 0 there is nothing new to save.
+        seconds_since: Seconds since the last save, or since the start.
+        epoch_ended: True at the end of an epoch.
 
     >>> is_due(Checkpoints(every_steps=100), steps_since=100, seconds_since=5.0, epoch_ended=False)
     True

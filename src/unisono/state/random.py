@@ -1,7 +1,7 @@
-"""Setting every generator that training code draws from: torch's, Python's and NumPy's.
+"""Setting the random generators that training code uses: torch's, Python's and NumPy's.
 
-The state of a Trainer's run is never saved: it is set from a key of the plan wherever random numbers are about to be
-drawn, so it is a function of the place in the run and not of what was drawn before. A user's own loop keeps its state.
+A Trainer never saves the state of the generators: it sets them from a key of the plan before random numbers are drawn,
+so the state is a function of the place in the run and not of earlier draws. A user's own loop keeps its state.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ __all__ = ["kept_generators", "set_generators"]
 
 
 def set_generators(key: int, device: torch.device | None = None) -> None:
-    """Seed the generators of this process from one key; a device's too if it is not the CPU. About 6 µs on a CPU.
+    """Seed the generators of this process from one key, and that of `device` if it is a GPU. About 6 µs on a CPU.
 
-    Importing NumPy is left to the user: its generator is set if it has been imported.
+    NumPy is not imported: its generator is set if the program has imported it.
     """
-    # torch.manual_seed would also visit every kind of device there is, which costs ten times as much.
+    # torch.manual_seed would also seed every type of device, which takes ten times as long.
     torch.default_generator.manual_seed(key)
     random.seed(key)
     numpy = sys.modules.get("numpy")
@@ -35,7 +35,7 @@ def set_generators(key: int, device: torch.device | None = None) -> None:
 
 @contextmanager
 def kept_generators() -> Iterator[None]:
-    """Put the generators of torch's CPU, Python and NumPy back to where they were, whatever is set or drawn inside.
+    """Restore the state of torch's CPU generator, Python's and NumPy's after the block, whatever it sets or draws.
 
     About 15 µs, and 60 µs more if NumPy has been imported.
     """

@@ -1,9 +1,9 @@
-"""How tensors lie in a file of the open safetensors format: planned before it is written, and read one at a time.
+"""Files of tensors in the open safetensors format: planned before they are written, and read one tensor at a time.
 
 The format (https://huggingface.co/docs/safetensors): 8 bytes with the header's length, the header as JSON, the data. It
-is written and read here, without the library. Its save_file needs NumPy; its serialize_file takes copies of all data
-before version 0.8, and tells of a full disk without an errno; its loaders hold a file's bytes beside the tensors made
-of them, or map a file that may change after it was checked.
+is written and read here, without the library. Its save_file needs NumPy; its serialize_file copies all data before
+version 0.8, and reports a full disk without an errno; its loaders hold a file's bytes in addition to the tensors, or
+map a file that may change after it was checked.
 Pure: no files. Start reading at `plan_file` and `read_tensors`.
 """
 
@@ -26,8 +26,8 @@ __all__ = ["FilePart", "plan_file", "read_tensors"]
 FilePart: TypeAlias = bytes | tuple[str, Tensor]
 """A part of a file: bytes, or a tensor by name, whose memory is the part."""
 
-# Types that every supported safetensors reads. Others are stored under a type of the same width, and the manifest says
-# which they are; complex numbers as pairs.
+# Types that every supported version of safetensors reads. Others are stored as a type of the same width, and complex
+# numbers as pairs; the manifest has their types.
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -49,10 +49,12 @@ _LENGTH_NBYTES = 8
 
 
 def plan_file(tensors: Mapping[str, Tensor], group: str) -> tuple[list[FilePart], dict[str, Json]]:
-    """Plan a safetensors file: its parts in order, and what `read_tensors` must know besides. Copies nothing.
+    """Return the parts of a safetensors file in order, and a description for `read_tensors`. Copies nothing.
 
-    Names that see the same memory are stored once. A part that is a tensor stands for `digest.exact` of it.
-    Raises: CheckpointError naming group and tensor where one cannot be stored.
+    Names of the same memory are stored once. A part that is a tensor stands for the bytes of `digest.exact` of it.
+
+    Raises:
+        CheckpointError: A tensor cannot be stored; the message has its group and name.
     """
     first: dict[tuple[object, ...], str] = {}
     aliases: dict[str, str] = {}
@@ -74,9 +76,9 @@ def plan_file(tensors: Mapping[str, Tensor], group: str) -> tuple[list[FilePart]
         if dtype != tensor.dtype:
             dtypes[name] = str(tensor.dtype).removeprefix("torch.")
         kept.append((-dtype.itemsize, name, {"dtype": _DTYPES[dtype], "shape": [*shape]}))
-    # Wide types first, as the library does: every tensor is then aligned in the file, and can be mapped.
+    # Wide types first, as in the library: every tensor is then aligned in the file, and can be mapped.
     kept.sort(key=lambda entry: entry[:2])
-    # Other readers find tied names where the library's save_model puts them; unisono's are in the manifest.
+    # Tied names for other readers, where the library's save_model puts them; unisono reads those of the manifest.
     header: dict[str, Json] = {"__metadata__": {**aliases, "format": "pt"}}
     offset = 0
     for _, name, described in kept:
@@ -94,15 +96,18 @@ def plan_file(tensors: Mapping[str, Tensor], group: str) -> tuple[list[FilePart]
 
 
 def read_tensors(read: Callable[[memoryview], None], nbytes: int, described: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Read the tensors of a file that `plan_file` planned, one after the other, each into new CPU memory of its own.
+    """Return the tensors of a file that `plan_file` planned, by name, in the order of `plan_file`'s argument.
 
-    Tied names share a tensor again. What the header says is checked against the file's size before memory is taken.
+    They are read in sequence, each into newly allocated CPU memory. Tied names share a tensor again. The header is
+    checked against the file's size before memory is allocated.
+
     Args:
-        read: fills a view with the next bytes of the file.
-        nbytes: size of the file.
-        described: what `plan_file` returned beside the parts.
-    Returns: the tensors by name, in the order in which they were given to `plan_file`.
-    Raises: ValueError, KeyError, TypeError or AttributeError if the bytes are not such a file.
+        read: Fills a view with the next bytes of the file.
+        nbytes: The size of the file.
+        described: The description that `plan_file` returned with the parts.
+
+    Raises:
+        ValueError, KeyError, TypeError or AttributeError: The bytes are not such a file.
     """
     if nbytes < _LENGTH_NBYTES:
         raise ValueError(f"{nbytes} bytes are too few for a header")

@@ -1,9 +1,9 @@
-"""Checkpoints of a run on disk: a folder each, whole or not there, and every byte checked before it is used.
+"""Checkpoints of a run on disk: a folder each, complete or absent, and every byte checked before it is used.
 
     step-000000120/
-        manifest.json       what belongs here: each file's size and SHA-256; written last; carries its own SHA-256
+        manifest.json       each file's size and SHA-256; written last; has its own SHA-256
         model.safetensors   one file for each group of tensors, in the open safetensors format
-        state.json          all that is not a tensor
+        state.json          everything that is not a tensor
 
 A checkpoint is written into a `.tmp-…` folder beside the others, flushed to the disk, then renamed: a crash at any
 moment leaves the older checkpoints as they were. Nothing is read with pickle and no file is executed. One process
@@ -50,14 +50,14 @@ _STEP = re.compile(r"step-([0-9]{9,})")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointInfo:
-    """Where a checkpoint is. Says nothing about whether it is good: `Store.verify` does."""
+    """The path, step and size of a checkpoint, which may be damaged: `Store.verify` checks it."""
 
     path: Path
-    """Its folder."""
+    """The folder of the checkpoint."""
     step: int
-    """The step it was made at, by the folder's name."""
+    """The step at which it was made, according to the folder's name."""
     nbytes: int
-    """Size of its files, all together."""
+    """The total size of its files."""
 
 
 class Loaded(NamedTuple):
@@ -65,28 +65,31 @@ class Loaded(NamedTuple):
 
     info: CheckpointInfo
     groups: dict[str, dict[str, Tensor]]
-    """Tensors by group and name, in CPU memory of their own; names that were tied share one."""
+    """Tensors by group and name, each in separate CPU memory; tied names share one."""
     document: Json
 
 
 class Store:
-    """The folder in which the checkpoints of one run lie, a `step-…` folder each; other files are left alone."""
+    """The folder of the checkpoints of one run, a `step-…` folder each; other files are left alone."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
-        # Written by this process and flushed: `prune` need not read them to know that they are good.
+        # This process has written and flushed them: `prune` need not read them to know that they are good.
         self._written: set[Path] = set()
 
     def write(self, step: int, groups: Mapping[str, Mapping[str, Tensor]], document: Json) -> CheckpointInfo:
-        """Write a checkpoint and return when it is safe on the disk.
+        """Write a checkpoint and return its path and size when it is safe on the disk.
 
-        Not a collective: one rank writes. Tensors that see the same memory are stored once. Tensors that are not
-        contiguous or not on the CPU are copied one at a time. A checkpoint of the same step is replaced, whatever it
-        holds: a resumed run that comes by again may have fallen back because that one was damaged. The old one stays
-        until the new one is complete.
-        Raises: CheckpointError with the reason, the bytes needed and free, and the remedy; the checkpoints that were
-            there are untouched and nothing else is left. TypeError or ValueError if the step, a group's name or the
-            document is not what it must be.
+        Not a collective: one rank writes. Tensors that view the same memory are stored once. Tensors that are not
+        contiguous or not on the CPU are copied one at a time. A checkpoint of the same step is replaced, whatever its
+        content: a resumed run that reaches the step again may have fallen back because that one was damaged. The old
+        one stays until the new one is complete.
+
+        Raises:
+            CheckpointError: The checkpoint cannot be written. The message has the reason, the bytes needed and free,
+                and the remedy; the earlier checkpoints are untouched and nothing else is left.
+            TypeError: The document is not JSON, or an argument has the wrong type.
+            ValueError: The step is negative, or a group's name is invalid.
         """
         if step < 0:
             raise ValueError(f"step={step} must not be negative")
@@ -117,18 +120,19 @@ class Store:
                 doing = f"renaming it to {final.name}"
                 self._put(work, final)
         except OSError as error:
-            shutil.rmtree(work, ignore_errors=True)  # before the free space is read: half a checkpoint is no use
+            shutil.rmtree(work, ignore_errors=True)  # before the free space is read: half a checkpoint is useless
             raise CheckpointError(self._explain(step, needed, doing, error)) from error
         finally:
-            shutil.rmtree(work, ignore_errors=True)  # not there any more if all went well
+            shutil.rmtree(work, ignore_errors=True)  # after a success it has been renamed
         self._written.add(final)
         nbytes = sum(entry.nbytes for entry in [*entries, manifest])
         return CheckpointInfo(path=final, step=step, nbytes=nbytes)
 
     def list(self) -> builtins.list[CheckpointInfo]:
-        """List the checkpoints, newest first, by name: damaged ones too, so that they can be named.
+        """Return the checkpoints by the names of their folders, newest first, also damaged ones.
 
-        Raises: CheckpointError if the folder cannot be read; a folder that does not exist holds none.
+        Raises:
+            CheckpointError: The folder cannot be read. A folder that does not exist has no checkpoints.
         """
         infos: list[CheckpointInfo] = []
         try:
@@ -136,7 +140,7 @@ class Store:
                 found = _STEP.fullmatch(path.name)
                 if not found or path.name != f"step-{int(found[1]):09d}" or not path.is_dir():
                     continue
-                with suppress(FileNotFoundError):  # pruned while we look
+                with suppress(FileNotFoundError):  # pruned in the meantime
                     nbytes = sum(file.stat().st_size for file in path.iterdir())
                     infos.append(CheckpointInfo(path=path, step=int(found[1]), nbytes=nbytes))
         except FileNotFoundError:
@@ -151,17 +155,21 @@ class Store:
         """Read a checkpoint once and compare every byte's hash with its manifest; constant memory.
 
         Files that the manifest does not name are ignored: they are never read.
-        Raises: CorruptCheckpointError naming the file, and what was expected and found.
+
+        Raises:
+            CorruptCheckpointError: A file is damaged; the message names it, with expected and found values.
         """
         for entry in manifest_of(info.path).files:
             with CheckedFile(info.path / entry.name, entry) as file:
                 file.finish()
 
     def load(self, info: CheckpointInfo) -> Loaded:
-        """Read a checkpoint's values, and compare every byte's hash with its manifest in the same pass.
+        """Return a checkpoint's values, and compare every byte's hash with its manifest in the same pass.
 
-        Memory: that of the tensors, each of which is read to where it stays.
-        Raises: CorruptCheckpointError naming the file, and what was expected and found.
+        Memory: that of the tensors; each is read directly into its final memory.
+
+        Raises:
+            CorruptCheckpointError: A file is damaged; the message names it, with expected and found values.
         """
         manifest = manifest_of(info.path)
         entries = {entry.name: entry for entry in manifest.files}
@@ -171,7 +179,7 @@ class Store:
                 try:
                     found = parse(file.read, entries[name].nbytes)
                 except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, RecursionError) as error:
-                    file.finish()  # damage is what explains it best
+                    file.finish()  # damage is the better explanation
                     what = "the state as JSON" if name == STATE else "the tensors that its manifest describes"
                     raise CorruptCheckpointError(
                         f"{info.path / name} does not hold {what}: {type(error).__name__}: {error}. It was not written "
@@ -188,10 +196,10 @@ class Store:
         return Loaded(info, groups, document)
 
     def load_newest(self) -> tuple[Loaded | None, builtins.list[CorruptCheckpointError]]:
-        """Load the newest checkpoint that is whole, and return what is wrong with each newer one.
+        """Return the newest checkpoint that is not damaged, and the errors of all newer ones.
 
-        (None, []) means that there is none; (None, errors) that all are damaged, which a caller should not mistake for
-        a fresh start. Cost: reads each checkpoint up to the first good one, once.
+        (None, []) means that there is no checkpoint; (None, errors) that all are damaged, which a caller should not
+        mistake for a fresh start. Cost: reads each checkpoint up to the first good one, once.
         """
         errors: list[CorruptCheckpointError] = []
         for info in self.list():
@@ -202,11 +210,14 @@ class Store:
         return None, errors
 
     def prune(self, keep: int) -> builtins.list[CheckpointInfo]:
-        """Delete all but the newest `keep` checkpoints, and return those deleted.
+        """Delete all but the newest `keep` checkpoints, and return the deleted ones.
 
-        The newest good one always stays, even where `keep` newer ones are damaged; where none is good, none is
-        deleted. A reader sees each checkpoint whole or not at all. Cost: reads nothing if this store wrote the newest.
-        Raises: CheckpointError if one cannot be deleted.
+        The newest good one is always kept, even if `keep` newer ones are damaged; if none is good, none is deleted. A
+        reader sees each checkpoint complete or not at all. Cost: reads nothing if this store wrote the newest.
+
+        Raises:
+            CheckpointError: A checkpoint cannot be deleted.
+            ValueError: `keep` is less than 1.
         """
         if keep < 1:
             raise ValueError(f"keep={keep} must be at least 1: the newest checkpoint is never deleted")
@@ -223,7 +234,7 @@ class Store:
                 aside = self.folder / f".tmp-{os.getpid()}-{secrets.token_hex(4)}-pruned-{info.path.name}"
                 info.path.rename(aside)
                 moved.append(aside)
-            # The new names reach the disk before the files go: else a power cut could bring back half a checkpoint.
+            # The new names must be on the disk before files are deleted: otherwise a power cut could leave half of one.
             flush_folder(self.folder)
             for aside in moved:
                 shutil.rmtree(aside)
@@ -236,11 +247,13 @@ class Store:
         return doomed
 
     def clean(self) -> builtins.list[Path]:
-        """Remove what writers that died left behind, and return the folders removed. Call it before the first write.
+        """Remove the leftovers of writers that died, and return the folders removed. Call it before the first write.
 
-        A checkpoint that was moved aside to be replaced, when the writer died in between, is put back. A folder whose
-        writer lives is left alone: its writer holds a lock on it, which the kernel drops with the process.
-        Raises: CheckpointError if a leftover cannot be removed.
+        A checkpoint that was moved aside to be replaced, by a writer that died before the replacement, is put back. A
+        folder that is being written is left alone: its writer holds a lock on it, which ends with the process.
+
+        Raises:
+            CheckpointError: A leftover cannot be removed.
         """
         removed: list[Path] = []
         try:
@@ -256,12 +269,12 @@ class Store:
                     removed.append(path)
         except OSError as error:
             raise CheckpointError(
-                f"what a dead writer left in {self.folder} cannot be removed: {error}. {remedy(error, self.folder)}"
+                f"leftovers of a dead writer in {self.folder} cannot be removed: {error}. {remedy(error, self.folder)}"
             ) from error
         return removed
 
     def _put(self, work: Path, final: Path) -> None:
-        """Give a complete checkpoint its name. The rename is the moment from which it exists."""
+        """Rename a complete checkpoint to its final name. It exists from that moment on."""
         if final.exists() and not final.is_dir():
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(final))
         aside: Path | None = None
@@ -276,7 +289,7 @@ class Store:
             raise
         flush_folder(self.folder)
         if aside is not None:
-            shutil.rmtree(aside, ignore_errors=True)  # if it stays, `clean` takes it at the next start
+            shutil.rmtree(aside, ignore_errors=True)  # on failure `clean` removes it at the next start
 
     def _explain(self, step: int, needed: int, doing: str, error: OSError) -> str:
         try:

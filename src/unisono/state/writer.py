@@ -1,11 +1,10 @@
-"""Checkpoints written while training goes on.
+"""Writing of checkpoints while training continues.
 
-`BackgroundWriter.submit` copies the tensors, which takes a memory copy, and returns; a thread writes the copy to disk.
-Price: memory for one more copy of the state while a write is under way. One write at a time: the next submit waits.
+`BackgroundWriter.submit` copies the tensors, which takes as long as a memory copy, and returns; a thread writes the
+copy to disk. Cost: memory for one more copy of the state during a write. One write at a time: the next submit waits.
 
-A failed write does not stop training by itself: a run should not lose its work because a disk is full. The error is
-handed out once, by `poll` or `wait` or, to a caller who asks neither, by the next `submit`, which raises it. The caller
-who wants to warn and go on therefore does:
+A failed write alone does not stop training: a run should not lose its work because a disk is full. `poll` or `wait`
+returns the error once; if neither is called, the next `submit` raises it. To warn and continue:
 
     if (error := writer.wait()) is not None:
         warn(error)                          # the checkpoints before it are untouched
@@ -35,12 +34,13 @@ __all__ = ["BackgroundWriter"]
 class BackgroundWriter:
     """Writes checkpoints in a thread, one at a time, and keeps the newest few. Used from one thread, on one rank.
 
-    Args:
-        keep: checkpoints that stay after each write; see `Store.prune`.
-        on_written: called in the writing thread after each checkpoint is safe on disk, with the seconds the write took.
+    A thread runs for one write. It is not a daemon: an interpreter that ends first finishes the write, and never waits
+    longer than that.
 
-    A thread lives as long as one write. It is not a daemon: an interpreter that ends first finishes the write, and
-    never waits longer than that.
+    Args:
+        store: The folder of the checkpoints.
+        keep: The number of checkpoints to keep after each write; see `Store.prune`.
+        on_written: Called in the writing thread after each checkpoint is safe on disk, with the seconds the write took.
     """
 
     def __init__(
@@ -58,11 +58,13 @@ class BackgroundWriter:
     def submit(self, step: int, groups: Mapping[str, Mapping[str, Tensor]], document: Json) -> None:
         """Copy the state and write it in the background. Training may change the tensors once this returns.
 
-        Waits for the write before, if that is still under way. Not a collective. Cost: a copy of all tensors to CPU
-        memory; those that see the same memory are copied once.
-        Raises: CheckpointError of an earlier write that `poll` and `wait` have not handed out; this state is then not
-            submitted, and the same call again submits it. CheckpointError at once for a tensor that cannot be stored,
-            TypeError for a document that is not JSON.
+        Waits for a write that is in progress. Not a collective. Cost: a copy of all tensors to CPU memory; tensors that
+        view the same memory are copied once.
+
+        Raises:
+            CheckpointError: An earlier write failed, and neither `poll` nor `wait` has returned its error; this state
+                is then not submitted, and the same call again submits it. Or a tensor cannot be stored.
+            TypeError: The document is not JSON.
         """
         error = self.wait()
         if error is not None:
@@ -70,32 +72,32 @@ class BackgroundWriter:
         copies = _copy(groups)
         document = json.loads(render(document))  # the caller's lists may change while the thread works
         self._error, self._told = None, True
-        # One thread for each write, not one that waits for work: that one would keep a process from ending.
+        # One thread for each write, not one that waits for work: that would prevent the process from ending.
         thread = threading.Thread(target=self._run, args=(step, copies, document), name=f"checkpoint of step {step}")
         thread.start()
         self._thread = thread
 
     def poll(self) -> CheckpointError | None:
-        """Hand out the error of a finished write, once. Never waits: None also while a write is under way."""
+        """Return the error of a finished write, once; None otherwise, also during a write. Never waits."""
         if self.is_writing or self._told:
             return None
         self._told = True
         return self._error
 
     def join(self) -> None:
-        """Wait until no write is under way."""
+        """Wait until no write is in progress."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def wait(self) -> CheckpointError | None:
-        """Wait until no write is under way, then do as `poll`."""
+        """Wait until no write is in progress, then return the result of `poll`."""
         self.join()
         return self.poll()
 
     @property
     def is_writing(self) -> bool:
-        """Whether a write is under way: a submit would wait."""
+        """True during a write: `submit` would wait."""
         return self._thread is not None and self._thread.is_alive()
 
     def _run(self, step: int, groups: dict[str, dict[str, Tensor]], document: Json) -> None:
@@ -107,7 +109,7 @@ class BackgroundWriter:
             self._store.prune(self._keep)
         except CheckpointError as error:
             self._error, self._told = error, False
-        except Exception as error:  # nothing above a thread's function would see it: hand it over, whatever it is
+        except Exception as error:  # a thread has no caller to which it would propagate: store any error
             failure = CheckpointError(
                 f"the write of the checkpoint of step {step} ended by {type(error).__name__}: {error}. See the cause "
                 f"above; if it is not in on_written, it is an error of unisono."
@@ -117,7 +119,7 @@ class BackgroundWriter:
 
 
 def _copy(groups: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
-    """Copy tensors to the CPU, contiguous, once for each piece of memory, so that the store too sees what is tied."""
+    """Copy tensors to contiguous CPU memory, once per piece of memory, so that tied tensors stay tied for the store."""
     copies: dict[tuple[object, ...], Tensor] = {}
     result: dict[str, dict[str, Tensor]] = {}
     for group, tensors in groups.items():
@@ -126,7 +128,7 @@ def _copy(groups: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Ten
             key = same_memory(tensor)
             if key not in copies:
                 plain = exact(tensor, f"{group}.{name}")
-                # `exact` gives the tensor itself where it is plain memory already.
+                # `exact` returns the tensor's own memory if it is plain already.
                 shared = plain.numel() > 0 and plain.data_ptr() == tensor.data_ptr()
                 copies[key] = plain.clone(memory_format=torch.contiguous_format) if shared else plain
             result[group][name] = copies[key]
