@@ -1,4 +1,4 @@
-"""What one rank does for all: printing, logging, downloads, progress."""
+"""Printing, logging, downloads and progress by one rank on behalf of all."""
 
 from unisono.rank_zero.main_first import main_first
 from unisono.rank_zero.printing import print0

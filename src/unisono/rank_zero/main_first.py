@@ -1,4 +1,4 @@
-"""One rank goes first, the others follow: for downloads and caches that all ranks use."""
+"""Running a block on one rank before the others, for downloads and caches that all ranks use."""
 
 from __future__ import annotations
 
@@ -21,20 +21,25 @@ from unisono.job.rendezvous import wait_for
 __all__ = ["main_first"]
 
 _around: ContextVar[str] = ContextVar("main_first", default="")
-"""The blocks in which this one is. Inner blocks count for themselves: a rank that failed before them, and did not come
-there, then still agrees with the others about which block the next one is."""
+"""The enclosing blocks. Inner blocks are numbered separately: a rank that failed before them, and did not reach them,
+then still agrees with the others on the number of the next block."""
 
 
 @contextmanager
 def main_first(*, local: bool = False, timeout_s: float | None = None) -> Iterator[None]:
-    """Let rank 0 run the block first; the other ranks run it when rank 0 is done. Every rank must come there.
+    """Run a with block on rank 0 first, then on the other ranks. Every rank must enter it.
 
-    The first rank downloads and prepares, the others find what is there. If the block fails on the first rank, the
-    others do not run it and fail too, at once.
-    Args: local lets the first rank of every node go first, for files that nodes do not share. timeout_s is how long the
-        others wait; None is the job's timeout.
-    Raises: PeerError on the others, with the error of the first rank, or if it is not done in time; ValueError for a
-        timeout that is none.
+    The first rank downloads and prepares files, which the others then find. If the block fails on the first rank, the
+    others do not run it and fail too, at once. Ranks communicate over the job's store only.
+
+    Args:
+        local: Run the block on the first rank of every node first, for files that nodes do not share.
+        timeout_s: How long the other ranks wait. None: the job's timeout.
+
+    Raises:
+        PeerError: The block failed on the first rank, or is not done in time; raised on the other ranks.
+        ValueError: `timeout_s` is not a positive number.
+        GroupError: The ranks have not met.
 
     Example:
         with unisono.main_first():
@@ -72,7 +77,7 @@ def _check_timeout(timeout_s: float | None) -> None:
 
 
 def _wait_for_turn(store: dist.Store, key: str, limit_s: float, *, who: str) -> None:  # type: ignore[name-defined]
-    """Wait until the first rank is done. Raises: PeerError if it failed, has ended, or is late."""
+    """Wait until the first rank is done; PeerError if it failed, has ended, or is late."""
     try:
         done = wait_for(store, [key], time.monotonic() + limit_s)
     except dist.DistError as error:
@@ -88,10 +93,10 @@ def _wait_for_turn(store: dist.Store, key: str, limit_s: float, *, who: str) -> 
 
 
 def _describe() -> str:
-    """Say in a line what is being raised, and where."""
+    """Return a line with the current exception and its place."""
     kind, error, trace = sys.exc_info()
     assert kind is not None
     frames = traceback.extract_tb(trace)
-    # The first frame is the generator's own, the second the block.
+    # The first frame is that of this file's generator, the second that of the block.
     where = f" ({frames[1].filename}:{frames[1].lineno})" if len(frames) > 1 else ""
     return f"{kind.__name__}: {error}{where}"

@@ -1,7 +1,7 @@
-"""A progress bar for a loop of one's own: it counts over all ranks, and rank 0 draws it.
+"""A progress bar for your own loop: it counts over all ranks, and rank 0 draws it.
 
-Ranks count in the job's store, a few times a second, and no rank waits for another: a loop may be longer on one rank
-than on another, and end anywhere. How it looks is `watch`'s. Start reading at `progress`.
+Ranks add to counters in the job's store, a few times a second, and no rank waits for another: a loop may be longer on
+one rank than on another, and end anywhere. `watch` draws the bar. Start reading at `progress`.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ __all__ = ["ProgressBar", "progress"]
 Item = TypeVar("Item")
 
 _PERIOD_S = 0.2
-"""How often a rank tells its count, and rank 0 draws."""
+"""Seconds between a rank's reports of its count, and between drawings on rank 0."""
 _SETTLE_S = 1.0
-"""How long rank 0, at its end, gives the other ranks to come to theirs, so that the last figure is the whole."""
+"""Seconds that rank 0, at the end of its loop, waits for the other ranks' ends, so that the last count is complete."""
 _JOIN_S = 0.3
-"""How long it gives those that have not begun."""
+"""The same if some ranks have not begun."""
 
 _numbers = itertools.count()
 
@@ -41,14 +41,22 @@ _numbers = itertools.count()
 def progress(
     iterable: Iterable[Item] | int | None = None, *, total: int | None = None, name: str = "", unit: str = "batches"
 ) -> ProgressBar[Item]:
-    """Show how far a loop is, counted over all ranks and drawn once, by rank 0. Every rank calls it; none waits.
+    """Return a progress bar for a loop, which counts over all ranks and is drawn by rank 0. Every rank calls it.
 
-    With an iterable it is used in a for loop; else call `update` in a with block. On a terminal it is a bar, in a file
-    a line every ten seconds and one at the end; under `unisono run` the launcher draws it. The ranks are those of
-    `unisono.init`; without it each process counts alone.
-    Args: total is what this rank will do, by default the length of the iterable; a number in place of an iterable is
-        the total too. name stands in front, unit is what is counted, in the plural.
-    Cost: 0.2 us an item, and two short messages to the store five times a second.
+    With an iterable, use it in a for loop; otherwise call `update` in a with block. On a terminal it is a bar, in a
+    file a line every ten seconds and one at the end; under `unisono run` the launcher draws it. The ranks are those of
+    `unisono.init`; without it each process counts alone. Ranks do not wait, except that rank 0 waits for up to 1 s at
+    the end for the counts of the others. Cost: 0.2 us an item, and two short messages to the store five times a second.
+
+    Args:
+        iterable: The items of the loop, or their number in place of `total`.
+        total: The number of items of this rank. Default: the length of the iterable.
+        name: Shown in front of the bar.
+        unit: The name of the items, in the plural.
+
+    Raises:
+        TypeError: `iterable` is neither iterable nor a whole number, or `total` is no whole number.
+        ValueError: `total` is negative, or is passed twice.
 
     Example:
         for batch in unisono.progress(loader, name="epoch 1"):
@@ -71,7 +79,7 @@ def progress(
 
 
 class ProgressBar(Generic[Item]):
-    """What `progress` gives: iterate over it, or count with `update` until `close`."""
+    """The result of `progress`: iterate over it, or count with `update` until `close`."""
 
     def __init__(self, iterable: Iterable[Item] | None, *, total: int | None, name: str, unit: str) -> None:
         self._iterable = iterable
@@ -98,15 +106,20 @@ class ProgressBar(Generic[Item]):
             self._end(settle=complete)
 
     def update(self, count: int = 1) -> None:
-        """Count what this rank has done since the last call. Raises: TypeError for what is no whole number."""
+        """Add the number of items that this rank has done since the last call.
+
+        Raises:
+            TypeError: `count` is no whole number.
+        """
         self._count += _whole(count, "count")
         if time.monotonic() >= self._next_s:
             self._tell()
 
     def show(self, **values: float) -> None:
-        """Show numbers beside the bar, those of rank 0, such as `loss=0.25`. One-element tensors are numbers too.
+        """Show numbers of rank 0 beside the bar, such as `loss=0.25`. One-element tensors are numbers too.
 
-        Raises: TypeError on rank 0 for what is no number.
+        Raises:
+            TypeError: A value is no number; raised on rank 0.
         """
         if self._display is not None:
             self._values |= {name: _number(value, name) for name, value in values.items()}
@@ -142,7 +155,7 @@ class ProgressBar(Generic[Item]):
 
 
 class _Tally:
-    """The counts of all ranks, as far as they have told them."""
+    """The counts of all ranks, as far as they have reported them."""
 
     def __init__(self, job: Job | None, total: int | None) -> None:
         self._told, self._total = 0, total
@@ -153,40 +166,40 @@ class _Tally:
             self._raise(joined=1, sized=total is not None, total=total or 0)
 
     def add(self, count: int) -> None:
-        """Tell how far this rank is."""
+        """Report the count of this rank."""
         if count != self._told:
             self._raise(done=count - self._told)
         self._told = count
 
     def end(self) -> None:
-        """Tell that this rank is at the end of its loop."""
+        """Report that this rank is at the end of its loop."""
         self._raise(ended=1)
 
     def read(self) -> tuple[int, int | None]:
-        """Give what all have done, and the total if all have told theirs."""
+        """Return the count of all ranks, and their total, or None if a rank has none."""
         found = self._raise(done=0, joined=0, sized=0, total=0)
         if found is None:
             return self._told, self._total
         return found["done"], found["total"] if found["sized"] == found["joined"] else None
 
     def settle(self) -> None:
-        """Wait a little for the other ranks' ends, if they take part at all."""
+        """Wait up to `_SETTLE_S` for the ends of the other ranks; up to `_JOIN_S` if some have not begun."""
         started_s = time.monotonic()
         while (found := self._raise(ended=0, joined=0)) is not None and found["ended"] < self._size:
-            # Where rank 0 alone has a bar there is nobody to wait for.
+            # If rank 0 alone has a bar, there is no rank to wait for.
             limit_s = _SETTLE_S if found["joined"] == self._size else _JOIN_S
             if time.monotonic() - started_s >= limit_s:
                 return
             time.sleep(0.002)
 
     def _raise(self, **counts: int) -> dict[str, int] | None:
-        """Raise counters of all ranks, and give their values; None if there is only this one."""
+        """Add to counters of all ranks, and return their values; None if there is only this rank."""
         if self._store is None:
             return None
         try:
             return {name: self._store.add(name, int(count)) for name, count in counts.items()}
         except dist.DistError:
-            self._store = None  # rank 0's process held it and has ended: nobody looks any more
+            self._store = None  # rank 0's process hosted it and has ended: no rank draws the bar any more
             return None
 
 
@@ -200,7 +213,7 @@ class _Display:
         self._log = EventLog(fd=fd, listeners=[] if self._drawn is None else [self._drawn.handle])
 
     def draw(self, done: int, total: int | None, values: dict[str, float], *, ended: bool = False) -> None:
-        """Show the figures; the last ones stay."""
+        """Draw the bar; the last drawing stays."""
         self._log.emit(
             "progress",
             bar=self._number,
@@ -222,7 +235,7 @@ def _is_iterable(value: object) -> bool:
 
 
 def _whole(value: object, name: str) -> int:
-    """Give a whole number, also one of NumPy's or of a tensor."""
+    """Return a whole number as an int, also one of NumPy's or of a tensor."""
     try:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
@@ -237,7 +250,7 @@ def _number(value: object, name: str) -> float:
 
 
 def _length(iterable: Iterable[object]) -> int | None:
-    """Give the length, if there is one. A DataLoader over an iterable dataset has the method, and raises."""
+    """Return the length, or None. A DataLoader over an iterable dataset has the method, but it raises."""
     try:
         return len(iterable)  # type: ignore[arg-type]
     except TypeError:

@@ -1,4 +1,4 @@
-"""A logger that knows its rank: in every line, and in how much it says."""
+"""A logger with the rank in every line, and with a level that depends on the rank."""
 
 from __future__ import annotations
 
@@ -13,12 +13,19 @@ _FORMAT = "%(asctime)s [rank %(rank)s/%(world_size)s] %(levelname)s %(name)s: %(
 
 
 def get_logger(name: str = "train", *, level: int | str = "INFO", others: int | str = "WARNING") -> logging.Logger:
-    """Give the logger of this name, which writes to standard error with the rank in each line.
+    """Return the logger of this name, which writes to standard error with the rank in each line.
 
-    Ranks are looked up when something is logged, so a module may ask for its logger before `unisono.init`. Asked for
-    again, a logger has no second handler; the levels are those of the last call.
-    Args: level is the lowest that rank 0 writes, others the lowest of the other ranks.
-    Raises: ValueError for a level that does not exist.
+    The rank is looked up when a message is logged, so a module may call this before `unisono.init`. A second call for
+    a name adds no second handler; the levels are those of the last call. No rank waits for another.
+
+    Args:
+        name: The name of the logger.
+        level: The lowest level that rank 0 writes.
+        others: The lowest level that the other ranks write.
+
+    Raises:
+        ValueError: A level does not exist.
+        TypeError: A level is neither a name nor a number.
     """
     thresholds = _number(level), _number(others)
     logger = logging.getLogger(name)
@@ -28,14 +35,14 @@ def get_logger(name: str = "train", *, level: int | str = "INFO", others: int | 
     else:
         handler = _RankHandler()
         logger.addHandler(handler)
-        logger.propagate = False  # else the root's handler writes each line again, without a rank
+        logger.propagate = False  # otherwise the root's handler writes each line again, without a rank
     handler.thresholds = thresholds
     logger.setLevel(min(thresholds))
     return logger
 
 
 class _RankHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes what the rank is to write, with the rank."""
+    """Writes records with the rank, if their level is high enough for it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +50,7 @@ class _RankHandler(logging.StreamHandler):  # type: ignore[type-arg]
         self.setFormatter(logging.Formatter(_FORMAT))
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write the record, if its level is high enough for this rank."""
+        """Write the record if its level is high enough for this rank."""
         own = rank()
         if record.levelno >= self.thresholds[own != 0]:
             record.rank, record.world_size = own, world_size()
