@@ -34,13 +34,7 @@ def find_rank(
     """Return a rank and the number of ranks, checked, with defaults for None.
 
     Defaults come from the group, otherwise from the default group of torch.distributed, otherwise from the launcher's
-    environment variables.
-
-    Args:
-        rank: The rank, or None.
-        ranks: The number of ranks, or None.
-        group: The group that shares the dataset, or None.
-        name: The caller's name of the argument `ranks`, for messages.
+    environment variables. `name` is the caller's name of the argument `ranks`, for messages.
 
     Raises:
         ValueError: The numbers are impossible, or a variable of the launcher is invalid.
@@ -80,12 +74,7 @@ def read_position(
 ) -> Position:
     """Return the place in a state that `position_state` returned for the same order of samples.
 
-    Args:
-        state: The saved state.
-        seed: The seed of the object that resumes.
-        num_samples: The length of its dataset; None if it has none.
-        shuffle: Its setting.
-        owner: Its name in messages, such as "sampler".
+    `owner` names the object that resumes in messages, such as "sampler"; the other arguments are its settings.
 
     Raises:
         ValueError: The state is damaged, or belongs to a different order.

@@ -69,13 +69,7 @@ def rendezvous(
 ) -> Rendezvous:
     """Open the store at which the ranks of this job meet. Every rank must call it.
 
-    Args:
-        init_method: The address, or None for the launcher's.
-        store: A store to use in place of an address.
-        rank: The global rank of this process, or None for the launcher's.
-        world_size: The number of ranks, or None for the launcher's.
-        placement: The launcher's values.
-        timeout: How long to wait for the other ranks.
+    The launcher's values, in `placement`, are the defaults of `init_method`, `rank` and `world_size`.
 
     Raises:
         LaunchError: The store cannot be opened or reached, or another process has come with this rank.
@@ -117,12 +111,7 @@ def rendezvous(
 class StoreExchange:
     """An exchange over a store: every rank writes a value and reads those of all ranks.
 
-    Args:
-        store: The store that the ranks share.
-        name: A name that is used once per store, and on all ranks in the same order.
-        rank: The rank of this process.
-        size: The number of ranks.
-        timeout_s: How long ranks wait for each other.
+    Each name must be used only once per store, and all ranks must use names in the same order.
     """
 
     def __init__(

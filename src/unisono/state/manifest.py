@@ -88,12 +88,7 @@ def read_manifest(folder: Path) -> bytes:
 
 
 def parse_manifest(data: bytes, where: str, folder_name: str) -> Manifest:
-    """Check a manifest and return its content.
-
-    Args:
-        data: The bytes of the manifest.
-        where: Its path, for errors.
-        folder_name: The name of its folder.
+    """Check a manifest of a folder and return its content; `where` names it in errors.
 
     Raises:
         CorruptCheckpointError: The manifest is damaged, has an unknown format, or is of another folder.

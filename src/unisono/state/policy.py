@@ -58,11 +58,8 @@ class Checkpoints:
 def is_due(policy: Checkpoints, *, steps_since: int, seconds_since: float, epoch_ended: bool) -> bool:
     """Return True if a run should be saved now. Pure.
 
-    Args:
-        policy: The rules.
-        steps_since: Steps since the last save, or since the start; with 0 there is nothing new to save.
-        seconds_since: Seconds since the last save, or since the start.
-        epoch_ended: True at the end of an epoch.
+    `steps_since` and `seconds_since` count from the last save, or from the start. Without a step there is nothing new
+    to save, so the result is False.
 
     >>> is_due(Checkpoints(every_steps=100), steps_since=100, seconds_since=5.0, epoch_ended=False)
     True
