@@ -35,7 +35,7 @@ def trained(model, data, *, loss=per_sample, virtual_ranks, batch_size, optimize
     losses = []
     for _ in trainer.epochs(1, steps=steps):
         for batch in trainer.batches(data, batch_size=batch_size, shuffle=False, **options):
-            losses.append(trainer.step(loss, batch))
+            losses.append(trainer.step(loss, batch).loss)
     return losses
 
 
