@@ -1,4 +1,4 @@
-"""How the gradient of a step is summed over virtual ranks, and with it what else a forward pass changes."""
+"""Sums the gradients of a step over virtual ranks, together with the buffers that its forward passes change."""
 
 from unisono.engine.base import Engine, Trained
 from unisono.engine.buffer_transaction import BufferTransaction

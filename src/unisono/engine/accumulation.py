@@ -1,7 +1,7 @@
-"""How an engine of several ranks takes the gradients of this rank's leaves off the parameters.
+"""Takes the gradients of this rank's leaves from the parameters and sums them, for engines of several ranks.
 
-Of the last leaf they are taken while backward runs, where that is asked for: nothing comes after them that they would
-have to wait for. Where sums go is a subclass's affair.
+With overlap, gradients of the last leaf are taken while backward runs: their sums need not wait for another leaf.
+Subclasses decide where sums are written.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["GradientAccumulation"]
 
 
 class GradientAccumulation(ABC):
-    """The sums of one rank's leaves, node by node; the calls of `Engine` that belong to leaves."""
+    """Sums the leaves of one rank, node by node; has the calls of `Engine` that concern leaves."""
 
     def __init__(
         self,
@@ -42,29 +42,29 @@ class GradientAccumulation(ABC):
         self._layout = layouts.widest
         self._step = StepTransaction()
         self._given = Trained((), ())
-        """The parameters of a step, as they were given."""
+        """The parameters of a step, as passed to `start`."""
         self._trained = Trained((), ())
-        """Those with dense gradients; the others are in `_tables`."""
+        """The parameters with dense gradients; the others are in `_tables`."""
         self._tables = TableSums(self._trained)
         self._sums: list[NodeSum[Gradients]] = []
         self._totals: list[NodeSum[TotalsRow]] = []
         self._used: list[list[bool]] = []
-        """By node, which parameters got a gradient."""
+        """For each node and parameter, True if the parameter got a gradient there."""
         self._settled: list[bool] = []
-        """Which parameters' gradients of the last leaf have been taken."""
+        """For each parameter, True if its gradient of the last leaf has been taken."""
         self._streaming = False
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     def close_forward(
         self, leaf: int, loss: Tensor, weight: float, *, new_buffers: bool, has_values: bool = False
     ) -> None:
-        """Keep a leaf's totals, and take gradients as they come if it is this rank's last leaf; see `Engine`."""
+        """Add a leaf's totals; if it is this rank's last leaf, let hooks take its gradients; see `Engine`."""
         row = row_of(loss, weight, new_buffers=new_buffers, has_values=has_values)
         self._totals[self._node_of(leaf)].push(leaf, row)
         self._streaming = bool(self._hooks) and leaf == self._sums[-1].node.stop - 1
 
     def close_leaf(self, leaf: int) -> None:
-        """Add one leaf; see `Engine`."""
+        """Add the gradients of one leaf; see `Engine`."""
         self._streaming = False
         self._tables.close_leaf(leaf)
         i = self._node_of(leaf)
@@ -89,7 +89,7 @@ class GradientAccumulation(ABC):
             self._sums[i].stack = []
 
     def _unhook(self) -> None:
-        """Take the hooks off the parameters, and let go of them."""
+        """Remove the hooks from the parameters, and drop all references to the parameters."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -97,7 +97,7 @@ class GradientAccumulation(ABC):
         self._tables = TableSums(self._trained)
 
     def _begin(self, step: StepTransaction, layout: NodeLayout) -> None:
-        """Begin a step, in which this rank has some nodes."""
+        """Begin a step with a given layout."""
         self._step, self._layout, nodes = step, layout, layout.nodes[self._rank]
         self._tables.begin(layout)
         self._sums = [NodeSum(node, add=add) for node in nodes]
@@ -107,7 +107,7 @@ class GradientAccumulation(ABC):
         self._streaming = False
 
     def _hook(self) -> None:
-        """Take gradients of last leaves while backward runs, from now on."""
+        """Register hooks, which take the gradients of last leaves while backward runs."""
         self._hooks = [on_gradient(p, self._on_gradient, index) for index, p in enumerate(self._trained.parameters)]
 
     def _node_of(self, leaf: int) -> int:
@@ -128,7 +128,7 @@ class GradientAccumulation(ABC):
         self._take(index, gradient)
 
     def _take(self, index: int, gradient: Tensor | None) -> None:
-        """Add the last leaf's gradient of one parameter to the leaves before it, but for one addition."""
+        """Add the last leaf's gradient of one parameter to earlier leaves; `_put` does the last addition."""
         refuse_sparse([self._trained.names[index]], [gradient])
         stack, left = self._sums[-1].stack, None
         for lefts in reversed(stack[1:]):
@@ -143,13 +143,13 @@ class GradientAccumulation(ABC):
 
     @abstractmethod
     def _put(self, index: int, left: Tensor | None, gradient: Tensor | None) -> None:
-        """Keep the sum of one parameter over the last node: left + gradient, or gradient alone, or nothing."""
+        """Store one parameter's sum over the last node: left + gradient, gradient alone, or zero if both are None."""
 
     def _put_all(self, gradients: Gradients) -> None:
-        """Keep the gradients of a last node that has but one leaf, where none was taken during backward."""
+        """Store the gradients of a last node with a single leaf, of which hooks have taken none."""
         for index, gradient in enumerate(gradients):
             self._put(index, None, gradient)
 
     @abstractmethod
     def _put_node(self, i: int) -> None:
-        """Keep the sums of all parameters over node number i, which is not the last one."""
+        """Store the sums of all parameters over node number i, which is not the last one."""

@@ -1,7 +1,7 @@
-"""Messages of any size from every rank to every rank: what sparse gradients travel by.
+"""All-gather of messages of any size, for sparse gradients.
 
-A message is a few vectors, one behind the other in bytes. `GroupAllGatherV` sends it; within one host
-`engine.shared.shared_all_gather_v` shows it in shared memory.
+A message is the bytes of a few vectors in order, each aligned. `GroupAllGatherV` sends it through the process group;
+the shared-memory engine has `engine.shared.shared_all_gather_v` instead.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ __all__ = ["AllGatherV", "GroupAllGatherV", "next_part", "packed_nbytes", "write
 
 
 class AllGatherV(Protocol):
-    """Shows a message of each rank to all."""
+    """Makes one message of each rank available to all ranks."""
 
     def post(self, parts: Sequence[Tensor]) -> None:
-        """Give this rank's message: vectors, which are left alone until `collect` has returned."""
+        """Post this rank's message: vectors, which must not be touched until `collect` has returned."""
 
     def collect(self, step: StepTransaction) -> Sequence[Tensor]:
-        """Get the messages of all ranks: for each at least its bytes, to be read before this step ends.
+        """Return the messages of all ranks, which may be padded at the end and must be read before this step ends.
 
         Every rank must call it, after `post`.
         """
 
 
 def packed_nbytes(parts: Sequence[Tensor]) -> int:
-    """Say how long a message is, in bytes."""
+    """Return the length of a message in bytes."""
     return sum(align_up(part.numel() * part.element_size(), WIRE_NBYTES) for part in parts)
 
 
 def write_parts(parts: Sequence[Tensor], place: Tensor) -> None:
-    """Write a message to bytes that are at least as many."""
+    """Write a message to `place`, a tensor of bytes that is at least as long."""
     offset = 0
     for part in parts:
         nbytes = part.numel() * part.element_size()
@@ -48,24 +48,24 @@ def write_parts(parts: Sequence[Tensor], place: Tensor) -> None:
 
 
 def next_part(message: Tensor, dtype: torch.dtype, numel: int) -> tuple[Tensor, Tensor]:
-    """Read the first vector of a message, which stays where it is. Returns: it, and the rest of the message."""
+    """Return the first vector of a message and the rest of the message, both as views."""
     nbytes = numel * dtype.itemsize
     return message[:nbytes].view(dtype), message[align_up(nbytes, WIRE_NBYTES) :]
 
 
 class GroupAllGatherV:
-    """Sends messages through the process group: first their lengths, then all padded to the longest."""
+    """Sends messages through the process group: first their lengths, then the messages, padded to the longest."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._parts: Sequence[Tensor] = ()
 
     def post(self, parts: Sequence[Tensor]) -> None:
-        """Keep the message until all ranks send theirs; see `AllGatherV`."""
+        """Store the message until `collect` sends it; see `AllGatherV`."""
         self._parts = parts
 
     def collect(self, step: StepTransaction) -> Sequence[Tensor]:
-        """Send, and receive; see `AllGatherV`."""
+        """Send this rank's message and receive those of the others; see `AllGatherV`."""
         own = torch.tensor([packed_nbytes(self._parts)], device=self._world.device)
         longest = max(int(length) for length in self._gather(own))
         message = torch.empty(longest, dtype=torch.uint8, device=self._world.device)

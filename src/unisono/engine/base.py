@@ -1,9 +1,9 @@
-"""What the trainer asks of an engine.
+"""The interface between the trainer and an engine.
 
-An engine sums the gradients of one step over its virtual ranks (the leaves of the plan's tree) and has its
-optimizer applied to the sum. The calls of a step are `start`; then for each leaf of this rank `close_forward` before
-the last backward of the leaf and `close_leaf` after it; then `flush`, `finish`, `prepare` and `update`, or `abort`
-where the step fails before `update`.
+An engine sums the gradients of one step over its virtual ranks (the leaves of the plan's tree) and applies its
+optimizer to the sum. The calls of a step are `start`; then for each leaf of this rank `close_forward` before the last
+backward of the leaf and `close_leaf` after it; then `flush`, `finish`, `prepare` and `update`, or `abort` if the step
+fails before `update`.
 """
 
 from __future__ import annotations
@@ -29,35 +29,35 @@ class Trained(NamedTuple):
 
 
 class Engine(Protocol):
-    """Sums the gradients of a step and applies them; the module's text gives the order of calls."""
+    """Sums the gradients of a step and applies them; the module's docstring gives the order of calls."""
 
     def start(self, step: StepTransaction, trained: Trained, *, leaves: int) -> None:
-        """Begin a step over leaves 0 … leaves - 1. All p.grad become None."""
+        """Begin a step over leaves 0 … leaves - 1, and set all p.grad to None."""
 
     def close_forward(
         self, leaf: int, loss: Tensor, weight: float, *, new_buffers: bool, has_values: bool = False
     ) -> None:
-        """Take the totals of a leaf just before its last backward.
+        """Add the totals of a leaf, just before its last backward.
 
         Args:
-            leaf: Number of the leaf.
-            loss: Sum of its losses, a float32 scalar.
-            weight: Sum of its weights.
-            new_buffers: True if it changed a buffer that no step before had changed.
+            leaf: The number of the leaf.
+            loss: The sum of its losses, a float32 scalar.
+            weight: The sum of its weights.
+            new_buffers: True if it changed a buffer that no earlier step had changed.
             has_values: True if the loss function gave further values for it.
         """
 
     def close_leaf(self, leaf: int) -> None:
-        """Take the gradients of one leaf, whose last backward has ended."""
+        """Add the gradients of a leaf, whose last backward has ended."""
 
     def flush(self) -> None:
-        """Send what has not been sent yet. Every rank must call it, also one without leaves."""
+        """Send the sums that have not been sent yet. Every rank must call it, even one without leaves."""
 
     def finish(self) -> Totals:
-        """Wait for the gradients of all ranks. Every rank must call it, also one without leaves.
+        """Wait for the gradients of all ranks, and return the totals. Every rank must call it, even one without leaves.
 
-        From here on the engine runs what the step has deferred: if possible while this rank has to wait, and before
-        `update` returns. Where ranks share the weights, others may write them from here on.
+        From this call on, the engine may run the step's deferred work: if possible while this rank has to wait, and
+        at the latest before `update` returns. If ranks share the weights, the others may write them from this call on.
         """
 
     def prepare(
@@ -68,7 +68,7 @@ class Engine(Protocol):
         clip: float | None,
         change: Callable[[], None] | None = None,
     ) -> float | None:
-        """Have the sum multiplied by a factor, take the scaler's scale out, and clip its norm to a bound.
+        """Multiply the sum by a factor (at the latest in `update`), unscale it, and clip its norm to a bound.
 
         Every rank must call it. The weights are not touched yet.
 
@@ -80,25 +80,29 @@ class Engine(Protocol):
                 it does so on all ranks in the same way. It costs a copy of the gradient where ranks share it.
 
         Returns:
-            The norm before it was clipped, equal on all ranks; None without a bound.
+            The norm before clipping, equal on all ranks; None without a bound.
         """
 
     def update(self, scaler: torch.amp.GradScaler | None) -> None:
         """Write the weights and the optimizer's state, unless the scaled gradient overflowed.
 
-        Afterwards p.grad is the gradient that was applied, or None where no leaf gave one. Every rank must call it.
+        Every rank must call it. Afterwards p.grad is the gradient that was applied, or None where no leaf gave one.
         """
 
     def abort(self, *, alike: bool) -> bool:
-        """Forget the step; all p.grad become None. Local: other ranks must learn of it by other means.
+        """Discard the step, and set all p.grad to None. Other ranks may have to learn of it by other means.
 
-        Args: alike is whether all ranks forget this step for the same reason, and so at the same place.
-        Returns: whether the weights are those from before the step.
+        Args:
+            alike: True if all ranks discard this step for the same reason, and so at the same place. An engine may
+                then wait for the other ranks.
+
+        Returns:
+            True if the weights are those from before the step.
         """
 
 
 def refuse_sparse(names: Sequence[str], gradients: Sequence[Tensor | None]) -> None:
-    """Raise LossError for a sparse gradient of a parameter that is held by no module with sparse=True."""
+    """Raise LossError for a sparse gradient of a parameter that no module with sparse=True holds."""
     for name, gradient in zip(names, gradients, strict=True):
         if gradient is None or gradient.layout is torch.strided:
             continue

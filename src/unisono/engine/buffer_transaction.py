@@ -1,11 +1,12 @@
-"""What a forward pass changes besides gradients: buffers, such as BatchNorm's running statistics.
+"""Buffers that a forward pass changes, such as BatchNorm's running statistics.
 
 Each virtual rank starts from the values before the step. After it, a floating-point buffer is the mean over the step's
 virtual ranks, summed in tree order, and any other buffer (a counter) has the value that virtual rank 0 gave it. Buffers
-that no virtual rank changed are not touched. If the step fails, all have the values from before it.
+that no virtual rank changed are not touched. If the step fails, all buffers have the values from before it.
 Changes are found by comparing values, since torch's own batch_norm writes without raising a tensor's version counter;
-only buffers of torch's BatchNorm and InstanceNorm modules are taken as changed unseen, for speed. A buffer that is None
-gets a value in the first step whose virtual ranks all give it one. Parameters that a forward pass writes are refused.
+only buffers of torch's BatchNorm and InstanceNorm modules in training count as changed without a comparison, for speed.
+A buffer that is None gets a value in the first step whose virtual ranks all give it one. A write to a parameter in a
+forward pass is an error.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ class BufferTransaction:
     """The buffers of a model over one step.
 
     The calls are `start`, then for each leaf `close_leaf`, then `launch`, `receive`, and `commit` or `roll_back`.
-    Args: models are modules by the prefix of their names.
+
+    Args:
+        models: Modules, by the prefix of their names.
+        make_all_reduce: Makes the all-reduce of the buffers' values.
     """
 
     def __init__(
@@ -53,26 +57,28 @@ class BufferTransaction:
         self._find()
 
     def start(self, *, leaves: int) -> None:
-        """Begin a step: what the user wrote since the last one counts as the value before it."""
+        """Begin a step. Values that the user has written since the last one are the values before this step."""
         self._find()
         self._leaves = leaves
         self._changes, self._damaged = {}, False
         for i, tracked in enumerate(self._tracked):
             if tracked.changed() and tracked.keep():
-                # It has another size now, or is None, so ranks agree on it anew.
+                # Its size has changed, or it is None now, so ranks must agree on it again.
                 self._known = [k for k in self._known if k != i]
                 self._all_reduce = None
         if self._virtual_ranks > 1:
             self._parameters.remember()
 
     def new_buffers(self) -> bool:
-        """Whether a buffer has changed that no earlier step changed. Only several virtual ranks need to know.
+        """Return True if a buffer has changed that no earlier step changed; always False with one virtual rank.
 
-        Raises: LossError for what cannot be one value for all virtual ranks, before gradients are on their way.
+        Raises:
+            LossError: Before gradients are on their way, if the buffer cannot have one value for all virtual ranks, if
+                the forward pass has added or deleted a buffer, or if it has written to a parameter.
         """
         if self._virtual_ranks == 1:
             return False
-        if not self._changes:  # later leaves do what the first one does; if not, `launch` finds it
+        if not self._changes:  # later leaves do as the first one does; if not, `launch` finds it
             self._check_parameters()
         if self.contents.has_new_buffers():
             self._refuse_new_buffers()
@@ -88,9 +94,9 @@ class BufferTransaction:
             tracked.stand_in()
 
     def close_leaf(self, leaf: int) -> None:
-        """Put this leaf's changes aside and restore the values from before the step."""
+        """Store this leaf's changes, and restore the values from before the step."""
         if self._virtual_ranks == 1:
-            return  # What the one leaf left in place is the result.
+            return  # The values that the one leaf left in place are the result.
         changes = {}
         for i, tracked in enumerate(self._tracked):
             if tracked.changed() and (value := tracked.taken()) is not None:
@@ -100,7 +106,7 @@ class BufferTransaction:
         self._changes[leaf] = changes
 
     def roll_back(self) -> bool:
-        """Restore all values from before the step. Returns: False if a forward pass has written to parameters."""
+        """Restore all values from before the step. Return False if a forward pass was found to write to a parameter."""
         for tracked in self._tracked:
             if tracked.changed() or tracked.has_stand_in:
                 tracked.put_back()
@@ -109,7 +115,8 @@ class BufferTransaction:
     def launch(self) -> None:
         """Send the changes while gradients are still on their way. Every rank must call it, after its leaves.
 
-        Raises: LossError if this rank's leaves have written to a parameter.
+        Raises:
+            LossError: If this rank's leaves have written to a parameter.
         """
         if self._virtual_ranks > 1:
             self._check_parameters()
@@ -117,14 +124,14 @@ class BufferTransaction:
             self._send()
 
     def receive(self, step: StepTransaction) -> None:
-        """Wait for what was sent. Every rank must call it, also if the step is going to fail."""
+        """Wait for the sums of the changes. Every rank must call it, even if the step is going to fail."""
         if self._sent is not None:
             self._sent.advance()
             self._total = self._sent.finish(step)
             self._sent = None
 
     def commit(self, step: StepTransaction, *, new_buffers: bool) -> None:
-        """Give every buffer its value after the step, equal on all ranks. Every rank must call it.
+        """Set every buffer to its value after the step, equal on all ranks. Every rank must call it.
 
         Args:
             new_buffers: `Totals.new_buffers`. If True, ranks agree anew on which buffers to sum.
@@ -144,7 +151,7 @@ class BufferTransaction:
         self._apply(self._total)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return what a state_dict of the model lacks: the buffers with persistent=False that the run has written."""
+        """Return buffers that the model's state_dict lacks: those with persistent=False that the run has written."""
         return {
             tracked.path: value
             for tracked in self._tracked
@@ -162,7 +169,7 @@ class BufferTransaction:
             )
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take a saved state back."""
+        """Restore a saved state."""
         for tracked in self._tracked:
             if (value := state.get(tracked.path)) is None:
                 continue
@@ -173,7 +180,7 @@ class BufferTransaction:
             tracked.keep()
 
     def _find(self) -> None:
-        """Follow the buffers that the models have now."""
+        """Track the buffers that the models have now."""
         version = self.contents.version()
         if version == self._seen:
             return
@@ -190,9 +197,10 @@ class BufferTransaction:
         self._parameters = WriteDetector(self.contents.parameters())
 
     def _agree(self) -> bool:
-        """Agree with all ranks on which buffers to sum. Returns: whether there are more than before.
+        """Agree with all ranks on which buffers to sum. Return True if there are more than before.
 
-        Raises: LossError if a buffer that was None did not become the same for all virtual ranks.
+        Raises:
+            LossError: If a buffer that was None did not get the same shape and type in all virtual ranks.
         """
         own: dict[int, list[BufferKind]] = {}
         for changes in self._changes.values():
@@ -236,7 +244,7 @@ class BufferTransaction:
         self._sent = self._all_reduce
 
     def _node_sums(self, layout: NodeLayout) -> list[Tensor]:
-        """Sum the changes of this rank's leaves: float64, a flag for each known buffer and then their values."""
+        """Sum the changes of this rank's leaves by node: float64, a flag for each known buffer, then their values."""
         sums = []
         for node in layout.nodes[self._world.rank]:
             total = NodeSum(node, add=add)
@@ -275,7 +283,7 @@ class BufferTransaction:
                 tracked.keep()
 
     def _width(self, i: int) -> int:
-        """Say how many numbers a known buffer travels as."""
+        """Return how many numbers are sent for a known buffer."""
         tensor = self._tracked[i].tensor
         assert tensor is not None
         return tensor.numel() * (1 if tensor.is_floating_point() else 2)
@@ -315,7 +323,7 @@ class BufferTransaction:
 
 
 def _as_numbers(value: Tensor) -> Tensor:
-    """Write a vector as float64; whole numbers as two, since one holds 53 bits: the upper and then the lower 32."""
+    """Return a vector as float64; of integers first all upper, then all lower 32 bits, since a float64 holds 53."""
     if value.is_floating_point():
         return value.double()
     whole = value.view(torch.int64) if value.dtype == torch.uint64 else value.long()
@@ -323,7 +331,7 @@ def _as_numbers(value: Tensor) -> Tensor:
 
 
 def _as_whole(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """Read what `_as_numbers` has written of whole numbers."""
+    """Return the integers of which `_as_numbers` made these numbers."""
     upper, lower = numbers.long().chunk(2)
     whole = (upper << 32) | lower
     return whole.view(dtype) if dtype == torch.uint64 else whole.to(dtype)

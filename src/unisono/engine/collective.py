@@ -1,10 +1,10 @@
 """The engine of a run with several ranks: gradients travel in buckets while backward still runs.
 
 Parameters are packed into buckets from the last to the first, about the order in which backward reaches them. Hooks on
-the parameters add each gradient of a rank's last leaf to what its earlier leaves left, write the sum into its bucket,
-and let full buckets go, always in the same order on every rank. What bucket a parameter lies in changes no bit: each
-element is summed by itself (`engine.tree_all_reduce`). Hooks sit on parameters, so the model needs no wrapper (the idea
-is DDP's; Li et al., "PyTorch Distributed", VLDB 2020, section 3.2).
+the parameters add each gradient of a rank's last leaf to the sum of its earlier leaves, write the result into its
+bucket, and launch full buckets, always in the same order on every rank. The choice of the bucket changes no bit: each
+element is summed independently (`engine.tree_all_reduce`). The hooks are on the parameters, so the model needs no
+wrapper (the idea is DDP's; Li et al., "PyTorch Distributed", VLDB 2020, section 3.2).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _BUCKET_NBYTES = 12 * 1024 * 1024
 
 
 class _Bucket:
-    """Some parameters of one dtype and device, laid out one behind the other."""
+    """Some parameters of one dtype and device, laid out in sequence and aligned."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self.device = dtype, device
@@ -54,7 +54,7 @@ class _Bucket:
         self.numel += align_up(parameter.numel(), BUFFER_NUMEL)
 
     def views(self, row: Tensor, parameters: tuple[Tensor, ...]) -> list[Tensor]:
-        """Show a row of the bucket as tensors shaped and strided like the parameters."""
+        """Return views of a row of the bucket, shaped and strided like the parameters."""
         views = self._views.get(row.data_ptr())
         if views is None:
             views = [
@@ -66,7 +66,7 @@ class _Bucket:
 
 
 class CollectiveEngine(GradientAccumulation):
-    """Sums the leaves of all ranks by sends and receives, overlapped with backward."""
+    """Sums the leaves of all ranks through the process group, overlapped with backward."""
 
     def __init__(
         self,
@@ -110,19 +110,19 @@ class CollectiveEngine(GradientAccumulation):
     def close_forward(
         self, leaf: int, loss: Tensor, weight: float, *, new_buffers: bool, has_values: bool = False
     ) -> None:
-        """Show what this rank does, once it has no forward pass before it that may fail; see `Engine`."""
+        """Add a leaf's totals; after this rank's last forward pass, begin the consistency check; see `Engine`."""
         super().close_forward(leaf, loss, weight, new_buffers=new_buffers, has_values=has_values)
         if leaf == self._sums[-1].node.stop - 1:
             self._comparison.begin()
 
     def flush(self) -> None:
-        """Send what is left; see `Engine`."""
+        """Send the remaining sums; see `Engine`."""
         if not self._sums:
             self._comparison.begin()
             for bucket in self._buckets:
                 bucket.waiting = 0
             self._launch_full_buckets()
-        elif not self._trained.parameters:  # all have sparse gradients
+        elif not self._trained.parameters:  # all parameters have sparse gradients
             self._write_totals(len(self._sums) - 1)
             self._buckets[-1].waiting = 0
             self._launch_full_buckets()
@@ -130,12 +130,12 @@ class CollectiveEngine(GradientAccumulation):
         self._tables.post()
 
     def finish(self) -> Totals:
-        """Wait for the sums, and show them as p.grad; see `Engine`."""
+        """Wait for the sums, and set p.grad to them; see `Engine`."""
         self._step.run_deferred()  # while sums are on their way
         self._buckets[-1].all_reduce.advance()
         parameters = self._trained.parameters
         for bucket in self._buckets:
-            # Before the wait, during which this process has nothing else to do.
+            # Before the wait, since this process has nothing else to do while sums are on their way.
             for index, view in zip(bucket.members, bucket.views(bucket.all_reduce.total, parameters), strict=True):
                 parameters[index].grad = view
         self._tables.finish(self._step)
@@ -159,7 +159,7 @@ class CollectiveEngine(GradientAccumulation):
         clip: float | None,
         change: Callable[[], None] | None = None,
     ) -> float | None:
-        """Finish p.grad; see `Engine`."""
+        """Multiply, unscale and clip p.grad; see `Engine`."""
         return prepare_whole(
             self._given.parameters, self._optimizer, factor=factor, scaler=scaler, clip=clip, change=change
         )
@@ -169,16 +169,16 @@ class CollectiveEngine(GradientAccumulation):
         update_whole(self._optimizer, scaler)
 
     def abort(self, *, alike: bool) -> bool:
-        """Forget the step; see `Engine`. What has been sent cannot be called back: then the engine serves no more."""
+        """Discard the step; see `Engine`. Sums that have been sent cannot be recalled: the engine is unusable then."""
         self._streaming = False
-        # A rank that has published what it does cannot be compared once more while others are at that step still.
+        # A rank that has published its number cannot be compared again while the others are still at that step.
         announced = self._comparison.is_open and not alike
         self._broken = self._broken or self._launched > 0 or announced
         take(self._given.parameters)
         return True
 
     def _build(self, trained: Trained) -> None:
-        """Pack the parameters into buckets, and watch them."""
+        """Pack the parameters into buckets, and register hooks on them."""
         self._unhook()
         dense, tables = split_sparse(trained, self._modules)
         self._given, self._trained = trained, dense
@@ -206,7 +206,7 @@ class CollectiveEngine(GradientAccumulation):
             self._hook()
 
     def _put(self, index: int, left: Tensor | None, gradient: Tensor | None) -> None:
-        """Write the sum of one parameter into its bucket, and let go what is full."""
+        """Write the sum of one parameter into its bucket, and launch full buckets."""
         bucket, slot = self._slots[index]
         last = len(self._sums) - 1
         view = bucket.views(bucket.all_reduce.rows[last], self._trained.parameters)[slot]
@@ -238,15 +238,15 @@ class CollectiveEngine(GradientAccumulation):
         start, used = self._totals_offset, self._used[i]
         row = self._buckets[-1].all_reduce.rows[i][start : start + COUNT + len(used)]
         if all(used):
-            row.fill_(1.0)  # the common case, without a tensor of its own
+            row.fill_(1.0)  # the common case, without another tensor
         else:
             row[COUNT:] = torch.tensor(used, device=row.device)
         row[:COUNT] = as_tensor(self._totals[i].total())
 
     def _launch_full_buckets(self) -> None:
-        """Let full buckets go, in their order; one bucket's second phase follows the next one's first.
+        """Launch full buckets, in order; the second phase of a bucket follows the first phase of the next one.
 
-        Before the first one ranks are compared: if they train other parameters, buckets have other lengths.
+        Ranks are compared before the first bucket: if they train different parameters, lengths of buckets differ.
         """
         if not self._launched and not self._buckets[0].waiting:
             self._comparison.check()

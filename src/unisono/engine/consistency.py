@@ -1,10 +1,11 @@
-"""Whether all ranks do the same, looked at once in every step and before every other collective of a Trainer.
+"""Checks that all ranks do the same, once in every step and before every other collective of a Trainer.
 
-What must be equal becomes one number, a fingerprint, that travels before anything whose size depends on it: ranks
-that train other parameters send other lengths, which backends do not survive. Only if fingerprints differ do ranks send
-each other what stands behind them, and then all raise the same error. Nobody has written anything by then, and all
-ranks have left the call, so they may go on. Within one host `engine.shared.shared_consistency` shows the numbers in
-shared memory; over hosts `GroupConsistencyCheck` sends them.
+Everything that must be equal is condensed into one number, a fingerprint, which travels before anything whose size
+depends on it: ranks that train different parameters send different lengths, which backends do not survive. Only if
+fingerprints differ do ranks send each other the descriptions behind them, and then all raise the same error. No rank
+has written anything by then, and all ranks have left the call, so they may go on. Within one host
+`engine.shared.shared_consistency` publishes the numbers in shared memory; across hosts, and where memory cannot be
+shared, `GroupConsistencyCheck` sends them.
 """
 
 from __future__ import annotations
@@ -25,61 +26,62 @@ from unisono.mismatch import CALL, CallDescription, Document, describe_mismatch,
 __all__ = ["ConsistencyCheck", "GroupConsistencyCheck", "NoConsistencyCheck", "StepDescription", "raise_differences"]
 
 _TAG = 1
-"""Of the numbers on their way; gradients have 0."""
+"""The tag of messages with fingerprints; gradients have 0."""
 _REMEDY = (
     "Nothing was changed. Every rank must call batches, step and evaluate in the same order: move them out of branches "
     "that only some ranks take."
 )
 _FEW_RANKS = 4
-"""Up to so many ranks send their number to each other; more leave it to the backend, for fewer messages."""
+"""Up to this many ranks send their numbers to each other; more use the backend's all-gather, for fewer messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepDescription:
-    """What a rank is about to do."""
+    """The operation that a rank is about to perform."""
 
     fingerprint: int
-    """62 bits and a zero at the end, equal on ranks that do the same."""
+    """62 bits followed by a zero bit; equal on ranks that do the same."""
     describe: Callable[[], Document]
-    """Says what the fingerprint is of."""
+    """Returns the document that the fingerprint stands for."""
 
 
 class ConsistencyCheck(Protocol):
     """Compares what ranks are about to do.
 
     The calls of a step are `intend`, then `begin` once this rank is sure to take part, and `check` before anything that
-    depends on the others. Of a step that fails here before `begin` the others learn nothing.
+    depends on the other ranks. They learn nothing of a step that fails on this rank before `begin`.
     """
 
     @property
     def is_open(self) -> bool:
-        """Whether this rank's number has been published, and those of the others are still to be looked at."""
+        """True if this rank's number has been published and the others' numbers have not been checked yet."""
 
     def intend(self, intent: StepDescription) -> None:
-        """Say what this rank does next. Local."""
+        """Set what this rank does next. Local."""
 
     def begin(self) -> None:
         """Publish this rank's number."""
 
     def check(self) -> Passed | None:
-        """Look at the numbers of all ranks.
+        """Compare the numbers of all ranks.
 
         Returns:
-            The barrier that this was, where it was one.
+            The barrier that the check has passed, or None if it passes none.
 
         Raises:
-            RankMismatchError: On all ranks, if they differ.
+            RankMismatchError: On all ranks, if the numbers differ.
         """
 
     def compare(self, intent: StepDescription) -> None:
         """Compare what ranks do outside a step. Every rank must call it, or take a step.
 
-        Raises: RankMismatchError on all ranks.
+        Raises:
+            RankMismatchError: On all ranks, if they do not do the same.
         """
 
 
 class NoConsistencyCheck:
-    """With one rank there is nothing to compare."""
+    """The check of a run with one rank, which has nothing to compare."""
 
     is_open = False
 
@@ -97,7 +99,7 @@ class NoConsistencyCheck:
 
 
 class GroupConsistencyCheck:
-    """Compares by messages of 8 bytes, which are on their way while this rank computes; see `ConsistencyCheck`."""
+    """Compares by messages of 8 bytes, which travel while this rank computes; see `ConsistencyCheck`."""
 
     def __init__(self, world: World) -> None:
         assert world.group is not None
@@ -117,7 +119,7 @@ class GroupConsistencyCheck:
         """See `ConsistencyCheck`."""
         assert self._intent is not None
         if self.is_open:
-            self._wait()  # of a step that all ranks gave up alike
+            self._wait()  # for the numbers of a step that all ranks discarded
         self._own.fill_(self._intent.fingerprint)
         self.is_open = True
         if self._world.device.type == "cpu" and self._world.size <= _FEW_RANKS:
@@ -151,15 +153,17 @@ class GroupConsistencyCheck:
 
 
 def raise_differences(world: World, intent: StepDescription, engine: Document = MappingProxyType({})) -> NoReturn:
-    """Send each other what ranks do. Every rank must call it.
+    """Exchange descriptions of the ranks' operations, and raise an error that names the differences.
+
+    Every rank must call it.
 
     Args:
         world: The ranks.
-        intent: What this rank does.
-        engine: What the engine knows of it, for the case that nothing else differs.
+        intent: The operation of this rank.
+        engine: A description by the engine, compared only if nothing else differs.
 
     Raises:
-        RankMismatchError: On all ranks.
+        RankMismatchError: Always, on all ranks.
     """
     documents = world.gather((dict(intent.describe()), dict(engine)))
     everyone = [of_rank for of_rank, _ in documents]
@@ -169,7 +173,7 @@ def raise_differences(world: World, intent: StepDescription, engine: Document = 
     differences = (
         tell_differences(everyone)
         or tell_differences([of_engine for _, of_engine in documents])
-        or "their fingerprints differ, though what these are made of looks alike"
+        or "their fingerprints differ, though the descriptions behind them look the same"
     )
     raise RankMismatchError(
         f"ranks differ: {differences}. The step did not happen: weights and buffers keep their values from before it. "

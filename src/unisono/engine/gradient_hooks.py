@@ -1,7 +1,7 @@
-"""Tells an object when a parameter has got its gradient, without keeping the object alive.
+"""Calls a method of an object when a parameter has got its gradient, without keeping the object alive.
 
-Python's garbage collector does not see what torch's hooks after accumulation hold. An object that has a parameter, and
-is called by a hook of it, would stay for ever, and the parameter with it.
+Python's garbage collector does not see the references of torch's post-accumulate-grad hooks. An object that refers to
+a parameter, and that a hook of the parameter calls, would never be freed, and neither would the parameter.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ __all__ = ["keep_alive", "on_gradient", "release", "watchers_of"]
 
 
 def on_gradient(parameter: Tensor, method: Callable[[int, Tensor], None], index: int) -> RemovableHandle:
-    """Have an object's method called with the index and the parameter each time p.grad has got its gradient.
+    """Register a method to be called each time a gradient has been added to p.grad of a parameter.
 
     Args:
-        parameter: It must require a gradient.
-        method: Bound to the object, which must be kept alive by others; see `keep_alive`.
-        index: What the method gets beside the parameter.
+        parameter: The parameter. It must require a gradient.
+        method: A bound method. It does not keep its object alive; see `keep_alive`.
+        index: The first argument of the call; the parameter is the second.
     """
     assert isinstance(method, MethodType)
     owner, function = ref(method.__self__), method.__func__
@@ -39,19 +39,19 @@ def on_gradient(parameter: Tensor, method: Callable[[int, Tensor], None], index:
 
 
 def watchers_of(parameter: Tensor) -> list[Any]:
-    """Give the objects that `on_gradient` calls for a parameter."""
+    """Return the objects whose methods `on_gradient` has registered for a parameter."""
     hooks: Mapping[int, Any] = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
     found = [hook.owner() for hook in hooks.values() if hasattr(hook, "owner")]
     return [owner for owner in found if owner is not None]
 
 
 def keep_alive(parameter: Tensor, owner: object) -> None:
-    """Keep an object alive as long as a parameter, where the garbage collector sees it. It takes the last one's place.
+    """Keep an object alive as long as a parameter, by a reference that the garbage collector sees.
 
-    It lies with the hooks on the gradient, which are neither copied nor saved with the parameter. The parameter must
-    require a gradient.
+    It replaces the object of an earlier call. The reference is stored with the parameter's gradient hooks, which are
+    neither copied nor saved with the parameter. The parameter must require a gradient.
     """
-    parameter.register_hook(_pass).remove()  # type: ignore[no-untyped-call]  # now there is a dictionary for hooks
+    parameter.register_hook(_pass).remove()  # type: ignore[no-untyped-call]  # creates the dictionary of hooks
     parameter._backward_hooks.unisono_owner = owner  # type: ignore[union-attr]
 
 
@@ -62,4 +62,4 @@ def release(parameter: Tensor) -> None:
 
 
 def _pass(gradient: Tensor) -> None:
-    """Leave a gradient as it is."""
+    """Return None, with which torch keeps the gradient as it is."""

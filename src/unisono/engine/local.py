@@ -1,4 +1,4 @@
-"""The engine of a run with one rank: all leaves are here and nothing travels."""
+"""The engine of a run with one rank, which has all leaves and sends nothing."""
 
 from __future__ import annotations
 
@@ -50,24 +50,24 @@ class LocalEngine:
     def close_forward(
         self, leaf: int, loss: Tensor, weight: float, *, new_buffers: bool, has_values: bool = False
     ) -> None:
-        """Keep a leaf's totals; see `Engine`."""
+        """Add a leaf's totals; see `Engine`."""
         if self._leaves == 1:
             self._loss, self._only = loss.detach(), Totals(0.0, weight, new_buffers, has_values)
         else:
             self._totals.push(leaf, row_of(loss, weight, new_buffers=new_buffers, has_values=has_values))
 
     def close_leaf(self, leaf: int) -> None:
-        """Add one leaf; see `Engine`."""
+        """Add the gradients of one leaf; see `Engine`."""
         refuse_sparse(self._trained.names, [p.grad for p in self._trained.parameters])
         if self._leaves > 1:
             self._gradients.push(leaf, take(self._trained.parameters))
         self._tables.close_leaf(leaf)
 
     def flush(self) -> None:
-        """Nothing travels; see `Engine`."""
+        """Do nothing; see `Engine`."""
 
     def finish(self) -> Totals:
-        """Complete the sum; see `Engine`."""
+        """Complete the sums; see `Engine`."""
         self._step.run_deferred()
         self._tables.finish(self._step)
         if self._leaves == 1:
@@ -85,7 +85,7 @@ class LocalEngine:
         clip: float | None,
         change: Callable[[], None] | None = None,
     ) -> float | None:
-        """Finish p.grad; see `Engine`."""
+        """Multiply, unscale and clip p.grad; see `Engine`."""
         return prepare_whole(
             self._given.parameters, self._optimizer, factor=factor, scaler=scaler, clip=clip, change=change
         )
@@ -95,6 +95,6 @@ class LocalEngine:
         update_whole(self._optimizer, scaler)
 
     def abort(self, *, alike: bool) -> bool:
-        """Forget the step; see `Engine`."""
+        """Discard the step; see `Engine`."""
         take(self._given.parameters)
         return True

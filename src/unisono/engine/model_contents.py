@@ -1,7 +1,7 @@
-"""What a model is made of, and noticing that it has been changed: modules, parameters and buffers by name.
+"""The modules, parameters and buffers of a model by name, and detection of changes to them.
 
-A loop may replace a layer, or load weights with assign=True. The Trainer then has to look again at what it trains and
-which buffers it follows. A look compares identities only: some 20 ns for each module and parameter.
+A loop may replace a layer, or load weights with assign=True. The Trainer then has to find anew what it trains and which
+buffers it tracks. A check compares identities only: about 20 ns for each module and parameter.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ModelContents:
     """The modules of some models, which may be replaced between steps.
 
     Args:
-        models: Modules by the prefix of their names.
+        models: Modules, by the prefix of their names.
     """
 
     def __init__(self, models: Mapping[str, nn.Module]) -> None:
@@ -38,9 +38,9 @@ class ModelContents:
         self._take_stock()
 
     def version(self) -> int:
-        """Return how often modules, parameters or buffers have been found to be others than before.
+        """Return how often modules, parameters or buffers have been found to have changed.
 
-        A buffer counts as another one if it has another name; its value and the tensor that holds it do not matter.
+        Of buffers only the total number is compared, not their names, tensors or values.
         """
         if self.has_new_buffers() or not self._is_as_it_was():
             self._version += 1
@@ -48,11 +48,11 @@ class ModelContents:
         return self._version
 
     def has_new_buffers(self) -> bool:
-        """True if a module has more or fewer buffers than at the last look."""
+        """Return True if the modules have more or fewer buffers in total than at the last check."""
         return sum(map(len, self._buffers)) != self._num_buffers
 
     def modules(self) -> dict[str, nn.Module]:
-        """Return all modules by name; one that occurs twice has its first name."""
+        """Return all modules by name. A module that occurs twice has its first name."""
         return dict(self._modules)
 
     def parameters(self) -> list[Tensor]:
@@ -71,7 +71,7 @@ class ModelContents:
                 path = prefix + name if name else prefix.removesuffix(".")
                 if seen.setdefault(id(module), path) == path:
                     self._modules[path] = module
-        # A scripted module has other things than dicts there, which cannot be replaced.
+        # A scripted module has no dicts there, and its members cannot be replaced.
         self._members: list[dict[str, Any]] = [
             members
             for module in self._modules.values()

@@ -1,7 +1,7 @@
-"""Sums of gradients, as lists of tensors with one entry a parameter, in the order of the plan's tree.
+"""Sums of gradients, as lists of tensors with one entry per parameter, in the order of the plan's tree.
 
-A parameter that got no gradient has the entry None. Beside a leaf that did give one, None counts as +0.0 on every world
-size alike: adding zero turns -0.0 into 0.0, so leaving the addition out on some world sizes would change bits.
+A parameter that got no gradient has the entry None. If another leaf gave one, None counts as +0.0 on every world size:
+adding zero turns -0.0 into 0.0, so leaving the addition out on some world sizes would change bits.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _T = TypeVar("_T")
 
 
 def add_one(left: Tensor | None, right: Tensor | None) -> Tensor | None:
-    """Add two gradients of one parameter, in place on one of them."""
+    """Return the sum of two gradients of one parameter, computed in place on one of them."""
     if left is None:
         return None if right is None else right.add_(0.0)
     return left.add_(0.0) if right is None else left.add_(right)
 
 
 def add(left: Gradients, right: Gradients) -> Gradients:
-    """Add two gradients entry by entry, in place on either: both arguments are used up."""
+    """Return the sum of two gradients, entry by entry, in place on either: both arguments are used up."""
     lefts, rights = [], []
     for i, (a, b) in enumerate(zip(left, right, strict=True)):
         if a is not None and b is not None:
@@ -42,27 +42,32 @@ def add(left: Gradients, right: Gradients) -> Gradients:
 
 
 class NodeSum(Generic[_T]):
-    """The running sum of one node's leaves, which come in order. Args: add(left, right) may use both up."""
+    """The running sum of one node's leaves, which come in order.
+
+    Args:
+        node: The node.
+        add: Returns the sum of two values; it may use both up.
+    """
 
     def __init__(self, node: Node, *, add: Callable[[_T, _T], _T]) -> None:
         self.node, self._add = node, add
         self.stack: list[_T] = []
-        """Sums of finished subtrees, the leftmost first; at most log2(leaves) + 1 of them."""
+        """The sums of finished subtrees, the leftmost first; at most log2(leaves) + 1 of them."""
 
     def push(self, leaf: int, value: _T) -> None:
-        """Add what one leaf gave, using it up."""
+        """Add the value of one leaf, which is used up."""
         for _ in range(merges_after(leaf, self.node)):
             value = self._add(self.stack.pop(), value)
         self.stack.append(value)
 
     def total(self) -> _T:
-        """Return the node's value, all of whose leaves have been pushed."""
+        """Return the node's value, once all of its leaves have been pushed."""
         (value,) = self.stack
         return value
 
 
 def take(parameters: Iterable[Tensor]) -> Gradients:
-    """Take the gradients off the parameters, leaving None."""
+    """Return the gradients of the parameters, and set p.grad to None."""
     gradients: Gradients = []
     for p in parameters:
         gradients.append(p.grad)

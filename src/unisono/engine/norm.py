@@ -1,8 +1,8 @@
 """The global norm of a gradient, with the same bits on any number of ranks and in every engine.
 
-Each parameter's gradient is cut, in the order of memory and from its beginning, into blocks of a fixed size. A block's
-norm is taken by itself, by whoever has the block; the squares are then added exactly (math.fsum), so that no order
-matters.
+Each parameter's gradient is cut, in memory order and from its beginning, into blocks of a fixed size. A rank computes
+the norm of each of its blocks separately. The squares are then added exactly (math.fsum), so that the order does not
+matter.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 __all__ = ["BLOCK", "block_norms", "blocks_of", "clip_factor", "dense_strides", "global_norm", "in_memory_order"]
 
 BLOCK = 16384
-"""Elements of a block. Ranks divide parameters at multiples of it."""
+"""The number of elements in a block. Ranks divide parameters at multiples of it."""
 
 
 def dense_strides(parameter: Tensor) -> tuple[int, ...]:
-    """Give the strides that autograd gives a gradient: the parameter's own if it is dense, else contiguous ones."""
+    """Return the strides that autograd gives a gradient: the parameter's if it is dense, otherwise contiguous ones."""
     expected = 1
     for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
         if size > 1:
@@ -31,7 +31,7 @@ def dense_strides(parameter: Tensor) -> tuple[int, ...]:
 
 
 def in_memory_order(gradient: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """Show a gradient as a vector in the order of memory; one with other strides than those given is copied."""
+    """Return a gradient as a vector in memory order: a view if it has the given strides, otherwise a copy."""
     if gradient.is_contiguous() and (gradient.stride() == strides or gradient.dim() < 2):
         return gradient.view(-1)
     if gradient.stride() != strides:
@@ -40,19 +40,19 @@ def in_memory_order(gradient: Tensor, strides: tuple[int, ...]) -> Tensor:
 
 
 def run_of(gradient: Tensor, strides: tuple[int, ...], start: int, stop: int) -> Tensor:
-    """Show a run of the elements of `in_memory_order`."""
+    """Return elements `start` to `stop` of `in_memory_order`, without `stop`."""
     if gradient.stride() == strides:  # half the time of a slice
         return gradient.as_strided((stop - start,), (1,), gradient.storage_offset() + start)
     return in_memory_order(gradient, strides)[start:stop]
 
 
 def blocks_of(vector: Tensor) -> Sequence[Tensor]:
-    """Cut a vector, which begins where its parameter begins or at a whole block of it, into blocks."""
+    """Cut a vector into blocks. It must begin where a block of its parameter begins."""
     return torch.split(vector, BLOCK) if vector.numel() else ()
 
 
 def block_norms(blocks: Sequence[Tensor]) -> Tensor:
-    """Compute the norm of each block: float64, shape [blocks]; of low precision in float32 first."""
+    """Return the norm of each block, float64 of shape [blocks]. Norms of low precision are computed in float32."""
     norms = torch.zeros(len(blocks), dtype=torch.float64, device=blocks[0].device if blocks else None)
     for dtype in {b.dtype for b in blocks}:
         chosen = [i for i, b in enumerate(blocks) if b.dtype == dtype]
@@ -63,7 +63,7 @@ def block_norms(blocks: Sequence[Tensor]) -> Tensor:
 
 
 def global_norm(norms: Sequence[float]) -> float:
-    """Join the norms of all blocks.
+    """Return the global norm from the norms of all blocks.
 
     >>> global_norm([3.0, 4.0, 0.0])
     5.0
@@ -72,7 +72,7 @@ def global_norm(norms: Sequence[float]) -> float:
 
 
 def clip_factor(norm: float, bound: float) -> float:
-    """Say what to multiply a gradient by, as torch.nn.utils.clip_grad_norm_ does.
+    """Return the factor by which torch.nn.utils.clip_grad_norm_ multiplies a gradient.
 
     >>> clip_factor(1.0, 2.0), round(clip_factor(4.0, 2.0), 3)
     (1.0, 0.5)

@@ -1,4 +1,4 @@
-"""Which engine serves a run."""
+"""Selects the engine of a run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ EngineKind = Literal["auto", "shared", "collective"]
 
 
 class EngineFactory:
-    """Makes the engines of a run: one for each optimizer, and what buffers travel by."""
+    """Makes the engines of a run, one for each optimizer, and the all-reduce that sums buffers."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class EngineFactory:
         self._shared: tuple[SharedRuntime, SharedParameters, SharedConsistencyCheck] | None = None
         self._virtual_ranks, self._overlap = virtual_ranks, overlap
         self.comparison: ConsistencyCheck = NoConsistencyCheck()
-        """Compares what ranks do."""
+        """Compares what ranks are about to do."""
         if runtime is not None:
             self.comparison = comparison = SharedConsistencyCheck(runtime, counts_attempts=shares)
             if shares:
@@ -74,7 +74,7 @@ class EngineFactory:
     def all_reduce(
         self, numel: int, *, widest: NodeLayout, dtype: torch.dtype, device: torch.device
     ) -> TreeAllReduce | SharedAllReduce:
-        """Make the sum of a small vector over all ranks. Every rank must call it, in the same order."""
+        """Make the all-reduce of a small vector. Every rank must call it, in the same order."""
         if self._shared is not None:
             return SharedAllReduce(self._shared[0], numel, widest=widest, dtype=dtype)
         return TreeAllReduce(self._world, numel, widest=widest, dtype=dtype, device=device)
@@ -89,13 +89,18 @@ def select_engines(
     virtual_ranks: int,
     overlap: bool,
 ) -> EngineFactory:
-    """Choose the engine of a world: with one rank sums stay local; on one host with CPU ranks all is shared.
+    """Select the engine of a world, and return its factory. Every rank must call it.
 
-    An optimizer that is not torch's may compute something over all parameters, which no rank has to itself then: so it
-    gets the shared engine only if that is asked for.
+    With one rank, sums stay local. With several CPU ranks on one host, "auto" selects the shared-memory engine if the
+    ranks can share the model; otherwise the collective one. An optimizer that is not torch's may compute something over
+    all parameters, which no rank of the shared-memory engine updates alone: it gets that one only by "shared".
 
-    Every rank must call it. Args: overlap=False takes no gradient before backward has ended.
-    Raises: ValueError on all ranks if kind is "shared" and they cannot share memory.
+    Args:
+        kind: The engine to use if there are several ranks.
+        overlap: If False, no gradient is taken before backward has ended.
+
+    Raises:
+        ValueError: On all ranks, if `kind` is "shared" and the ranks cannot share memory or the model.
     """
     modules, optimizers = list(modules), list(optimizers)
     runtime = None
@@ -121,7 +126,7 @@ def select_engines(
             raise ValueError(
                 f'engine="shared" cannot serve here: {obstacle}. Leave engine="auto", which then takes "collective".'
             )
-        # Ranks of one host that send their gradients compare what they do in shared memory all the same.
+        # Ranks of one host compare what they do in shared memory even if they send their gradients.
         if shares or (len(hosts) == 1 and not any(why_not for _, why_not, *_ in everyone)):
             runtime = SharedRuntime(world, f"unisono/{everyone[0][3]}", [process for *_, process in everyone])
     return EngineFactory(world, modules, virtual_ranks=virtual_ranks, overlap=overlap, runtime=runtime, shares=shares)

@@ -1,8 +1,8 @@
-"""Gradients of tables of which a step uses some rows only, as nn.Embedding(sparse=True) gives them.
+"""Gradients of tables of which a step uses only some rows, as nn.Embedding(sparse=True) makes them.
 
-Such a gradient is kept as the numbers of its rows and their values (a coalesced COO tensor), so that it takes no memory
-for the rest of the table. Sums follow the plan's tree; a row that one side alone has is that side's. Each rank sums its
-leaves, all see the sums of all (`engine.all_gather_v`), and each finishes the tree by itself.
+Such a gradient is stored as row indices and values (a coalesced COO tensor), so that it takes no memory for the rest of
+the table. Sums follow the plan's tree; a row that only one side has is kept as it is. Each rank sums its leaves, all
+ranks get the sums of all (`engine.all_gather_v`), and each finishes the tree separately.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _WITHOUT: dict[type[Optimizer], tuple[str, ...]] = {
     optim.SGD: ("momentum", "weight_decay", "fused"),
     optim.Adagrad: ("weight_decay", "fused"),
 }
-"""The optimizers of torch that take sparse gradients, and the options that they take them without."""
+"""The optimizers of torch that accept sparse gradients, and the options with which they do not."""
 
 
 def split_sparse(trained: Trained, modules: Iterable[nn.Module]) -> tuple[Trained, Trained]:
-    """Part parameters with dense gradients from those that a module of torch with sparse=True holds."""
+    """Split parameters into those with dense gradients and those that a module of torch with sparse=True holds."""
     tables = {
         id(module._parameters.get("weight"))
         for root in modules
@@ -74,13 +74,17 @@ class TableSums:
     """The sums of sparse gradients over a step, for one engine.
 
     The calls of a step are `begin`, `close_leaf` for each leaf of this rank, `post` and `finish`.
-    Args: all_gather shows sums to other ranks; None with one rank.
+
+    Args:
+        tables: The parameters with sparse gradients.
+        rank: This rank.
+        all_gather: Exchanges the sums of ranks; None with one rank.
     """
 
     def __init__(self, tables: Trained, *, rank: int = 0, all_gather: AllGatherV | None = None) -> None:
         self.tables = tables
         self.totals: Gradients = []
-        """The gradient of each table since `finish`: p.grad, in memory of this process."""
+        """The gradient of each table after `finish`. It is also p.grad, and lies in this process's private memory."""
         self._rank, self._all_gather = rank, all_gather
         self._layout = NodeLayout((), 0)
         self._sums: list[NodeSum[Gradients]] = []
@@ -92,7 +96,11 @@ class TableSums:
             self._sums = [NodeSum(node, add=_add) for node in layout.nodes[self._rank]]
 
     def close_leaf(self, leaf: int) -> None:
-        """Take the gradients of one leaf. Raises: LossError for one that is not sparse."""
+        """Add the gradients of one leaf.
+
+        Raises:
+            LossError: If a gradient is not sparse.
+        """
         if self.tables.names:
             total = next(total for total in self._sums if leaf < total.node.stop)
             gradients = take(self.tables.parameters)
@@ -110,7 +118,7 @@ class TableSums:
         self._all_gather.post(parts)
 
     def finish(self, step: StepTransaction) -> None:
-        """Complete the sums, and show them as p.grad. Every rank must call it, after `post`."""
+        """Complete the sums, and set p.grad to them. Every rank must call it, after `post`."""
         if not self.tables.names:
             return
         if self._all_gather is None:
@@ -120,7 +128,7 @@ class TableSums:
             nodes = self._layout.nodes
             messages = zip(nodes, self._all_gather.collect(step), strict=True)
             values = {node: sums for of_rank, message in messages for node, sums in self._read(message, of_rank)}
-            # A gradient that was not added to anything lies in its message still.
+            # A gradient that was not added to another one still lies in its message.
             alone = [sum(sums[k] is not None for sums in values.values()) == 1 for k in range(len(self.tables.names))]
             totals = fold(values, leaves=self._layout.leaves, add=_add)
             self.totals = [t.clone() if t is not None and a else t for t, a in zip(totals, alone, strict=True)]
@@ -133,11 +141,11 @@ class TableSums:
         self.totals = [p.grad for p in self.tables.parameters]
 
     def vectors(self) -> list[Tensor]:
-        """Show the values of all gradients, to be read or written: the rows of each one behind the other."""
+        """Return the values of each gradient's rows as one vector, a view to be read or written."""
         return [total._values().view(-1) for total in self.totals if total is not None]
 
     def _read(self, message: Tensor, nodes: Sequence[Node]) -> list[tuple[Node, Gradients]]:
-        """Read a rank's sums, which stay where they lie."""
+        """Return a rank's sums by node, as views of its message where devices are the same."""
         tables = self.tables.parameters
         counts, message = next_part(message, torch.int64, len(nodes) * len(tables))
         left = iter(counts.tolist())
@@ -158,7 +166,7 @@ class TableSums:
 
 
 def _coalesced(name: str, gradient: Tensor | None) -> Tensor | None:
-    """Add up what a leaf gave to one row several times."""
+    """Return a leaf's gradient with the values of repeated rows added up."""
     if gradient is None:
         return None
     if gradient.layout is not torch.sparse_coo or gradient.sparse_dim() != 1:
@@ -169,21 +177,21 @@ def _coalesced(name: str, gradient: Tensor | None) -> Tensor | None:
         )
     gradient = gradient.detach()
     if gradient._nnz() < 2 or gradient.is_coalesced():
-        # Then coalesce copies nothing, and the values may lie where other gradients lie, too, or be expanded.
+        # Here coalesce would copy nothing, and the values may share memory with other gradients, or be expanded.
         values = gradient._values().clone(memory_format=torch.contiguous_format)
         return _table_like(gradient, gradient._indices(), values, is_coalesced=True)
     return gradient.coalesce()
 
 
 def _add(left: Gradients, right: Gradients) -> Gradients:
-    """Add gradients entry by entry."""
+    """Return the sum of two lists of gradients, entry by entry."""
     return [_add_tables(a, b) for a, b in zip(left, right, strict=True)]
 
 
 def _add_tables(left: Tensor | None, right: Tensor | None) -> Tensor | None:
     if left is None or right is None:
         return right if left is None else left
-    # Not left + right: whether that turns -0.0 into 0.0 depends on how the two lie in memory.
+    # Not left + right: whether that turns -0.0 into 0.0 depends on the memory layout of the two.
     indices = torch.cat([left._indices(), right._indices()], dim=1)
     values = torch.cat([left._values(), right._values()])
     return _table_like(left, indices, values, is_coalesced=False).coalesce()

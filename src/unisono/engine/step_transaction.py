@@ -1,4 +1,4 @@
-"""What the parts of one step must know of each other: what is put off, what has been passed, and what is written."""
+"""State that the parts of one step share: deferred work, the barrier passed, and whether state is being written."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ from typing import NewType
 __all__ = ["Passed", "StepTransaction"]
 
 Passed = NewType("Passed", int)
-"""The number of a barrier that this rank has passed, after which it may read what others wrote before it."""
+"""The number of a barrier that this rank has passed. It may then read what the other ranks wrote before the barrier."""
 
 
 class StepTransaction:
-    """The step of one optimizer that is under way; each optimizer has one of these, and steps one after the other.
+    """The current step of one optimizer. Each optimizer has one such object, for all of its steps.
 
     Attributes:
-        writing: True while the state is of no step: while it is written, and after a failure that could not be undone.
-        interrupted: True if Ctrl-C came while other ranks counted on this one to go on, so its exception is owed.
-        passed: The barrier at which this rank has seen the gradients of all; only ranks of one host have one.
-        deferred: What must be done before the step ends and before code runs that may draw random numbers. It is put
-            off until this rank has to wait for others.
+        writing: True while the state is that of no step: during writes, and after a failure that could not be undone.
+        interrupted: True if Ctrl-C came while other ranks relied on this one to go on. KeyboardInterrupt is raised
+            later.
+        passed: The latest barrier after which this rank could read the gradients of all ranks, or their buffers or
+            sparse gradients. Only the shared-memory engine sets it.
+        deferred: Work that must be done before the step ends, and before code runs that may draw random numbers. It
+            is deferred until this rank has to wait for others.
     """
 
     __slots__ = ("deferred", "interrupted", "passed", "writing")
@@ -30,13 +32,13 @@ class StepTransaction:
         self.deferred: Callable[[], None] | None = None
 
     def run_deferred(self) -> None:
-        """Do what was put off, if it has not been done."""
+        """Run the deferred work, if it has not run yet."""
         if self.deferred is not None:
             self.deferred()
             self.deferred = None
 
     def raise_interrupt(self) -> None:
-        """Raise KeyboardInterrupt if it is owed."""
+        """Raise KeyboardInterrupt if `interrupted` is set, and clear it."""
         if self.interrupted:
             self.interrupted = False
             raise KeyboardInterrupt
@@ -45,7 +47,7 @@ class StepTransaction:
         """End a step that all of the run's state accounts for.
 
         Raises:
-            KeyboardInterrupt: If it came during the step, at a moment when this rank could not leave it.
+            KeyboardInterrupt: If Ctrl-C came during the step, at a moment when this rank could not leave it.
         """
         self.writing = False
         if self.interrupted:

@@ -1,8 +1,8 @@
-"""What a leaf gives besides its gradient: loss, weight and whether a new buffer changed, and how they are summed.
+"""The totals of a leaf: its loss, its weight and whether a new buffer changed; and their summation.
 
-They are summed in float32, in the order of the tree, like a gradient. A CPU's are plain numbers, rounded after each
-addition as torch would round them: a tensor of four numbers costs ten times as much. Another device's stay there, and
-are not waited for.
+They are summed in float32, in the order of the tree, like a gradient. On a CPU they are plain numbers, rounded after
+each addition as torch would round them: a tensor of four numbers costs ten times as much. On another device they stay
+there, and the host does not wait for them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 __all__ = ["COUNT", "Totals", "TotalsRow", "add_rows", "as_tensor", "rounded_sum", "row_of", "totals_of"]
 
 COUNT = 5
-"""Numbers in a row: the loss, high and low part of the weight, how many leaves changed a new buffer, and how many gave
+"""Numbers in a row: the loss, the high and low parts of the weight, how many leaves changed a new buffer, and how many gave
 further values."""
 
 # A float32 counts exactly up to 2^24. Two of them, high and low part, count the tokens of any global batch.
@@ -35,13 +35,13 @@ class Totals(NamedTuple):
     weight: float
     """Sum of the weights: samples, or tokens."""
     new_buffers: bool
-    """True if some leaf changed a buffer that no step before it had changed."""
+    """True if a leaf changed a buffer that no earlier step had changed."""
     has_values: bool = False
     """True if the loss function gave further values for some leaf."""
 
 
 def row_of(loss: Tensor, weight: float, *, new_buffers: bool, has_values: bool = False) -> TotalsRow:
-    """Lay a leaf's totals out as a row."""
+    """Return a leaf's totals as a row."""
     high = float(weight // _WEIGHT_BASE)
     low = weight - high * _WEIGHT_BASE
     if loss.device.type == "cpu":
@@ -52,24 +52,24 @@ def row_of(loss: Tensor, weight: float, *, new_buffers: bool, has_values: bool =
 
 
 def add_rows(left: TotalsRow, right: TotalsRow) -> TotalsRow:
-    """Add two rows; both may be used up."""
+    """Return the sum of two rows."""
     if isinstance(left, Tensor) or isinstance(right, Tensor):
         return torch.add(left, right)  # type: ignore[arg-type]
     return rounded_sum(left, right)
 
 
 def rounded_sum(left: Iterable[float], right: Iterable[float]) -> array[float]:
-    """Add the numbers of two rows, as float32."""
+    """Return the sum of two rows of numbers, rounded to float32."""
     # A sum of two float32 is exact enough in Python's float64 to be rounded once.
     return array("f", map(add, left, right))
 
 
 def as_tensor(row: TotalsRow) -> Tensor:
-    """Show a row as a tensor, float32 of shape [COUNT]."""
+    """Return a row as a tensor, float32 of shape [COUNT], which shares its memory."""
     return row if isinstance(row, Tensor) else torch.frombuffer(row, dtype=torch.float32)
 
 
 def totals_of(row: Iterable[float]) -> Totals:
-    """Read a sum of rows."""
+    """Return the totals from a sum of rows."""
     loss, high, low, new_buffers, has_values = row
     return Totals(loss, high * _WEIGHT_BASE + low, new_buffers > 0, has_values > 0)

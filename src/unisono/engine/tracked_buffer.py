@@ -1,4 +1,4 @@
-"""One buffer over a step: its value before it, whether it has changed, and what a virtual rank made of it."""
+"""One buffer during a step: its value before the step, whether it has changed, and its value in a virtual rank."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["BufferKind", "TrackedBuffer"]
 
 
 class BufferKind(NamedTuple):
-    """What a buffer that was None before the step has become, in one virtual rank."""
+    """The shape and dtype that one virtual rank gave a buffer that was None before the step."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 class TrackedBuffer:
-    """One buffer, the place that holds it, and its value before the step."""
+    """One buffer, the module that holds it, and its value before the step."""
 
     def __init__(self, path: str, module: nn.Module, name: str) -> None:
         self.path, self.module, self.name = path, module, name
@@ -30,27 +30,27 @@ class TrackedBuffer:
         self.version = 0
         self._stand_in: Tensor | None = None
         self.written = False
-        """Whether somebody has written to it since the run began."""
+        """True if it has been written to since the run began."""
         self._take()
 
     @property
     def current(self) -> Tensor | None:
-        """What the module has now."""
+        """The value that the module has now."""
         buffers = self.module._buffers
         return buffers[self.name] if self.name in buffers else None  # noqa: SIM401  a scripted module has no dict
 
     @property
     def is_persistent(self) -> bool:
-        """Whether it is a part of the model's state_dict."""
+        """True if it is part of the model's state_dict."""
         return self.name not in getattr(self.module, "_non_persistent_buffers_set", ())
 
     @property
     def numel(self) -> int:
-        """How many elements it has; none if it is None."""
+        """The number of its elements; 0 if it is None."""
         return 0 if self.tensor is None else self.tensor.numel()
 
     def changed(self) -> bool:
-        """Whether the buffer was written to, or another tensor put in its place, since the last look."""
+        """Return True if it was written to or replaced since `before` was recorded; in training norm layers, always."""
         current = self.current
         if current is not self.tensor and not self.has_stand_in:
             return True
@@ -63,7 +63,7 @@ class TrackedBuffer:
         return not torch.equal(current, self.before)
 
     def keep(self) -> bool:
-        """Take the present value as the one before the step. Returns: whether it has another size than the last."""
+        """Record the present value as the one before the step. Return True if its number of elements has changed."""
         numel, self.written = self.numel, True
         if self.current is not self.tensor or self.tensor is None or self.before is None:
             self._take()
@@ -96,7 +96,7 @@ class TrackedBuffer:
             self._stand_in = self.module._buffers[self.name] = self.current.detach().clone()
 
     def put(self, value: Tensor) -> None:
-        """Write a value into the tensor that was there before the step, and put that back in its place."""
+        """Write a value into the tensor that the module had before the step, and put that tensor back in its place."""
         assert self.tensor is not None
         with torch.no_grad():
             self.tensor.copy_(value)
@@ -104,12 +104,12 @@ class TrackedBuffer:
         self.version = _version(self.tensor)
 
     def make(self, kind: BufferKind, device: torch.device) -> None:
-        """Make a tensor for a buffer that was None."""
+        """Make a tensor of zeros for a buffer that was None."""
         self.tensor = torch.zeros(kind.shape, dtype=kind.dtype, device=device)
         self.before, self.version = self.tensor.clone(), _version(self.tensor)
 
     def check(self) -> None:
-        """Raise LossError if a leaf made something of the buffer that virtual ranks could not agree on."""
+        """Raise LossError if a leaf gave the buffer a value that virtual ranks could not agree on."""
         value = self.current
         where = f"buffer {self.path!r} of {type(self.module).__name__}"
         if value is None:
@@ -130,7 +130,7 @@ class TrackedBuffer:
             )
 
     def taken(self) -> Tensor | None:
-        """Copy what a leaf made of the buffer, and restore the value from before the step. None: not to be kept."""
+        """Return a leaf's value of the buffer, or None if it is not kept, and restore the value before the step."""
         self.check()
         value, before = self.current, self.before
         assert value is not None

@@ -1,8 +1,8 @@
-"""Which parameters and options cannot be trained with equal bits on every number of ranks.
+"""Finds parameters and options that cannot be trained with equal bits on every number of ranks.
 
-What torch itself gets wrong, or what would work with one rank only, is refused with any number of ranks and in the same
-words (`check_trained`). What only the shared-memory engine cannot keep is an obstacle to that engine alone
-(`sharing_obstacle`).
+Cases that torch itself gets wrong, or that would work with one rank only, are refused on any number of ranks and with
+the same message (`check_trained`). Cases that only the shared-memory engine cannot handle are obstacles to that engine
+alone (`sharing_obstacle`).
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from unisono.engine.norm import dense_strides
 
 __all__ = ["check_trained", "is_dense", "sharing_obstacle"]
 
-# The alignment of torch's own allocations and of segments. Matrix libraries take other code paths below it: with
-# MKL, weights at an odd multiple of 4 bytes give a linear layer's output other bits.
+# The alignment of torch's own allocations and of segments. Matrix libraries take different code paths below it: with
+# MKL, weights at an odd multiple of 4 bytes change the bits of a linear layer's output.
 _ALIGNMENT_NBYTES = 64
 
 
 def check_trained(trained: Trained, optimizer: Optimizer, *, scaled: bool) -> None:
-    """Refuse parameters that an optimizer cannot train alike on every number of ranks.
+    """Refuse parameters that an optimizer cannot train with equal bits on every number of ranks.
 
-    Pure: every rank finds the same. To be called when the parameters of a step are others than before.
+    Pure: every rank finds the same. Call it when the parameters of a step have changed.
 
     Args:
         trained: The parameters that the optimizer is going to update.
@@ -54,8 +54,8 @@ def check_trained(trained: Trained, optimizer: Optimizer, *, scaled: bool) -> No
             )
         if p.grad_dtype != p.dtype:
             raise ValueError(
-                f"{what} has dtype {p.dtype} and grad_dtype {p.grad_dtype}: a gradient of another type than its "
-                "parameter is not summed here. Leave grad_dtype alone, or keep the weights in float32 and use "
+                f"{what} has dtype {p.dtype} and grad_dtype {p.grad_dtype}: a gradient whose type differs from its "
+                "parameter's is not summed here. Leave grad_dtype alone, or keep the weights in float32 and use "
                 'autocast="bf16".'
             )
         if scaled and (p.dtype == torch.float16 or p.is_complex()):
@@ -75,14 +75,11 @@ def check_trained(trained: Trained, optimizer: Optimizer, *, scaled: bool) -> No
 
 
 def sharing_obstacle(trained: Trained, others: Iterable[Tensor]) -> str | None:
-    """Say why parameters cannot move to shared memory without a change of bits.
+    """Return the first reason why parameters cannot move to shared memory without a change of bits, or None.
 
     Args:
         trained: The parameters that would move.
         others: All tensors of the models; those among the parameters count once.
-
-    Returns:
-        A description of the first obstacle, or None if there is none.
     """
     names = {id(p): f"parameter {name!r}" for name, p in zip(*trained, strict=True) if p.numel()}
     for p in trained.parameters:
@@ -91,7 +88,7 @@ def sharing_obstacle(trained: Trained, others: Iterable[Tensor]) -> str | None:
         if p.numel() and p.data_ptr() % _ALIGNMENT_NBYTES:
             return (
                 f"{names[id(p)]} lies at an address that is no multiple of {_ALIGNMENT_NBYTES} bytes, where matrix "
-                "libraries may round otherwise"
+                "libraries may round differently"
             )
     tensors = {id(t): t for t in (*others, *trained.parameters)}
     extents = sorted((*extent, number) for number, t in tensors.items() for extent in _extent(t))
@@ -106,12 +103,12 @@ def sharing_obstacle(trained: Trained, others: Iterable[Tensor]) -> str | None:
 
 
 def is_dense(parameter: Tensor) -> bool:
-    """True if the elements fill one run of memory, in whatever order."""
+    """Return True if the elements fill one contiguous range of memory, in any order."""
     return parameter.numel() < 2 or dense_strides(parameter) == parameter.stride()
 
 
 def _extent(tensor: Tensor) -> Sequence[tuple[int, int]]:
-    """Return the first address and the one behind the last, of a tensor with elements in memory."""
+    """Return the first and the end address of a tensor, as one pair; none if it has no elements in memory."""
     if tensor.layout is not torch.strided or not tensor.numel() or tensor.is_meta:
         return ()
     steps = zip(tensor.shape, tensor.stride(), strict=True)
@@ -138,7 +135,7 @@ def _check_fused(what: str, parameter: Tensor, optimizer: Optimizer) -> None:
 
 @cache
 def _fused_sgd_writes(dtype: torch.dtype) -> bool:
-    """True if torch's fused SGD for the CPU updates parameters of a type: of low precision it may not (torch 2.13)."""
+    """Return True if fused SGD updates CPU parameters of a dtype; in low precision it may not (torch 2.13)."""
     values, momenta = torch.zeros(64, dtype=dtype), torch.zeros(64, dtype=dtype)
     for _ in range(2):
         torch._fused_sgd_(
@@ -157,7 +154,7 @@ def _fused_sgd_writes(dtype: torch.dtype) -> bool:
 
 
 def _check_epsilon(trained: Trained, optimizer: Optimizer) -> None:
-    """Refuse what makes Adafactor's epsilon depend on which parameter comes first."""
+    """Raise ValueError if Adafactor's epsilon would depend on which parameter comes first."""
     if not isinstance(optimizer, optim.Adafactor):
         return
     names = dict(zip(map(id, trained.parameters), trained.names, strict=True))

@@ -1,11 +1,11 @@
-"""One vector, summed over the ranks in the order of the plan's tree.
+"""All-reduce of one vector, summed over the ranks in the order of the plan's tree.
 
-Each rank holds a row for every node of the tree that lies whole within its block of leaves. The rest of the tree is
-finished in one of two ways, with the same bits. *Direct*: everyone sends its rows to everyone and sums all of it; one
-phase, best for short vectors. *Segmented*: rank j gets segment j of all rows, sums it, and sends the result to all; two
-phases, with the traffic of a ring all-reduce, 2(W-1)/W of the vector each way (where every rank has one row). The
-backend's own all-reduce adds in an order of its own. It serves two ranks with one row each, since a + b has one order
-only, and no others.
+Each rank holds a row for each of the largest nodes of the tree that lie within its block of leaves. The rest of the
+tree is finished in one of two ways, with the same bits. *Direct*: every rank sends its rows to all others and sums all
+rows; one phase, best for short vectors and used for two ranks. *Segmented*: rank j gets segment j of all rows, sums it,
+and sends the result to all; two phases, with the traffic of a ring all-reduce, 2(W-1)/W of the vector each way (if
+every rank has one row). The backend's own all-reduce does not specify its order of additions. It serves only two ranks
+with one row each, since a + b has one order only.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ _DIRECT_NBYTES = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class NodeLayout:
-    """Which rank holds which nodes, for a step of a given number of leaves."""
+    """The nodes that each rank holds in a step with a given number of leaves."""
 
     nodes: tuple[tuple[Node, ...], ...]
     """The nodes of each rank, in order."""
     leaves: int
-    """Leaves of the step."""
+    """The number of leaves of the step."""
 
     @classmethod
     def of(cls, *, leaves: int, world_size: int, virtual_ranks: int) -> NodeLayout:
-        """Compute the layout of a step. Pure."""
+        """Return the layout of a step. Pure."""
         blocks = (rank_block(r, world_size=world_size, virtual_ranks=virtual_ranks) for r in range(world_size))
         return cls(tuple(tuple(nodes_of(block, leaves=leaves)) for block in blocks), leaves)
 
 
 class NodeLayouts:
-    """The layouts of a run's steps, which are worked out once for each number of leaves."""
+    """The layouts of a run's steps, each computed once for its number of leaves."""
 
     def __init__(self, world_size: int, *, virtual_ranks: int) -> None:
         self._world_size, self._virtual_ranks = world_size, virtual_ranks
         self._by_leaves: dict[int, NodeLayout] = {}
         self.widest = self.of(virtual_ranks)
-        """That of all virtual ranks, in which every rank has the most nodes."""
+        """The layout with all virtual ranks, in which every rank has the most nodes."""
 
     def of(self, leaves: int) -> NodeLayout:
         """Return the layout of a step."""
@@ -64,34 +64,34 @@ class NodeLayouts:
 
 
 class AllReduce(Protocol):
-    """The sum of one vector over ranks: `start`, fill the rows, `launch`, `advance`, `finish`."""
+    """An all-reduce of one vector. The calls of a step are `start`, `launch` (with full rows), `advance`, `finish`."""
 
     @property
     def rows(self) -> Sequence[Tensor]:
         """This rank's rows, one for each of its nodes."""
 
     def start(self, layout: NodeLayout) -> None:
-        """Begin a step. The rows may be written from here on."""
+        """Begin a step. The rows may be written after this call."""
 
     def launch(self) -> None:
-        """Show this rank's rows to the others. They must not be touched until `finish`."""
+        """Publish this rank's rows to the others. The rows must not be touched until `finish`."""
 
     def advance(self) -> None:
-        """Do what can be done before the end is awaited."""
+        """Do all work that comes before the wait for the result."""
 
     def finish(self, step: StepTransaction) -> Tensor:
-        """Wait for the sum and give it."""
+        """Wait for the sum, and return it."""
 
 
 class MakeAllReduce(Protocol):
-    """Makes the sum of a vector over ranks. Every rank must call it."""
+    """Makes the all-reduce of a vector. Every rank must call it."""
 
     def __call__(self, numel: int, *, widest: NodeLayout, dtype: torch.dtype, device: torch.device) -> AllReduce:
         """Allocate the rows."""
 
 
 class TreeAllReduce:
-    """The sum of one vector over ranks: fill the rows, `launch`, `advance`, `finish`. Its buffers are kept."""
+    """An all-reduce through the process group; see `AllReduce`. Its buffers are kept between steps."""
 
     def __init__(
         self, world: World, numel: int, *, widest: NodeLayout, dtype: torch.dtype, device: torch.device
@@ -100,10 +100,10 @@ class TreeAllReduce:
         assert world.group is not None
         self._group, self._rank, self._size = world.group, world.rank, world.size
         self._waiter = world.waiter
-        # torch's batch of sends and receives costs 50 µs more than posting them, and only nccl needs it.
+        # torch's batch of sends and receives costs 50 µs more than posting them singly, and only nccl needs it.
         self._batched = world.device.type != "cpu"
         self.numel = align_up(max(numel, 1), BUFFER_NUMEL * world.size)
-        """Length of the vector, padded so that it divides into aligned segments."""
+        """The length of the vector, padded so that it divides into aligned segments."""
         self._direct = world.size == 2 or self.numel * dtype.itemsize <= _DIRECT_NBYTES
         self._counts = [len(nodes) for nodes in widest.nodes]
         self.rows = torch.zeros(self._counts[world.rank], self.numel, dtype=dtype, device=device).unbind()
@@ -115,20 +115,20 @@ class TreeAllReduce:
         self._works: list[dist.Work] = []
 
     def start(self, layout: NodeLayout) -> None:
-        """Begin a step. The rows may be written from here on."""
+        """Begin a step. The rows may be written after this call."""
         plan = self._plans.get(layout.leaves)
         self._plan = plan if plan is not None else self._plan_for(layout)
         self._works = []
 
     def launch(self) -> None:
-        """Send this rank's rows. They must not be touched until `finish`. Every rank launches in the same order."""
+        """Send this rank's rows; see `AllReduce`. Every rank must launch its all-reduces in the same order."""
         if self._plan.by_backend:
             self._works = [self._group.allreduce([self.rows[0]])]
         else:
             self._transfer(self._plan.sends, self._plan.receives)
 
     def advance(self) -> None:
-        """Sum this rank's segment and send it to all; nothing to do in a direct all-reduce."""
+        """Sum this rank's segment and send it to all. A direct all-reduce does nothing here."""
         if self._direct:
             return
         self._wait()
@@ -141,11 +141,11 @@ class TreeAllReduce:
 
     @property
     def total(self) -> Tensor:
-        """Where the sum of this step lies after `finish` and until the next `start`: one of the buffers, [numel]."""
+        """The buffer, of shape [numel], that holds the sum of this step after `finish` and until the next `start`."""
         return self._plan.total if self._direct else self.rows[0]
 
     def finish(self, step: StepTransaction) -> Tensor:
-        """Wait for the sum and give it."""
+        """Wait for the sum, and return it."""
         self._wait()
         if self._direct:
             self._plan.add_up()
@@ -213,16 +213,16 @@ _Transfer = tuple[int, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _ReducePlan:
-    """What an all-reduce does in a step of a given number of leaves, worked out once."""
+    """The transfers and additions of a step with a given number of leaves, computed once."""
 
     sends: list[_Transfer]
     receives: list[_Transfer]
     additions: list[tuple[Tensor, Tensor]]
-    """What to add, in place on the left, once all has been received."""
+    """The additions, in place on the left, once everything has been received."""
     total: Tensor
-    """Where the sum lies then."""
+    """The tensor that holds the sum afterwards."""
     by_backend: bool = False
-    """Whether the backend's all-reduce does all of it."""
+    """True if the backend's all-reduce does everything."""
 
     def add_up(self) -> Tensor:
         for left, right in self.additions:
@@ -231,7 +231,7 @@ class _ReducePlan:
 
 
 def _additions(values: Mapping[Node, Tensor], *, leaves: int) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
-    """List the additions, in place on the left, that finish the tree, and the tensor that holds the result."""
+    """Return the additions, in place on the left, that finish the tree, and the tensor that holds the result."""
     additions: list[tuple[Tensor, Tensor]] = []
 
     def note(left: Tensor, right: Tensor) -> Tensor:

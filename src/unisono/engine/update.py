@@ -1,4 +1,4 @@
-"""The update on a rank that has the whole gradient in p.grad, as in the local and in the collective engine."""
+"""Scaling, clipping and update if p.grad is the whole gradient, as in the local and in the collective engine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def prepare_whole(
     clip: float | None,
     change: Callable[[], None] | None = None,
 ) -> float | None:
-    """Finish p.grad: multiply, take the scale out, let `change` have it, clip; see `Engine.prepare`."""
+    """Multiply, unscale and clip p.grad. Return the norm before clipping, None without a bound; see `Engine`."""
     gradients = _values_of(parameters)
     if factor != 1.0 and gradients:
         torch._foreach_mul_(gradients, factor)
@@ -54,7 +54,7 @@ def _values_of(parameters: Sequence[Tensor]) -> list[Tensor]:
 
 
 def update_whole(optimizer: Optimizer, scaler: torch.amp.GradScaler | None) -> None:
-    """Let the optimizer write the weights; a scaler leaves that out if the gradient overflowed."""
+    """Run the optimizer's step, which a scaler skips if the gradient overflowed."""
     if scaler is None:
         optimizer.step()
     else:

@@ -1,9 +1,8 @@
-"""Finding writes to parameters in the forward pass.
+"""Detects writes to parameters in the forward pass.
 
-Each virtual rank goes through the model by itself, so what a forward pass writes into a parameter is written once for
-each virtual rank that a rank computes, and the number of ranks would decide how often. Writes are found by the version
-that torch counts for each tensor, by the address of its memory and by two of its values, since torch does not count
-writes to `p.data`.
+Each virtual rank has its own forward pass, so a write to a parameter there happens once for each virtual rank that a
+rank computes: the number of ranks would decide how often. Writes are found by the version that torch counts for each
+tensor, by the address of its memory and by two of its values, since torch does not count writes to `p.data`.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ _value_of = attrgetter("value")
 
 
 class WriteDetector:
-    """The state of parameters at the beginning of a step. A look takes 0.15 µs for each of them.
+    """The state of parameters at the beginning of a step. A check takes 0.15 µs for each parameter.
 
     Args:
-        parameters: Those to look at, on any device; values are looked at on the CPU only.
+        parameters: The parameters to check, on any device; values are compared on the CPU only.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
@@ -35,7 +34,7 @@ class WriteDetector:
         self._values: list[int] = []
 
     def remember(self) -> None:
-        """Take the present values as those that a step begins with."""
+        """Record the present state as the one at the beginning of a step."""
         addresses = list(map(Tensor.data_ptr, self._parameters))
         if addresses != self._addresses:
             self._addresses, self._words = addresses, [word for p in self._parameters for word in _words(p)]
@@ -46,7 +45,7 @@ class WriteDetector:
         """Return a parameter that was written to since `remember`, or None."""
         versions, addresses = list(map(_versions_of, self._parameters)), list(map(Tensor.data_ptr, self._parameters))
         if versions == self._versions and addresses == self._addresses:
-            # Only now, since memory at another address may be gone.
+            # Read values only now: if an address has changed, the memory at the old one may be gone.
             values = list(map(_value_of, self._words))
             if values == self._values:
                 return None
@@ -58,7 +57,7 @@ class WriteDetector:
 
 
 def _words(parameter: Tensor) -> Sequence[ctypes._SimpleCData[int]]:
-    """Show two elements of a parameter, the first and one in the middle, as numbers in memory."""
+    """Return two elements of a parameter, the first and one in the middle, as ctypes integers in its memory."""
     if parameter.device.type != "cpu" or not parameter.numel():
         return ()
     kind = {1: ctypes.c_uint8, 2: ctypes.c_uint16, 4: ctypes.c_uint32}.get(parameter.element_size(), ctypes.c_uint64)
