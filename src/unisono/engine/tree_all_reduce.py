@@ -64,7 +64,7 @@ class NodeLayouts:
 
 
 class AllReduce(Protocol):
-    """An all-reduce of one vector. The calls of a step are `start`, `launch` (with full rows), `advance`, `finish`."""
+    """An all-reduce of one vector: `start`, fill the rows, `launch`, `advance`, `finish`."""
 
     @property
     def rows(self) -> Sequence[Tensor]:

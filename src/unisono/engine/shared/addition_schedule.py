@@ -1,4 +1,4 @@
-"""Which rows of a gradient are added in which order, and doing it: what all ways to lay out rows end with."""
+"""Plans and performs the additions of gradient rows; for all layouts of rows."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from unisono.plan import fold
 __all__ = ["AdditionSchedule", "add_at_once", "add_up"]
 
 _CACHED = 65536
-"""Elements that are summed at a time where there is more to do with them than one addition."""
+"""The number of elements that are summed at a time if they need more than one addition."""
 
 Additions = Sequence[tuple[int, int]]
-"""Sources to add, in this order: the second to the first, in place."""
+"""Pairs of sources to add, in order: the second to the first, in place."""
 
 
 class AdditionSchedule:
-    """What one rank adds up in a step, over the nodes of the tree that all ranks have.
+    """The additions of one rank in a step, over the nodes of the tree that all ranks have.
 
-    A source is the number of an own node, or of a row, counted from -1 down. For the part of a rank there is a row for
-    each node of the others, in their order.
+    A source is the number of one of this rank's nodes, or -1 - r for row r. The part of a rank has a row for each node
+    of the other ranks, in their order.
     """
 
     def __init__(self, layout: NodeLayout, rank: int) -> None:
@@ -31,14 +31,14 @@ class AdditionSchedule:
         self._rows = {node: row for row, node in enumerate(node for node in nodes if node[0] != rank)}
         sources = [i if r == rank else -1 - self._rows[r, i] for r, i in nodes]
         self.additions: list[tuple[int, int]] = []
-        """Sources to add, in this order: the second to the first, in place."""
+        """Pairs of sources to add, in order: the second to the first, in place."""
         values = dict(zip((layout.nodes[r][i] for r, i in nodes), sources, strict=True))
         self.total = fold(values, leaves=layout.leaves, add=self._add)
-        """The source in which the sum ends: the first row, unless this rank has all nodes."""
+        """The source that holds the sum at the end: the first row, unless this rank has all nodes."""
         self.sources = sorted({source for addition in self.additions for source in addition} | {self.total})
 
     def row(self, rank: int, i: int) -> int:
-        """Give the row of another rank's node number i."""
+        """Return the row of another rank's node number i."""
         return self._rows[rank, i]
 
     @staticmethod
@@ -48,16 +48,20 @@ class AdditionSchedule:
         return max(sum(counts) - count for count in counts)
 
     def _add(self, left: int, right: int) -> int:
-        # In the first row, or else in any: an own gradient need not be written to again.
+        # Into the first row, or otherwise into any row: this rank's own gradient need not be written again.
         target, other = (right, left) if right == -1 or left >= 0 > right else (left, right)
         self.additions.append((target, other))
         return target
 
 
 def add_up(vectors: Mapping[int, list[Tensor]], additions: Additions, *, total: int, factor: float) -> None:
-    """Do the additions, and multiply their end by a factor.
+    """Perform the additions in place, and multiply the result by a factor.
 
-    Args: vectors are the pieces of each source, the same ones of each. total is the source in which the sum ends.
+    Args:
+        vectors: The pieces of each source, the same pieces for all sources.
+        additions: Pairs of sources.
+        total: The source that holds the sum at the end.
+        factor: The factor.
     """
     if len(additions) + (factor != 1.0) > 1:
         _in_cache(vectors, additions, total, factor)
@@ -66,7 +70,7 @@ def add_up(vectors: Mapping[int, list[Tensor]], additions: Additions, *, total: 
 
 
 def add_at_once(vectors: Mapping[int, list[Tensor]], additions: Additions, *, total: int, factor: float) -> None:
-    """Do as `add_up` does, one addition of all after the other: for what is in the cache. Pieces have any shape."""
+    """Perform each addition over all pieces in turn, for data in the cache; see `add_up`. Pieces have any shape."""
     for target, other in additions:
         torch._foreach_add_(vectors[target], vectors[other])
     if factor != 1.0:

@@ -1,8 +1,8 @@
 """Rows for a small model: few calls, each over all parameters.
 
-Here the data are in the cache, and what costs is each call of torch and each line of Python. So gradients are kept
-where backward left them until the rank's leaves are done, and then written for the others by one call. Rows, sums and
-their order are those of `DirectRows`.
+Here the data are in the cache, and the cost is in calls of torch and lines of Python. So gradients are kept where
+backward left them until the rank's leaves are done, and one call for each node then writes them for the other ranks.
+Rows, sums and their order are those of `DirectRows`.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ __all__ = ["BatchedRows"]
 
 
 class _Cut(NamedTuple):
-    """A piece that is not all of its parameter, among some pieces."""
+    """A piece, one of several, that is not all of its parameter."""
 
     k: int
-    """Its number among them."""
+    """The number of the piece."""
     parameter: int
     start: int
     stop: int
 
 
 class _Pieces:
-    """Some pieces of the parameters, to be taken from gradients."""
+    """Selects some pieces of the parameters from gradients."""
 
     def __init__(self, pieces: Sequence[Shard], rows: BatchedRows) -> None:
         self._strides = rows.strides
@@ -43,7 +43,7 @@ class _Pieces:
         self._cuts = [_Cut(k, *piece) for k, piece in enumerate(pieces) if not rows.is_whole(piece)]
 
     def of(self, gradients: Gradients) -> Gradients:
-        """Show the pieces of some gradients: whole ones as they are, others as vectors in the order of memory."""
+        """Return the pieces of some gradients: whole ones as they are, others as vectors in memory order."""
         found = [gradients[i] for i in self._parameters]
         for k, parameter, start, stop in self._cuts:
             if (gradient := found[k]) is not None:
@@ -52,12 +52,12 @@ class _Pieces:
 
 
 class _BatchedPlan:
-    """What a rank writes and sums in a step of a given number of leaves."""
+    """The places to which a rank writes and the rows that it sums, in a step with a given number of leaves."""
 
     def __init__(self, rows: BatchedRows, layout: NodeLayout) -> None:
         self.schedule = AdditionSchedule(layout, rows.rank)
         self.places: list[list[Tensor]] = [[] for _ in layout.nodes[rows.rank]]
-        """By own node: where the pieces of the other ranks go."""
+        """For each node of this rank, the places of the other ranks' pieces."""
         for owner, pieces in enumerate(rows.parts):
             if owner != rows.rank:
                 of_owner = AdditionSchedule(layout, owner)
@@ -66,7 +66,7 @@ class _BatchedPlan:
         self.own_rows = {
             s: [rows.place(-1 - s, piece) for piece in rows.parts[rows.rank]] for s in self.schedule.sources if s < 0
         }
-        """The pieces of this rank in each row."""
+        """The pieces of this rank in each row, by source."""
 
 
 class BatchedRows(GradientRows[_BatchedPlan]):
@@ -86,19 +86,19 @@ class BatchedRows(GradientRows[_BatchedPlan]):
         self._pieces, self._others = (_Pieces(pieces, self) for pieces in (parts[self.rank], others))
 
     def put(self, i: int, index: int, gradient: Tensor | None) -> None:
-        """Keep it; see `GradientRows`."""
+        """Store the gradient for `flush`; see `GradientRows`."""
         self._own[i][index] = gradient
 
     def put_sum(self, i: int, index: int, left: Tensor, right: Tensor) -> None:
-        """Keep the sum; see `GradientRows`."""
+        """Store the sum for `flush`; see `GradientRows`."""
         self._own[i][index] = left.add_(right)
 
     def put_all(self, i: int, gradients: Gradients) -> None:
-        """Keep them; see `GradientRows`."""
+        """Store the gradients for `flush`; see `GradientRows`."""
         self._own[i] = gradients
 
     def flush(self) -> None:
-        """Write what was kept by one call for each node; see `GradientRows`."""
+        """Write the stored gradients, by one call for each node; see `GradientRows`."""
         for gradients, places in zip(self._own, self._plan.places, strict=True):
             sources = self._others.of(gradients)
             given = [source for source in sources if source is not None]
@@ -112,7 +112,7 @@ class BatchedRows(GradientRows[_BatchedPlan]):
                 torch._foreach_copy_(taken, given)
 
     def reduce(self, used: Sequence[bool], factor: float) -> None:
-        """Sum own gradients and rows; see `GradientRows`."""
+        """Sum this rank's gradients and the rows; see `GradientRows`."""
         schedule, sums = self._plan.schedule, self._sums
         if sums:
             summands = dict(self._plan.own_rows)

@@ -1,8 +1,8 @@
-"""Rows for two ranks and a large model: nothing is copied that another rank need not read.
+"""Rows for two ranks and a large model: whole parameters are copied only for another rank to read.
 
-A rank reads its own gradient where backward left it, or in rows of its own where it has but a piece of a parameter: the
-rest need not be kept then. It reads those of the others from rows: for each part there is a row for every node of the
-tree that another rank has.
+A rank reads its own gradient where backward left it. If it has only a piece of a parameter, it reads that from private
+rows, so that the rest of the gradient need not be kept. It reads the gradients of other ranks from rows: each part has
+a row for every node of the tree that another rank has.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ __all__ = ["DirectRows"]
 
 
 class _Target(NamedTuple):
-    """Where a rank writes a piece of its gradient, for others or to keep it."""
+    """The place to which a rank writes a piece of its gradient, for others or to keep it."""
 
     start: int
     stop: int
     is_whole: bool
-    """Whether it is all of the parameter."""
+    """True if the piece is all of the parameter."""
     place: Tensor
-    """Of the parameter's shape, or of that length."""
+    """Memory with the parameter's shape, or a vector with the piece's length."""
 
 
 class _DirectPlan:
-    """What a rank writes and sums in a step of a given number of leaves."""
+    """The pieces that a rank writes and the rows that it sums, in a step with a given number of leaves."""
 
     def __init__(self, rows: DirectRows, layout: NodeLayout) -> None:
         rank, first_own = rows.rank, AdditionSchedule.most_rows(rows.widest)
         self.schedule = schedule = AdditionSchedule(layout, rank)
         of_owners = [AdditionSchedule(layout, owner) for owner in range(len(rows.parts))]
         self.targets: list[list[list[_Target]]] = [[[] for _ in rows.strides] for _ in layout.nodes[rank]]
-        """By own node and parameter."""
+        """The targets, by node of this rank and parameter."""
         self.kept = [False] * len(rows.strides)
-        """Whether this rank reads a parameter's own gradient where backward left it."""
+        """For each parameter, True if this rank reads its own gradient where backward left it."""
         self.own_places: dict[tuple[int, int], Tensor] = {}
-        """Where the gradient of a piece is kept, by own node and parameter."""
+        """The place where the gradient of this rank's piece is kept, by node of this rank and parameter."""
         for owner, pieces in enumerate(rows.parts):
             for piece in pieces:
                 index, is_whole = piece.parameter, rows.is_whole(piece)
@@ -60,14 +60,14 @@ class _DirectPlan:
         self.own_rows = {
             s: [rows.vector(-1 - s, *piece) for piece in rows.parts[rank]] for s in schedule.sources if s < 0
         }
-        """The pieces of this rank in each row."""
+        """The pieces of this rank in each row, by source."""
 
 
 class DirectRows(GradientRows[_DirectPlan]):
     """The rows of one engine; see `GradientRows`."""
 
     def put(self, i: int, index: int, gradient: Tensor | None) -> None:
-        """Write it for the ranks that have a part of it; see `GradientRows`."""
+        """Write the gradient for the ranks that have a part of it; see `GradientRows`."""
         for start, stop, is_whole, place in self._plan.targets[i][index]:
             if gradient is None:
                 place.zero_()
@@ -77,7 +77,7 @@ class DirectRows(GradientRows[_DirectPlan]):
             self._own[i][index] = gradient
 
     def put_sum(self, i: int, index: int, left: Tensor, right: Tensor) -> None:
-        """Write the sum where it is read, without a copy between; see `GradientRows`."""
+        """Write the sum to the places where it is read, without an intermediate copy; see `GradientRows`."""
         if self._plan.kept[index]:
             self.put(i, index, left.add_(right))
             return
@@ -90,7 +90,7 @@ class DirectRows(GradientRows[_DirectPlan]):
                 torch.add(lefts[start:stop], rights[start:stop], out=place)
 
     def reduce(self, used: Sequence[bool], factor: float) -> None:
-        """Sum own gradients and rows; see `GradientRows`."""
+        """Sum this rank's gradients and the rows; see `GradientRows`."""
         plan, pieces = self._plan, self.parts[self.rank]
         chosen: Sequence[int] = range(len(pieces))
         if not all(used):
@@ -114,7 +114,7 @@ class DirectRows(GradientRows[_DirectPlan]):
         self._own = []
 
     def _count_rows(self) -> int:
-        # Those for the gradients of others, and behind them this rank's own.
+        # The rows for the gradients of other ranks, followed by this rank's private ones.
         return AdditionSchedule.most_rows(self.widest) + max(map(len, self.widest.nodes))
 
     def _make_plan(self, layout: NodeLayout) -> _DirectPlan:

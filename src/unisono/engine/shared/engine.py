@@ -2,7 +2,8 @@
 
 A rank that has its gradients waits for the others, and then sums and updates its own part of all parameters. So nothing
 is gathered, and the optimizer's work is divided among the ranks. A step has two barriers: one when all gradients are
-there, one when all weights are written. With clipping there is a third between them, for the norm.
+there, one when all weights are written. With clipping, loss scaling or hooks of the user there are more between them:
+one for the norm and the overflow, and one for hooks.
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ from unisono.errors import UnisonoError
 
 __all__ = ["SharedEngine"]
 
-# Gradients of less than this are taken at the end of backward, when they are in the cache still: a hook costs 25 µs.
-# 66 thousand parameters in 6 tensors then take 1.2 ms of CPU time a step instead of 1.35. They have two sets of rows,
-# so that a rank need not wait until all others have begun the step.
+# If the gradients are smaller than this, they are taken at the end of backward, when they are still in the cache: a
+# hook costs 25 µs. 66 thousand parameters in 6 tensors then take 1.2 ms of CPU time per step instead of 1.35. Such
+# models have two sets of rows, so that a rank need not wait until all others have begun the step.
 _CACHE_NBYTES = 1024 * 1024
-# Columns of the runtime's words, behind those of the comparison.
+# Columns of the runtime's words, after those of the consistency check.
 _UNSETTLED, _LENGTH, _HOOKED = 4, 5, 6
 
 
@@ -78,15 +79,15 @@ class SharedEngine(GradientAccumulation):
         self._apply_with_hooks: Any = Optimizer.profile_hook_step(self._apply)
         self._steps = 0
         self._hooked = False
-        """Whether code of the user's runs before this step's update, on any rank."""
+        """True if a hook of the user runs before this step's update, on any rank."""
         self._arrived = self._released = self._prepared = False
         self._is_open = False
         self._factor = 1.0
         self._found_inf: Tensor | None = None
         self._used_by_all: list[bool] = []
-        """Of the dense gradients."""
+        """For each parameter with dense gradients, True if it got one on any rank."""
         self._addresses: list[int] = []
-        # All of these are made by `_build`.
+        # `_build` sets all of these.
         self._is_whole: bool
         self._both_rows: Sequence[GradientRows[Any]]
         self._rows: GradientRows[Any]
@@ -107,7 +108,7 @@ class SharedEngine(GradientAccumulation):
         self._arrived = self._released = self._prepared = False
         self._comparison.enter()
         if self._is_new(trained):
-            # Ranks that do not come here are at the barrier of a step or of another call, and compare there.
+            # Ranks that do not come here are at the barrier of a step or of another call, and compare there instead.
             self._comparison.begin(step, anew=True)
             self._comparison.check("waiting for all ranks to begin the step", step)
             self._build(step, trained)
@@ -115,13 +116,13 @@ class SharedEngine(GradientAccumulation):
             self._weights.check()
         check_optimizer(self._optimizer, self._trained, self._tables.tables)
         layout = self._layouts.of(leaves)
-        # With two sets of rows, those of the last step are left alone until all ranks have come to the end of this one.
+        # With two sets of rows, those of the last step are not touched until all ranks have arrived at the end of this.
         self._rows = self._both_rows[self._steps % len(self._both_rows)]
         self._rows.start(layout, self._comparison.attempt)
         self._begin(step, layout)
 
     def flush(self) -> None:
-        """Publish this rank's totals; see `Engine`."""
+        """Publish this rank's gradients and totals; see `Engine`."""
         self._wait_for_release()
         self._rows.flush()
         for i, used in enumerate(self._used):
@@ -129,10 +130,10 @@ class SharedEngine(GradientAccumulation):
         self._tables.post()
 
     def finish(self) -> Totals:
-        """Wait for all ranks' gradients; see `Engine`."""
+        """Wait for the gradients of all ranks; see `Engine`."""
         runtime, comparison, step = self._runtime, self._comparison, self._step
-        step.writing = True  # the others may do so once this rank has arrived
-        if self._is_whole or self._is_hooked():  # then an update may draw
+        step.writing = True  # the others may write once this rank has arrived
+        if self._is_whole or self._is_hooked():  # the update may then draw random numbers
             step.run_deferred()
         runtime.publish(_HOOKED, bool(_global_optimizer_pre_hooks or self._optimizer._optimizer_step_pre_hooks))
         comparison.begin(step)
@@ -141,8 +142,8 @@ class SharedEngine(GradientAccumulation):
         try:
             step.passed = passed = comparison.check(what, step)
         except UnisonoError:
-            # A rank that has not come to this barrier will not any more, so nobody has passed it; and where ranks
-            # differ, all find so. No weight is touched.
+            # Either a rank never reaches this barrier, so that no rank has passed it, or ranks differ, which all of
+            # them find. No weight has been touched.
             self._arrived = False
             step.raise_interrupt()
             raise
@@ -161,9 +162,9 @@ class SharedEngine(GradientAccumulation):
         clip: float | None,
         change: Callable[[], None] | None = None,
     ) -> float | None:
-        """Note the factor; sum already where norm, overflow or hooks are asked for; see `Engine`."""
+        """Record the factor; sum now if clipping, a scaler or hooks need the sum; see `Engine`."""
         self._factor, self._found_inf = factor, None
-        # Each rank has the whole of these to itself.
+        # Each rank has its own copy of all of these.
         sparse = self._tables.vectors()
         if sparse and factor != 1.0:
             torch._foreach_mul_(sparse, factor)
@@ -233,7 +234,7 @@ class SharedEngine(GradientAccumulation):
             raise
 
     def abort(self, *, alike: bool) -> bool:
-        """Forget the step; see `Engine`."""
+        """Discard the step; see `Engine`. It may wait at a barrier, or make the other ranks raise."""
         self._streaming = False
         take(self._given.parameters)
         self._rows.forget()
@@ -247,10 +248,10 @@ class SharedEngine(GradientAccumulation):
         return False
 
     def _is_new(self, trained: Trained) -> bool:
-        """Whether these parameters, or the places where they lie, are not those that all was built for."""
+        """Return True if these parameters, or their addresses, are not those of the last `_build`."""
         given = self._given
         if trained is not given:
-            # A step that was refused since ranks differed may have been for others meanwhile.
+            # In the meantime a step for other parameters may have been refused because ranks differed.
             if len(trained.parameters) != len(given.parameters) or not all(
                 map(is_, trained.parameters, given.parameters)
             ):
@@ -259,7 +260,7 @@ class SharedEngine(GradientAccumulation):
         return [p.data_ptr() for p in trained.parameters] != self._addresses
 
     def _build(self, step: StepTransaction, trained: Trained) -> None:
-        """Move the parameters to shared memory where they are not there, and divide the work. All ranks do so alike."""
+        """Move the parameters to shared memory if they are not there, and divide the work. Every rank must call it."""
         self._unhook()
         optimizer, runtime = self._optimizer, self._runtime
         dense, tables = split_sparse(trained, self._modules)
@@ -289,7 +290,7 @@ class SharedEngine(GradientAccumulation):
             places = [parameters[piece.parameter] for piece in pieces]
             self._gradients = [[rows.gradients[piece.parameter] for piece in pieces] for rows in self._both_rows]
         else:
-            # A parameter without dimensions stays without: nothing tells its state from a number then, nor need it.
+            # A parameter without dimensions keeps none: its state cannot be told from a number then, and need not be.
             shapes = [() if not parameters[i].dim() else (stop - start,) for i, start, stop in pieces]
             vectors = [self._weights.vector(parameters[i])[start:stop] for i, start, stop in pieces]
             places = [vector.view(shape) for vector, shape in zip(vectors, shapes, strict=True)]
@@ -297,7 +298,7 @@ class SharedEngine(GradientAccumulation):
                 [total.view(shape) for total, shape in zip(rows.totals, shapes, strict=True)]
                 for rows in self._both_rows
             ]
-        # A table is updated whole by one rank, whatever the optimizer. Tables are numbered behind other parameters.
+        # One rank updates all of a table, with any optimizer. Tables are numbered after the other parameters.
         dealt = assign_whole([p.numel() for p in tables.parameters], ranks=runtime.size)[runtime.rank]
         self._own_tables = [piece.parameter for piece in dealt]
         pieces = [*pieces, *(Shard(len(parameters) + i, start, stop) for i, start, stop in dealt)]
@@ -310,7 +311,7 @@ class SharedEngine(GradientAccumulation):
         give_memory_back()
 
     def _check_movable(self, trained: Trained) -> None:
-        """Refuse parameters that have come since the engine was chosen and cannot be shared, on all ranks."""
+        """Raise ValueError on all ranks if parameters, such as ones added to the model later, cannot be shared."""
         tensors = [t for module in self._modules for t in (*module.parameters(), *module.buffers())]
         found = self._runtime.world.gather(sharing_obstacle(trained, tensors))
         rank, obstacle = next(((rank, what) for rank, what in enumerate(found) if what), (0, None))
@@ -322,13 +323,13 @@ class SharedEngine(GradientAccumulation):
             )
 
     def _wait_for_release(self) -> None:
-        """Before rows are written: the others may still read the last step's gradient there."""
+        """Wait until rows may be written: before that, other ranks may still read the last step's gradient there."""
         if not self._released and len(self._both_rows) == 1:
             self._runtime.wait_for_release()
             self._released = True
 
     def _put(self, index: int, left: Tensor | None, gradient: Tensor | None) -> None:
-        """Give the sum of one parameter to the rows."""
+        """Pass the sum of one parameter to the rows."""
         self._wait_for_release()
         last = len(self._sums) - 1
         if left is not None and gradient is not None:
@@ -337,17 +338,17 @@ class SharedEngine(GradientAccumulation):
             self._rows.put(last, index, gradient)
 
     def _put_all(self, gradients: Gradients) -> None:
-        """Give all gradients of the last node to the rows."""
+        """Pass all gradients of the last node to the rows."""
         self._wait_for_release()
         self._rows.put_all(len(self._sums) - 1, gradients)
 
     def _put_node(self, i: int) -> None:
-        """Give the sums of a node to the rows."""
+        """Pass the sums of a node to the rows."""
         self._wait_for_release()
         self._rows.put_all(i, self._sums[i].total())
 
     def _overflowed(self, scaler: torch.amp.GradScaler | None) -> bool:
-        """Tell a scaler what was found. Returns: whether the step is left out for it."""
+        """Report to the scaler whether gradients overflowed. Return True if the step is skipped because of it."""
         if scaler is None:
             return False
         assert self._found_inf is not None
@@ -355,13 +356,13 @@ class SharedEngine(GradientAccumulation):
         return bool(self._found_inf.item()) and not getattr(self._optimizer, "_step_supports_amp_scaling", False)
 
     def _is_hooked(self) -> bool:
-        """Whether code of the user's runs before or after the optimizer."""
+        """Return True if hooks of the user run before or after the optimizer's step."""
         hooked = _global_optimizer_pre_hooks or _global_optimizer_post_hooks
         optimizer = self._optimizer
         return bool(hooked or optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
     def _apply(self, optimizer: Optimizer) -> None:
-        """Do what the optimizer's `step` would do, on all ranks together."""
+        """Perform the optimizer's `step`, on all ranks together."""
         runtime, state, used = self._runtime, self._state, self._used_by_all
         if not self._prepared:
             self._rows.reduce(used, self._factor)

@@ -1,7 +1,7 @@
 """Adam and AdamW with fused=True, without the work in Python around torch's kernel.
 
-For a small model that work takes longer than the kernel: 65 µs in a step of 0.85 ms. The kernel is given what the
-optimizer's own `step` would give it, so the bits are the same; whatever is unusual is left to that `step`.
+For a small model that work takes longer than the kernel: 65 µs in a step of 0.85 ms. The kernel gets the arguments that
+the optimizer's own `step` would pass, so the bits are the same. Unusual options are left to that `step`.
 """
 
 from __future__ import annotations
@@ -20,33 +20,34 @@ _NUMBER = (float, int)
 
 
 class _KernelArguments(NamedTuple):
-    """What one group's kernel is given, list by list; all but the hyperparameters."""
+    """The arguments of the kernel for one group, list by list, without the hyperparameters."""
 
     lists: tuple[list[Tensor], ...]
     """Places, gradients, both averages, the maxima of the second, and counts of steps."""
     numbers: list[ctypes.c_float]
-    """The counts as numbers in memory: an addition by torch costs 4 µs."""
+    """The counts of steps as numbers in memory: an addition by torch costs 4 µs."""
     others: list[Tensor]
-    """The counts that are not float32, or not on the CPU."""
+    """The counts of steps that are not float32, or not on the CPU."""
 
 
 class _Known(NamedTuple):
-    """The calls for some gradients."""
+    """The calls for some gradients, kept for later steps."""
 
     gradients: Sequence[Tensor | None]
     used: list[bool]
     amsgrad: list[bool]
-    """Of each group."""
+    """The option of each group."""
     calls: list[_KernelArguments | None]
     """For each group; None if there is nothing to do."""
 
 
 class FusedAdam:
-    """The updates of one rank's pieces by Adam or AdamW.
+    """Updates one rank's pieces by Adam or AdamW.
 
-    Args: places are where the pieces' values lie, on the CPU; none of them requires a gradient. members has, for each
-        parameter group, the numbers of its pieces. state is by place, as in an optimizer; `forget` must be called when
-        its tensors are replaced by others.
+    Args:
+        places: The tensors with the pieces' values, on the CPU; none of them requires a gradient.
+        members: The numbers of the pieces in each parameter group.
+        state: The state by place, as in an optimizer. `forget` must be called when its tensors are replaced by others.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class FusedAdam:
     ) -> None:
         self._places, self._members, self._state = places, members, state
         self._known: list[_Known] = []
-        """The newest last: a small model has two sets of gradients, which take turns."""
+        """The newest is last. A small model has two sets of gradients, which take turns."""
         # The kernel takes one type at a time.
         self._is_plain = all(
             len({places[k].dtype for k in of_group}) <= 1 and all(places[k].is_floating_point() for k in of_group)
@@ -63,19 +64,22 @@ class FusedAdam:
 
     @staticmethod
     def knows(optimizer: Optimizer, step: Any) -> bool:
-        """Whether this can do what an optimizer does. Args: step is what its class calls, less torch's wrappers."""
+        """Return True if this class can replace an optimizer's `step`, which is passed without torch's wrappers."""
         return type(optimizer) in (optim.Adam, optim.AdamW) and getattr(step, "__module__", None) == "torch.optim.adam"
 
     def forget(self) -> None:
-        """Look at the state afresh in the next step."""
+        """Read the state again in the next step."""
         self._known = []
 
     def step(
         self, groups: Sequence[Mapping[str, Any]], gradients: Sequence[Tensor | None], used: Sequence[bool]
     ) -> bool:
-        """Update the pieces that are used. Args: groups are the user's. gradients and used are by piece.
+        """Update the pieces that are used. Return True if it was done, False if nothing was changed.
 
-        Returns: whether it was done; if not, nothing was changed.
+        Args:
+            groups: The parameter groups of the user's optimizer.
+            gradients: The gradient of each piece.
+            used: For each piece, True if it is used.
         """
         if not self._is_plain or not all(map(_is_usual, groups)):
             return False
@@ -113,7 +117,7 @@ class FusedAdam:
     def _calls(
         self, gradients: Sequence[Tensor | None], used: Sequence[bool], amsgrad: Sequence[bool]
     ) -> list[_KernelArguments | None] | None:
-        """Gather what the kernel is given; None if a piece has no state yet, which its first step makes."""
+        """Return the kernel's arguments; None if a piece has no state yet, which the optimizer's first step makes."""
         calls: list[_KernelArguments | None] = []
         for of_group, keeps_maxima in zip(self._members, amsgrad, strict=True):
             chosen = [
@@ -141,7 +145,7 @@ class FusedAdam:
 
 
 def _is_usual(group: Mapping[str, Any]) -> bool:
-    """Whether a group asks for the kernel, and has no tensors among its numbers."""
+    """Return True if a group asks for the kernel and has no tensors as hyperparameters."""
     if not group["fused"] or group["differentiable"] or group["capturable"]:
         return False
     beta1, beta2 = group["betas"]

@@ -1,9 +1,9 @@
-"""The gradients of a step in shared memory, and their sum: what all ways to lay them out have in common.
+"""The gradients of a step in shared memory, and their sum: the base class of all layouts.
 
-Each rank updates a part of the parameters, and so sums that part of the gradient. For each part there are rows, which
-the nodes of the tree are written to. The sum of a part ends in the first row, which is thus the whole gradient once all
-ranks have summed. Additions are those of the tree, whoever does them; a + b and b + a have the same bits. What differs
-is what costs: small models have `BatchedRows`, large ones `DirectRows` on two ranks and `PairedRows` on more.
+Each rank updates a part of the parameters, and so sums that part of the gradient. Each part has rows, to which the
+nodes of the tree are written. The sum of a part ends in the first row, which is thus the whole gradient once all ranks
+have summed. The additions are those of the tree, on any rank; a + b and b + a have the same bits. The layouts differ in
+their cost: small models have `BatchedRows`, large ones `DirectRows` on two ranks and `PairedRows` on more.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _Plan = TypeVar("_Plan")
 
 
 class GradientRows(ABC, Generic[_Plan]):
-    """The rows of one engine, which lie in a segment of their own.
+    """The rows of one engine, in a separate segment.
 
     The calls of a step are `start`, then `put`, `put_sum` or `put_all` for this rank's nodes, `flush`, and `reduce`
     once all ranks have flushed.
 
     Args:
-        runtime: Makes the segment. Every rank must build the rows.
-        parameters: What the gradients are of.
+        runtime: Allocates the segment. Every rank must build the rows.
+        parameters: The parameters of the gradients.
         parts: The pieces of each rank.
         widest: The layout with all virtual ranks.
     """
@@ -49,7 +49,7 @@ class GradientRows(ABC, Generic[_Plan]):
     ) -> None:
         self.rank, self.parts, self.widest = runtime.rank, parts, widest
         self.strides = [dense_strides(p) for p in parameters]
-        """Of each parameter, and of its gradient."""
+        """The strides of each parameter's gradient."""
         self._layout = TensorLayout(parameters)
         self._segment = runtime.segment(self._count_rows() * self._layout.nbytes, "gradients")
         self.gradients = [self._layout.whole(self._segment, i) for i in range(len(parameters))]
@@ -65,8 +65,8 @@ class GradientRows(ABC, Generic[_Plan]):
         """Begin a step. Nothing is written yet.
 
         Args:
-            layout: Which rank has which nodes.
-            attempt: Number of the step: the same on all ranks, and new.
+            layout: The nodes of each rank.
+            attempt: The number of the step: equal on all ranks, and not used before.
         """
         plan = self._plans.get(layout.leaves)
         if plan is None:
@@ -76,46 +76,46 @@ class GradientRows(ABC, Generic[_Plan]):
 
     @abstractmethod
     def put(self, i: int, index: int, gradient: Tensor | None) -> None:
-        """Take one parameter's gradient for this rank's node number i; None counts as zero."""
+        """Add one parameter's gradient as that of this rank's node number i; None counts as zero."""
 
     def put_all(self, i: int, gradients: Gradients) -> None:
-        """Take the gradients of all parameters for this rank's node number i."""
+        """Add the gradients of all parameters as those of this rank's node number i."""
         for index, gradient in enumerate(gradients):
             self.put(i, index, gradient)
 
     def put_sum(self, i: int, index: int, left: Tensor, right: Tensor) -> None:
-        """Take the sum of two gradients, both of which are used up."""
+        """Add the sum of two gradients as `put` does; both are used up."""
         self.put(i, index, left.add_(right))
 
     def flush(self) -> None:
-        """Write for the others what was taken and is not written yet."""
+        """Write gradients for the other ranks that are not written yet."""
 
     @abstractmethod
     def reduce(self, used: Sequence[bool], factor: float) -> None:
-        """Sum this rank's part over all nodes, and multiply it by a factor; the gradients given are used up."""
+        """Sum this rank's part over all nodes, and multiply it by a factor. The gradients of `put` are used up."""
 
     def forget(self) -> None:
-        """Let go of the gradients that were given."""
+        """Drop the references to the gradients of `put`."""
         self._own = []
 
     def is_whole(self, piece: Shard) -> bool:
-        """True if a piece is all of its parameter."""
+        """Return True if a piece is all of its parameter."""
         return piece.stop - piece.start == self.gradients[piece.parameter].numel()
 
     def place(self, row: int, piece: Shard) -> Tensor:
-        """Show a piece of a row; a whole parameter as what it is."""
+        """Return a piece of a row as a tensor: a vector, or for a whole parameter one of its shape."""
         if self.is_whole(piece):
             return self._layout.whole(self._segment, piece.parameter, base=row * self._layout.nbytes)
         return self.vector(row, *piece)
 
     def vector(self, row: int, index: int, start: int, stop: int) -> Tensor:
-        """Show some elements of a row, in the order of memory."""
+        """Return a range of a parameter's elements in a row, as a vector in memory order."""
         return self._layout.vector(self._segment, index, start, stop, base=row * self._layout.nbytes)
 
     @abstractmethod
     def _count_rows(self) -> int:
-        """Return how many rows any step may need."""
+        """Return how many rows a step may need at most."""
 
     @abstractmethod
     def _make_plan(self, layout: NodeLayout) -> _Plan:
-        """Work out what this rank writes and sums in a step of some leaves."""
+        """Plan the writes and additions of this rank in a step with the given layout."""

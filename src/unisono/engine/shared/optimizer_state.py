@@ -1,8 +1,8 @@
 """The optimizer's state in shared memory: each rank writes its pieces, and all see it whole, in the user's optimizer.
 
-State comes into being in a step, where each rank makes that of its own pieces. After such a step the ranks send each
-other what they made, move it to shared memory, and show it in `optimizer.state` as any optimizer has it. What a user or
-a checkpoint puts there instead is taken over before the next step.
+A step may create state: each rank creates the state of its pieces. After such a step the ranks send each other a
+description of the new state, move it to shared memory, and put it into `optimizer.state`, as any optimizer does. State
+that a user or a checkpoint puts there instead is adopted before the next update.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ __all__ = ["SharedState"]
 
 
 class _Kind(NamedTuple):
-    """What an entry of a parameter's state is."""
+    """The kind of an entry in a parameter's state."""
 
     what: str
     """"like": a value for each element. "tensor": a tensor of another shape, or a number for all pieces. "number": a
-    plain number. "constant": something that does not change."""
+    plain number. "constant": a value that does not change."""
     dtype: torch.dtype | None = None
     shape: tuple[int, ...] = ()
     constant: Any = None
 
 
 class _Entry(NamedTuple):
-    """Where an entry lives."""
+    """An entry in a parameter's state, and its place in shared memory."""
 
     kind: _Kind
     value: Any
-    """What the user's optimizer has."""
+    """The value in the user's optimizer."""
     vector: Tensor | None
-    """The memory, in its order."""
+    """The shared memory, as a vector in memory order; None for a constant."""
 
 
 class SharedState:
-    """The state of one user's optimizer, over one `ShardedOptimizer`.
+    """The state of one optimizer, over the pieces of a `ShardedOptimizer`.
 
-    Of a piece whose place is the parameter itself, the owner makes the state as it likes.
+    If the place of a piece is the parameter itself, its owner may make state of any shape.
     """
 
     def __init__(
@@ -66,14 +66,14 @@ class SharedState:
         self._entries: list[dict[str, _Entry]] = [{} for _ in parameters]
         self._published: list[dict[str, Any]] = [{} for _ in parameters]
         self._seen: list[Any] = []
-        """All that was in the user's optimizer when last it had nothing new, for a quick look."""
+        """All values in the user's optimizer when it last had no new ones, for a quick check."""
         self._adopted: set[int] = set()
         self._has_numbers = False
 
     def adopt(self, optimizer: Optimizer) -> bool:
-        """Take over what is in the user's optimizer and is not from here. Local: all ranks have the same.
+        """Adopt state in the user's optimizer that does not come from here. Return True if there was any.
 
-        Returns: whether there was something.
+        Local: the state is the same on all ranks.
         """
         present = [*chain.from_iterable(map(dict.values, optimizer.state.values()))]
         if len(present) == len(self._seen) and all(map(is_, present, self._seen)):
@@ -102,7 +102,7 @@ class SharedState:
         return True
 
     def is_settled(self) -> bool:
-        """Whether all state that this rank has made is where all ranks see it."""
+        """Return True if all state that this rank has made is in memory that all ranks see."""
         if self._adopted:
             return False
         entries = self._entries
@@ -113,7 +113,7 @@ class SharedState:
         )
 
     def settle(self, optimizer: Optimizer) -> None:
-        """Move new state to shared memory. Every rank must call it, and pass a barrier before it is read."""
+        """Move new state to shared memory. Every rank must call it, and pass a barrier before the state is read."""
         found: dict[int, dict[str, _Kind]] = {i: {} for i in self._adopted}
         for piece, place in zip(self._sharded.pieces, self._sharded.places, strict=True):
             kinds = {
@@ -143,7 +143,7 @@ class SharedState:
         give_memory_back()
 
     def publish(self) -> None:
-        """Write what this rank's optimizer has put elsewhere to its place in shared memory; before a barrier."""
+        """Copy state that this rank's optimizer has put elsewhere to shared memory. Call it before a barrier."""
         for index, place in self._whole:
             state = self._sharded.state.get(place, {})
             for key, entry in self._entries[index].items():
@@ -158,7 +158,7 @@ class SharedState:
                     self._sharded.forget()
 
     def show_numbers(self, optimizer: Optimizer) -> None:
-        """Put plain numbers, which other ranks may have changed, into the user's optimizer; after a barrier."""
+        """Set plain numbers in the user's optimizer, which other ranks may have changed. Call it after a barrier."""
         if not self._has_numbers:
             return
         for index, entries in enumerate(self._entries):
@@ -183,7 +183,7 @@ class SharedState:
         return self._refuse(index, key, f"is of type {type(value).__name__}")
 
     def _build(self, everyone: dict[int, dict[str, _Kind]]) -> None:
-        """Make the entries of some parameters' state."""
+        """Make the entries in the state of some parameters."""
         offset, places = 0, []
         for index in sorted(everyone):
             for key, kind in everyone[index].items():
@@ -220,7 +220,7 @@ class SharedState:
                     part.copy_(value)
                     state[key] = part
             elif start == 0:
-                # A number for all pieces is the same in each; that of the first is published.
+                # A number for all pieces is the same in each; the number of the first piece is published.
                 entry.value.copy_(value)
                 state[key] = entry.value
 
@@ -239,7 +239,7 @@ class SharedState:
 
 
 def give_memory_back() -> None:
-    """Let the C library give free memory back to the system, where it is glibc: what has moved is large."""
+    """Return free memory to the system if the C library is glibc, since the tensors that have moved are large."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)

@@ -1,9 +1,9 @@
-"""Rows for the gradients of many ranks in half the memory: two nodes whose sum the tree asks for share a row.
+"""Rows for the gradients of more than two ranks in half the memory: two nodes that the tree adds share a row.
 
-Of the two ranks, whoever comes first with a piece of the gradient writes it, and the other adds to it; a + b and b + a
+Of the two ranks, the first to arrive with a piece of the gradient writes it, and the other adds to it; a + b and b + a
 have the same bits. Each piece has a lock. One rank goes through the pieces from the front and the other from the back,
-so they seldom want the same one. Nothing of a gradient is kept elsewhere, which is what more than two ranks gain by it;
-two would only do more.
+so they seldom want the same piece. No part of a gradient is kept elsewhere: this saves memory with more than two ranks,
+whereas two ranks would only do more work.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from unisono.shm.semaphore import SEMAPHORE_NBYTES, Semaphore
 __all__ = ["PairedRows"]
 
 _PIECE = 262144
-"""Elements under one lock: enough that a lock, 2 µs, does not count."""
+"""The number of elements under one lock: enough that the 2 µs of a lock do not matter."""
 _STAMP_OFFSET = 48
-"""Behind the semaphore, in its cache line."""
+"""The offset of the stamp in bytes: behind the semaphore, in its cache line."""
 
 
 class _PairedPlan:
-    """Which node has which row in a step of a given number of leaves."""
+    """The row of each node in a step with a given number of leaves."""
 
     def __init__(self, layout: NodeLayout) -> None:
         owners = [(rank, i) for rank, nodes in enumerate(layout.nodes) for i in range(len(nodes))]
@@ -49,7 +49,7 @@ class _PairedPlan:
         self.rows: dict[tuple[int, int], int] = {}
         """The row of a rank's node, by rank and number of the node."""
         self.partners: dict[tuple[int, int], int] = {}
-        """The rank with which a node shares its row, if there is one."""
+        """The rank with which a node shares its row, if there is one, by rank and number of the node."""
         count = 0
         for k, owner in enumerate(owners):
             partner = partners.get(k)
@@ -60,14 +60,14 @@ class _PairedPlan:
             else:
                 self.rows[owner], count = count, count + 1
         self.count = count
-        """How many rows there are."""
+        """The number of rows."""
         self.additions: list[tuple[int, int]] = []
-        """Rows to add, the second to the first. All ends in row 0."""
+        """Pairs of rows to add, the second to the first. The sum ends in row 0."""
         rows = {node: self.rows[owner] for node, owner in zip(nodes, owners, strict=True)}
         fold(rows, leaves=layout.leaves, add=self._add)
 
     def _add(self, left: int, right: int) -> int:
-        if left != right:  # else the two ranks have done it
+        if left != right:  # otherwise the two ranks have added them
             self.additions.append((left, right))
         return left
 
@@ -87,17 +87,17 @@ class PairedRows(GradientRows[_PairedPlan]):
         self._bounds = [
             [(start, min(start + _PIECE, p.numel())) for start in range(0, p.numel(), _PIECE)] for p in parameters
         ]
-        """The pieces under one lock of each parameter."""
+        """For each parameter, its pieces, each under one lock."""
         self._firsts = [0]
-        """The number of each parameter's first lock in a row, and at the end of all."""
+        """The number of each parameter's first lock in a row, and at the end the number of locks in a row."""
         for bounds in self._bounds:
             self._firsts.append(self._firsts[-1] + len(bounds))
         self._locks = _Locks(runtime, self._count_rows() * self._firsts[-1])
         self._places: dict[tuple[int, int], list[Tensor]] = {}
-        """The places of a row and parameter."""
+        """The places of the pieces, by row and parameter."""
 
     def put(self, i: int, index: int, gradient: Tensor | None) -> None:
-        """Write it, or add it to what the partner has written; see `GradientRows`."""
+        """Write the gradient, or add it to the partner's; see `GradientRows`."""
         rank = self.rank
         row, partner = self._plan.rows[rank, i], self._plan.partners.get((rank, i))
         places = self._places.get((row, index))
@@ -133,7 +133,7 @@ class PairedRows(GradientRows[_PairedPlan]):
         add_up(vectors, plan.additions, total=0, factor=factor)
 
     def _count_rows(self) -> int:
-        # A step of fewer leaves has no more nodes, but they may pair up otherwise. What is not written takes no memory.
+        # A step with fewer leaves has no more nodes, but other pairs. Pages that are not written take no memory.
         return sum(map(len, self.widest.nodes))
 
     def _make_plan(self, layout: NodeLayout) -> _PairedPlan:
@@ -141,7 +141,7 @@ class PairedRows(GradientRows[_PairedPlan]):
 
 
 class _Locks:
-    """A lock for each piece of each row, and in which step that piece was last written."""
+    """A lock for each piece of each row, and the step in which that piece was last written."""
 
     def __init__(self, runtime: SharedRuntime, count: int) -> None:
         def prepare(segment: Segment) -> None:
@@ -157,7 +157,11 @@ class _Locks:
 
     @contextmanager
     def hold(self, k: int, other: int) -> Iterator[None]:
-        """Hold a lock that one other rank may want. Raises: UnisonoError if that one has died with it."""
+        """Hold a lock that one other rank may want.
+
+        Raises:
+            PeerError: If the other rank does not release it in time or has died, or if a rank has aborted.
+        """
         if not self._semaphores[k].try_wait():
             self._runtime.wait_for_semaphore(self._semaphores[k], other, "waiting for a piece of the gradient")
         try:
@@ -166,7 +170,7 @@ class _Locks:
             self._semaphores[k].post()
 
     def comes_first(self, k: int, attempt: int) -> bool:
-        """Say whether nobody has written a piece in this step yet, and note it; for who holds the lock."""
+        """Return True if no rank has written a piece in this step, and record the write. The caller holds the lock."""
         word = (k * SEMAPHORE_NBYTES + _STAMP_OFFSET) // 8
         if self._words[word] == attempt:
             return False

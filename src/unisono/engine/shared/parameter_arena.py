@@ -1,9 +1,8 @@
 """The parameters of a Trainer in shared memory: moved there once, and guarded against writes from elsewhere.
 
 All ranks see one copy. A loop that writes into a parameter between two steps does so once per rank, which is wrong
-unless it writes the same however often it is done. So such writes are looked for: by the version that torch counts for
-each parameter, and by a few of its values, since not every write is counted. `load_state_dict` is allowed: see
-`LoadStateDictHook`.
+unless the write is idempotent. Such writes are detected by the version that torch counts for each parameter, and by a
+few of its values, since torch does not count every write. `load_state_dict` is allowed; see `LoadStateDictHook`.
 """
 
 from __future__ import annotations
@@ -25,34 +24,35 @@ __all__ = ["LoadStateDictHook", "SharedParameters", "TensorLayout"]
 
 
 class TensorLayout:
-    """Where in a segment tensors lie that are like some others: one behind the other, aligned."""
+    """The places of tensors in a segment: in sequence, aligned, and each like one of some given tensors."""
 
     def __init__(self, likes: Sequence[Tensor]) -> None:
         self._likes = likes
         self.offsets: list[int] = []
-        """Of each, in bytes."""
+        """The offset of each tensor, in bytes."""
         self.nbytes = 0
-        """Of all together."""
+        """The size of all tensors together."""
         for like in likes:
             self.offsets.append(self.nbytes)
             self.nbytes += aligned(like.numel() * like.element_size())
 
     def vector(self, segment: Segment, index: int, start: int, stop: int, *, base: int = 0) -> Tensor:
-        """Show a run of elements of one tensor, in the order of memory."""
+        """Return a range of elements of one tensor as a vector, in memory order."""
         like = self._likes[index]
         return segment.tensor(base + self.offsets[index] + start * like.element_size(), (stop - start,), like.dtype)
 
     def whole(self, segment: Segment, index: int, *, base: int = 0) -> Tensor:
-        """Show one tensor, with the shape and strides of the one that it is like."""
+        """Return one tensor, with the shape and the dense strides of the tensor that it is like."""
         like = self._likes[index]
         return self.vector(segment, index, 0, like.numel(), base=base).as_strided(like.shape, dense_strides(like))
 
 
 class LoadStateDictHook:
-    """Lets load_state_dict write to memory of a rank's own: the weights move out of shared memory before.
+    """Makes load_state_dict write to a rank's private memory, by moving the weights out of shared memory first.
 
-    A rank that is ahead then does not change what another still reads, and one rank may load alone, after training. The
-    next step moves them to shared memory again. Copies of the modules have copies of this, which do nothing.
+    A rank that is ahead then does not change weights that another rank still reads, and one rank may load alone, after
+    training. The next step moves them to shared memory again. Copies of the modules have copies of this hook, which do
+    nothing.
     """
 
     def __init__(self, modules: Iterable[nn.Module] = ()) -> None:
@@ -70,7 +70,7 @@ class LoadStateDictHook:
 
 
 class _Arena:
-    """Parameters that were moved together."""
+    """Parameters that were moved to shared memory together."""
 
     def __init__(self, runtime: SharedRuntime, step: StepTransaction, trained: Trained) -> None:
         self.names, self.parameters = trained
@@ -84,7 +84,7 @@ class _Arena:
         for i, p in enumerate(self.parameters):
             p.data = layout.whole(segment, i)
         self.addresses = [p.data_ptr() for p in self.parameters]
-        # The first, the middle and the last four bytes of each, as they lie in memory: the type does not matter.
+        # The first, the middle and the last four bytes of each in memory: the dtype does not matter.
         places = [
             (name, offset // 4 + place)
             for name, offset, p in zip(self.names, layout.offsets, self.parameters, strict=True)
@@ -93,7 +93,7 @@ class _Arena:
             for place in (0, length // 2, length - 1)
         ]
         self._sampled = [name for name, _ in places]
-        """The parameter that each number of a sample belongs to."""
+        """The name of the parameter that each number of a sample belongs to."""
         self._words = memoryview(segment.memory).cast("i")
         self._take_sample: Callable[[memoryview], Sequence[int]] = (
             itemgetter(*(place for _, place in places)) if places else lambda _: ()
@@ -105,7 +105,7 @@ class _Arena:
         self._sample = self._take_sample(self._words)
 
     def changed(self) -> str | None:
-        """Name a parameter that was written to since `remember`."""
+        """Return the name of a parameter that was written to since `remember`, or None."""
         versions = [p._version for p in self.parameters]
         if versions != self._versions:
             return next(name for name, a, b in zip(self.names, versions, self._versions, strict=True) if a != b)
@@ -116,7 +116,7 @@ class _Arena:
 
 
 class SharedParameters:
-    """The parameters that a Trainer's optimizers train."""
+    """The parameters that a Trainer's optimizers train, in shared memory."""
 
     def __init__(self, runtime: SharedRuntime, loads: LoadStateDictHook) -> None:
         self._runtime = runtime
@@ -125,7 +125,7 @@ class SharedParameters:
         self._entries: dict[int, tuple[_Arena, int]] = {}
 
     def move(self, step: StepTransaction, trained: Trained) -> None:
-        """Move those parameters to shared memory that are not there, with rank 0's values. Every rank must call it."""
+        """Move parameters to shared memory that are not there yet, with rank 0's values. Every rank must call it."""
         new = [i for i, p in enumerate(trained.parameters) if self._address(p) != p.data_ptr()]
         if not new:
             return
@@ -138,7 +138,7 @@ class SharedParameters:
         self._arenas = [arena for arena in self._arenas if id(arena) in live and self._is_whole(arena)]
 
     def vector(self, parameter: Tensor) -> Tensor:
-        """Show a parameter's values as a vector, in the order of memory."""
+        """Return a parameter's values as a vector, in memory order."""
         arena, i = self._entries[id(parameter)]
         return arena.vectors[i]
 
@@ -155,7 +155,7 @@ class SharedParameters:
                 )
 
     def remember(self) -> None:
-        """Take the present values as those that the next step should find."""
+        """Record the present values as those that the next step should find."""
         for arena in self._arenas:
             arena.remember()
 
@@ -164,5 +164,5 @@ class SharedParameters:
         return None if entry is None else entry[0].addresses[entry[1]]
 
     def _is_whole(self, arena: _Arena) -> bool:
-        """Whether all parameters are still there: an arena that some have left is watched no more."""
+        """Return True if all of its parameters are still in an arena. One that some have left is no longer checked."""
         return all(self._entries[id(p)][0] is arena for p in arena.parameters)

@@ -1,4 +1,4 @@
-"""Which rank updates which part of the parameters. Pure arithmetic."""
+"""Divides the parameters among the ranks that update them. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ __all__ = ["Shard", "assign_whole", "partition"]
 
 
 class Shard(NamedTuple):
-    """A run of one parameter's elements, in the order of memory: start <= element < stop."""
+    """A range of one parameter's elements, in memory order: start <= element < stop."""
 
     parameter: int
-    """Which, by its number."""
+    """The number of the parameter."""
     start: int
     stop: int
 
 
 def partition(numels: Sequence[int], *, ranks: int, unit: int) -> list[list[Shard]]:
-    """Divide parameters evenly; one that is longer than a unit may be cut at multiples of it.
+    """Divide parameters evenly; one that is longer than a unit may be cut at multiples of the unit.
 
-    One without elements has a piece, too, since optimizers keep state for it.
+    A parameter without elements has a piece, too, since optimizers keep state for it.
 
     >>> [[tuple(piece) for piece in pieces] for pieces in partition([100, 300, 0], ranks=2, unit=64)]
     [[(0, 0, 100), (1, 0, 128)], [(1, 128, 300), (2, 0, 0)]]
@@ -42,7 +42,7 @@ def partition(numels: Sequence[int], *, ranks: int, unit: int) -> list[list[Shar
         if numel - offset < abs(nearest - offset):
             nearest = numel
         cuts.append(max(ends[index] + nearest, cuts[-1]))
-    cuts.append(ends[-1] + 1)  # so that what is empty at the very end belongs to the last rank
+    cuts.append(ends[-1] + 1)  # so that empty parameters at the very end belong to the last rank
     return [
         [
             Shard(i, max(first - start, 0), min(last, stop) - start)
@@ -54,7 +54,7 @@ def partition(numels: Sequence[int], *, ranks: int, unit: int) -> list[list[Shar
 
 
 def assign_whole(numels: Sequence[int], *, ranks: int) -> list[list[Shard]]:
-    """Give whole parameters to ranks, each time the largest to the one with the least so far.
+    """Assign whole parameters to ranks, each time the largest to the rank with the fewest elements so far.
 
     (Graham, "Bounds on multiprocessing timing anomalies", SIAM J. Appl. Math. 17(2), 1969: at most 4/3 of the best.)
 

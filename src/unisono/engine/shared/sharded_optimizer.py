@@ -1,8 +1,8 @@
 """A user's optimizer, applied by each rank to its own part of the parameters only.
 
-An optimizer that treats every element by itself gets pieces of parameters, others whole parameters. What runs is
-the `step` of the optimizer's class, on an instance of the same class that has the pieces as its parameters and a state
-of its own. Hyperparameters are the user's: they are copied before each step, since schedulers write there.
+An optimizer that treats every element independently gets pieces of parameters, others get whole parameters. The `step`
+of the optimizer's class runs on another instance of the same class, which has the pieces as its parameters and separate
+state. Hyperparameters are copied from the user's optimizer before each step, since schedulers write there.
 """
 
 from __future__ import annotations
@@ -27,20 +27,24 @@ _PARAMETERWISE = frozenset({optim.Adafactor, optim.SparseAdam, *([optim.Muon] if
 
 
 def is_divisible(optimizer: Optimizer) -> bool:
-    """Whether an optimizer is known to treat each parameter by itself, so that ranks can divide them among them."""
+    """Return True if an optimizer is known to treat parameters independently, so that ranks can divide them."""
     return is_elementwise(optimizer) or type(optimizer) in _PARAMETERWISE
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether an optimizer is known to treat each element by itself. A subclass may do otherwise."""
+    """Return True if an optimizer is known to treat elements independently; not for a subclass, which may differ."""
     return type(optimizer) in _ELEMENTWISE
 
 
 class ShardedOptimizer:
     """The optimizer of one rank's pieces.
 
-    Args: places[k] is where the k-th piece's values lie: the parameter itself for a whole-parameter optimizer, and
-        where the gradient is sparse.
+    Args:
+        optimizer: The user's optimizer.
+        parameters: All parameters that it trains.
+        pieces: The pieces of this rank.
+        places: The tensor with each piece's values. It is the parameter itself for an optimizer of whole parameters,
+            and if the gradient is sparse.
     """
 
     def __init__(
@@ -62,7 +66,7 @@ class ShardedOptimizer:
         for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
             setattr(self._optimizer, hooks, OrderedDict())
         self.state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
-        """State by place, as in an optimizer."""
+        """The state, by place as in an optimizer."""
         self._optimizer.state = self.state
         members: list[list[int]] = [[] for _ in optimizer.param_groups]
         for k, piece in enumerate(pieces):
@@ -75,18 +79,20 @@ class ShardedOptimizer:
         self._fused = FusedAdam(places, members, self.state) if FusedAdam.knows(optimizer, self._step) else None
 
     def forget(self) -> None:
-        """Note that tensors of the state have been replaced by others, or will be."""
+        """Drop cached tensors of the state, which have been or will be replaced by others."""
         if self._fused is not None:
             self._fused.forget()
 
     def step(
         self, optimizer: Optimizer, gradients: Sequence[Tensor | None], used: Sequence[bool], found_inf: Tensor | None
     ) -> bool:
-        """Update the pieces of used parameters.
+        """Update the pieces of used parameters. Return True if state may have been created or deleted.
 
-        Args: gradients has one for each piece. found_inf is for optimizers that leave a step out by themselves where
-            it is 1.
-        Returns: whether state may have come into being, or gone.
+        Args:
+            optimizer: The user's optimizer, for its hyperparameters.
+            gradients: The gradient of each piece.
+            used: For each parameter, True if it is used.
+            found_inf: For optimizers that check it and skip a step where it is 1.
         """
         if self._fused is not None and found_inf is None:
             of_pieces = [used[piece.parameter] for piece in self.pieces]

@@ -1,4 +1,4 @@
-"""The sum of a small vector over the ranks of one host, for buffers: it travels with the barriers of a step.
+"""All-reduce of a small vector among the ranks of one host, for buffers, synchronized by the barriers of a step.
 
 The calls are those of `engine.tree_all_reduce.AllReduce`.
 """
@@ -20,8 +20,8 @@ __all__ = ["SharedAllReduce"]
 class SharedAllReduce:
     """One vector in shared memory, with a row for each node of each rank. Every rank must build it.
 
-    What was launched is there after the next barrier. All ranks must have read it when they come to the barrier after
-    that, before which nobody may write again; the barriers of a step are so.
+    Rows that were launched can be read after the next barrier. All ranks must have read them when they arrive at the
+    barrier after that, and no rank may write rows again before it; the barriers of a step ensure both.
     """
 
     def __init__(self, runtime: SharedRuntime, numel: int, *, widest: NodeLayout, dtype: torch.dtype) -> None:
@@ -41,14 +41,14 @@ class SharedAllReduce:
         self._layout = layout
 
     def launch(self) -> None:
-        """Show the rows to all ranks at the next barrier."""
+        """Publish the rows to all ranks at the next barrier."""
         self._launched_at = self._runtime.barriers
 
     def advance(self) -> None:
-        """Nothing is left to send."""
+        """Do nothing: there is nothing to send."""
 
     def finish(self, step: StepTransaction) -> Tensor:
-        """Return the sum. Every rank must call it; if the step has passed no barrier since `launch`, it passes one."""
+        """Return the sum. Every rank must call it. If the step has passed no barrier since `launch`, it passes one."""
         if step.passed is None or step.passed <= self._launched_at:
             step.passed = self._runtime.barrier("waiting for the buffers of all ranks", step)
         values = {

@@ -1,6 +1,6 @@
-"""Whether the ranks of one host do the same, compared in shared memory: see `engine.consistency`.
+"""Checks that the ranks of one host do the same, by comparison in shared memory; see `engine.consistency`.
 
-It costs two words and a barrier. In the shared engine the barrier is the one at which gradients are awaited.
+A check costs two words and a barrier. In the shared engine the barrier is the one at which gradients are awaited.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from unisono.errors import UnisonoError
 
 __all__ = ["SharedConsistencyCheck"]
 
-# Columns of the runtime's words, and the same again: a rank may show what it does next while others still look at what
-# it did, but it cannot come to the call after that.
+# Columns of the runtime's words, in two sets that take turns: a rank may publish its next call while others still read
+# its last one, but it cannot reach the call after that.
 _ATTEMPT, _FINGERPRINT, _COLUMNS = 0, 1, 2
 
 _PLACE = "where the weights lie (anew after load_state_dict)"
@@ -22,19 +22,20 @@ _PLACE = "where the weights lie (anew after load_state_dict)"
 class SharedConsistencyCheck:
     """Compares by words in shared memory; see `ConsistencyCheck`.
 
-    Args: counts_attempts is whether `enter` is called for every step that begins, also for those that fail before
-        `begin`.
+    Args:
+        runtime: The shared memory of the ranks.
+        counts_attempts: True if `enter` is called for every step that begins, even for those that fail before `begin`.
     """
 
     def __init__(self, runtime: SharedRuntime, *, counts_attempts: bool) -> None:
         self._runtime, self._counts_attempts = runtime, counts_attempts
         self._intent: StepDescription | None = None
         self._outside = StepTransaction()
-        """Stands for the step where the caller has none: in calls of the Trainer that are no steps."""
+        """Stands in for the step if the caller has none, in calls of the Trainer that are not steps."""
         self._published = 0
         self._compared = 0
         self.attempt = 0
-        """How many calls this rank has begun, steps that failed among them."""
+        """The number of calls that this rank has begun, including steps that failed."""
         self.is_open = False
 
     def intend(self, intent: StepDescription) -> None:
@@ -42,7 +43,7 @@ class SharedConsistencyCheck:
         self._intent = intent
 
     def enter(self) -> None:
-        """Count a call that this rank begins."""
+        """Count a call that this rank begins, and release the last step's gradient."""
         self.attempt += 1
         self._runtime.release_gradients()
 
@@ -50,12 +51,12 @@ class SharedConsistencyCheck:
         """See `ConsistencyCheck`.
 
         Args:
-            step: The step under way, which owes the exception if Ctrl-C comes here.
-            anew: True if this rank is about to move weights, which all ranks must do alike.
+            step: The current step. If Ctrl-C comes here, it raises KeyboardInterrupt later.
+            anew: True if this rank is about to move weights, which all ranks must do together.
         """
         assert self._intent is not None
         if self.is_open:
-            self._wait("waiting for ranks to give a step up", step or self._outside)  # as all did, alike
+            self._wait("waiting for ranks to give a step up", step or self._outside)  # all of them did
         if not self._counts_attempts:
             self.enter()
         runtime, first = self._runtime, self._compared % 2 * _COLUMNS
@@ -69,11 +70,14 @@ class SharedConsistencyCheck:
         """Compare at a barrier; see `ConsistencyCheck`.
 
         Args:
-            what: What this rank waits for.
-            step: The step under way. It owes the exception if Ctrl-C comes meanwhile, which is raised here otherwise.
+            what: The name of the wait in errors.
+            step: The current step. If Ctrl-C comes here, it raises KeyboardInterrupt later; without it, this call does.
 
         Returns:
             The barrier, which has been passed.
+
+        Raises:
+            UnisonoError: On all ranks, if they are at different steps.
         """
         assert self._intent is not None
         runtime, first = self._runtime, self._compared % 2 * _COLUMNS

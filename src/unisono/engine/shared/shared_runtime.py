@@ -1,7 +1,7 @@
-"""What the ranks of one host train by in shared memory: segments, barriers, and the notice that a step was aborted.
+"""Synchronization of the ranks of one host through shared memory: segments, barriers and an abort flag.
 
-One Trainer has one of these. Semaphores (`shm.semaphore`) publish what ranks write; a rank that dies, or breaks off in
-the middle of a step, makes the others raise within a second.
+Each Trainer has one runtime. Semaphores (`shm.semaphore`) publish the writes of ranks. If a rank dies, or breaks off in
+the middle of a step, the others raise within a second.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ __all__ = ["Barrier", "SharedRuntime"]
 
 _WORDS = 8
 
-# A wait that lasts longer gained nothing by polling, or others want the core: then each look costs a time slice, and a
-# sleeper is woken sooner. So the next waits begin asleep.
+# A wait that lasts longer gained nothing by polling, or others want the core: then each poll costs a time slice, and a
+# sleeping process is woken sooner. So the next waits begin with sleep.
 _WORTH_POLLING_S = 0.001
 
 
 class Barrier:
-    """A place that every rank arrives at, again and again, and where it may wait until all others have arrived too."""
+    """A reusable barrier: every rank arrives at it, and may then wait until all others have arrived too."""
 
     def __init__(self, segment: Segment, offset: int, peers: Peers) -> None:
         size, rank = peers.size, peers.rank
@@ -52,7 +52,7 @@ class Barrier:
         self._arrived = 0
 
     def arrive(self) -> None:
-        """Tell all others that this rank has come here once more, and publish what it wrote before."""
+        """Signal to the other ranks that this rank has arrived once more, and publish its earlier writes."""
         self._arrived += 1
         for semaphore in self._outgoing:
             semaphore.post()
@@ -69,7 +69,7 @@ class Barrier:
         return late
 
     def wait(self, rank: int, timeout_s: float) -> None:
-        """Sleep until a rank arrives, at most so long."""
+        """Sleep until a rank arrives, for at most `timeout_s`."""
         if self._incoming[rank].wait(timeout_s):
             self._seen[rank] += 1
 
@@ -77,8 +77,10 @@ class Barrier:
 class SharedRuntime:
     """The shared memory of a Trainer on one host. Every rank must build it, and make its collective calls in one order.
 
-    Args: name is one that no other runtime of this job has. processes are those of all ranks, as `own_process`
-        describes them. How long ranks wait for each other is the job's affair.
+    Args:
+        world: The ranks. Its timeout bounds every wait for other ranks.
+        name: A name that no other runtime of this job has.
+        processes: The processes of all ranks, as `own_process` describes them.
     """
 
     def __init__(self, world: World, name: str, processes: Sequence[str]) -> None:
@@ -119,26 +121,29 @@ class SharedRuntime:
         self._barrier = Barrier(segment, flag_nbytes, self._peers)
         self._release = Barrier(segment, flag_nbytes + barrier_nbytes, self._peers)
         self.awaits_release = False
-        """Whether some engine waits until nobody reads the last step's gradient."""
+        """True if an engine waits until no rank reads the last step's gradient."""
         self._words = memoryview(segment.memory)[words_offset : words_offset + 8 * _WORDS * self.size].cast("q")
         self._polling = Backoff()
         self._numbers = cast(Iterator[Passed], count(1))
         self.barriers = Passed(0)
-        """How many barriers have been passed."""
+        """The number of barriers that have been passed."""
 
     def publish(self, word: int, number: int) -> None:
-        """Write one of this rank's few numbers, which the others see after the next barrier."""
+        """Write one of this rank's words, which the other ranks see after the next barrier."""
         self._words[self.rank * _WORDS + word] = number
 
     def published(self, word: int, passed: Passed) -> list[int]:
-        """Return that number of each rank, as it was at the barrier passed last."""
+        """Return one word of each rank, as it was at the latest barrier, `passed`."""
         assert passed == self.barriers, "ranks may have published other numbers since"
         return self._words[word::_WORDS].tolist()
 
     def segment(self, nbytes: int, what: str, *, prepare: Callable[[Segment], None] | None = None) -> Segment:
-        """Make memory that all ranks share, all zero. Every rank must call it, with equal arguments.
+        """Allocate memory that all ranks share, filled with zeros. Every rank must call it, with equal arguments.
 
-        Args: what is for people who look at /proc/PID/maps. prepare writes to it, on one rank, before others have it.
+        Args:
+            nbytes: The size.
+            what: A name, for people who look at /proc/PID/maps.
+            prepare: Called with the segment on one rank, to write to it before the other ranks have it.
         """
 
         def make() -> Segment:
@@ -153,7 +158,7 @@ class SharedRuntime:
         return segment
 
     def arrive(self) -> None:
-        """Tell all others that this rank has come to the next barrier, and publish what it wrote before."""
+        """Signal to the other ranks that this rank is at the next barrier, and publish its earlier writes."""
         self._barrier.arrive()
 
     def barrier(
@@ -164,19 +169,20 @@ class SharedRuntime:
         meanwhile: Callable[[], None] | None = None,
         arrived: bool = False,
     ) -> Passed:
-        """Wait for all ranks, and see all that they wrote before. Every rank must call it.
+        """Wait for all ranks, after which their earlier writes are visible. Every rank must call it.
 
         Args:
-            what: What this rank waits for, for errors.
-            step: Its deferred work is done if this rank has to wait. If Ctrl-C comes, it owes the exception.
-            meanwhile: Done when the others know that this rank has come; it may be done twice.
+            what: The name of the wait in errors.
+            step: Its deferred work is run if this rank has to wait. Ctrl-C sets its `interrupted`.
+            meanwhile: Called once the others know that this rank has arrived; it may be called twice.
             arrived: True if `arrive` was called for this barrier.
 
         Returns:
             The number of the barrier, as proof that it has been passed.
 
         Raises:
-            PeerError: If a rank has died, or broken off, or does not come in time.
+            PeerError: If a rank has died or broken off, or does not arrive in time.
+            KeyboardInterrupt: If Ctrl-C comes a second time.
         """
         if not arrived:
             self._barrier.arrive()
@@ -186,7 +192,7 @@ class SharedRuntime:
                     meanwhile()
                 self.wait(self._barrier, lambda: what, step)
             except KeyboardInterrupt:
-                # The others may go on to write, and count on this rank: so the step ends first, or fails. A second
+                # The others may go on to write, and rely on this rank: so the step ends first, or fails. A second
                 # Ctrl-C ends the wait.
                 step.interrupted = True
                 if meanwhile is not None:
@@ -196,21 +202,21 @@ class SharedRuntime:
         return passed
 
     def release_gradients(self) -> None:
-        """Tell all others that this rank has begun a call, and so reads the last step's gradient no more.
+        """Signal to the other ranks that this rank has begun a call, and no longer reads the last step's gradient.
 
-        Ranks do so once in every call, also in one without gradients. Otherwise a rank that takes a step would wait
-        here for one that does something else, and none would ever compare what they do.
+        Ranks must call it once in every call of the Trainer, even in one without gradients. Otherwise a rank in a step
+        would wait for a rank that does something else, and the ranks would never compare what they do.
         """
         if self.awaits_release:
             self._release.arrive()
 
     def wait_for_release(self) -> None:
-        """Wait until nobody reads the last step's gradient any more."""
+        """Wait until no rank reads the last step's gradient any more."""
         with Observed(self._described(1)):
             self.wait(self._release, lambda: "waiting for ranks to begin the step")
 
     def wait(self, barrier: Barrier, what: Callable[[], str], step: StepTransaction | None = None) -> None:
-        """Wait until all ranks have arrived at a barrier as often as this one; if some have not, run the deferred."""
+        """Wait until all ranks have arrived as often as this one. Run deferred work unless a first poll finds that."""
         polling = self._polling
         polls = not polling.left
         if polls and not barrier.late():
@@ -228,7 +234,11 @@ class SharedRuntime:
             polling.left -= 1
 
     def wait_for_semaphore(self, semaphore: Semaphore, rank: int, what: str) -> None:
-        """Wait for a semaphore that a rank will post, and take it. Raises: PeerError if it does not, or has died."""
+        """Wait for a semaphore that another rank will post, and decrement it.
+
+        Raises:
+            PeerError: If that rank does not post it in time or has died, or if a rank has aborted.
+        """
         taken = False
 
         def late() -> list[int]:
@@ -249,11 +259,11 @@ class SharedRuntime:
 
     @property
     def abort_reason(self) -> str | None:
-        """Why ranks no longer agree; None while they do."""
+        """The reason why ranks no longer agree; None while they do."""
         return self._peer_wait.broken
 
     def _described(self, place: int) -> Wait:
-        """Describe a wait: before the n-th barrier, the second, ranks wait until all have begun the step."""
+        """Describe a wait before the next barrier: 1 for all ranks to begin the step, 2 for the barrier itself."""
         return Wait("Trainer.step", self.name, self.size, 2 * self.barriers + place)
 
     @contextmanager
@@ -266,7 +276,7 @@ class SharedRuntime:
             ) from error
 
     def _look(self) -> None:
-        """Raise if a rank has died or given up."""
+        """Raise DistBackendError if a rank has died or given up."""
         self._peer_wait.poll_abort()
         if dead := self._peers.dead():
             names = self._peer_wait.names(dead)

@@ -1,4 +1,4 @@
-"""The few numbers of a step that all ranks need, in shared memory, and the overflow of scaled gradients."""
+"""Numbers of a step that all ranks need, in shared memory, and the detection of overflow in scaled gradients."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ _ROW_NBYTES = 4 * COUNT
 
 
 class _TotalsSchedule(NamedTuple):
-    """How the rows of a step are summed; to plan that takes longer than to do it."""
+    """The additions that sum the rows of a step. It is kept, since planning takes longer than adding."""
 
     rows: list[int]
-    """Those of the nodes that the step has."""
+    """The rows of the nodes that the step has."""
     additions: list[tuple[int, int]]
-    """What to add, by number: rows first, then sums in their order."""
+    """The operands of each addition, by number: rows come first, then the sums in their order."""
     last: int
     """The number of the total."""
 
 
 class StepMetadata:
-    """The few numbers of a step that all ranks need: totals, which parameters got a gradient, norms, overflow."""
+    """The numbers of a step that all ranks need: totals, which parameters got a gradient, norms, overflow."""
 
     def __init__(self, runtime: SharedRuntime, widest: NodeLayout, numels: list[int]) -> None:
         counts = [len(nodes) for nodes in widest.nodes]
@@ -52,31 +52,31 @@ class StepMetadata:
         self._totals = memory[: sum(counts) * _ROW_NBYTES].cast("f")
         """A row for each node."""
         self._used = memory[totals_nbytes : totals_nbytes + sum(counts) * self._width]
-        """For each node a byte for each parameter: 1 if it got a gradient there."""
+        """For each node, a byte for each parameter: 1 if it got a gradient there."""
         self.norms = segment.tensor(totals_nbytes + used_nbytes, (sum(blocks),), torch.float64)
-        """Of each block of each parameter."""
+        """The norm of each block of each parameter."""
         self.found_inf = segment.tensor(totals_nbytes + used_nbytes + norms_nbytes, (runtime.size,), torch.float32)
-        """1 for a rank that found a gradient that is not finite."""
+        """For each rank, 1 if it found a gradient that is not finite."""
         self._written: dict[int, list[bool]] = {}
-        """What lies in this rank's part of `_used`."""
+        """The flags that this rank last wrote to `_used`, by number of the node."""
         self._seen: tuple[int, bytes, list[bool]] = (-1, b"", [])
-        """The last step's number of leaves, all of `_used`, and what came of it."""
+        """The last step's number of leaves, all of `_used`, and the flags that `total` made of it."""
         self._schedules: dict[int, _TotalsSchedule] = {}
-        """By number of leaves."""
+        """The schedules, by number of leaves."""
 
     def write(self, i: int, totals: TotalsRow, used: list[bool]) -> None:
-        """Show the totals of this rank's node number i, and which parameters got a gradient there."""
+        """Write the totals of this rank's node number i, and which parameters got a gradient there."""
         number = self._first + i
-        assert isinstance(totals, array)  # as of losses on a CPU
+        assert isinstance(totals, array)  # losses are on the CPU
         self._totals[number * COUNT : (number + 1) * COUNT] = memoryview(totals)
         if self._written.get(i) != used:
             self._used[number * self._width : (number + 1) * self._width] = bytes(used)
             self._written[i] = used
 
     def total(self, layout: NodeLayout, passed: Passed) -> tuple[Totals, list[bool]]:
-        """Sum the totals in tree order, and say which parameters got a gradient on any rank.
+        """Return the totals, summed in tree order, and for each parameter whether it got a gradient on any rank.
 
-        All ranks have written theirs before the barrier that was passed.
+        All ranks must have written their numbers before the barrier `passed`.
         """
         leaves = layout.leaves
         schedule = self._schedules.get(leaves)
@@ -107,7 +107,7 @@ class StepMetadata:
         return _TotalsSchedule(list(numbers.values()), additions, last)
 
     def write_norms(self, pieces: Sequence[Shard], used: Sequence[Shard], totals: Sequence[Tensor]) -> None:
-        """Show the norms of this rank's pieces, 0 for those without a gradient."""
+        """Write the norms of this rank's pieces, 0 for those without a gradient."""
         for index, start, stop in pieces:
             first = self._first_blocks[index]
             self.norms[first + start // BLOCK : first + -(-stop // BLOCK)] = 0.0
@@ -123,7 +123,7 @@ class StepMetadata:
 
 
 def unscale(totals: Sequence[Tensor], scaler: torch.amp.GradScaler) -> Tensor:
-    """Take the scale out, as `GradScaler.unscale_` does. Returns: 1 if a value is not finite, else 0."""
+    """Unscale gradients, as `GradScaler.unscale_` does. Return 1 if a value is not finite, otherwise 0."""
     inverse = torch.tensor(scaler.get_scale(), dtype=torch.float64).reciprocal().float()
     found = torch.zeros((), dtype=torch.float32)
     for dtype in {total.dtype for total in totals}:
@@ -132,7 +132,7 @@ def unscale(totals: Sequence[Tensor], scaler: torch.amp.GradScaler) -> Tensor:
 
 
 def note(scaler: torch.amp.GradScaler, found_inf: Tensor) -> None:
-    """Tell a scaler what was found, which it asks an optimizer's gradients for."""
+    """Report an overflow to a scaler, which looks for it in an optimizer's gradients."""
     messenger = torch.zeros((), dtype=torch.float32)
     messenger.grad = torch.full_like(messenger, torch.inf if found_inf.item() else 0.0)
     scaler.unscale_(torch.optim.SGD([messenger], lr=0.0))
