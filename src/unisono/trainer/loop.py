@@ -1,10 +1,10 @@
-"""The order of things in a run: epochs, batches and steps, what follows a step, and when the state may be saved.
+"""The order of events in a run: epochs, batches and steps, the work after a step, and when the state may be saved.
 
-The state of a run is whole when the user's loop asks for the next batch or epoch: what the loop does in between, such
-as updating a teacher behind the step, has then been done, and is not done again. So it is saved then, and what is saved
-later, when the process ends, is what is still there of that moment. One step is `step`'s affair, what a checkpoint
-holds `snapshot`'s, and how it comes to the disk `keeping`'s. What users call, and what their arguments mean, stands in
-`trainer`. Start reading at `Loop.epochs`.
+The state of a run is complete when the user's loop asks for the next batch or epoch: by then the loop has done its work
+for this step, such as updating a teacher model, and does not repeat it. So the state is saved at that point, and a save
+at the end of the process writes that state, if it is still there. `step` runs one step, `snapshot` says what a
+checkpoint holds, and `checkpointing` decides when and where it is written. `trainer` has the calls of users and
+describes their arguments. Start reading at `Loop.epochs`.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ from unisono.watch.events import StepFields
 __all__ = ["Loop"]
 
 _MEASURE_S = 1.0
-"""How often memory is looked at."""
+"""Seconds between two readings of the memory in use."""
 
 
 class _Asked(NamedTuple):
-    """The run as it was when the loop last asked for a batch or an epoch, as far as that is cheap to note."""
+    """The state of the run when the loop last asked for a batch or an epoch, as far as it is cheap to note."""
 
     place: Place
     settings: Hyperparameters
     writes: int
-    """How often parameters had been written."""
+    """Number of writes to parameters until then."""
 
 
 class Loop:
-    """Takes one run from where its cursor stands to its end.
+    """Executes one run, from the place of its cursor to its end.
 
     Args:
-        parts: what the run is made of.
-        log: takes its events.
-        scheduler_interval: what learning-rate schedulers are stepped after.
+        parts: The parts of the run.
+        log: Gets its events.
+        scheduler_interval: The event after which learning-rate schedulers are stepped.
         keeps: True if the run has a directory: then it is saved, also when the process is ended from outside.
     """
 
@@ -73,7 +73,7 @@ class Loop:
             for name, each in parts.subjects.others.items()
             if name.startswith("stateful/") and not is_scheduler(each)
         ]
-        """Objects whose state may change at any time, and is too much to be noted at each batch."""
+        """Objects whose state may change at any time and is too large to be noted at each batch."""
         self._batch: Batch | None = None
         self._calls = 0
         self._epochs: int | None = None
@@ -84,7 +84,7 @@ class Loop:
         self._is_dealing = False
         self._is_asking = False
         self._has_stepped = False
-        """True if a step was done since the loop asked last."""
+        """True if a step was done since the loop last asked for a batch or an epoch."""
         self._first_steps = self._cursor.total_steps
         self._loss_sum = self._loss_weight = 0.0
         self._started_s = self._step_ended_s = time.monotonic()
@@ -97,15 +97,15 @@ class Loop:
 
     @property
     def mean_loss(self) -> float:
-        """Mean loss over the samples of the epoch that `batches` was asked for last; NaN before the first step."""
+        """Mean loss over the samples since the last iteration over `batches` began; NaN before the first step."""
         return self._loss_sum / self._loss_weight if self._loss_weight else float("nan")
 
     def epochs(self, epochs: int, steps: int | None) -> Iterator[int]:
-        """Yield the epochs that are left, as `Trainer.epochs` says."""
+        """Yield the epochs that are left; see `Trainer.epochs`."""
         if self._epochs is not None:
             raise ValueError(
-                "a loop over trainer.epochs is under way, and a run has one at a time: end that one first. It ends by "
-                "itself, by break, or when its iterator is dropped."
+                "a loop over trainer.epochs is under way, and a run has one at a time: end that one first. It ends "
+                "after its last epoch, by break, or when its iterator is dropped."
             )
         self._started_s = time.monotonic()
         cursor = self._cursor
@@ -119,7 +119,7 @@ class Loop:
                 self._is_asking = False
                 yield cursor.epoch
                 if self._is_over() and self._exhausted != cursor.epoch:
-                    break  # In mid-epoch: the next start goes on where it stopped.
+                    break  # In mid-epoch: the next start continues there.
                 self._end_epoch()
             in_mid_epoch = self._is_over() and cursor.step > 0
             if not in_mid_epoch:
@@ -133,9 +133,11 @@ class Loop:
             self._stops.raise_pending()
 
     def batches(self, loader: MapLoader | StreamLoader, *, batch_size: int) -> Iterator[Batch]:
-        """Yield the batches that are left of the current epoch.
+        """Yield the batches that are left of the current epoch; see `Trainer.batches`.
 
-        Raises: ValueError, at once, if the epoch was begun with other numbers of samples, or has been dealt to its end.
+        Raises:
+            ValueError: At once, if the epoch was begun with other numbers of samples, or all its batches have been
+                dealt.
         """
         cursor = self._cursor
         if self._exhausted == cursor.epoch:
@@ -144,10 +146,10 @@ class Loop:
                     f"the batches of epoch {cursor.epoch} have all been dealt: ask trainer.batches once in each round "
                     "of trainer.epochs. To train on several datasets, join them by torch.utils.data.ConcatDataset."
                 )
-            self._end_epoch()  # the loop over epochs was left at its end
+            self._end_epoch()  # the loop over epochs was left after its last batch
         data = loader.identity
         before = {key: getattr(cursor, key) for key in data}
-        # What an older version has not stored is None.
+        # A value that an older version has not stored is None.
         unknown = [key for key in ("shuffle", "drop_last") if before[key] is None]
         changed = [key for key, value in data.items() if before[key] != value and key not in unknown]
         if cursor.step and changed:
@@ -200,11 +202,11 @@ class Loop:
                         f"another loop over trainer.batches has begun since step {batch.step} of epoch {batch.epoch} "
                         "was dealt by this one: deal the batches of an epoch by one loop."
                     )
-                cursor.step = batch.step + 1  # also where the loop left the batch out
+                cursor.step = batch.step + 1  # also if the loop has not used the batch
                 self._ask()
             self._batch = None
             if batch is not None:
-                self._save_if_whole()  # The run ends here; what the loop does now belongs to no epoch's end.
+                self._save_if_whole()  # The run ends in mid-epoch: the loop's code after an epoch is not part of it.
             elif within_epochs:
                 self._exhausted = cursor.epoch
             else:
@@ -215,7 +217,7 @@ class Loop:
                 self._is_dealing = False
 
     def step(self, loss: Loss, batch: Batch, optimizer: str | None, options: StepOptions) -> StepResult:
-        """Take one step on the batch given last, and what follows it; see `Trainer.step`."""
+        """Perform one step on the latest batch, and the work after it; see `Trainer.step`."""
         if batch is not self._batch:
             raise ValueError("step takes the batch that trainer.batches gave last, once it is in your loop")
         name = self._name(optimizer)
@@ -223,7 +225,7 @@ class Loop:
         try:
             result = runner.run(loss, batch, call=self._calls, options=options)
         except UnisonoError:
-            # Where a signal goes to all ranks, the end of the others is no news to one that waited for them.
+            # A signal to all ranks has ended the others, too: this rank's signal explains more than their end.
             if self._stops is not None:
                 self._stops.raise_pending()
             raise
@@ -246,20 +248,20 @@ class Loop:
         return result
 
     def begin_training(self, optimizer: str | None) -> None:
-        """Put what an optimizer trains into training mode, where it is in evaluation mode as a whole."""
+        """Put the models that an optimizer trains into training mode, if they are in evaluation mode as a whole."""
         self._runners[self._name(optimizer)].begin_training()
 
     def save(self) -> None:
-        """Save a checkpoint now, in the background."""
+        """Save a checkpoint now, in the background; see `Trainer.save`."""
         self._keeper.save(self._cursor.place, self._capture)
         self._asked = self._note()
         self._has_stepped = False
 
     def _ask(self, *, epoch_ended: bool = False, finishing: bool = False) -> None:
-        """Note that the loop asks for what comes next, so its state is whole; save it, and stop, if that is due."""
+        """Note that the loop asks for its next batch or epoch, so that its state is complete; save and stop if due."""
         asked = self._note()
         self._asked = asked
-        self._has_stepped = False  # only now, when the note is there: a signal may come between any two of these lines
+        self._has_stepped = False  # only after the note is there: a signal may come between any two of these lines
         if not finishing:
             self._keeper.save_if_due(self._cursor.place, self._capture, epoch_ended=epoch_ended)
         self._is_asking = True
@@ -268,21 +270,21 @@ class Loop:
             self._stops.raise_pending()
 
     def _note(self) -> _Asked | None:
-        """Note how the run is now, on the rank that saves. Some 5 µs, and 50 ns for each parameter."""
+        """Note the state of the run, on the rank that saves. About 5 µs, and 50 ns for each parameter."""
         if not self._keeper.writes:
             return None
         settings = settings_of(self._subjects.optimizers, self._subjects.others)
         return _Asked(self._cursor.place, settings, sum(p._version for p in self._parameters))
 
     def _end_epoch(self) -> None:
-        """Go to the next epoch."""
+        """Advance the cursor to the next epoch."""
         self._cursor.epoch, self._cursor.step = self._cursor.epoch + 1, 0
         if self._scheduler_interval == "epoch":
             for scheduler in self._schedulers.values():
                 scheduler.step()
 
     def _tell_over(self, epochs: int, steps: int | None) -> None:
-        """Say why there is nothing to do. Raises: ValueError if the same was asked of this Trainer before."""
+        """Report that there is nothing to do; raise ValueError if this Trainer has done some of the steps."""
         cursor = self._cursor
         if not cursor.total_steps or not epochs or steps == 0:
             return
@@ -296,7 +298,7 @@ class Loop:
         self._log.emit("over", epoch=cursor.epoch, total_steps=cursor.total_steps, epochs=epochs, steps=steps)
 
     def _name(self, optimizer: str | None) -> str:
-        """Say which optimizer is meant; one that is alone need not be named."""
+        """Return the name of the optimizer that is meant; a single one need not be named."""
         if optimizer is None and len(self._runners) == 1:
             return next(iter(self._runners))
         if optimizer is None or optimizer not in self._runners:
@@ -305,7 +307,7 @@ class Loop:
         return optimizer
 
     def _run_steps(self, steps: int | None) -> int | None:
-        """Return how many steps the run will have had at its end, if its epochs have so many."""
+        """Return the number of steps at the end of the run, if each epoch has `steps` of them; None if not known."""
         cursor, epochs, last = self._cursor, self._epochs, self._last_step
         if epochs is None or steps is None:
             return last
@@ -342,7 +344,7 @@ class Loop:
         return self._last_step is not None and self._cursor.total_steps >= self._last_step
 
     def _capture(self, asked: _Asked | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Describe the run. Args: asked is when, if no step was done since; None: now."""
+        """Describe the run as it is, or as it was at `asked`, if no step was done since then."""
         constants = {"seed": self._run.seed, "virtual_ranks": self._run.virtual_ranks}
         cursor, settings = self._cursor, None
         if asked is not None:
@@ -351,7 +353,7 @@ class Loop:
         return capture(self._subjects, facts_of(constants, cursor), settings)
 
     def _save_if_whole(self) -> None:
-        """Save what is newer than the last checkpoint, while the loop waits for what it asked for."""
+        """Save a state newer than the last checkpoint, while the loop waits for its next batch or epoch."""
         if self._is_asking and self._keeper.is_newer(self._cursor.place):
             self._keeper.save(self._cursor.place, self._capture)
 
@@ -359,7 +361,7 @@ class Loop:
         return any(runner.transaction.writing for runner in self._runners.values())
 
     def _can_stop(self) -> bool:
-        """Return True if the run may end here, and be saved as far as it can be at all."""
+        """Return True if the run may end here without losing a state that a later end could save."""
         if self._is_writing():
             return False
         is_looping = self._epochs is not None or self._is_dealing
@@ -369,7 +371,7 @@ class Loop:
         self._log.emit("warning", message=sentence)
 
     def _rescue(self) -> None:
-        """Save the run as it was when the loop asked last, if that is still there; or say what is lost."""
+        """Save the state in which the loop last asked for a batch or an epoch; if it is lost, emit a warning."""
         asked = self._asked
         if asked is None or not self._keeper.is_newer(self._cursor.place if self._has_stepped else asked.place):
             return
@@ -396,7 +398,7 @@ def _memory_in_use(device: torch.device) -> int | None:
 
 
 def _rescue(reference: weakref.ref[Loop]) -> None:
-    """Save what is there when the process ends by Ctrl-C, SIGTERM or an error."""
+    """Save the state that is left when the process ends by Ctrl-C, SIGTERM or an error."""
     loop = reference()
     if loop is not None:
         loop._rescue()

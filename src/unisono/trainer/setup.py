@@ -1,4 +1,4 @@
-"""What is settled and checked before the first step: devices, constants, and that all ranks agree."""
+"""Choices and checks before the first step: devices, constants, and that all ranks agree."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _FOREIGN = (
 
 
 class _Required:
-    """The default of an argument that must be given: what it is for is said by our error and not by Python's."""
+    """The default of an argument that must be given: our error explains its purpose, which Python's does not."""
 
     def __repr__(self) -> str:
         return "<required>"
@@ -80,7 +80,12 @@ def check_arguments(
     threads: Any,
     engine: Any,
 ) -> None:
-    """Refuse arguments that cannot be meant, before anything is started. Raises: TypeError or ValueError."""
+    """Check the arguments of a Trainer before anything is started.
+
+    Raises:
+        TypeError: virtual_ranks is missing, or an argument has the wrong type.
+        ValueError: An argument is out of range or none of the allowed values.
+    """
     if virtual_ranks is REQUIRED or virtual_ranks is None:
         raise TypeError(
             "virtual_ranks is missing: the number of fixed shares of every global batch, which decides the result and "
@@ -117,11 +122,11 @@ def check_arguments(
 
 
 def check_fit(loss: Any, metrics: Any, *, validation: Any, optimizer: Any) -> None:
-    """Refuse what `fit` cannot do with, before the first epoch.
+    """Check the arguments of `Trainer.fit` before the first epoch.
 
     Raises:
-        TypeError: A function cannot be called, or metrics have no names.
-        ValueError: There is nothing to evaluate metrics on, or more than one optimizer.
+        TypeError: A function cannot be called, or metrics is no dict with names as keys.
+        ValueError: There is no dataset to evaluate metrics on, or more than one optimizer.
     """
     if isinstance(optimizer, Mapping) and len(optimizer) > 1:
         raise ValueError(
@@ -162,7 +167,12 @@ def check_step_options(options: StepOptions) -> None:
 
 
 def named_optimizers(optimizer: Optimizer | Mapping[str, Optimizer]) -> dict[str, Optimizer]:
-    """Give the optimizers by name, "" for a single one. Raises: TypeError for what cannot serve as one."""
+    """Return the optimizers by name, "" for a single one.
+
+    Raises:
+        TypeError: An object is no optimizer, is wrapped by another library, or is LBFGS.
+        ValueError: There is none.
+    """
     optimizers = dict(optimizer) if isinstance(optimizer, Mapping) else {"": optimizer}
     for each in optimizers.values():
         if unwrapped_optimizer(each) is not None:
@@ -186,7 +196,12 @@ def named_optimizers(optimizer: Optimizer | Mapping[str, Optimizer]) -> dict[str
 def check_schedulers(
     scheduler: Any, optimizers: Mapping[str, Optimizer], stateful: Mapping[str, Any]
 ) -> dict[str, LRScheduler]:
-    """Give the schedulers by the names of their optimizers. Raises: TypeError or ValueError where they do not fit."""
+    """Return the schedulers by the names of their optimizers.
+
+    Raises:
+        TypeError: An object is no scheduler, or is ReduceLROnPlateau.
+        ValueError: A scheduler, also one among `stateful`, belongs to none of the optimizers or to another one.
+    """
     schedulers = {} if scheduler is None else dict(scheduler) if isinstance(scheduler, Mapping) else {"": scheduler}
     for name, each in stateful.items():
         if is_scheduler(each) and not any(each.optimizer is optimizer for optimizer in optimizers.values()):
@@ -210,7 +225,12 @@ def check_schedulers(
 
 
 def choose_device(device: str | torch.device, modules: Mapping[str, nn.Module], *, local_rank: int) -> torch.device:
-    """Decide where this rank computes, and make its GPU the current one."""
+    """Choose the device of this rank, and make its GPU the current one.
+
+    Raises:
+        TypeError: device is neither a text nor a torch.device.
+        ValueError: torch does not know it, does not see it, or it is "meta".
+    """
     if device == "auto":
         if torch.cuda.is_available():
             device = torch.device("cuda", local_rank % torch.cuda.device_count())
@@ -238,17 +258,17 @@ def choose_device(device: str | torch.device, modules: Mapping[str, nn.Module], 
         if index is None:
             device = torch.device("cuda", local_rank % there)
         torch.cuda.set_device(device)
-        # Algorithms chosen by timing, and those that add in any order, would give other bits each time.
+        # Algorithms that are chosen by timing or add in any order would give different bits each time.
         torch.backends.cudnn.benchmark = False
         torch.backends.cudnn.deterministic = True
     return device
 
 
 def compile_each_size() -> None:
-    """Have torch.compile make kernels for each size of micro-batches by itself.
+    """Make torch.compile build separate kernels for each size of micro-batch.
 
-    From the second size on it would make one kernel for all sizes, which rounds otherwise. Which size comes second
-    depends on the virtual ranks that a rank has, and so on the number of ranks. Optimizers have imported torch._dynamo.
+    By default it builds one kernel for all sizes from the second size on, which rounds differently. Which size comes
+    second depends on a rank's virtual ranks, and so on the number of ranks. Optimizers have imported torch._dynamo.
     """
     config: Any = sys.modules.get("torch._dynamo.config")
     if config is not None:
@@ -256,11 +276,11 @@ def compile_each_size() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Let the C library keep memory that tensors gave back, for the tensors of the next step.
+    """Make the C library keep memory that tensors have freed, for the tensors of the next step.
 
-    Every virtual rank's gradient is made and freed again. glibc would return such memory to the kernel each time, which
-    then has to clear every page anew: for 4M parameters and 8 virtual ranks on one rank 18,000 page faults and a third
-    of each step. Elsewhere than under glibc this does nothing.
+    Every virtual rank's gradient is allocated and freed. glibc would return this memory to the kernel each time, which
+    then must clear every page again: for 4M parameters and 8 virtual ranks on one rank that takes 18,000 page faults
+    and a third of each step. With another C library than glibc this does nothing.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "gnu_get_libc_version"):
@@ -276,9 +296,10 @@ def check_constants(
     facts: Mapping[str, Any] | None,
     directory: Path | None,
 ) -> None:
-    """Refuse constants of a run that leave ranks idle, or that are not those of the run that is to be resumed.
+    """Check the constants of a run.
 
-    Raises: ValueError.
+    Raises:
+        ValueError: They are not those of the run that is resumed, or there are more ranks than virtual ranks.
     """
     if facts is not None:
         saved = facts["virtual_ranks"]
@@ -296,9 +317,10 @@ def check_constants(
 
 
 def check_equal_values(world: World, modules: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]) -> None:
-    """Compare the values of models, and of what state their optimizers have, by hashes. Every rank must call it.
+    """Compare the values of models and of their optimizers' state by hashes. Every rank must call it.
 
-    Raises: RankMismatchError on all ranks, naming a tensor that differs.
+    Raises:
+        RankMismatchError: On all ranks, naming a tensor that differs.
     """
     if world.group is None:
         return
@@ -320,7 +342,7 @@ def check_equal_values(world: World, modules: Mapping[str, nn.Module], optimizer
 
 
 def _all_tensors(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
-    """Name all that a checkpoint holds of the models, and buffers that it does not hold."""
+    """Return all tensors of the models that a checkpoint holds, and the buffers that it does not hold, by name."""
     buffers = {prefix + plain_name(name): b for prefix, m in modules.items() for name, b in m.named_buffers()}
     return buffers | model_tensors(modules)
 
@@ -334,7 +356,7 @@ def start_averages(modules: Mapping[str, nn.Module], decay: float | None) -> dic
 
 
 class AverageUpdates:
-    """The count of updates of an averaged model, which its first update depends on, as state to save."""
+    """The number of updates of an averaged model, on which its first update depends, as state to save."""
 
     def __init__(self, average: AveragedModel) -> None:
         self._average = average

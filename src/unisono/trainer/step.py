@@ -1,7 +1,7 @@
 """One step as a transaction: compute this rank's shares, sum over all ranks, check, and only then update.
 
-Until the summed loss is known to be finite nothing is changed that could not be put back: gradients are thrown away and
-buffers restored if anything fails, and the weights are written last.
+Until the summed loss is known to be finite, nothing changes that could not be undone: if anything fails, gradients are
+discarded and buffers restored, and the weights are written last.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _PLAIN = StepOptions()
 
 
 class _BadShare(NamedTuple):
-    """A virtual rank whose loss was not finite, as ranks tell each other."""
+    """A virtual rank whose loss was not finite, as ranks send it to each other."""
 
     virtual_rank: int
     rank: int
@@ -106,16 +106,16 @@ class StepRunner:
             # A rank without a share of some batch scales no loss, but must unscale like the others.
             self.scaler.scale(torch.zeros((), dtype=torch.float32, device=run.device))
         self.weight = 0.0
-        """What the losses of the last step were divided by: the number of samples, or what the loss function gave."""
+        """Divisor of the last step's losses: the number of samples, or the weights that the loss function returned."""
         self._grad_norm: float | None = None
         self.transaction = StepTransaction()
-        """The step under way. Who calls `run` closes it, once the step is accounted for."""
+        """The step under way. The caller of `run` closes it, once the run's state accounts for the step."""
         self._trained = Trained((), ())
         self._seen = -1
-        """The version of the models' contents for which parameters were listed."""
+        """Version of the models' contents when parameters were last listed."""
         self._restricted = False
         self._looked_in = -1
-        """The epoch in which the modes of modules were looked at; -1: not yet, for what is trained now."""
+        """The epoch in which the modes of modules were checked; -1: not yet for these trained parameters."""
         self._warned = False
         self._backward = Backward()
         self._losses: list[tuple[Share, Tensor]] = []
@@ -124,19 +124,17 @@ class StepRunner:
         """True where an error comes on all ranks at the same place."""
 
     def run(self, loss: Loss, batch: Batch, *, call: int, options: StepOptions = _PLAIN) -> StepResult:
-        """Do one step and return what it came to, equal on all ranks.
+        """Perform one step and return its result, equal on all ranks.
 
         Args:
             loss: The loss function.
-            batch: The batch.
-            call: Counts the steps taken with this batch before.
+            batch: This rank's part of the batch.
+            call: The number of steps already taken with this batch.
             options: How the step differs from the plain one.
 
         Raises:
-            NonFiniteLossError: The loss or the norm of the gradient is NaN or infinite. After this and all other
-                errors weights and buffers are those from before the step.
-            LossError: The loss function returned something that cannot be trained on.
-            RankMismatchError: Ranks differ.
+            NonFiniteLossError, LossError, RankMismatchError: See `Trainer.step`. Weights and buffers are those from
+                before the step, unless the loss function wrote to a parameter.
         """
         step, leaves = self.transaction, min(self._run.virtual_ranks, batch.size)
         self._find_trained()
@@ -150,7 +148,7 @@ class StepRunner:
                 self._comparison.compare(intent)
             self._comparison.intend(intent)
         self._engine.start(step, self._trained, leaves=leaves)
-        self._buffers.start(leaves=leaves)  # after that, which may move parameters
+        self._buffers.start(leaves=leaves)  # after the engine, which may move parameters
         inside = enter("the loss function")
         try:
             try:
@@ -195,14 +193,14 @@ class StepRunner:
         )
 
     def begin_training(self) -> None:
-        """Put models with parameters of this optimizer into training mode, unless they are in it."""
+        """Put models with parameters of this optimizer into training mode, if they are not in it."""
         parameters = (p for group in self._optimizer.param_groups for p in group["params"])
         begin_training(self._modules, {id(p) for p in parameters if p.requires_grad})
 
     def mode_warning(self, epoch: int) -> str | None:
-        """Return a warning if what the last step trained has dropout in evaluation mode; once.
+        """Return a warning, once, if the parameters that the last step trained have dropout in evaluation mode.
 
-        It is looked at after the first step of each epoch, and after the first one that trains other parameters.
+        This is checked after the first step of each epoch, and after the first one that trains other parameters.
         """
         if epoch == self._looked_in or self._warned:
             return None
@@ -212,7 +210,7 @@ class StepRunner:
         return message
 
     def trains(self, module: nn.Module) -> bool:
-        """Whether the last step trained a parameter of this module."""
+        """Return True if the last step trained a parameter of this module."""
         trained = {id(p) for p in self._trained.parameters}
         return any(id(p) in trained for p in module.parameters())
 
@@ -359,7 +357,7 @@ class StepRunner:
         return stack
 
     def _find_trained(self) -> None:
-        """List the parameters to train; users may freeze, unfreeze and add some between steps."""
+        """List the parameters to train; users may freeze, unfreeze and add parameters between steps."""
         parameters = [p for group in self._optimizer.param_groups for p in group["params"] if p.requires_grad]
         before, version = self._trained.parameters, self._buffers.contents.version()
         if version == self._seen and len(parameters) == len(before) and all(map(is_, parameters, before)):
@@ -375,18 +373,18 @@ class StepRunner:
         if not parameters:
             raise ValueError("the optimizer has no parameter that requires a gradient: there is nothing to train")
         for p in self._trained.parameters:
-            p.grad = None  # or the optimizer would find it with those that are frozen from now on
+            p.grad = None  # otherwise the optimizer would find a gradient of those that are frozen from now on
         self._trained, self._seen = Trained((), ()), version  # if the next line refuses, the next step looks again
         found = Trained(tuple(names[id(p)] for p in parameters), tuple(parameters))
         check_trained(found, self._optimizer, scaled=self.scaler is not None)
         self._trained, self._looked_in = found, -1
         trained = {id(p) for p in parameters}
         others = [p for m in self._modules.values() for p in m.parameters() if p.requires_grad and id(p) not in trained]
-        # Gradients of parameters that this step does not train would only pile up.
+        # Gradients of parameters that this step does not train would only accumulate.
         self._restricted = bool(others)
 
     def _check(self, totals: Totals, batch: Batch) -> None:
-        """Refuse to go on with a loss that is NaN or infinite, or with nothing to divide it by, on all ranks alike."""
+        """Raise, on all ranks, if the loss is NaN or infinite (NonFiniteLossError) or all weights are 0 (LossError)."""
         where = f"epoch {batch.epoch}, step {batch.step}"
         if not math.isfinite(totals.loss):
             bad = [
@@ -408,7 +406,7 @@ class StepRunner:
             )
 
     def _finish_gradients(self, totals: Totals, batch: Batch, call: int, options: StepOptions) -> None:
-        """Divide by the weight, take the scale out, let the user's function change gradients, and clip."""
+        """Divide gradients by the weight, unscale and clip them: the same on every rank."""
         change = None
         if options.on_gradients is not None:
             change = partial(self._change_gradients, options.on_gradients, batch, call)

@@ -1,8 +1,8 @@
-"""The Trainer: a training loop that stays the user's, in which each step is a transaction on all ranks or on none.
+"""The Trainer: the training loop stays the user's, and each step is a transaction that all ranks make or none.
 
-This file is the public face; the work is done in the files beside it: `loop` (the order of things), `step` (one step),
-`evaluation`, `snapshot` (what is saved), `finding` and `keeping` (where and when), `setup` (what is checked before the
-first step).
+This file is the public interface. The work is done in the files beside it: `loop` (the order of events), `step` (one
+step), `evaluation`, `snapshot` (what is saved), `resume` and `checkpointing` (where and when), `setup` (what is checked
+before the first step).
 """
 
 from __future__ import annotations
@@ -48,39 +48,54 @@ __all__ = ["Trainer"]
 
 
 class Trainer:
-    """Train a model with the same result on any number of ranks.
+    """Trains a model with the same result on any number of ranks.
 
-    Every rank builds the same model and optimizer and makes the same calls. All arguments but the first two are
+    Every rank must build the same model and optimizer and make the same calls. All arguments but the first two are
     keyword-only.
+
     Args:
-        model: a module, or several by name (for GANs); what the loss function gets as its first argument. Not wrapped.
-        optimizer: its optimizer, or several by name; then `step` is told which.
-        virtual_ranks: fixed shares of every global batch, and the largest number of ranks that can be used. It decides
-            the result, so there is no default; 8 is a good choice. It is stored in checkpoints and stays.
-        seed: root of all random numbers: order of samples, augmentation, dropout. It does not initialise the model.
-        directory: where checkpoints and events.jsonl go. None: nothing is kept.
-        resume: "auto" continues where the directory ends, or starts anew; "never" refuses a directory that holds a
-            run; "must" refuses one that holds none.
-        checkpoints: how often to save, and how many to keep.
-        scheduler: learning-rate scheduler, stepped here; with several optimizers, by the same names.
-        scheduler_interval: after every "step" or every "epoch".
-        clip_grad_norm: largest global norm of the gradient. None: no clipping.
-        autocast: compute in "bf16" or "fp16" where torch deems it safe; "fp16" scales the loss.
-        ema_decay: keep an average of the weights with this decay, for `evaluate(..., ema=True)`. None: no average.
-        stateful: further objects with state_dict and load_state_dict to save and restore, by name.
-        device: "auto" is this rank's GPU if there is one, else where the model lies.
-        threads: torch threads of this process on a CPU. More than one changes bits, so it is a constant and not the
-            number of cores: use more ranks instead.
-        overlap: take and send gradients while backward still runs. Changes no bit.
+        model: A module, or several by name (for GANs). The loss function gets it as its first argument, not wrapped.
+        optimizer: The model's optimizer, or several by name; `step` must then name one.
+        virtual_ranks: The number of fixed shares of every global batch, and the largest number of ranks. It decides the
+            result, so there is no default; 8 is a good choice. Checkpoints store it, and a run keeps it.
+        seed: The root of all random numbers: order of samples, augmentation, dropout. It does not initialize the model.
+        directory: The folder of checkpoints and events.jsonl. None: nothing is saved.
+        resume: "auto" continues the run in the directory, or starts one if there is none; "never" refuses a directory
+            that holds a run; "must" refuses one that holds none.
+        checkpoints: How often to save, and how many checkpoints to keep.
+        scheduler: The learning-rate scheduler, which the Trainer steps; with several optimizers, schedulers by the same
+            names.
+        scheduler_interval: Whether schedulers are stepped after every "step" or every "epoch".
+        clip_grad_norm: The largest global norm of the gradient. None: no clipping.
+        autocast: The type to compute in where torch considers it safe, "bf16" or "fp16"; "fp16" scales the loss.
+        ema_decay: The decay of a moving average of the weights, for `evaluate(..., ema=True)`. None: no average.
+        stateful: Further objects with state_dict and load_state_dict to save and restore, by name.
+        device: "auto" is this rank's GPU if there is one, otherwise the device of the model.
+        threads: The number of torch threads of this process on a CPU. More than one changes bits, so the default is a
+            constant and not the number of cores: use more ranks instead.
+        overlap: Collect and send gradients while backward is still running. Changes no bit.
         engine: "shared" keeps one copy of weights, gradients and optimizer state in shared memory, for CPU ranks of one
-            host; "collective" keeps a copy for each rank, and sends gradients; "auto" takes "shared" where it can
-            serve and all optimizers are torch's. Changes no bit. With "shared", write weights through the optimizer
-            only, and see that your own optimizer treats each parameter by itself.
-        progress: show progress on the terminal; without it, warnings alone.
-        listeners: functions that rank 0 calls with each event of the run, a dict; see docs/events.md. What they raise
-            comes out of the call that the event is about.
-    Raises: TypeError if virtual_ranks is missing, ValueError for contradicting arguments, RankMismatchError if ranks
-        were given different things, CheckpointError if the directory cannot be used or holds another model's run.
+            host; "collective" keeps a copy for each rank and sends gradients; "auto" is "shared" where that is possible
+            and all optimizers are torch's. Changes no bit. With "shared", write weights through the optimizer only; an
+            optimizer that is not torch's must treat each parameter separately.
+        progress: Show progress on the terminal; otherwise only warnings.
+        listeners: Functions that rank 0 calls with each event of the run, a dict; see docs/events.md. Their exceptions
+            propagate out of the method that the event is about.
+
+    Raises:
+        TypeError: virtual_ranks is missing, an argument has the wrong type, or a model, optimizer or scheduler is none
+            that a Trainer can use, such as LBFGS or ReduceLROnPlateau.
+        ValueError: An argument is out of range or contradicts another one or the environment. A model is wrapped by
+            another library, is sharded, has no values yet, or has SyncBatchNorm or an embedding with max_norm. There
+            are more ranks than virtual_ranks. virtual_ranks or seed are not those of the run in the directory. The
+            device does not exist, or engine="shared" is not possible.
+        RankMismatchError: On all ranks, if their arguments, models or optimizers differ.
+        CheckpointError: On all ranks, if the directory cannot be used or another job uses it; if it holds a run and
+            resume="never", or none and resume="must"; if all its checkpoints are damaged; if its run is that of another
+            model, optimizer or set of objects; or if the model has state that a resume could not restore.
+        LaunchError: The ranks cannot meet.
+        PeerError: Another rank has died or does not come in time.
+        OSError: On rank 0, if events.jsonl cannot be opened.
     """
 
     def __init__(
@@ -175,44 +190,54 @@ class Trainer:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which writes files and talks."""
+        """True on rank 0, which writes files and prints."""
         return self._run.world.rank == 0
 
     @property
     def virtual_ranks(self) -> int:
-        """Fixed shares of every global batch."""
+        """Number of fixed shares of every global batch."""
         return self._run.virtual_ranks
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """The device that this rank computes on."""
         return self._run.device
 
     @property
     def epoch(self) -> int:
-        """The epoch that is under way or comes next, from 0."""
+        """The current epoch, or the next one between two epochs, from 0."""
         return self._cursor.epoch
 
     @property
     def steps(self) -> int:
-        """Steps done since the start of the run, before and after resumes."""
+        """Number of steps done since the start of the run, also those before a resume."""
         return self._cursor.total_steps
 
     def print(self, *values: object) -> None:
-        """Print on rank 0."""
+        """Print on rank 0, and do nothing on the others."""
         if self.is_main:
             print(*values, flush=True)
 
     def epochs(self, epochs: int, *, steps: int | None = None) -> Iterator[int]:
-        """Yield the epochs that are left of so many, and save at the end.
+        """Yield the epochs of the run that are left, and save at the end.
 
-        After a resume it begins with the epoch that was under way, whose `batches` begin where it stopped.
-        When the loop ends, its last checkpoint is on disk, for all ranks.
+        Every rank must iterate over them. After a resume the first is the epoch that was under way, whose `batches`
+        begin where it stopped. When the loop ends on any rank, the last checkpoint is on disk.
+
         Args:
-            epochs: how many in all, from the start of the run.
-            steps: ends the run after so many steps in all, also in mid-epoch; a later start can go on from there.
-        Raises: ValueError if this Trainer has done all of them, or if a loop over epochs is under way; CheckpointError
-            at the end, on all ranks, if the last checkpoint cannot be written.
+            epochs: The number of epochs in all, from the start of the run.
+            steps: The number of steps in all after which the run ends, also in mid-epoch; a later start can go on from
+                there. None: no limit.
+
+        Raises:
+            TypeError: epochs or steps is no whole number.
+            ValueError: epochs or steps is negative. From the iterator: another loop over epochs is under way, or this
+                Trainer has already done all these epochs or steps.
+            CheckpointError: From the iterator, on all ranks, if the last checkpoint cannot be written; on rank 0 alone,
+                if another job or a later Trainer of this process uses the directory, or if an object's state cannot be
+                stored.
+            KeyboardInterrupt, SystemExit: From the iterator, if the run has a directory and Ctrl-C or SIGTERM came at a
+                place where the state could not be saved: it is saved first.
         """
         epochs = whole("epochs", epochs, least=0)
         return self._loop.epochs(epochs, None if steps is None else whole("steps", steps, least=0))
@@ -228,21 +253,35 @@ class Trainer:
         collate_fn: Collate | None = None,
         drop_last: bool = False,
     ) -> Iterator[Batch]:
-        """Yield the batches that are left of the current epoch, as this rank sees them.
+        """Yield this rank's part of the batches that are left of the current epoch.
 
-        Every rank must call it with an equal dataset. Every sample occurs once per epoch.
+        Every rank must call it with an equal dataset. Every sample occurs once per epoch. Ranks compare each call, by a
+        few bytes, and each new dataset, by 1 KB from each rank.
+
         Args:
-            dataset: map-style (with __len__ and __getitem__), or an IterableDataset; `data.stream_loader` says what
-                that costs.
-            batch_size: samples of the global batch, over all ranks; at least virtual_ranks.
-            shuffle: a new order each epoch. None: yes, but not for an iterable dataset, which has its own order.
-            micro_batch_size: at most so many samples go through the model at once; a larger share is done in parts
-                whose gradients are accumulated. None: whole shares.
-            workers: DataLoader processes of this rank; 0 reads in this process. Changes no bit.
-            collate_fn: makes a micro-batch of a list of samples. None: torch's default_collate.
-            drop_last: leave out the last batch if it is smaller.
-        Raises: ValueError, TypeError or DataError for a dataset or numbers that cannot be; RankMismatchError if ranks
-            were given different ones.
+            dataset: A map-style dataset (with __len__ and __getitem__), or an IterableDataset, whose cost is described
+                in `data.stream_loader`.
+            batch_size: The number of samples of a global batch, over all ranks; at least virtual_ranks.
+            shuffle: Use a new order in each epoch. None: True, but False for an iterable dataset, which has its own
+                order.
+            micro_batch_size: The largest number of samples that go through the model at once; a larger share is
+                computed in parts whose gradients are accumulated. None: whole shares.
+            workers: The number of DataLoader processes of this rank; 0 reads in this process. Changes no bit.
+            collate_fn: Makes a micro-batch from a list of samples. None: torch's default_collate.
+            drop_last: Leave out the last batch if it is smaller.
+
+        Raises:
+            RuntimeError: It is called inside a loss function or an evaluated function, or torch's process group failed.
+            TypeError: dataset is neither map-style nor iterable, or an argument has the wrong type.
+            ValueError: A number is out of range; an iterable dataset is to be shuffled; the epoch was begun with other
+                data, batch_size, shuffle or drop_last; or, inside a loop over `epochs`, all its batches have been
+                yielded. From the iterator: another loop over `batches` has begun.
+            DataError: The dataset is empty, or smaller than a batch and drop_last is True. From the iterator: an
+                iterable dataset yields nothing, or a worker process has died.
+            RankMismatchError: On all ranks, if they make different calls or have different data or numbers.
+            PeerError: Another rank of the host has died, failed in a step, or does not come in time.
+            UnisonoError: Ranks no longer agree on what comes next, after a failure that one of them caught.
+            CheckpointError, KeyboardInterrupt, SystemExit: From the iterator, as described at `epochs`.
         """
         refuse_inside("trainer.batches")
         batch_size = whole("batch_size", batch_size, least=1)
@@ -279,18 +318,55 @@ class Trainer:
         recompute: bool = False,
         on_gradients: Callable[[Any], object] | None = None,
     ) -> StepResult:
-        """Take one optimizer step on a global batch, on all ranks or on none, and return the batch's mean loss.
+        """Perform one optimizer step on a global batch, on all ranks or on none, and return the batch's mean loss.
+
+        Every rank must call it. The collective engine sends the gradients as an all-reduce does; the shared engine
+        sends none, since all ranks see them in memory.
+
+        NonFiniteLossError and RankMismatchError are raised on all ranks, so a loop may catch them and go on. After
+        them, LossError, GroupError and an exception of the loss function itself, weights and buffers are those from
+        before the step, unless the function wrote to a parameter. After an exception inside the optimizer, weights may
+        be partly written.
 
         Args:
-            loss: called as loss(model, micro_batch) for each micro-batch of this rank. It returns one loss per sample,
+            loss: Called as loss(model, micro_batch) for each micro-batch of this rank. It returns one loss per sample,
                 the micro-batch's mean as a scalar, or `unisono.Sum(total, weight)` for a mean over tokens or weighted
-                samples; or a dict (also a transformers ModelOutput) with one of these as "loss", whose other values
-                are not used.
-            batch: from `batches`, the one given last.
-            optimizer: which one, if Trainer was given several; a batch may be used for one step of each.
-        Raises: NonFiniteLossError if the loss is NaN or infinite: on all ranks, naming virtual rank and samples;
-            RankMismatchError if ranks differ, in a learning rate, in what is frozen, in the batch or in what they call;
-            LossError if the function returned something else. Weights and buffers are then those from before.
+                samples; or a dict with one of these as "loss" and further values in the same forms, whose means over
+                the global batch are in the result. Of another mapping, such as a transformers ModelOutput, the loss
+                alone is used.
+            batch: The latest batch from `batches`.
+            optimizer: The name of the optimizer, if the Trainer has several; a batch may be used for one step of each.
+            encode: For a loss over the whole global batch: called as encode(model, micro_batch), it returns a tensor
+                with a row for each sample, or a tuple, list or dict of such tensors. loss(model, encodings) is then
+                called once, on every rank, with those of all samples in the order of the batch. Memory: the graphs of
+                this rank's samples. Traffic: each rank sends its encodings to all others.
+            recompute: With `encode`, encode without a graph first, and again for the backward pass: the memory of one
+                micro-batch, and a second forward pass. Changes no bit.
+            on_gradients: Called as on_gradients(model) on every rank once p.grad is the gradient of the global batch,
+                before it is clipped; it may change or replace gradients, in the same way on all ranks. Costs a copy of
+                the gradient with the shared engine, a pass over it to compare, and one small exchange.
+
+        Returns:
+            The mean loss as a float, with `values`, `grad_norm`, `learning_rates` and `skipped`.
+
+        Raises:
+            NonFiniteLossError: On all ranks, if the loss is NaN or infinite, naming virtual ranks and samples; or, with
+                clip_grad_norm and without "fp16", if the norm of the gradient is.
+            RankMismatchError: On all ranks, if they differ in a hyperparameter such as the learning rate, in what is
+                frozen, in a mode, in the batch or in what they call.
+            LossError: The function returned something else, wrote to a parameter, or changed a buffer in a way that
+                virtual ranks cannot agree on; a gradient is sparse where none can be; or all weights are zero.
+            GroupError: The function called a collective.
+            RuntimeError: It is called inside a loss function or an evaluated function, or torch's process group failed.
+            TypeError: loss, encode or on_gradients cannot be called.
+            ValueError: recompute is given without encode, batch is not the latest one, optimizer names none of the Trainer's, or the optimizer has no
+                parameter to train, one that belongs to no model, or one that it cannot update.
+            PeerError: Another rank of the host has died, failed in the step, or does not come in time; or encode or
+                on_gradients raised an exception on another rank.
+            UnisonoError: An earlier step broke off, so that ranks no longer agree on what comes next. With the shared
+                engine also: a parameter was written to between two steps, or the optimizer's state cannot be shared.
+            KeyboardInterrupt, SystemExit: Ctrl-C came while other ranks relied on this one, and the step has been done;
+                or the step failed after a signal that had been put off.
         """
         refuse_inside("trainer.step")
         if not callable(loss):
@@ -314,16 +390,34 @@ class Trainer:
         ema: bool = False,
         name: str = "evaluation",
     ) -> Any:
-        """Average what a function says of each sample of a dataset, every sample once. Every rank must call it.
+        """Return the mean of a function's values over all samples of a dataset, each of which counts once.
+
+        Every rank must call it, with an equal dataset. Afterwards each module is in its mode from before. Ranks send
+        each other their sums once, at the end.
 
         Args:
-            function: called as function(model, micro_batch), without gradients and in evaluation mode; returns one
+            function: Called as function(model, micro_batch), without gradients and in evaluation mode. It returns one
                 value per sample (numbers or truth values), a scalar mean, `unisono.Sum(total, weight)`, or a dict of
-                such.
-            batch_size: as in `batches`. None: that of the last training batches.
-            ema: use the averaged weights.
-            name: how the result is called in events and on the terminal.
-        Returns: a `Metric`, a float that knows its sum and count; a dict of them if the function returned a dict.
+                these.
+            dataset, micro_batch_size, workers, collate_fn: See `batches`.
+            batch_size: See `batches`. None: that of the last training batches, or 32 * virtual_ranks before any.
+            ema: Use the averaged weights.
+            name: The name of the result in events and on the terminal.
+
+        Returns:
+            A `Metric`, a float that knows its sum and count; a dict of them if the function returned a dict.
+
+        Raises:
+            RuntimeError: It is called inside a loss function or an evaluated function, or torch's process group failed.
+            TypeError: function cannot be called, dataset is neither map-style nor iterable, or an argument has the
+                wrong type.
+            ValueError: name is empty, a number is out of range, or ema is True and the Trainer has no ema_decay.
+            DataError: The dataset is empty, an iterable dataset yields nothing, or a worker process has died.
+            LossError: On this rank, function returned something else.
+            GroupError: On this rank, function called a collective.
+            RankMismatchError: On all ranks, if they make different calls or have different data or numbers.
+            PeerError: Another rank of the host has died, failed in a step, or does not come in time.
+            UnisonoError: Ranks no longer agree on what comes next, after a failure that one of them caught.
         """
         refuse_inside("trainer.evaluate")
         if not callable(function):
@@ -365,13 +459,31 @@ class Trainer:
     ) -> list[EpochResult]:
         """Train for some epochs and evaluate after each: the short form of the loop.
 
-        A model that is in evaluation mode as a whole, as from_pretrained returns it, is put into training mode.
+        Every rank must call it. A model that is in evaluation mode as a whole, as from_pretrained returns it, is put
+        into training mode.
+
         Args:
-            validation: a dataset to evaluate on after each epoch. None: no evaluation.
-            metrics: functions to evaluate there, by name. None: the loss.
-            options: further arguments of `batches`.
-        Returns: what each epoch of this call came to; none if the directory's run was over already.
-        Raises: as `batches`, `step` and `evaluate`; ValueError if Trainer was given several optimizers.
+            train: The dataset to train on.
+            loss: See `step`.
+            batch_size: See `batches`.
+            epochs, steps: See `epochs`.
+            validation: The dataset to evaluate on after each epoch. None: no evaluation.
+            metrics: The functions to evaluate on it, by name. None: the loss.
+            options: Further arguments of `batches`. `evaluate` gets micro_batch_size, workers and collate_fn, too.
+
+        Returns:
+            The result of each epoch of this call; none if the run in the directory was already over.
+
+        Raises:
+            RuntimeError: It is called inside a loss function or an evaluated function, or torch's process group failed.
+            TypeError: loss or a metric cannot be called, metrics is no dict with names as keys, a dataset is neither
+                map-style nor iterable, or an argument has the wrong type.
+            ValueError: The Trainer has several optimizers, metrics are given without validation, a number is out of
+                range, or as described at `epochs`, `batches` and `step`.
+            DataError: A dataset is empty, or as described at `batches`; for validation, before the first epoch.
+            LossError, NonFiniteLossError, GroupError: As described at `step` and `evaluate`.
+            RankMismatchError, PeerError, UnisonoError: As described at `step`.
+            CheckpointError, KeyboardInterrupt, SystemExit: As described at `epochs`.
         """
         refuse_inside("trainer.fit")
         check_fit(loss, metrics, validation=validation, optimizer=self.optimizer)
@@ -397,17 +509,31 @@ class Trainer:
         return results
 
     def save(self) -> None:
-        """Save a checkpoint now, in the background. Call it after the last step of a batch, on every rank.
+        """Save a checkpoint now, in the background; without a directory, do nothing.
 
-        What the loop does behind it, before it asks for the next batch, is not in it.
+        Call it on every rank, after the last step of a batch. Changes that the loop makes after it and before
+        the next batch are not in the checkpoint. Rank 0 waits for an earlier write and copies the state to CPU memory.
+        A write that fails is an event "warning" at the next save; the end of a loop over `epochs` tries once more.
+
+        Raises:
+            RuntimeError: It is called inside a loss function or an evaluated function.
+            CheckpointError: On rank 0, if an object's state or a tensor cannot be stored, or if another job or a later
+                Trainer of this process uses the directory.
+            ValueError: On rank 0, if an optimizer has a parameter that belongs to no model.
+            OSError: On rank 0, if no loop holds the directory and it cannot be opened again.
         """
         refuse_inside("trainer.save")
         self._loop.save()
 
     def digest(self) -> str:
-        """Return the SHA-256 of all parameters, buffers and optimizer state, 64 hex digits: the identity of a result.
+        """Return the SHA-256 of all parameters, buffers and optimizer state as 64 hex digits: the identity of a result.
 
-        Local: equal on all ranks, and any rank may ask alone.
+        It is equal on all ranks, and any rank may call it alone.
+
+        Raises:
+            CheckpointError: A tensor has no plain memory, such as a sparse or quantized one.
+            TypeError: The optimizer's state has a value that is no tensor, number, text or a container of these.
+            ValueError: The optimizer has state for a parameter that belongs to no model.
         """
         optimizers = {
             name: optimizer_state(self._modules, optimizer) for name, optimizer in self._subjects.optimizers.items()
@@ -415,7 +541,7 @@ class Trainer:
         return digest({"model": model_tensors(self._modules), "optimizer": optimizers})
 
     def _compare(self, call: str) -> None:
-        """See that all ranks make the same call at the same place of the run."""
+        """Check that all ranks make the same call at the same place of the run."""
         cursor = self._cursor
         intent = intent_of_call(call, epoch=cursor.epoch, step=cursor.step, total_steps=cursor.total_steps)
         self._comparison.compare(intent)
