@@ -1,6 +1,6 @@
-"""The parts of a Trainer and how they are put together: ranks, engine, steps, and the state of a run that is resumed.
+"""The parts of a Trainer and their construction: ranks, engine, steps, and the state of a run that is resumed.
 
-Nothing here is called again once a run goes on. Start reading at `assemble`.
+Nothing here is called after the start of a run. Start reading at `assemble`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ Models = nn.Module | Mapping[str, nn.Module]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainerParts:
-    """What a Trainer is made of."""
+    """The parts of a Trainer."""
 
     run: RunContext
     comparison: ConsistencyCheck
@@ -70,9 +70,9 @@ class TrainerParts:
     subjects: Subjects
     cursor: Cursor
     source: str | None
-    """The checkpoint that the run goes on from."""
+    """Path of the checkpoint that the run continues from; None: there is none."""
     warnings: list[str]
-    """What is to be known of it."""
+    """Sentences for the user about the directory and its checkpoint."""
 
 
 def assemble(
@@ -95,9 +95,9 @@ def assemble(
     overlap: bool,
     engine: EngineKind,
 ) -> TrainerParts:
-    """Join the ranks, move the models to their device, and give all parts the state with which the run begins.
+    """Join the ranks, move the models to their device, and put all parts into the state in which the run begins.
 
-    Every rank must call it with equal arguments; they are those of `Trainer`, which also says what is raised.
+    Every rank must call it with equal arguments. `Trainer` describes the arguments and the errors.
     """
     check_models(model)
     modules = plain_modules(model)
@@ -112,7 +112,7 @@ def assemble(
     for module in modules.values():
         module.to(chosen)
     world = World.connect(chosen)
-    # Before anything that ranks do together, which may not end where they differ.
+    # Before any other collective: it might never end if ranks differ.
     check_equal_documents(
         world,
         {

@@ -1,6 +1,6 @@
 """The directory of a run: the lock on it, and writing checkpoints when they are due.
 
-Rank 0 alone touches the directory. So the ranks need no shared file system.
+Only rank 0 uses the directory, so the ranks need no shared file system.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from unisono.watch import EventLog
 __all__ = ["Checkpointing", "Place"]
 
 Place = tuple[int, int, int]
-"""Epoch, next step in it, and steps done in all: see `Cursor.place`."""
+"""Epoch, its next step, and steps done in all: see `Cursor.place`."""
 Snapshot = tuple[dict[str, dict[str, Tensor]], dict[str, Any]]
 
 
 class Checkpointing:
-    """Keeps the checkpoints of one run. Without a directory it keeps nothing."""
+    """Reads and writes the checkpoints of one run. Without a directory it does nothing."""
 
     def __init__(self, directory: Path | None, policy: Checkpoints, world: World) -> None:
         self._directory, self._policy, self._world = directory, policy, world
@@ -41,9 +41,12 @@ class Checkpointing:
         self._last_s = time.monotonic()
 
     def find(self, resume: Resume) -> ResumedRun | None:
-        """Lock the directory, and read the newest good checkpoint; see `finding.find`. Every rank must call it.
+        """Lock the directory and return the newest good checkpoint; None without a directory.
 
-        Returns: None if there is no directory.
+        Every rank must call it. See `resume.find`, also for errors.
+
+        Raises:
+            ValueError: resume="must" without a directory.
         """
         if self._store is None:
             if resume == "must":
@@ -54,7 +57,7 @@ class Checkpointing:
         return find(self._world, self._directory, self._store, self._lock, resume)
 
     def begin(self, log: EventLog, place: Place) -> None:
-        """Start to count the steps and the time since the last checkpoint."""
+        """Start counting steps and time since the last checkpoint, and start the writer on rank 0."""
         self._log = log
         self._last, self._last_s = place, time.monotonic()
         if self._store is not None and self._world.rank == 0:
@@ -73,20 +76,23 @@ class Checkpointing:
         return self._last[2]
 
     def is_newer(self, place: Place) -> bool:
-        """Return True if a state is not that of the last checkpoint."""
+        """Return True if the state at a place is not in the last checkpoint and this rank can still write it."""
         return self._writer is not None and place != self._last and not (self._lock is not None and self._lock.lost)
 
     def hold(self) -> None:
-        """Make sure of the directory, which is given back when a loop over epochs has ended.
+        """Lock the directory again, if it was released at the end of a loop over epochs.
 
-        Raises: CheckpointError if another job, or another Trainer of this process, has gone on with the run there.
+        Raises:
+            CheckpointError: Another job uses the directory or has continued its run, or a later Trainer of this process
+                has taken it.
+            OSError: The lock's file cannot be opened.
         """
         if self._writer is None or self._lock is None or self._store is None or self._lock.is_held:
             return
         if self._lock.lost:
             raise CheckpointError(
                 f"a later Trainer of this process keeps its run in {self._directory}, so this one cannot go on there: "
-                "use the later one, or give each a directory of its own."
+                "use the later one, or give each its own directory."
             )
         self._lock.acquire()
         newest = next((info.step for info in self._store.list()), 0)
@@ -102,7 +108,7 @@ class Checkpointing:
         if place == self._last:
             return
         since_steps, since_s = place[2] - self._last[2], time.monotonic() - self._last_s
-        # What the loop did after the last batch of an epoch is new, though no step is.
+        # The loop may have changed the state after the last batch of an epoch, without a step.
         since_steps = max(since_steps, int(epoch_ended and place[2] > 0))
         if is_due(self._policy, steps_since=since_steps, seconds_since=since_s, epoch_ended=epoch_ended):
             self.save(place, capture)
@@ -110,8 +116,10 @@ class Checkpointing:
     def save(self, place: Place, capture: Callable[[], Snapshot]) -> None:
         """Write a checkpoint in the background, now.
 
-        A disk that is full does not end a run: what failed before is told as a warning event, and this state, the newer
-        one, is tried instead.
+        A full disk does not end a run: an earlier failure becomes a warning event, and this newer state is written.
+
+        Raises:
+            CheckpointError: The directory is not available (see `hold`), or the state cannot be stored.
         """
         self.hold()
         if self._writer is not None:
@@ -123,14 +131,17 @@ class Checkpointing:
         self._last, self._last_s = place, time.monotonic()
 
     def finish(self, place: Place, capture: Callable[[], Snapshot], *, retry: bool = True) -> None:
-        """Write what is newer than the last checkpoint, wait until it is on disk, and let all ranks know.
+        """Write a state newer than the last checkpoint, and wait on all ranks until it is on disk.
 
         Every rank must call it. The directory is then free for other jobs, until this one saves again.
+
         Args:
-            place: where the run is.
-            capture: gives its state.
-            retry: try once more if the last checkpoint was of this place and could not be written.
-        Raises: CheckpointError on all ranks if it cannot be written: the end of a run would be lost without a word.
+            place: The place of the run.
+            capture: Returns its state.
+            retry: Try once more if the last checkpoint was of this place and could not be written.
+
+        Raises:
+            CheckpointError: On all ranks, if it cannot be written: otherwise the end of a run would be lost silently.
         """
         if self._store is None:
             return
@@ -152,7 +163,10 @@ class Checkpointing:
             raise CheckpointError(f"rank 0: {told}")
 
     def rescue(self, place: Place, capture: Callable[[], Snapshot]) -> None:
-        """Write what is newer than every checkpoint, in this thread, while the process ends. A failure is only told."""
+        """Write a state newer than every checkpoint, in this thread, while the process ends.
+
+        A failure becomes a warning event.
+        """
         if self._store is None or self._writer is None or self._lock is None or self._lock.lost:
             return
         error = self._writer.wait()

@@ -1,8 +1,8 @@
-"""What one rank's Trainer was given, as a document that must be equal on all ranks, and comparing it at the start.
+"""The arguments of one rank's Trainer as a document that must be equal on all ranks, and its comparison at the start.
 
-The ranks of a run evaluate one function, so all that the function depends on is described: arguments, models,
-optimizers, schedulers, versions. The values of tensors are compared by `setup.check_equal_values`, if no checkpoint
-replaces them.
+The ranks of a run evaluate one function, so everything that the function depends on is described: arguments, models,
+optimizers, schedulers, versions. `setup.check_equal_values` compares the values of tensors, if no checkpoint replaces
+them.
 """
 
 from __future__ import annotations
@@ -44,9 +44,12 @@ PLAIN = frozenset({bool, int, float, str, type(None)})
 
 
 def check_equal_documents(world: World, document: Document) -> None:
-    """Compare what the ranks were given; a hash of it travels, and all of it only if hashes differ.
+    """Compare the documents of all ranks. Every rank must call it.
 
-    Every rank must call it. Raises: RankMismatchError on all ranks, with what differs and on which.
+    Ranks exchange a hash, and the whole document only if hashes differ.
+
+    Raises:
+        RankMismatchError: On all ranks, naming the entries that differ and their ranks.
     """
     if world.group is None:
         return
@@ -62,7 +65,7 @@ def check_equal_documents(world: World, document: Document) -> None:
 
 
 def describe_models(modules: Mapping[str, nn.Module]) -> Document:
-    """Describe parameters, buffers and modes, but not values. Args: modules by the prefix of their names."""
+    """Describe parameters, buffers and modes, but not values, of modules by the prefix of their names."""
     buffers = {
         prefix + plain_name(name): buffer
         for prefix, module in modules.items()
@@ -99,7 +102,7 @@ def describe_trained(modules: Mapping[str, nn.Module]) -> Document:
 
 
 def describe_modes(modules: Mapping[str, nn.Module]) -> Document:
-    """Describe which modules train."""
+    """Describe which modules are in training mode."""
     return {
         f"the mode of {(prefix + plain_name(name)).rstrip('.') or 'the model'!r} ({type(module).__name__})": (
             "training" if module.training else "evaluation"
@@ -110,7 +113,7 @@ def describe_modes(modules: Mapping[str, nn.Module]) -> Document:
 
 
 def describe_optimizers(optimizers: Mapping[str, Optimizer], names: Mapping[int, str]) -> Document:
-    """Describe optimizers by name, "" for a single one. Args: names are those of parameters, by id."""
+    """Describe optimizers by name, "" for a single one; `names` has the names of parameters by id."""
     document: dict[str, Any] = {"the names of the optimizers": list(optimizers)}
     for key, optimizer in optimizers.items():
         document[f"the class of the optimizer{_of(key)}"] = type(optimizer).__qualname__
@@ -119,7 +122,7 @@ def describe_optimizers(optimizers: Mapping[str, Optimizer], names: Mapping[int,
 
 
 def describe_groups(optimizer: Optimizer, names: Mapping[int, str], *, of: str) -> Document:
-    """Describe an optimizer's parameter groups. Args: of is its name, "" for a single one."""
+    """Describe the parameter groups of an optimizer, of the name `of`, "" for a single one."""
     groups = optimizer.param_groups
     document: dict[str, Any] = {f"the number of parameter groups{_of(of)}": len(groups)}
     for i, group in enumerate(groups):
@@ -140,7 +143,7 @@ def describe_schedulers(schedulers: Mapping[str, LRScheduler]) -> Document:
 
 
 def describe_system() -> Document:
-    """Describe what computes."""
+    """Describe versions and global settings of the software."""
     return {
         "the version of unisono": version("unisono"),
         "the version of torch": str(torch.__version__),
@@ -150,24 +153,24 @@ def describe_system() -> Document:
 
 
 def parameter_names(modules: Mapping[str, nn.Module]) -> dict[int, str]:
-    """Name the parameters of models, by id."""
+    """Return the names of the models' parameters by id."""
     return {
         id(p): prefix + plain_name(name) for prefix, module in modules.items() for name, p in module.named_parameters()
     }
 
 
 def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Read a parameter group's numbers as plain values."""
+    """Return the hyperparameters of a parameter group as plain values."""
     return {key: plain(value) for key, value in group.items() if key != "params"}
 
 
 def plain(value: Any) -> Any:
-    """Show a value as one whose `repr` is equal on ranks where the value is.
+    """Convert a value to one whose `repr` is equal on ranks where the value is equal.
 
     >>> plain((torch.tensor(0.5), {"f": len}))
     (0.5, {'f': 'len'})
     """
-    if type(value) in PLAIN or isinstance(value, str | bytes | complex):  # as nearly all are
+    if type(value) in PLAIN or isinstance(value, str | bytes | complex):  # nearly all values
         return value
     if isinstance(value, Tensor):
         return f"{_form(value)} {digest({'': value.detach()})[:16]}" if value.dim() else plain(value.item())
@@ -175,13 +178,13 @@ def plain(value: Any) -> Any:
         return {plain(key): plain(each) for key, each in value.items()}
     if isinstance(value, tuple | list):
         return tuple(map(plain, value))
-    if isinstance(value, Real):  # NumPy's among them, which are shown in a way of their own
+    if isinstance(value, Real):  # also those of NumPy, which have another repr
         return int(value) if isinstance(value, Integral) else float(value)
     return getattr(value, "__qualname__", type(value).__qualname__)
 
 
 def _form(tensor: Tensor) -> str:
-    """Describe all of a tensor but its values."""
+    """Describe a tensor except for its values."""
     if nn.parameter.is_lazy(tensor):
         return "without a shape yet"
     dtype = str(tensor.dtype).removeprefix("torch.")

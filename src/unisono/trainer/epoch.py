@@ -1,4 +1,4 @@
-"""What an epoch of training came to."""
+"""The result of an epoch of training."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["EpochResult"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpochResult:
-    """What one epoch of `Trainer.fit` came to."""
+    """The result of one epoch of `Trainer.fit`."""
 
     epoch: int
-    """Which, from 0."""
+    """Number of the epoch, from 0."""
     loss: float
-    """Mean loss over the samples that this call trained on, each taken at its step."""
+    """Mean loss over the samples that this call trained on, each at its step."""
     validation: Mapping[str, Metric] = field(default_factory=dict)
-    """Results of the evaluation by name."""
+    """Results of the evaluation, by name."""

@@ -1,4 +1,4 @@
-"""Evaluation: every sample once, whatever the number of ranks, a mean that is exact, and the event that tells of it."""
+"""Evaluation: every sample once on any number of ranks, an exact mean, and the event that reports it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,14 @@ __all__ = ["evaluate", "tell"]
 
 
 def evaluate(run: RunContext, function: Loss, models: Any, batches: Iterator[Batch]) -> Metric | dict[str, Metric]:
-    """Average what a function says of each sample over all ranks' batches.
+    """Return the mean of a function's values over the samples of all ranks' batches. Every rank must call it.
 
-    Sums are float64, per virtual rank and then in tree order, so the result is the same on any number of ranks. One
-    small exchange at the end; every rank must call it.
+    Sums are float64, per virtual rank and then in tree order, so the result is the same on any number of ranks. Ranks
+    exchange them once, at the end.
+
+    Raises:
+        LossError: On this rank, the function returned something else than `Trainer.evaluate` allows.
+        GroupError: On this rank, the function called a collective.
     """
     sums = ValueSums("evaluated function")
     for batch in batches:
@@ -44,14 +48,11 @@ def evaluate(run: RunContext, function: Loss, models: Any, batches: Iterator[Bat
 
 
 def tell(log: EventLog, result: Metric | dict[str, Metric], *, name: str, cursor: Cursor, seconds: float) -> None:
-    """Emit what an evaluation came to.
-
-    Args: name is that of a single result, and of the whole for a dict of results, which have their own.
-    """
+    """Emit the event of an evaluation. `name` names a single result, or a dict of results that have their own names."""
     metrics: dict[str, Metric] = {name: result} if isinstance(result, Metric) else result
     log.emit(
         "evaluation",
-        # Between two epochs the result is the last one's.
+        # Between two epochs, the result belongs to the last one.
         epoch=max(0, cursor.epoch - (cursor.step == 0)),
         name="evaluation" if isinstance(result, Metric) else name,
         values={key: {"value": float(m), "total": m.total, "count": m.count} for key, m in metrics.items()},

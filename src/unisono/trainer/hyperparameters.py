@@ -1,6 +1,6 @@
-"""The numbers that steer a run: hyperparameters of optimizers and the state of learning-rate schedulers.
+"""The numbers that control a run: hyperparameters of optimizers and the state of learning-rate schedulers.
 
-They are small and may be changed by the user's code at any time. Start reading at `settings_of` and `overruled`.
+They are small, and the user's code may change them at any time. Start reading at `settings_of` and `overruled`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ __all__ = ["Hyperparameters", "given_by", "is_scheduler", "overruled", "settings
 
 
 class Hyperparameters(NamedTuple):
-    """The settings of a run at one moment, independent of the objects that they were read from."""
+    """The settings of a run at one moment, independent of the objects from which they were read."""
 
     hyperparameters: dict[str, list[dict[str, Any]]]
-    """Of each optimizer's parameter groups, without the parameters."""
+    """The options of each optimizer's parameter groups, without the parameters."""
     schedulers: dict[str, dict[str, Any]]
     """States by name."""
 
@@ -30,7 +30,7 @@ def is_scheduler(value: object) -> bool:
 
 
 def settings_of(optimizers: Mapping[str, Optimizer], others: Mapping[str, Any]) -> Hyperparameters:
-    """Copy the settings as they are now. About 3 µs for an optimizer and for a scheduler."""
+    """Return a copy of the current settings. About 3 µs for each optimizer and each scheduler."""
     return Hyperparameters(
         {
             name: [
@@ -48,7 +48,7 @@ def settings_of(optimizers: Mapping[str, Optimizer], others: Mapping[str, Any]) 
 
 
 def given_by(settings: Hyperparameters) -> dict[str, dict[str, Any]]:
-    """Return the plain values among settings by the names that messages call them, for each optimizer and scheduler."""
+    """Return the plain values among settings, for each optimizer and scheduler by its name in messages."""
     found: dict[str, dict[str, Any]] = {}
     for name, groups in settings.hyperparameters.items():
         for index, group in enumerate(groups):
@@ -64,12 +64,12 @@ def overruled(
     goes_on: Mapping[str, Mapping[str, Any]],
     script: Mapping[str, Mapping[str, Any]],
 ) -> list[str]:
-    """List the settings of the script that a resumed run does not take.
+    """Return descriptions of the script's settings that a resumed run does not use.
 
     Args:
-        began: what the script said at the first start, as `given_by` returns it.
-        goes_on: what the checkpoint holds.
-        script: what the script says now.
+        began: The script's settings at the first start, as `given_by` returns them.
+        goes_on: The settings in the checkpoint.
+        script: The script's present settings.
 
     >>> overruled({"optimizer": {"lr": 0.1}}, {"optimizer": {"lr": 0.01}}, {"optimizer": {"lr": 0.5}})
     ['lr 0.01, at first 0.1 (the script says 0.5)']

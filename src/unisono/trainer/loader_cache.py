@@ -1,6 +1,6 @@
-"""Loaders of a run: the training and test sets that a trainer was given, made ready to deal out.
+"""The loaders of a run: its training and test sets, divided into batches for this rank.
 
-A loader is kept between epochs, so that worker processes are started once.
+A loader is kept between epochs, so that worker processes start only once.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class LoaderCache:
     """Makes and keeps the loaders of one run.
 
     Args:
-        run: its constants.
-        tell: gets a sentence about a worker that is slow.
+        run: The constants of the run.
+        tell: Called with a sentence about a worker that is slow.
     """
 
     def __init__(self, run: RunContext, tell: Callable[[str], None]) -> None:
@@ -34,10 +34,15 @@ class LoaderCache:
         self._loaders: dict[tuple[int, int | None, TrainerLoaderSettings], MapLoader | StreamLoader] = {}
 
     def loader(self, dataset: Any, *, shuffle: bool | None, **settings: Any) -> MapLoader | StreamLoader:
-        """Give the loader of a dataset; a new one is compared between ranks, so every rank must call it.
+        """Return the loader of a dataset. Every rank must call it: a new dataset is compared between ranks.
 
-        Args: shuffle None means yes for a map-style dataset and no for an iterable one; settings are further fields of
-            TrainerLoaderSettings.
+        Args:
+            dataset: The dataset.
+            shuffle: None: True for a map-style dataset and False for an iterable one.
+            settings: Further fields of TrainerLoaderSettings.
+
+        Raises:
+            TypeError, ValueError, DataError, RankMismatchError: See `Trainer.batches`.
         """
         stream = isinstance(dataset, IterableDataset)
         full = TrainerLoaderSettings(

@@ -1,4 +1,4 @@
-"""Models and optimizers that another library has wrapped, sharded or hooked: two would sum the gradients."""
+"""Models and optimizers that another library has wrapped, sharded or hooked, so that it would sum gradients as well."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["check_models", "unwrapped_optimizer"]
 
 
 def check_models(model: Any) -> None:
-    """Refuse what is no model, and models whose gradients or parameters others look after.
+    """Check that models are modules, and that no other library handles their gradients or parameters.
 
     Raises:
-        TypeError: There is no module, or something that is none.
-        ValueError: A module is wrapped or sharded, or its parameters have no values yet.
+        TypeError: A model is no module, or a key of the dict is no name.
+        ValueError: The dict is empty, a module is wrapped or sharded, or its parameters have no values yet.
     """
     models = model if isinstance(model, Mapping) else {"model": model}
     if not models:

@@ -1,7 +1,7 @@
-"""Training mode and evaluation mode of what is trained: dropout that does nothing, though its model is being trained.
+"""Training mode and evaluation mode of models that are trained: dropout that does nothing in a model under training.
 
 Models come from `from_pretrained` in evaluation mode, and stay in it after a validation loop that calls only `eval()`.
-BatchNorm is often kept in evaluation mode on purpose, together with its weights, so it is not looked at.
+BatchNorm is often kept in evaluation mode on purpose, together with its weights, so it is not checked.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _SHOWN = 3
 def begin_training(modules: Mapping[str, nn.Module], trained: Collection[int]) -> None:
     """Put models into training mode that are in evaluation mode as a whole and have parameters to train.
 
-    A model in training mode keeps the modules that its user has put into evaluation mode, such as frozen BatchNorm.
+    In a model in training mode, modules that the user has put into evaluation mode, such as frozen BatchNorm, stay so.
 
     Args:
-        modules: the models.
-        trained: ids of the parameters to train.
+        modules: The models.
+        trained: The ids of the parameters to train.
     """
     for root in modules.values():
         if not root.training and any(id(p) in trained for p in root.parameters()):
@@ -35,23 +35,20 @@ def begin_training(modules: Mapping[str, nn.Module], trained: Collection[int]) -
 
 
 def idle_dropout(modules: Mapping[str, nn.Module], trained: Collection[int]) -> str | None:
-    """Look for dropout in evaluation mode beside parameters that are being trained.
+    """Return a warning if there is dropout in evaluation mode beside parameters that are trained; None otherwise.
 
-    Dropout belongs to the smallest module around it that has parameters: that of a frozen backbone may rest.
+    Dropout belongs to the smallest module around it that has parameters: that of a frozen backbone may be inactive.
 
     Args:
-        modules: the models, by the prefix of their names.
-        trained: ids of the parameters that are trained.
-
-    Returns:
-        What to warn of; None if there is nothing.
+        modules: The models, by the prefix of their names.
+        trained: The ids of the parameters that are trained.
     """
     found: list[str] = []
     for prefix, root in modules.items():
         beside: dict[str, bool] = {}
         for name, module in root.named_modules():
             parameters = list(module.parameters())
-            # Without parameters of its own a module belongs to the one around it, which has come before it.
+            # A module without parameters belongs to the one around it, which has come before it.
             outside = beside.get(name.rpartition(".")[0], False)
             beside[name] = any(id(p) in trained for p in parameters) if parameters else outside
             if beside[name] and not module.training and _drops(module):
@@ -69,7 +66,7 @@ def idle_dropout(modules: Mapping[str, nn.Module], trained: Collection[int]) -> 
 
 
 def _drops(module: nn.Module) -> bool:
-    """True if a module drops values in training: by its class, or by a rate that it keeps, as attention and RNNs do."""
+    """Return True if a module drops values in training, by its class or by a rate attribute, as attention and RNNs."""
     if isinstance(module, _DropoutNd):
         return module.p > 0
     attributes = vars(module)

@@ -1,4 +1,4 @@
-"""Small things done to modules and to nested batches: plain names, devices, evaluation mode, lonely samples."""
+"""Small operations on modules and nested batches: plain names, devices, evaluation mode, single-sample batches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
 
 
 def plain_name(name: str) -> str:
-    """Strip what torch.compile adds to the names of parameters and buffers.
+    """Remove the prefixes that torch.compile adds to the names of parameters and buffers.
 
     >>> plain_name("_orig_mod.layers.0._orig_mod.weight")
     'layers.0.weight'
@@ -35,16 +35,16 @@ def plain_name(name: str) -> str:
 
 
 def plain_modules(model: nn.Module | Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """List the models with the prefix that their names get: none for a single model, "key." for several.
+    """Return the models by the prefix that their names get: "" for a single model, "key." for several.
 
-    Compiled models are given as the modules under them, which hold the same parameters.
+    A compiled model is replaced by the module in it, which holds the same parameters.
     """
     models = {f"{key}.": module for key, module in model.items()} if isinstance(model, Mapping) else {"": model}
     return {prefix: getattr(module, "_orig_mod", module) for prefix, module in models.items()}
 
 
 def check_batch_norms(modules: Mapping[str, nn.Module]) -> None:
-    """Raise ValueError for layers that normalise over ranks: how many there are would change the result."""
+    """Raise ValueError for layers that normalize over ranks: the number of ranks would change the result."""
     found = [
         prefix + name for prefix, root in modules.items() for name, module in root.named_modules() if _syncs(module)
     ]
@@ -61,7 +61,7 @@ def _syncs(module: nn.Module) -> bool:
 
 
 def check_embeddings(modules: Mapping[str, nn.Module], *, virtual_ranks: int) -> None:
-    """Raise ValueError for layers that write their weights in the forward pass, where ranks could not agree on them."""
+    """Raise ValueError for embeddings that write their weights in the forward pass: ranks could not agree on them."""
     found = [
         (prefix + name, module.max_norm)
         for prefix, root in modules.items()
@@ -79,7 +79,7 @@ def check_embeddings(modules: Mapping[str, nn.Module], *, virtual_ranks: int) ->
 
 
 def foreign_parameter(parameter: Tensor) -> ValueError:
-    """Make the error for a parameter of an optimizer that no model has."""
+    """Return the error for a parameter of an optimizer that belongs to no model."""
     return ValueError(
         f"the optimizer has a parameter of shape {list(parameter.shape)} that belongs to no model given to Trainer. "
         'Give Trainer all models, for example {"generator": g, "discriminator": d}, and build the optimizer from their '
@@ -105,7 +105,7 @@ def to_device(items: Any, device: torch.device) -> Any:
 
 @contextmanager
 def evaluating(modules: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Put modules into evaluation mode and without gradients, and each of them back into its own mode afterwards."""
+    """Disable gradients and put modules into evaluation mode; afterwards restore the mode of each submodule."""
     modes = [(m, m.training) for module in modules.values() for m in module.modules()]
     for module in modules.values():
         module.eval()
@@ -120,7 +120,7 @@ def evaluating(modules: Mapping[str, nn.Module]) -> Iterator[None]:
 def lone_samples_warning(
     modules: Mapping[str, nn.Module], *, batch_size: int, virtual_ranks: int, micro_batch_size: int | None
 ) -> str | None:
-    """Say so if BatchNorm would never see more than one sample at once, and so never learn its statistics."""
+    """Return a warning if BatchNorm1d would only see single samples, and so never learn its statistics."""
     largest = min(micro_batch_size or batch_size, -(-batch_size // virtual_ranks))
     norms = (m for root in modules.values() for m in root.modules() if isinstance(m, nn.BatchNorm1d))
     if largest > 1 or next(norms, None) is None:
@@ -134,10 +134,10 @@ def lone_samples_warning(
 
 @contextmanager
 def lone_sample(modules: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Let BatchNorm use its running statistics where it would see one value per channel, which has no variance.
+    """Make BatchNorm use its running statistics for inputs of one value per channel, which have no variance.
 
     torch refuses such input in training. It occurs in the last batch of an epoch, when a virtual rank has one sample;
-    the running statistics do not learn from it.
+    it does not update the running statistics.
     """
 
     def before(module: nn.Module, inputs: tuple[Any, ...]) -> None:

@@ -1,6 +1,6 @@
-"""The checkpoint that a run goes on from: read on rank 0, checked while it is read, and given to all ranks.
+"""The checkpoint from which a run continues: rank 0 reads it, checks it while reading, and sends it to all ranks.
 
-Tensors travel one at a time, each to where it stays, so no rank holds a checkpoint twice. Only rank 0 needs the disk.
+Tensors are sent one at a time into their final memory, so no rank holds a checkpoint twice. Only rank 0 needs the disk.
 Start reading at `find`.
 """
 
@@ -25,26 +25,28 @@ Resume = Literal["auto", "never", "must"]
 
 
 class ResumedRun(NamedTuple):
-    """What is in the directory of a run, as every rank gets it."""
+    """The content of a run's directory, as every rank receives it."""
 
     source: str | None
-    """The checkpoint to go on from; None: there is none."""
+    """The path of the checkpoint to continue from; None: there is none."""
     groups: dict[str, dict[str, Tensor]]
     document: dict[str, Any]
     warnings: list[str]
 
 
 def find(world: World, directory: Path, store: Store, lock: DirectoryLock, resume: Resume) -> ResumedRun:
-    """Lock the directory of a run, read its newest good checkpoint on rank 0, and give it to all ranks.
+    """Lock the directory of a run, read its newest good checkpoint on rank 0, and send it to all ranks.
 
     Every rank must call it. Memory: the tensors, once on each rank.
-    Raises: CheckpointError, on all ranks alike, if the directory is in use or cannot be used, if there is no checkpoint
-        and resume="must", if there is one and resume="never", or if all are damaged.
+
+    Raises:
+        CheckpointError: On all ranks, if the directory is in use or cannot be used, if there is no checkpoint and
+            resume="must", if there is one and resume="never", or if all are damaged.
     """
     groups: dict[str, dict[str, Tensor]] = {}
 
     def describe() -> bytes:
-        """Read the checkpoint, and say what is in it; or what is wrong."""
+        """Read the checkpoint on rank 0, and return a description of its content or of the error."""
         nonlocal groups
         try:
             head, groups = _read(directory, store, lock, resume)
@@ -69,7 +71,7 @@ def find(world: World, directory: Path, store: Store, lock: DirectoryLock, resum
 
 
 def _table(tensors: dict[str, Tensor]) -> list[tuple[str, str, str, list[int]]]:
-    """List the names of tensors, the name under which each is sent, dtype and shape."""
+    """Return the name of each tensor, the name under which it is sent, dtype and shape."""
     owners: dict[int, str] = {}
     return [
         (name, owners.setdefault(id(t), name), str(t.dtype).removeprefix("torch."), list(t.shape))

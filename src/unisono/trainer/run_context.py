@@ -1,4 +1,4 @@
-"""What every part of a trainer needs to know of its run: the plan's numbers, the ranks and the device."""
+"""The facts of a run that every part of a trainer needs: the plan's numbers, the ranks and the device."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class RunContext:
     seed: int
     """Root of all random numbers."""
     virtual_ranks: int
-    """Shares of every global batch, fixed for the life of the run."""
+    """Number of shares of every global batch, fixed for the whole run."""
     world: World
-    """The real ranks, which may be others after a resume."""
+    """The real ranks, which may be different ones after a resume."""
     device: torch.device
-    """Where this rank computes."""
+    """The device that this rank computes on."""
 
     @property
     def block(self) -> range:
@@ -32,5 +32,5 @@ class RunContext:
         return rank_block(self.world.rank, world_size=self.world.size, virtual_ranks=self.virtual_ranks)
 
     def set_generators(self, stream: str, *coordinates: int) -> None:
-        """Set all generators of this process, and of its device, for one point of one stream."""
+        """Seed all generators of this process and of its device for one point of one stream."""
         set_generators(derive_key(self.seed, stream, *coordinates), self.device)

@@ -1,7 +1,7 @@
-"""Where the events of a run go, and the first of them: what the run is, and where it goes on.
+"""The destinations of a run's events, and the first events: the figures of the run and the place of a resume.
 
-They go to its directory, and to the launcher that asked for them or else to this process's own display. Later events
-come from where things happen.
+Events go to the run's directory, and to the launcher if it passed a pipe, otherwise to the display of this process.
+Later events are emitted by other modules.
 """
 
 from __future__ import annotations
@@ -28,8 +28,11 @@ def open_log(
 ) -> EventLog:
     """Open the event log of a run on rank 0; on other ranks, one that drops everything.
 
-    Progress is drawn by the launcher if it passed a pipe (UNISONO_EVENTS_FD), else here, on standard error. Without
-    progress, warnings alone are written there.
+    The launcher draws the progress if it passed a pipe (UNISONO_EVENTS_FD), otherwise this process does, on standard
+    error. Without progress, only warnings are written there.
+
+    Raises:
+        OSError: The log in the directory cannot be opened.
     """
     if not is_main:
         return EventLog()
@@ -48,7 +51,7 @@ def _write_warning(event: Event) -> None:
 
 
 def warn_of_rank(log: EventLog, run: RunContext, message: str) -> None:
-    """Warn of what one rank has seen: as an event of rank 0, else on the standard error of that rank alone."""
+    """Report a warning of one rank: on rank 0 as an event, on another rank on its own standard error."""
     if run.world.size > 1:
         message = f"rank {run.world.rank}: {message}"
     if run.world.rank == 0:
@@ -67,7 +70,7 @@ def announce(
     warnings: Sequence[str],
     cursor: Cursor,
 ) -> None:
-    """Tell that a run begins, or goes on from a checkpoint that was found."""
+    """Emit the events at the start of a run, or of its continuation from a checkpoint."""
     log.emit(
         "run",
         version=version("unisono"),

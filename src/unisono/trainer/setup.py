@@ -80,7 +80,7 @@ def check_arguments(
     threads: Any,
     engine: Any,
 ) -> None:
-    """Check the arguments of a Trainer before anything is started.
+    """Check the plain arguments of a Trainer before anything is started.
 
     Raises:
         TypeError: virtual_ranks is missing, or an argument has the wrong type.

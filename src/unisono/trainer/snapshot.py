@@ -1,6 +1,6 @@
-"""The whole state of a run as named tensors and one document, and back. No file is touched here.
+"""The complete state of a run as named tensors and one document, and its restoration. No file is read or written here.
 
-A snapshot holds nothing that depends on the number of ranks, and names everything by the plain names of parameters.
+A snapshot holds nothing that depends on the number of ranks, and uses the plain names of parameters.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ _EXTRA_STATE = "_extra_state"
 
 @dataclass(kw_only=True, slots=True)
 class Cursor:
-    """How far a run has come."""
+    """The progress of a run."""
 
     epoch: int = 0
-    """The epoch that is under way, or comes next."""
+    """The current epoch, or the next one between two epochs."""
     step: int = 0
     """The next step of that epoch."""
     total_steps: int = 0
     """Steps done since the start of the run."""
     batch_size: int | None = None
-    """Global batch size of the epoch under way."""
+    """Global batch size of the current epoch."""
     num_samples: int | None = None
-    """Samples of the epoch under way."""
+    """Number of samples of the current epoch."""
     shuffle: bool | None = None
     """True if that epoch's samples are shuffled. None: not known yet."""
     drop_last: bool | None = None
@@ -58,7 +58,7 @@ class Cursor:
 
     @property
     def place(self) -> tuple[int, int, int]:
-        """Where the run is; another place is another state."""
+        """Epoch, step and total steps: a different place means a different state."""
         return self.epoch, self.step, self.total_steps
 
 
@@ -75,15 +75,15 @@ class Subjects:
     others: Mapping[str, Stateful] = field(default_factory=dict)
     """Everything else by name."""
     buffers: BufferTransaction | None = None
-    """What knows of buffers that no state_dict has, and that the run has written."""
+    """Has the buffers that the run has written and that are in no state_dict."""
     given: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """What the script said of optimizers and schedulers at the first start of the run."""
+    """The script's settings of optimizers and schedulers at the first start of the run."""
 
 
 def model_tensors(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
-    """Name all parameters and persistent buffers; the tensors share memory with the models.
+    """Return all parameters and persistent buffers by name; the tensors share memory with the models.
 
-    They are read from the modules themselves: a `state_dict` that is overridden may leave some out, or give copies.
+    They are read from the modules themselves: an overridden `state_dict` may omit some, or return copies.
     """
     return {
         prefix + plain_name(f"{path}.{name}" if path else name): value.detach()
@@ -96,7 +96,7 @@ def model_tensors(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
 
 
 def check_storable_models(modules: Mapping[str, nn.Module]) -> None:
-    """Raise CheckpointError for state of a module that could not be restored, since only its `state_dict` knows it."""
+    """Raise CheckpointError for state that only a module's `state_dict` has, so that it could not be restored."""
     names = model_tensors(modules)
     own = {same_memory(tensor) for tensor in names.values()}
     for prefix, module in modules.items():
@@ -112,7 +112,11 @@ def check_storable_models(modules: Mapping[str, nn.Module]) -> None:
 
 
 def optimizer_state(modules: Mapping[str, nn.Module], optimizer: Optimizer) -> dict[str, dict[str, Any]]:
-    """Give the optimizer's state by parameter name: {"layer.weight": {"exp_avg": tensor, …}}."""
+    """Return the optimizer's state by parameter name: {"layer.weight": {"exp_avg": tensor, …}}.
+
+    Raises:
+        ValueError: A parameter with state belongs to no model.
+    """
     names = _parameter_names(modules)
     state = {_name(names, p): dict(values) for p, values in optimizer.state.items() if isinstance(p, Tensor)}
     return dict(sorted(state.items()))
@@ -121,13 +125,16 @@ def optimizer_state(modules: Mapping[str, nn.Module], optimizer: Optimizer) -> d
 def capture(
     subjects: Subjects, facts: Mapping[str, Any], settings: Hyperparameters | None = None
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-    """Describe a run as groups of tensors, which share memory with it, and a JSON document.
+    """Return groups of tensors, which share memory with the run, and a JSON document that describe the run.
 
     Args:
-        subjects: the objects of the run.
-        facts: the run's constants and its cursor.
-        settings: those to store, of an earlier moment. None: as they are now.
-    Raises: CheckpointError if some object's state holds a thing that cannot be written without pickle.
+        subjects: The objects of the run.
+        facts: The run's constants and its cursor.
+        settings: The settings to store, from an earlier moment. None: the current ones.
+
+    Raises:
+        CheckpointError: The state of an object holds something that cannot be written without pickle.
+        ValueError: An optimizer has a parameter that belongs to no model.
     """
     names = _parameter_names(subjects.modules)
     settings = settings or settings_of(subjects.optimizers, subjects.others)
@@ -161,12 +168,18 @@ def capture(
 def restore(
     subjects: Subjects, groups: Mapping[str, Mapping[str, Tensor]], document: Mapping[str, Any], *, source: str
 ) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """Give a run the state that `capture` described.
+    """Restore the state that `capture` described.
 
     Everything is compared before anything is changed.
-    Returns: what the script said of optimizers and schedulers at the first start, and what it says now in vain.
-    Raises: CheckpointError if the checkpoint is of another model, optimizer or set of objects, or if an object does not
-        take its state; the message then says that others have taken theirs.
+
+    Returns:
+        The script's settings of optimizers and schedulers at the first start, and descriptions of its present settings
+        that have no effect.
+
+    Raises:
+        CheckpointError: The checkpoint is of another model, optimizer or set of objects, or an object refuses its
+            state; the message then says that others may have taken theirs.
+        ValueError: An optimizer has a parameter that belongs to no model.
     """
     own = model_tensors(subjects.modules)
     empty = _empty_buffers(subjects.modules)
@@ -216,7 +229,7 @@ def restore(
 
 
 def _restore_objects(subjects: Subjects, others: Mapping[str, Any], source: str) -> None:
-    """Give all that is not the trainer's own its state. It comes first, since only here foreign code can fail."""
+    """Restore all objects other than the trainer's own. This comes first: only here the code of others can fail."""
     takers: list[tuple[str, Callable[[Any], Any], Any]] = [
         (
             f"{type(module).__name__}.set_extra_state of {prefix + path!r}",
@@ -241,7 +254,7 @@ def _restore_objects(subjects: Subjects, others: Mapping[str, Any], source: str)
 
 
 def facts_of(run_constants: Mapping[str, Any], cursor: Cursor) -> dict[str, Any]:
-    """Join what a checkpoint says about its run."""
+    """Return the facts that a checkpoint stores about its run."""
     return {**run_constants, "cursor": asdict(cursor)}
 
 
@@ -259,7 +272,7 @@ def _name(names: Mapping[int, str], parameter: Tensor) -> str:
 
 
 def _empty_buffers(modules: Mapping[str, nn.Module]) -> dict[str, tuple[nn.Module, str, torch.device]]:
-    """Find the buffers that are None: the module, the name there, and where the model lies."""
+    """Return the module, the name in it and the device of the model for each buffer that is None."""
     return {
         prefix + member_name(path, name): (module, name, device)
         for prefix, root in modules.items()
@@ -328,7 +341,7 @@ def _compare_optimizers(
 def _restore_optimizer(
     modules: Mapping[str, nn.Module], optimizer: Optimizer, state: dict[str, Any], hyperparameters: list[dict[str, Any]]
 ) -> None:
-    # Not by load_state_dict, which would cast the state to the parameters' dtype and so lose bits.
+    # load_state_dict would cast the state to the parameters' dtype and so lose bits.
     parameters = {
         prefix + plain_name(name): p for prefix, module in modules.items() for name, p in module.named_parameters()
     }
@@ -344,9 +357,9 @@ def _restore_optimizer(
 
 
 def _placed(key: str, value: Tensor, parameter: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """Lay out a tensor of an optimizer's state as the optimizer would have made it."""
+    """Return a tensor of an optimizer's state in the layout and on the device that the optimizer would choose."""
     if value.dim() and value.shape == parameter.shape:
-        # torch's fused kernels walk parameter, gradient and state in the order of memory.
+        # torch's fused kernels read parameter, gradient and state in the order of memory.
         strides = dense_strides(parameter)
         if value.stride() == strides and value.device == parameter.device:
             return value

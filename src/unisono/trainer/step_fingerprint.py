@@ -1,8 +1,8 @@
-"""What must be equal on all ranks in a step, and in other calls of the Trainer, as one number and as words.
+"""The facts that must be equal on all ranks in a step, and in other calls of the Trainer, as one number and in words.
 
 A loop may change hyperparameters, freeze and add parameters and switch modules between training and evaluation, and
-must do so on every rank alike. The number is made anew in every step, and nearly always of what it was made of before:
-that is recognised by the identity of objects, which costs a few microseconds.
+must do the same on every rank. Each step computes the number again, nearly always from the same objects as before: that
+is recognized by their identity, which costs a few microseconds.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ _mode_of = attrgetter("training")
 
 
 def intent_of_call(call: str, **place: int) -> StepDescription:
-    """Describe a call that is no step, at a place of the run."""
+    """Describe a call other than a step, at a place of the run."""
     document: Document = {CALL: call, **place}
     return StepDescription(_number(repr(document).encode()), lambda: document)
 
 
 class StepFingerprint:
-    """Makes the fingerprints of one optimizer's steps. Args: name is that of the optimizer, "" for a single one."""
+    """Computes the fingerprints of the steps of one optimizer; `name` is its name, "" for a single one."""
 
     def __init__(self, name: str, optimizer: Optimizer, modules: Mapping[str, nn.Module]) -> None:
         self._name, self._optimizer, self._modules = name, optimizer, modules
         self._trained: Trained | None = None
         self._fixed = b""
         self._values: list[Any] = []
-        """Of all parameter groups, the lists of their parameters among them."""
+        """The values of all parameter groups, including the lists of their parameters."""
         self._tensors: list[Tensor] = []
         self._versions: list[int] = []
         self._members: list[nn.Module] = []

@@ -1,8 +1,8 @@
 """Ending a run when the system asks for it: SIGTERM, which batch systems send before they kill, and Ctrl-C.
 
-Without more, SIGTERM ends Python at once, without exit handlers, and Ctrl-C raises KeyboardInterrupt at any line. With
-`StopSignals` both are raised where the state of the run can be saved: at once if that is so, otherwise when the loop
-asks for the next batch. Start reading at `StopSignals.__call__`.
+By default, SIGTERM ends Python at once, without exit handlers, and Ctrl-C raises KeyboardInterrupt at any line. With
+`StopSignals`, both are raised where the state of the run can be saved: at once if it can be saved now, otherwise when
+the loop asks for the next batch. Start reading at `StopSignals.__call__`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import NoReturn
 
 __all__ = ["StopSignals"]
 
-# A terminal sends Ctrl-C to all processes of a job, and some launchers pass it on as well: that is no second one.
+# A terminal sends Ctrl-C to all processes of a job, and some launchers forward it too: that does not count as a second.
 _SAME_S = 0.5
-# For so long, and until the next step has been done, ranks other than 0 go on, so that rank 0 can end its step.
+# Ranks other than 0 continue for this long, and until their next step is done, so that rank 0 can end its step.
 _LINGER_S = 1.0
 
 _Stop = Callable[[], bool]
@@ -38,13 +38,16 @@ class StopSignals:
 
     @classmethod
     def install(cls, can_stop: _Stop, tell: Callable[[str], None]) -> StopSignals | None:
-        """Handle SIGTERM and SIGINT from now on, each if nobody else does.
+        """Handle SIGTERM and SIGINT from now on, each only if it has Python's default handler.
 
         Args:
-            can_stop: a bound method that returns True while a signal may be raised at once.
-            tell: a bound method that is called with a sentence when one is put off. Their object is not kept alive.
-        Returns: the handler, which several callers share; None if both signals have handlers of the user's, or
-            outside of the main thread, where Python allows none.
+            can_stop: A bound method that returns True while a signal may be raised at once.
+            tell: A bound method that is called with a sentence when a signal is put off. The object of these methods is
+                not kept alive.
+
+        Returns:
+            The handler, which several callers share. None if the user has handlers for both signals, or outside of the
+            main thread, where Python allows none.
         """
         handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
         found = next((each for each in handlers.values() if isinstance(each, cls)), None)
@@ -80,10 +83,10 @@ class StopSignals:
                     tell(f"{name}: the run ends when its loop asks for the next batch, where it can be saved{more}")
 
     def is_due(self, *, is_main: bool) -> bool:
-        """Return True if a signal was put off and is to be raised now, where the loop asks for what comes next.
+        """Return True if a signal was put off and must be raised now, where the loop asks for its next batch or epoch.
 
-        Rank 0 stops first. The others go on for a second and for one more step, if it does not take them along by its
-        end: it may need them to end its own step.
+        Rank 0 stops first, since it may need the others to end its own step. Unless they fail when rank 0 ends, they
+        continue for a second and one more step.
         """
         if self._signum is None:
             return False
@@ -91,7 +94,7 @@ class StopSignals:
         return is_main or (self._asks > 1 and time.monotonic() - self._came_s > _LINGER_S)
 
     def raise_pending(self) -> None:
-        """Raise what was put off, if something was."""
+        """Raise the exception of a signal that was put off, if there is one."""
         if self._signum is not None:
             self._raise(self._signum)
 
@@ -99,6 +102,6 @@ class StopSignals:
         self._signum = None
         if signum == signal.SIGINT:
             raise KeyboardInterrupt
-        # Saving must not be interrupted in its turn; who is in a hurry kills.
+        # A second SIGTERM must not interrupt saving; SIGKILL still ends the process.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise SystemExit(128 + signal.SIGTERM)

@@ -80,7 +80,7 @@ class Trainer:
             optimizer that is not torch's must treat each parameter separately.
         progress: Show progress on the terminal; otherwise only warnings.
         listeners: Functions that rank 0 calls with each event of the run, a dict; see docs/events.md. Their exceptions
-            propagate out of the method that the event is about.
+            propagate out of the method that the event is about; for "checkpoint" they count as a failed write.
 
     Raises:
         TypeError: virtual_ranks is missing, an argument has the wrong type, or a model, optimizer or scheduler is none
@@ -95,6 +95,7 @@ class Trainer:
             model, optimizer or set of objects; or if the model has state that a resume could not restore.
         LaunchError: The ranks cannot meet.
         PeerError: Another rank has died or does not come in time.
+        UnisonoError: Ranks of one host cannot share memory, such as those of different users.
         OSError: On rank 0, if events.jsonl cannot be opened.
     """
 
@@ -236,6 +237,7 @@ class Trainer:
             CheckpointError: From the iterator, on all ranks, if the last checkpoint cannot be written; on rank 0 alone,
                 if another job or a later Trainer of this process uses the directory, or if an object's state cannot be
                 stored.
+            OSError: From the iterator, on rank 0, if the directory was released by an earlier loop and cannot be used.
             KeyboardInterrupt, SystemExit: From the iterator, if the run has a directory and Ctrl-C or SIGTERM came at a
                 place where the state could not be saved: it is saved first.
         """
@@ -281,7 +283,7 @@ class Trainer:
             RankMismatchError: On all ranks, if they make different calls or have different data or numbers.
             PeerError: Another rank of the host has died, failed in a step, or does not come in time.
             UnisonoError: Ranks no longer agree on what comes next, after a failure that one of them caught.
-            CheckpointError, KeyboardInterrupt, SystemExit: From the iterator, as described at `epochs`.
+            CheckpointError, OSError, KeyboardInterrupt, SystemExit: From the iterator, as described at `epochs`.
         """
         refuse_inside("trainer.batches")
         batch_size = whole("batch_size", batch_size, least=1)
@@ -483,7 +485,7 @@ class Trainer:
             DataError: A dataset is empty, or as described at `batches`; for validation, before the first epoch.
             LossError, NonFiniteLossError, GroupError: As described at `step` and `evaluate`.
             RankMismatchError, PeerError, UnisonoError: As described at `step`.
-            CheckpointError, KeyboardInterrupt, SystemExit: As described at `epochs`.
+            CheckpointError, OSError, KeyboardInterrupt, SystemExit: As described at `epochs`.
         """
         refuse_inside("trainer.fit")
         check_fit(loss, metrics, validation=validation, optimizer=self.optimizer)
