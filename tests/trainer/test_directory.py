@@ -104,7 +104,7 @@ def test_a_run_that_is_over_says_so(tmp_path, capsys):
     display = unisono.watch.Progress(sys.stdout, interactive=False)
     for event in again.seen:
         display.handle(event)
-    assert "nothing to do: this run ended at step 4, after 2 epochs; asked for were 2 epochs" in capsys.readouterr().out
+    assert "nothing to do: this run ended at step 4, after 2 epochs; asked for: 2 epochs" in capsys.readouterr().out
 
 
 def test_settings_that_the_checkpoint_overrules_are_named(tmp_path):

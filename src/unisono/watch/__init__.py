@@ -1,4 +1,4 @@
-"""Events and who looks at them: a file, the launcher, a display."""
+"""Events and their readers: a file, the launcher, a display."""
 
 from unisono.watch.display import Progress
 from unisono.watch.events import Event, EventLog, Kind, read_events

@@ -1,8 +1,8 @@
-"""The progress display: one reader of events with two looks, one for people and one for files.
+"""The progress display: one reader of events with two renderers, one for terminals and one for files.
 
-The reader keeps how far the epoch is and decides what is told when; a look (`look.Look`) decides how. Durations and
-rates are computed from the times in the events, so a log that is read later shows what a viewer saw then; the clock
-only paces the drawing. Start reading at `Progress.handle`.
+The reader tracks the progress of the epoch and decides what to show and when; a `renderer.Renderer` decides how.
+Durations and rates are computed from the times in the events, so a log that is read later shows the same as the live
+display; the clock only paces the drawing. Start reading at `Progress.handle`.
 """
 
 from __future__ import annotations
@@ -29,14 +29,17 @@ __all__ = ["Progress"]
 
 
 class Progress:
-    """Draw the progress of a run, or of several one after another, from its events.
+    """Draws the progress of a run, or of several in sequence, from its events.
 
     `handle` takes events of this process (as a listener of `EventLog`) as well as parsed lines of a log or a pipe. It
-    ignores unknown kinds and does without missing fields. Any thread may call any method.
+    ignores unknown kinds and tolerates missing fields. Any thread may call any method.
     Cost: about 2 µs per event, at most seven redraws per second of under 1 ms each, and no thread.
-    When the stream fails (closed pipe, full disk, lost terminal) the display goes mute; the run does not notice.
-    Args: interactive None decides from the stream and the environment: a terminal that is not dumb, outside CI; clock
-    gives seconds and paces the drawing.
+    When the stream fails (closed pipe, full disk, lost terminal), the display stops without an error.
+
+    Args:
+        stream: The stream to write to.
+        interactive: Draw for a terminal. None: True for a terminal that is not dumb, outside CI.
+        clock: Returns seconds; paces the drawing.
     """
 
     def __init__(
@@ -50,7 +53,7 @@ class Progress:
         self._reset()
 
     def handle(self, event: Event) -> None:
-        """Take one event."""
+        """Process one event."""
         handler = _HANDLERS.get(event.get("event", ""))
         if handler is None:
             return
@@ -66,7 +69,7 @@ class Progress:
             self._draw(lambda look: look.write(self._sayable(text.removesuffix("\n"))))
 
     def close(self) -> None:
-        """Tell where an unfinished epoch stands and leave the stream as it was found. May be called again."""
+        """Write the state of an unfinished epoch and restore the stream. May be called again."""
         with self._lock:
             self._draw(self._stand)
             for view in self._bars.values():
@@ -89,20 +92,20 @@ class Progress:
         try:
             action(self._look)
         except OSError:
-            # Nobody sees the display any more. That is no reason to end hours of training.
+            # Nobody sees the display any more, which must not end hours of training.
             look, self._look = self._look, None
             with suppress(OSError):
                 look.close()
 
     def _sayable(self, text: str) -> str:
-        """Escape what the stream's encoding does not have, such as the undecodable bytes of a path."""
+        """Escape characters that the stream's encoding lacks, such as the undecodable bytes of a path."""
         if text.isascii():
             return text
         encoding = self._stream.encoding or "utf-8"
         return text.encode(encoding, "backslashreplace").decode(encoding)
 
     def _advance(self, look: Renderer, event: Event) -> None:
-        """Show how far a loop of the user's own is."""
+        """Show the progress of a user loop; see `unisono.progress`."""
         bar = _whole(event, "bar") or 0
         view = self._bars.get(bar)
         if view is None:
@@ -187,7 +190,7 @@ class Progress:
             total, seen = view.losses.get(optimizer, LossSum(0.0, 0))
             view.losses = {**view.losses, optimizer: LossSum(total + loss * samples, seen + samples)}
         view.lr, view.grad_norm = _number(event, "lr"), _number(event, "grad_norm")
-        if (memory := _whole(event, "memory")) is not None:  # told now and then
+        if (memory := _whole(event, "memory")) is not None:  # only in some events
             view.memory = self._memory = memory
         view.latest_s = self._latest_s
         view.told = False
@@ -224,15 +227,13 @@ class Progress:
         text += "" if done is None else f", after {plural(done, 'epoch')}"
         asked, most = _whole(event, "epochs"), _whole(event, "steps")
         if asked is not None:
-            text += f"; asked for were {plural(asked, 'epoch')}" + (
-                "" if most is None else f" and {plural(most, 'step')}"
-            )
+            text += f"; asked for: {plural(asked, 'epoch')}" + ("" if most is None else f" and {plural(most, 'step')}")
         look.remark(f"{text}. Ask for more to go on, or give another directory to start anew")
 
     def _end(self, look: Renderer, event: Event) -> None:
         self._leave(look)
         look.rest()
-        # After a single epoch its line has already said all of this.
+        # After a single epoch, its line has already shown all of this.
         steps, seconds = _whole(event, "total_steps"), _number(event, "seconds")
         if self._epochs_seen > 1 and steps is not None:
             seconds = max(0.0, self._latest_s - self._started_s) if seconds is None else seconds
@@ -240,7 +241,7 @@ class Progress:
             look.remark(f"finished at step {steps:,} after {format_elapsed(seconds)}{rate}")
         epochs = self._epochs
         self._reset()
-        self._epochs = epochs  # an evaluation that follows is still of this run
+        self._epochs = epochs  # an evaluation that follows still belongs to this run
 
     def _enter(self, look: Renderer, event: Event, *, first: int, started_s: float) -> EpochView:
         number = _whole(event, "epoch") or 0
@@ -275,7 +276,7 @@ class Progress:
             self._epoch = None
 
     def _stand(self, look: Renderer) -> None:
-        """Tell where the epoch stands, unless the last line about it said so."""
+        """Write the state of the epoch, unless the last line about it shows it."""
         if self._epoch is not None and not self._epoch.told:
             look.stood(self._epoch)
             self._epoch.told = True
@@ -283,7 +284,7 @@ class Progress:
     def _label(self, number: int) -> str:
         if self._epochs is None:
             return f"epoch {number + 1}"
-        # After the last epoch the run's cursor is at the start of the next one, which will not come.
+        # After the last epoch, the run's cursor is at the start of the next one, which is never run.
         return f"epoch {min(number + 1, self._epochs):>{len(str(self._epochs))}}/{self._epochs}"
 
 
@@ -315,7 +316,7 @@ def _look(
 
 
 def _count(view: EpochView, samples: int, weight: float | None) -> None:
-    """Count what went through the model: tokens, where the loss is divided by a number of them."""
+    """Count the items that went through the model: tokens, if the loss is divided by their number."""
     # The weights of samples, unlike tokens, hardly ever add up to a whole number above that of the samples.
     if weight is not None and weight > samples and weight == int(weight):
         view.unit = "tokens"
@@ -323,11 +324,11 @@ def _count(view: EpochView, samples: int, weight: float | None) -> None:
 
 
 def _lengths(event: Event, first: int) -> tuple[int | None, int]:
-    """Return the steps of an epoch, and those of the run after it; 0 if they are not known."""
+    """Return the steps of an epoch (None if not known), and those of the run after it (0 if not known)."""
     steps, done, all_steps = (_whole(event, key) for key in ("steps", "total_steps", "run_steps"))
     if done is None or all_steps is None:
         return steps, 0
-    left = max(0, all_steps - done)  # of the run, from here on
+    left = max(0, all_steps - done)  # of the run
     if steps is None or first + left <= steps:
         return first + left, 0
     return steps, left - (steps - first)
@@ -344,7 +345,7 @@ def _result(result: Any) -> str:
 
 
 def _number(event: Event, key: str) -> float | None:
-    """Read a number; in a log, one that is not finite is a text."""
+    """Return a field that is a number; in a log, a number that is not finite is a text."""
     value = event.get(key)
     if isinstance(value, (int, float)):
         return value

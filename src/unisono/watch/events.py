@@ -1,9 +1,9 @@
-"""What happens in a run, one JSON object per line, and the log that writes it.
+"""The events of a run, one JSON object per line, and the log that writes them.
 
-An event is a flat dict: when (`time`, Unix seconds), what (`event`, one of `Kind`), and the fields of that kind. Each
-line is one write to a file opened for appending, so a killed process leaves whole lines and at most one torn last one.
-Only one rank has a log with sinks; on the others `EventLog()` does nothing. docs/events.md describes the kinds for
-readers. A log that is lost never ends a run: see `EventLog`.
+An event is a flat dict: the time (`time`, Unix seconds), the kind (`event`, one of `Kind`), and the fields of the kind.
+Each line is one write to a file opened for appending, so a killed process leaves whole lines and at most one incomplete
+last one. Only one rank has a log with sinks; on the others `EventLog()` does nothing. docs/events.md describes the
+kinds for readers. Losing a log never ends a run: see `EventLog`.
 """
 
 from __future__ import annotations
@@ -43,33 +43,33 @@ __all__ = [
 Kind: TypeAlias = Literal[
     "run", "resume", "epoch", "step", "evaluation", "checkpoint", "warning", "over", "end", "progress"
 ]
-"""What happened."""
+"""The kinds of events."""
 
 Event: TypeAlias = Mapping[str, Any]
-"""One event as listeners and readers get it. Read with `.get`: an older or newer version may have written it."""
+"""One event as listeners and readers get it. Use `.get` to read it: an older or newer version may have written it."""
 
 
 class RunFields(TypedDict):
     """A run starts."""
 
     version: str
-    """Of unisono."""
+    """Version of unisono."""
     world_size: int
     virtual_ranks: int
     seed: int
     parameters: int
-    """Number of trainable elements of the model."""
+    """Number of elements of all parameters of the models, also of frozen ones."""
     device: str
     threads: int
-    """Of one rank."""
+    """Torch threads of one rank."""
     directory: str | None
-    """Where checkpoints go; None keeps none."""
+    """Folder of the checkpoints; None if none are kept."""
     torch: str
     """Version of torch."""
 
 
 class ResumeFields(TypedDict):
-    """A run goes on from a checkpoint."""
+    """A run continues from a checkpoint."""
 
     path: str
     epoch: int
@@ -77,61 +77,61 @@ class ResumeFields(TypedDict):
     step: int
     """Next step within that epoch, from 0."""
     total_steps: int
-    """Steps done before."""
+    """Steps of the run done before."""
 
 
 class EpochFields(TypedDict):
-    """An epoch starts, or goes on after a resume."""
+    """An epoch starts, or continues after a resume."""
 
     epoch: int
-    """From 0."""
+    """Number of the epoch, from 0."""
     epochs: int | None
-    """In the whole run; None if not known."""
+    """Epochs of the whole run; None if not known."""
     steps: int | None
-    """In the whole epoch; None for data without a length."""
+    """Steps of the whole epoch; None for data without a length."""
     first_step: int
-    """0, or where a resumed epoch goes on."""
+    """0, or the step at which a resumed epoch continues."""
     total_steps: int
     """Steps of the run done before."""
     run_steps: int | None
-    """In the whole run, after its last epoch or where `steps` ends it; None if not known."""
+    """Steps of the whole run, up to its last epoch or to `steps`; None if not known."""
     num_samples: int | None
-    """In the whole epoch; None for data without a length."""
+    """Samples of the whole epoch; None for data without a length."""
 
 
 class StepFields(TypedDict):
     """A step was committed."""
 
     epoch: int
-    """From 0."""
+    """Number of the epoch, from 0."""
     step: int
-    """Within the epoch, from 0."""
+    """Number of the step within the epoch, from 0."""
     total_steps: int
-    """Steps of the run up to and with this one."""
+    """Steps of the run up to and including this one."""
     loss: float
-    """Of the global batch, exact to the last digit."""
+    """Mean loss of the global batch, with all its digits."""
     samples: int
-    """In the global batch."""
+    """Samples of the global batch."""
     lr: float
     step_s: float
     """Seconds since the previous step ended."""
     weight: NotRequired[float]
-    """What the losses' sum was divided by, if that is not the number of samples: tokens, for example."""
+    """Divisor of the sum of losses, if that is not the number of samples: tokens, for example."""
     grad_norm: NotRequired[float]
-    """Of the gradient before it was clipped, if it is clipped."""
+    """Norm of the gradient before clipping, if it is clipped."""
     values: NotRequired[Mapping[str, float]]
     """The means of the further values that the loss function returned, over the global batch."""
     optimizer: NotRequired[str]
-    """Which of several."""
+    """Name of the optimizer, if there are several."""
     memory: NotRequired[int]
-    """In use by this rank, in bytes: on its GPU, or resident in main memory. Told about once a second."""
+    """Bytes in use by this rank, on its GPU or resident in main memory. Present about once a second."""
 
 
 class EvaluationFields(TypedDict):
     """An evaluation ended."""
 
     epoch: int
-    """From 0."""
+    """Number of the epoch, from 0; between two epochs, that of the last one."""
     name: str
     values: Mapping[str, Mapping[str, Any]]
     """Metric to its value, total and count; value = total / count."""
@@ -145,64 +145,69 @@ class CheckpointFields(TypedDict):
     total_steps: int
     nbytes: int
     seconds: float
-    """From its start to its last byte, mostly beside the training."""
+    """Seconds from its start to its last byte; training mostly continues meanwhile."""
 
 
 class WarningFields(TypedDict):
-    """Something that the user should know and that does not end the run."""
+    """The user should know something that does not end the run."""
 
     message: str
 
 
 class OverFields(TypedDict):
-    """There is nothing to do: the run that goes on has had all the epochs or steps that are asked for."""
+    """There is nothing to do: the resumed run has already done all epochs or steps that the script asks for."""
 
     epoch: int
     """Epochs done."""
     total_steps: int
     epochs: int
-    """Asked for."""
+    """Epochs that the script asks for."""
     steps: int | None
-    """Asked for; None: as many as the epochs have."""
+    """Steps that the script asks for; None: as many as the epochs have."""
 
 
 class EndFields(TypedDict):
-    """The run ended in order."""
+    """The run ended normally."""
 
     total_steps: int
     seconds: float
-    """Since the loop over epochs began."""
+    """Seconds since the loop over epochs began."""
 
 
 class ProgressFields(TypedDict):
-    """A loop of the user's own, shown by `unisono.progress`, went on."""
+    """A user loop, shown by `unisono.progress`, made progress."""
 
     bar: int
     """Number of the loop in this process, from 0."""
     name: str
     done: int
-    """Over all ranks."""
+    """Count over all ranks."""
     total: int | None
-    """Over all ranks; None if not known."""
+    """Total over all ranks; None if not known."""
     unit: str
-    """What is counted, in the plural."""
+    """Name of the counted things, in the plural."""
     values: Mapping[str, float]
-    """What the loop tells beside, such as its loss."""
+    """Further values of the loop, such as its loss."""
     ended: bool
 
 
 class EventLog:
-    """Write the events of a run to a file, to a pipe and to listeners in this process.
+    """Writes the events of a run to a file, to a pipe and to listeners in this process.
 
     Any thread may emit; a lock keeps lines whole and in the order of their times. A log without sinks returns at once.
-    Losing a log does not end a run: when the pipe's reader is gone the pipe is dropped without a word (the reader
-    chose to go), and when the file cannot be written (disk full) the file is dropped after one event "warning" to the
-    other sinks. A pipe whose reader is alive but does not read blocks `emit` once it is full.
+    Losing a log does not end a run: when the pipe's reader has closed it, the pipe is dropped silently, and when the
+    file cannot be written (disk full), the file is dropped after one event "warning" to the other sinks. A pipe whose
+    reader is alive but does not read blocks `emit` once it is full.
     Cost: about 5 µs for an event of kind "step" and a file, one write to the page cache, no fsync.
-    Args: path is appended to, and made with its folders if missing; fd is a blocking descriptor, and is duplicated, so
-    the caller keeps (and closes) its own; listeners are called in order with the dict, under the lock, and what they
-    raise comes out of `emit`; so is warned, for warnings alone.
-    Raises: OSError if the file cannot be opened or fd is not open.
+
+    Args:
+        path: The file to append to; it is created with its folders if missing.
+        fd: A blocking descriptor. It is duplicated, so the caller keeps (and closes) its own.
+        listeners: Called in order with the dict, under the lock; their exceptions propagate out of `emit`.
+        warned: Called in the same way, after them, with warnings only.
+
+    Raises:
+        OSError: The file cannot be opened, or fd is not open.
     """
 
     def __init__(
@@ -213,7 +218,7 @@ class EventLog:
         listeners: Sequence[Callable[[Event], None]] = (),
         warned: Callable[[Event], None] | None = None,
     ) -> None:
-        # Reentrant: a listener, or a signal handler that strikes inside `emit`, may emit too.
+        # Reentrant: a listener, or a signal handler that runs inside `emit`, may emit too.
         self._lock = threading.RLock()
         self._listeners = tuple(listeners)
         self._warned = warned
@@ -249,11 +254,13 @@ class EventLog:
     @overload
     def emit(self, kind: Literal["progress"], /, **fields: Unpack[ProgressFields]) -> None: ...
     def emit(self, kind: Kind, /, **fields: Any) -> None:
-        """Tell all sinks that something happened now.
+        """Send an event with the current time to all sinks.
 
         JSON has no NaN: a float that is not finite is written as the text "nan", "inf" or "-inf", which Python's
         `float` reads back. Listeners get the float itself.
-        Raises: TypeError for a field that JSON cannot say, such as a tensor; nothing is written then.
+
+        Raises:
+            TypeError: JSON cannot represent a field, such as a tensor; nothing is written then.
         """
         if self._silent and kind != "warning":
             return
@@ -284,7 +291,7 @@ class EventLog:
                 )
 
     def close(self) -> None:
-        """Close the sinks. What is emitted later goes nowhere. May be called again."""
+        """Close the sinks; later events are dropped. May be called again."""
         with self._lock:
             self._silent = True
             self._listeners, self._warned = (), None
@@ -300,7 +307,7 @@ class EventLog:
         self.close()
 
     def __del__(self) -> None:
-        # A Trainer that is dropped in mid-run leaves no open file.
+        # A Trainer that is garbage-collected in mid-run leaves no open file.
         if hasattr(self, "_silent"):
             self.close()
 
@@ -316,17 +323,21 @@ class EventLog:
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """Read a log from its start, also while it is being written.
+    """Yield the events of a log from its start, also while it is being written.
 
-    What a killed run tore (its last line, or a line in the middle once a later run went on) is left out. Floats that
-    were not finite come as the text "nan", "inf" or "-inf": `float(event["loss"])` takes either. O(1) memory.
+    A line that a killed run left incomplete (the last one, or one in the middle once a later run has continued) is
+    skipped. Floats that were not finite come as the text "nan", "inf" or "-inf": `float(event["loss"])` takes either.
+    O(1) memory.
+
+    Raises:
+        OSError: The file cannot be opened.
     """
     with path.open("rb") as file:
         for line in file:
             try:
                 event = json.loads(line)
             except ValueError:
-                continue  # torn: never valid JSON, for its last brace is missing
+                continue  # incomplete: never valid JSON, since its last brace is missing
             if isinstance(event, dict):
                 yield event
 
@@ -336,8 +347,8 @@ def _open_log(path: Path) -> int:
     fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         status = os.fstat(fd)
-        # A killed run may have torn its last line: what we append must not become a part of it. The torn piece
-        # stays: it may be all there is to read of the last moment, and cutting files is not a log's business.
+        # A killed run may have left its last line incomplete: new lines must not become a part of it. The incomplete
+        # line is kept: it may be the only trace of the last moment, and a log does not truncate files.
         if stat.S_ISREG(status.st_mode) and status.st_size and os.pread(fd, 1, status.st_size - 1) != b"\n":
             _write(fd, b"\n")
     except OSError:
@@ -348,7 +359,7 @@ def _open_log(path: Path) -> int:
 
 def _write(fd: int, line: bytes) -> None:
     written = os.write(fd, line)
-    # A disk that is nearly full takes a part. Asking again completes the line, or says why it cannot be completed.
+    # A disk that is nearly full takes a part. Another write completes the line, or raises the reason why it cannot.
     while written < len(line):
         written += os.write(fd, line[written:])
 
@@ -362,7 +373,7 @@ def _line(event: Event) -> bytes:
 
 
 def _finite(value: Any) -> Any:
-    """Replace floats that JSON does not have by their names."""
+    """Replace floats that JSON cannot represent by their names."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(float(value))
     if isinstance(value, Mapping):

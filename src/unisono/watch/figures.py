@@ -1,4 +1,4 @@
-"""Numbers as people read them. Pure functions, of short and steady width."""
+"""Numbers formatted for people. Pure functions; the texts are short and of nearly constant width."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = [
 
 
 def format_count(count: int) -> str:
-    """Write a number of things: exact below a million, then four digits.
+    """Format a number of things: exact below a million, then four digits.
 
     >>> [format_count(n) for n in (7, 27_098, 124_439_808, 70_553_706_496)]
     ['7', '27,098', '124.4 M', '70.55 B']
@@ -29,7 +29,7 @@ def format_count(count: int) -> str:
 
 
 def format_bytes(nbytes: int) -> str:
-    """Write a size of memory in powers of ten, three digits.
+    """Format a size of memory in powers of ten, with three digits.
 
     >>> [format_bytes(n) for n in (950_000, 251_658_240, 1_310_720_000, 139_586_437_120)]
     ['0.95 MB', '252 MB', '1.31 GB', '140 GB']
@@ -39,7 +39,7 @@ def format_bytes(nbytes: int) -> str:
 
 
 def format_rate(per_s: float) -> str:
-    """Write a number of things per second: three digits or all before the point.
+    """Format a number of things per second: three digits, or all those before the point.
 
     >>> [format_rate(r) for r in (8412.3, 84.123, 8.4123, 0.084)]
     ['8,412', '84.1', '8.41', '0.08']
@@ -50,7 +50,7 @@ def format_rate(per_s: float) -> str:
 
 
 def format_elapsed(seconds: float) -> str:
-    """Write how long something took: seconds with a tenth up to a minute, then a clock.
+    """Format a duration: seconds with a tenth up to a minute, then as a clock.
 
     >>> [format_elapsed(s) for s in (0.94, 59.94, 59.97, 125, 93_784)]
     ['0.9 s', '59.9 s', '0:01:00', '0:02:05', '26:03:04']
@@ -59,7 +59,7 @@ def format_elapsed(seconds: float) -> str:
 
 
 def format_clock(seconds: float) -> str:
-    """Write hours, minutes and seconds.
+    """Format hours, minutes and seconds.
 
     >>> [format_clock(s) for s in (4.2, 125, 93_784)]
     ['0:00:04', '0:02:05', '26:03:04']
@@ -69,7 +69,7 @@ def format_clock(seconds: float) -> str:
 
 
 def format_value(value: float) -> str:
-    """Write a loss or a metric with five digits, six characters wide between 0 and 10,000.
+    """Format a loss or a metric with five digits, six characters wide between 0 and 10,000.
 
     >>> [format_value(v) for v in (0.41318, 12.3456, 1234.56, 0.0, 0.00012, 123456.0, float("nan"))]
     ['0.4132', '12.346', '1234.6', '0.0000', '1.20e-04', '1.23e+05', 'nan']
@@ -84,7 +84,7 @@ def format_value(value: float) -> str:
 
 
 def format_ratio(total: float, count: float) -> str:
-    """Write the two whole numbers behind a share; nothing for a mean of other values, whose sum tells nobody anything.
+    """Format the two whole numbers of a share; "" for a mean of other values, whose sum is of no interest.
 
     >>> format_ratio(328.0, 360), format_ratio(26925.1306, 12800), format_ratio(500.0, 360)
     ('328/360', '', '')
@@ -94,7 +94,7 @@ def format_ratio(total: float, count: float) -> str:
 
 
 def plural(count: int, thing: str) -> str:
-    """Count things in words.
+    """Format a count and the name of the things, in the plural unless the count is 1.
 
     >>> plural(1, "rank"), plural(27_098, "parameter")
     ('1 rank', '27,098 parameters')

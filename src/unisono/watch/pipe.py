@@ -1,4 +1,4 @@
-"""The pipe of the launcher, for events of a process that it started."""
+"""The launcher's pipe for the events of a process that it started."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["launcher_pipe"]
 
 
 def launcher_pipe() -> int | None:
-    """Give the descriptor to which rank 0 writes events, if the launcher passed one and it is open here.
+    """Return the descriptor to which rank 0 writes events; None if the launcher passed none or it is no pipe here.
 
     A program that rank 0 starts inherits the variable (UNISONO_EVENTS_FD) but not the pipe.
     """

@@ -1,4 +1,4 @@
-"""The look for files, pipes and CI: few lines, aligned columns, no control characters."""
+"""The renderer for files, pipes and CI: few lines, aligned columns, no control characters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _GAP = "   "
 
 
 class PlainRenderer:
-    """Write one line per epoch and per evaluation, and within an epoch at most one every `interval_s`."""
+    """Writes one line per epoch and per evaluation, and within an epoch at most one every `interval_s`."""
 
     def __init__(self, stream: TextIO, *, clock: Callable[[], float], interval_s: float = 10.0) -> None:
         self._stream = stream
@@ -38,10 +38,10 @@ class PlainRenderer:
         self.write(f"warning: {text}")
 
     def saved(self, text: str) -> None:
-        """Say nothing: in a file, checkpoints would be most of the lines. The event log has them."""
+        """Write nothing: in a file, checkpoints would be most of the lines. The event log has them."""
 
     def moved(self, epoch: EpochView) -> None:
-        """Write where the epoch stands, with the mean loss since the last line, if none was written for a while."""
+        """Write the state of the epoch, with the mean loss since the last line, if that line is `interval_s` old."""
         now_s = self._clock()
         if epoch.number != self._epoch:
             self._epoch, self._told_s, self._losses = epoch.number, now_s, {}
@@ -52,7 +52,7 @@ class PlainRenderer:
             self._tell(epoch, loss, "" if left is None else f"{_GAP}{format_clock(math.ceil(left))} left")
 
     def stood(self, epoch: EpochView) -> None:
-        """Write where the epoch stands."""
+        """Write the state of the epoch."""
         self._told_s = self._clock()
         self._tell(epoch, epoch.loss_text(), "")
 

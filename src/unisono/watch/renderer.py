@@ -1,7 +1,7 @@
-"""What a display is shown: the seam between the reader of events and the looks.
+"""The interface between the reader of events and the renderers that draw the progress.
 
-`progress.Progress` reads events and keeps an `EpochView`; a `Renderer` draws. `plain.PlainLook` is for files,
-`terminal.TerminalLook` for people.
+`display.Progress` reads events and keeps an `EpochView`; a `Renderer` draws it. `plain_renderer.PlainRenderer` is for
+files, `terminal_renderer.TerminalRenderer` for terminals.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["EpochView", "LossSum", "Renderer"]
 
 
 class LossSum(NamedTuple):
-    """Losses of some steps of one optimizer."""
+    """The sum of the losses of some steps of one optimizer."""
 
     total: float
     """Sum over the samples."""
@@ -25,14 +25,14 @@ class LossSum(NamedTuple):
 
 @dataclass(kw_only=True, slots=True)
 class EpochView:
-    """How far an epoch is, or a loop of the user's own, from events alone. Times are those of the events."""
+    """The progress of an epoch or of a user loop, from events alone. Times are those of the events."""
 
     label: str
     """For example "epoch 3/5"."""
     number: int
-    """From 0; loops of the user's own have negative numbers."""
+    """Number of the epoch, from 0; user loops have negative numbers."""
     steps: int | None
-    """In the epoch, if known."""
+    """Steps of the epoch, if known."""
     first: int = 0
     """Steps of the epoch that were done before a resume."""
     done: int
@@ -40,25 +40,25 @@ class EpochView:
     started_s: float
     latest_s: float
     items: float = 0.0
-    """What the rate counts, since the epoch started here: without what came before a resume."""
+    """Count of items for the rate, since the epoch started here: without those before a resume."""
     losses: Mapping[str, LossSum] = field(default_factory=dict)
-    """By optimizer, "" for a single one. Replaced at every step, never changed: looks may keep it."""
+    """Losses by optimizer, "" for a single one. Replaced at every step, never changed: renderers may keep it."""
     later_steps: int = 0
     """Steps of the run after this epoch, if known."""
     later_s: float = 0.0
-    """Time that the run will spend between its epochs from here on, on evaluations and the like."""
+    """Time that the rest of the run will spend between its epochs, on evaluations and the like."""
     lr: float | None = None
-    """Of the latest step, as the next two."""
+    """Learning rate of the latest step, as `grad_norm` is of it; `memory` is the latest known number of bytes."""
     grad_norm: float | None = None
     memory: int | None = None
     note: str = ""
-    """What stands in the place of the loss."""
+    """Text to show in place of the loss."""
     counted: str = "steps"
-    """What steps are called."""
+    """Name of the steps."""
     unit: str = "samples"
-    """What the rate counts."""
+    """Name of the items that the rate counts."""
     told: bool = True
-    """True if the latest step has been told as a line; there is nothing to tell at the start."""
+    """True if a line about the latest step has been written; there is nothing to write at the start."""
 
     @property
     def elapsed_s(self) -> float:
@@ -79,14 +79,14 @@ class EpochView:
         """Return the time to the end of the run, or of the epoch where the run's length is not known.
 
         Args:
-            step_s: time that a step takes.
+            step_s: Time that a step takes.
         """
         if self.steps is None or step_s is None:
             return None
         return (self.steps - self.done + self.later_steps) * step_s + self.later_s
 
     def loss_text(self, since: Mapping[str, LossSum] | None = None) -> str:
-        """Write the mean loss of the epoch's steps, or of those since an earlier state of `losses`.
+        """Format the mean loss of the epoch's steps, or of those since an earlier state of `losses`.
 
         >>> view = EpochView(label="", number=0, steps=9, done=2, started_s=0, latest_s=0)
         >>> view.losses = {"": LossSum(30.0, 20)}
@@ -106,7 +106,7 @@ class EpochView:
         return "  ".join(texts)
 
     def figures(self) -> list[str]:
-        """Write what else is known of the latest step, most important first."""
+        """Format the other known figures of the latest step, the most important first."""
         figures = [] if self.lr is None else [f"lr {self.lr:.3g}"]
         if self.grad_norm is not None:
             figures.append(f"norm {format_value(self.grad_norm)}")
@@ -115,7 +115,7 @@ class EpochView:
         return figures
 
     def steps_text(self) -> str:
-        """Write the steps done and their total, if known, as wide for the first step as for the last.
+        """Format the steps done and their total, if known, with the same width for all steps.
 
         >>> view = EpochView(label="epoch 1", number=0, steps=12, done=9, started_s=0, latest_s=0)
         >>> view.steps_text()
@@ -125,34 +125,34 @@ class EpochView:
 
 
 class Renderer(Protocol):
-    """Draws what the reader of events tells. One thread at a time."""
+    """Draws for the reader of events. One thread at a time calls it."""
 
     def header(self, parts: Sequence[str]) -> None:
-        """Tell that a run starts, and its figures."""
+        """Write that a run starts, with its figures."""
 
     def remark(self, text: str) -> None:
-        """Tell something that stays, such as a resume or the end."""
+        """Write a permanent line, such as a resume or the end."""
 
     def warning(self, text: str) -> None:
-        """Tell something that stays and that the user should see."""
+        """Write a permanent line that the user should see."""
 
     def saved(self, text: str) -> None:
-        """Tell something of the moment that need not stay."""
+        """Show a message that need not stay."""
 
     def moved(self, epoch: EpochView) -> None:
-        """Show an epoch that started or made a step. Called for every step: must be cheap on average."""
+        """Draw an epoch that started or made a step. Called for every step: must be cheap on average."""
 
     def stood(self, epoch: EpochView) -> None:
-        """Tell where an epoch stands or ended, as a line that stays."""
+        """Write the state or the end of an epoch, as a permanent line."""
 
     def evaluated(self, label: str, metrics: Sequence[str]) -> None:
-        """Tell the results of an evaluation, as a line that stays."""
+        """Write the results of an evaluation, as a permanent line."""
 
     def rest(self) -> None:
-        """Show that no epoch is running."""
+        """Remove the display of a running epoch: none is running now."""
 
     def write(self, text: str) -> None:
-        """Pass on whole lines of somebody else, untouched."""
+        """Write whole lines from other code, unchanged."""
 
     def close(self) -> None:
-        """Leave the stream as it was found."""
+        """Restore the stream."""

@@ -1,8 +1,8 @@
-"""The look for people: finished epochs as a quiet table, the running one as its last row with a bar.
+"""The renderer for terminals: finished epochs as a table, the running one as its last row with a bar.
 
-The live row is redrawn by the events themselves, at most seven times a second: no refresh thread takes time from ranks
-or is half-way through a line when a worker process is forked. The row has the columns of the rows above it, so nothing
-jumps when it becomes one of them; what does not fit the width is left out, least important first.
+Events redraw the live row, at most seven times a second: no refresh thread takes time from ranks or is half-way through
+a line when a worker process is forked. The row has the columns of the rows above it, so nothing moves when it becomes
+one of them. Columns that do not fit the width are left out, the least important first.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ __all__ = ["TerminalRenderer"]
 _REDRAW_S = 0.15
 _SAVED_S = 2.0
 _WINDOW = 40
-"""Redraws over which the live rate is taken: 6 s of short steps."""
+"""Number of redraws over which the live rate is computed: 6 s of short steps."""
 _BAR_WIDEST, _BAR_NARROWEST = 30, 6
 
 
 class _Mark(NamedTuple):
-    """Where an epoch was at a redraw."""
+    """The progress of an epoch at a redraw."""
 
     time_s: float
     items: float
@@ -44,7 +44,7 @@ class _Mark(NamedTuple):
 
 
 class TerminalRenderer:
-    """Draw on a terminal. While an epoch runs, prints of this process's own code go above the live row too."""
+    """Draws on a terminal. While an epoch runs, prints of this process's own code appear above the live row, too."""
 
     def __init__(self, stream: TextIO, *, clock: Callable[[], float], lock: AbstractContextManager[Any]) -> None:
         self._stream = stream
@@ -66,11 +66,11 @@ class TerminalRenderer:
         self._indent = 0
 
     def header(self, parts: Sequence[str]) -> None:
-        """Write the figures of the run, broken between two of them where the terminal is narrow."""
+        """Write the figures of the run, with line breaks between them if the terminal is narrow."""
         self._fill(Text("unisono  ", "bold"), parts, self._separator)
 
     def remark(self, text: str) -> None:
-        """Write the line in a low voice."""
+        """Write the line dimmed."""
         self._keep(Text(text, "dim"))
 
     def warning(self, text: str) -> None:
@@ -82,7 +82,7 @@ class TerminalRenderer:
         self._saved, self._saved_s = text, self._clock()
 
     def moved(self, epoch: EpochView) -> None:
-        """Redraw the live row, unless it was drawn a moment ago."""
+        """Redraw the live row, unless it was drawn less than 0.15 s ago."""
         now_s = self._clock()
         if now_s - self._drawn_s < _REDRAW_S:
             return
@@ -117,13 +117,13 @@ class TerminalRenderer:
             self._show(Text(""))
 
     def write(self, text: str) -> None:
-        """Write the text above the live row, without looking at what it says."""
+        """Write the text above the live row, without interpreting it."""
         self._console.print(_Raw(text), soft_wrap=True)
 
     def close(self) -> None:
-        """Erase the live row, show the cursor, and give back the standard streams."""
+        """Erase the live row, show the cursor, and restore the standard streams."""
         live, self._live = self._live, None
-        # A forked child inherits this object and its exit handlers, but the terminal is its parent's.
+        # A forked child inherits this object and its exit handlers, but the terminal belongs to its parent.
         if live is None or os.getpid() != self._owner:
             return
         atexit.unregister(self.close)
@@ -137,7 +137,7 @@ class TerminalRenderer:
 
     def _show(self, row: Text) -> None:
         if self._live is None:
-            # The exit handler is for scripts that end by Ctrl-C or an error without closing: no hidden cursor is left.
+            # The exit handler is for scripts that end by Ctrl-C or an error without closing: it shows the cursor again.
             atexit.register(self.close)
             self._live = Live(
                 console=self._console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
@@ -147,7 +147,7 @@ class TerminalRenderer:
         self._live.update(row, refresh=True)
 
     def _redirect(self) -> None:
-        # rich would redirect `train.py > out.txt` to the terminal too; only what lands on a terminal may be moved.
+        # rich would redirect `train.py > out.txt` to the terminal too; only output to a terminal may be moved.
         if self._stream.isatty():
             for name in ("stdout", "stderr"):
                 stream = getattr(sys, name)
@@ -160,7 +160,7 @@ class TerminalRenderer:
         self._console.print(row, soft_wrap=True)
 
     def _fill(self, head: Text, parts: Sequence[str], separator: str) -> None:
-        """Write the parts, broken between two of them where the terminal is narrow."""
+        """Write the parts, with line breaks between them if the terminal is narrow."""
         row, width = head, self._console.width
         indent = " " * head.cell_len
         empty = True
@@ -180,7 +180,7 @@ class TerminalRenderer:
         if epoch.steps is None:
             tail = format_clock(epoch.elapsed_s)
         note = self._saved if now_s - self._saved_s < _SAVED_S else ""
-        # Room for the ^C that a terminal echoes: wrapped to the next line, it would leave the row behind.
+        # Room for the ^C that a terminal echoes: if it wrapped to the next line, the row would stay on the screen.
         width = self._console.width - 3
         head = Text.assemble(epoch.label, steps, loss)
         if head.cell_len > width:
@@ -194,7 +194,7 @@ class TerminalRenderer:
             room = width - row.cell_len - 2
             if room >= (_BAR_NARROWEST if epoch.steps else -2):
                 break
-        # A note takes the bar's place where there is no room for both.
+        # A note replaces the bar if there is no room for both.
         bar = min(room - (len(note) + 2 if note else 0), _BAR_WIDEST)
         if epoch.steps and bar >= _BAR_NARROWEST:
             row = Text.assemble(row, "  ", *self._bar(epoch.done / epoch.steps, bar))
@@ -206,12 +206,12 @@ class TerminalRenderer:
     def _bar(self, fraction: float, width: int) -> list[tuple[str, str]]:
         whole, half, rest = self._bar_signs
         if self._console.no_color or self._console.color_system is None:
-            rest = " "  # no other way to tell what is done from what is not
+            rest = " "  # without colours, nothing else separates done from not done
         done, odd = divmod(min(2 * width, int(2 * width * fraction)), 2)
         return [(whole * done + half * odd, "cyan"), (rest * (width - done - odd), "bright_black")]
 
     def _pace(self, epoch: EpochView, mark: _Mark) -> tuple[float | None, float | None]:
-        """Return items per second and seconds left by the last redraws: an hour-long epoch changes its pace."""
+        """Return items per second and seconds left by the last redraws: the rate may change in a long epoch."""
         span_s = epoch.latest_s - mark.time_s
         if span_s <= 0 or epoch.done <= mark.done:
             return epoch.rate, epoch.remaining_s(epoch.step_s)
@@ -219,7 +219,7 @@ class TerminalRenderer:
 
 
 def _columns(epoch: EpochView, loss: str, rate: float | None) -> tuple[Text, Text, Text, Text]:
-    """Return steps, loss, rate and short rate. Blank where not known, so that no column moves when it is."""
+    """Return steps, loss, rate and short rate. Unknown values are blanks, so that no column moves later."""
     number = " " * 9 if rate is None else f"  {format_rate(rate):>7}"
     name, _, value = loss.partition(" ") if loss.startswith("loss ") else ("", "", loss)
     return (
@@ -231,7 +231,7 @@ def _columns(epoch: EpochView, loss: str, rate: float | None) -> tuple[Text, Tex
 
 
 def _fitting(parts: Sequence[str], room: int) -> list[tuple[str, str]]:
-    """Return the first parts that fit, in a low voice."""
+    """Return the first parts that fit, dimmed."""
     fitting = []
     for part in parts:
         room -= 2 + cell_len(part)
@@ -242,7 +242,7 @@ def _fitting(parts: Sequence[str], room: int) -> list[tuple[str, str]]:
 
 
 class _Raw:
-    """Text that rich passes on as it is: no markup, no highlighting, no wrapping, its own colours untouched."""
+    """Text that rich writes unchanged: no markup, no highlighting, no wrapping, with its own colours."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -253,18 +253,18 @@ class _Raw:
 
 
 class _Console(Console):
-    """A console whose stream may go away."""
+    """A console whose stream may be closed."""
 
     def on_broken_pipe(self) -> None:
-        """Let the error out: rich would end the process, and with it the training."""
+        """Raise the BrokenPipeError again: rich would end the process, and with it the training."""
         raise  # noqa: PLE0704  rich calls this while it handles the BrokenPipeError
 
 
 class _Above:
-    """A standard stream of this process while a live row is on its terminal: whole lines go above the row.
+    """A standard stream of this process while a live row is on its terminal: whole lines are written above the row.
 
-    A line that is not complete waits for its end, and of a line that returns to its start (a progress bar) only the
-    last state is shown. A forked child, such as a worker of a DataLoader, writes to the stream itself.
+    An incomplete line is held back until its end, and of a line with carriage returns (a progress bar) only the last
+    state is shown. A forked child, such as a worker of a DataLoader, writes to the stream itself.
     """
 
     def __init__(self, stream: TextIO, write: Callable[[str], None], lock: AbstractContextManager[Any]) -> None:
@@ -281,7 +281,7 @@ class _Above:
     def write(self, text: str) -> int:
         if os.getpid() != self._owner:
             fresh, self._fresh = self._fresh, text.endswith("\n")
-            return self.stream.write("\r\x1b[2K" + text if fresh else text)  # over the row, not behind it
+            return self.stream.write("\r\x1b[2K" + text if fresh else text)  # over the row, not after it
         with self._lock:
             *lines, self._rest = (self._rest + text).split("\n")
             if lines:
