@@ -1,7 +1,7 @@
 """unisono: distributed training for PyTorch in which the number of ranks is a resource, not a hyperparameter.
 
 Start reading at `unisono.trainer.trainer.Trainer`, or at docs/architecture.md for the layers. Names are loaded on first
-use, so that the launcher, which lives in this package too, starts without importing torch.
+use, so that the launcher, which is part of this package, starts without importing torch.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ _HOMES = {
 }
 
 _PACKAGES = frozenset({"comm", "data", "metrics", "parallel"})
-"""Packages that `import unisono` alone gives, on first use."""
+"""Packages that `import unisono` makes available; each is imported on first use."""
 
 
 def __getattr__(name: str) -> Any:

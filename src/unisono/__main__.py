@@ -1,4 +1,4 @@
-"""Lets `python -m unisono` do what the command `unisono` does."""
+"""Runs the command `unisono` as `python -m unisono`."""
 
 from unisono.cli.main import main
 

@@ -1,7 +1,7 @@
-"""What this process waits for, for those who report on it, such as the launcher's recorder of calls.
+"""Waits of this process for other ranks, for observers such as the launcher's recorder of calls.
 
-Reports of hangs follow the functions of torch.distributed by themselves. What passes none of them is reported here:
-waits in shared memory, and groups of the backend shm. Without an observer a wait costs half a microsecond more.
+The recorder follows the functions of torch.distributed on its own. Waits outside of them are reported here: those in
+shared memory, and those of groups of the backend shm. Without an observer, a wait costs half a microsecond more.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Wait(NamedTuple):
     """One wait of this rank for the other ranks of a group."""
 
     name: str
-    """What the user called."""
+    """The call that waits, as users know it."""
     group: str
     size: int
     """Number of ranks in the group."""
@@ -26,22 +26,22 @@ class Wait(NamedTuple):
 
 
 WaitObserver = Callable[[Wait], Callable[[bool], None]]
-"""Called before a wait, in the thread that waits. Returns what to call after it, with whether the wait failed."""
+"""Called before a wait, in the thread that waits. Returns a function to call after it, with True if the wait failed."""
 
 
 class GroupActivity(Protocol):
-    """A group that keeps a record of its own calls."""
+    """A group that records its calls."""
 
     @property
     def group_name(self) -> str:
-        """The name that torch.distributed has for the group."""
+        """The name of the group in torch.distributed."""
         ...
 
     def pending(self) -> tuple[int, list[tuple[Any, float]]] | None:
-        """Return what has not ended; any thread may ask.
+        """Return the calls that have not ended. Any thread may call this.
 
         Returns:
-            The number of the latest call, and the calls that have not ended, the oldest first, each with its age in
+            The number of the latest call, and the calls that have not ended, oldest first, each with its age in
             seconds. None once the group has been destroyed.
         """
         ...
@@ -52,7 +52,7 @@ groups: WeakSet[GroupActivity] = WeakSet()
 
 
 class Observed:
-    """A context in which this rank waits."""
+    """Context manager that reports a wait to all observers."""
 
     __slots__ = ("_ends", "_wait")
 

@@ -1,4 +1,4 @@
-"""Reading arguments that users give: one sentence for each kind of mistake. Pure; numbers of NumPy count as numbers."""
+"""Checks of arguments from users, with one message for each kind of mistake. Pure; accepts numbers of NumPy."""
 
 from __future__ import annotations
 
@@ -11,20 +11,17 @@ __all__ = ["choice", "flag", "real", "text", "whole"]
 
 
 def whole(name: str, value: Any, *, least: int | None = None, meant: str = "a whole number") -> int:
-    """Read a whole number.
+    """Return an argument that is a whole number, as an int.
 
     Args:
-        name: of the argument, for messages.
-        value: what was given.
-        least: the smallest number that is allowed; None allows all.
-        meant: what the number is, for messages.
-
-    Returns:
-        The number, as an int.
+        name: The name of the argument, for messages.
+        value: The argument.
+        least: The smallest number allowed; None allows all.
+        meant: A description of the number, for messages.
 
     Raises:
-        TypeError: It is no whole number.
-        ValueError: It is too small.
+        TypeError: The argument is not a whole number.
+        ValueError: The argument is less than `least`.
     """
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name}={value!r} must be {meant}, and is a {type(value).__name__}")
@@ -38,19 +35,16 @@ def whole(name: str, value: Any, *, least: int | None = None, meant: str = "a wh
 
 
 def real(name: str, value: Any, *, meant: str = "a number") -> float:
-    """Read a number that is not NaN.
+    """Return an argument that is a number other than NaN, as a float.
 
     Args:
-        name: of the argument, for messages.
-        value: what was given.
-        meant: what the number is, for messages.
-
-    Returns:
-        The number, as a float.
+        name: The name of the argument, for messages.
+        value: The argument.
+        meant: A description of the number, for messages.
 
     Raises:
-        TypeError: It is no number.
-        ValueError: It is NaN.
+        TypeError: The argument is not a number.
+        ValueError: The argument is NaN.
     """
     if isinstance(value, (bool, str, bytes)) or not hasattr(value, "__float__"):
         raise TypeError(f"{name}={value!r} must be {meant}, and is a {type(value).__name__}")
@@ -61,10 +55,10 @@ def real(name: str, value: Any, *, meant: str = "a number") -> float:
 
 
 def flag(name: str, value: Any) -> bool:
-    """Read True or False.
+    """Return an argument that is True or False.
 
     Raises:
-        TypeError: It is something else, such as a string, which would always count as true.
+        TypeError: The argument is anything else, such as a string, which would always count as true.
     """
     if not isinstance(value, bool):
         raise TypeError(f"{name}={value!r} must be True or False, and is a {type(value).__name__}")
@@ -72,21 +66,21 @@ def flag(name: str, value: Any) -> bool:
 
 
 def choice(name: str, value: Any, choices: Sequence[str | None]) -> None:
-    """Compare an argument with what is allowed.
+    """Check that an argument is one of the allowed values.
 
     Raises:
-        ValueError: It is none of these.
+        ValueError: The argument is not among them.
     """
     if not any(value is each or (isinstance(value, str) and value == each) for each in choices):
         raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, choices))}")
 
 
 def text(name: str, value: Any) -> str:
-    """Read a text that is not empty.
+    """Return an argument that is a string and not empty.
 
     Raises:
-        TypeError: It is no text.
-        ValueError: It is empty.
+        TypeError: The argument is not a string.
+        ValueError: The argument is empty.
     """
     if not isinstance(value, str):
         raise TypeError(f"{name}={value!r} must be a text, and is a {type(value).__name__}")

@@ -1,8 +1,8 @@
-"""Makes the backend `shm` known to torch.distributed.
+"""Registers the backend `shm` with torch.distributed.
 
-Where unisono is installed, `import torch` calls `register`, which stands in the package's metadata as an entry point of
-the group "torch.backends". The rest of the package is imported when a group is made. Nothing changes for a program that
-asks for another backend, or for none.
+Where unisono is installed, `import torch` calls `register`: the package's metadata lists it as an entry point of the
+group "torch.backends". The rest of the package is imported when a group is made. Nothing changes for a program that
+uses another backend, or none.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ __all__ = ["register"]
 
 
 def register() -> None:
-    """Make `init_process_group("shm")` known to this process. Imports torch; a second call does nothing."""
+    """Register the backend, so that `init_process_group("shm")` works. Imports torch; a second call does nothing."""
     import torch.distributed as dist  # noqa: PLC0415  the launcher reads this module's package, and has no torch
 
     if not dist.is_available():
         return
     backend: Any = dist.Backend
     if "shm" not in backend.backend_list:
-        # With a default backend for the CPU in place, as there is, torch keeps that.
+        # Torch has a default backend for the CPU already, and keeps it.
         backend.register_backend("shm", _make_group, extended_api=True, devices=["cpu"])
 
 
 def _make_group(asked: Any, pg_options: Any) -> Any:
-    """Make a group, as torch asks for it."""
+    """Make the process group that torch requests."""
     from unisono.shm.process_group import ProcessGroupShm  # noqa: PLC0415  imported when it is needed
     from unisono.shm.segment_layout import options_of_environment  # noqa: PLC0415
 

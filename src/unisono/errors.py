@@ -1,18 +1,18 @@
-"""Every error that unisono raises for what is not a plain wrong argument.
+"""The errors that unisono raises, except those for wrong arguments.
 
     UnisonoError
-    ├── DataError              a dataset or loader cannot give what the plan asks for
+    ├── DataError              a dataset or loader cannot provide what the plan requires
     ├── LossError              a loss function returned something that cannot be trained on
-    │   └── NonFiniteLossError the loss of a step is NaN or infinite; the weights kept their last good value
+    │   └── NonFiniteLossError the loss of a step is NaN or infinite; the weights keep their values
     ├── RankMismatchError      ranks disagree about the model, the data or the settings
     ├── CheckpointError        a checkpoint cannot be written, read or applied
     │   └── CorruptCheckpointError  its bytes are not those that were written
     ├── LaunchError            a job cannot be started
-    ├── GroupError             a process group is used before it is there, after its end, by a rank outside it, or
-    │                         where collectives have no place: in a loss function
-    └── PeerError              another rank failed or did not come, so this one cannot go on
+    ├── GroupError             a process group is used before it exists, after its end, by a rank outside it, or
+    │                         where collectives are not allowed: in a loss function
+    └── PeerError              another rank failed or did not arrive, so this one cannot continue
 
-A wrong argument is a ValueError or TypeError. All messages say what was found, with the numbers, and what to do.
+A wrong argument raises ValueError or TypeError. All messages state the values found, with numbers, and what to do.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class UnisonoError(Exception):
 
 
 class DataError(UnisonoError):
-    """A dataset or loader cannot give what the plan asks for."""
+    """A dataset or loader cannot provide what the plan requires."""
 
 
 class LossError(UnisonoError):
@@ -44,7 +44,7 @@ class LossError(UnisonoError):
 
 
 class NonFiniteLossError(LossError):
-    """The loss of a step is NaN or infinite. The step did not happen: weights and buffers are those before it."""
+    """The loss of a step is NaN or infinite. The step was not applied: weights and buffers are those before it."""
 
 
 class RankMismatchError(UnisonoError):
@@ -64,9 +64,9 @@ class LaunchError(UnisonoError):
 
 
 class GroupError(UnisonoError):
-    """A process group is used before it is there, after its end, by a rank that is not in it, or in a loss
-    function, which ranks call different numbers of times."""
+    """A process group is used before it exists, after its end, by a rank outside it, or in a loss function, which
+    ranks call different numbers of times."""
 
 
 class PeerError(UnisonoError):
-    """Another rank failed or did not come, so this one cannot go on."""
+    """Another rank failed or did not arrive, so this one cannot continue."""

@@ -1,7 +1,7 @@
 """Run code when the user's program imports a module, without importing it for the program.
 
-What unisono adds to torch waits for torch that way: `import unisono` and a rank's interpreter start without it, and a
-program that never imports it does not pay for it. Start reading at `when_imported`.
+Unisono's additions to torch wait for torch in this way: `import unisono` and a rank's interpreter start without it, and
+a program that never imports it does not pay for it. Start reading at `when_imported`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Action = Callable[[ModuleType], None]
 
 
 def when_imported(name: str, action: Action) -> None:
-    """Call the action with a module: at once if it is imported already, else right after its import.
+    """Call the action with a module: at once if it is imported already, otherwise right after its import.
 
     Actions for one module run in the order in which they were given. They run before the module becomes an attribute of
     its package, so they take it from their argument. An import that fails leaves the action waiting for the next one.
@@ -35,7 +35,7 @@ def when_imported(name: str, action: Action) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finds one module as the finders behind it do, and has its loader call the action."""
+    """Finds one module as the finders after it do, and makes its loader call the action."""
 
     def __init__(self, name: str, action: Action) -> None:
         self._name, self._action = name, action
@@ -43,10 +43,10 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None, /
     ) -> ModuleSpec | None:
-        """Answer the import system, which asks for every module."""
+        """Return the spec of the module, with a loader that calls the action; None for every other module."""
         if fullname != self._name:
             return None
-        # Finders in front have been asked already; one behind may be another of ours, for the same module.
+        # Python has asked the finders before this one. One of those after it may be another `_Finder` for this module.
         for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
             spec = finder.find_spec(fullname, path, target)
             if spec is not None:
@@ -56,13 +56,13 @@ class _Finder(MetaPathFinder):
         return None
 
     def _done(self, module: ModuleType) -> None:
-        if self in sys.meta_path:  # else another thread's import was faster
+        if self in sys.meta_path:  # otherwise another thread's import was faster
             sys.meta_path.remove(self)
             self._action(module)
 
 
 class _AnnouncingLoader(Loader):
-    """A module's own loader, with one call after it; the module keeps no trace of it."""
+    """Wraps a module's loader and calls a function after it. The module does not keep the wrapper."""
 
     def __init__(self, loader: Loader, done: Action) -> None:
         self._loader, self._done = loader, done
@@ -71,7 +71,7 @@ class _AnnouncingLoader(Loader):
         return getattr(self._loader, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Let the module's own loader make the module."""
+        """Create the module with its own loader."""
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:

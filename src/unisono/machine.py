@@ -1,4 +1,4 @@
-"""Which machine this is, what it gives to this process, and what its threads do. Without torch, for the launcher."""
+"""The host of this process, its cores, memory and threads. Does not import torch, for the launcher."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["host_id", "let_threads_finish", "resident_bytes", "usable_cores"]
 
 
 def host_id(*, with_network: bool = False) -> str:
-    """Return what names the running system: the same in all its containers, and new at every boot.
+    """Return a name of the running system: the same in all its containers, and new at every boot.
 
-    Where the system does not tell, its host name stands for it.
+    The host name replaces whatever the system hides.
 
     Args:
-        with_network: Whether to tell networks within the system apart too. Containers may have one each, and abstract
+        with_network: True to distinguish the networks within the system too. Containers may have one each, and abstract
             sockets do not reach from one to another.
     """
     try:
@@ -34,28 +34,28 @@ def host_id(*, with_network: bool = False) -> str:
 
 
 def usable_cores() -> int:
-    """Count the cores that this process may use: its affinity, cut by the CPU quota of its control group."""
+    """Return the number of cores that this process may use: its affinity, limited by its control group's CPU quota."""
     cores = len(os.sched_getaffinity(0))
     quota = _quota()
     return cores if quota is None else max(1, min(cores, math.ceil(quota)))
 
 
 def let_threads_finish(timeout_s: float = 1.0) -> None:
-    """Let the other threads of this process do what they are about to do; call it last before the interpreter ends.
+    """Wait until the other threads of this process are asleep. Call it last before the interpreter ends.
 
-    A thread of gloo that drops its last tensor just then needs the interpreter, does not get it any more, and aborts
-    the process, though the program has succeeded. Returns when all other threads have been seen asleep twice: those of
-    gloo need less than a millisecond and a free core. Threads that go on computing are waited for until the timeout.
+    A thread of gloo that drops its last tensor at that moment needs the interpreter, does not get it any more, and
+    aborts the process, although the program has succeeded. Returns when all other threads have been seen asleep twice:
+    those of gloo need less than a millisecond and a free core. If threads go on computing, it waits until the timeout.
     """
     deadline_s = time.monotonic() + timeout_s
     calm = 0
     while calm < 2 and time.monotonic() < deadline_s:
-        time.sleep(0.001)  # the interpreter is free meanwhile
+        time.sleep(0.001)  # without the interpreter, so that others can take it
         calm = calm + 1 if _all_others_sleep() else 0
 
 
 def resident_bytes() -> int | None:
-    """Return the main memory that this process has in use, with what it shares with others; None if nobody can say."""
+    """Return the bytes of main memory that this process uses, with shared pages; None if the system does not tell."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:
@@ -64,18 +64,18 @@ def resident_bytes() -> int | None:
 
 
 def _all_others_sleep() -> bool:
-    own = os.getpid()  # also the number of the main thread
+    own = os.getpid()  # also the id of the main thread
     for task in Path("/proc/self/task").iterdir() if Path("/proc/self/task").is_dir() else ():
         if int(task.name) != own:
             with suppress(OSError):  # it has just ended
-                # After the name, which stands in parentheses and may hold anything.
+                # The state follows the name, which is in parentheses and may contain anything.
                 if (task / "stat").read_text(errors="replace").rpartition(") ")[2][0] not in "SDTZ":
                     return False
     return True
 
 
 def _quota() -> float | None:
-    """Find the tightest CPU quota of version 2 control groups above this process, in cores."""
+    """Return the tightest CPU quota of the version 2 control groups around this process, in cores; None without one."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:

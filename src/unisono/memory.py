@@ -1,7 +1,7 @@
-"""Whether the kernel killed a process for lack of memory, by the counters that it keeps.
+"""Evidence that the kernel killed a process for lack of memory, from the counters that it keeps.
 
 A process that is killed cannot say why. The kernel counts such kills per control group (cgroup v1 and v2) and for the
-machine; counters read at the start of the job and after the failure tell. Start reading at `evidence`.
+machine; counters from the start of the job are compared with those after the failure. Start reading at `evidence`.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ class _Group:
     kills: int
     """Processes in it that were killed for lack of memory, whichever limit was the reason."""
     refusals: int
-    """How often its own limit was reached and nothing could be freed."""
+    """Times that its own limit was reached and nothing could be freed."""
     limit: int | None
-    """Its limit in bytes."""
+    """Its limit in bytes; None without one."""
     full: bool = False
-    """Whether its limit has been reached at some time. Newer kernels count no refusals for cgroup v1."""
+    """True if its limit was reached at some time. For cgroup v1 alone, where newer kernels count no refusals."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryCounters:
-    """What the kernel has counted so far. What cannot be read is left out."""
+    """The kernel's counters so far. Those that cannot be read are left out."""
 
     groups: Mapping[str, _Group] = field(default_factory=dict)
-    """By folder, from the own group outwards."""
+    """By folder, from this process's own group outwards."""
     kills: int | None = None
     """Processes killed for lack of memory on the whole machine."""
     machine_bytes: int | None = None
@@ -48,7 +48,7 @@ class MemoryCounters:
 
 
 def read_counters(root: Path = Path("/")) -> MemoryCounters:
-    """Read the counters for this process, which are those of its children too. Takes well under a millisecond."""
+    """Read the counters for this process, which cover its children too. Takes well under a millisecond."""
     groups: dict[str, _Group] = {}
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -70,7 +70,7 @@ def read_counters(root: Path = Path("/")) -> MemoryCounters:
 
 
 def evidence(code: int, before: MemoryCounters, after: MemoryCounters) -> str | None:
-    """Say in a sentence what speaks for a lack of memory, given the exit code of the rank that failed. None: nothing.
+    """Return the evidence for a lack of memory as a sentence, given the exit code of the failed rank; None without any.
 
     >>> before = MemoryCounters(kills=0, machine_bytes=8 << 30)
     >>> evidence(-9, before, MemoryCounters(kills=1, machine_bytes=8 << 30))
@@ -81,7 +81,7 @@ def evidence(code: int, before: MemoryCounters, after: MemoryCounters) -> str | 
     if killed:
         why = _limit_reached(before, after)
         return f"out of memory: the kernel killed {_processes(killed)} of this control group; {why}"
-    # A kill on the machine that the own group has counted none of was another container's.
+    # If this process's group has counted no kill, a kill on the machine was another container's.
     if own is None and before.kills is not None and after.kills is not None and after.kills > before.kills:
         size = f" ({_size(after.machine_bytes)})" if after.machine_bytes else ""
         return (
@@ -94,7 +94,7 @@ def evidence(code: int, before: MemoryCounters, after: MemoryCounters) -> str | 
 
 
 def _read_groups(mount: Path, path: str, *, version: int) -> dict[str, _Group]:
-    """Read the group of a path below a mount and the groups around it. In a container the path may not be there."""
+    """Read the group at a path below a mount and the groups that contain it. In a container the path may not exist."""
     found = {}
     peak = None
     here = Path(path.lstrip("/"))
@@ -132,7 +132,7 @@ def _processes(number: int) -> str:
 
 
 def _size(nbytes: int) -> str:
-    """Write a size for people.
+    """Return a size in a unit that people read.
 
     >>> _size(64 << 20), _size(int(7.63 * (1 << 30))), _size(16 << 30)
     ('64 MiB', '7.6 GiB', '16 GiB')
@@ -144,7 +144,7 @@ def _size(nbytes: int) -> str:
 
 
 def _read(file: Path) -> str:
-    # Not there, or not for us: another version of the kernel, or a container that hides it.
+    # The file may be missing or not readable: another version of the kernel, or a container that hides it.
     with suppress(OSError):
         return file.read_text(errors="replace")
     return ""

@@ -1,7 +1,7 @@
-"""What differs between ranks that must be alike, as words. Pure: nothing is sent here.
+"""Messages about differences between ranks that must agree. Pure: nothing is sent here.
 
-Each rank describes itself by a document: values by what they are, such as {"lr of parameter group 0": 0.1}. The entries
-that differ are told with all their values and who has them.
+Each rank describes itself by a document of values by name, such as {"lr of parameter group 0": 0.1}. A message lists
+the entries that differ, with all their values and the ranks that have them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = [
 REMEDY = "Make all ranks call the same, in the same order."
 
 Document: TypeAlias = Mapping[str, Any]
-"""What a rank is, has or does, by name: plain values with a telling `repr`; lists are compared entry by entry."""
+"""Properties of a rank by name: plain values with a meaningful `repr`; lists are compared entry by entry."""
 
 CALL = "call"
 """The entry that names the call. If it differs nothing else is compared: see `describe_mismatch`."""
@@ -32,7 +32,7 @@ class _Absent:
     """The value of an entry that a rank does not have."""
 
     def __repr__(self) -> str:
-        return "nothing of the kind"
+        return "missing"
 
 
 _ABSENT = _Absent()
@@ -42,9 +42,9 @@ class CallDescription(NamedTuple):
     """One call of a rank, for errors."""
 
     name: str
-    """What must be equal on all ranks, such as "all_reduce with op 'sum'"."""
+    """The call as it must be equal on all ranks, such as "all_reduce with op 'sum'"."""
     text: str = ""
-    """The name with group and value, as far as they are known."""
+    """The name with the group and the value, as far as they are known."""
     where: str = ""
     """The line of the program, if it is known."""
 
@@ -58,7 +58,7 @@ def describe_mismatch(
     """Return the error of ranks that call different things; None if their calls have one name.
 
     Args:
-        calls: What ranks call, by rank.
+        calls: The call of each rank, by rank.
         absent: Ranks without a known call.
         remedy: What to do.
 
@@ -105,7 +105,7 @@ def by_value(
 
 
 def list_ranks(lines: Sequence[tuple[int, str]]) -> str:
-    """Write a line for each thing that ranks do, with the ranks that do it."""
+    """Return a line for each different text, with the ranks that have it."""
     whose: dict[str, list[int]] = {}
     for rank, text in lines:
         whose.setdefault(text, []).append(rank)
@@ -113,9 +113,11 @@ def list_ranks(lines: Sequence[tuple[int, str]]) -> str:
 
 
 def tell_differences(everyone: Sequence[Document], ranks: Sequence[int] | None = None) -> str | None:
-    """Say how the documents of some ranks differ, in a few clauses; None if they are equal.
+    """Return the differences between the documents of ranks, in a few clauses; None if they are equal.
 
-    Args: ranks are the numbers of the ranks, in the order of their documents. None: 0, 1, 2, ….
+    Args:
+        everyone: The documents.
+        ranks: The ranks that they describe; None is 0, 1, 2, ….
 
     >>> tell_differences([{"lr": 0.1}, {"lr": 0.1}, {"lr": 0.2}])
     'lr is 0.1 on ranks 0-1 and 0.2 on rank 2'
@@ -128,7 +130,7 @@ def tell_differences(everyone: Sequence[Document], ranks: Sequence[int] | None =
 
 
 def list_differences(everyone: Sequence[Document], ranks: Sequence[int] | None = None) -> list[str]:
-    """List what differs between documents, a clause for each entry, in the order in which they have them.
+    """Return the differences between documents: a clause for each entry, in the order of the documents.
 
     >>> list_differences([{"names": ["a", "b"]}, {"names": ["a", "c"]}])
     ["names differ at number 1: 'b' on rank 0 and 'c' on rank 1"]
@@ -144,7 +146,7 @@ def list_differences(everyone: Sequence[Document], ranks: Sequence[int] | None =
             continue
         is_partial = any(value is _ABSENT for value in values)
         (partial if is_partial else shared).append(_clause(name, values, ranks))
-    # What only some have follows from what all have, such as the number of groups.
+    # Entries that only some ranks have follow from entries that all have, such as the number of groups.
     return shared or partial
 
 
@@ -170,5 +172,5 @@ def _shown(value: Any) -> str:
 
 
 def _all_equal(values: Sequence[Any]) -> bool:
-    # By what is shown, so that NaN is like NaN, and 1 is told from 1.0 and True.
+    # By repr, so that NaN equals NaN, and 1 differs from 1.0 and True.
     return len(set(map(repr, values))) == 1

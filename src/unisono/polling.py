@@ -1,4 +1,4 @@
-"""Asking again and again: with pauses, until a time is over, or not at all for a while where it does not pay."""
+"""Polling: with growing pauses, until a timeout, or skipped for a while where it does not pay."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _LONGEST_PAUSE = 256
 
 
 class Backoff:
-    """Leaves something out that has not paid: each time for twice as many turns, and one more, than before.
+    """Skips attempts that have not paid: after each one, twice as many turns as before and one more, up to 256.
 
-    The caller looks at `left`. If it is 0, it tries and notes whether that paid; otherwise it counts `left` down.
+    The caller checks `left`. If it is 0, the caller makes an attempt and calls `note`; otherwise it decrements `left`.
 
     >>> backoff, tried = Backoff(), []
     >>> for turn in range(20):
@@ -30,17 +30,17 @@ class Backoff:
 
     def __init__(self) -> None:
         self.pause = 0
-        """How many turns the last try put off the next one; 0 if it has paid."""
+        """Turns to skip after the last attempt; 0 if it has paid."""
         self.left = 0
-        """How many of them are still to come. Attributes, since a call would take longer than all else here."""
+        """Those still to skip. Both are attributes, since a call would take longer than everything else here."""
 
     def note(self, *, paid: bool) -> None:
-        """Note whether a try has paid."""
+        """Record whether an attempt has paid."""
         self.left = self.pause = 0 if paid else min(2 * self.pause + 1, _LONGEST_PAUSE)
 
 
 def pauses(first_s: float, longest_s: float) -> Iterator[float]:
-    """Yield how long to sleep between questions: twice as long each time, up to the longest.
+    """Yield the seconds to sleep between attempts: twice as many each time, up to the longest.
 
     >>> from itertools import islice
     >>> list(islice(pauses(1.0, 5.0), 5))
@@ -52,7 +52,7 @@ def pauses(first_s: float, longest_s: float) -> Iterator[float]:
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float, *, pause_s: float = 0.005) -> bool:
-    """Ask until a condition is true or the time is over. Return whether it is true."""
+    """Poll until a condition is true or the timeout has passed. Return True if it is true."""
     end_s = time.monotonic() + timeout_s
     while not (found := condition()) and time.monotonic() < end_s:
         time.sleep(pause_s)

@@ -1,5 +1,7 @@
-"""A TCPStore at an address that the program has chosen, hosted by rank 0; on this machine's loopback address it
-listens there alone. Used by `launch.rendezvous_patch` and `job.rendezvous`. Start reading at `open_store`.
+"""A TCPStore at an address that the program has chosen, hosted by rank 0.
+
+On this machine's loopback address it listens on that address alone. Used by `launch.rendezvous_patch` and
+`job.rendezvous`. Start reading at `open_store`.
 """
 
 from __future__ import annotations
@@ -16,27 +18,26 @@ __all__ = ["LOCAL_HOSTS", "LOOPBACK", "open_store"]
 
 LOOPBACK = "127.0.0.1"
 LOCAL_HOSTS = ("localhost", LOOPBACK)
-"""Names under which a program may write this machine's loopback address."""
+"""Names that programs may use for this machine's loopback address."""
 
 
 def open_store(
     host: str, port: int, rank: int, world_size: int, *, timeout: timedelta, use_libuv: bool = True
 ) -> TCPStore:
-    """Open the store at an address: rank 0 hosts it, the others connect to it.
+    """Open the store at an address: rank 0 hosts it, the other ranks connect to it.
 
     Args:
-        host: the host of rank 0.
-        port: a port there; only a store of this process may be there already.
-        rank: the number of this process, from 0.
-        world_size: how many processes will come.
-        timeout: how long to wait for rank 0, and in the store's own operations.
-        use_libuv: which of torch's two servers hosts it.
+        host: The host of rank 0.
+        port: A port of that host. Only a store of this process may use it already.
+        rank: The number of this process, from 0.
+        world_size: The number of processes.
+        timeout: How long to wait for rank 0, and in the store's own operations.
+        use_libuv: True for torch's server with libuv, False for its other one.
 
-    Returns: the store.
-
-    Raises: torch.distributed.DistError if rank 0 does not host it in time, or cannot.
+    Raises:
+        torch.distributed.DistError: Rank 0 does not host the store in time, or cannot.
     """
-    # Not at the top: the launcher's side is there before torch is.
+    # Not at the top: the launcher's side is imported before torch.
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # noqa: PLC0415
 
     host = LOOPBACK if host in LOCAL_HOSTS else host
@@ -55,12 +56,12 @@ def open_store(
             master_listen_fd=None if listener is None else listener.fileno(),
         )
         if listener is not None:
-            listener.detach()  # the store has it now
+            listener.detach()  # the store owns it now
         return store
 
 
 def _listen(port: int) -> socket.socket | None:
-    """Listen on the loopback address only. None if the port is taken: by a store of ours, or torch will say by whom."""
+    """Return a listener on the loopback address only; None if the port is taken: by a store of ours, or torch raises."""
     listener = socket.socket()
     with suppress(OSError):
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

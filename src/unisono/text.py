@@ -1,4 +1,4 @@
-"""How ranks, durations and long values stand in messages. Pure, and without torch, for the launcher needs it too."""
+"""Formatting of ranks, durations and long values in messages. Pure; does not import torch, for the launcher."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def format_ranks(ranks: Iterable[int], *, separator: str = ", ") -> str:
 
 
 def parse_ranks(text: str) -> tuple[int, ...]:
-    """Return the ranks that `format_ranks` has written, or those still readable in a text that was cut.
+    """Return the ranks in a text of `format_ranks`, or those still readable in one that was cut.
 
     >>> parse_ranks("0-1, 3"), parse_ranks("0-3,6"), parse_ranks("0,2,…,8")
     ((0, 1, 3), (0, 1, 2, 3, 6), (0, 2, 8))
@@ -41,7 +41,7 @@ def parse_ranks(text: str) -> tuple[int, ...]:
 
 
 def name_ranks(ranks: Iterable[int], *, longest: int = 40) -> str:
-    """Name ranks in a sentence. It begins with "rank", by which the launcher knows errors for a lost peer.
+    """Return ranks as words, beginning with "rank", by which the launcher recognizes errors about lost peers.
 
     >>> name_ranks([2]), name_ranks([0, 1, 3])
     ('rank 2', 'ranks 0-1, 3')
@@ -56,7 +56,7 @@ def name_ranks(ranks: Iterable[int], *, longest: int = 40) -> str:
 
 
 def list_first(values: Collection[object], most: int) -> str:
-    """Return the first values, and how many there are if that is not all.
+    """Return the first values, with the number of all if there are more.
 
     >>> list_first([4, 8], 3), list_first(range(40), 3)
     ('4, 8', '0, 1, 2, … (40 in all)')
@@ -79,7 +79,7 @@ def format_duration(seconds: float) -> str:
 
 
 def clip(text: str, most: int, *, at: Literal["start", "middle", "end"] = "end") -> str:
-    """Return a text of at most so many characters, with "…" where something was cut out.
+    """Return a text of at most `most` characters, with "…" in place of those cut out.
 
     >>> clip("abcdefgh", 5), clip("abcdefgh", 5, at="start"), clip("abcdefgh", 5, at="middle"), clip("abc", 5)
     ('abcd…', '…efgh', 'ab…gh', 'abc')
