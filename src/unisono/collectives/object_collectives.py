@@ -1,7 +1,7 @@
-"""Collectives that bring values of any kind from rank to rank, as they are.
+"""Collectives that move values of any kind between ranks, without combining them.
 
-Receivers need to know nothing before: no shapes, no types, no lists to fill. What `collectives.differentiable` says of
-gradients holds here; combining values is `collectives.reductions`'s.
+Receivers need not know anything in advance: no shapes, no types, no lists to fill. Gradients are those that
+`collectives.differentiable` describes; `collectives.reductions` combines values.
 """
 
 from __future__ import annotations
@@ -30,16 +30,27 @@ __all__ = ["all_gather", "all_to_all", "broadcast", "gather", "scatter"]
 def broadcast(value: Any = None, src: int = 0, *, uniform: bool = False, group: GroupArgument = None) -> Any:
     """Send the value of one rank to every rank. Every rank of the group must call it.
 
-    Args:
-        value: any picklable object, with tensors anywhere in it; what other ranks than src give is not looked at.
-        src: rank that has the value.
-        uniform: promises a tensor, of the same shape and type on all ranks, so that nothing but its elements needs to
-            travel. Other ranks then give a tensor of that shape, type and device, which is not written to.
-        group: ranks that take part; None is the whole job.
+    Differentiable: src gets the sum of the gradients of all ranks, by one reduce for each tensor that requires one.
 
-    Returns: the value, with tensors of its own, also on src. Tensors are on this rank's device of the type that they
-    had there. Differentiable: src gets the sum of the gradients of all ranks.
-    Raises: TypeError on src for a value that cannot be pickled, and PeerError on the others.
+    Traffic: src broadcasts an envelope of 1 KiB, and the rest of its value if there is one. With `uniform`, src
+    broadcasts the elements alone. Memory: the result, and buffers (see `unisono.comm`).
+
+    Args:
+        value: Any picklable object, with tensors anywhere in it. Without `uniform`, only that of src is used.
+        src: The rank that has the value.
+        uniform: True if all ranks pass a tensor of the same shape and type, so that only its elements need to travel.
+            The tensors of other ranks are not written to.
+        group: The ranks that take part; None is the whole job.
+
+    Returns:
+        The value. Its tensors are new, also on src, and on this rank's device of the type that they have on src; with
+        `uniform`, on the device of this rank's argument.
+
+    Raises:
+        TypeError: The value of src cannot be pickled, or a value with `uniform` is not a tensor.
+        ValueError: src is not in the group.
+        PeerError: src has raised TypeError, or this rank cannot unpickle the value.
+        GroupError, RankMismatchError: As all collectives; see `unisono.comm`.
     """
     members = group_of(group)
     root = members.index_of(src, "src")
@@ -66,18 +77,32 @@ def broadcast(value: Any = None, src: int = 0, *, uniform: bool = False, group: 
 def all_gather(value: Any, *, concat: int | None = None, uniform: bool = False, group: GroupArgument = None) -> Any:
     """Send the values of all ranks to every rank. Every rank of the group must call it.
 
-    Args:
-        value: any picklable object; shapes and types may differ between ranks.
-        concat: with a dimension, tensors (also in dicts, lists, tuples and dataclasses of one structure) are joined
-            along it, in the order of ranks. They may differ in that dimension alone.
-        uniform: promises a tensor, of the same shape and type on all ranks, so that nothing but its elements needs to
-            travel.
-        group: ranks that take part; None is the whole job.
+    Differentiable: each rank gets the sum of the gradients that all ranks have for its tensors, by an `all_to_all`
+    (with `uniform`, a reduce-scatter).
 
-    Returns: a list of the values in the order of the group, or the joined ones; tensors are new, also this rank's own.
-    Differentiable: each rank gets the sum of the gradients that all ranks have for its tensors.
-    Raises: TypeError for a value that cannot be pickled, and PeerError on the others; RankMismatchError if tensors
-    cannot be joined.
+    Traffic: an all-gather of envelopes, 1 KiB from each rank to every other. If some value has a rest, an all-gather of
+    padded rests, or a broadcast of each rest where padding is too expensive. With `uniform`, one all-gather of the
+    elements. Memory: the values of all ranks, with `concat` also their concatenation, and buffers (see `unisono.comm`);
+    with `uniform`, buffers only for gradients.
+
+    Args:
+        value: Any picklable object; shapes and types may differ between ranks.
+        concat: A dimension along which tensors (also in dicts, lists, tuples and dataclasses of one structure) are
+            concatenated, in the order of the group. They may differ in that dimension alone. None returns a list.
+        uniform: True if all ranks pass a tensor of the same shape and type, so that only its elements need to travel.
+        group: The ranks that take part; None is the whole job.
+
+    Returns:
+        A list of the values in the order of the group, or their concatenation. Tensors are new, also this rank's own.
+
+    Raises:
+        TypeError: The value cannot be pickled, is not a tensor with `uniform`, or has other leaves than tensors with
+            `concat`.
+        ValueError: A tensor does not have the dimension `concat`.
+        PeerError: Without `uniform`, another rank has raised one of these, or this rank cannot unpickle its value.
+        RankMismatchError: Tensors cannot be concatenated; some ranks require gradients and others are in no_grad mode;
+            or ranks make different calls.
+        GroupError: As all collectives; see `unisono.comm`.
     """
     members = group_of(group)
     if uniform:
@@ -101,17 +126,26 @@ def gather(
 ) -> Any:
     """Send the values of all ranks to one. Every rank of the group must call it.
 
-    Args:
-        value: any picklable object; shapes and types may differ between ranks.
-        dst: rank that gets the values.
-        concat: as for `all_gather`.
-        differentiable: let gradients flow back from dst. The other ranks then get a zero instead of None, which they
-            add to their loss, so that their backward waits for the gradient. Without it, results are detached.
-        uniform: promises a tensor, of the same shape and type on all ranks.
-        group: ranks that take part; None is the whole job.
+    Traffic: an all-gather of envelopes, 1 KiB from each rank to every other, so that all learn of an error. Rests go to
+    dst alone: in a gather of padded rests, or in a message from each rank that has one where padding is too expensive.
+    With `uniform`, one gather of the elements. The backward is a `scatter` from dst. Memory: on dst as for
+    `all_gather`, elsewhere buffers alone.
 
-    Returns: on dst a list of the values in the order of the group, or the joined ones; None elsewhere.
-    Raises: as `all_gather`; but what cannot be joined is an error on dst alone.
+    Args:
+        value: Any picklable object; shapes and types may differ between ranks.
+        dst: The rank that receives the values.
+        concat: As for `all_gather`.
+        differentiable: True to propagate gradients from dst to the other ranks. Those then receive a zero instead of
+            None, which they add to their loss, so that their backward waits for the gradient. False detaches results.
+        uniform: True if all ranks pass a tensor of the same shape and type. Ignored if `differentiable` is true.
+        group: The ranks that take part; None is the whole job.
+
+    Returns:
+        On dst, a list of the values in the order of the group, or their concatenation; None elsewhere.
+
+    Raises:
+        TypeError, ValueError, PeerError, GroupError: As `all_gather`; ValueError also if dst is not in the group.
+        RankMismatchError: As `all_gather`, but on dst alone if tensors cannot be concatenated.
     """
     members = group_of(group)
     call = f"gather to rank {dst}" if concat is None else f"gather to rank {dst} with concat={concat}"
@@ -151,20 +185,32 @@ def gather(
 def scatter(
     values: Sequence[Any] | Tensor | None = None, src: int = 0, *, uniform: bool = False, group: GroupArgument = None
 ) -> Any:
-    """Send each rank its value of those that one rank has. Every rank of the group must call it.
+    """Send each rank its own value from one rank. Every rank of the group must call it.
+
+    Differentiable: src gets the gradients of all ranks, by a `gather`.
+
+    Traffic: src sends an envelope of 1 KiB to each rank, in one scatter. Rests follow in a scatter of padded rests, or
+    in one message for each where padding is too expensive. With `uniform`, one scatter of the elements.
+    Memory: this rank's value, and buffers (see `unisono.comm`), on src for all values if they are padded.
 
     Args:
-        values: on src one value for each rank, in the order of the group: any picklable objects. A tensor is cut along
-            its first dimension, into parts that differ by at most one in length, the longer ones first. What other
-            ranks give is not looked at.
-        src: rank that has the values.
-        uniform: promises that values are tensors of one shape and type. Other ranks then give a tensor of that shape,
-            type and device, which is not written to.
-        group: ranks that take part; None is the whole job.
+        values: On src, one value for each rank, in the order of the group: any picklable objects. A tensor is cut along
+            its first dimension, into parts that differ by at most one in length, the longer ones first (with `uniform`,
+            into equal parts). The argument of other ranks is used only with `uniform`.
+        src: The rank that has the values.
+        uniform: True if all values are tensors of one shape and type. Other ranks then pass a tensor of that shape and
+            type on their own device, which is not written to.
+        group: The ranks that take part; None is the whole job.
 
-    Returns: this rank's value; its tensors are new. Differentiable: src gets the gradients of all ranks.
-    Raises: on src ValueError for a wrong number of values and TypeError for one that cannot be pickled; PeerError on
-    the others.
+    Returns:
+        This rank's value; its tensors are new.
+
+    Raises:
+        TypeError: On src, a value cannot be pickled or `values` is not a list. With `uniform`, a value is not a tensor.
+        ValueError: On src, the number of values is wrong, or some require a gradient and others have no floating-point
+            tensor. On any rank, src is not in the group.
+        PeerError: Without `uniform`, src has raised one of these, or this rank cannot unpickle its value.
+        GroupError, RankMismatchError: As all collectives; see `unisono.comm`.
     """
     members = group_of(group)
     root = members.index_of(src, "src")
@@ -200,16 +246,28 @@ def scatter(
 def all_to_all(values: Sequence[Any] | Tensor, *, uniform: bool = False, group: GroupArgument = None) -> Any:
     """Send rank r the r-th value of every rank. Every rank of the group must call it.
 
-    Args:
-        values: one value for each rank, in the order of the group: any picklable objects. A tensor is cut along its
-            first dimension into equal parts.
-        uniform: promises a tensor that is cut, of the same shape and type on all ranks.
-        group: ranks that take part; None is the whole job.
+    Differentiable: each rank gets the gradients of the values that it has sent, by another `all_to_all`.
 
-    Returns: a list of the values that came, in the order of the group; if a tensor was cut, a tensor of its shape, in
-    which the parts that came stand one after the other. Differentiable: each rank gets the gradients of what it gave.
-    Raises: ValueError for a wrong number of values, TypeError for one that cannot be pickled, and PeerError on the
-    other ranks.
+    Traffic: an all-to-all of envelopes, 1 KiB from each rank to every other. If some value has a rest, one of the
+    rests, without padding. With `uniform`, one all-to-all of the elements. Memory: the values received, for a tensor
+    also their concatenation, and buffers (see `unisono.comm`); with `uniform`, the result alone.
+
+    Args:
+        values: One value for each rank, in the order of the group: any picklable objects. A tensor is cut along its
+            first dimension into equal parts.
+        uniform: True if all ranks pass a tensor to cut, of the same shape and type.
+        group: The ranks that take part; None is the whole job.
+
+    Returns:
+        A list of the values received, in the order of the group. For a tensor, the concatenation of the parts received.
+
+    Raises:
+        TypeError: A value cannot be pickled, `values` is not a list, or is not a tensor with `uniform`.
+        ValueError: The number of values is wrong, or a tensor cannot be cut into equal parts.
+        PeerError: Without `uniform`, another rank has raised one of these, or this rank cannot unpickle a value.
+        RankMismatchError: Some ranks require gradients, and others are in no_grad mode, or this rank receives no
+            floating-point tensor; or ranks make different calls.
+        GroupError: As all collectives; see `unisono.comm`.
     """
     members = group_of(group)
     if uniform:
@@ -230,7 +288,7 @@ def all_to_all(values: Sequence[Any] | Tensor, *, uniform: bool = False, group: 
 
 
 def _check(group: Group, call: str, value: Any, *, uniform: bool = False) -> None:
-    """In check mode, compare the call with those of the other ranks. Args: uniform: the value must agree too."""
+    """In check mode, compare the call with those of the other ranks; if `uniform`, the value too."""
     if group.check is not None:
         if uniform:
             group.check.compare(f"{call} with uniform=True", kinds_of(value))
@@ -241,9 +299,9 @@ def _check(group: Group, call: str, value: Any, *, uniform: bool = False) -> Non
 def _opened_together(
     group: Group, call: str, arrived: Sequence[Received], sent: Sequence[Payload | FailedSend]
 ) -> list[Any]:
-    """Make the values that came of all ranks, such that their gradients go back to them.
+    """Return the values received from all ranks, with gradients that go back to those ranks.
 
-    Args: sent is what this rank sent to each. If it is one payload for all, the gradients of all are added.
+    `sent` has the payload for each rank. If all are one payload, the gradients of all ranks are added.
     """
     received = [one.unpack() for one in arrived]
     if any(one.followed for one in arrived) and torch.is_grad_enabled():
@@ -304,27 +362,27 @@ def _scatter_uniform(group: Group, call: str, values: Any, root: int) -> Tensor:
 
 
 def _gradients_from(group: Group, grads: Sequence[Sequence[Tensor]] | None, root: int) -> Sequence[Tensor]:
-    """Send each rank the gradients of what it has sent to one. Args: grads is None elsewhere."""
+    """Send each rank the gradients of the values that it has sent to one. `grads` is None on the others."""
     sent = None if grads is None else [serialize(list(those)) for those in grads]
     back: Sequence[Tensor] = object_transport.scatter(group, "the backward of gather", sent, root).open()
     return back
 
 
 def _reduced_to(group: Group, root: int, grads: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Add the gradients of all ranks on one; the others get nothing."""
+    """Return the sums of the gradients of all ranks on one; an empty list on the others."""
     totals = [tensors.reduce(group, grad, "sum", root) for grad in grads]
     return [total for total in totals if total is not None]
 
 
 def _places(one: Payload | Received) -> list[int]:
-    """Return the numbers of the tensors that autograd could follow."""
+    """Return the indices of the tensors that could require a gradient."""
     return [i for i, meta in enumerate(one.metas) if meta.follow != NOT_FOLLOWED]
 
 
 def _attached(
     sources: Sequence[Tensor], received: Sequence[Sequence[Tensor]], places: Sequence[Sequence[int]], back: SendBack
 ) -> list[list[Tensor]]:
-    """Attach those tensors of each list that autograd could follow. Args: places are their numbers in it."""
+    """Attach those tensors of each list that could require a gradient. `places` has their indices in it."""
     flat = [tensors[i] for tensors, its in zip(received, places, strict=True) for i in its]
     new = _divided(attach(sources, flat, back), places)
     return [_replaced(tensors, its, those) for tensors, its, those in zip(received, places, new, strict=True)]
@@ -338,13 +396,13 @@ def _replaced(received: Sequence[Tensor], places: Sequence[int], new: Sequence[T
 
 
 def _divided(flat: Sequence[Tensor], places: Sequence[Sequence[int]]) -> list[list[Tensor]]:
-    """Divide a list into lists as long as those."""
+    """Divide a list into lists of the lengths of `places`."""
     parts = iter(flat)
     return [[next(parts) for _ in its] for its in places]
 
 
 def _serialized(value: Any, concat: int | None = None, *, follow: bool = True) -> Payload | FailedSend:
-    """Return the payload of a value, or the reason why there is none, for the other ranks."""
+    """Return the payload of a value, or the failure to send to the other ranks."""
     try:
         if concat is not None:
             check_concat(value, concat)
@@ -364,7 +422,7 @@ def _serialized_each(group: Group, values: Any, name: str, *, whole: bool) -> li
 
 
 def _one_for_each(group: Group, values: Any, name: str, *, whole: bool) -> Sequence[Any]:
-    """Check that there is a value for each rank. Args: whole allows to cut a tensor into unequal parts."""
+    """Return one value for each rank. `whole` allows cutting a tensor into unequal parts."""
     if not isinstance(values, Tensor):
         return check_one_for_each(group, values, name)
     if not whole:

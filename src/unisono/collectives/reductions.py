@@ -1,7 +1,7 @@
 """Collectives that combine the values of all ranks into one: sum, mean, min, max and so on.
 
-A tensor by itself goes straight to torch. Of anything else, ranks first tell each other the structure, in one small
-exchange that carries Python numbers too, so that structures that differ are an error on all of them.
+A tensor alone goes directly to torch. For any other value, ranks first compare its structure in one small exchange,
+which carries Python numbers too, so that structures that differ are an error on all of them.
 """
 
 from __future__ import annotations
@@ -30,18 +30,35 @@ __all__ = ["all_reduce", "reduce", "reduce_scatter"]
 
 
 def all_reduce(value: Any, op: Op = "sum", *, group: GroupArgument = None) -> Any:
-    """Combine the values of all ranks, for all ranks. Every rank of the group must call it.
+    """Combine the values of all ranks on every rank. Every rank of the group must call it.
+
+    Differentiable: each rank gets the sum of the gradients of all ranks, by another all-reduce (for "min" and "max" by
+    two, for "product" by an all-gather of the tensors in addition).
+
+    Traffic: a tensor alone takes one all-reduce of its elements (bool as uint8, or int64 for "sum" and "product"; int16
+    and uint16 as int32; uint32 as int64). A complex product takes an all-gather instead, and so does a bitwise
+    operation over a backend without it, such as nccl. A structure takes an `all_gather` of a digest and its numbers,
+    then the same as a tensor for one vector per dtype. Memory: the result and, on the way, at most one more copy of the
+    tensors; with an all-gather, the tensors of all ranks.
 
     Args:
-        value: a tensor, a number, or a dict, list, tuple or dataclass of these, nested as you like, alike on all ranks.
+        value: A tensor, a number or None, or a dict, list, tuple or dataclass of these at any depth. Its structure must
+            be equal on all ranks.
         op: "sum", "mean", "min", "max", "product", "band", "bor", "bxor", or torch's ReduceOp.
-        group: ranks that take part; None is the whole job.
+        group: The ranks that take part; None is the whole job.
 
-    Returns: the same structure with new tensors of the same types, on their devices. Numbers are Python numbers: whole
-    ones exact, of any size; a sum of floats is rounded once. A sum of bool counts, and is int64 in a tensor.
-    Differentiable: each rank gets the sum of the gradients of all.
-    Raises: TypeError for what cannot be combined so; RankMismatchError on every rank that says where structures, shapes
-    or types differ. Tensors given by themselves are compared in check mode, and over gloo if the call is late.
+    Returns:
+        The same structure with new tensors of the same types, on their devices. Numbers are Python numbers: whole ones
+        exact, of any size; a sum of floats is rounded once. A sum or product of bool counts, and is int64 in a tensor.
+
+    Raises:
+        TypeError: The value or its type cannot be combined by the operation.
+        ValueError: The operation is unknown.
+        PeerError: The value of another rank is not a single tensor and cannot be combined.
+        RankMismatchError: Operations, structures, shapes or types differ, or some ranks require gradients and others
+            are in no_grad mode; the message says where. Tensors passed alone are compared in check mode, and over gloo
+            by type and number of elements if the call takes longer than a second.
+        GroupError: As all collectives; see `unisono.comm`.
     """
     members = group_of(group)
     if members.size > 1:
@@ -62,16 +79,26 @@ def all_reduce(value: Any, op: Op = "sum", *, group: GroupArgument = None) -> An
 def reduce(
     value: Any, dst: int = 0, op: Op = "sum", *, differentiable: bool = False, group: GroupArgument = None
 ) -> Any:
-    """Combine the values of all ranks, for one of them. Every rank of the group must call it.
+    """Combine the values of all ranks on one of them. Every rank of the group must call it.
+
+    Traffic and memory are as for `all_reduce`, with a reduce to dst instead of each all-reduce and a gather to dst
+    instead of each all-gather of tensors. If gradients are required, operations other than "sum" and "mean" still take
+    an all-reduce. The backward is a broadcast of the gradient from dst, plus the same extras as that of `all_reduce`.
 
     Args:
-        value, op, group: as for `all_reduce`.
-        dst: rank that gets the result.
-        differentiable: let gradients flow back from dst. The other ranks then get a zero instead of None, which they
-            add to their loss, so that their backward waits for the gradient. Without it, the result is detached.
+        value: As for `all_reduce`.
+        dst: The rank that receives the result.
+        op: As for `all_reduce`.
+        differentiable: True to propagate gradients from dst to the other ranks. Those then receive a zero instead of
+            None, which they add to their loss, so that their backward waits for it. False detaches the result.
+        group: The ranks that take part; None is the whole job.
 
-    Returns: on dst what `all_reduce` gives; None elsewhere.
-    Raises: as `all_reduce`.
+    Returns:
+        On dst, the result of `all_reduce`; None elsewhere.
+
+    Raises:
+        TypeError, ValueError, PeerError, RankMismatchError, GroupError: As `all_reduce`; ValueError also if dst is not
+            in the group.
     """
     members = group_of(group)
     if isinstance(value, Tensor):
@@ -94,15 +121,29 @@ def reduce(
 
 
 def reduce_scatter(values: Sequence[Any] | Tensor, op: Op = "sum", *, group: GroupArgument = None) -> Any:
-    """Combine the values of all ranks, and give each rank its part. Every rank of the group must call it.
+    """Combine the values of all ranks, and return its part on each. Every rank of the group must call it.
+
+    Differentiable: each rank gets the gradients of all parts, for "sum" and "mean" by an all-gather, otherwise as in
+    `all_reduce`.
+
+    Traffic: a tensor takes one reduce-scatter; over gloo, and with a gradient for operations other than "sum" and
+    "mean", an all-reduce of the whole tensor; where `all_reduce` needs an all-gather, an all-to-all. A list takes an
+    exchange as in `all_reduce`, then the same as a tensor for one vector per dtype, or an all-reduce if its values
+    differ in size. Memory: this rank's part and, on the way, up to one copy of the tensor; for a list, up to three
+    copies of its tensors.
 
     Args:
-        values: a tensor, which is cut along its first dimension into equal parts; or a list with one value for each
-            rank, in the order of the group. The r-th values of all ranks must be alike, as for `all_reduce`.
-        op, group: as for `all_reduce`.
+        values: A tensor, which is cut along its first dimension into equal parts; or a list with one value for each
+            rank, in the order of the group. The r-th values of all ranks must have the same structure.
+        op: As for `all_reduce`.
+        group: The ranks that take part; None is the whole job.
 
-    Returns: what `all_reduce` gives for the r-th values, on the r-th rank.
-    Raises: as `all_reduce`, and ValueError if values cannot be divided among the ranks.
+    Returns:
+        On the r-th rank of the group, the result of `all_reduce` for the r-th values.
+
+    Raises:
+        TypeError, ValueError, PeerError, RankMismatchError, GroupError: As `all_reduce`; ValueError also if the values
+            cannot be divided among the ranks.
     """
     members = group_of(group)
     if isinstance(values, Tensor):
@@ -129,31 +170,31 @@ def reduce_scatter(values: Sequence[Any] | Tensor, op: Op = "sum", *, group: Gro
 
 @dataclass(frozen=True, slots=True)
 class _Agreed:
-    """Values of which all ranks know that they have the same structure."""
+    """Values whose structure is known to be equal on all ranks."""
 
     group: Group
     op: OpName
     parts: list[Parts]
     numbers: list[list[int | float]]
-    """Those of each rank, over all parts."""
+    """The numbers of each rank, over all parts."""
     follows: bool
-    """True if some rank asks for gradients."""
+    """True if some rank requires gradients."""
     accelerated: bool
     """True if some rank has a tensor that is not on the CPU."""
 
     @property
     def dtypes(self) -> list[torch.dtype]:
-        """The types of tensors that there are, in an order that all ranks share."""
+        """The dtypes of the tensors, in an order that is the same on all ranks."""
         found = {leaf.value.dtype for part in self.parts for leaf in part.leaves if isinstance(leaf.value, Tensor)}
         return sorted(found, key=str)
 
     def flats(self, part: int) -> list[Tensor]:
-        """Return the tensors of a part as one vector for each type."""
+        """Return the tensors of a part as one vector for each dtype."""
         found = [leaf.value for leaf in self.parts[part].leaves if isinstance(leaf.value, Tensor)]
         return [self._flat([tensor for tensor in found if tensor.dtype == dtype], dtype) for dtype in self.dtypes]
 
     def build(self, part: int, flats: Sequence[Tensor]) -> Any:
-        """Build a part around the results of its vectors."""
+        """Return a part with the results of its vectors."""
         pieces = dict(zip(self.dtypes, flats, strict=True))
         starts = dict.fromkeys(pieces, 0)
         before = sum(_is_number(leaf) for its in self.parts[:part] for leaf in its.leaves)
@@ -163,7 +204,7 @@ class _Agreed:
             if isinstance(value, Tensor):
                 start = starts[value.dtype]
                 starts[value.dtype] = end = start + value.numel()
-                # Of its own: a view would keep the others, and torch.save would write them.
+                # A copy: a view would keep the others in memory, and torch.save would write them.
                 results.append(pieces[value.dtype][start:end].clone().reshape(value.shape).to(value.device))
             else:
                 results.append(None if value is None else combine_numbers(next(columns), self.op))
@@ -182,10 +223,14 @@ class _Agreed:
 def _agree(
     group: Group, call: str, values: Any, op: Op, *, dst: int | None = None, one_for_each: bool = False
 ) -> _Agreed:
-    """Tell the others the structure of this rank's values, and hear theirs.
+    """Compare the structure of this rank's values with those of the other ranks.
 
-    The other arguments are looked at here as well, so that the others hear of a wrong one.
-    Raises: TypeError for values that cannot be combined, PeerError if another rank has such, RankMismatchError.
+    This also checks the other arguments, so that the other ranks learn of a wrong one.
+
+    Raises:
+        TypeError, ValueError: The values cannot be combined, or an argument is wrong.
+        PeerError: Another rank has raised one of these.
+        RankMismatchError: The structures differ, or gradients are required on some ranks and not possible on others.
     """
     if group.check is not None:
         group.check.compare(
@@ -217,7 +262,7 @@ def _agree(
     heard = [one.open() for one in object_transport.all_gather(group, call, sent, of=of)]
     if len({each[0] for each in heard}) > 1:
         everyone = [one.open() for one in object_transport.all_gather(group, call, serialize(kinds))]
-        raise RankMismatchError(f"{call}: {compare(everyone, group.ranks)}: make the values alike on all ranks")
+        raise RankMismatchError(f"{call}: {compare(everyone, group.ranks)}: make the values match on all ranks")
     asking = [rank for rank, each in zip(group.ranks, heard, strict=True) if each[2]]
     without = [rank for rank, each in zip(group.ranks, heard, strict=True) if not each[3]]
     if asking and without:
@@ -229,7 +274,7 @@ def _check_leaves(leaves: Sequence[Leaf], op: OpName) -> None:
     for place, value in leaves:
         if isinstance(value, Tensor):
             if value.layout != torch.strided:
-                raise TypeError(f"{place} is a {value.layout} tensor: reduce it by itself, or make it dense")
+                raise TypeError(f"{place} is a {value.layout} tensor: reduce it alone, or make it dense")
             if value.is_meta:
                 raise TypeError(f"{place} is on the meta device and has no numbers to add: make it on a real device")
             check_dtype(value.dtype, op, place)
@@ -238,7 +283,7 @@ def _check_leaves(leaves: Sequence[Leaf], op: OpName) -> None:
 
 
 def _written(op: Op) -> str:
-    """Write an operation, also one that is not known."""
+    """Return an operation as words, also an unknown one."""
     try:
         return repr(read_op(op))
     except ValueError:

@@ -1,6 +1,6 @@
-"""Values from one rank to another, and the barrier.
+"""Messages from one rank to another, and the barrier.
 
-As in `collectives.object_collectives`, a receiver needs to know nothing before. Autograd does not follow messages.
+As in `collectives.object_collectives`, a receiver need not know anything in advance. Messages carry no gradients.
 """
 
 from __future__ import annotations
@@ -22,15 +22,21 @@ _HIGHEST_TAG = 2**31 - 1
 
 
 def send(value: Any, dst: int, *, tag: int = 0, group: GroupArgument = None) -> None:
-    """Send a value to one rank, which calls `recv`. Returns when the value may be changed again.
+    """Send a value to one rank, which must call `recv`; no other rank takes part. Returns when the value may change.
+
+    Traffic: a message of 1 KiB to dst, the envelope, and a second one with the rest of a larger value. Memory: up to
+    two copies of the tensors on the way.
 
     Args:
-        value: any picklable object, with tensors anywhere in it.
-        dst: rank that receives it.
-        tag: tells messages between two ranks apart, where the backend does (not nccl).
-        group: a group that both are in; None is the whole job.
+        value: Any picklable object, with tensors anywhere in it.
+        dst: The rank that receives it.
+        tag: Distinguishes messages between two ranks, if the backend supports it (not nccl).
+        group: A group with both ranks; None is the whole job.
 
-    Raises: TypeError for a value that cannot be pickled, and PeerError on dst.
+    Raises:
+        TypeError: The value cannot be pickled. `recv` on dst then raises PeerError.
+        ValueError: dst is this rank or not in the group, or the tag is not allowed.
+        GroupError: As all collectives; see `unisono.comm`.
     """
     members = group_of(group)
     root = _other(members, dst, "dst")
@@ -44,14 +50,23 @@ def send(value: Any, dst: int, *, tag: int = 0, group: GroupArgument = None) -> 
 
 
 def recv(src: int | None = None, *, tag: int = 0, group: GroupArgument = None) -> Any:
-    """Receive the value that a rank sends to this one by `send`.
+    """Return the value that a rank sends to this one by `send`. No other rank takes part.
+
+    Traffic: the messages of `send`, received. Memory: the value, and a buffer of the size of its tensors on the way.
 
     Args:
-        src: rank that sends it; None is any (not nccl). Let the value say who sent it, where that matters.
-        tag, group: as in `send`.
+        src: The rank that sends it; None is any rank (not over nccl). The value must name its sender if that matters.
+        tag: As for `send`.
+        group: As for `send`.
 
-    Returns: the value, with tensors of its own, on this rank's device of the type that they had there.
-    Raises: PeerError if the value could not be sent.
+    Returns:
+        The value. Its tensors are new, on this rank's device of the type that they have on the sender.
+
+    Raises:
+        PeerError: The value could not be sent, or this rank cannot unpickle it.
+        ValueError: src is this rank or not in the group, the tag is not allowed, or the backend needs src.
+        RankMismatchError: The message was not sent by `send`.
+        GroupError: As all collectives; see `unisono.comm`.
     """
     members = group_of(group)
     root = None if src is None else _other(members, src, "src")
@@ -64,7 +79,16 @@ def recv(src: int | None = None, *, tag: int = 0, group: GroupArgument = None) -
 
 
 def barrier(*, group: GroupArgument = None) -> None:
-    """Wait until every rank of the group has called it. Args: group None is the whole job."""
+    """Wait until every rank of the group has called it. Every rank of the group must call it.
+
+    Traffic: the backend's barrier, which carries no values. Memory: none.
+
+    Args:
+        group: The ranks that take part; None is the whole job.
+
+    Raises:
+        GroupError, RankMismatchError: As all collectives; see `unisono.comm`.
+    """
     members = group_of(group)
     if members.process_group is None:
         return

@@ -1,7 +1,7 @@
-"""The ranks of a job as one object: who they are, and the few small exchanges that setting up a run needs.
+"""The ranks of a job as one object, with the few small exchanges that setting up a run needs.
 
 `World.connect` joins the default process group of torch.distributed, or starts it from the environment. The traffic of
-training goes through `engine`, not through here.
+training goes through `engine`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["World"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class World:
-    """The ranks of a job. With one process every method is local."""
+    """The ranks of a job. With one process, every method is local."""
 
     rank: int = 0
     """Global rank of this process."""
@@ -39,19 +39,28 @@ class World:
     local_rank: int = 0
     """Rank among the processes of this host."""
     group: dist.ProcessGroup | None = None
-    """The group that all ranks share; None with one process."""
+    """The group of all ranks; None with one process."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    """Where tensors must lie to travel: this rank's GPU under nccl, else the CPU."""
+    """The device from which tensors travel: this rank's GPU under nccl, otherwise the CPU."""
     waiter: PollingWait = field(default_factory=lambda: PollingWait(polls=False))
     """Waits for transfers."""
 
     @classmethod
     def connect(cls, device: torch.device, *, timeout_s: float = 1800.0) -> World:
-        """Join the ranks of this job, starting the default process group if nobody has.
+        """Join the ranks of this job. Every rank must call it.
 
-        Every rank must call it. The backend is nccl for a CUDA device and gloo otherwise; a group that the script
-        has started itself is used as it is. A group started here is ended at exit.
-        Raises: LaunchError if the other ranks cannot be reached, ValueError if the environment contradicts itself.
+        Uses the default process group of torch.distributed if it exists. Otherwise starts it, with nccl for a CUDA
+        device and gloo for others, and ends it at exit. Traffic, in that case: that of `unisono.init`, over the store.
+
+        Args:
+            device: The device on which this rank computes.
+            timeout_s: Seconds that ranks wait for each other in a group that is started here.
+
+        Raises:
+            LaunchError: The other ranks cannot be reached, or a rank has no such GPU.
+            PeerError: A rank does not come in time, or cannot continue.
+            RankMismatchError: Ranks pass different types of devices.
+            ValueError: The environment contradicts itself.
         """
         if not dist.is_initialized():
             placement = own_placement()
@@ -74,29 +83,36 @@ class World:
 
     @property
     def timeout_s(self) -> float:
-        """How long ranks wait for each other at most: what the process group was started with."""
+        """Seconds that ranks wait for each other at most: the timeout of the process group."""
         assert self.group is not None
         timeout: timedelta = self.group._get_backend(self.device).options._timeout
         return timeout.total_seconds()
 
     def store(self, name: str) -> dist.Store:  # type: ignore[name-defined]
-        """Return the store that all ranks share, under names that begin with the given one."""
+        """Return the store that all ranks share, with `name` as a prefix of all keys. Local; needs a process group."""
         return dist.PrefixStore(name, dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
 
     def gather(self, value: Any, call: str = "gathering of a Trainer") -> list[Any]:
         """Return one picklable value of each rank, in rank order. Every rank must call it.
 
+        Memory and traffic are those of `unisono.comm.all_gather`.
+
         Args:
-            value: This rank's.
-            call: What the values are gathered for, alike on all ranks, for messages.
+            value: The value of this rank.
+            call: The purpose of the call, equal on all ranks, for messages.
 
         Raises:
-            RankMismatchError: Ranks gather for different things.
+            TypeError: The value cannot be pickled.
+            PeerError: The value of another rank cannot be pickled, or not be unpickled here.
+            RankMismatchError: Ranks gather for different purposes.
         """
         return [value] if self.group is None else gather_values(known_group(self.group), call, value)
 
     def broadcast_bytes(self, make: Callable[[], bytes]) -> bytes:
-        """Return every rank the bytes that `make` returns on rank 0. Every rank must call it; one copy in memory."""
+        """Return on every rank the bytes that `make` returns on rank 0. Every rank must call it.
+
+        Traffic: a broadcast of the length, in 8 bytes, and one of the bytes if there are any. Memory: twice the bytes.
+        """
         if self.group is None:
             return make()
         content = bytearray(make()) if self.rank == 0 else bytearray()
@@ -115,9 +131,13 @@ class World:
         return ctypes.string_at(received.data_ptr(), received.numel())
 
     def broadcast_tensor(self, tensor: Tensor) -> None:
-        """Return every rank the bytes of rank 0's tensor, which is contiguous and on the CPU, in the memory of its own.
+        """Overwrite a tensor with that of rank 0. Every rank must call it, with a tensor of the same size in bytes.
 
-        Every rank must call it, with a tensor of the same size. No copy where tensors may travel from the CPU.
+        Traffic: a broadcast of the tensor's bytes. Memory: no copy if tensors travel from the CPU, otherwise one on the
+        GPU.
+
+        Args:
+            tensor: A contiguous tensor on the CPU.
         """
         if self.group is None or not tensor.numel():
             return

@@ -51,10 +51,15 @@ class Placement:
 
 
 def detect_placement(environ: Mapping[str, str], *, parent: str) -> Placement:
-    """Read the placement of this process from its environment.
+    """Return the placement of a process, by its environment. Pure: no communication, and no other rank need call it.
 
-    Args: parent names the parent process; under MPICH on one host it names the job, for lack of anything better.
-    Raises: ValueError if variables contradict each other, or if several hosts cannot find each other.
+    Args:
+        environ: The environment variables of the process.
+        parent: A name of the parent process. Under MPICH on one host it names the job, for lack of another name.
+
+    Raises:
+        ValueError: A variable is missing or not a number, variables contradict each other, or the ranks of several
+            hosts have no address to meet at.
 
     >>> detect_placement({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, parent="1").rank
     1
@@ -84,7 +89,11 @@ def detect_placement(environ: Mapping[str, str], *, parent: str) -> Placement:
 
 
 def own_placement() -> Placement:
-    """Find the placement of this process."""
+    """Return the placement of this process, by its environment. No communication, and no other rank need call it.
+
+    Raises:
+        ValueError: As `detect_placement`.
+    """
     return detect_placement(os.environ, parent=_parent_identity())
 
 

@@ -1,4 +1,4 @@
-"""Collectives over memory that the ranks of one host share, and what they are made of."""
+"""Options of the backend shm, whose ranks communicate through shared memory of one host."""
 
 from unisono.shm.segment_layout import Options
 
