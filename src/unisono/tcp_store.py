@@ -61,7 +61,7 @@ def open_store(
 
 
 def _listen(port: int) -> socket.socket | None:
-    """Return a listener on the loopback address only; None if the port is taken: by a store of ours, or torch raises."""
+    """Return a listener on the loopback address; None if the port is taken: by a store of ours, or torch raises."""
     listener = socket.socket()
     with suppress(OSError):
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -131,7 +131,7 @@ def test_wrong_calls_are_errors_on_every_rank_and_break_nothing(fork_ranks, back
     assert said[1]["message"].startswith("TypeError: value is of type lock")
     assert said[0]["class"].startswith("gave <")
     assert said[1]["class"].startswith(
-        "PeerError: what another rank sent cannot be made here: Can't get attribute 'OfR"
+        "PeerError: a value of another rank cannot be unpickled here: Can't get attribute 'OfR"
     )
     assert said[2]["no member"].startswith("GroupError: this rank is not in the group")
     assert said[1]["root no member"].startswith("ValueError: src=2 is not in the group: it has ranks 0-1")

@@ -56,5 +56,5 @@ def test_a_failure_is_text_cut_to_the_room_that_there_is():
 
 
 def test_bytes_of_another_call_are_refused():
-    with pytest.raises(RankMismatchError, match=r"gather: what came from rank 3 belongs to another call"):
+    with pytest.raises(RankMismatchError, match=r"gather: the message from rank 3 belongs to another call"):
         read_envelope(bytes(ENVELOPE_NBYTES), "gather", 3)

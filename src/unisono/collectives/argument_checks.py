@@ -1,4 +1,4 @@
-"""What the collectives ask of their arguments, and how they say that it is not so."""
+"""Checks of the arguments of collectives, with their errors."""
 
 from __future__ import annotations
 
@@ -15,16 +15,20 @@ from unisono.collectives.group import Group
 __all__ = ["GroupArgument", "check_one_for_each", "check_parts", "follows", "only_tensor"]
 
 GroupArgument = dist.ProcessGroup | int | None
-"""A group of `unisono.subgroup`, `unisono.split` or torch; None: the whole job. An int marks no member."""
+"""A group of `unisono.subgroup`, `unisono.split` or torch; None is the whole job. An int marks a rank outside."""
 
 
 def follows(tensor: Tensor) -> bool:
-    """Return True if autograd follows a tensor now."""
+    """Return True if autograd records operations on a tensor now."""
     return tensor.requires_grad and torch.is_grad_enabled()
 
 
 def only_tensor(value: Any, call: str) -> Tensor:
-    """Return the tensor that a value is. Raises: TypeError for anything else."""
+    """Return a value that is a tensor.
+
+    Raises:
+        TypeError: The value is not a tensor.
+    """
     if isinstance(value, Tensor):
         return value
     raise TypeError(
@@ -34,7 +38,12 @@ def only_tensor(value: Any, call: str) -> Tensor:
 
 
 def check_one_for_each(group: Group, values: Any, name: str) -> Sequence[Any]:
-    """Raises: TypeError for what is no list, ValueError for a list without a value for each rank."""
+    """Return a list that has a value for each rank.
+
+    Raises:
+        TypeError: The argument is not a list.
+        ValueError: The list has another length.
+    """
     if not isinstance(values, Sequence) or isinstance(values, (str, bytes)):
         raise TypeError(
             f"{name} is {describe(values)}: give a list with a value for each of {group.size} ranks, or a tensor"
@@ -47,7 +56,11 @@ def check_one_for_each(group: Group, values: Any, name: str) -> Sequence[Any]:
 
 
 def check_parts(tensor: Tensor, size: int) -> None:
-    """Raises: ValueError if a tensor cannot be cut into equal parts along its first dimension."""
+    """Check that a tensor can be cut into equal parts along its first dimension.
+
+    Raises:
+        ValueError: It cannot.
+    """
     if tensor.dim() == 0 or tensor.shape[0] % size:
         raise ValueError(
             f"a tensor of shape {list(tensor.shape)} cannot be cut into {size} equal parts along its first dimension: "

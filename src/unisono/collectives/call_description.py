@@ -1,4 +1,4 @@
-"""How the calls of ranks are described in errors: who called what, with what, where, and in what ranks differ.
+"""Descriptions of the calls of ranks in errors: the operation, its value, the line of the program, and the differences.
 
 Ranks send such descriptions to each other over the job's store in check mode (`collectives.check_mode`) and when a call
 is late (`collectives.watchdog`). Nothing here sends or waits. Start reading at `difference`.
@@ -25,29 +25,29 @@ __all__ = [
 ]  # fmt: skip
 
 Kinds = list[tuple[str, str]]
-"""Places in a value and what is there, as `collectives.structure.signature` gives them."""
+"""The places in a value and what each holds, as `collectives.structure.signature` returns them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Members:
-    """Who takes part in the calls of a group, from where one of them stands."""
+    """The members of a group, as one of them sees them."""
 
     group: str
-    """The group's name, the same on all ranks and used once."""
+    """The name of the group, the same on all ranks and used once."""
     own: int
     """This rank. Ranks are those of the job."""
     ranks: tuple[int, ...]
     described: str
-    """Who they are, as "ranks 0, 2"; "" for the whole job."""
+    """The ranks as words, such as "ranks 0, 2"; "" for the whole job."""
 
     @property
     def where(self) -> str:
-        """What follows the name of a call in messages."""
+        """The words after the name of a call in messages."""
         return self.described and f" in the group of {self.described}"
 
 
 def kinds_of(value: Any, place: str = "value") -> Kinds:
-    """Return what a value is made of, as it must be on all ranks; what cannot be taken apart is named by its type."""
+    """Return the structure of a value, which must be equal on all ranks; its type's name if it is not reducible."""
     if isinstance(value, Tensor):
         return [(place, describe(value))]
     try:
@@ -57,7 +57,7 @@ def kinds_of(value: Any, place: str = "value") -> Kinds:
 
 
 def describe(value: Any) -> str:
-    """Write what a value is, without what is in it.
+    """Return the kind of a value as words, without its content.
 
     >>> describe(torch.ones(2, requires_grad=True)), describe({"a": 1}), describe(None)
     ('float32 [2] that requires a gradient', 'a dict', 'None')
@@ -70,9 +70,10 @@ def describe(value: Any) -> str:
 
 
 def user_frame(above: int = 0) -> FrameType:
-    """Return the frame outside of unisono and torch that is being executed; if there is none, the outermost.
+    """Return the innermost frame outside of unisono and torch; the outermost frame if there is none.
 
-    Args: above is how many frames over the caller's are known to be none; each costs time.
+    Args:
+        above: Frames above the caller's that are known to be inside; looking at each costs time.
     """
     frame = sys._getframe(above + 1)
     while _is_ours(frame.f_globals.get("__name__", "")) and frame.f_back is not None:
@@ -86,9 +87,11 @@ def _is_ours(module: str) -> bool:
 
 
 def place_of(code: CodeType, instruction: int) -> str:
-    """Write where code is, as file:line in function.
+    """Return the place of an instruction, as "file:line in function".
 
-    Args: instruction is a frame's `f_lasti`. To find its line takes longer the longer the function is.
+    Args:
+        code: The code of the function. The longer it is, the longer the search for the line takes.
+        instruction: A frame's `f_lasti`.
     """
     line = next((line for start, end, line in code.co_lines() if start <= instruction < end), None)
     inside = "" if code.co_name == "<module>" else f" in {code.co_name}"
@@ -96,7 +99,13 @@ def place_of(code: CodeType, instruction: int) -> str:
 
 
 def difference(entries: Sequence[dict[str, Any]], ranks: Sequence[int], *, absent: Sequence[int] = ()) -> str | None:
-    """Return in what the calls of ranks differ; None if they do not. Args: absent are ranks without a known call."""
+    """Return the difference between the calls of ranks as a message; None if they are equal.
+
+    Args:
+        entries: The call of each rank, as `CallChecker` and `CallWatchdog` publish it.
+        ranks: The ranks of the entries.
+        absent: Ranks without a known call.
+    """
     calls = {
         rank: CallDescription(entry["call"], entry["text"], entry["where"])
         for rank, entry in zip(ranks, entries, strict=True)
@@ -109,9 +118,9 @@ def difference(entries: Sequence[dict[str, Any]], ranks: Sequence[int], *, absen
     if found is None:
         return None
     lines = [(rank, str(call)) for rank, call in calls.items()] + [(rank, "has not come there") for rank in absent]
-    return f"ranks disagree in {entries[0]['call']}: {found}:{list_ranks(lines)}\nMake the values alike on all ranks."
+    return f"ranks disagree in {entries[0]['call']}: {found}:{list_ranks(lines)}\nMake the values match on all ranks."
 
 
 def _a(noun: str) -> str:
-    """Put the article before a noun."""
+    """Return a noun with its article."""
     return f"{'an' if noun[:1].lower() in 'aeiou' else 'a'} {noun}"

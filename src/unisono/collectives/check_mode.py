@@ -1,8 +1,8 @@
 """Check mode: before each collective the ranks compare what they are about to call, over the job's store.
 
-So a rank that calls something else, somewhere else, or nothing, is an error on all ranks that says who called what
-where, in place of a hang or a corrupted tensor. It costs a few messages to the store for each call. `UNISONO_CHECK=1`
-asks for it, which `unisono run --check` sets.
+If a rank makes another call, in another group or not at all, all ranks raise an error with each rank's call and its
+place in the program, instead of a hang or a corrupted tensor. It costs a few messages to the store for each call.
+`UNISONO_CHECK=1` enables it, which `unisono run --check` sets.
 """
 
 from __future__ import annotations
@@ -27,16 +27,20 @@ from unisono.variables import CHECK_VARIABLE
 __all__ = ["CHECK_TIMEOUT_VARIABLE", "CallChecker", "wanted"]
 
 CHECK_TIMEOUT_VARIABLE = "UNISONO_CHECK_TIMEOUT"
-"""Seconds that a rank waits for the others in check mode; the job's timeout if it is not set."""
+"""The variable with the seconds that a rank waits for the others in check mode; without it, the job's timeout."""
 
 _TIMEOUT_S = 1800.0
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.02
 _LOOK_EVERY_S = 0.25
-"""Between looks at what the missing ranks are doing."""
+"""Seconds between looks at what the missing ranks are doing."""
 
 
 def wanted() -> bool:
-    """Return True if the environment asks for check mode. Raises: ValueError for a value that is no answer."""
+    """Return True if the environment enables check mode.
+
+    Raises:
+        ValueError: The variable is neither true nor false.
+    """
     found = os.environ.get(CHECK_VARIABLE, "").lower()
     if found in ("", "0", "false", "no", "off"):
         return False
@@ -46,7 +50,7 @@ def wanted() -> bool:
 
 
 class CallChecker:
-    """The comparisons of one group, in the order of its calls. Args: store is the job's."""
+    """Compares the calls of one group, in their order, over the job's store."""
 
     def __init__(self, store: dist.Store, members: Members) -> None:  # type: ignore[name-defined]
         self._store, self._members = store, members
@@ -56,11 +60,16 @@ class CallChecker:
         atexit.register(self._say_left)
 
     def compare(self, call: str, kinds: Kinds | None = None, *, described: str = "") -> None:
-        """Compare a call with those of the other ranks. Every rank of the group must come here.
+        """Compare a call with those of the other ranks. Every rank of the group must call it.
 
-        Args: call is the operation with its arguments, kinds what its value is made of, where that must agree;
-            described is how a value is described that may differ.
-        Raises: RankMismatchError, PeerError on all ranks.
+        Args:
+            call: The operation with its arguments.
+            kinds: The structure of its value, where ranks must agree in it.
+            described: A description of a value that may differ between ranks.
+
+        Raises:
+            RankMismatchError: The calls differ; raised on all ranks.
+            PeerError: A rank does not make this call; raised on every rank that does.
         """
         number, self._calls = self._calls, self._calls + 1
         page = f"{self._name}/{number}"
@@ -74,13 +83,17 @@ class CallChecker:
         keys = [f"{page}/{rank}" for rank in self._ranks]
         entries = [json.loads(each) for each in self._read_all(keys)]
         if number:
-            self._store.delete_key(f"{self._name}/{number - 1}/{self._own}")  # all have read it, to come here
+            self._store.delete_key(f"{self._name}/{number - 1}/{self._own}")  # every rank in this call has read it
         told = difference(entries, self._ranks)
         if told is not None:
             raise RankMismatchError(told)
 
     def _wait(self, page: str) -> None:
-        """Wait until all ranks have written on a page. Raises: PeerError when it is known that they will not."""
+        """Wait until all ranks have written to a page.
+
+        Raises:
+            PeerError: A rank cannot do so any more, or is late.
+        """
         keys = [f"{page}/{rank}" for rank in self._ranks]
         end_s = time.monotonic() + self._timeout_s
         look_s, pauses_s = time.monotonic() + _LOOK_EVERY_S, pauses(_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S)
@@ -94,7 +107,11 @@ class CallChecker:
             raise PeerError(self._read(f"{page}/given up"))
 
     def _look(self, page: str, *, late: bool) -> None:
-        """Look at what the missing ranks do. Raises: PeerError if one cannot come, or if it is late."""
+        """Check whether the missing ranks can still make the call.
+
+        Raises:
+            PeerError: One cannot, or is late.
+        """
         if self._store.check([f"{page}/given up"]):
             raise PeerError(self._read(f"{page}/given up"))
         missing = [rank for rank in self._ranks if not self._store.check([f"{page}/{rank}"])]
@@ -122,12 +139,12 @@ class CallChecker:
                 does = "waiting in" if rank not in missing or rank in crossed else "last called"
                 lines.append((rank, f"{does} {entry['text']} at {entry['where']}"))
         text = f"{why}:{list_ranks(lines)}\n{REMEDY}"
-        # The first to see it speaks for all, also to those who come later.
+        # The first rank to see it writes the message for all, also for those that arrive later.
         text = self._store.compare_set(f"{page}/given up", "", text).decode()
         raise PeerError(text)
 
     def _waits_for_us(self, found: dict[str, Any], page: str) -> bool:
-        """Return True if a rank is in a call of another group that cannot end without this one."""
+        """Return True if a rank is in a call of another group that cannot end without this rank."""
         return (
             found["page"] != page
             and self._own in found["ranks"]

@@ -1,6 +1,6 @@
-"""Making something on every rank of a group, each by itself: a rank that cannot is an error on all.
+"""Construction of an object on every rank of a group, with an error on all ranks if one fails.
 
-Otherwise they would wait for it in the collectives that follow. Callers compare whether ranks have made the same.
+Otherwise the others would wait for it in later collectives. Callers check that the objects of the ranks agree.
 """
 
 from __future__ import annotations
@@ -26,11 +26,20 @@ def construct_on_all(
     *,
     errors: tuple[type[Exception], ...] = (TypeError, ValueError),
 ) -> tuple[T, list[Any]]:
-    """Make something, and learn what all ranks were given for it. Every rank of the group must call it.
+    """Make an object, and exchange descriptions of it. Every rank of the group must call it.
 
-    Args: call names it for people; given returns what the other ranks are to know of it, picklable and small.
-    Returns: what was made here, and what `given` returned on each rank, in the order of the group.
-    Raises: one of `errors` that `make` raises, and PeerError on the other ranks.
+    Args:
+        group: The group.
+        call: The name of the call, for messages.
+        make: Makes the object.
+        given: Returns the description of an object for the other ranks, picklable and small.
+        errors: The errors of `make` and `given` that the other ranks learn of.
+
+    Returns:
+        The object of this rank, and the descriptions of all ranks in the order of the group.
+
+    Raises:
+        PeerError: Another rank has raised one of `errors`; that rank raises the error itself.
     """
     try:
         made = make()

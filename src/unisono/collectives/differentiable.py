@@ -1,8 +1,8 @@
-"""Collectives that autograd can follow, of tensors whose sizes all ranks know.
+"""Differentiable collectives of tensors whose sizes all ranks know.
 
 The gradients are those of one process whose loss is the sum of the losses of all ranks. So the backward of a collective
 is a collective, and every rank must run it: an `all_reduce` for `all_reduce`, a reduce for a broadcast, and so on.
-What `attach` makes can be differentiated once, the others twice.
+Results of `attach` and `reduce` can be differentiated once, all others twice.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ def all_reduce(group: Group, tensor: Tensor, op: OpName) -> Tensor:
 
 
 def reduce(group: Group, tensor: Tensor, op: OpName, dst: int) -> Tensor:
-    """Combine on one rank; the others get a zero without dimensions that takes part in the graph."""
+    """Combine the tensors of all ranks on one; the others get a zero without dimensions that is part of the graph."""
     return _Reduce.apply(group, op, dst, tensor)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def reduce_scatter(group: Group, tensor: Tensor, op: OpName) -> Tensor:
-    """Combine, and give each rank its part of the first dimension. Parts are equal."""
+    """Combine the tensors of all ranks, and return this rank's part of the first dimension. Parts are equal."""
     if op not in ("sum", "mean"):
         return all_reduce(group, tensor, op).chunk(group.size)[group.rank].clone()
     return _ReduceScatter.apply(group, op, tensor)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def all_gather_flat(group: Group, tensor: Tensor) -> Tensor:
-    """Send the tensors of all ranks to all, one after the other along the first dimension."""
+    """Return the tensors of all ranks, concatenated along the first dimension."""
     return _AllGather.apply(group, tensor)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def all_to_all_flat(group: Group, tensor: Tensor, leaving: Sequence[int], coming: Sequence[int]) -> Tensor:
-    """Send rank r the r-th part of every rank, one after the other along the first dimension."""
+    """Send the r-th part to rank r, and return the parts received, concatenated along the first dimension."""
     return _AllToAll.apply(group, leaving, coming, tensor)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -53,12 +53,14 @@ SendBack = Callable[[Sequence[Tensor]], Sequence[Tensor | None]]
 
 
 def attach(sources: Sequence[Tensor], received: Sequence[Tensor], send_back: SendBack) -> tuple[Tensor, ...]:
-    """Make tensors that came from other ranks results of this rank's own, for autograd.
+    """Return the received tensors as results of this rank's own tensors, for autograd.
 
-    Args: sources are this rank's tensors that were sent; send_back takes the gradients of what was received, talks to
-        the other ranks, and gives those of the sources.
+    Args:
+        sources: The tensors that this rank has sent.
+        received: The tensors that it has received.
+        send_back: Exchanges the gradients of the received tensors between ranks, and returns those of the sources.
     """
-    # A rank that sent nothing must have a graph too, for its backward is awaited.
+    # A rank that has sent nothing needs a graph too, since the other ranks wait for its backward.
     anchor = torch.zeros((), requires_grad=True)
     return _Attached.apply(send_back, list(received), anchor, *sources)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -100,7 +102,7 @@ class _Reduce(Function):
 
 
 def _spread(ctx: Any, total: Tensor) -> Tensor:
-    """Turn the gradient of a combined tensor into that of this rank's part."""
+    """Return the gradient of this rank's tensor, from that of the combined one."""
     group: Group = ctx.group
     op: OpName = ctx.op
     if op == "sum":

@@ -1,8 +1,8 @@
-"""The envelope: bytes of a fixed size that go before a value, with the value inside where it fits.
+"""The envelope: a message of fixed size before a value, with the value inside if it fits.
 
-Pure: `write_envelope` makes one of a payload, or of the reason why there is none, and `read_envelope` reads it. An
-envelope carries the name of the call, so that ranks which call different things find out. It is sent by
-`collectives.object_transport`.
+Pure: `write_envelope` makes one from a payload, or from the reason why there is none, and `read_envelope` reads it. An
+envelope carries the name of the call, so that ranks that make different calls detect it.
+`collectives.object_transport` sends it.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ __all__ = [
 ]
 
 ENVELOPE_NBYTES = 1024
-"""Bytes of an envelope. Up to some KiB the size does not matter for the time."""
+"""Bytes of an envelope. Up to some KiB, the time does not depend on the size."""
 _HEAD = struct.Struct("<HHBxxxQQQ")
 _MAGIC = 0x5E11
 _FLAGS = _FAILED, _ACCELERATED, _BODY_HERE, _DATA_HERE, _MORE, _FOLLOWED, _GRAD_MODE = 1, 2, 4, 8, 16, 32, 64
 LONGEST_CALL = 200
-"""Bytes of the name of a call; what is longer is cut."""
+"""Bytes of the name of a call; a longer name is cut."""
 
 
 @dataclass(frozen=True, slots=True)
 class FailedSend:
-    """In place of a payload: why this rank cannot take part. It is raised on the other ranks too, then here."""
+    """An error in place of a payload: once the other ranks have it, this rank raises it, and they raise PeerError."""
 
     error: Exception
 
@@ -55,29 +55,29 @@ class Envelope:
     body_nbytes: int
     data_nbytes: int
     padded: int
-    """In a scatter: bytes to which all rests are filled up; 0 if each comes by itself."""
+    """In a scatter: bytes to which all rests are padded; 0 if each is sent separately."""
     body: bytes
-    """Of the payload, or the text of a failure; empty if it comes after the envelope."""
+    """The body of the payload, or the text of a failure; empty if it follows the envelope."""
     data: bytes
-    """Those of the tensors; empty if they come after the envelope."""
+    """The bytes of the tensors; empty if they follow the envelope."""
     failed: bool
     """True if the sender cannot take part."""
     accelerated: bool
-    """True if a tensor that is sent lies on another device than the CPU."""
+    """True if a tensor that is sent is on another device than the CPU."""
     body_here: bool
     """True if the body is in the envelope."""
     data_here: bool
     """True if the bytes of the tensors are in the envelope."""
     more: bool
-    """True if the sender has something for any rank that does not fit into envelopes."""
+    """True if a value that the sender has for another rank does not fit into its envelope."""
     followed: bool
-    """True if autograd follows a tensor that the sender has for any rank."""
+    """True if a tensor that the sender has for any rank requires a gradient."""
     in_grad_mode: bool
     """True if the sender is in grad mode."""
 
     @property
     def rest_nbytes(self) -> int:
-        """Bytes that come after the envelope."""
+        """Bytes that follow the envelope."""
         body = 0 if self.body_here else align_up(self.body_nbytes, WIRE_NBYTES)
         return body + (0 if self.data_here else self.data_nbytes)
 
@@ -115,12 +115,16 @@ def write_envelope(
 
 
 def read_envelope(raw: bytes, call: str, rank: int) -> Envelope:
-    """Read an envelope. Raises: RankMismatchError if it is none."""
+    """Read an envelope.
+
+    Raises:
+        RankMismatchError: The bytes are not an envelope.
+    """
     magic, name_nbytes, flags, body_nbytes, data_nbytes, padded = _HEAD.unpack_from(raw)
     if magic != _MAGIC:
         raise RankMismatchError(
-            f"{call}: what came from rank {rank} belongs to another call: make all ranks call the same collectives in "
-            "the same order; `unisono run --check` finds where they part"
+            f"{call}: the message from rank {rank} belongs to another call: make all ranks call the same collectives "
+            "in the same order; `unisono run --check` finds where they diverge"
         )
     start = _HEAD.size + name_nbytes
     name = raw[_HEAD.size : start].decode(errors="replace")
@@ -131,6 +135,6 @@ def read_envelope(raw: bytes, call: str, rank: int) -> Envelope:
 
 
 def to_bytes(tensor: Tensor) -> bytes:
-    """Return the content of a tensor of bytes."""
+    """Return the content of a uint8 tensor."""
     here = tensor.cpu()
     return ctypes.string_at(here.data_ptr(), here.numel()) if here.numel() else b""

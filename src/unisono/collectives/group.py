@@ -1,7 +1,7 @@
-"""What a collective must know of its process group: who is in it, and on which devices its backend moves bytes.
+"""Facts about a process group that its collectives need: the members, and the devices whose tensors its backend moves.
 
-`group_of` is the way from the argument `group` of every collective to a `Group`; it is asked at each call, so what can
-be remembered is. Whether there is a group to use at all is `job.current`'s to say.
+`group_of` turns the argument `group` of a collective into a `Group`. It runs at each call, so it remembers the facts of
+each group. `job.current` decides whether there is a group to use at all.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ __all__ = ["SINGLE_PROCESS", "Group", "group_of", "known_group"]
 
 _CPU = torch.device("cpu")
 _CPU_BACKENDS = {"gloo", "shm", "mpi", "ucc"}
-"""Backends whose tensors of an accelerator we take over the CPU: they do this themselves, or not at all."""
+"""Backends whose tensors on accelerators travel by way of the CPU here: they do this themselves, or not at all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Group:
-    """A group as its collectives see it."""
+    """A process group as its collectives see it."""
 
     reference: ref[dist.ProcessGroup] | None = None
-    """To the group, which this does not keep alive: `Group`s stay as long as their groups. None: this process alone."""
+    """To the process group, which keeps its `Group` and not the reverse. None: this process alone, without a group."""
     rank: int = 0
     """Number of this rank within the group."""
     ranks: tuple[int, ...] = (0,)
     """Global ranks of the members, in the order of the group."""
     backends: dict[str, str] = field(default_factory=lambda: {"cpu": "gloo"})
-    """Types of devices that travel as they are, with the backend that moves them."""
+    """Types of devices whose tensors travel as they are, with the backend that moves them."""
     check: CallChecker | None = None
-    """Compares calls between ranks, in check mode."""
+    """Compares calls between ranks; None outside check mode."""
     watchdog: CallWatchdog | None = None
-    """Compares calls that do not end, where the backend cannot tell and can be waited for: gloo."""
+    """Compares calls that do not end, over gloo: it does not detect them, and can be waited for in slices."""
 
     def run(
         self, call: CallTemplate, value: Tensor | str, operation: Callable[..., Any], *args: Any, **kwargs: Any
@@ -53,8 +53,11 @@ class Group:
         """Run an operation of torch.distributed on this group to its end.
 
         Args:
-            call: what it is, for errors; see `collectives.watchdog`.
-            value: a tensor, whose type and size must be those of all ranks, or a description.
+            call: The name of the call, for errors; see `collectives.watchdog`.
+            value: A tensor, whose type and size must be equal on all ranks, or a description of the value.
+            operation: A function of torch.distributed.
+            args: Its arguments.
+            kwargs: Its keyword arguments, without the group.
         """
         process_group, watchdog = self.process_group, self.watchdog
         if watchdog is None or not (isinstance(value, str) or value.is_cpu or value.device.type not in self.backends):
@@ -65,12 +68,12 @@ class Group:
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """The group; None for this process alone."""
+        """The process group; None for this process alone."""
         return None if self.reference is None else self.reference()
 
     @property
     def size(self) -> int:
-        """Ranks in the group."""
+        """Number of ranks in the group."""
         return len(self.ranks)
 
     @property
@@ -80,18 +83,22 @@ class Group:
 
     @property
     def accelerator(self) -> str | None:
-        """The type of device other than the CPU that travels as it is."""
+        """The type of device other than the CPU whose tensors travel as they are; None if there is none."""
         return next((name for name in self.backends if name != "cpu"), None)
 
     def bytes_device(self, *, accelerated: bool = False) -> torch.device:
-        """Return the device on which bytes travel. Args: accelerated asks for the accelerator if there is one."""
+        """Return the device on which bytes travel: with `accelerated`, the accelerator if there is one."""
         other = self.accelerator
         if other is None or ("cpu" in self.backends and not accelerated):
             return _CPU
         return own_device(other)
 
     def device_for(self, tensor: Tensor) -> torch.device:
-        """Return the device on which a tensor travels: its own where the backend takes it. Raises: TypeError."""
+        """Return the device on which a tensor travels: its own if the backend takes that.
+
+        Raises:
+            TypeError: The tensor is on the meta device.
+        """
         if tensor.is_cpu and "cpu" in self.backends:
             return _CPU
         if tensor.is_meta:
@@ -99,7 +106,16 @@ class Group:
         return tensor.device if tensor.device.type in self.backends else self.bytes_device()
 
     def index_of(self, rank: int, argument: str) -> int:
-        """Turn a global rank into its number within the group. Raises: TypeError, ValueError if it is not in it."""
+        """Return the number within the group of a global rank.
+
+        Args:
+            rank: The global rank.
+            argument: The name of the argument, for messages.
+
+        Raises:
+            TypeError: The rank is not an int.
+            ValueError: The rank is not in the group.
+        """
         if type(rank) is not int:
             raise TypeError(f"{argument}={rank!r} must be the number of a rank, not a {type(rank).__name__}")
         if 0 <= rank < self.size and self.ranks[rank] == rank:
@@ -119,21 +135,23 @@ SINGLE_PROCESS = Group()
 
 _groups: WeakKeyDictionary[dist.ProcessGroup, Group] = WeakKeyDictionary()
 _of_parent: WeakKeyDictionary[dist.ProcessGroup, Group] = WeakKeyDictionary()
-"""What was known in the process from which this one was forked, which is no member itself."""
+"""The groups of the process from which this one was forked. This process is no member of them."""
 _watching_forks = False
 
 
 def group_of(group: dist.ProcessGroup | int | None) -> Group:
-    """Find what is to be known of a group. Args: group None is the whole job.
+    """Return the facts about the argument `group` of a collective; None is the whole job.
 
-    Raises: GroupError if there is no such group for this process, TypeError.
+    Raises:
+        GroupError: This process cannot use the group; see `job.current.require_group`.
+        TypeError: The argument is no group.
     """
     found = require_group(group)
     return SINGLE_PROCESS if found is None else known_group(found)
 
 
 def known_group(group: dist.ProcessGroup) -> Group:
-    """Return what is to be known of a group that is there. For collectives of our own, also inside a loss function."""
+    """Return the facts about an existing group. For unisono's internal collectives, also inside a loss function."""
     known = _groups.get(group)
     if known is None:
         known = _groups[group] = _describe(group)
@@ -141,7 +159,7 @@ def known_group(group: dist.ProcessGroup) -> Group:
 
 
 def own_device(kind: str) -> torch.device:
-    """Return this process's device of a type: the current one."""
+    """Return the current device of a type in this process."""
     if kind == "cpu":
         return _CPU
     module = torch.get_device_module(kind)
@@ -149,7 +167,7 @@ def own_device(kind: str) -> torch.device:
 
 
 def _describe(group: dist.ProcessGroup) -> Group:
-    global _watching_forks  # noqa: PLW0603  the system keeps what is registered for ever
+    global _watching_forks  # noqa: PLW0603  the system never forgets a registration
     if group in _of_parent:
         raise GroupError(
             f"this process was forked from rank {_of_parent[group].own} and is no rank itself: call collectives in the "
@@ -177,6 +195,6 @@ def _store(name: str) -> dist.Store:  # type: ignore[name-defined]
 
 
 def _forget() -> None:
-    """Take leave of the parent's groups, in a process that was forked."""
+    """Move the parent's groups to `_of_parent`, in a forked process."""
     _of_parent.update(_groups)
     _groups.clear()

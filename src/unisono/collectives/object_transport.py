@@ -1,8 +1,11 @@
-"""How payloads travel: an envelope of fixed size from every rank, with the payload inside where it fits, then the rest.
+"""Transport of payloads: an envelope of fixed size for each, with the payload inside if it fits, then the rest.
 
-So small values take one collective and large ones two, and no rank needs to know sizes before. Envelopes carry the name
-of the call, too: ranks that call different things, or whose value cannot be sent, are found by all before data is sent.
-In all functions `of` describes the value, for errors.
+So small values take one collective and large ones two, and no rank needs to know sizes in advance. Envelopes also carry
+the name of the call: ranks that make different calls, or whose value cannot be sent, are found before data is sent.
+
+All functions but `send` and `recv` must be called by every rank of the group. `src` and `dst` are numbers within the
+group; `of` describes the value, for errors. A failure raises its error on its own rank once the others have it, and
+PeerError on those. RankMismatchError means that ranks make different calls.
 """
 
 from __future__ import annotations
@@ -55,27 +58,27 @@ __all__ = [
 ]
 
 _WASTE = 2
-"""How many times the bytes that are needed may travel for the sake of one collective in place of several."""
+"""Padding for one collective instead of several may multiply the bytes that travel by at most this factor."""
 _SMALL = 1 << 16
-"""Bytes that are not worth that thought."""
+"""Bytes up to which padding is always allowed."""
 TAG = 0x756E69
-"""Of messages within collectives, so that no other receive takes them."""
+"""The tag of messages within collectives, so that no other receive takes them."""
 
 
 @dataclass(slots=True)
 class Received:
-    """What was received from one rank."""
+    """A payload received from one rank."""
 
     body: bytes
     data: Tensor | None = None
     tensors: list[Tensor] | None = None
-    """Of this rank itself: copies of what it sent, which did not travel."""
+    """For this rank's own payload: copies of its tensors, which did not travel."""
     followed: bool = False
-    """True if autograd follows a tensor of what that rank sent, to any rank."""
+    """True if a tensor that the rank has sent, to any rank, requires a gradient."""
 
     @property
     def metas(self) -> list[TensorMeta]:
-        """What the tensors are."""
+        """Descriptions of the tensors."""
         return read_tensor_metas(self.body)
 
     def unpack(self) -> list[Tensor]:
@@ -83,12 +86,12 @@ class Received:
         return split_tensors(self.data, self.metas) if self.tensors is None else self.tensors
 
     def open(self, tensors: Sequence[Tensor] | None = None) -> Any:
-        """Make the value. Args: tensors are those of `unpack`, or others that stand for them."""
+        """Return the value, with these tensors in place of those of `unpack`."""
         return deserialize(self.body, self.unpack() if tensors is None else tensors)
 
 
 def all_gather(group: Group, call: str, sent: Outgoing, *, of: str = "") -> list[Received]:
-    """Send the payloads of all ranks to all, in the order of the group. Raises: PeerError, RankMismatchError."""
+    """Return the payloads of all ranks, in the order of the group."""
     if group.process_group is None:
         return [_kept(sent)]
     envelopes = _gather_envelopes(group, call, sent, of)
@@ -121,23 +124,23 @@ def gather_values(group: Group, call: str, value: Any) -> list[Any]:
 
     Args:
         group: The group.
-        call: What the values are gathered for, alike on all ranks, for messages.
-        value: This rank's.
+        call: The purpose of the call, equal on all ranks, for messages.
+        value: The value of this rank.
 
     Raises:
         TypeError: The value cannot be pickled.
-        PeerError: That of another rank cannot.
-        RankMismatchError: Ranks call different things.
+        PeerError: The value of another rank cannot be pickled.
+        RankMismatchError: Ranks make different calls.
     """
     try:
         sent: Outgoing = serialize(value)
     except TypeError as error:
-        sent = FailedSend(error)  # the other ranks are told, then it is raised here
+        sent = FailedSend(error)  # raised here once the other ranks have it
     return [received.open() for received in all_gather(group, call, sent)]
 
 
 def gather(group: Group, call: str, sent: Outgoing, dst: int, *, of: str = "") -> list[Received] | None:
-    """Send the payloads of all ranks to one; the others get None. Args: dst counts within the group."""
+    """Return the payloads of all ranks on one, in the order of the group; None on the others."""
     if group.process_group is None:
         return [_kept(sent)]
     envelopes = _gather_envelopes(group, call, sent, of)
@@ -168,7 +171,7 @@ def gather(group: Group, call: str, sent: Outgoing, dst: int, *, of: str = "") -
 
 
 def broadcast(group: Group, call: str, sent: Outgoing | None, src: int, *, of: str = "") -> Received:
-    """Send the payload of one rank to all. Args: sent is None elsewhere; src counts within the group."""
+    """Return the payload of one rank on all. `sent` is None on the others."""
     if group.process_group is None:
         assert sent is not None
         return _kept(sent)
@@ -190,7 +193,7 @@ def broadcast(group: Group, call: str, sent: Outgoing | None, src: int, *, of: s
 def scatter(
     group: Group, call: str, sent: Sequence[Payload] | FailedSend | None, src: int, *, of: str = ""
 ) -> Received:
-    """Send each rank its payload of those that one rank has. Args: sent is None elsewhere."""
+    """Return on each rank its payload from one rank, which has one for each. `sent` is None on the others."""
     if group.process_group is None:
         assert sent is not None
         return _kept(sent if isinstance(sent, FailedSend) else sent[0])
@@ -228,7 +231,7 @@ def scatter(
 
 
 def all_to_all(group: Group, call: str, sent: Sequence[Payload] | FailedSend, *, of: str = "") -> list[Received]:
-    """Send rank r the r-th payload of every rank, in the order of the group."""
+    """Send the r-th payload to rank r, and return those received, in the order of the group."""
     if group.process_group is None:
         return [_kept(sent if isinstance(sent, FailedSend) else sent[0])]
     each: Sequence[Outgoing] = [sent] * group.size if isinstance(sent, FailedSend) else sent
@@ -266,7 +269,7 @@ def all_to_all(group: Group, call: str, sent: Sequence[Payload] | FailedSend, *,
 
 
 def send(group: Group, call: str, sent: Outgoing, dst: int, tag: int) -> None:
-    """Send a payload to one rank. Args: dst counts within the group. Raises: its error if it is a failure."""
+    """Send a payload to one rank, or a failure, whose error is then raised here."""
     _send(group, _to_device(write_envelope(call, sent), group), dst, tag)
     if isinstance(sent, FailedSend):
         raise sent.error
@@ -277,7 +280,7 @@ def send(group: Group, call: str, sent: Outgoing, dst: int, tag: int) -> None:
 
 
 def recv(group: Group, src: int | None, tag: int) -> Received:
-    """Receive a payload from one rank, or from any. Args: src counts within the group."""
+    """Receive a payload from one rank; from any rank if `src` is None."""
     raw = _empty(ENVELOPE_NBYTES, group)
     source = dist.recv(raw, None if src is None else group.ranks[src], group=group.process_group, tag=tag)
     found = group.ranks.index(source)
@@ -309,7 +312,7 @@ def _read_all(group: Group, call: str, raw: Tensor) -> list[Envelope]:
 
 
 def _raise_failures(group: Group, call: str, envelopes: dict[int, Envelope], sent: Outgoing | None) -> None:
-    """Raise what a rank has found wrong, its own first. Args: envelopes are by number within the group."""
+    """Raise for this rank's failure, a different call or another's failure. `envelopes` is by number in the group."""
     if isinstance(sent, FailedSend):
         raise sent.error
     name = call.encode()[:LONGEST_CALL].decode(errors="replace")
@@ -323,7 +326,7 @@ def _raise_failures(group: Group, call: str, envelopes: dict[int, Envelope], sen
 
 
 def _check_grad_modes(group: Group, call: str, envelopes: Sequence[Envelope]) -> None:
-    """Refuse gradients that some rank would not pass on. Raises: RankMismatchError."""
+    """Raise RankMismatchError if a rank requires gradients that another would not pass on."""
     asking = [rank for rank, envelope in zip(group.ranks, envelopes, strict=True) if envelope.followed]
     without = [rank for rank, envelope in zip(group.ranks, envelopes, strict=True) if not envelope.in_grad_mode]
     if asking and without:
@@ -331,7 +334,7 @@ def _check_grad_modes(group: Group, call: str, envelopes: Sequence[Envelope]) ->
 
 
 def describe_modes(call: str, asking: Sequence[int], without: Sequence[int]) -> str:
-    """Return the error of ranks that ask for gradients which others would not pass on."""
+    """Return the message for ranks that require gradients that others would not pass on."""
     return (
         f"{call}: tensors of {name_ranks(asking)} require a gradient and {name_ranks(without)} called it under "
         "no_grad(), so that a backward would wait for ever: call it in the same mode everywhere, or detach() them"
@@ -345,7 +348,7 @@ def _kept(sent: Outgoing, *, followed: bool = False) -> Received:
 
 
 def _received(envelope: Envelope, rest: Tensor | None, sent: Outgoing | None, own: bool) -> Received:
-    """Put together what was in a envelope and what came after it."""
+    """Return the payload in an envelope and the rest after it."""
     followed = envelope.followed
     if own:
         assert sent is not None
@@ -364,7 +367,7 @@ def _received(envelope: Envelope, rest: Tensor | None, sent: Outgoing | None, ow
 
 
 def _rest(envelope: Envelope, payload: Payload, device: torch.device) -> Tensor | None:
-    """Return the bytes of a payload that come after its envelope; those of a single tensor may be its own."""
+    """Return the bytes of a payload that follow its envelope; for a single tensor, possibly its own memory."""
     if not envelope.rest_nbytes:
         return None
     parts = []
@@ -377,7 +380,7 @@ def _rest(envelope: Envelope, payload: Payload, device: torch.device) -> Tensor 
 
 
 def _may_pad(sizes: Sequence[int]) -> bool:
-    """Return True if all are to be filled up to the largest size, for one collective in place of one for each."""
+    """Return True if all are to be padded to the largest size, for one collective instead of one for each."""
     whole = max(sizes) * len(sizes)
     return whole <= _SMALL or whole <= _WASTE * sum(sizes)
 

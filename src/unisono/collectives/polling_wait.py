@@ -1,8 +1,8 @@
-"""Waiting for a transfer between ranks of one host without paying for a sleep.
+"""Waits for transfers between ranks of one host that poll before they sleep.
 
-A thread that sleeps until gloo's thread wakes it loses some 0.1 ms each time, on virtual machines more: half of what a
-short all-reduce takes. So a wait begins by polling, where every rank has a core to itself, and only as long as that
-pays. Start reading at `PollingWait`.
+A thread that sleeps until gloo's thread wakes it loses some 0.1 ms each time, more on virtual machines: half the time
+of a short all-reduce. So where every rank has its own core, a wait begins by polling, as long as that pays. Start
+reading at `PollingWait`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ __all__ = ["PollingWait"]
 
 
 class PollingWait:
-    """Waits for works of a process group on the CPU, polling first where that has paid lately.
+    """Waits for works of a process group on the CPU, polling first if that has paid lately.
 
-    Polling that does not see the end, because the transfer is long or the core is wanted, is left out for the next
-    waits: for twice as many each time.
+    If polling does not see the end, because the transfer is long or another thread needs the core, the next waits skip
+    it: twice as many each time.
 
-    Args: polls is whether to poll at all: where ranks share cores, polling takes the core that a peer needs to end the
-        transfer. poll_s is how long at most.
+    Args:
+        polls: True to poll at all. Where ranks share cores, polling takes the core that a peer needs for the transfer.
+        poll_s: Seconds to poll at most.
     """
 
     def __init__(self, *, polls: bool, poll_s: float = 0.003) -> None:
@@ -32,7 +33,11 @@ class PollingWait:
         self._backoff = Backoff()
 
     def wait(self, work: dist.Work) -> None:
-        """Wait for the end of a work. Raises: RuntimeError if it failed, as `Work.wait` does."""
+        """Wait for the end of a work.
+
+        Raises:
+            RuntimeError: The work failed, as in `Work.wait`.
+        """
         if self._polls and not work.is_completed():
             if self._backoff.left:
                 self._backoff.left -= 1
@@ -41,7 +46,7 @@ class PollingWait:
         work.wait()
 
     def _poll(self, work: dist.Work) -> bool:
-        """Poll for a while. Returns: whether the work ended meanwhile."""
+        """Poll for at most `poll_s`. Return True if the work has ended."""
         end_s = time.perf_counter() + self._poll_s
         while not work.is_completed():
             if time.perf_counter() > end_s:

@@ -1,7 +1,7 @@
-"""How values of several ranks become one: the operations by name, for tensors and for Python numbers.
+"""The operations that combine values of several ranks, by name, for tensors and for Python numbers.
 
-Pure but for `torch_op`'s table: nothing here communicates. Backends add only some types of numbers; `carrier_of` says
-as which type a tensor travels so that the result is right on all of them.
+Pure: nothing here communicates. Backends add only some types of numbers; `carrier_of` returns the type as which a
+tensor travels so that the result is right on all of them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Op", "OpName", "combine_numbers", "combine_tensors", "read_op"]
 
 OpName = Literal["sum", "mean", "min", "max", "product", "band", "bor", "bxor"]
 Op = OpName | dist.ReduceOp | dist.ReduceOp.RedOpType
-"""What `op` may be: a name, or torch's own word for it."""
+"""An operation: its name, or torch's `ReduceOp`."""
 
 NAMES: tuple[OpName, ...] = get_args(OpName)
 _TORCHS: dict[Any, OpName] = {
@@ -34,13 +34,16 @@ _TORCHS: dict[Any, OpName] = {
     dist.ReduceOp.BXOR: "bxor",
 }
 WIRE_OPS: dict[OpName, Any] = {name: op for op, name in _TORCHS.items()} | {"mean": dist.ReduceOp.SUM}
-"""What torch is asked for. A mean is a sum that is divided here: not every backend has one."""
+"""The operation that torch runs. A mean is a sum that is divided here: not every backend has one."""
 BITWISE = frozenset({"band", "bor", "bxor"})
 _UNORDERED = frozenset({"min", "max"})
 
 
 def read_op(op: Op) -> OpName:
-    """Return the name of an operation. Raises: ValueError for one that is not known.
+    """Return the name of an operation.
+
+    Raises:
+        ValueError: The operation is unknown.
 
     >>> read_op("sum"), read_op(dist.ReduceOp.AVG)
     ('sum', 'mean')
@@ -56,7 +59,11 @@ def read_op(op: Op) -> OpName:
 
 
 def check_dtype(dtype: torch.dtype, op: OpName, what: str) -> None:
-    """Raises: TypeError if the operation has no meaning for a tensor of this type."""
+    """Check that an operation can combine tensors of a type; `what` names the tensor in messages.
+
+    Raises:
+        TypeError: It cannot.
+    """
     floating = dtype.is_floating_point or dtype.is_complex
     if op == "mean" and not floating:
         raise TypeError(f"{what} is {name_of(dtype)}, which has no mean: convert it by .float(), or take the sum")
@@ -69,7 +76,7 @@ def check_dtype(dtype: torch.dtype, op: OpName, what: str) -> None:
 
 
 def carrier_of(dtype: torch.dtype, op: OpName) -> torch.dtype:
-    """Return the type as which a tensor travels: one that every backend can combine.
+    """Return the type as which a tensor travels, which every backend can combine.
 
     A sum or product of bool counts, as `torch.sum` does, and stays int64.
 
@@ -93,14 +100,14 @@ _SIGN = -(2**63)
 def load(tensor: Tensor, carrier: torch.dtype, op: OpName) -> Tensor:
     """Convert a tensor to the type as which it travels."""
     if tensor.dtype == torch.uint64:
-        # The same bits; so sums wrap alike. The order is that of the numbers once the first bit is turned.
+        # The same bits, so that sums wrap in the same way. With the first bit flipped, the order is the same too.
         bits = tensor.view(torch.int64)
         return bits ^ _SIGN if op in _UNORDERED else bits
     return tensor.to(carrier)
 
 
 def unload(tensor: Tensor, dtype: torch.dtype, op: OpName) -> Tensor:
-    """Convert back what `load` converted."""
+    """Convert a combined tensor back from the type as which it travels."""
     if dtype == torch.bool:
         return tensor if op in ("sum", "product") else tensor.to(torch.bool)
     if dtype == torch.uint64:
@@ -109,7 +116,7 @@ def unload(tensor: Tensor, dtype: torch.dtype, op: OpName) -> Tensor:
 
 
 def combine_tensors(tensors: Sequence[Tensor], op: OpName) -> Tensor:
-    """Combine tensors of one shape in the order given, as a backend would: in their own type, a mean as a sum."""
+    """Combine tensors of one shape in their order, as a backend would: in their own type, with a mean as a sum."""
     return functools.reduce(_PAIRWISE[op], tensors)
 
 
@@ -130,7 +137,9 @@ def combine_numbers(numbers: Sequence[int | float], op: OpName) -> int | float:
 
     Whole numbers are exact, whatever their size. A sum or mean of floats is rounded once, so that their order does not
     matter. bool counts in a sum, and stays bool under min, max and the bitwise operations.
-    Raises: TypeError for a bitwise operation on floats.
+
+    Raises:
+        TypeError: The operation is bitwise and a number is a float.
 
     >>> combine_numbers([2**62, 2**62, 1], "sum") - 2**63, combine_numbers([True, False], "max")
     (1, True)
@@ -161,7 +170,7 @@ def _sum(numbers: Sequence[int | float]) -> int | float:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Write a type of tensors.
+    """Return the name of a dtype, without "torch.".
 
     >>> name_of(torch.float32)
     'float32'

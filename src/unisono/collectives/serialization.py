@@ -1,8 +1,8 @@
-"""How a value becomes bytes to send, and a value again: any object, with its tensors beside the pickle.
+"""Conversion of any object to bytes and back, with its tensors beside the pickle.
 
-A `Payload` has a body (a pickle, in which tensors are numbers) and the tensors themselves, which travel as bytes of the
-group's device and never through pickle. Sending is `collectives.object_transport`'s. Start reading at `serialize` and
-`deserialize`.
+A `Payload` has a body (a pickle, in which numbers stand for tensors) and the tensors themselves, which travel as bytes
+on the group's device and never through pickle. `collectives.object_transport` sends it. Start reading at `serialize`
+and `deserialize`.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _LENGTH = struct.Struct("<I")
 
 
 class TensorMeta(NamedTuple):
-    """What a receiver must know of a tensor before it has the bytes."""
+    """The description of a tensor that its receiver needs before the bytes."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     device: str
-    """Type of the device; a receiver puts it on its own of that type."""
+    """The type of its device; a receiver puts the tensor on its own device of that type."""
     follow: int = NOT_FOLLOWED
-    """What autograd has to do with it: `FOLLOWED` if it requires a gradient, in grad mode; `FOLLOWABLE` if it could."""
+    """`FOLLOWED` if it requires a gradient, in grad mode; `FOLLOWABLE` if it could; otherwise `NOT_FOLLOWED`."""
 
     @property
     def nbytes(self) -> int:
@@ -50,12 +50,12 @@ class TensorMeta(NamedTuple):
 
 @dataclass(slots=True)
 class Payload:
-    """A value on its way."""
+    """A value in the form in which it travels."""
 
     body: bytes
     metas: list[TensorMeta]
     tensors: list[Tensor]
-    """As the sender has them."""
+    """The sender's own tensors, not copies."""
 
     @property
     def data_nbytes(self) -> int:
@@ -64,16 +64,16 @@ class Payload:
 
     @property
     def accelerated(self) -> bool:
-        """True if a tensor lies on something else than the CPU."""
+        """True if a tensor is on another device than the CPU."""
         return any(meta.device != "cpu" for meta in self.metas)
 
     @property
     def followed(self) -> bool:
-        """True if autograd follows a tensor."""
+        """True if a tensor requires a gradient."""
         return any(meta.follow == FOLLOWED for meta in self.metas)
 
     def data(self, device: torch.device) -> Tensor:
-        """Return the bytes of all tensors, one after the other; those of a single one may be the tensor's own."""
+        """Return the bytes of all tensors in one buffer; for a single tensor, possibly its own memory."""
         flats = [bytes_of(tensor) for tensor in self.tensors]
         if len(flats) == 1 and self.data_nbytes == flats[0].numel():
             return flats[0].to(device)
@@ -86,7 +86,7 @@ class Payload:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """Return the elements of a tensor as bytes, in order; without a copy where they lie in order."""
+    """Return the elements of a tensor as bytes, without a copy if it is contiguous."""
     dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
     if dense.numel() == 0:
         return torch.empty(0, dtype=torch.uint8, device=dense.device)
@@ -95,7 +95,11 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 
 def serialize(value: Any) -> Payload:
-    """Make a payload of any object. Raises: TypeError that says which part of it cannot be pickled."""
+    """Return the payload of any object.
+
+    Raises:
+        TypeError: A part of it cannot be pickled; the message names the part.
+    """
     buffer = io.BytesIO()
     pickler = _Pickler(buffer, value)
     try:
@@ -113,16 +117,19 @@ def read_tensor_metas(body: bytes) -> list[TensorMeta]:
 
 
 def deserialize(body: bytes, tensors: Sequence[Tensor]) -> Any:
-    """Make the value again, with these tensors in it.
+    """Return the value of a payload's body, with these tensors in it.
 
-    Raises: PeerError for a class that is not there, and what the classes of the sender's objects raise.
+    Raises:
+        PeerError: A class of the value cannot be imported here.
+        Exception: Any error from unpickling the sender's objects.
     """
     (length,) = _LENGTH.unpack_from(body)
     try:
         return _Unpickler(io.BytesIO(body[_LENGTH.size + length :]), tensors).load()
     except (AttributeError, ImportError) as error:
         raise PeerError(
-            f"what another rank sent cannot be made here: {error}: define its class in a module that all ranks import"
+            f"a value of another rank cannot be unpickled here: {error}: define its class in a module that all ranks "
+            "import"
         ) from error
 
 
@@ -135,7 +142,7 @@ def copy_tensors(payload: Payload) -> list[Tensor]:
 
 
 def split_tensors(data: Tensor | None, metas: Sequence[TensorMeta]) -> list[Tensor]:
-    """Cut tensors out of the bytes that came, each with memory of its own and on its device."""
+    """Return the tensors in the bytes received, each in its own memory and on its device."""
     tensors, start = [], 0
     for each in metas:
         device = local_device(each.device)
@@ -154,7 +161,7 @@ def split_tensors(data: Tensor | None, metas: Sequence[TensorMeta]) -> list[Tens
 
 
 def local_device(kind: str) -> torch.device:
-    """Return this rank's device of a type that another rank has; the CPU if this one has none."""
+    """Return this rank's device of a type that another rank has; the CPU if this rank has none."""
     if kind != "cpu" and not torch.get_device_module(kind).is_available():
         kind = "cpu"
     return own_device(kind)
@@ -169,7 +176,7 @@ def _take_parameter(index: int, requires_grad: bool) -> torch.nn.Parameter:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles with numbers in place of tensors."""
+    """Pickles a value with numbers in place of tensors."""
 
     def __init__(self, file: io.BytesIO, value: Any) -> None:
         super().__init__(file, protocol=5)
@@ -189,18 +196,18 @@ class _Pickler(pickle.Pickler):
             follow = FOLLOWED if obj.requires_grad and torch.is_grad_enabled() else FOLLOWABLE
         self.metas.append(TensorMeta(obj.dtype, tuple(obj.shape), obj.device.type, follow))
         if kind is torch.nn.Parameter and not self._is_in_structure(obj):
-            return _take_parameter, (index, obj.requires_grad)  # one of a module, say, which must stay one
+            return _take_parameter, (index, obj.requires_grad)  # such as a parameter of a module, which must stay one
         return _take, (index,)
 
     def _is_in_structure(self, tensor: Tensor) -> bool:
-        """Return True if a tensor is reached by dicts, lists, tuples and dataclasses alone."""
+        """Return True if a tensor is reachable through dicts, lists, tuples and dataclasses alone."""
         if self._in_structure is None:
             self._in_structure = {id(found) for found in _tensors_in(self._value)}
         return id(tensor) in self._in_structure
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickles with tensors in place of numbers."""
+    """Unpickles a value with tensors in place of numbers."""
 
     def __init__(self, file: io.BytesIO, tensors: Sequence[Tensor]) -> None:
         super().__init__(file)
@@ -219,12 +226,12 @@ class _Unpickler(pickle.Unpickler):
 
 
 def travels_as_bytes(tensor: Tensor) -> bool:
-    """Return True if the elements are all that there is; other layouts are pickled in torch's way."""
+    """Return True if the elements describe the whole tensor. Other layouts are pickled as torch does it."""
     return tensor.layout == torch.strided and not tensor.is_quantized and tensor.device.type != "meta"
 
 
 def _tensors_in(value: Any) -> list[Tensor]:
-    """List the tensors of a structure, which may hold itself."""
+    """Return the tensors of a structure, which may contain itself."""
     found, seen, waiting = [], set(), [value]
     while waiting:
         each = waiting.pop()
@@ -237,7 +244,7 @@ def _tensors_in(value: Any) -> list[Tensor]:
 
 
 def _why_not(value: Any, error: Exception) -> str:
-    """Return which part of a value cannot be pickled."""
+    """Return the message that names the part of a value that cannot be pickled."""
     part, where = value, "value"
     while len(where) < _LONGEST_PLACE:
         for key, child in children(part) or ():

@@ -1,6 +1,6 @@
 """Nested values: dicts, lists, tuples, named tuples and dataclasses, with tensors and numbers as leaves.
 
-`take_apart` gives the leaves in an order that is the same on all ranks, each with its place for messages, and a
+`take_apart` returns the leaves in an order that is the same on all ranks, each with its place for messages, and a
 function that builds the same structure around other leaves. Pure.
 """
 
@@ -22,19 +22,19 @@ from unisono.mismatch import by_value
 __all__ = ["Leaf", "Parts", "check_concat", "children", "compare", "concatenate", "step_into", "take_apart"]
 
 _MOST_PLACES = 3
-"""Places that a message names."""
+"""Places that a message names at most."""
 
 
 class Leaf(NamedTuple):
-    """A tensor, number or None, and where it stands."""
+    """A tensor, number or None, and its place in the structure."""
 
     place: str
-    """As one would write it, such as value['a'][0]."""
+    """The expression for it, such as value['a'][0]."""
     value: Any
 
 
 class Parts(NamedTuple):
-    """A value taken apart."""
+    """A value as leaves and structure."""
 
     leaves: list[Leaf]
     build: Callable[[Sequence[Any]], Any]
@@ -42,7 +42,7 @@ class Parts(NamedTuple):
 
 
 def children(value: Any) -> list[tuple[Any, Any]] | None:
-    """Return what a structure holds, as pairs of key and child; None for what is no structure."""
+    """Return the children of a structure, as pairs of key and child; None if the value is no structure."""
     kind = type(value)
     if kind is list or isinstance(value, tuple):
         known = kind in (list, tuple) or hasattr(kind, "_fields") or hasattr(kind, "n_sequence_fields")
@@ -55,7 +55,7 @@ def children(value: Any) -> list[tuple[Any, Any]] | None:
 
 
 def step_into(place: str, key: Any) -> str:
-    """Name a child of a place.
+    """Return the place of a child.
 
     >>> step_into("value", 0), step_into("value", "a"), step_into("value", ".a")
     ('value[0]', "value['a']", 'value.a')
@@ -66,10 +66,12 @@ def step_into(place: str, key: Any) -> str:
 
 
 def take_apart(value: Any, *, place: str = "value") -> Parts:
-    """Take a value apart.
+    """Return the leaves of a value, and a function that builds the same structure around others.
 
-    Entries of dicts come in the order of their keys' text, so that it does not matter in which order they were made.
-    Raises: TypeError for a leaf that is no tensor, number or None.
+    Entries of dicts are in the order of their keys' text, so that the order in which they were made does not matter.
+
+    Raises:
+        TypeError: A leaf is not a tensor, number or None.
     """
     leaves: list[Leaf] = []
     build = _take(value, place, leaves)
@@ -103,7 +105,7 @@ def _builder(value: Any, builders: list[tuple[Any, Callable[[Any], Any]]]) -> Ca
     if isinstance(value, dict):
 
         def build_dict(leaves: Any) -> Any:
-            new = copy.copy(value)  # keeps the class, the order and what else a subclass has
+            new = copy.copy(value)  # keeps the class, the order and all else that a subclass has
             for key, build in builders:
                 new[key] = build(leaves)
             return new
@@ -115,7 +117,7 @@ def _builder(value: Any, builders: list[tuple[Any, Callable[[Any], Any]]]) -> Ca
         return lambda leaves: kind([build(leaves) for _, build in builders])
 
     def build_dataclass(leaves: Any) -> Any:
-        new = copy.copy(value)  # not by __init__, which may want other arguments
+        new = copy.copy(value)  # not by __init__, which may take other arguments
         for key, build in builders:
             object.__setattr__(new, key[1:], build(leaves))
         return new
@@ -124,19 +126,19 @@ def _builder(value: Any, builders: list[tuple[Any, Callable[[Any], Any]]]) -> Ca
 
 
 def _plain_number(value: Any) -> int | float | None:
-    """Return the Python number that a scalar of another library is."""
+    """Return a scalar of another library as a Python number; None if it is not a number."""
     if isinstance(value, numbers.Integral):
         return int(value)
     return float(value) if isinstance(value, numbers.Real) else None
 
 
 def signature(leaves: Iterable[Leaf]) -> list[tuple[str, str]]:
-    """Return place and kind of every leaf: what must be equal on all ranks."""
+    """Return the place and kind of every leaf, which must be equal on all ranks."""
     return [(leaf.place, kind_of(leaf.value)) for leaf in leaves]
 
 
 def kind_of(value: Any) -> str:
-    """Write what a leaf is, without its values.
+    """Return the kind of a leaf as words, without its values.
 
     >>> kind_of(torch.ones(2, 3)), kind_of(1.5), kind_of(None)
     ('float32 [2, 3]', 'a number', 'None')
@@ -147,7 +149,7 @@ def kind_of(value: Any) -> str:
 
 
 def compare(signatures: Sequence[Sequence[tuple[str, str]]], ranks: Sequence[int]) -> str | None:
-    """Return where signatures of several ranks differ; None if they are equal.
+    """Return the differences between the signatures of ranks as words; None if they are equal.
 
     >>> compare([[("value['b']", "float32 [4]")]] * 2 + [[("value['b']", "float32 [3]")]], [0, 1, 2])
     "value['b'] is float32 [3] on rank 2, float32 [4] on ranks 0-1"
@@ -166,7 +168,12 @@ def compare(signatures: Sequence[Sequence[tuple[str, str]]], ranks: Sequence[int
 
 
 def check_concat(value: Any, dim: int | None) -> None:
-    """Raises: TypeError, ValueError for a value that cannot be joined with others along a dimension."""
+    """Check that a value can be concatenated with others along a dimension; None is always allowed.
+
+    Raises:
+        TypeError: The dimension is not an int, or a leaf is not a tensor.
+        ValueError: A tensor does not have the dimension.
+    """
     if dim is None:
         return
     if type(dim) is not int:
@@ -182,7 +189,11 @@ def check_concat(value: Any, dim: int | None) -> None:
 
 
 def concatenate(values: Sequence[Any], dim: int, ranks: Sequence[int], call: str) -> Any:
-    """Join the tensors of equal structures along a dimension. Raises: RankMismatchError that names rank and place."""
+    """Concatenate the tensors of equal structures along a dimension.
+
+    Raises:
+        RankMismatchError: They do not match; the message names ranks and places.
+    """
     taken = [take_apart(value) for value in values]
 
     def kind(tensor: Tensor) -> str:

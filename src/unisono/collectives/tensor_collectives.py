@@ -1,8 +1,8 @@
-"""Collectives of one tensor each, of equal shape on all ranks, straight through torch.distributed.
+"""Collectives of one tensor each, of equal shape on all ranks, directly through torch.distributed.
 
-Each gives a new tensor on the device of its argument, and knows nothing of autograd, which is
-`collectives.differentiable`'s. Whatever a backend cannot do is done in another way here: types that it does not add,
-devices that it does not take. Numbers of ranks count within the group.
+Each returns a new tensor on the device of its argument, without autograd, which `collectives.differentiable` adds.
+Types that a backend does not add and devices that it does not support are converted here. `src` and `dst` are numbers
+within the group. Every rank of the group must call these functions.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def all_reduce(group: Group, tensor: Tensor, op: OpName) -> Tensor:
 
 
 def reduce(group: Group, tensor: Tensor, op: OpName, dst: int) -> Tensor | None:
-    """Combine the tensors of all ranks on one of them; the others get None."""
+    """Combine the tensors of all ranks on one of them; return None on the others."""
     wire = _loaded(group, tensor, op)
     if group.process_group is not None:
         if _must_gather(group, wire, op):
@@ -55,7 +55,7 @@ def reduce(group: Group, tensor: Tensor, op: OpName, dst: int) -> Tensor | None:
 
 
 def reduce_scatter(group: Group, tensor: Tensor, op: OpName) -> Tensor:
-    """Combine the tensors of all ranks, and give each rank its part of the first dimension. Parts are equal."""
+    """Combine the tensors of all ranks, and return this rank's part of the first dimension. Parts are equal."""
     if group.process_group is None:
         return _unloaded(group, _loaded(group, tensor, op), tensor, op)
     length = tensor.shape[0] // group.size
@@ -63,7 +63,7 @@ def reduce_scatter(group: Group, tensor: Tensor, op: OpName) -> Tensor:
     if _must_gather(group, wire, op):
         part = combine_tensors(all_to_all(group, wire), op)
     elif group.watchdog is not None and wire.is_cpu:
-        # As gloo does it, whose own cannot be waited for in slices.
+        # As gloo does it itself, in a call that cannot be waited for in slices.
         if wire.data_ptr() == tensor.data_ptr():
             wire = wire.clone()
         group.run((_REDUCE_SCATTER, op), tensor, dist.all_reduce, wire, WIRE_OPS[op])
@@ -75,7 +75,7 @@ def reduce_scatter(group: Group, tensor: Tensor, op: OpName) -> Tensor:
 
 
 def all_gather(group: Group, tensor: Tensor) -> list[Tensor]:
-    """Send the tensors of all ranks to all."""
+    """Return the tensors of all ranks."""
     wire = _wired(group, tensor)
     if group.process_group is None:
         return [wire.clone()]
@@ -88,7 +88,7 @@ def all_gather(group: Group, tensor: Tensor) -> list[Tensor]:
 
 
 def all_gather_flat(group: Group, tensor: Tensor) -> Tensor:
-    """Send the tensors of all ranks to all, one after the other along the first dimension."""
+    """Return the tensors of all ranks, concatenated along the first dimension."""
     wire = _wired(group, tensor)
     if group.process_group is None:
         return wire.clone()
@@ -100,7 +100,7 @@ def all_gather_flat(group: Group, tensor: Tensor) -> Tensor:
 
 
 def gather(group: Group, tensor: Tensor, dst: int) -> list[Tensor] | None:
-    """Send the tensors of all ranks to one; the others get None."""
+    """Return the tensors of all ranks on one of them; None on the others."""
     wire = _wired(group, tensor)
     if group.process_group is None:
         return [wire.clone()]
@@ -114,7 +114,7 @@ def gather(group: Group, tensor: Tensor, dst: int) -> list[Tensor] | None:
 
 
 def broadcast(group: Group, tensor: Tensor, src: int) -> Tensor:
-    """Send the tensor of one rank to all. Args: tensor gives shape, type and device elsewhere."""
+    """Return the tensor of one rank on all. `tensor` has its shape and type everywhere, and the result's device."""
     wire = _wired(group, tensor) if group.rank == src else _room(group, tensor)
     if group.process_group is None:
         return wire.clone()
@@ -124,7 +124,7 @@ def broadcast(group: Group, tensor: Tensor, src: int) -> Tensor:
 
 
 def scatter(group: Group, tensors: Sequence[Tensor] | None, like: Tensor, src: int) -> Tensor:
-    """Send each rank its tensor of those that one rank has. Args: like gives shape, type and device."""
+    """Return on each rank its tensor from one rank. `like` has its shape and type, and the result's device."""
     if group.process_group is None:
         assert tensors is not None
         return _wired(group, tensors[0]).clone()
@@ -140,15 +140,19 @@ def scatter(group: Group, tensors: Sequence[Tensor] | None, like: Tensor, src: i
 
 
 def all_to_all(group: Group, tensor: Tensor) -> list[Tensor]:
-    """Send rank r the r-th of the equal parts along the first dimension, of every rank."""
+    """Send the r-th of the equal parts along the first dimension to rank r, and return the parts received."""
     lengths = [tensor.shape[0] // group.size] * group.size
     return list(torch.split(all_to_all_flat(group, tensor, lengths, lengths), lengths))
 
 
 def all_to_all_flat(group: Group, tensor: Tensor, leaving: Sequence[int], coming: Sequence[int]) -> Tensor:
-    """Send rank r the r-th part along the first dimension, of every rank, one after the other.
+    """Send the r-th part along the first dimension to rank r, and return the parts received, concatenated.
 
-    Args: leaving and coming are the lengths of the parts to each rank, and from each.
+    Args:
+        group: The group.
+        tensor: The parts.
+        leaving: The lengths of the parts to each rank.
+        coming: The lengths of the parts from each rank.
     """
     wire = _wired(group, tensor)
     if group.process_group is None:
@@ -163,7 +167,7 @@ def all_to_all_flat(group: Group, tensor: Tensor, leaving: Sequence[int], coming
     return out.to(tensor.device)
 
 
-# gloo gathers no complex numbers, and other backends lack others.
+# gloo does not gather complex numbers, and other backends lack other types.
 _MOVED = frozenset(
     {
         torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64,
@@ -173,19 +177,19 @@ _MOVED = frozenset(
 
 
 def _moves(wire: Tensor) -> bool:
-    """Return True if every backend moves tensors of this type as they are; others go as bytes."""
+    """Return True if every backend moves tensors of this type as they are; others travel as bytes."""
     return wire.dtype in _MOVED
 
 
 def _must_gather(group: Group, wire: Tensor, op: OpName) -> bool:
-    """Return True if the backend cannot combine, so that each rank must combine all."""
+    """Return True if the backend cannot combine such tensors, so that ranks must gather and combine them."""
     if wire.is_complex():
         return op == "product"
     return op in BITWISE and group.backends.get(wire.device.type) not in ("gloo", "shm", "mpi")
 
 
 def _wired(group: Group, tensor: Tensor) -> Tensor:
-    """Return a tensor as it can travel: dense, in order, on a device that the backend takes."""
+    """Return a tensor as it can travel: contiguous, on a device that the backend supports."""
     wire = tensor.detach()
     device = group.device_for(wire)
     if wire.device != device:
@@ -196,15 +200,15 @@ def _wired(group: Group, tensor: Tensor) -> Tensor:
 
 
 def _room(group: Group, like: Tensor) -> Tensor:
-    """Make room for a tensor as it travels. Args: like has its shape, type and device at home."""
+    """Return an empty tensor of the shape and type of `like`, on the device on which it travels."""
     device = group.device_for(like)
-    if like.device == device and type(like) is Tensor and like.layout == torch.strided:  # a quarter of the time
+    if like.device == device and type(like) is Tensor and like.layout == torch.strided:  # takes a quarter of the time
         return torch.empty_like(like, memory_format=torch.contiguous_format)
     return torch.empty(like.shape, dtype=like.dtype, device=device)
 
 
 def _loaded(group: Group, tensor: Tensor, op: OpName, *, copies: bool = True) -> Tensor:
-    """Return a tensor as it can be combined. Args: copies asks for a tensor that may be written to."""
+    """Return a tensor as it can be combined; with `copies`, one that may be written to."""
     wire = tensor.detach()
     if wire.layout != torch.strided:
         return wire.clone()
@@ -221,12 +225,12 @@ def _loaded(group: Group, tensor: Tensor, op: OpName, *, copies: bool = True) ->
     if copies and wire.data_ptr() == tensor.data_ptr():
         wire = wire.clone()
     if op == "mean" and wire.dtype == torch.float16:
-        wire = wire / group.size  # before the sum, which might leave the range
+        wire = wire / group.size  # before the sum, which might overflow
     return wire
 
 
 def _unloaded(group: Group, wire: Tensor, tensor: Tensor, op: OpName) -> Tensor:
-    """Turn what was combined into the result."""
+    """Return the result from the combined tensor: divided for a mean, in its own type, on its own device."""
     if op == "mean" and wire.dtype != torch.float16:
         wire = wire / group.size if wire.layout != torch.strided else wire.div_(group.size)
     if wire.dtype is not tensor.dtype:

@@ -1,8 +1,8 @@
 """A watchdog over calls: collectives that have not ended after a second are compared, over the job's store.
 
-Ranks that call different things would wait for each other for ever in gloo. A call that ends in time costs no more than
-a record of what it was. Check mode, which compares every call before it begins, is `collectives.check_mode`'s. Start
-reading at `CallWatchdog.run`.
+Ranks that make different calls would wait for each other for ever in gloo. A call that ends in time costs no more than
+a record of it. Check mode (`collectives.check_mode`) compares every call before it begins. Start reading at
+`CallWatchdog.run`.
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ from unisono.text import without_cpp_place
 __all__ = ["CallTemplate", "CallWatchdog"]
 
 _PATIENCE = timedelta(seconds=1)
-"""How long a call runs before it is looked at."""
+"""How long a call runs before it is compared."""
 _PAUSE = timedelta(seconds=0.5)
-"""Between looks for what the others have found."""
+"""Time between looks for the findings of other ranks."""
 _KEPT = 32
-"""Calls that are remembered. A root of small broadcasts may be far ahead of ranks that wait in another call."""
+"""Calls that a rank remembers. A root of small broadcasts may be far ahead of ranks that wait in another call."""
 _NEIGHBOURS = 16
 """Ranks on either side that each compares with. If not all in a ring are equal, two neighbours differ."""
 _FOR_OTHERS_S = 1.5
-"""How long a rank that raises waits for the others: for those that come just now, and until all have read why."""
+"""Seconds that a rank waits before it raises: for ranks that are just arriving, and until all have read the reason."""
 
 
 CallTemplate = tuple[str, object]
-"""The operation as users know it, and what stands at the {!r} in it; None: nothing does."""
+"""The operation as users know it, and the argument for the {!r} in it; None if it has none."""
 
 
 _PendingCalls = dict[int, dict[str, dict[str, Any]]]
-"""By rank its latest calls up to the pending one, by number."""
+"""By rank, its latest calls up to the pending one, by number."""
 
 
 _CallRecord = tuple[CallTemplate, str | tuple[torch.dtype, torch.Size], CodeType, int]
-"""One call of this rank, with nothing that keeps its value alive: the call, a description of the value or a tensor's
-type and shape, and where the user's code is. A plain tuple, for one is made at every call."""
+"""One call of this rank, without references that keep its value alive: the call, a description of the value or a
+tensor's type and shape, and the place in the user's code. A plain tuple, since every call makes one."""
 
 
 class CallWatchdog:
-    """The calls of one group, and their comparison when one is late. Args: store is the job's."""
+    """Records the calls of one group, and compares them over the job's store when one is late."""
 
     def __init__(self, store: dist.Store, members: Members) -> None:  # type: ignore[name-defined]
         self._store, self._members = store, members
@@ -75,23 +75,30 @@ class CallWatchdog:
     ) -> None:
         """Run an operation of torch.distributed to its end. Called by `Group.run` alone.
 
-        Args: call says what it is, value what it is called with: a tensor alike on all ranks, or a description of what
-            may differ. args and kwargs are the operation's, with the group.
-        Raises: RankMismatchError if ranks call different things; the backend's error.
+        Args:
+            call: The name of the call.
+            value: A tensor, whose type and size must be equal on all ranks, or a description of what may differ.
+            operation: A function of torch.distributed.
+            args: Its arguments.
+            kwargs: Its keyword arguments, with the group.
+
+        Raises:
+            RankMismatchError: Ranks make different calls, or did so before.
+            RuntimeError: The backend's error, with this rank's call.
         """
         if self._broken is not None:
             raise RankMismatchError(self._broken)
         with self._lock:
             work: dist.Work = operation(*args, async_op=True, **kwargs)
-            # Gloo's thread works meanwhile.
-            frame = user_frame(above=2)  # Group.run, and who calls that
+            # Meanwhile gloo's thread works.
+            frame = user_frame(above=2)  # Group.run and its caller
             described = value if isinstance(value, str) else (value.dtype, value.shape)
             record = (call, described, frame.f_code, frame.f_lasti)
             self._records.append(record)
             self._count += 1
         try:
             work.wait(_PATIENCE)
-        except RuntimeError:  # late, or failed; what follows is not to be reported as this error's consequence
+        except RuntimeError:  # late or failed; later errors must not have this one as their context
             pass
         else:
             return
@@ -108,7 +115,7 @@ class CallWatchdog:
             if looks:
                 looks = self._look(first=not published)
                 published = True
-            with suppress(RuntimeError):  # if it has failed, that is raised below
+            with suppress(RuntimeError):  # a failure is raised below
                 work.wait(_PAUSE)
         if looks and published:
             with suppress(RuntimeError):
@@ -116,7 +123,7 @@ class CallWatchdog:
         try:
             work.wait()
         except RuntimeError as error:
-            if published:  # the others may have ended because of what they have found
+            if published:  # the others may have ended because of a mismatch
                 with suppress(RuntimeError):
                     if self._store.check([f"{self._name}/told"]):
                         raise RankMismatchError(self._read("told")) from error
@@ -132,9 +139,13 @@ class CallWatchdog:
         )
 
     def _look(self, *, first: bool) -> bool:
-        """Publish what this rank waits for, and compare it with what the others have published.
+        """Publish the calls of this rank, and compare them with those that the others have published.
 
-        Returns: whether to look again; not when the store has ended. Raises: RankMismatchError.
+        Returns:
+            True to look again; False if the store has ended.
+
+        Raises:
+            RankMismatchError: The calls differ.
         """
         try:
             if first:
@@ -167,13 +178,13 @@ class CallWatchdog:
         return sorted(set(ring[max(0, len(self._ranks) - _NEIGHBOURS) :][: 2 * _NEIGHBOURS + 1]))
 
     def _pending(self, ranks: Sequence[int]) -> _PendingCalls:
-        """Read the pending calls of those of the ranks that wait."""
+        """Return the pending calls of those of the ranks that wait."""
         there = [rank for rank in ranks if self._store.check([self._key(rank)])]
         found = {rank: json.loads(self._store.get(self._key(rank))) for rank in there}
         return {rank: calls for rank, calls in found.items() if calls}
 
     def _settle(self, pending: _PendingCalls) -> None:
-        """Publish in what the ranks differ, unless another rank does. Args: pending is of ranks that differ."""
+        """Publish the difference between the pending calls, unless another rank does."""
         end_s = time.monotonic() + _FOR_OTHERS_S
         while len(pending) < len(self._ranks) and time.monotonic() < end_s:
             time.sleep(0.02)
@@ -186,7 +197,7 @@ class CallWatchdog:
         self._store.compare_set(f"{self._name}/told", "", text or "ranks call different things")
 
     def _entry(self, record: _CallRecord) -> dict[str, Any]:
-        """Write a call down for others. Calls that are alike end together."""
+        """Return the description of a call for other ranks. Calls with equal "alike" end together."""
         (template, argument), value, code, instruction = record
         call = template if argument is None else template.format(argument)
         if isinstance(value, str):
@@ -206,7 +217,7 @@ class CallWatchdog:
 
 
 def _difference(pending: _PendingCalls) -> str | None:
-    """Return the number of the first call in which ranks differ; None if there is none among the published ones."""
+    """Return the number of the first published call in which ranks differ; None if there is none."""
     for number in sorted({number for calls in pending.values() for number in calls}, key=int):
         if len({str(calls[number]["alike"]) for calls in pending.values() if number in calls}) > 1:
             return number
@@ -214,5 +225,5 @@ def _difference(pending: _PendingCalls) -> str | None:
 
 
 def _keep_for_ever(group: dist.ProcessGroup) -> None:
-    """Keep a group from being taken down, which would wait for an operation that cannot end."""
+    """Prevent the destruction of a group, which would wait for an operation that cannot end."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
