@@ -18,8 +18,8 @@ from torch import Tensor
 __all__ = ["COUNT", "Totals", "TotalsRow", "add_rows", "as_tensor", "rounded_sum", "row_of", "totals_of"]
 
 COUNT = 5
-"""Numbers in a row: the loss, the high and low parts of the weight, how many leaves changed a new buffer, and how many gave
-further values."""
+"""Numbers in a row: the loss, the high and low parts of the weight, and how many leaves changed a new buffer and how
+many have further values."""
 
 # A float32 counts exactly up to 2^24. Two of them, high and low part, count the tokens of any global batch.
 _WEIGHT_BASE = 4096.0

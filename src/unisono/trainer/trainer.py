@@ -361,8 +361,9 @@ class Trainer:
             GroupError: The function called a collective.
             RuntimeError: It is called inside a loss function or an evaluated function, or torch's process group failed.
             TypeError: loss, encode or on_gradients cannot be called.
-            ValueError: recompute is given without encode, batch is not the latest one, optimizer names none of the Trainer's, or the optimizer has no
-                parameter to train, one that belongs to no model, or one that it cannot update.
+            ValueError: recompute is given without encode, batch is not the latest one, optimizer names none of the
+                Trainer's, or the optimizer has no parameter to train, one that belongs to no model, or one that it
+                cannot update.
             PeerError: Another rank of the host has died, failed in the step, or does not come in time; or encode or
                 on_gradients raised an exception on another rank.
             UnisonoError: An earlier step broke off, so that ranks no longer agree on what comes next. With the shared
