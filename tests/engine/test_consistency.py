@@ -41,5 +41,5 @@ def test_the_engine_is_asked_if_nothing_else_differs():
     step = {"call": "step()"}
     with pytest.raises(RankMismatchError, match=r"ranks differ: place is 'new' on rank 0 and 'old' on rank 1"):
         _raise(step, step, engine=({"place": "new"}, {"place": "old"}))
-    with pytest.raises(RankMismatchError, match=r"their fingerprints differ, though what these are made of looks"):
+    with pytest.raises(RankMismatchError, match=r"their fingerprints differ, though the descriptions behind them look"):
         _raise(step, step)
