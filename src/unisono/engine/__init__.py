@@ -3,6 +3,7 @@
 from unisono.engine.base import Engine, Trained
 from unisono.engine.buffer_transaction import BufferTransaction
 from unisono.engine.consistency import ConsistencyCheck, StepDescription
+from unisono.engine.joint_optimizer import JointOptimizer, parts_of, trained_by
 from unisono.engine.selection import EngineFactory, EngineKind, select_engines
 from unisono.engine.step_transaction import StepTransaction
 from unisono.engine.totals import Totals
@@ -14,10 +15,13 @@ __all__ = [
     "Engine",
     "EngineFactory",
     "EngineKind",
+    "JointOptimizer",
     "StepDescription",
     "StepTransaction",
     "Totals",
     "Trained",
     "check_trained",
+    "parts_of",
     "select_engines",
+    "trained_by",
 ]

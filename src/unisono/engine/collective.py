@@ -22,7 +22,7 @@ from unisono.engine.base import Trained
 from unisono.engine.consistency import ConsistencyCheck
 from unisono.engine.node_sums import take
 from unisono.engine.norm import dense_strides
-from unisono.engine.sparse_tables import TableSums, check_optimizer, split_sparse
+from unisono.engine.sparse_tables import TableSums, check_optimizers, split_sparse
 from unisono.engine.step_transaction import StepTransaction
 from unisono.engine.totals import COUNT, Totals, as_tensor, totals_of
 from unisono.engine.tree_all_reduce import NodeLayouts, TreeAllReduce
@@ -97,7 +97,7 @@ class CollectiveEngine(GradientAccumulation):
             )
         if trained is not self._given:
             self._build(trained)
-        check_optimizer(self._optimizer, self._trained, self._tables.tables)
+        check_optimizers(self._optimizer, self._trained, self._tables.tables)
         self._begin(step, self._layouts.of(leaves))
         self._unsettled = len(self._trained.parameters)
         self._launched = 0

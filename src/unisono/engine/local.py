@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from unisono.engine.base import Trained, refuse_sparse
 from unisono.engine.node_sums import NodeSum, add, take
-from unisono.engine.sparse_tables import TableSums, check_optimizer, split_sparse
+from unisono.engine.sparse_tables import TableSums, check_optimizers, split_sparse
 from unisono.engine.step_transaction import StepTransaction
 from unisono.engine.totals import Totals, add_rows, row_of, totals_of
 from unisono.engine.tree_all_reduce import NodeLayout
@@ -40,7 +40,7 @@ class LocalEngine:
         if trained is not self._given:
             self._trained, tables = split_sparse(trained, self._modules)
             self._given, self._tables = trained, TableSums(tables)
-        check_optimizer(self._optimizer, self._trained, self._tables.tables)
+        check_optimizers(self._optimizer, self._trained, self._tables.tables)
         self._step, self._leaves = step, leaves
         self._gradients = NodeSum(Node(0, leaves), add=add)
         self._totals = NodeSum(Node(0, leaves), add=add_rows)

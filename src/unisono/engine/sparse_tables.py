@@ -15,13 +15,14 @@ from torch.optim import Optimizer
 
 from unisono.engine.all_gather_v import AllGatherV, next_part
 from unisono.engine.base import Trained
+from unisono.engine.joint_optimizer import parts_of, trained_by
 from unisono.engine.node_sums import Gradients, NodeSum, take
 from unisono.engine.step_transaction import StepTransaction
 from unisono.engine.tree_all_reduce import NodeLayout
 from unisono.errors import LossError
 from unisono.plan import Node, fold
 
-__all__ = ["TableSums", "check_optimizer", "split_sparse"]
+__all__ = ["TableSums", "check_optimizers", "split_sparse"]
 
 _WITHOUT: dict[type[Optimizer], tuple[str, ...]] = {
     optim.SparseAdam: (),
@@ -46,8 +47,17 @@ def split_sparse(trained: Trained, modules: Iterable[nn.Module]) -> tuple[Traine
     return dense, sparse
 
 
-def check_optimizer(optimizer: Optimizer, dense: Trained, sparse: Trained) -> None:
+def check_optimizers(optimizer: Optimizer, dense: Trained, sparse: Trained) -> None:
     """Raise ValueError if one of torch's optimizers would refuse its gradients in the middle of an update."""
+    parts = parts_of(optimizer)
+    for part in parts:
+        if len(parts) == 1:
+            _check(part, dense, sparse)
+        else:
+            _check(part, trained_by(part, dense), trained_by(part, sparse))
+
+
+def _check(optimizer: Optimizer, dense: Trained, sparse: Trained) -> None:
     kind = type(optimizer)
     if kind is optim.SparseAdam and dense.names:
         raise ValueError(

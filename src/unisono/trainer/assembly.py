@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from unisono.collectives.world import World
-from unisono.engine import BufferTransaction, ConsistencyCheck, EngineKind, select_engines
+from unisono.engine import BufferTransaction, ConsistencyCheck, EngineKind, JointOptimizer, select_engines
 from unisono.job.placement import own_placement
 from unisono.state.policy import Checkpoints
 from unisono.state.stateful import Stateful
@@ -64,7 +64,8 @@ class TrainerParts:
     comparison: ConsistencyCheck
     keeper: Checkpointing
     modules: dict[str, nn.Module]
-    runners: dict[str, StepRunner]
+    runners: dict[str | None, StepRunner]
+    """By the name of the optimizer; None: that of all, where there are several."""
     schedulers: dict[str, LRScheduler]
     averages: dict[str, AveragedModel]
     subjects: Subjects
@@ -149,25 +150,33 @@ def assemble(
         engine, world, modules.values(), optimizers.values(), virtual_ranks=virtual_ranks, overlap=overlap
     )
     buffers = BufferTransaction(modules, world, engines.all_reduce, virtual_ranks=virtual_ranks)
-    runners = {
-        name: StepRunner(
+
+    def make_runner(of_step: Mapping[str, Optimizer]) -> StepRunner:
+        single = next(iter(of_step.values()))
+        stepped = single if len(of_step) == 1 else JointOptimizer([*of_step.values()])
+        return StepRunner(
             run,
             models=model,
             modules=modules,
-            optimizer=each,
-            engine=engines.engine(each),
+            optimizer=stepped,
+            engine=engines.engine(stepped),
             buffers=buffers,
             comparison=engines.comparison,
-            fingerprint=StepFingerprint(name, each, modules),
+            fingerprint=StepFingerprint(of_step, modules),
             autocast=autocast,
             clip_grad_norm=clip_grad_norm,
         )
-        for name, each in optimizers.items()
-    }
+
+    runners: dict[str | None, StepRunner] = {name: make_runner({name: each}) for name, each in optimizers.items()}
+    if len(optimizers) > 1:
+        runners[None] = joint = make_runner(optimizers)
+        joint.scaler = runners[next(iter(optimizers))].scaler
     averages = start_averages(modules, ema_decay)
     others: dict[str, Stateful] = {f"stateful/{name}": each for name, each in stateful.items()}
     others |= {f"scheduler/{name}": each for name, each in schedulers.items()}
-    others |= {f"scaler/{name}": runner.scaler for name, runner in runners.items() if runner.scaler is not None}
+    others |= {
+        f"scaler/{name}": runner.scaler for name, runner in runners.items() if name is not None and runner.scaler
+    }
     others |= {f"average/{prefix}": AverageUpdates(average) for prefix, average in averages.items()}
     subjects = Subjects(
         modules=modules,

@@ -233,8 +233,10 @@ class Loop:
             for prefix, average in self._averages.items():
                 if runner.trains(self._modules[prefix]):
                     average.update_parameters(self._modules[prefix])
-            if self._scheduler_interval == "step" and (scheduler := self._schedulers.get(name)) is not None:
-                scheduler.step()
+            if self._scheduler_interval == "step":
+                for of_optimizer, scheduler in self._schedulers.items():
+                    if name in (of_optimizer, None):
+                        scheduler.step()
         cursor = self._cursor
         if not self._calls:
             cursor.step, cursor.total_steps = batch.step + 1, cursor.total_steps + 1
@@ -297,13 +299,14 @@ class Loop:
             )
         self._log.emit("over", epoch=cursor.epoch, total_steps=cursor.total_steps, epochs=epochs, steps=steps)
 
-    def _name(self, optimizer: str | None) -> str:
-        """Return the name of the optimizer that is meant; a single one need not be named."""
+    def _name(self, optimizer: str | None) -> str | None:
+        """Return the name under which the runner of a step is kept; None stands for all optimizers, if several."""
         if optimizer is None and len(self._runners) == 1:
             return next(iter(self._runners))
-        if optimizer is None or optimizer not in self._runners:
-            names = ", ".join(map(repr, self._runners))
-            raise ValueError(f"optimizer={optimizer!r}, but Trainer was given several: name one of {names}")
+        if optimizer not in self._runners:
+            names = ", ".join(repr(name) for name in self._runners if name)
+            given = f"was given several: name one of {names}, or none to step all" if names else "was given one: leave"
+            raise ValueError(f"optimizer={optimizer!r}, but Trainer {given}{'' if names else ' the name out'}")
         return optimizer
 
     def _run_steps(self, steps: int | None) -> int | None:
@@ -314,7 +317,7 @@ class Loop:
         whole = cursor.total_steps - cursor.step + (epochs - cursor.epoch) * steps
         return whole if last is None else min(whole, last)
 
-    def _tell(self, runner: StepRunner, batch: Batch, name: str, result: StepResult) -> None:
+    def _tell(self, runner: StepRunner, batch: Batch, name: str | None, result: StepResult) -> None:
         """Emit the event of a step."""
         now = time.monotonic()
         fields: StepFields = {
@@ -332,7 +335,7 @@ class Loop:
             fields["grad_norm"] = result.grad_norm
         if result.values:
             fields["values"] = {key: float(value) for key, value in result.values.items()}
-        if len(self._runners) > 1:
+        if name and len(self._runners) > 1:
             fields["optimizer"] = name
         if now - self._measured_s >= _MEASURE_S and (memory := _memory_in_use(self._run.device)) is not None:
             self._measured_s = now

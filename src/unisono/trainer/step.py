@@ -18,7 +18,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.data.batch import Batch, Share
-from unisono.engine import BufferTransaction, ConsistencyCheck, Engine, StepTransaction, Totals, Trained, check_trained
+from unisono.engine import (
+    BufferTransaction,
+    ConsistencyCheck,
+    Engine,
+    StepTransaction,
+    Totals,
+    Trained,
+    check_trained,
+    parts_of,
+    trained_by,
+)
 from unisono.errors import LossError, NonFiniteLossError
 from unisono.job.user_function import count_collectives, enter, leave, refuse_collectives_since
 from unisono.parallel.losses import WeightedSum, further_values, loss_of, read_loss
@@ -376,7 +386,8 @@ class StepRunner:
             p.grad = None  # otherwise the optimizer would find a gradient of those that are frozen from now on
         self._trained, self._seen = Trained((), ()), version  # if the next line refuses, the next step looks again
         found = Trained(tuple(names[id(p)] for p in parameters), tuple(parameters))
-        check_trained(found, self._optimizer, scaled=self.scaler is not None)
+        for part in parts_of(self._optimizer):
+            check_trained(trained_by(part, found), part, scaled=self.scaler is not None)
         self._trained, self._looked_in = found, -1
         trained = {id(p) for p in parameters}
         others = [p for m in self._modules.values() for p in m.parameters() if p.requires_grad and id(p) not in trained]

@@ -38,10 +38,11 @@ def intent_of_call(call: str, **place: int) -> StepDescription:
 
 
 class StepFingerprint:
-    """Computes the fingerprints of the steps of one optimizer; `name` is its name, "" for a single one."""
+    """Computes the fingerprints of the steps of some optimizers, by name; "" is that of a single one."""
 
-    def __init__(self, name: str, optimizer: Optimizer, modules: Mapping[str, nn.Module]) -> None:
-        self._name, self._optimizer, self._modules = name, optimizer, modules
+    def __init__(self, optimizers: Mapping[str, Optimizer], modules: Mapping[str, nn.Module]) -> None:
+        self._optimizers, self._modules = optimizers, modules
+        self._name = next(iter(optimizers)) if len(optimizers) == 1 else ""
         self._trained: Trained | None = None
         self._fixed = b""
         self._values: list[Any] = []
@@ -62,7 +63,7 @@ class StepFingerprint:
             call: Counts the steps taken with its batch before.
             options: How the step differs from a plain one.
         """
-        values = [value for group in self._optimizer.param_groups for value in group.values()]
+        values = [value for group in self._groups() for value in group.values()]
         modes = list(map(_mode_of, self._members))
         if (
             trained is not self._trained
@@ -83,7 +84,7 @@ class StepFingerprint:
         self._trained, self._values, self._modes = trained, values, modes
         self._tensors = [value for value in values if type(value) not in PLAIN and isinstance(value, Tensor)]
         self._versions = [t._version for t in self._tensors]
-        groups = [(len(group["params"]), hyperparameters(group)) for group in self._optimizer.param_groups]
+        groups = [(len(group["params"]), hyperparameters(group)) for group in self._groups()]
         self._base = _digest(self._fixed + bytes(modes) + repr(groups).encode())
 
     def _document(self, epoch: int, step: int, call: int, options: str) -> Document:
@@ -93,10 +94,20 @@ class StepFingerprint:
             "epoch": epoch,
             "step": step,
             "the number of steps taken with this batch before": call,
-            **describe_groups(self._optimizer, parameter_names(self._modules), of=self._name),
+            **self._describe_groups(),
             **describe_trained(self._modules),
             **describe_modes(self._modules),
         }
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self._optimizers.values() for group in optimizer.param_groups]
+
+    def _describe_groups(self) -> Document:
+        names = parameter_names(self._modules)
+        described: dict[str, Any] = {}
+        for name, optimizer in self._optimizers.items():
+            described |= describe_groups(optimizer, names, of=name)
+        return described
 
 
 def _digest(content: bytes) -> bytes:

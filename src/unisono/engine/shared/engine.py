@@ -20,6 +20,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from unisono.engine.accumulation import GradientAccumulation
 from unisono.engine.base import Trained
+from unisono.engine.joint_optimizer import parts_of, trained_by
 from unisono.engine.node_sums import Gradients, take
 from unisono.engine.norm import (
     BLOCK,
@@ -33,16 +34,17 @@ from unisono.engine.norm import (
 from unisono.engine.shared.batched_rows import BatchedRows
 from unisono.engine.shared.direct_rows import DirectRows
 from unisono.engine.shared.gradient_rows import GradientRows
-from unisono.engine.shared.optimizer_state import SharedState, give_memory_back
+from unisono.engine.shared.optimizer_state import give_memory_back
+from unisono.engine.shared.optimizer_update import OptimizerUpdate, with_hooks
 from unisono.engine.shared.paired_rows import PairedRows
 from unisono.engine.shared.parameter_arena import SharedParameters
 from unisono.engine.shared.partition import Shard, assign_whole, partition
-from unisono.engine.shared.sharded_optimizer import ShardedOptimizer, is_elementwise
+from unisono.engine.shared.sharded_optimizer import is_elementwise
 from unisono.engine.shared.shared_all_gather_v import SharedAllGatherV
 from unisono.engine.shared.shared_consistency import SharedConsistencyCheck
 from unisono.engine.shared.shared_runtime import SharedRuntime
 from unisono.engine.shared.step_metadata import StepMetadata, note, unscale
-from unisono.engine.sparse_tables import TableSums, check_optimizer, split_sparse
+from unisono.engine.sparse_tables import TableSums, check_optimizers, split_sparse
 from unisono.engine.step_transaction import StepTransaction
 from unisono.engine.totals import Totals
 from unisono.engine.trainable import sharing_obstacle
@@ -76,7 +78,6 @@ class SharedEngine(GradientAccumulation):
         layouts = NodeLayouts(runtime.size, virtual_ranks=virtual_ranks)
         super().__init__(optimizer, modules, layouts, rank=runtime.rank, overlap=overlap)
         self._comparison, self._runtime, self._weights = comparison, runtime, weights
-        self._apply_with_hooks: Any = Optimizer.profile_hook_step(self._apply)
         self._steps = 0
         self._hooked = False
         """True if a hook of the user runs before this step's update, on any rank."""
@@ -93,8 +94,7 @@ class SharedEngine(GradientAccumulation):
         self._rows: GradientRows[Any]
         self._gradients: list[list[Tensor]]
         self._own_tables: list[int]
-        self._sharded: ShardedOptimizer
-        self._state: SharedState
+        self._updates: list[OptimizerUpdate]
         self._table: StepMetadata
 
     def start(self, step: StepTransaction, trained: Trained, *, leaves: int) -> None:
@@ -114,7 +114,7 @@ class SharedEngine(GradientAccumulation):
             self._build(step, trained)
         else:
             self._weights.check()
-        check_optimizer(self._optimizer, self._trained, self._tables.tables)
+        check_optimizers(self._optimizer, self._trained, self._tables.tables)
         layout = self._layouts.of(leaves)
         # With two sets of rows, those of the last step are not touched until all ranks have arrived at the end of this.
         self._rows = self._both_rows[self._steps % len(self._both_rows)]
@@ -135,7 +135,7 @@ class SharedEngine(GradientAccumulation):
         step.writing = True  # the others may write once this rank has arrived
         if self._is_whole or self._is_hooked():  # the update may then draw random numbers
             step.run_deferred()
-        runtime.publish(_HOOKED, bool(_global_optimizer_pre_hooks or self._optimizer._optimizer_step_pre_hooks))
+        runtime.publish(_HOOKED, self._has_pre_hooks())
         comparison.begin(step)
         self._arrived = self._is_open = True
         what = f"waiting for the gradients of step {comparison.attempt} of this process"
@@ -226,8 +226,12 @@ class SharedEngine(GradientAccumulation):
                 self._runtime.barrier("leaving out a step whose gradient overflowed", self._step)
                 self._show_gradients()
             else:
-                self._optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers look for
-                (self._apply_with_hooks if self._is_hooked() else self._apply)(self._optimizer)
+                run = self._apply
+                for optimizer in reversed(parts_of(self._optimizer)):
+                    optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers look for
+                    if self._is_hooked():
+                        run = with_hooks(optimizer, run)
+                run()
             self._step.run_deferred()
         except BaseException as error:
             self._runtime.abort(f"rank {self._runtime.rank} failed while weights were written: {error!r}")
@@ -264,14 +268,16 @@ class SharedEngine(GradientAccumulation):
         self._unhook()
         optimizer, runtime = self._optimizer, self._runtime
         dense, tables = split_sparse(trained, self._modules)
-        check_optimizer(optimizer, dense, tables)
+        check_optimizers(optimizer, dense, tables)
         self._check_movable(trained)
         self._weights.move(step, trained)
         self._given, self._addresses = trained, [p.data_ptr() for p in trained.parameters]
         self._trained, parameters = dense, dense.parameters
         self._tables = TableSums(tables, rank=runtime.rank, all_gather=SharedAllGatherV(runtime, word=_LENGTH))
         numels = [p.numel() for p in parameters]
-        self._is_whole = whole = not is_elementwise(optimizer)
+        self._is_whole = whole = not all(
+            is_elementwise(part) for part in parts_of(optimizer) if trained_by(part, dense).names
+        )
         parts = assign_whole(numels, ranks=runtime.size) if whole else partition(numels, ranks=runtime.size, unit=BLOCK)
         pieces = parts[runtime.rank]
         nbytes = sum(p.numel() * p.element_size() for p in parameters)
@@ -304,8 +310,11 @@ class SharedEngine(GradientAccumulation):
         pieces = [*pieces, *(Shard(len(parameters) + i, start, stop) for i, start, stop in dealt)]
         places += [tables.parameters[i] for i in self._own_tables]
         parameters = (*parameters, *tables.parameters)
-        self._sharded = ShardedOptimizer(optimizer, parameters, pieces, places)
-        self._state = SharedState(runtime, (*dense.names, *tables.names), parameters, self._sharded)
+        names = (*dense.names, *tables.names)
+        self._updates = [
+            OptimizerUpdate.make(runtime, part, Trained(names, parameters), pieces, places)
+            for part in parts_of(optimizer)
+        ]
         if self._overlap and is_large:
             self._hook()
         give_memory_back()
@@ -355,31 +364,36 @@ class SharedEngine(GradientAccumulation):
         note(scaler, self._found_inf)
         return bool(self._found_inf.item()) and not getattr(self._optimizer, "_step_supports_amp_scaling", False)
 
+    def _has_pre_hooks(self) -> bool:
+        own = any(part._optimizer_step_pre_hooks for part in parts_of(self._optimizer))
+        return bool(own or _global_optimizer_pre_hooks)
+
     def _is_hooked(self) -> bool:
         """Return True if hooks of the user run before or after the optimizer's step."""
-        hooked = _global_optimizer_pre_hooks or _global_optimizer_post_hooks
-        optimizer = self._optimizer
-        return bool(hooked or optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+        own = any(part._optimizer_step_post_hooks for part in parts_of(self._optimizer))
+        return bool(own or _global_optimizer_post_hooks or self._has_pre_hooks())
 
-    def _apply(self, optimizer: Optimizer) -> None:
-        """Perform the optimizer's `step`, on all ranks together."""
-        runtime, state, used = self._runtime, self._state, self._used_by_all
+    def _apply(self) -> None:
+        """Perform the `step` of all optimizers, on all ranks together."""
+        runtime, used = self._runtime, self._used_by_all
         if not self._prepared:
             self._rows.reduce(used, self._factor)
-        supports = getattr(optimizer, "_step_supports_amp_scaling", False)
-        adopted = state.adopt(optimizer)
         gradients: Sequence[Tensor | None] = self._gradients[self._both_rows.index(self._rows)]
         if self._tables.tables.names:
             gradients = [*gradients, *(self._tables.totals[i] for i in self._own_tables)]
             used = [*used, *(total is not None for total in self._tables.totals)]
-        changed = self._sharded.step(optimizer, gradients, used, self._found_inf if supports else None)
-        state.publish()
-        runtime.publish(_UNSETTLED, int(adopted or (changed and not state.is_settled())))
+        unsettled = False
+        for update in self._updates:
+            supports = getattr(self._optimizer, "_step_supports_amp_scaling", False)
+            unsettled |= update.perform(gradients, used, self._found_inf if supports else None)
+        runtime.publish(_UNSETTLED, int(unsettled))
         passed = runtime.barrier("waiting for the weights", self._step, meanwhile=self._show_gradients)
         if any(runtime.published(_UNSETTLED, passed)):
-            state.settle(optimizer)
+            for update in self._updates:
+                update.state.settle(update.optimizer)
             runtime.barrier("waiting for the optimizer's state", self._step)
-        state.show_numbers(optimizer)
+        for update in self._updates:
+            update.state.show_numbers(update.optimizer)
         self._weights.remember()
 
     def _show_gradients(self) -> None:

@@ -1,0 +1,65 @@
+"""One rank's part of the update by an optimizer, of which a step may have several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from unisono.engine.base import Trained
+from unisono.engine.joint_optimizer import trained_by
+from unisono.engine.shared.optimizer_state import SharedState
+from unisono.engine.shared.partition import Shard
+from unisono.engine.shared.sharded_optimizer import ShardedOptimizer
+from unisono.engine.shared.shared_runtime import SharedRuntime
+
+__all__ = ["OptimizerUpdate", "with_hooks"]
+
+
+class OptimizerUpdate(NamedTuple):
+    """This rank's part of the update by one of the optimizers."""
+
+    optimizer: Optimizer
+    numbers: list[int] | None
+    """The pieces whose parameters belong to it, by number; None: all."""
+    sharded: ShardedOptimizer
+    state: SharedState
+
+    @classmethod
+    def make(
+        cls,
+        runtime: SharedRuntime,
+        optimizer: Optimizer,
+        trained: Trained,
+        pieces: Sequence[Shard],
+        places: Sequence[Tensor],
+    ) -> OptimizerUpdate:
+        """Find the pieces of an optimizer among all of this rank."""
+        own = {id(p) for p in trained_by(optimizer, trained).parameters}
+        numbers = [k for k, piece in enumerate(pieces) if id(trained.parameters[piece.parameter]) in own]
+        sharded = ShardedOptimizer(
+            optimizer, trained.parameters, [pieces[k] for k in numbers], [places[k] for k in numbers]
+        )
+        state = SharedState(runtime, trained.names, trained.parameters, sharded)
+        return cls(optimizer, None if len(numbers) == len(pieces) else numbers, sharded, state)
+
+    def perform(self, gradients: Sequence[Tensor | None], used: Sequence[bool], found_inf: Tensor | None) -> bool:
+        """Update the pieces; return True if there may be state that not all ranks see."""
+        adopted = self.state.adopt(self.optimizer)
+        own = gradients if self.numbers is None else [gradients[k] for k in self.numbers]
+        changed = self.sharded.step(self.optimizer, own, used, found_inf)
+        self.state.publish()
+        return adopted or (changed and not self.state.is_settled())
+
+
+def with_hooks(optimizer: Optimizer, run: Callable[[], None]) -> Callable[[], None]:
+    """Return a function that runs an optimizer's hooks around another, as torch does around `step`."""
+
+    def run_with_optimizer(_: Optimizer) -> None:
+        run()
+
+    hooked: Callable[[Optimizer], None] = Optimizer.profile_hook_step(run_with_optimizer)
+    return partial(hooked, optimizer)
