@@ -1,4 +1,4 @@
-"""Pure functions: what is computed, by whom and in which order."""
+"""Pure functions that decide which rank computes what, and in which order."""
 
 from unisono.plan.keys import derive_key
 from unisono.plan.permutation import permute

@@ -9,7 +9,7 @@ __all__ = ["Item", "group_by_size"]
 
 
 class Item(NamedTuple):
-    """One tensor, as bucketing sees it. Only tensors of one device and type share a bucket."""
+    """The properties of a tensor that decide its bucket. Only tensors of one device and type share a bucket."""
 
     nbytes: int
     device: Hashable = None
@@ -19,16 +19,17 @@ class Item(NamedTuple):
 def group_by_size(
     items: Iterable[Item], *, limit_nbytes: int, first_nbytes: int | None = None, exceed: bool = False
 ) -> list[list[int]]:
-    """Divide items into buckets.
+    """Divide items into buckets by their size.
 
     Args:
-        items: In the order in which they come.
-        limit_nbytes: The size of a bucket.
-        first_nbytes: The size of each device's first bucket, so that something travels early; with `exceed` alone.
-        exceed: True to close a bucket once it has this size; False to close it before it would have more.
+        items: The tensors, in the order in which they fill buckets.
+        limit_nbytes: The size limit of a bucket. A larger item has a bucket to itself without `exceed`.
+        first_nbytes: The limit of each device's first bucket if smaller, so that a message is sent early. Used only
+            with `exceed`.
+        exceed: True to close a bucket once it has reached the limit, False to close it before it would exceed it.
 
     Returns:
-        The numbers of the items in each bucket, in the order of the buckets' last items.
+        The indices of the items in each bucket; buckets are in the order of their last items.
 
     >>> group_by_size([Item(3), Item(2), Item(9), Item(4)], limit_nbytes=5)
     [[0, 1], [2], [3]]

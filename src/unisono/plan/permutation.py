@@ -1,15 +1,15 @@
-"""The order of an epoch: a keyed permutation of [0, n), computed for the positions that are asked for and no others.
+"""The order of an epoch: a keyed permutation of [0, n), computed only for the requested positions.
 
 A pseudo-random permutation replaces the shuffled list. Nothing is drawn, kept or sent: position p of epoch e is sample
-π(seed, e, p) on every rank, at a cost that does not depend on n. A list costs 8 n bytes and seconds on every rank.
+π(seed, e, p) on every rank, at a cost that does not depend on n. A list would cost 8 n bytes and seconds on every rank.
 
 Large n: a Feistel network (Luby & Rackoff, "How to construct pseudorandom permutations from pseudorandom functions",
 SIAM J. Comput. 17(2), 1988) on pairs (left, right) of Z_a × Z_b, which adds to each half in turn a keyed hash of the
 other. Such pairs cover slightly more than [0, n); a value that falls outside is sent through the network again until it
 lies inside. Both as in Black & Rogaway, "Ciphers with arbitrary finite domains" (CT-RSA 2002), sections 3 and 4.
-Small n: the sort of n random numbers, kept between calls; a network on a handful of values is no random permutation.
+Small n: the order that sorts n random numbers, kept between calls. A network on few values does not permute randomly.
 
-It shuffles well, by the statistical tests beside it; it is no cipher to keep secrets with. Start reading at `permute`.
+It passes the statistical tests in tests/plan, but it is not a secure cipher. Start reading at `permute`.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from torch import Tensor
 __all__ = ["MAX_SAMPLES", "permute"]
 
 MAX_SAMPLES = 2**62
-"""Most samples that `permute` can order: beyond, products of the network would not fit into int64."""
+"""The most samples that `permute` can order. With more, products in the network would not fit into int64."""
 
 # Networks permute tiny domains badly. With a and b odd, for example, every round is an even permutation, so half of all
-# orders of 9 samples would never come; and with few values the hashes of a round leave visible traces: at 64 samples 6
+# orders of 9 samples would never occur; and with few values the hashes of a round leave visible traces: at 64 samples 6
 # rounds do not pass the tests. Sorting is uniform. At 4096 it takes a millisecond, once an epoch, and 32 KB.
 _SORT_UP_TO = 4096
 
 # The sharpest test found is the difference of the samples at positions that share a half (tests/plan). At 5000 samples,
-# near the least that a network gets, 4 and 5 rounds fail it within 1000 seeds, 6 within 60,000, and 8 pass those too.
+# near the fewest that a network orders, 4 and 5 rounds fail it within 1000 seeds, 6 within 60,000; 8 pass those too.
 _ROUNDS = 8
 
 # Two halves and two temporaries of 64 KB stay in a core's second-level cache. Below 32,768 elements torch does not
@@ -46,14 +46,24 @@ _MIX = 0x9E3779B97F4A7C15 - 2**64
 
 
 def permute(positions: Tensor, *, num_samples: int, seed: int, epoch: int) -> Tensor:
-    """Say which samples lie at the given positions of an epoch's order.
+    """Return the samples at the given positions of an epoch's order.
 
-    Pure, and the same on every rank and every machine. Distinct positions have distinct samples, and all positions
+    Pure, and the same on every rank and every machine. Distinct positions have distinct samples, and the positions
     [0, num_samples) have all samples. Orders of different seeds, epochs or num_samples are independent of each other.
-    O(len(positions)) memory and time, about 30 ns each on one thread.
-    Args: positions is int64 of any shape, each in [0, num_samples); seed and epoch are any integers.
-    Returns: int64 of the shape and on the device of positions.
-    Raises: TypeError if positions is not int64, ValueError if a position or num_samples is out of range.
+    O(len(positions)) memory and time, about 30 ns for each position on one thread.
+
+    Args:
+        positions: int64 tensor of any shape, with values in [0, num_samples).
+        num_samples: The number of samples in the epoch, at most `MAX_SAMPLES`.
+        seed: The seed of the run, any integer.
+        epoch: The number of the epoch, any integer.
+
+    Returns:
+        int64 tensor with the shape and on the device of `positions`.
+
+    Raises:
+        TypeError: `positions` is not int64.
+        ValueError: A position or `num_samples` is out of range.
 
     >>> permute(torch.arange(10), num_samples=10, seed=0, epoch=0).sort().values
     tensor([0, 1, 2, 3, 4, 5, 6, 7, 8, 9])
@@ -71,8 +81,8 @@ def permute(positions: Tensor, *, num_samples: int, seed: int, epoch: int) -> Te
     for start in range(0, source.numel(), _CHUNK):
         chunk = slice(start, start + _CHUNK)
         _pass_through(network, source[chunk], flat[chunk])
-    # Few values fall outside: walking them all at the end costs one small call instead of one a chunk. It ends, since
-    # the cycle of a value leads back to the position it came from, which lies inside.
+    # Few values fall outside: sending them all at the end costs one small call instead of one per chunk. The loop ends,
+    # because the cycle of a value leads back to the position that it came from, which lies inside.
     outside = (flat >= num_samples).nonzero().view(-1)
     while outside.numel():
         values = flat[outside]
@@ -97,56 +107,56 @@ def _check(positions: Tensor, num_samples: int) -> None:
 
 
 def _key_bytes(nbytes: int, num_samples: int, seed: int, epoch: int) -> bytes:
-    """Expand the name of one order to any number of random bytes: SHAKE-256 (FIPS 202) of the exact text."""
-    # ":d" because repr differs between int, bool and numpy's integers that are equal.
+    """Return random bytes for one order: SHAKE-256 (FIPS 202) of the text of its arguments."""
+    # ":d" because repr differs between equal int, bool and NumPy integers.
     text = f"permutation {seed:d} {epoch:d} {num_samples:d}".encode()
     return hashlib.shake_256(text).digest(nbytes)
 
 
 @lru_cache(maxsize=32)
 def _sorted_order(num_samples: int, seed: int, epoch: int) -> Tensor:
-    """Shuffle by sorting 64-bit random numbers; two are equal with probability below 2^-40, and then stay in order."""
+    """Return the order that sorts 64-bit random numbers. Two are equal with probability below 2^-40."""
     numbers = struct.unpack(f"<{num_samples}Q", _key_bytes(8 * num_samples, num_samples, seed, epoch))
     return torch.tensor(sorted(range(num_samples), key=numbers.__getitem__), dtype=torch.int64, device="cpu")
 
 
 class _Network(NamedTuple):
-    """Constants of a Feistel network on values left·2^bits + right, with 0 <= left < a and 0 <= right < 2^bits."""
+    """The constants of a Feistel network on values left·2^bits + right, with 0 <= left < a and 0 <= right < 2^bits."""
 
     a: int
-    """Smallest number of left halves such that a·2^bits >= num_samples."""
+    """The smallest number of left halves such that a·2^bits >= num_samples."""
     bits: int
-    """Width of the right half; half the width of num_samples, so that both halves have √num_samples values or so."""
+    """Width of the right half: half that of num_samples, so both halves have about √num_samples values."""
     rounds: list[tuple[int, Tensor]]
-    """Random multiplier and addend of the hash of each round."""
+    """The random multiplier and addend of each round's hash."""
 
 
 @lru_cache(maxsize=256)
 def _network(num_samples: int, seed: int, epoch: int, rounds: int) -> _Network:
     bits = num_samples.bit_length() // 2
     numbers = struct.unpack(f"<{2 * rounds}q", _key_bytes(16 * rounds, num_samples, seed, epoch))
-    # A 0-d tensor, because torch.add takes its first argument so; on the CPU whatever the default device is.
+    # 0-d tensors, because torch.add requires one as its first argument; on the CPU whatever the default device is.
     addends = [torch.tensor(number, dtype=torch.int64, device="cpu") for number in numbers[1::2]]
     return _Network(-(-num_samples >> bits), bits, list(zip(numbers[::2], addends, strict=True)))
 
 
 def _pass_through(network: _Network, values: Tensor, out: Tensor) -> None:
-    """Send values through the network once; out may be values.
+    """Send values through the network once; `out` may be `values`.
 
-    All arithmetic is int64 that wraps. Shifts to the right copy the sign, and each place below says why that is right.
+    All arithmetic is wrapping int64. Right shifts copy the sign; a comment at each says why that is correct.
     """
     a, bits, rounds = network
     left = values >> bits
     right = values & ((1 << bits) - 1)
     hashed, spare = torch.empty_like(left), torch.empty_like(left)
     for number, (multiplier, addend) in enumerate(rounds):
-        # Multiply, fold, multiply: without the fold the hash, and so the whole network, would be close to affine.
-        # A copied sign in the fold is one more function of the upper half.
+        # Multiply, fold, multiply: without the fold the hash, and so the whole network, would be nearly affine.
+        # In the fold the copied sign is one more function of the upper half.
         torch.add(addend, left if number % 2 else right, alpha=multiplier, out=hashed)
         torch.bitwise_right_shift(hashed, 32, out=spare)
         hashed.bitwise_xor_(spare).mul_(_MIX)
         if number % 2:
-            # The top bits, as a signed number: modulo 2^bits that is as good as unsigned.
+            # The top bits, as a signed number, which is equal to the unsigned one modulo 2^bits.
             right.add_(hashed.bitwise_right_shift_(64 - bits)).bitwise_and_((1 << bits) - 1)
         else:
             # Top 32 bits h -> floor((h - 2^32)·a / 2^32), which is h·a / 2^32 - a: multiply-shift instead of a division

@@ -1,7 +1,7 @@
-"""Who has what: which positions of an epoch belong to a step, to a virtual rank of it, and to a real rank.
+"""Division of work: the positions of an epoch in a step, those of a virtual rank, and the virtual ranks of a rank.
 
-All functions are arithmetic on integers. A position is a place in the epoch's order; `plan.permutation` says which
-sample lies there.
+All functions are arithmetic on integers. A position is an index into the epoch's order; `plan.permutation` returns the
+sample at that position.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ __all__ = ["even_range", "even_steps", "num_steps", "rank_block", "share_positio
 
 
 def num_steps(num_samples: int, batch_size: int) -> int:
-    """Count the steps of an epoch; the last one may be smaller.
+    """Return the number of steps in an epoch; the last one may be smaller.
 
     >>> num_steps(10, 4)
     3
@@ -19,7 +19,7 @@ def num_steps(num_samples: int, batch_size: int) -> int:
 
 
 def step_size(step: int, *, num_samples: int, batch_size: int) -> int:
-    """Count the samples of one step, over all virtual ranks.
+    """Return the number of samples in one step, over all virtual ranks.
 
     >>> [step_size(s, num_samples=10, batch_size=4) for s in range(3)]
     [4, 4, 2]
@@ -28,11 +28,13 @@ def step_size(step: int, *, num_samples: int, batch_size: int) -> int:
 
 
 def share_positions(step: int, virtual_rank: int, *, num_samples: int, batch_size: int, virtual_ranks: int) -> range:
-    """Deal one step's positions of the epoch to one virtual rank, as cards are dealt.
+    """Return the positions of the epoch that one virtual rank has in one step.
 
-    Virtual rank v has positions v, v + V, v + 2V, … of the step, so that with batch_size a multiple of V it has what
-    `torch.utils.data.DistributedSampler` deals to rank v of V over the whole epoch.
-    Raises: ValueError if virtual_rank is outside [0, virtual_ranks).
+    Virtual rank v has positions v, v + V, v + 2V, … of the step. If batch_size is a multiple of V, these are over the
+    whole epoch the positions that `torch.utils.data.DistributedSampler` assigns to rank v of V.
+
+    Raises:
+        ValueError: `virtual_rank` is outside [0, virtual_ranks).
 
     >>> share_positions(1, 1, num_samples=100, batch_size=8, virtual_ranks=4)
     range(9, 16, 4)
@@ -44,9 +46,10 @@ def share_positions(step: int, virtual_rank: int, *, num_samples: int, batch_siz
 
 
 def rank_block(rank: int, *, world_size: int, virtual_ranks: int) -> range:
-    """Give one real rank its contiguous block of virtual ranks; blocks differ in length by at most one.
+    """Return the contiguous block of virtual ranks that one rank computes; blocks differ in length by at most one.
 
-    Raises: ValueError if there are more ranks than virtual ranks, or rank is outside [0, world_size).
+    Raises:
+        ValueError: There are more ranks than virtual ranks, or `rank` is outside [0, world_size).
 
     >>> [rank_block(r, world_size=3, virtual_ranks=8) for r in range(3)]
     [range(0, 2), range(2, 5), range(5, 8)]
@@ -63,7 +66,7 @@ def rank_block(rank: int, *, world_size: int, virtual_ranks: int) -> range:
 
 
 def even_steps(num_samples: int, batch_size: int, *, ranks: int, start: int = 0) -> int:
-    """Count the steps of an epoch, or of its rest from `start` on, as `even_range` cuts it.
+    """Return the number of steps into which `even_range` divides an epoch, or the rest of it from `start`.
 
     >>> even_steps(18, 8, ranks=2)
     3
@@ -74,12 +77,12 @@ def even_steps(num_samples: int, batch_size: int, *, ranks: int, start: int = 0)
 
 
 def even_range(step: int, *, num_samples: int, batch_size: int, ranks: int, start: int = 0) -> range:
-    """Give the positions of one step of an epoch, or of its rest from `start` on, so that no rank goes without.
+    """Return the positions of one step of an epoch, or of the rest of it from `start`, such that every rank has some.
 
-    All steps have batch_size, but for the end: a last step with fewer than two samples for each rank is evened out with
-    the one before, or joined to it where two steps would not have one sample for each rank. If rank r reads the
-    positions p with p mod ranks = r, it then has at least one in every step, as long as num_samples - start and
-    batch_size are at least `ranks`.
+    All steps but the last two have batch_size positions. A last step with fewer than two samples for each rank is
+    evened out with the one before, or joined to it if two steps would not have one sample for each rank. If rank r
+    reads the positions p with p mod ranks = r, it then has at least one in every step, provided that
+    num_samples - start and batch_size are at least `ranks`.
 
     >>> [even_range(s, num_samples=18, batch_size=8, ranks=2) for s in range(3)]
     [range(0, 8), range(8, 13), range(13, 18)]

@@ -1,10 +1,10 @@
-"""The one order in which things are summed: a fixed binary tree over the leaves 0, 1, … n-1.
+"""The order of all sums: a fixed binary tree over the leaves 0, 1, … n-1.
 
 A node covers an aligned run of leaves [k·2^j, (k+1)·2^j), cut off at n. Its value is left + right, or the left value
-where nothing lies to the right. Any contiguous block of leaves is a few whole nodes (`nodes_of`): a rank sums those,
-and the rest of the tree (`fold`) gives the same bits whoever computes which node. This is pairwise summation, whose
-rounding error grows with log n (N. J. Higham, "The accuracy of floating point summation", SIAM J. Sci.
-Comput. 14(4), 1993).
+where nothing lies to the right. Any contiguous block of leaves consists of a few whole nodes (`nodes_of`): a rank sums
+those, and the rest of the tree (`fold`) has the same bits whichever rank computes a node. This is pairwise summation,
+whose rounding error grows with log n (N. J. Higham, "The accuracy of floating point summation", SIAM J. Sci. Comput.
+14(4), 1993).
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ T = TypeVar("T")
 
 
 class Node(NamedTuple):
-    """A node of the tree, by the leaves below it: start <= leaf < stop."""
+    """A node of the tree, identified by the leaves below it: start <= leaf < stop."""
 
     start: int
     stop: int
 
 
 def nodes_of(block: range, *, leaves: int) -> list[Node]:
-    """List the largest whole nodes that make up a contiguous block of leaves, in order.
+    """Return the largest whole nodes that make up a contiguous block of leaves, in order.
 
-    Leaves from `leaves` on do not exist: a block that holds all existing leaves of a node holds the node.
+    Leaves from number `leaves` on do not exist: a block that contains all existing leaves of a node contains the node.
 
     >>> nodes_of(range(2, 5), leaves=8)
     [Node(start=2, stop=4), Node(start=4, stop=5)]
@@ -46,10 +46,10 @@ def nodes_of(block: range, *, leaves: int) -> list[Node]:
 
 
 def merges_after(leaf: int, node: Node) -> int:
-    """Count the additions that leaf number `leaf` of a node makes possible when leaves come in order.
+    """Return the number of additions that leaf number `leaf` of a node makes possible when leaves come in order.
 
-    Keep a stack; push each leaf; then replace the top two entries by their sum this many times. One entry is left at
-    the end, the node's value, and the stack never holds more than log2(leaves) + 1 entries.
+    To sum a node, push each leaf onto a stack, then replace the top two entries by their sum this many times. At the
+    end one entry is left, the node's value. The stack never holds more than log2(leaves) + 1 entries.
 
     >>> [merges_after(leaf, Node(0, 8)) for leaf in range(8)]
     [0, 1, 0, 2, 0, 1, 0, 3]
@@ -63,10 +63,15 @@ def merges_after(leaf: int, node: Node) -> int:
 
 
 def fold(values: Mapping[Node, T], *, leaves: int, add: Callable[[T, T], T]) -> T:
-    """Finish the tree from the values of nodes that together cover all leaves.
+    """Compute the value of the whole tree from the values of nodes that together cover all leaves.
 
-    Args: add(left, right) may work in place on left; each value is used once.
-    Raises: ValueError if the nodes do not cover all leaves.
+    Args:
+        values: The value of each node. Each is used once.
+        leaves: The number of leaves of the tree.
+        add: Called as `add(left, right)`; it may work in place on `left`.
+
+    Raises:
+        ValueError: The nodes do not cover all leaves, or `leaves` is less than 1.
 
     >>> fold({Node(0, 2): "(0 1)", Node(2, 3): "2", Node(3, 4): "3"}, leaves=4, add=lambda a, b: f"({a} {b})")
     '((0 1) (2 3))'

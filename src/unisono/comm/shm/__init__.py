@@ -1,4 +1,4 @@
-"""Options of the backend shm, whose ranks communicate through shared memory of one host."""
+"""Settings of the backend `shm`: collectives over memory that the ranks of one host share."""
 
 from unisono.shm.segment_layout import Options
 
