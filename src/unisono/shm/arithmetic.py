@@ -1,7 +1,7 @@
-"""How values of several ranks become one: `torch.distributed.ReduceOp` as torch operations, in the order of ranks.
+"""Reductions of values of several ranks: `torch.distributed.ReduceOp` as torch operations, in the order of ranks.
 
-Sums of 16-bit floating-point numbers are taken in float32 and rounded once. All ranks take the same steps in the same
-order, so all get the same bits, and so they do however a tensor is cut.
+Sums and products of 16-bit floating-point numbers are computed in float32 and rounded once. All ranks compute the same
+steps in the same order, so all get the same bits, however a tensor is divided.
 """
 
 from __future__ import annotations
@@ -46,21 +46,18 @@ _COMBINE: dict[str, Callable[..., Tensor]] = {
 
 
 class Arithmetic:
-    """One reduction for one type of element and number of ranks. Made by `arithmetic`."""
+    """A reduction for one dtype and number of ranks. Created by `arithmetic`."""
 
     __slots__ = ("_combine", "_divisor", "_wide")
 
     def __init__(self, op: str, dtype: torch.dtype, size: int) -> None:
         self._combine = _COMBINE[op]
         self._divisor = size if op == "AVG" else 1
-        # The sum of two is rounded once anyway.
+        # With two values the result is rounded once anyway.
         self._wide = dtype in _LOW and op in ("SUM", "AVG", "PREMUL_SUM", "PRODUCT") and (size > 2 or op == "AVG")
 
     def __call__(self, sources: Sequence[Tensor], out: Tensor) -> None:
-        """Combine tensors of one shape, in their order.
-
-        Args: out may be one of the first two sources, no other.
-        """
+        """Combine tensors of one shape, in their order, into `out`, which may be one of the first two of them only."""
         combine = self._combine
         if len(sources) == 1:
             if out is not sources[0]:
@@ -78,15 +75,16 @@ class Arithmetic:
         for source in sources[2:]:
             combine(out, source, out=out)
         if self._divisor != 1:
-            # As torch averages complex numbers elsewhere: part by part, with the same bits.
+            # Real and imaginary parts separately, as torch averages complex numbers elsewhere: the bits are the same.
             (torch.view_as_real(out) if out.is_complex() else out).div_(self._divisor)
 
 
 @lru_cache(maxsize=256)
 def arithmetic(op: str, dtype: torch.dtype, size: int) -> Arithmetic:
-    """Give the reduction for a type of element and a number of ranks.
+    """Return the reduction for a dtype and a number of ranks.
 
-    Raises: RuntimeError, as torch's backends do, if there is none.
+    Raises:
+        RuntimeError: There is no such reduction for this dtype. torch's backends raise the same type.
 
     >>> out = torch.empty(2, dtype=torch.bfloat16)
     >>> arithmetic("AVG", torch.bfloat16, 2)([torch.ones(2).bfloat16(), torch.zeros(2).bfloat16()], out)
@@ -103,8 +101,8 @@ def arithmetic(op: str, dtype: torch.dtype, size: int) -> Arithmetic:
 
 
 def premultiplier(reduce_op: Any) -> float | Tensor:
-    """Give the factor of a `PREMUL_SUM`."""
+    """Return the factor of a `PREMUL_SUM`."""
     factor = getattr(reduce_op, "factor", None)
-    if factor is None:  # torch before 2.12 shows it to pickle only
+    if factor is None:  # before 2.12 torch exposes it only to pickle
         factor = reduce_op.__getstate__()[-1]
     return factor  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""What all collectives of a group share: its slots, and the check that all ranks call the same."""
+"""The state that all collectives of a group share: its slots, and the check that all ranks make the same calls."""
 
 from __future__ import annotations
 
@@ -22,22 +22,24 @@ from unisono.shm.slot_ring import SlotRing
 __all__ = ["CollectiveContext", "Operation", "Prepared", "Request", "copy"]
 
 Request = tuple[int, Sequence[int]]
-"""A round of the slots, and the ranks that must have published it."""
+"""A round of the slots, and the ranks that must have published it before an operation can continue."""
 
 Operation = Generator[Request, None, "list[Tensor] | None"]
-"""Yields what it waits for. Returns the work's tensors if they were not known before."""
+"""Yields the requests that it waits for. Returns the work's tensors if they were not known before."""
 
 Prepared = tuple[Operation, CollectiveFingerprint, "list[Tensor]"]
-"""A collective that has been checked and can be submitted: the operation, the call, and the tensors it fills."""
+"""A checked collective, ready to be submitted: the operation, the call, and the tensors that it fills."""
 
 copy = ctypes.memmove
-"""copy(target, source, nbytes), by addresses: quicker than torch for little; autograd sees nothing."""
+"""copy(target, source, nbytes), by addresses. Faster than torch for small sizes, and invisible to autograd."""
 
 
 class CollectiveContext:
     """The slots of a group and the calls that use them. One thread at a time may use it.
 
-    Args: ranks are the global ranks of the group, for errors.
+    Args:
+        slots: The slots of the group.
+        ranks: The global ranks of the group, for errors.
     """
 
     def __init__(self, slots: SlotRing, ranks: Sequence[int]) -> None:
@@ -47,11 +49,11 @@ class CollectiveContext:
 
     @property
     def number(self) -> int:
-        """How many collectives this rank has called."""
+        """The number of collectives that this rank has called."""
         return self._calls.number
 
     def write_fingerprint(self, call: CollectiveFingerprint, extra: bytes = b"") -> None:
-        """Write a call into this rank's header of the coming round, which must be free. Peers can read `extra`, too."""
+        """Write a call and `extra` into this rank's header of the coming round, whose slot must be free."""
         self._header = header = self._calls.header(call)
         self.slots.write_header(header + extra)
 
@@ -62,11 +64,15 @@ class CollectiveContext:
         write: Callable[[int], None],
         read: Callable[[int, int], None] | None,
     ) -> Operation:
-        """Go through rounds in which every rank writes a piece and, unless read is None, reads those of all others.
+        """Run rounds in which every rank writes a piece and, unless `read` is None, reads those of all others.
 
         Piece k+1 is published before piece k is read, so that no rank waits for one that only has to read.
 
-        Args: write(k) writes piece k to the slot of the coming round; read(k, round) reads the slots of all.
+        Args:
+            call: The call, which is compared with those of the other ranks unless `read` is None.
+            rounds: The number of pieces.
+            write: Called as `write(k)`; writes piece k to the slot of the coming round.
+            read: Called as `read(k, round)`; reads piece k from the slots of all ranks in a round.
         """
         slots, others = self.slots, self.slots.others
         for number in range(rounds + 1):
@@ -89,9 +95,10 @@ class CollectiveContext:
         return None
 
     def check_fingerprints(self, round_: int, ranks: Collection[int]) -> None:
-        """Check that ranks call in a round what this rank does.
+        """Check that ranks make the same call in a round as this rank.
 
-        Raises: DistBackendError, which names both sides.
+        Raises:
+            DistBackendError: A rank makes a different call. The error names both sides.
         """
         common = self._header[:COMMON_NBYTES]
         for rank in ranks:
@@ -100,22 +107,22 @@ class CollectiveContext:
                 raise DistBackendError(self._difference(rank, round_))
 
     def own_number(self, rank: int, round_: int) -> int:
-        """Read the number of a rank's call that may differ between ranks."""
+        """Return the number `own` of a rank's call, which may differ between ranks."""
         return own_number(self.slots.header(rank, round_, HEADER_NBYTES))
 
     def extra(self, rank: int, round_: int, nbytes: int) -> bytes:
-        """Read what a rank added to its fingerprint."""
+        """Return the bytes that a rank added to its fingerprint."""
         return self.slots.header(rank, round_, HEADER_NBYTES + nbytes)[HEADER_NBYTES:]
 
     def name(self, rank: int) -> str:
-        """Name a rank of the group, for errors."""
+        """Return the name of a rank of the group, for errors."""
         return f"rank {self._ranks[rank]}"
 
     def _difference(self, rank: int, round_: int) -> str:
         mine, theirs = read_header(self._header), read_header(self.slots.header(rank, round_, HEADER_NBYTES))
         here, there = self.name(self.slots.rank), self.name(rank)
         if mine.number != theirs.number:
-            return f"{there} is in another place than {here}, which calls {mine}. Its last call: {theirs}. {REMEDY}"
+            return f"{there} is at a different call than {here}, which calls {mine}. Its last call: {theirs}. {REMEDY}"
         calls = {
             self._ranks[self.slots.rank]: CallDescription(str(mine)),
             self._ranks[rank]: CallDescription(str(theirs)),

@@ -1,7 +1,7 @@
 """Collectives that only move data: broadcast, gather, scatter, all_gather, all_to_all, barrier.
 
-Each is a generator over the slots. Tensors come flat and contiguous, of any type: their bytes are copied. As in all
-collectives, every rank publishes every round, and what a rank has not read yet cannot be overwritten (see `slot_ring`).
+Each is a generator over the slots. Tensors are flat and contiguous, of any dtype: their bytes are copied. As in all
+collectives, every rank publishes every round, and a slot that a rank has yet to read is not overwritten (`slot_ring`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["all_gather", "all_to_all", "barrier", "broadcast", "gather", "scatte
 
 
 def barrier(context: CollectiveContext, call: CollectiveFingerprint) -> Operation:
-    """Wait until all ranks are here."""
+    """Wait until all ranks have called it."""
     return context.exchange(call, 1, lambda _: None, lambda _, __: None)
 
 
@@ -57,12 +57,12 @@ def broadcast(context: CollectiveContext, flat: Tensor, call: CollectiveFingerpr
 def gather(
     context: CollectiveContext, flat: Tensor, outputs: Sequence[Tensor], call: CollectiveFingerprint
 ) -> Operation:
-    """Send every rank's tensor to the root. Args: outputs has one tensor for each rank on the root, otherwise none."""
+    """Send every rank's tensor to the root, where `outputs` has one tensor for each rank; elsewhere it is empty."""
     slots = context.slots
     rank, is_root = slots.rank, slots.rank == call.root
     nbytes, step = flat.nbytes, slots.slot_nbytes
 
-    # The tensors must live as long as these functions: so it is they whose addresses are asked for, each time.
+    # These functions must keep the tensors alive, so they hold the tensors and get their addresses each time.
     def write(k: int) -> None:
         target = outputs[rank].data_ptr() + k * step if is_root else slots.address(rank, slots.round)
         copy(target, flat.data_ptr() + k * step, min(step, nbytes - k * step))
@@ -77,7 +77,7 @@ def gather(
 def scatter(
     context: CollectiveContext, inputs: Sequence[Tensor], flat: Tensor, call: CollectiveFingerprint
 ) -> Operation:
-    """Send each rank its tensor of the root's. Args: inputs has a tensor for each rank on the root, otherwise none."""
+    """Send each rank its tensor of the root's `inputs`, which has one for each rank; elsewhere it is empty."""
     slots = context.slots
     rank, root, others = slots.rank, call.root, slots.others
     nbytes, start = flat.nbytes, flat.data_ptr()
@@ -116,7 +116,7 @@ def all_gather(
 ) -> Operation:
     """Send every rank's tensor to all ranks.
 
-    Args: outputs has one tensor for each rank, which may have different sizes. call.own is the number of own elements.
+    `outputs` has one tensor for each rank. Sizes may differ. `call.own` is the number of elements of `flat`.
     """
     slots = context.slots
     rank, others, step = slots.rank, slots.others, slots.slot_nbytes
@@ -158,8 +158,8 @@ def all_to_all(
 ) -> Operation:
     """Send rank r the r-th input of each rank.
 
-    Args: inputs and outputs have one tensor for each rank, which may have different sizes: output i as large as this
-        rank's input on rank i. call.own is set here.
+    `inputs` and `outputs` have one tensor for each rank. Sizes may differ; output i is as large as rank i's input for
+    this rank. `call.own` is set here.
     """
     slots = context.slots
     rank, others, size = slots.rank, slots.others, slots.size
@@ -187,7 +187,7 @@ def all_to_all(
     if late:
         yield round_, late
     context.check_fingerprints(round_, others)
-    # How many rounds it takes, and where what is for this rank lies, is known from here on.
+    # Now the number of rounds is known, and where the data for this rank lies in the slots.
     rounds = max(1, call.own, *(context.own_number(r, round_) for r in others))
     places = {r: _place(context, r, round_, row, outputs[r]) for r in others}
     for k in range(1, rounds + 1):
@@ -210,7 +210,7 @@ def all_to_all(
 
 
 def _place(context: CollectiveContext, r: int, round_: int, row: struct.Struct, output: Tensor) -> tuple[int, bool]:
-    """Find what rank r has for this rank in an all_to_all. Returns: its offset in the slot; whether all is there."""
+    """Return the offset in rank r's slot of its data for this rank, and True if the slot contains all of it."""
     slots, itemsize = context.slots, output.itemsize
     given = row.unpack(context.extra(r, round_, row.size))
     if given[slots.rank] != output.nbytes:
@@ -224,5 +224,5 @@ def _place(context: CollectiveContext, r: int, round_: int, row: struct.Struct, 
 
 
 def _part(slot_nbytes: int, size: int) -> int:
-    """Divide a slot into parts for each rank, at multiples of 16 bytes, so that no element is cut."""
+    """Return the size of each rank's part of a slot: a multiple of 16 bytes, so that no element is cut."""
     return slot_nbytes // size // 16 * 16

@@ -1,8 +1,8 @@
-"""An all_reduce of many ranks that divides the additions: each rank sums its share of a piece, and all read the sums.
+"""An all_reduce for many ranks that divides the additions: each rank sums its share of a piece, and all read the sums.
 
-With few ranks it is quicker to have each sum everything (`reduce_algorithms`). What a rank moves here does not grow
-with the number of ranks. Sums are published in the rounds in which later pieces are, so a piece costs one round here,
-too. Additions are those of `reduce_algorithms`, in the order of ranks, and so are the bits.
+With few ranks it is faster if each sums everything (`reduce_algorithms`). The traffic of a rank does not grow with the
+number of ranks here. Sums are published in the rounds of later pieces, so a piece costs one round here, too. Additions
+are those of `reduce_algorithms`, in the order of ranks, so the bits are the same.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from unisono.shm.slot_ring import SlotRing
 __all__ = ["divided_all_reduce", "is_quicker"]
 
 _LEAST_RANKS = 4
-"""With three ranks it takes longer. On two cores, time saved from 1 MB on: 10 % with 4 ranks, 25 % with 8."""
+"""With three ranks it takes longer. Time saved on two cores, from 1 MB on: 10 % with 4 ranks, 25 % with 8."""
 _ALIGNMENT = 64
-"""Elements. Shares are multiples of it, and so whole cache lines."""
+"""In elements. Shares are multiples of it, and so whole cache lines."""
 
 _LAG = 2
-"""The sums of a piece come so many rounds after it: with one round, ranks wait for each other more often."""
+"""The number of rounds between a piece and its sums. With one round, ranks wait for each other more often."""
 
 
 def is_quicker(slots: SlotRing, itemsize: int) -> bool:
-    """True if the additions of what does not fit into a slot are to be divided."""
+    """Return True if it is faster to divide the additions of a tensor that does not fit into a slot."""
     return slots.size >= _LEAST_RANKS and _share(slots, itemsize) > 0
 
 
@@ -36,9 +36,9 @@ def divided_all_reduce(
 ) -> Operation:
     """Combine a tensor over all ranks, in place.
 
-    A slot holds a piece and, behind it, the sums of a share of an earlier piece. Round n of the call carries piece n,
-    and each rank's sums of piece n - _LAG. A rank has read a round before it publishes the one after the next two, as
-    `slot_ring` demands.
+    A slot contains a piece and, behind it, the sums of a share of an earlier piece. Round n of the call carries piece n
+    and each rank's sums of piece n - _LAG. A rank has read round n before it publishes round n + 3, as `slot_ring`
+    requires.
     """
     slots, dtype, itemsize = context.slots, flat.dtype, flat.itemsize
     rank, size = slots.rank, slots.size
@@ -77,10 +77,10 @@ def divided_all_reduce(
 
 
 def _share(slots: SlotRing, itemsize: int) -> int:
-    """Return how many elements of a piece each rank sums: pieces are so long that a slot has room for a share more."""
+    """Return the number of elements of a piece that each rank sums. A slot holds a piece and one share."""
     return slots.slot_nbytes // itemsize // (slots.size + 1) // _ALIGNMENT * _ALIGNMENT
 
 
 def _share_of(piece: Tensor, rank: int, share: int) -> int:
-    """Count the elements that a rank sums of a piece, which is shorter than others if it is the last one."""
+    """Return the number of elements that a rank sums of a piece; the last piece may be shorter."""
     return max(0, min(share, piece.numel() - rank * share))

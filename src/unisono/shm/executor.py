@@ -1,10 +1,10 @@
-"""The order in which a group's operations run, and the thread in which each does.
+"""The order in which a group's operations run, and the thread in which each runs.
 
-An operation is a generator over the slots: it yields what it must wait for, a round and ranks, and returns when it is
-done. Operations of a group run one after the other, in the order of their calls. The thread that calls runs its own
-operation if none is under way: nothing is quicker. An asynchronous one stays in that thread only for a moment; if
-peers are late it goes on in a thread of the executor, so that the caller can compute meanwhile, and so that groups
-which two ranks use in different orders do not wait for each other.
+An operation is a generator over the slots: it yields the round and ranks that it must wait for, and returns when it is
+done. A group runs its operations sequentially, in the order of their calls. The calling thread runs its own operation
+if none is in progress, which is fastest. An asynchronous operation stays in that thread only briefly: if peers are late
+it continues in a thread of the executor, so that the caller can compute meanwhile, and so that two groups that two
+ranks use in different orders do not wait for each other.
 """
 
 from __future__ import annotations
@@ -25,16 +25,13 @@ from unisono.shm.work import Work
 __all__ = ["Executor", "Submission"]
 
 _PATIENCE_S = 0.0002
-"""An asynchronous operation waits so long in the caller's thread, all its waits together: what a hand-over costs."""
+"""How long an asynchronous operation may wait in the caller's thread, in total: the cost of a hand-over."""
 
 _InferenceMode = torch._C._InferenceMode
 
 
 class Submission:
-    """An operation with its work.
-
-    Args: timeout_s is how long each of its waits may last.
-    """
+    """An operation with its work. Each of its waits may last `timeout_s`."""
 
     __slots__ = ("begin_s", "operation", "request", "timeout_s", "work")
 
@@ -42,32 +39,31 @@ class Submission:
         self.operation, self.work, self.timeout_s = operation, work, timeout_s
         self.begin_s = time.monotonic()
         self.request: Request | None = None
-        """What it waits for just now."""
+        """The request that it is waiting for."""
 
 
 class Executor:
-    """Runs the operations of a group on its slots. Any thread may submit.
-
-    Args: name is for the thread.
-    """
+    """Runs the operations of a group on its slots. Any thread may submit. `name` is the name of its thread."""
 
     def __init__(self, slots: SlotRing, waiting: PeerWait, *, name: str) -> None:
         self._slots, self._waiting, self._name = slots, waiting, name
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._busy = False
-        """True while a thread is running an operation: that of a caller or its own."""
+        """True while a thread is running an operation: a caller's or the executor's own."""
         self._queue: deque[Submission] = deque()
-        """What its thread runs next."""
+        """The operations that the executor's own thread runs next."""
         self._handed_over = False
-        """True while its thread is the one that runs operations now."""
+        """True while the executor's own thread is the one that runs operations."""
         self._thread: threading.Thread | None = None
         self._closed: str | None = None
 
     def submit(self, submission: Submission, *, stays: bool) -> None:
-        """Run an operation, or see that it will be run. Its work is finished at the end, also with an error.
+        """Run an operation, or queue it. Its work is finished at the end, also after an error.
 
-        Args: stays is whether the caller wants to wait for the end anyway.
+        Args:
+            submission: The operation.
+            stays: True if the caller will wait for the end anyway.
         """
         with self._lock:
             if self._closed is not None:
@@ -79,21 +75,21 @@ class Executor:
                 return
             self._busy = True
         if in_callback:
-            # Before what was asked for meanwhile: a rank whose work had ended when it got its callback does the same.
+            # Before operations submitted meanwhile, as on a rank whose work had ended before its callback was set.
             self._run(submission, patience_s=None, polls=False)
             return
         ended = False
         try:
             ended = self._run(submission, patience_s=None if stays else _PATIENCE_S, polls=True)
         finally:
-            # Also after an interrupt: then the work has ended, and the group is broken.
+            # Also after an interrupt: then the work has ended, and the group is aborted.
             if ended or submission.work.is_completed():
                 self._pass_on()
             else:
                 self._pass_on(submission)
 
     def run_until(self, work: Work) -> None:
-        """Run what was submitted up to a work, if a callback waits for it: no other thread would."""
+        """Run the queue up to a work if this is the executor's thread, in a callback: no other thread would run it."""
         if self._thread is not threading.current_thread():
             return
         while not work.is_completed():
@@ -104,12 +100,12 @@ class Executor:
             self._run(submission, patience_s=None, polls=False)
 
     def pending(self) -> list[Submission]:
-        """List what has not ended, the oldest first. It may change at any moment."""
+        """Return the operations that have not ended, oldest first. They may change at any moment."""
         running = self._running
         return [*([] if running is None else [running]), *list(self._queue)]
 
     def late(self) -> str:
-        """Name the ranks for which the operation that is under way waits, or return an empty string."""
+        """Return the names of the ranks that the current operation waits for, or an empty string."""
         submissions = list(self._queue)[:1]
         if self._running is not None:
             submissions = [self._running]
@@ -149,8 +145,8 @@ class Executor:
                     self._changed.notify_all()
 
     def _run(self, submission: Submission, *, patience_s: float | None, polls: bool) -> bool:
-        """Run an operation to its end, or until patience is over. Returns: whether it has ended."""
-        # Gloo writes through pointers, whatever autograd thinks of a tensor; this does as much, and is quicker.
+        """Run an operation to its end, or until its waits have taken `patience_s`. Return True if it has ended."""
+        # Gloo writes through pointers, unnoticed by autograd. Inference mode has the same effect, and is faster.
         mode = _InferenceMode(True)
         mode.__enter__()  # type: ignore[no-untyped-call]
         self._running = submission
@@ -158,7 +154,7 @@ class Executor:
         try:
             self._waiting.check()
             tensors = self._steps(submission, patience_s, polls)
-        except Exception as error:  # whatever it is, the thread that waits gets it, and the group is broken
+        except Exception as error:  # any error is raised in the thread that waits, and aborts the group
             failure = error
             if isinstance(error, DistBackendError):
                 self._waiting.abort(str(error))
@@ -174,7 +170,7 @@ class Executor:
             mode.__exit__(None, None, None)
         if tensors is _NOT_YET:
             return False
-        work.finish(tensors, error=failure)  # runs callbacks of futures: after the end of inference mode
+        work.finish(tensors, error=failure)  # after the end of inference mode, because it runs callbacks of futures
         return True
 
     def _steps(self, submission: Submission, patience_s: float | None, polls: bool) -> list[Tensor] | None:
@@ -206,10 +202,14 @@ class Executor:
             return stop.value  # type: ignore[no-any-return]
 
     def close(self, reason: str, *, timeout_s: float) -> bool:
-        """Let what was submitted come to its end for so long, fail the rest, and end the thread.
+        """Wait for submitted operations to end, fail the rest, and end the thread.
 
-        Args: reason is the error's text for what is submitted after this.
-        Returns: whether nothing is under way any more.
+        Args:
+            reason: The message of the error for operations that are left or submitted later.
+            timeout_s: How long to wait.
+
+        Returns:
+            True if no operation is in progress any more.
         """
         deadline_s = time.monotonic() + timeout_s
         with self._lock:

@@ -1,8 +1,8 @@
-"""What a rank calls, in 32 bytes: ranks compare it before they touch each other's data.
+"""A rank's call in 32 bytes, which ranks compare before they read each other's data.
 
-Ranks that call different things would otherwise wait for ever, or take one thing for another. A call's header carries
-its number and a digest of all calls before it, so also a difference that went unnoticed (in a broadcast nobody reads
-the headers of all others) shows in the next call.
+Ranks that call different things would otherwise wait forever, or misinterpret each other's data. A call's header
+contains its number and a digest of all calls before it, so a difference that went unnoticed (in a broadcast no rank
+reads the headers of all others) is found in the next call.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["COMMON_NBYTES", "HEADER_NBYTES", "CollectiveFingerprint", "Fingerpri
 _HEADER = struct.Struct("<IIBBBxiqq")
 HEADER_NBYTES = _HEADER.size
 COMMON_NBYTES = HEADER_NBYTES - 8
-"""The part of a header that must be the same on all ranks: all but the number that is a rank's own."""
+"""Size of the part of a header that must be the same on all ranks: all but the number `own`."""
 
 _NAMES = (
     "all_reduce", "reduce", "reduce_scatter", "sparse all_reduce", "broadcast", "gather", "scatter", "all_gather",
@@ -38,8 +38,13 @@ _OTHER_DTYPE = 255
 class CollectiveFingerprint:
     """One call of a collective, as all ranks should make it.
 
-    Args: name is the collective's. dtype and numel describe what every rank passes, or None and 0. root is a rank in
-        the group, or -1. op is how values are combined, or "". own is a number that may differ between ranks.
+    Args:
+        name: The name of the collective.
+        dtype: The dtype of the tensors that every rank passes, or None.
+        numel: The number of elements that every rank passes, or 0.
+        op: How values are combined, or "".
+        root: The root's rank in the group, or -1.
+        own: A number that may differ between ranks.
     """
 
     __slots__ = ("dtype", "name", "number", "numel", "op", "own", "root")
@@ -49,7 +54,7 @@ class CollectiveFingerprint:
     ) -> None:
         self.name, self.dtype, self.numel, self.op, self.root, self.own = name, dtype, numel, op, root, own
         self.number = 0
-        """Which of the group's calls it is, from 1; 0: none yet."""
+        """The number of the call in the group, from 1; 0 if it has none yet."""
 
     def __str__(self) -> str:
         text = self.name
@@ -72,7 +77,7 @@ class FingerprintWriter:
         self._digest = 0
 
     def header(self, call: CollectiveFingerprint) -> bytes:
-        """Count a call and return its header."""
+        """Number a call and return its header."""
         self.number += 1
         call.number = self.number
         dtype = _OTHER_DTYPE if call.dtype is None else _DTYPE_CODES.get(call.dtype, _OTHER_DTYPE)
@@ -91,12 +96,12 @@ class FingerprintWriter:
 
 
 def own_number(header: bytes) -> int:
-    """Read the number in a header that may differ between ranks."""
+    """Return the number `own` of a header, which may differ between ranks."""
     return int.from_bytes(header[COMMON_NBYTES:HEADER_NBYTES], "little", signed=True)
 
 
 def read_header(header: bytes) -> CollectiveFingerprint:
-    """Read a header.
+    """Return the call that a header describes.
 
     >>> print(read_header(FingerprintWriter().header(CollectiveFingerprint("all_reduce", torch.float32, 10, "SUM"))))
     all_reduce(SUM) of 10 float32 (call 1 of the group)

@@ -1,6 +1,6 @@
-"""Between the tensors of a call and the flat ones of an operation: strided ones are copied, and copied back.
+"""Conversion between the tensors of a call and the flat ones of an operation: strided ones are copied, and copied back.
 
-What is here runs inside operations, so in their order, where autograd is out of the way.
+These functions run inside operations: in the order of operations, and without autograd.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ __all__ = ["chain", "filling", "flatten", "in_place", "split_flat"]
 
 
 def flatten(tensor: Tensor) -> Tensor:
-    """Return a tensor in one dimension: itself, or a copy if its elements do not lie in order, as they are.
+    """Return a one-dimensional view of a tensor, or a copy if its elements are not contiguous and stored as they are.
 
-    Writes to the result are not counted as versions of the tensor: no backend of torch's counts them.
+    Writes to the result do not increase the version counter of the tensor: no backend of torch's does that.
     """
     if tensor.is_neg():
         tensor = tensor.resolve_neg()
@@ -28,7 +28,7 @@ def flatten(tensor: Tensor) -> Tensor:
 
 
 def in_place(tensor: Tensor, operate: Callable[[Tensor], Operation], *, writes: bool = True) -> Operation:
-    """Operate on a tensor that is both input and output. Args: writes is whether this rank's is an output at all."""
+    """Run an operation in place on a tensor of any layout. `writes` is False if it is not an output on this rank."""
     flat = flatten(tensor)
     yield from operate(flat)
     if writes:
@@ -50,18 +50,18 @@ def _put_back(flat: Tensor, tensor: Tensor) -> None:
         return
     source = flat.view(tensor.shape)
     for dim, stride in enumerate(tensor.stride()):
-        if not stride and tensor.shape[dim] > 1:  # expanded: its elements are one
+        if not stride and tensor.shape[dim] > 1:  # expanded: its elements share one memory location
             source, tensor = source.narrow(dim, 0, 1), tensor.narrow(dim, 0, 1)
     tensor.data.copy_(source)
 
 
 def split_flat(flat: Tensor, numels: Sequence[int]) -> list[Tensor]:
-    """Cut a flat tensor into pieces of so many elements."""
+    """Split a flat tensor into pieces with the given numbers of elements."""
     return list(torch.split(flat, list(numels)))
 
 
 def chain(plans: Sequence[Prepared]) -> Prepared:
-    """Join collectives into one, which runs them one after the other and has the name of the first."""
+    """Join collectives into one that runs them in order and has the fingerprint of the first."""
     return _one_by_one([plan[0] for plan in plans]), plans[0][1], [tensor for plan in plans for tensor in plan[2]]
 
 

@@ -1,6 +1,6 @@
 """The collectives that move data, as torch calls them: each function checks its arguments and names the call.
 
-What the operations do is in `data_movement`. `process_group` submits what is prepared here.
+The operations are in `data_movement`. `process_group` submits what these functions return.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = [
 
 
 def barrier(group: GroupRuntime) -> Prepared:
-    """Wait until all ranks are here."""
+    """Wait until all ranks have called it."""
     call = CollectiveFingerprint("barrier", None, 0)
     return data_movement.barrier(group.context, call), call, []
 
@@ -68,7 +68,7 @@ def _rooted(name: str, group: GroupRuntime, opts: Any, tensors: Any) -> tuple[Te
 def _list_of_root(
     what: str, group: GroupRuntime, call: CollectiveFingerprint, tensors: Any, own: Tensor
 ) -> list[Tensor]:
-    """Return the list that the root alone passes, checked; it is empty on the other ranks."""
+    """Check the list that only the root passes, and return it; it is empty on the other ranks."""
     found = inner(tensors)
     if call.root == group.rank:
         check_list(found, group.size, call.name, dtype=own.dtype, numel=own.numel())
@@ -84,7 +84,7 @@ def all_gather(group: GroupRuntime, opts: Any, outputs: Any, inputs: Any) -> Pre
 
 
 def all_gather_single(group: GroupRuntime, opts: Any, output: Tensor, tensor: Tensor) -> Prepared:
-    """Send every rank's tensor to all ranks, one after the other in a large one."""
+    """Send every rank's tensor to all ranks, concatenated in one tensor."""
     del opts
     numel, size = tensor.numel(), group.size
     check_numel(output, tensor, size, "all_gather")
@@ -99,12 +99,12 @@ def all_gather_single(group: GroupRuntime, opts: Any, output: Tensor, tensor: Te
 def all_gather_single_coalesced(
     group: GroupRuntime, opts: Any, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
 ) -> Prepared:
-    """Do as `all_gather_single` for several pairs of tensors."""
+    """Run `all_gather_single` for several pairs of tensors."""
     return chain([all_gather_single(group, opts, *pair) for pair in pairs(outputs, inputs, "all_gather")])
 
 
 def all_gather_coalesced(group: GroupRuntime, opts: Any, outputs: Any, inputs: Sequence[Tensor]) -> Prepared:
-    """Do as `all_gather` for several tensors: list r of the outputs takes those of rank r."""
+    """Run `all_gather` for several tensors; list r of the outputs receives those of rank r."""
     del opts
     if len(outputs) != group.size:
         raise RuntimeError(
@@ -154,7 +154,7 @@ def all_to_all(group: GroupRuntime, opts: Any, outputs: Sequence[Tensor], inputs
 def all_to_all_single(
     group: GroupRuntime, output: Tensor, tensor: Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
 ) -> Prepared:
-    """Send rank r the r-th part of each rank's tensor. The splits are in rows; none: equal parts."""
+    """Send rank r the r-th part of each rank's tensor. The splits are in rows; empty: equal parts."""
     check_dense(output, "all_to_all_single")
     check_dense(tensor, "all_to_all_single")
     if output.dtype != tensor.dtype:

@@ -1,8 +1,8 @@
-"""The process group that torch sees: what it calls, by torch's names, and what it asks a group about itself.
+"""The process group that torch sees: the methods and properties that torch uses, by torch's names.
 
-Torch calls a group in Python for most collectives and in C++ (DDP, functional collectives) for some; both reach the
-methods here, under the names that torch 2.11 to 2.13 use. A collective is prepared in `reduce_calls` or
-`movement_calls` and submitted to the group's `runtime`; messages are in `point_to_point`.
+Torch calls most collectives of a group in Python and some in C++ (DDP, functional collectives). Both reach the methods
+here, under the names that torch 2.11 to 2.13 use. A collective is prepared in `reduce_calls` or `movement_calls` and
+submitted to the group's `runtime`; messages are in `point_to_point`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["ProcessGroupShm"]
 
 
 def _in_place(options: Any, prepare: Callable[[GroupRuntime, Any, Any], Prepared]) -> Any:
-    """Make the method of a collective of which torch passes one tensor, or one list of them."""
+    """Return the method of a collective to which torch passes one tensor, or one list of them."""
 
     def call(self: ProcessGroupShm, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Work:
         opts, runtime = given(options, opts, timeout), self._runtime
@@ -38,7 +38,7 @@ def _in_place(options: Any, prepare: Callable[[GroupRuntime, Any, Any], Prepared
 
 
 def _between(options: Any, prepare: Callable[[GroupRuntime, Any, Any, Any], Prepared]) -> Any:
-    """Make the method of a collective of which torch passes outputs and inputs."""
+    """Return the method of a collective to which torch passes outputs and inputs."""
 
     def call(
         self: ProcessGroupShm,
@@ -71,7 +71,7 @@ class ProcessGroupShm(dist.ProcessGroup):
         name: str = "",
         options: Options | None = None,
     ) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]  # torch lets no subclass have the store
+        super().__init__(rank, size)  # type: ignore[call-arg]  # torch takes no store from subclasses
         self._runtime = GroupRuntime(store, rank, size, timeout=timeout, ranks=ranks, name=name, options=options)
         self._splits = 0
 
@@ -114,7 +114,7 @@ class ProcessGroupShm(dist.ProcessGroup):
         input_split_sizes: Sequence[int] = (),
         opts: Any = None,
     ) -> Work:
-        """Send rank r the r-th part of each rank's tensor. The split sizes are in rows; none: equal parts."""
+        """Send rank r the r-th part of each rank's tensor. The split sizes are in rows; empty: equal parts."""
         opts, runtime = given(c10d.AllToAllOptions, opts), self._runtime
         prepared = movement_calls.all_to_all_single(runtime, output, input, output_split_sizes, input_split_sizes)
         return runtime.submit(prepared, opts)
@@ -126,17 +126,17 @@ class ProcessGroupShm(dist.ProcessGroup):
     def barrier(  # type: ignore[override]  # the names of arguments
         self, opts: Any = None, timeout: timedelta | None = None
     ) -> Work:
-        """Wait until all ranks are here."""
+        """Wait until all ranks have called it."""
         opts, runtime = given(c10d.BarrierOptions, opts, timeout), self._runtime
         return runtime.submit(movement_calls.barrier(runtime), opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Wait until all ranks are here; an error names all those that do not come in time.
+        """Wait until all ranks have called it; an error names all ranks that do not in time.
 
         Raises:
-            dist.DistBackendError: A rank did not come. The group cannot be used any more then.
+            dist.DistBackendError: A rank did not come. The group can no longer be used then.
         """
-        del wait_all_ranks  # naming all costs nothing here
+        del wait_all_ranks  # naming all of them costs nothing here
         opts, waiting = given(c10d.BarrierOptions, None, timeout), self._runtime.waiting
         opts.asyncOp = False
         try:
@@ -145,11 +145,11 @@ class ProcessGroupShm(dist.ProcessGroup):
             if not waiting.timed_out:
                 raise
             limit_ms = round(opts.timeout.total_seconds() * 1000)
-            # gloo's words, for programs that look for them.
+            # The words of gloo's error, for programs that search for them.
             raise dist.DistBackendError(
                 f"Rank {self.rank()} timed out in monitoredBarrier after {limit_ms} ms: {error}"
             ) from None
-        waiting.poll_abort()  # a rank that is late itself must not believe that all is well
+        waiting.poll_abort()  # a rank that is late itself must get the error, too
 
     # Messages
 
@@ -185,14 +185,14 @@ class ProcessGroupShm(dist.ProcessGroup):
         group_desc: str | None = None,
         device_types: Sequence[torch.device] | None = None,
     ) -> ProcessGroupShm | None:
-        """Make a group of some of this group's ranks, which come in the order of their numbers.
+        """Create a group of some of this group's ranks, in the order of their numbers.
 
-        Every rank of this group must call it, each with the ranks of its own new group.
+        Every rank of this group must call it, each with the ranks of its new group.
 
         Returns:
             The new group, or None on a rank that is not in it.
         """
-        del device_types  # there is one
+        del device_types  # there is only one
         runtime, members = self._runtime, sorted(new_ranks)
         self._splits += 1
         if runtime.rank not in members:
@@ -211,7 +211,7 @@ class ProcessGroupShm(dist.ProcessGroup):
         group._set_group_desc(group_desc or f"{self.group_desc}:split:{self._splits}")
         return group
 
-    splitGroup = split_group  # noqa: N815  C++ asks by this name
+    splitGroup = split_group  # noqa: N815  the name that C++ calls
 
     def comm_split_count(self) -> int:
         """Return the number of splits of this group."""
@@ -220,20 +220,20 @@ class ProcessGroupShm(dist.ProcessGroup):
     # The end
 
     def shutdown(self) -> None:
-        """Leave the group, once pending operations have ended. Peers that still wait for this rank get an error."""
+        """Close the group, once pending operations have ended. Peers that still wait for this rank get an error."""
         self._runtime.close()
 
     def abort(self) -> None:
-        """Leave the group at once: pending operations fail, on all ranks."""
+        """Close the group immediately: pending operations fail, on all ranks."""
         self._runtime.abort()
 
-    # What torch asks
+    # Properties that torch queries
 
     def name(self) -> str:
         """Return the name of the backend."""
         return "shm"
 
-    getBackendName = _get_backend_name = name  # noqa: N815  C++ asks by this name
+    getBackendName = _get_backend_name = name  # noqa: N815  the name that C++ calls
 
     @property
     def group_name(self) -> str:  # type: ignore[override]
@@ -241,7 +241,7 @@ class ProcessGroupShm(dist.ProcessGroup):
         return self._runtime.group_name
 
     def _set_group_name(self, name: str) -> None:
-        self._runtime.group_name = name  # torch would keep it in a backend in C++, which there is none
+        self._runtime.group_name = name  # torch would store it in a C++ backend, which does not exist here
 
     def rank(self) -> int:
         """Return this process's rank in the group."""
@@ -257,7 +257,7 @@ class ProcessGroupShm(dist.ProcessGroup):
 
     @property
     def options(self) -> Any:
-        """Backend options, as far as torch wants to copy them."""
+        """The backend options that torch copies."""
         options = c10d.Backend.Options("shm", timedelta(seconds=self._runtime.timeout_s))
         options.global_ranks_in_group = self._runtime.ranks
         return options
@@ -274,12 +274,12 @@ class ProcessGroupShm(dist.ProcessGroup):
         return self
 
     supports_splitting = False
-    """torch would split by a device that a group is bound to; see `split_group`."""
+    """With True, torch would split by the device that a group is bound to; see `split_group`."""
     supports_coalescing = False
     supports_time_estimate = False
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set how long a rank waits for another at most, in calls from now on."""
+        """Set how long a rank waits for another one in later calls."""
         self._runtime.set_timeout(timeout)
 
     _set_default_timeout = set_timeout

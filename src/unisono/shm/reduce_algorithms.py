@@ -1,8 +1,8 @@
 """Collectives that combine values: all_reduce, reduce, reduce_scatter.
 
-Each is a generator over the slots. Tensors come flat and contiguous. Every rank publishes what it has piece by piece,
-and a rank that needs a piece combines it in the order of ranks. In an all_reduce all ranks combine everything, unless
-there are many ranks and several pieces (`divided_all_reduce`).
+Each is a generator over the slots. Tensors are flat and contiguous. Every rank publishes its values piece by piece, and
+a rank that needs a piece combines those of all ranks in their order. In an all_reduce all ranks combine everything,
+unless there are many ranks and several pieces (`divided_all_reduce`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from unisono.shm.slot_ring import SlotRing
 __all__ = ["all_reduce", "all_reduce_coalesced", "all_reduce_sparse", "reduce", "reduce_scatter"]
 
 _TOGETHER_NBYTES = 4 * 1024 * 1024
-"""Tensors of an all_reduce_coalesced that are no larger, all together, travel as one."""
+"""Tensors of an all_reduce_coalesced travel as one if their total size is at most this."""
 
 
 def all_reduce(context: CollectiveContext, flat: Tensor, call: CollectiveFingerprint, combine: Arithmetic) -> Operation:
@@ -40,7 +40,7 @@ def reduce(context: CollectiveContext, flat: Tensor, call: CollectiveFingerprint
 
 
 def _at_once(context: CollectiveContext, flat: Tensor, call: CollectiveFingerprint, combine: Arithmetic) -> Operation:
-    """Do an all_reduce of what fits into a slot, as `_reduce` would: in one round, and in half the time."""
+    """All-reduce a tensor that fits into a slot, in one round. The result is that of `_reduce`, in half the time."""
     slots, rank = context.slots, context.slots.rank
     round_, late = slots.readers()
     if late:
@@ -65,7 +65,7 @@ def _reduce(
     pieces = [flat] if flat.numel() <= step else list(torch.split(flat, step))
 
     def write(k: int) -> None:
-        # A root's own values are not read by others; it needs them in its slot only if it is not one of the first two.
+        # No other rank reads the root's values. It needs them in its slot only if it is not one of the first two ranks.
         if everywhere or call.root != rank or rank > 1:
             piece = pieces[k]
             copy(slots.address(rank, slots.round), piece.data_ptr(), piece.numel() * itemsize)
@@ -77,9 +77,9 @@ def _reduce(
 
 
 def _sources(slots: SlotRing, round_: int, piece: Tensor) -> list[Tensor]:
-    """Return what all ranks have of a piece, in their order."""
+    """Return the values of all ranks for a piece, in their order."""
     count, dtype = piece.numel(), piece.dtype
-    # Of later ranks their slot, not the piece: combining writes to that after the first two.
+    # A rank from 2 on uses its slot, not the piece: combining writes to the piece after the first two.
     return [piece if r == slots.rank and r < 2 else slots.slot(r, round_, dtype)[:count] for r in range(slots.size)]
 
 
@@ -104,10 +104,9 @@ def _reduce_one(context: CollectiveContext, flat: Tensor, op: str) -> Operation:
 
 
 def all_reduce_sparse(context: CollectiveContext, tensor: Tensor) -> Operation:
-    """Sum a sparse tensor over all ranks, in place: by an all_gather of its indices and values.
+    """Sum a sparse tensor over all ranks, by an all_gather of its indices and values. Return the coalesced sum.
 
-    Args: tensor is in COO layout, coalesced or not, of the same shape on all ranks.
-    Returns: the sum, coalesced.
+    `tensor` is in COO layout, coalesced or not, with the same shape on all ranks.
     """
     slots = context.slots
     own = tensor if tensor.is_coalesced() else tensor.coalesce()
@@ -125,7 +124,7 @@ def all_reduce_sparse(context: CollectiveContext, tensor: Tensor) -> Operation:
     with torch.inference_mode(mode=False):
         total: Tensor | None = None
         for i, v in zip(all_indices, all_values, strict=True):
-            # Made here as normal tensors, since the user's autograd may meet the result.
+            # Normal tensors, not inference tensors, because the user's autograd may see the result.
             part = torch.sparse_coo_tensor(i.clone(), v.clone(), tensor.shape, check_invariants=False)
             total = part if total is None else total + part
         assert total is not None
@@ -141,8 +140,8 @@ def reduce_scatter(
 ) -> Operation:
     """Combine the r-th of each rank's inputs on rank r, for all r.
 
-    Args: inputs has one flat tensor for each rank; the r-th has as many elements on all ranks. output has as many
-        elements as the own one; it may be the own one.
+    `inputs` has one flat tensor for each rank; the r-th has the same number of elements on all ranks. `output` has the
+    size of this rank's tensor among them, and may be that tensor.
     """
     slots, dtype, itemsize = context.slots, output.dtype, output.itemsize
     rank, size = slots.rank, slots.size
@@ -179,6 +178,6 @@ def reduce_scatter(
 
 
 def _part(slot: int, size: int) -> int:
-    """Divide a slot, in elements, into parts for each rank, at cache lines where they are large enough."""
+    """Return the size of each rank's part of a slot, in elements: whole cache lines if it is large enough."""
     part = slot // size
     return part // 64 * 64 if part >= 64 else part

@@ -1,7 +1,7 @@
 """The collectives that combine values, as torch calls them: each function checks its arguments and names the call.
 
-What the operations do is in `reduce_algorithms`, how values are combined in `arithmetic`. `process_group` submits what
-is prepared here.
+The operations are in `reduce_algorithms`, and the reductions of values in `arithmetic`. `process_group` submits what
+these functions return.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def reduce_scatter_single(group: GroupRuntime, opts: Any, output: Tensor, large:
 def reduce_scatter_single_coalesced(
     group: GroupRuntime, opts: Any, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
 ) -> Prepared:
-    """Do as `reduce_scatter_single` for several pairs of tensors."""
+    """Run `reduce_scatter_single` for several pairs of tensors."""
     return chain([reduce_scatter_single(group, opts, *pair) for pair in pairs(outputs, inputs, "reduce_scatter")])
 
 
@@ -148,7 +148,7 @@ def _reduce_scatter(
 
 
 def _arithmetic(group: GroupRuntime, opts: Any, dtype: torch.dtype) -> tuple[str, Arithmetic, float | Tensor | None]:
-    """Return the name of the operation, the operation, and a factor for each rank's values."""
+    """Return the name of the reduction, the reduction, and the factor for each rank's values or None."""
     reduce_op = opts.reduceOp
     name = _NAMES.get(reduce_op.op) or str(reduce_op.op)
     combine = arithmetic(name, dtype, group.size)

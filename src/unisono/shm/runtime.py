@@ -1,4 +1,4 @@
-"""What a process group over shared memory consists of, from the handshake of its ranks to their leaving.
+"""The parts of a process group over shared memory, from the handshake of its ranks to its shutdown.
 
 `GroupRuntime` knows nothing of torch's process groups: `process_group` is what torch calls.
 """
@@ -31,9 +31,9 @@ from unisono.shm.work import Work
 __all__ = ["GroupRuntime"]
 
 _DRAIN_S = 10.0
-"""How long pending operations may take to end when a group is destroyed."""
+"""How long to wait for pending operations when a group is destroyed."""
 _EXIT_S = 1.0
-"""The same where a program ends without having destroyed its groups."""
+"""How long to wait when a program ends without having destroyed its groups."""
 
 
 class GroupRuntime:
@@ -42,16 +42,18 @@ class GroupRuntime:
     Every rank of the group must create it.
 
     Args:
-        store: The group's own store.
-        rank: Rank of this process in the group.
-        size: Number of ranks in the group.
-        timeout: How long a rank waits for another at most.
-        ranks: The global ranks, by rank in the group. Empty: the same numbers.
+        store: The store of this group.
+        rank: The rank of this process in the group.
+        size: The number of ranks in the group.
+        timeout: How long a rank waits for another one.
+        ranks: The global ranks, by rank in the group. If empty, they are the ranks in the group.
         name: The group's name, for errors.
         options: Settings of the group.
 
     Raises:
-        dist.DistBackendError: A rank does not come in time or is on another host.
+        dist.DistBackendError: A rank died, did not come in time or is on another host, or there is too little memory.
+        ValueError: `options.mib` is too small for the group. Raised on rank 0; other ranks get a DistBackendError.
+        RuntimeError: Rank 0 has a different version of unisono.
     """
 
     def __init__(
@@ -99,18 +101,18 @@ class GroupRuntime:
             self._segment, layout.messages, self._peers, self.waiting, budget_nbytes=layout.messages_nbytes
         )
         self.coalesced: list[Any] | None = None
-        """The works of a coalesced call that is being made; None outside of one."""
+        """The works of the current coalesced call; None outside of one."""
         self._is_open, self._is_forked = True, False
         _runtimes.add(self)
         activity.groups.add(self)
 
     def submit(self, prepared: Prepared, opts: Any) -> Work:
-        """Run a collective, or see that it will be run. Return its work, whose result are the tensors."""
+        """Run a collective, or queue it. Return its work, whose result is its tensors."""
         if not self._is_open:
             raise RuntimeError(self._why_closed())
         operation, call, tensors = prepared
         timeout = opts.timeout
-        # torch says -1 ms for none.
+        # torch passes -1 ms for no timeout.
         timeout_s = self.timeout_s if timeout.days < 0 else timeout.total_seconds()
         executor = self._executor
         work = Work(tensors, what=call, late=executor.late, drive=executor.run_until)
@@ -120,30 +122,30 @@ class GroupRuntime:
         return work if self.coalesced is None else self.coalesce(work)
 
     def coalesce(self, work: Any) -> Any:
-        """Return a work, which has been added to the coalesced call that is being made, if any."""
+        """Add a work to the current coalesced call, if any, and return it."""
         if self.coalesced is not None:
             self.coalesced.append(work)
         return work
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set how long a rank waits for another at most, in calls from now on."""
+        """Set how long a rank waits for another one in later calls."""
         self.timeout_s = self.waiting.timeout_s = timeout.total_seconds()
 
     def pending(self) -> tuple[int, list[tuple[Any, float]]] | None:
-        """Return what is not finished, for reports of hangs: see `unisono.activity.GroupActivity`."""
+        """Return the pending calls, for reports of hangs: see `unisono.activity.GroupActivity`."""
         if not self._is_open:
             return None
         now_s = time.monotonic()
         return self.context.number, [(each.work.what, now_s - each.begin_s) for each in self._executor.pending()]
 
     def abort(self) -> None:
-        """Leave the group at once: pending operations fail, on all ranks."""
+        """Close the group immediately: pending operations fail, on all ranks."""
         if self._is_open:
             self.waiting.abort(f"{self.waiting.own_name} has aborted the group")
         self.close(drain_s=0.5)
 
     def close(self, *, drain_s: float = _DRAIN_S) -> None:
-        """Leave the group, once pending operations have ended. Peers that still wait for this rank get an error."""
+        """Close the group, once pending operations have ended. Peers that still wait for this rank get an error."""
         if not self._is_open:
             return
         self._is_open = False
@@ -157,7 +159,7 @@ class GroupRuntime:
         self._peers.close()
 
     def disown(self) -> None:
-        """Give the group up in a forked process, which is no rank of it."""
+        """Mark the group as unusable in a forked process, which is not a rank of it."""
         self._is_forked, self._is_open = True, False
 
     def _why_closed(self) -> str:
@@ -170,7 +172,7 @@ class GroupRuntime:
 
 
 def _ranks_here(size: int) -> int:
-    """Count the ranks on this host, those of other groups too: they share its cores."""
+    """Return the number of ranks on this host, including those of other groups, which share its cores."""
     world = dist.get_world_size() if dist.is_initialized() else size
     here = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(size, min(world, int(here)) if here.isdigit() else world)
@@ -181,7 +183,7 @@ _runtimes: weakref.WeakSet[GroupRuntime] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """End the threads of groups that the program has not destroyed: one inside torch would abort the interpreter."""
+    """End the threads of groups that were not destroyed: one inside torch would abort the interpreter at exit."""
     for runtime in list(_runtimes):
         runtime.close(drain_s=_EXIT_S)
 

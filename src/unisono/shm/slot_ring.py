@@ -1,9 +1,9 @@
 """Slots through which ranks exchange data, in rounds.
 
-In a round every rank may write its own slot; then it publishes it, by a semaphore for each peer, and reads the slots of
-those that it needs once they are published. All ranks of a group go through the same rounds in the same order, also one
-that has nothing to write or to read, so a rank that publishes a round has read what came before. That is why a slot may
-be used again without a lock: see `readers`. Each slot has a short header, which describes the data.
+In a round every rank may write its slot. It then publishes the slot, by a semaphore for each peer, and reads the slots
+that it needs of other ranks once they are published. All ranks of a group go through the same rounds in the same order,
+even without anything to write or read, so a rank that publishes a round has read those up to `_LOOKAHEAD` rounds before
+it. Hence a slot can be used again without a lock: see `readers`. Each slot has a short header that describes the data.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from unisono.shm.semaphore import SEMAPHORE_NBYTES, Semaphore
 __all__ = ["DEPTH", "SlotRing"]
 
 DEPTH = 8
-"""Rounds that the content of a slot stays readable."""
+"""The number of rounds for which the content of a slot stays readable."""
 
 _LOOKAHEAD = 3
 """A rank has read round n before it publishes round n + _LOOKAHEAD. Collectives are written so that this holds."""
@@ -31,8 +31,12 @@ _HEADER_LEAST_NBYTES = 64
 class SlotRing:
     """The slots of a group, and the count of its rounds. One thread at a time may use it.
 
-    Args: offset is where it lies in the segment, aligned. slot_nbytes is the size of a slot, aligned. depth is how many
-        rounds a slot's content stays readable, more than 3.
+    Args:
+        segment: The segment of the group.
+        offset: The aligned offset of the slots in the segment.
+        peers: The processes of the group.
+        slot_nbytes: The aligned size of a slot.
+        depth: The number of rounds for which a slot's content stays readable; more than 3.
     """
 
     def __init__(self, segment: Segment, offset: int, peers: Peers, *, slot_nbytes: int, depth: int = DEPTH) -> None:
@@ -40,7 +44,7 @@ class SlotRing:
         self.rank, self.size = peers.rank, peers.size
         self.slot_nbytes, self._depth = slot_nbytes, depth
         self.round = 0
-        """The round that comes next: how many this rank has published."""
+        """The coming round; equal to the number of rounds that this rank has published."""
         self.others = [r for r in range(self.size) if r != self.rank]
         """All ranks but this one."""
         self._published = [0] * self.size
@@ -70,12 +74,12 @@ class SlotRing:
 
     @staticmethod
     def create(segment: Segment, offset: int, size: int) -> None:
-        """Prepare the memory: once, before the segment is shared."""
+        """Initialize the memory. Call it once, before the segment is shared."""
         for i in range(size**2):
             Semaphore(segment.address + offset + i * SEMAPHORE_NBYTES).create()
 
     def slot(self, rank: int, round_: int, dtype: torch.dtype) -> Tensor:
-        """Return a rank's slot of a round, whole: shape [slot_nbytes / itemsize]."""
+        """Return a rank's whole slot of a round, with shape [slot_nbytes / itemsize]."""
         views = self._views.get(dtype)
         if views is None:
             shape = (self.size, self._depth, self.slot_nbytes // dtype.itemsize)
@@ -95,27 +99,27 @@ class SlotRing:
         self._memory[start : start + len(header)] = header
 
     def header(self, rank: int, round_: int, nbytes: int) -> bytes:
-        """Read so many bytes of a rank's header of a round."""
+        """Return the first `nbytes` bytes of a rank's header of a round."""
         start = self._headers_offset + (rank * self._depth + round_ % self._depth) * self._header_nbytes
         return self._memory[start : start + nbytes]
 
     def readers(self) -> tuple[int, list[int]]:
-        """Find the ranks that may still be reading what is in this rank's slot of the coming round.
+        """Return a round, and the ranks that must publish it before this rank may write its slot of the coming round.
 
-        Returns: a round and the ranks that must have published it first. No ranks: the slot is free.
+        Until then they may still be reading the slot. Without ranks the slot is free.
         """
         round_ = self.round - self._depth + _LOOKAHEAD
         return round_, self.missing(round_, self.others)
 
     def publish(self) -> int:
-        """Publish this rank's slot of the coming round, and go on to the next. Return the round published."""
+        """Publish this rank's slot of the coming round, and advance to the next. Return the published round."""
         for post in self._outgoing:
             post()
         self.round += 1
         return self.round - 1
 
     def missing(self, round_: int, ranks: Iterable[int]) -> list[int]:
-        """List the ranks, of those given, that have not published a round yet."""
+        """Return those of the given ranks that have not published a round yet."""
         published, late = self._published, []
         for rank in ranks:
             while published[rank] <= round_:
@@ -126,7 +130,7 @@ class SlotRing:
         return late
 
     def wait_for(self, rank: int, timeout_s: float) -> None:
-        """Sleep until a rank publishes something, at most so long."""
+        """Sleep until a rank publishes a round, for at most `timeout_s`."""
         if self._incoming[rank].wait(timeout_s):
             self._published[rank] += 1
 

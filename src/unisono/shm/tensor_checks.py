@@ -1,6 +1,6 @@
-"""What a call must be like before any peer hears of it: the checks that torch's own backends make, with their errors.
+"""Checks of the arguments of a call, before it reaches any peer: those of torch's own backends, with their errors.
 
-A wrong argument is a RuntimeError here, not a ValueError: that is what gloo raises, and what programs catch.
+A wrong argument raises RuntimeError here, not ValueError, because gloo raises that and programs catch it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = [
 
 
 def single(tensors: Tensor | Sequence[Tensor], what: str) -> Tensor:
-    """Return the one tensor of a list, as torch passes it."""
+    """Return the only tensor of a list, as torch passes it."""
     if isinstance(tensors, Tensor):
         return tensors
     if len(tensors) != 1:
@@ -28,7 +28,7 @@ def single(tensors: Tensor | Sequence[Tensor], what: str) -> Tensor:
 
 
 def check_dense(tensor: Tensor, what: str) -> None:
-    """Refuse what does not lie in this machine's memory, element by element."""
+    """Check that a tensor is dense and on the CPU."""
     if not tensor.is_cpu:
         raise RuntimeError(
             f"{what}: shm shares memory of the CPU, and this tensor is on {tensor.device}. For GPUs use nccl, or gloo: "
@@ -39,7 +39,7 @@ def check_dense(tensor: Tensor, what: str) -> None:
 
 
 def check_list(tensors: Sequence[Tensor], size: int, what: str, *, dtype: torch.dtype, numel: int | None) -> None:
-    """Check that there is a tensor for each rank, of the type and, unless None, of the size of the others."""
+    """Check that there is a dense tensor for each rank, of the given dtype and, unless None, the given size."""
     if len(tensors) != size:
         raise RuntimeError(
             f"{what}: the list has {len(tensors)} tensors for a group of {size} ranks: give one for each"
@@ -55,7 +55,7 @@ def check_list(tensors: Sequence[Tensor], size: int, what: str, *, dtype: torch.
 
 
 def check_numel(large: Tensor, small: Tensor, size: int, what: str) -> None:
-    """Check that one tensor has room for another one of each rank."""
+    """Check that the large tensor has exactly the size of one small tensor for each rank."""
     check_dense(large, what)
     check_dense(small, what)
     if large.dtype != small.dtype:
@@ -74,7 +74,7 @@ def check_root(root: int, size: int, what: str) -> None:
 
 
 def rows(tensor: Tensor, splits: Sequence[int], size: int, what: str) -> list[int]:
-    """Return how many elements of a tensor belong to each rank, given how many rows do; none given: equally many."""
+    """Return the number of elements of a tensor for each rank, given the numbers of rows; empty: equal parts."""
     length = tensor.shape[0] if tensor.dim() else 1
     if not splits:
         if length % size:
@@ -89,9 +89,9 @@ def rows(tensor: Tensor, splits: Sequence[int], size: int, what: str) -> list[in
 
 
 def given(kind: Any, opts: Any, timeout: timedelta | None = None) -> Any:
-    """Read the options of a call: an object of torch's, or what stands for it in torch's short forms.
+    """Return the options of a call as an object of torch's class `kind`.
 
-    Args: kind is torch's class. opts is an object like it, a root, a reduction, a timeout, or None.
+    `opts` is such an object, or one of torch's short forms: a root, a reduction, a timeout, or None.
     """
     if isinstance(opts, kind):
         pass
@@ -111,14 +111,14 @@ def given(kind: Any, opts: Any, timeout: timedelta | None = None) -> Any:
 
 
 def inner(tensors: Any) -> list[Tensor]:
-    """Return the one list of a list of lists, as torch passes it, or a plain list; an empty one where there is none."""
+    """Return the only list in a list of lists, as torch passes it, or a plain list; an empty list if there is none."""
     if not tensors:
         return []
     return list(tensors) if isinstance(tensors[0], Tensor) else list(tensors[0])
 
 
 def pairs(outputs: Sequence[Tensor], inputs: Sequence[Tensor], what: str) -> list[tuple[Tensor, Tensor]]:
-    """Pair the outputs with the inputs of several calls in one."""
+    """Return the pairs of output and input of several calls in one."""
     if not inputs or len(outputs) != len(inputs):
         raise RuntimeError(f"{what}: {len(outputs)} outputs and {len(inputs)} inputs: give one output for each input")
     return list(zip(outputs, inputs, strict=True))

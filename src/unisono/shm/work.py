@@ -1,6 +1,6 @@
-"""What a collective or a transfer returns: torch's `Work`, finished by any thread.
+"""The result of a collective or a transfer: torch's `Work`, which any thread can finish.
 
-Most works have ended when they are handed out, so all that has to do with waiting is made only when somebody asks.
+Most works have ended when they are returned, so the objects for waiting are created only on demand.
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ __all__ = ["CoalescedWork", "Work"]
 _NO_TIMEOUT = timedelta(0)
 _LONGEST_S = 3600.0
 
-# Guards what changes hands between the thread that ends a work and those that wait; held for a few lines only.
+# Guards the hand-over between the thread that ends a work and those that wait for it. Held for a few lines only.
 _handover = threading.Lock()
 
 
 class Work(dist.Work):
-    """A collective or a transfer that is under way or has ended.
+    """A collective or a transfer that is in progress or has ended.
 
-    Args: tensors are the value of its future and of `result`. what describes the operation, for errors;
-        late names the ranks it waits for, as far as that is known. drive is called by a thread that begins to wait, and
-        may finish the work.
+    Args:
+        tensors: The value of its future and of `result`.
+        what: A description of the operation, for errors.
+        late: Returns the names of the ranks that the operation waits for, as far as known.
+        drive: Called by a thread that begins to wait; may finish the work.
     """
 
     def __init__(
@@ -54,9 +56,12 @@ class Work(dist.Work):
     def finish(
         self, tensors: Sequence[Tensor] | None = None, *, error: BaseException | None = None, source: int = -1
     ) -> None:
-        """End the work: with its tensors, if they were not known before, or with an error. Call it once.
+        """End the work. Call it once.
 
-        Args: source is the rank (in the group) from which something was received.
+        Args:
+            tensors: The tensors of the work, if they were not known before.
+            error: The error with which the work ends, if any.
+            source: The rank (in the group) from which a message was received.
         """
         if tensors is not None:
             self._tensors = list(tensors)
@@ -70,9 +75,12 @@ class Work(dist.Work):
             future.set_result(self._tensors)
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        """Wait for the end, at most so long; zero means no limit but the operation's own.
+        """Wait for the end, for at most `timeout`; zero means no limit other than the operation's own.
 
-        Raises: what ended the work, or dist.DistBackendError if the time is over; the work goes on then.
+        If the work fails, its error is raised.
+
+        Raises:
+            dist.DistBackendError: The time is over. The work continues.
         """
         if not self._done and self._drive is not None:
             self._drive(self)
@@ -87,7 +95,7 @@ class Work(dist.Work):
         return True
 
     def describe(self) -> str:
-        """Return what is being done."""
+        """Return a description of the operation."""
         return "a transfer" if self.what is None else str(self.what)
 
     def is_completed(self) -> bool:
@@ -99,7 +107,7 @@ class Work(dist.Work):
         return self._done and self._error is None
 
     def exception(self) -> BaseException | None:
-        """Return what ended the work, or None."""
+        """Return the error that ended the work, or None."""
         return self._error
 
     def result(self) -> list[Tensor]:
@@ -107,7 +115,7 @@ class Work(dist.Work):
         return self._tensors
 
     def source_rank(self) -> int:
-        """Return the rank (in the group) from which something was received; -1 for what is no receive."""
+        """Return the rank (in the group) from which a message was received; -1 if this is not a receive."""
         return self._source
 
     _source_rank = source_rank
@@ -117,12 +125,12 @@ class Work(dist.Work):
         self.wait()
 
     def get_future(self) -> Future[list[Tensor]]:
-        """Return a future of the tensors. Its callbacks run in the thread that ends the work, or at once."""
+        """Return a future of the tensors. Its callbacks run in the thread that ends the work, or immediately."""
         with _handover:
             if self._public_future is None:
                 self._future = Future()
-                # torch keeps an exception in a future as a value that only Python understands. One that a callback
-                # raises is an error for C++ too, where DDP waits.
+                # torch stores an exception that is set on a future as a value that only Python understands. One raised
+                # in a callback is an error for C++ too, where DDP waits.
                 self._public_future = self._future if self.is_success() else self._future.then(self._value)
                 if self._done:
                     self._future.set_result(self._tensors)
@@ -157,32 +165,32 @@ class CoalescedWork(dist.Work):
         self._works = list(works)
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        """Wait for the end of all, each at most so long. Raises: what ended one badly."""
+        """Wait for the end of all works, for at most `timeout` each. Raise the error of the first that failed."""
         for work in self._works:
             work.wait(timeout)
         return True
 
     def is_completed(self) -> bool:
-        """Return True if all have ended."""
+        """Return True if all works have ended."""
         return all(work.is_completed() for work in self._works)
 
     def is_success(self) -> bool:
-        """Return True if all have ended well."""
+        """Return True if all works have ended well."""
         return all(work.is_success() for work in self._works)
 
     def exception(self) -> BaseException | None:
-        """Return what ended the first that ended badly, or None."""
+        """Return the error of the first work that failed, or None."""
         return next((e for work in self._works if (e := work.exception()) is not None), None)
 
     def result(self) -> list[Tensor]:
-        """Return the tensors of all."""
+        """Return the tensors of all works."""
         return [tensor for work in self._works for tensor in work.result()]
 
     def synchronize(self) -> None:
-        """Wait for the end of all."""
+        """Wait for the end of all works."""
         self.wait()
 
     def get_future(self) -> Future[list[Tensor]]:
-        """Return a future of the tensors of all."""
+        """Return a future of the tensors of all works."""
         futures = [work.get_future() for work in self._works]
         return torch.futures.collect_all(futures).then(lambda done: [t for f in done.value() for t in f.value()])
