@@ -115,7 +115,7 @@ def _key_bytes(nbytes: int, num_samples: int, seed: int, epoch: int) -> bytes:
 
 @lru_cache(maxsize=32)
 def _sorted_order(num_samples: int, seed: int, epoch: int) -> Tensor:
-    """Return the order that sorts 64-bit random numbers. Two are equal with probability below 2^-40."""
+    """Return the order that sorts 64-bit random numbers; two are equal with probability < 2^-40, and stay in order."""
     numbers = struct.unpack(f"<{num_samples}Q", _key_bytes(8 * num_samples, num_samples, seed, epoch))
     return torch.tensor(sorted(range(num_samples), key=numbers.__getitem__), dtype=torch.int64, device="cpu")
 

@@ -1,7 +1,7 @@
-"""How a rank that aborts its group, or leaves it, lets the other ranks know, and why.
+"""Flags by which a rank tells the others that it has aborted the group, and why, or that it has left.
 
-Each rank has an area for its reason, and a semaphore for each peer, posted once there is something to read. A peer
-looks only when it has waited for a while in vain, so this costs nothing as long as all goes well.
+Each rank has an area for its reason and a semaphore for each peer, which it posts once there is something to read. A
+peer looks only after it has waited for a while in vain, so the flags cost nothing unless something goes wrong.
 """
 
 from __future__ import annotations
@@ -17,9 +17,13 @@ _REASON_NBYTES = 1024
 
 
 class AbortFlag:
-    """Whether the group has been aborted, and which ranks have left it. Any thread may use it.
+    """Tells the ranks of a group that it has been aborted, and which ranks have left it. Thread-safe.
 
-    Args: offset is where it lies in the segment, aligned. rank is this process's own, in the group.
+    Args:
+        segment: The segment of the group.
+        offset: The aligned offset of the flags in the segment.
+        rank: The rank of this process in the group.
+        size: The number of ranks in the group.
     """
 
     def __init__(self, segment: Segment, offset: int, *, rank: int, size: int) -> None:
@@ -29,7 +33,7 @@ class AbortFlag:
         self._lock = threading.Lock()
         self._aborted = False
         self.reason: str | None = None
-        """Why the group is broken, as far as this rank knows; None while it is whole."""
+        """Why the group was aborted, as far as this rank knows; None if it was not."""
         self.left: set[int] = set()
         """Ranks that have left the group, as far as this rank knows."""
 
@@ -40,12 +44,12 @@ class AbortFlag:
 
     @staticmethod
     def create(segment: Segment, offset: int, size: int) -> None:
-        """Prepare the memory: once, before the segment is shared."""
+        """Initialize the memory. Call it once, before the segment is shared."""
         for i in range(size**2):
             Semaphore(segment.address + offset + i * SEMAPHORE_NBYTES).create()
 
     def abort(self, reason: str) -> None:
-        """Break the group, for all peers. Only the first reason counts."""
+        """Abort the group on all ranks. Only the first reason counts."""
         with self._lock:
             if self.reason is None:
                 self.reason = reason
@@ -58,16 +62,16 @@ class AbortFlag:
             self._post_all()
 
     def leave(self) -> None:
-        """Let all peers know that this rank takes part in nothing more."""
+        """Signal all peers that this rank no longer takes part in anything."""
         with self._lock:
             self._post_all()
 
     def poll(self) -> None:
-        """Read what the other ranks have posted: see `reason` and `left`."""
+        """Read the flags of the other ranks and update `reason` and `left`."""
         with self._lock:
             for source in range(self._size):
                 if source != self._rank and self._semaphore(source, self._rank).try_wait():
-                    self.left.add(source)  # who has given up takes part in nothing more either
+                    self.left.add(source)  # a rank that aborts no longer takes part either
                     start = self._texts_offset + source * _REASON_NBYTES
                     length = int.from_bytes(self._segment.memory[start : start + 2], "little")
                     if length and self.reason is None:

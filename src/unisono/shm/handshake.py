@@ -1,8 +1,8 @@
-"""How the ranks of a group on one host come to share a segment, and to know each other's processes.
+"""The handshake by which the ranks of a group on one host share a segment and get pidfds of each other.
 
-Rank 0 makes the segment and listens on a local socket that has no file; its random name goes through the group's store.
-Each rank hands over a pidfd of itself, and gets the segment and everybody's pidfd. Only processes of the same user are
-let in: the kernel tells who is at the other end. While ranks wait here they look whether another one has died.
+Rank 0 creates the segment and listens on an abstract Unix socket, whose random name goes through the group's store.
+Each rank sends a pidfd of itself, and receives the segment and the pidfds of all ranks. Only processes of the same user
+are accepted: the kernel reports the peer's user. While ranks wait they check whether another one has died.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _THROUGH = "-"
 _NONE = "none: "
 _SLICE_S = 0.05
 _LOOK_S = 0.2
-"""How often a rank that waits for rank 0's word looks whether the others live."""
+"""How often a rank that waits for rank 0 checks whether the others are alive."""
 _PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.01
-"""Between two questions to the store, at first and at most."""
+"""The first and the longest pause between two queries of the store."""
 _HELLO = struct.Struct("<i")
 
 
@@ -46,13 +46,25 @@ def handshake(
     names: Sequence[int] | None = None,
     look: Callable[[], None] | None = None,
 ) -> tuple[Segment, Peers]:
-    """Bring the ranks of a group together around one segment. Every rank must call it.
+    """Share one segment among the ranks of a group. Every rank must call it.
 
-    Args: store is one that all ranks share, used under names that begin with "shm/". make is called on rank 0.
-        names are the numbers by which errors name ranks; None: those in the group. look raises if a rank has died; it
-        is called several times a second. None: ranks tell each other of their processes here.
-    Raises: PeerError if a rank dies on the way or does not come in time, naming it; UnisonoError if ranks are on
-        different hosts, or if rank 0 has no segment; there, what make raises.
+    Args:
+        store: A store that all ranks share. The keys used begin with "shm/".
+        rank: The rank of this process in the group.
+        size: The number of ranks in the group.
+        timeout_s: How long to wait for the other ranks.
+        make: Creates the segment. Called on rank 0 only.
+        names: The numbers by which errors name ranks. Default: those in the group.
+        look: Raises if a rank has died. Called several times a second. Default: ranks exchange descriptions of their
+            processes through the store, and check those.
+
+    Returns:
+        The segment, and the processes of the ranks.
+
+    Raises:
+        PeerError: A rank died or did not come in time. The error names it.
+        UnisonoError: Ranks are on different hosts, or rank 0 could not create the segment. Rank 0 itself raises the
+            error of `make` then.
     """
     names = range(size) if names is None else names
     if look is None:
@@ -108,7 +120,7 @@ def _receive_all(
                 guest.close()
                 continue
             hello, fds, _, _ = socket.recv_fds(guest, _HELLO.size, 1)
-            if len(hello) < _HELLO.size or not fds:  # it ended just then
+            if len(hello) < _HELLO.size or not fds:  # the process has just ended
                 guest.close()
                 continue
             guests[_HELLO.unpack(hello)[0]] = guest, fds[0]
@@ -116,7 +128,7 @@ def _receive_all(
     for guest, _ in guests.values():
         with guest:
             socket.send_fds(guest, [b"."], [segment.fd, *pidfds])
-    store.delete_key(_PLACE)  # a later group with this prefix must not go there
+    store.delete_key(_PLACE)  # a later group with this prefix must not connect here
     segment.close_descriptor()
     return segment, Peers(0, pidfds)
 
@@ -132,7 +144,7 @@ def _go_there(
         "or does"
     )
     while True:
-        # Not by store.wait, which warns when a short wait is over.
+        # Not store.wait, which warns when a short wait times out.
         if not store.check([_PLACE]):
             if time.monotonic() > look_s:
                 look()
@@ -159,11 +171,11 @@ def _go_there(
             try:
                 door.connect(f"\0{name}")
                 if _user_at(door) != os.getuid():
-                    raise UnisonoError(f"{host_rank} belongs to another user than {own_rank}, and cannot be trusted")
+                    raise UnisonoError(f"{host_rank} belongs to a different user than {own_rank} and cannot be trusted")
                 socket.send_fds(door, [_HELLO.pack(rank)], [own])
                 fds = _fds_from(door, size + 1, deadline_s=deadline_s, look=look)
             except OSError as error:
-                # Nobody is there: the name is that of an earlier group, or rank 0 is in another network namespace.
+                # Nothing listens: the name is an earlier group's, or rank 0 is in another network namespace.
                 look()
                 if time.monotonic() > deadline_s:
                     raise PeerError(late) from error
@@ -172,7 +184,7 @@ def _go_there(
             finally:
                 os.close(own)
         if len(fds) < size + 1:
-            look()  # rank 0 may have given up for another's death
+            look()  # rank 0 may have given up because another rank died
             raise PeerError(f"{host_rank} ended before it could share its memory with {own_rank}")
         segment = Segment(fds[0])
         segment.close_descriptor()
@@ -180,7 +192,7 @@ def _go_there(
 
 
 def _fds_from(door: socket.socket, count: int, *, deadline_s: float, look: Callable[[], None]) -> list[int]:
-    """Receive descriptors from rank 0, which sends them when all ranks have come. Raises: TimeoutError."""
+    """Receive descriptors from rank 0, which sends them when all ranks have connected, or raise TimeoutError."""
     while True:
         try:
             return socket.recv_fds(door, 1, count)[1]
@@ -191,7 +203,7 @@ def _fds_from(door: socket.socket, count: int, *, deadline_s: float, look: Calla
 
 
 class _Look:
-    """Raises PeerError if a rank has died that has told of its process in the store."""
+    """Raises PeerError if a rank has died that has described its process in the store."""
 
     def __init__(self, store: Store, newcomers: Newcomers, *, rank: int, names: Sequence[int]) -> None:
         self._store, self._newcomers, self._names = store, newcomers, names
@@ -203,7 +215,7 @@ class _Look:
                 self._unknown.remove(rank)
                 if (process := self._told(rank)) != _THROUGH:
                     self._newcomers.add(rank, process)
-        # One that is through may end.
+        # A rank that has finished the handshake may end.
         if lost := [self._names[r] for r in self._newcomers.dead() if self._told(r) != _THROUGH]:
             raise PeerError(died_in_handshake(lost))
 
@@ -212,8 +224,8 @@ class _Look:
 
 
 def died_in_handshake(ranks: Sequence[int]) -> str:
-    """Say that ranks have died before they shared memory with the others."""
-    whose = "the process of" if len(ranks) == 1 else "the processes of"  # a victim's words, as launch sees
+    """Return the error message for ranks that died before all ranks shared memory."""
+    whose = "the process of" if len(ranks) == 1 else "the processes of"  # launch recognizes victims by these words
     has = "has" if len(ranks) == 1 else "have"
     return f"{whose} {name_ranks(ranks)} {has} ended before all ranks had come to share memory; see what it said last"
 

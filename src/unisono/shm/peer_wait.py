@@ -1,8 +1,8 @@
-"""How a rank waits for others: by polling while that is cheap, then asleep, and not for the dead.
+"""Waiting for other ranks: by polling while that is cheap, then asleep, and never for ranks that have died.
 
-Where every rank has a core, a wait begins with polling: being woken costs more than a small collective takes. Else a
-poll would take the core that a peer needs to go on. A sleep is cut into slices, and after each the rank looks whether
-a peer has died, left or given up.
+If every rank has a core, a wait begins with polling, because a wake-up takes longer than a small collective. Otherwise
+polling would occupy the core that a peer needs to continue. A sleep is divided into slices, and after each the rank
+checks whether a peer has died, left or given up.
 """
 
 from __future__ import annotations
@@ -21,21 +21,26 @@ from unisono.text import name_ranks
 __all__ = ["PeerWait", "let_others_run"]
 
 _SLICE_S = 0.05
-"""Asleep at most so long without a look at the peers."""
+"""The longest sleep without a check of the peers."""
 _POLL_S = 0.003
-"""Polling where each rank has a core. Longer waits are those for a rank that computes."""
+"""How long to poll if each rank has a core. Longer waits are for a rank that computes."""
 _TRIES = 3
-"""Looks before the sleep where ranks share cores."""
+"""The number of polls before the sleep if ranks share cores."""
 
-# The one of os keeps the interpreter's lock before Python 3.12, and other threads of this rank would stand still.
+# os.sched_yield keeps the GIL before Python 3.12, which would block the other threads of this rank.
 let_others_run = ctypes.CDLL(None).sched_yield
 
 
 class PeerWait:
-    """Waits for ranks of a group. Any thread may use it.
+    """Waits for ranks of a group. Thread-safe.
 
-    Args: ranks are the global ranks of the group, for people: errors name them. group is its name. timeout_s is how
-        long a wait lasts at most where the call says nothing else. polls is whether each rank has a core to itself.
+    Args:
+        abort_flag: The abort flags of the group.
+        peers: The processes of the group.
+        ranks: The global ranks of the group, by which errors name ranks.
+        group: The name of the group.
+        timeout_s: The default timeout of a call.
+        polls: True if each rank has a core to itself.
     """
 
     def __init__(
@@ -46,32 +51,32 @@ class PeerWait:
         self.timeout_s = timeout_s
         self.polls = polls
         self.timed_out = False
-        """True once this rank has given up because others did not come in time."""
+        """True once `wait` has timed out on this rank."""
 
     @property
     def broken(self) -> str | None:
-        """Why the group is of no use any more; None while it is."""
+        """Why the group can no longer be used; None while it can."""
         return self._abort_flag.reason
 
     @property
     def own_name(self) -> str:
-        """Name this process's rank."""
+        """The name of this process's rank."""
         return self.names([self._peers.rank])
 
     def check(self) -> None:
-        """Raise DistBackendError if the group is known to be broken."""
+        """Raise DistBackendError if the group is known to be aborted."""
         if self._abort_flag.reason is not None:
             raise DistBackendError(self._again(self._abort_flag.reason))
 
     def poll_abort(self) -> None:
-        """Read what the peers have posted now. Raises: DistBackendError if one has aborted the group."""
+        """Read the flags of the peers, and raise DistBackendError if one has aborted the group."""
         self._abort_flag.poll()
         self.check()
 
     def poll(self, late: Callable[[], Collection[int]], for_s: float = _POLL_S) -> bool:
-        """Look again and again, where ranks have cores of their own, else a few times. Returns: whether none is late.
+        """Poll for `for_s` if each rank has a core, otherwise a few times. Return True if no rank is late any more.
 
-        Args: late lists the ranks that are awaited still; none ends the wait.
+        `late` returns the ranks that are still awaited.
         """
         if not self.polls:
             for _ in range(_TRIES):
@@ -99,13 +104,20 @@ class PeerWait:
     ) -> None:
         """Wait until no rank is late.
 
-        Args: late lists the ranks (in the group) that are awaited still. wait_for(rank, seconds) sleeps until something
-            comes from the first of them, at most so long. what returns what is being done, for the error's text.
-            deadline_s is on time.monotonic's clock; timeout_s is how long that was, for people. every is whether all
-            of them are needed: False if any would do, and then it is an error only if all have left, or one was killed.
-            polls is whether to begin with polling.
-        Raises: DistBackendError if the time is over, a rank that is awaited has ended or left, or the group is broken.
-            The group is broken then, for all ranks.
+        Args:
+            late: Returns the ranks (in the group) that are still awaited.
+            wait_for: Called as `wait_for(rank, seconds)` with the first of them; sleeps until something comes from it,
+                for at most that time.
+            what: Returns a description of the operation, for errors.
+            deadline_s: When the wait times out, by `time.monotonic`.
+            timeout_s: The timeout, for errors.
+            every: True if all of the ranks are needed, False if any one is enough. It is then an error only if all have
+                left, or one was killed.
+            polls: True to begin with polling.
+
+        Raises:
+            DistBackendError: The wait timed out, an awaited rank has ended or left, or the group is aborted. The group
+                is then aborted on all ranks.
         """
         if polls and self.poll(late):
             return
@@ -127,24 +139,24 @@ class PeerWait:
             wait_for(missing[0], min(_SLICE_S, deadline_s - now_s))
 
     def abort(self, reason: str) -> None:
-        """Break the group, for all ranks."""
+        """Abort the group on all ranks."""
         self._abort_flag.abort(reason)
 
     def give_up(self, reason: str) -> NoReturn:
-        """Break the group, for all ranks, and raise DistBackendError."""
+        """Abort the group on all ranks, and raise DistBackendError."""
         self._abort_flag.abort(reason)
         raise DistBackendError(self._named(reason))
 
     def names(self, ranks: Collection[int]) -> str:
-        """Name ranks of the group by their global numbers."""
+        """Return the names of ranks of the group, by their global numbers."""
         return name_ranks(self._ranks[r] for r in ranks)
 
     def _nobody_comes(self, late: Callable[[], Sequence[int]], what: Callable[[], str], *, every: bool) -> bool:
-        """Look for ranks that have ended, left or aborted. Return True if what was awaited has come after all."""
+        """Raise if awaited ranks have ended, left or aborted. Return True if no rank is late any more."""
         dead = set(self._peers.dead())
         self._abort_flag.poll()
         left, reason = self._abort_flag.left, self._abort_flag.reason
-        # What they did before their end counts, so look once more now that they can do nothing more.
+        # Anything that they did before they ended counts, so check once more, now that they can do nothing more.
         missing = late()
         if not missing:
             return True

@@ -1,6 +1,6 @@
-"""Who the ranks of a group on this host are, and whether they still live.
+"""The processes of a group's ranks on this host, and which of them have ended.
 
-A process is held by a pidfd, which the kernel never gives to another process, whatever namespace it was born in.
+A process is identified by a pidfd, which never refers to another process and works across PID namespaces.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ __all__ = ["Newcomers", "Peers", "own_process"]
 
 
 def own_process() -> str:
-    """Describe this process so that another one of its host can find it: its namespace, number and start."""
+    """Return a description by which other processes of the host find this one: PID namespace, PID and start time."""
     return f"{_namespace()} {os.getpid()} {_started(os.getpid())}"
 
 
 class Newcomers:
-    """The processes of ranks that are on their way into a group, as far as they are known.
+    """The known processes of ranks that are joining a group.
 
-    A process of another process namespace cannot be found by its number, and is taken to live.
+    A process of another PID namespace cannot be found by its PID, and counts as alive.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Newcomers:
         _close([*self._pidfds.values()])
 
     def add(self, rank: int, process: str) -> None:
-        """Watch over a rank. Args: process is what its `own_process` returned."""
+        """Add a rank. `process` is the value of `own_process` there."""
         namespace, pid, started = process.split()
         if namespace != str(_namespace()):
             return
@@ -47,24 +47,26 @@ class Newcomers:
             self._ended.add(rank)
             return
         self._pidfds[rank] = fd
-        if _started(int(pid)) != started:  # another process has its number by now
+        if _started(int(pid)) != started:  # another process has got its PID
             self._ended.add(rank)
 
     def dead(self) -> list[int]:
-        """List the ranks whose process has ended, in order."""
+        """Return the ranks whose process has ended, in order."""
         return sorted(self._ended | {rank for rank, fd in self._pidfds.items() if _has_ended(fd)})
 
 
 class Peers:
     """The processes of a group, by rank in the group.
 
-    Args: rank is this process's own. pidfds has one descriptor for each rank; they are closed with this object.
+    Args:
+        rank: The rank of this process.
+        pidfds: A descriptor for each rank. This object closes them.
     """
 
     def __init__(self, rank: int, pidfds: Sequence[int]) -> None:
         self.rank, self.size = rank, len(pidfds)
         self._finalizer = weakref.finalize(self, _close, tuple(pidfds))
-        self._finalizer.atexit = False  # the system does it then
+        self._finalizer.atexit = False  # the system closes them at exit
         self._ranks = {fd: r for r, fd in enumerate(pidfds) if r != rank}
         self._lock = threading.Lock()  # one thread at a time may poll
         self._poll = select.poll()
@@ -72,12 +74,12 @@ class Peers:
             self._poll.register(fd, select.POLLIN)
 
     def dead(self) -> list[int]:
-        """List the ranks whose process has ended, in order; never this one. Costs some microseconds."""
+        """Return the ranks whose process has ended, in order, without this one. Costs some microseconds."""
         with self._lock:
             return sorted(self._ranks[fd] for fd, _ in self._poll.poll(0))
 
     def close(self) -> None:
-        """Let go of the processes."""
+        """Close the descriptors."""
         with self._lock:
             self._finalizer()
             self._ranks, self._poll = {}, select.poll()
@@ -94,7 +96,7 @@ def _namespace() -> int:
 
 
 def _started(pid: int) -> str:
-    """Return when a process was started, in ticks since the system was; empty if it is gone."""
+    """Return the start time of a process, in clock ticks since boot, or an empty string if it is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (FileNotFoundError, ProcessLookupError):

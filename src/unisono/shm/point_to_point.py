@@ -1,9 +1,9 @@
 """Messages between two ranks of a group: sends and receives with tags, from one rank or from any.
 
-Every pair of ranks has a ring each way (`ring_buffer`), in which messages keep their order. A receive takes the first
-message with its tag. A message that nobody asked for stays in the ring, which holds its sender back, unless another
-one behind it may be awaited: then it is put aside in private memory. Who drives all this, and who sleeps, is in
-`progress_engine`. Start reading at `PointToPoint.send` and `PointToPoint.receive`.
+Every pair of ranks has a ring in each direction (`ring_buffer`), in which messages keep their order. A receive takes
+the first message with its tag. A message without a receive stays in the ring, which blocks its sender, unless a message
+behind it may be awaited: then it is put aside in private memory. `progress_engine` decides which thread moves messages
+and which sleeps. Start reading at `PointToPoint.send` and `PointToPoint.receive`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["PointToPoint"]
 
 _LARGEST_CELL, _SMALLEST_CELL = 256 * 1024, 4 * 1024
 BUDGET_NBYTES = 32 * 1024 * 1024
-"""Of all rings of a group together. Those of ranks that never talk stay untouched, and cost nothing."""
+"""Size of all rings of a group together. The cells of rings without messages are never touched and cost nothing."""
 
 
 class _Message:
@@ -40,19 +40,23 @@ class _Message:
         self.receive: Transfer | None = None
         self.buffer: Tensor | None = None
         self.address = 0
-        """Where its bytes go; 0: nowhere, for they do not fit."""
+        """Where its bytes are written; 0 if they do not fit and are dropped."""
 
     def keep(self) -> None:
-        """Have it written to memory of its own."""
+        """Allocate private memory for the message."""
         self.buffer = torch.empty(self.total, dtype=torch.uint8)
         self.address = self.buffer.data_ptr()
 
 
 class PointToPoint:
-    """What one rank sends to others of its group, and gets from them. Any thread may use it.
+    """Sends and receives of one rank in its group. Thread-safe.
 
-    Args: offset is where it lies in the segment, aligned; `create` has been called there by one rank before.
-        budget_nbytes bounds all rings of the group together, the same on every rank.
+    Args:
+        segment: The segment of the group.
+        offset: The aligned offset of the rings in the segment, where one rank has called `create` before.
+        peers: The processes of the group.
+        waiting: Waits for ranks of the group.
+        budget_nbytes: The limit for all rings of the group together, the same on every rank.
     """
 
     def __init__(
@@ -79,25 +83,25 @@ class PointToPoint:
             awaited=self._awaited,
             fail=self._end_all,
         )
-        # What follows is guarded by the progress's condition.
+        # The attributes below are guarded by the condition of the progress engine.
         self._sends: dict[int, deque[Transfer]] = {}
-        """By target, what is not in the ring yet; no empty queues."""
+        """By target, the sends that are not completely in the ring yet; no empty queues."""
         self._receives: list[Transfer] = []
-        """Receives without a message, in the order in which they were asked for."""
+        """Receives without a message, in the order of their calls."""
         self._arriving: dict[int, _Message] = {}
-        """By source, the message that is half read."""
+        """By source, the message that is partly read."""
         self._aside: list[list[_Message]] = [[] for _ in range(self.size)]
-        """By source: messages that were read before somebody asked for them, whole or still arriving."""
+        """By source, messages that were read before their receive was called, complete or still arriving."""
         self._failure: Exception | None = None
 
     @staticmethod
     def nbytes(size: int, budget_nbytes: int = BUDGET_NBYTES) -> int:
-        """Compute how much of a segment the rings take: the budget at most, unless the least possible is more."""
+        """Return the size of the rings in a segment: at most the budget, unless the smallest rings need more."""
         return _ring_offset(size, 0, size, _cell_nbytes(size, budget_nbytes))
 
     @staticmethod
     def create(segment: Segment, offset: int, size: int, budget_nbytes: int = BUDGET_NBYTES) -> None:
-        """Prepare the memory: once, before the segment is shared."""
+        """Initialize the memory. Call it once, before the segment is shared."""
         for rank in range(size):
             Semaphore(segment.address + offset + rank * SEMAPHORE_NBYTES).create()
         cell_nbytes = _cell_nbytes(size, budget_nbytes)
@@ -109,9 +113,12 @@ class PointToPoint:
     def send(self, tensor: Tensor, peer: int, tag: int) -> Transfer:
         """Begin to send a tensor to a rank of the group. Does not wait.
 
-        The work is done when the tensor may be changed again: it is in the ring then, if not received.
-        Raises: RuntimeError if the tensor is not dense and contiguous on the CPU, or tag negative; ValueError if the
-            peer is not in the group; DistBackendError if the group is broken.
+        The work is done when the tensor may be changed again: its bytes are then in the ring, or received.
+
+        Raises:
+            RuntimeError: The tensor is not dense and contiguous on the CPU, or `tag` is negative.
+            ValueError: The peer is not in the group.
+            DistBackendError: The group is aborted.
         """
         self._check(tensor, peer, tag)
         progress = self._progress
@@ -131,8 +138,7 @@ class PointToPoint:
         """Begin to receive a tensor from a rank of the group, or from any (None). Does not wait.
 
         A message that is shorter than the tensor fills its beginning; one that is longer is an error of this work only.
-        Once the work is done, its `source_rank()` tells where the message came from.
-        Raises: as `send`.
+        Once the work is done, its `source_rank()` returns the sender. Raises the same errors as `send`.
         """
         self._check(tensor, peer, tag)
         progress = self._progress
@@ -150,14 +156,14 @@ class PointToPoint:
         return transfer
 
     def close(self) -> None:
-        """End what is under way with an error, and the worker. What lies in rings can still be received by peers."""
+        """End pending transfers with an error, and the worker. Peers can still receive messages that are in rings."""
         if os.getpid() == self._pid:
             self._progress.close(DistBackendError("the process group was destroyed before this transfer ended"))
 
-    # What follows is called with the condition held.
+    # The methods below are called with the condition held.
 
     def _advance(self, makes_room: bool) -> bool:
-        """Move what can be moved. Returns: whether anything was."""
+        """Move all data that can be moved. Return True if there was any."""
         moved = False
         for peer in list(self._sends):
             moved |= self._push(peer)
@@ -168,7 +174,7 @@ class PointToPoint:
         return moved
 
     def _push(self, peer: int) -> bool:
-        """Fill cells of the ring to a peer."""
+        """Fill cells of the ring to a peer. Return True if any was filled."""
         queue, writer, semaphore, moved = self._sends[peer], self._writers[peer], self._wakeups[peer], False
         while queue and writer.may_write():
             transfer = queue[0]
@@ -185,7 +191,7 @@ class PointToPoint:
         return moved
 
     def _pull(self, source: int, makes_room: bool) -> bool:
-        """Empty cells of the ring from a peer, as far as somebody may wait for what comes."""
+        """Empty cells of the ring from a peer, if a receive may need them or to make room. Return True if any was."""
         reader, moved = self._readers[source], False
         while reader.may_read():
             message = self._arriving.get(source)
@@ -207,7 +213,7 @@ class PointToPoint:
         return moved
 
     def _open(self, source: int, tag: int, total: int, *, makes_room: bool) -> _Message | None:
-        """Find out where a message goes that is about to be read. None: nowhere yet."""
+        """Begin to read a message: into its receive, or put it aside. Return None if it is to stay in the ring."""
         wanted = makes_room
         for receive in self._receives:
             if receive.peer is None or receive.peer == source:
@@ -217,7 +223,7 @@ class PointToPoint:
                     message.receive = receive
                     message.address = receive.address if total <= receive.nbytes else 0
                     return message
-                wanted = True  # and may be behind this one
+                wanted = True  # its message may be behind this one
         if not wanted:
             return None
         message = _Message(tag, total)
@@ -226,7 +232,7 @@ class PointToPoint:
         return message
 
     def _deliver(self, message: _Message, receive: Transfer, source: int) -> None:
-        """End a receive with its message, which has arrived."""
+        """End a receive whose message has arrived."""
         if message.total > receive.nbytes:
             error = RuntimeError(
                 f"{self._progress.describe(receive)}: {self._waiting.names([source])} sent {message.total} bytes, "
@@ -241,7 +247,7 @@ class PointToPoint:
         self._progress.end(receive, source=source)
 
     def _find_aside(self, receive: Transfer) -> bool:
-        """Give a new receive the first message that was put aside for it. Returns: whether there is one."""
+        """Match a new receive with the first message put aside for it. Return True if there is one."""
         for source in range(self.size) if receive.peer is None else (receive.peer,):
             for message in self._aside[source]:
                 if message.tag == receive.tag and message.receive is None:
@@ -262,18 +268,18 @@ class PointToPoint:
             self._deliver(message, message.receive, self.rank)
 
     def _sources(self, receive: Transfer) -> list[int]:
-        """List the rings that may hold what a receive waits for. From any: those in turn, so that none starves."""
+        """Return the ranks whose rings may contain the message of a receive; from any: all, beginning with the next."""
         if receive.peer is not None:
             return [] if receive.peer == self.rank else [receive.peer]
         return [r for r in ((self.rank + 1 + i) % self.size for i in range(self.size)) if r != self.rank]
 
     def _awaited(self) -> list[int]:
-        """List the ranks that transfers name."""
+        """Return the ranks that pending transfers name."""
         arriving = [source for source, message in self._arriving.items() if message.receive is not None]
         return [*{*self._sends, *arriving, *(r.peer for r in self._receives if r.peer is not None)} - {self.rank}]
 
     def _end_all(self, error: Exception) -> None:
-        """End what is under way with an error, and refuse what comes."""
+        """End pending transfers with an error, and refuse new ones."""
         self._failure = error
         receives = [*self._receives, *(m.receive for ms in self._aside for m in ms if m.receive is not None)]
         receives += [m.receive for m in self._arriving.values() if m.receive is not None and m.buffer is None]
@@ -311,7 +317,7 @@ class PointToPoint:
 
 
 def _cell_nbytes(size: int, budget_nbytes: int) -> int:
-    """Choose the size of a cell: the largest power of two with which all rings keep to the budget."""
+    """Return the size of a cell: the largest power of two, within limits, with which all rings fit the budget."""
     rings = max(1, size * (size - 1))
     cell = _LARGEST_CELL
     while cell > _SMALLEST_CELL and rings * ring_nbytes(cell) > budget_nbytes:
@@ -320,6 +326,6 @@ def _cell_nbytes(size: int, budget_nbytes: int) -> int:
 
 
 def _ring_offset(source: int, target: int, size: int, cell_nbytes: int) -> int:
-    """Compute where a ring lies, from where the messages begin. There is none from a rank to itself."""
+    """Return the offset of a ring from the beginning of the messages. There is none from a rank to itself."""
     number = source * (size - 1) + (target - 1 if target > source else target)
     return aligned(size * SEMAPHORE_NBYTES) + number * ring_nbytes(cell_nbytes)

@@ -1,8 +1,8 @@
-"""Who moves the messages of a rank: whoever waits for one drives all of them, and a worker thread the rest.
+"""The threads that move the messages of a rank: one that waits for a message drives all of them, otherwise a worker.
 
-One thread at a time drives. It moves what can be moved, polls the rank's semaphore, its wakeup, for a while and then
-sleeps on it. The worker starts with the first transfer that its caller leaves unfinished, takes over where nobody has
-waited for a moment, and steps back as soon as somebody does. What is moved, and where to, is in `point_to_point`.
+One thread at a time is the driver. It moves all data that can be moved, polls the rank's semaphore, its wakeup, for a
+while, and then sleeps on it. The worker starts with the first transfer that its caller leaves unfinished, takes over
+when no thread has waited for a moment, and steps back as soon as one does. `point_to_point` moves the data.
 """
 
 from __future__ import annotations
@@ -24,23 +24,27 @@ from unisono.shm.work import Work
 __all__ = ["ProgressEngine", "Transfer"]
 
 _SLICE_S = 0.05
-"""Asleep at most so long without looking who drives."""
+"""The longest sleep without a check of which thread drives."""
 _GRACE_S = 0.001
-"""A transfer is left to its caller so long, who mostly waits for it at once: changing threads costs more than it."""
+"""How long a transfer is left to its caller, who mostly waits for it at once: changing threads costs more than it."""
 _LONGEST_NAP_S = 0.004
-"""What the worker's naps grow to while others drive, or nothing is to be done."""
+"""The longest nap of the worker, reached while other threads drive or nothing is pending."""
 _IDLE_NAPS = 20
-"""Naps without anything to do after which the worker sleeps until it is called."""
+"""The number of naps with nothing pending after which the worker sleeps until it is called."""
 _STREAM_POLL_S = 0.0003
-"""While a long message is under way, its next piece is polled for so long. It takes a tenth of that to copy one."""
+"""How long the next piece of a long message is polled for. Copying one takes a tenth of that."""
 
-# The one of os keeps the interpreter's lock before Python 3.12.
 
 
 class Transfer(Work):
-    """A send, or a receive, of one tensor.
+    """A send or a receive of one tensor.
 
-    Args: peer is the other rank in the group; None: any. sends tells which way.
+    Args:
+        progress: The engine that drives it.
+        tensor: The tensor to send, or to receive into.
+        peer: The other rank in the group; None for any.
+        tag: The tag of the message.
+        sends: True for a send, False for a receive.
     """
 
     def __init__(self, progress: ProgressEngine, tensor: Tensor, *, peer: int | None, tag: int, sends: bool) -> None:
@@ -49,12 +53,12 @@ class Transfer(Work):
         self.address, self.nbytes = tensor.data_ptr(), tensor.numel() * tensor.itemsize
         self.peer, self.tag, self.sends = peer, tag, sends
         self.moved = 0
-        """Bytes of a send that are in the ring."""
+        """The number of bytes of a send that are in the ring."""
         self.over = False
-        """Whether nothing moves any more; guarded by `ProgressEngine.changed`. `finish` follows."""
+        """True once no data moves any more; guarded by `ProgressEngine.changed`. `finish` is called later."""
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait for the end, as `Work.wait` does, and drive all transfers of this rank meanwhile."""
+        """Wait for the end, as `Work.wait` does, and meanwhile drive all transfers of this rank."""
         if not self._done:
             limit_s = timeout.total_seconds()
             self._progress.wait(self, limit_s)
@@ -64,7 +68,7 @@ class Transfer(Work):
         return super().wait()
 
     def is_completed(self) -> bool:
-        """Tell whether the transfer has ended, well or not; moves what can be moved, so that it pays to ask again."""
+        """Return True if the transfer has ended, well or not. Moves data, so polling this makes progress."""
         if not self._done:
             self._progress.nudge()
         return self._done
@@ -73,9 +77,16 @@ class Transfer(Work):
 class ProgressEngine:
     """Drives the transfers of one rank in one group.
 
-    Args: wakeup is posted by peers whenever there is something to move. advance moves what can be moved, called with
-        `changed` held: it is told whether to make room at all costs, and tells whether it moved anything.
-        awaited lists the ranks, in the group, that are awaited by name by any transfer.
+    The functions are called with `changed` held.
+
+    Args:
+        wakeup: Posted by peers when there may be data to move.
+        waiting: Waits for ranks of the group.
+        others: The other ranks of the group.
+        advance: Called as `advance(makes_room)`; moves all data that can be moved, and with True also messages without
+            a receive out of the rings. Returns True if it moved any.
+        awaited: Returns the ranks, in the group, that pending transfers name.
+        fail: Ends all transfers with an error.
     """
 
     def __init__(
@@ -91,9 +102,9 @@ class ProgressEngine:
         self._wakeup, self._waiting, self._others = wakeup, waiting, tuple(others)
         self._advance, self._awaited, self._fail = advance, awaited, fail
         self.changed = threading.Condition(threading.Lock())
-        """Guards the transfers, their queues and what follows."""
+        """Guards the transfers, their queues and the attributes below."""
         self.pending = 0
-        """Transfers that are not over."""
+        """The number of transfers that are not over."""
         self._ended: deque[tuple[Transfer, Exception | None, int]] = deque()
         self._driver: int | None = None
         self._sleepers = 0
@@ -104,11 +115,11 @@ class ProgressEngine:
         self._called = threading.Event()
 
     def begin(self) -> None:
-        """Count a new transfer. With `changed` held."""
+        """Count a new transfer. Call it with `changed` held."""
         self.pending += 1
 
     def end(self, transfer: Transfer, error: Exception | None = None, *, source: int = -1) -> None:
-        """Note that a transfer is over; `finish_ended` finishes its work later. With `changed` held."""
+        """Mark a transfer as over; `finish_ended` finishes its work later. Call it with `changed` held."""
         transfer.over = True
         self.pending -= 1
         self._ended.append((transfer, error, source))
@@ -116,7 +127,7 @@ class ProgressEngine:
             self.changed.notify_all()
 
     def finish_ended(self) -> None:
-        """Finish transfers that are over. Without `changed` held: callbacks of theirs may call us again."""
+        """Finish transfers that are over. Call it without `changed` held: their callbacks may call this engine."""
         while self._ended:
             try:
                 transfer, error, source = self._ended.popleft()
@@ -125,21 +136,21 @@ class ProgressEngine:
             transfer.finish(error=error, source=source)
 
     def hand_over(self, own: Transfer) -> None:
-        """Leave a new transfer, and what ended with it, to whoever drives or will. Without `changed` held."""
+        """Finish transfers that ended, and leave a new one to a driver. Call it without `changed` held."""
         if self._driver is not None and any(transfer is not own for transfer, _, _ in tuple(self._ended)):
-            self._wakeup.post()  # the driver may sleep on it though its own transfer is over
+            self._wakeup.post()  # the driver may be asleep although its own transfer is over
         self.finish_ended()
         if not own.over and not self._called.is_set():
             self._call_worker()
 
     def describe(self, transfer: Transfer) -> str:
-        """Say what a transfer is, for people."""
+        """Return a description of a transfer, for errors."""
         who = "any rank" if transfer.peer is None else self._waiting.names([transfer.peer])
         way = f"send to {who}" if transfer.sends else f"receive from {who}"
         return f"{way} (tag {transfer.tag}, {transfer.nbytes} bytes)"
 
     def nudge(self) -> None:
-        """Move what can be moved, unless somebody is at it."""
+        """Move all data that can be moved, unless another thread does."""
         if self._driver is None and self.changed.acquire(blocking=False):
             try:
                 while self._advance(False):
@@ -149,17 +160,20 @@ class ProgressEngine:
             self.finish_ended()
 
     def wait(self, transfer: Transfer, limit_s: float) -> None:
-        """Drive, or let drive, until a transfer is over.
+        """Wait until a transfer is over, and drive unless another thread does.
 
-        Args: after limit_s seconds it returns all the same; with 0 the group's timeout is in force.
-        Raises: DistBackendError if a rank that is awaited has ended, or the time is over.
+        If an awaited rank has ended, or the group's timeout has passed, all transfers end with an error.
+
+        Args:
+            transfer: The transfer.
+            limit_s: Return after this time in any case. With 0 the group's timeout applies instead.
         """
         begin_s = time.monotonic()
         limit_end_s = begin_s + limit_s if limit_s > 0 else math.inf
         deadline_s = math.inf if limit_s > 0 else begin_s + self._waiting.timeout_s
         awaited = (self._others if transfer.peer is None else (transfer.peer,)) or (0,)
         while not transfer.over and time.monotonic() < limit_end_s:
-            nested = self._driver == threading.get_ident()  # in a callback, which the driver has called
+            nested = self._driver == threading.get_ident()  # in a callback that the driver called
             if nested or self._become_driver(transfer):
                 try:
                     self._drive(
@@ -177,7 +191,7 @@ class ProgressEngine:
                 self._break(self.describe(transfer))
 
     def close(self, error: Exception) -> None:
-        """End the worker, and what is not over with an error."""
+        """End the worker, and pending transfers with an error."""
         with self.changed:
             self._closed = True
             self._fail(error)
@@ -186,11 +200,11 @@ class ProgressEngine:
         self._wakeup.post()
         if self._worker is not None and self._worker is not threading.current_thread():
             self._worker.join(timeout=1.0)
-        # Otherwise this and `PointToPoint`, and with them the memory, would keep each other until garbage is collected.
+        # Otherwise this and `PointToPoint` would keep each other, and the memory, alive until garbage collection.
         self._advance, self._awaited, self._fail = (lambda _: False), (lambda: ()), (lambda _: None)
 
     def _become_driver(self, transfer: Transfer) -> bool:
-        """Take over, or else sleep for a slice or until something changes."""
+        """Become the driver and return True, or sleep for a slice or until something changes."""
         with self.changed:
             if transfer.over:
                 return False
@@ -225,7 +239,7 @@ class ProgressEngine:
         sends: bool = False,
         polls: bool = True,
     ) -> None:
-        """Move, poll and sleep until it is over. Call it as the driver only."""
+        """Move data, poll and sleep until `over()`. Only the driver may call it."""
         makes_room = False
         self._news = True
 
@@ -244,9 +258,9 @@ class ProgressEngine:
                         return
                     let_others_run()
             if not self._wakeup.wait(seconds):
-                # Perhaps the peer cannot take our message before we take his, for which nobody has asked yet.
+                # The peer may be unable to receive before its own message is read, for which there is no receive yet.
                 makes_room = sends
-            self._news = True  # also without a post: not every cell that becomes free posts the wakeup
+            self._news = True  # also without a post: not every freed cell posts the wakeup
 
         try:
             timeout_s = self._waiting.timeout_s
@@ -284,13 +298,13 @@ class ProgressEngine:
         self._called.set()
 
     def _serve(self) -> None:
-        """Drive what nobody waits for. Runs in the worker."""
+        """Drive the transfers that no thread waits for. Runs in the worker."""
         idle, nap_s = 0, _GRACE_S
         while not self._closed:
             idle = 0 if self.pending else idle + 1
             if idle > _IDLE_NAPS:
                 self._called.clear()
-                if not self.pending:  # else a transfer came before the event was cleared, and did not set it
+                if not self.pending:  # otherwise a transfer began before the event was cleared, and did not set it
                     self._called.wait()
                 idle, nap_s = 0, _GRACE_S
             time.sleep(nap_s)

@@ -1,8 +1,8 @@
-"""A one-way ring of cells in shared memory, from one rank to another: what messages travel through, piece by piece.
+"""A one-way ring of cells in shared memory, through which messages travel from one rank to another, piece by piece.
 
-A message is a header and its bytes, cut at the size of a cell; messages do not share cells. The writer counts the cells
-that it filled on one semaphore, the reader those that it emptied on another: both publish a cell by the order of memory
-that a semaphore gives. Which message is for which receive is decided in `point_to_point`.
+A message is a header and its bytes, divided at the size of a cell; messages do not share cells. The writer counts the
+cells that it has filled on one semaphore, the reader those that it has emptied on another. The memory order of the
+semaphores publishes the cells. `point_to_point` decides which message is for which receive.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from unisono.shm.semaphore import SEMAPHORE_NBYTES, Semaphore
 __all__ = ["NUM_CELLS", "RingReader", "RingWriter", "create_ring", "ring_nbytes"]
 
 NUM_CELLS = 8
-"""Cells of a ring: enough that the writer fills one while the reader empties another, also when one is late."""
+"""The number of cells of a ring: enough to fill one while another is emptied, also when one side is late."""
 
 _HEADER = ctypes.c_int64 * 2
 _HEADERS_NBYTES = aligned(NUM_CELLS * ctypes.sizeof(_HEADER))
@@ -23,24 +23,24 @@ _SEMAPHORES_NBYTES = aligned(2 * SEMAPHORE_NBYTES)
 
 
 def ring_nbytes(cell_nbytes: int) -> int:
-    """Compute how much of a segment a ring takes."""
+    """Return the size of a ring in a segment."""
     return _SEMAPHORES_NBYTES + _HEADERS_NBYTES + NUM_CELLS * cell_nbytes
 
 
 def create_ring(segment: Segment, offset: int) -> None:
-    """Prepare the memory of a ring: once, before the segment is shared."""
+    """Initialize the memory of a ring. Call it once, before the segment is shared."""
     for i in range(2):
         Semaphore(segment.address + offset + i * SEMAPHORE_NBYTES).create()
 
 
 class _End:
-    """What both ends of a ring have: the semaphores, and where headers and cells lie."""
+    """The common part of both ends of a ring: the semaphores, and the addresses of headers and cells."""
 
     __slots__ = ("_cells", "_count", "_filled", "_freed", "_headers", "_segment", "cell_nbytes")
 
     def __init__(self, segment: Segment, offset: int, *, cell_nbytes: int) -> None:
         start = segment.address + offset
-        self._segment = segment  # the addresses are good as long as it is mapped
+        self._segment = segment  # the addresses are valid while it is mapped
         self._filled, self._freed = Semaphore(start), Semaphore(start + SEMAPHORE_NBYTES)
         headers = start + _SEMAPHORES_NBYTES
         self._headers = [_HEADER.from_address(headers + i * ctypes.sizeof(_HEADER)) for i in range(NUM_CELLS)]
@@ -67,7 +67,7 @@ class RingWriter(_End):
     def write(self, tag: int, total: int, address: int, nbytes: int) -> None:
         """Fill a free cell with bytes from an address.
 
-        Args: tag and total, the bytes of the whole message, are its header; they count in its first cell.
+        `tag` and `total`, the size of the whole message, are its header, which is read in its first cell only.
         """
         place = self._count % NUM_CELLS
         header = self._headers[place]
@@ -100,10 +100,10 @@ class RingReader(_End):
         return tag, total
 
     def read(self, address: int, nbytes: int) -> bool:
-        """Empty the filled cell into an address; nothing is copied for 0 bytes.
+        """Empty the filled cell into an address; 0 bytes copy nothing. Return True if the writer should be woken.
 
-        Returns: whether the writer should be woken if it sleeps. It is told of every cell, but sleeps only when all are
-        filled, so that every half ring is enough: a wake-up costs more than a small message.
+        Every freed cell is counted, but the writer sleeps only when all are filled, so a wake-up for every half ring is
+        enough: it costs more than a small message.
         """
         if nbytes:
             ctypes.memmove(address, self._cells[self._count % NUM_CELLS], nbytes)

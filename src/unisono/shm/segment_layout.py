@@ -1,6 +1,6 @@
-"""What lies where in a group's segment, and how large it is.
+"""The size of a group's segment, and the offsets of its parts.
 
-Rank 0 decides and writes it down at the beginning of the segment, so ranks with different settings still agree.
+Rank 0 decides and writes the layout to the beginning of the segment, so ranks with different settings still agree.
 """
 
 from __future__ import annotations
@@ -29,11 +29,15 @@ _VARIABLE = "UNISONO_SHM_MIB"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """Settings of a group, for the argument `pg_options` of `init_process_group` and `new_group`."""
+    """Settings of a group, for `pg_options` of `init_process_group` and `new_group`. Those of rank 0 apply.
+
+    Raises:
+        ValueError: `mib` is less than 1.
+    """
 
     mib: int | None = None
-    """Shared memory of the group, at most, in MiB; None: 64, or what the group needs if it has more than 40 ranks or
-    so. Pages come into being when they are first used. Larger tensors than fit travel in pieces."""
+    """The most shared memory of the group, in MiB. None: 64, or as much as a group of more than 32 ranks needs. Pages
+    are allocated at first use. Tensors that do not fit are sent in pieces."""
 
     def __post_init__(self) -> None:
         if self.mib is not None and self.mib < 1:
@@ -41,7 +45,16 @@ class Options:
 
     @classmethod
     def choose(cls, given: object, environ: Mapping[str, str]) -> Options:
-        """Take the options that were given, else those of the environment (UNISONO_SHM_MIB), else the defaults."""
+        """Return the given options, otherwise those of the environment (UNISONO_SHM_MIB), otherwise the defaults.
+
+        Args:
+            given: The value of `pg_options`. Options of torch count as None.
+            environ: The environment variables.
+
+        Raises:
+            TypeError: `given` is neither `Options` nor an object of torch.
+            ValueError: UNISONO_SHM_MIB is not a whole number, at least 1.
+        """
         if isinstance(given, cls):
             return given
         if given is not None and type(given).__module__.partition(".")[0] != "torch":
@@ -57,22 +70,23 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SegmentLayout:
-    """Where the parts of a group's segment lie, in bytes."""
+    """The offsets of the parts of a group's segment, in bytes."""
 
     size: int
-    """Ranks of the group."""
+    """The number of ranks in the group."""
     slot_nbytes: int
-    """Size of a slot."""
+    """The size of a slot."""
     messages_nbytes: int
-    """Budget of the rings for messages."""
+    """The budget of the rings for messages."""
 
     @classmethod
     def plan(cls, size: int, options: Options) -> SegmentLayout:
-        """Divide the memory that a group may have: half for messages, at most what they can use, the rest for slots.
+        """Divide the memory of a group: at most half, and at most 32 MiB, for messages, the rest for slots.
 
-        Raises: ValueError if it is too little for so many ranks.
+        Raises:
+            ValueError: `options.mib` is too little for the number of ranks.
         """
-        # What a group needs at least grows with the square of its ranks; most of it is never touched.
+        # The minimum grows with the square of the number of ranks; most of it is never touched.
         least = cls(size=size, slot_nbytes=_SMALLEST_SLOT, messages_nbytes=1)
         budget = max(_DEFAULT_NBYTES, 2 * least.nbytes) if options.mib is None else options.mib * _MIB
         messages_nbytes = min(budget // 2, _LARGEST_MESSAGES)
@@ -89,26 +103,26 @@ class SegmentLayout:
 
     @property
     def abort_flag(self) -> int:
-        """Where the abort flags begin."""
+        """The offset of the abort flags."""
         return aligned(_PREAMBLE.size)
 
     @property
     def messages(self) -> int:
-        """Where the rings for messages begin."""
+        """The offset of the rings for messages."""
         return self.abort_flag + aligned(AbortFlag.nbytes(self.size))
 
     @property
     def slots(self) -> int:
-        """Where the slots begin."""
+        """The offset of the slots."""
         return self.messages + aligned(PointToPoint.nbytes(self.size, self.messages_nbytes))
 
     @property
     def nbytes(self) -> int:
-        """Size of the segment."""
+        """The size of the segment."""
         return self.slots + SlotRing.nbytes(self.size, slot_nbytes=self.slot_nbytes)
 
     def create(self) -> Segment:
-        """Make the segment and prepare its parts: on one rank. Raises: UnisonoError if there is not so much memory."""
+        """Create the segment and initialize its parts, on one rank. Raise UnisonoError if memory is short."""
         try:
             segment = Segment.create(self.nbytes, name="unisono")
         except UnisonoError as error:
@@ -124,13 +138,13 @@ class SegmentLayout:
 
     @classmethod
     def of(cls, segment: Segment) -> SegmentLayout:
-        """Read what rank 0 wrote down. Raises: RuntimeError if another version of unisono did."""
+        """Return the layout that rank 0 wrote. Raise RuntimeError if its version of unisono is different."""
         magic, size, slot_nbytes, messages_nbytes = _PREAMBLE.unpack(segment.memory[: _PREAMBLE.size])
         if magic != _MAGIC:
-            raise RuntimeError("rank 0 has another version of unisono than this rank: install the same for both")
+            raise RuntimeError("rank 0 has a different version of unisono than this rank: install the same for both")
         return cls(size=size, slot_nbytes=slot_nbytes, messages_nbytes=messages_nbytes)
 
 
 def options_of_environment(given: object) -> Options:
-    """Choose the options of a group in this process's environment."""
+    """Return the options of a group, given or from this process's environment."""
     return Options.choose(given, os.environ)

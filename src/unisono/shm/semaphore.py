@@ -1,8 +1,8 @@
-"""Counting semaphores in shared memory: how one process wakes another that waits for it.
+"""Counting semaphores in shared memory, by which one process wakes another that waits for it.
 
-POSIX orders memory around them: whatever a process wrote before `post` is seen by the process whose `wait` consumed
-it. glibc makes the one an atomic addition with release order, the other a compare-and-swap with acquire order,
-on x86 and on arm64 alike. Plain stores from Python have no such order on arm64, so no flag in this package is one.
+POSIX orders memory around them: a process whose `wait` consumed a `post` sees everything written before that `post`.
+In glibc a post is an atomic addition with release order, and a wait a compare-and-swap with acquire order, on both x86
+and arm64. Plain stores from Python have no such order on arm64, so no flag in this package is one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import cache
 __all__ = ["SEMAPHORE_NBYTES", "Semaphore"]
 
 SEMAPHORE_NBYTES = 64
-"""A cache line each. glibc's sem_t takes 32 bytes of it."""
+"""One cache line. glibc's sem_t takes 32 bytes of it."""
 
 _CLOCK_MONOTONIC = 1
 
@@ -27,7 +27,7 @@ class _Time(ctypes.Structure):
 
 @cache
 def _no_sleep() -> ctypes.PyDLL:
-    """Return the C library for calls that return at once: they keep the interpreter's lock."""
+    """Return the C library for calls that return immediately: they keep the GIL."""
     library = ctypes.PyDLL(None)
     for function in (library.sem_post, library.sem_trywait):
         function.argtypes = [ctypes.c_void_p]
@@ -37,17 +37,17 @@ def _no_sleep() -> ctypes.PyDLL:
 
 @cache
 def _may_sleep() -> ctypes.CDLL:
-    """Return the C library for calls that may sleep: they let other threads run."""
+    """Return the C library for calls that may sleep: they release the GIL."""
     library = ctypes.CDLL(None, use_errno=True)
     library.sem_clockwait.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p]
     return library
 
 
 class Semaphore:
-    """A semaphore that lies at an address in shared memory. One process makes it with `create`, before others use it.
+    """A semaphore at an address in shared memory. One process initializes it by `create`, before others use it.
 
-    It counts: every `post` lets one `wait` succeed. Args: owner is what must live as long as the semaphore is used: its
-    memory, unless the holder of the semaphore has that too.
+    Every `post` lets one `wait` succeed. `owner` is an object to keep alive as long as this one: the memory, unless
+    the user of the semaphore keeps that.
     """
 
     __slots__ = ("_address", "_owner", "_post", "_try")
@@ -61,15 +61,15 @@ class Semaphore:
         _no_sleep().sem_init(self._address, 1, 0)
 
     def post(self) -> None:
-        """Count one up, and wake a thread that waits. Takes less than a microsecond, or some if somebody sleeps."""
+        """Increment the value, and wake a thread that waits. Takes less than 1 µs, or a few if a thread sleeps."""
         self._post(self._address)
 
     def try_wait(self) -> bool:
-        """Count one down if that can be done at once. Return True if it was done."""
+        """Decrement the value if it is positive. Return True if it was decremented."""
         return not self._try(self._address)
 
     def wait(self, timeout_s: float) -> bool:
-        """Count one down, and sleep until that can be done, at most so long. Return True if it was done."""
+        """Decrement the value, and sleep for at most `timeout_s` until that is possible. Return True if it was done."""
         end_s = time.monotonic() + timeout_s
         until = _Time(int(end_s), int(end_s % 1 * 1e9))
         if not _may_sleep().sem_clockwait(self._address, _CLOCK_MONOTONIC, ctypes.byref(until)):
