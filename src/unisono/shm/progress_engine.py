@@ -35,7 +35,6 @@ _STREAM_POLL_S = 0.0003
 """How long the next piece of a long message is polled for. Copying one takes a tenth of that."""
 
 
-
 class Transfer(Work):
     """A send or a receive of one tensor.
 
