@@ -31,6 +31,9 @@ class Trained(NamedTuple):
 class Engine(Protocol):
     """Sums the gradients of a step and applies them; the module's docstring gives the order of calls."""
 
+    divides_update: bool
+    """True if each rank updates a part of the weights alone."""
+
     def start(self, step: StepTransaction, trained: Trained, *, leaves: int) -> None:
         """Begin a step over leaves 0 … leaves - 1, and set all p.grad to None."""
 

@@ -150,6 +150,20 @@ class BufferTransaction:
         assert self._total is not None
         self._apply(self._total)
 
+    def copy(self) -> list[Tensor | None]:
+        """Return copies of all buffers, for `put`; None for those that are None."""
+        self._find()
+        return [None if t.current is None else t.current.detach().clone() for t in self._tracked]
+
+    def put(self, values: list[Tensor | None]) -> None:
+        """Write the values that `copy` has returned, between two steps."""
+        for tracked, value in zip(self._tracked, values, strict=True):
+            if value is not None and tracked.tensor is not None and tracked.tensor.shape == value.shape:
+                tracked.put(value)
+            else:
+                tracked.module._buffers[tracked.name] = value
+            tracked.keep()
+
     def state_dict(self) -> dict[str, Tensor]:
         """Return buffers that the model's state_dict lacks: those with persistent=False that the run has written."""
         return {

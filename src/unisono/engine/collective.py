@@ -68,6 +68,8 @@ class _Bucket:
 class CollectiveEngine(GradientAccumulation):
     """Sums the leaves of all ranks through the process group, overlapped with backward."""
 
+    divides_update = False
+
     def __init__(
         self,
         optimizer: Optimizer,

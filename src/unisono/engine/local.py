@@ -23,6 +23,8 @@ __all__ = ["LocalEngine"]
 class LocalEngine:
     """Sums the leaves of one process. With one leaf, p.grad stays what autograd made: no copy, no extra memory."""
 
+    divides_update = False
+
     def __init__(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
         self._optimizer, self._modules = optimizer, modules
         self._given = self._trained = Trained((), ())

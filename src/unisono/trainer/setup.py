@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -25,8 +25,8 @@ from unisono.trainer.description import plain
 from unisono.trainer.hyperparameters import is_scheduler
 from unisono.trainer.model_checks import unwrapped_optimizer
 from unisono.trainer.modules import plain_name
+from unisono.trainer.share_gradients import StepOptions
 from unisono.trainer.snapshot import model_tensors, optimizer_state
-from unisono.trainer.step import StepOptions
 
 __all__ = [
     "REQUIRED",
@@ -170,7 +170,7 @@ def named_optimizers(optimizer: Optimizer | Mapping[str, Optimizer]) -> dict[str
     """Return the optimizers by name, "" for a single one.
 
     Raises:
-        TypeError: An object is no optimizer, is wrapped by another library, or is LBFGS.
+        TypeError: An object is no optimizer, or is wrapped by another library.
         ValueError: There is none.
     """
     optimizers = dict(optimizer) if isinstance(optimizer, Mapping) else {"": optimizer}
@@ -183,10 +183,6 @@ def named_optimizers(optimizer: Optimizer | Mapping[str, Optimizer]) -> dict[str
         if not isinstance(each, Optimizer):
             raise TypeError(
                 f"optimizer is a {type(each).__name__}; expected a torch.optim.Optimizer, or a dict of them"
-            )
-        if isinstance(each, LBFGS):
-            raise TypeError(
-                "LBFGS evaluates the loss several times within a step; a step here does once: use another optimizer"
             )
     if not optimizers:
         raise ValueError("Trainer was given no optimizer")

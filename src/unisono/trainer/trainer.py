@@ -84,7 +84,7 @@ class Trainer:
 
     Raises:
         TypeError: virtual_ranks is missing, an argument has the wrong type, or a model, optimizer or scheduler is none
-            that a Trainer can use, such as LBFGS or ReduceLROnPlateau.
+            that a Trainer can use, such as ReduceLROnPlateau.
         ValueError: An argument is out of range or contradicts another one or the environment. A model is wrapped by
             another library, is sharded, has no values yet, or has SyncBatchNorm or an embedding with max_norm. There
             are more ranks than virtual_ranks. virtual_ranks or seed are not those of the run in the directory. The
@@ -319,6 +319,7 @@ class Trainer:
         encode: Loss | None = None,
         recompute: bool = False,
         on_gradients: Callable[[Any], object] | None = None,
+        closure: bool = False,
     ) -> StepResult:
         """Perform one optimizer step on a global batch, on all ranks or on none, and return the batch's mean loss.
 
@@ -348,6 +349,11 @@ class Trainer:
                 before it is clipped; it may change or replace gradients, in the same way on all ranks. Costs a copy of
                 the gradient with the shared engine, a pass over it to compare, and one small exchange.
 
+            closure: True for an optimizer that computes loss and gradient at other weights within its step, such as
+                SAM: it gets a closure, as from a loop of plain torch, which computes them for the same batch with the
+                same random numbers. LBFGS gets one anyway. Buffers change by the first of these passes alone. Not with
+                the shared engine.
+
         Returns:
             The mean loss as a float, with `values`, `grad_norm`, `learning_rates` and `skipped`.
 
@@ -361,9 +367,9 @@ class Trainer:
             GroupError: The function called a collective.
             RuntimeError: It is called inside a loss function or an evaluated function, or torch's process group failed.
             TypeError: loss, encode or on_gradients cannot be called.
-            ValueError: recompute is given without encode, batch is not the latest one, optimizer names none of the
-                Trainer's, or the optimizer has no parameter to train, one that belongs to no model, or one that it
-                cannot update.
+            ValueError: recompute is given without encode, closure cannot be given to the optimizer, batch is not the
+                latest one, optimizer names none of the Trainer's, or the optimizer has no parameter to train, one that
+                belongs to no model, or one that it cannot update.
             PeerError: Another rank of the host has died, failed in the step, or does not come in time; or encode or
                 on_gradients raised an exception on another rank.
             UnisonoError: An earlier step broke off, so that ranks no longer agree on what comes next. With the shared
@@ -377,7 +383,7 @@ class Trainer:
                 f"the loss function is a {type(loss).__name__}, which cannot be called: trainer.step(loss, batch) "
                 "takes a function of the model and a micro-batch first, and then the batch"
             )
-        options = StepOptions(encode, flag("recompute", recompute), on_gradients)
+        options = StepOptions(encode, flag("recompute", recompute), on_gradients, flag("closure", closure))
         check_step_options(options)
         return self._loop.step(loss, batch, optimizer, options)
 

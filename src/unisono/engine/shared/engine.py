@@ -64,6 +64,8 @@ _UNSETTLED, _LENGTH, _HOOKED = 4, 5, 6
 class SharedEngine(GradientAccumulation):
     """Sums and applies gradients in shared memory."""
 
+    divides_update = True
+
     def __init__(
         self,
         optimizer: Optimizer,

@@ -1,0 +1,254 @@
+"""The work of one rank in a step: the forward and backward passes of its virtual ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from unisono.data.batch import Batch, Share
+from unisono.engine import BufferTransaction, Engine, Trained
+from unisono.errors import LossError
+from unisono.job.user_function import count_collectives, enter, leave, refuse_collectives_since
+from unisono.parallel.losses import WeightedSum, further_values, loss_of, read_loss
+from unisono.trainer.backward import Backward
+from unisono.trainer.global_loss import (
+    EncodedShare,
+    GlobalGradients,
+    assemble_batch,
+    encode_share,
+    gradients_of,
+    rows_of,
+    run_backward,
+)
+from unisono.trainer.modules import lone_sample, to_device
+from unisono.trainer.run_context import RunContext
+from unisono.trainer.value_sums import ValueSums
+
+__all__ = ["PLAIN_STEP", "Loss", "ShareGradients", "StepOptions"]
+
+Loss = Callable[[Any, Any], Any]
+
+
+class StepOptions(NamedTuple):
+    """How a step differs from the plain one."""
+
+    encode: Loss | None = None
+    """Makes encodings of a micro-batch; the loss function then gets those of the whole global batch."""
+    recompute: bool = False
+    """True to encode again for the backward pass instead of keeping graphs."""
+    on_gradients: Callable[[Any], object] | None = None
+    """Called with the models once p.grad is the gradient of the global batch, before it is clipped."""
+
+    closure: bool = False
+    """True if the optimizer gets a closure, by which it computes loss and gradient at other weights."""
+
+    def describe(self) -> str:
+        """Return the options as text that is equal on ranks which take the same step."""
+        if self == PLAIN_STEP:
+            return ""
+        return "".join(f", {name}=…" for name, value in self._asdict().items() if value)
+
+
+PLAIN_STEP = StepOptions()
+
+
+class ShareGradients:
+    """Computes the gradients of this rank's shares, and hands them to the engine."""
+
+    def __init__(
+        self,
+        run: RunContext,
+        *,
+        models: Any,
+        modules: Mapping[str, nn.Module],
+        engine: Engine,
+        buffers: BufferTransaction,
+        autocast: Literal["bf16", "fp16"] | None,
+    ) -> None:
+        self._run, self._models, self._modules = run, models, modules
+        self._engine, self._buffers = engine, buffers
+        self._autocast = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}[autocast]
+        self._backward = Backward()
+        self._trained = Trained((), ())
+        self._inputs: tuple[Tensor, ...] | None = None
+        self.scaler: torch.amp.GradScaler | None = None
+        """Scales the loss of a float16 step, so that small gradients do not vanish."""
+        self.losses: list[tuple[Share, Tensor]] = []
+        """The sum of the losses of each share of the last step."""
+        self.values = ValueSums("loss function")
+        """The further values of the last step."""
+
+    def compute(
+        self, loss: Loss, batch: Batch, trained: Trained, *, restricted: bool, call: int, options: StepOptions
+    ) -> None:
+        """Run forward and backward for all shares of this rank.
+
+        Args:
+            loss: The loss function.
+            batch: This rank's part of the batch.
+            trained: The parameters that the step trains.
+            restricted: True if other parameters require gradients, too, which would only pile up.
+            call: The number of steps already taken with this batch.
+            options: How the step differs from the plain one.
+
+        Raises:
+            LossError: The loss function returned something that cannot be trained on.
+            GroupError: It called a collective.
+        """
+        self._trained, self._inputs = trained, trained.parameters if restricted else None
+        self.losses = []
+        self.values.clear()
+        inside = enter("the loss function")
+        try:
+            if options.encode is not None:
+                self._compute_globally(loss, batch, call, options)
+            else:
+                for share in batch.shares:
+                    self._run.set_generators("model", batch.epoch, batch.step, call, share.virtual_rank)
+                    self._compute(loss, share, batch)
+        finally:
+            leave(inside)
+
+    def _compute(self, loss: Loss, share: Share, batch: Batch) -> None:
+        """Compute the gradient of one virtual rank's share, divided by the size of the global batch."""
+        share_loss, share_weight = None, 0.0
+        for micro_batch in share.micro_batches:
+            samples = len(micro_batch.indices)
+            items = to_device(micro_batch.items, self._run.device)
+            counted = count_collectives()
+            with self._forward_context(samples):
+                result = loss(self._models, items)
+            refuse_collectives_since(counted)
+            value, weight = self._read(result, samples=samples)
+            if further := further_values(result):
+                self.values.add(share.virtual_rank, further, samples=samples)
+            total = value.total.detach()
+            if total.dtype != torch.float32:
+                total = total.float()
+            share_loss = total if share_loss is None else share_loss + total
+            share_weight += weight
+            if micro_batch is share.micro_batches[-1]:
+                self.losses.append((share, share_loss))
+                self._engine.close_forward(
+                    share.virtual_rank,
+                    share_loss,
+                    share_weight,
+                    new_buffers=self._buffers.new_buffers(),
+                    has_values=bool(self.values),
+                )
+            if self.scaler is None:
+                self._backward.run(value.total, samples=batch.size, inputs=self._inputs)
+            else:
+                self.scaler.scale(value.total / batch.size).backward(inputs=self._inputs)  # type: ignore[no-untyped-call]
+        self._engine.close_leaf(share.virtual_rank)
+        self._buffers.close_leaf(share.virtual_rank)
+
+    def _read(self, result: Any, *, samples: int) -> tuple[WeightedSum, float]:
+        """Read what the loss function returned. Raises LossError for a loss that cannot be trained on."""
+        value = read_loss(loss_of(result), samples=samples)
+        weight = value.weight_number()
+        if value.total.device != self._run.device:
+            raise LossError(
+                f"the loss lies on {value.total.device} and this rank computes on {self._run.device}: return it on "
+                "the device of the model's output."
+            )
+        if not value.total.requires_grad:
+            raise LossError(
+                "the loss has no gradient: it was detached (by .item(), .detach(), torch.no_grad() or argmax), or "
+                "depends on no parameter that requires one. Return the loss as the tensor that the model's output "
+                "led to."
+            )
+        return value, weight
+
+    def _compute_globally(self, loss: Loss, batch: Batch, call: int, options: StepOptions) -> None:
+        """Compute the gradients of this rank's shares for a loss over the whole global batch; see `global_loss`."""
+        run = self._run
+        own: dict[int, EncodedShare] = {}
+        failure: Exception | None = None
+        try:
+            for share in batch.shares:
+                with torch.set_grad_enabled(not options.recompute):
+                    own[share.virtual_rank] = self._encode(share, batch, call, options)
+                if options.recompute:
+                    self._buffers.roll_back()
+                else:
+                    self._buffers.close_leaf(share.virtual_rank)
+        except Exception as error:  # of the user's function: it is raised once the other ranks know
+            failure = error
+        whole = assemble_batch(
+            run.world, own, failure, size=batch.size, virtual_ranks=run.virtual_ranks, device=run.device
+        )
+        run.set_generators("model/loss", batch.epoch, batch.step, call)
+        counted = count_collectives()
+        with self._forward_context(batch.size):
+            result = loss(self._models, whole.value)
+        refuse_collectives_since(counted)
+        value, weight = self._read(result, samples=batch.size)
+        root = value.total / batch.size
+        if self.scaler is not None:
+            root = self.scaler.scale(root)
+        has_first = any(share.virtual_rank == 0 for share in batch.shares)
+        found = gradients_of(root, whole, self._trained.parameters if has_first else ())
+        for share in batch.shares:
+            encoded = own[share.virtual_rank]
+            if options.recompute:
+                encoded = self._encode(share, batch, call, options)
+            total, share_weight = torch.zeros((), device=run.device), 0.0
+            if share.virtual_rank == 0:  # which the loss counts as, since one must
+                total, share_weight = value.total.detach().float(), weight
+                self.losses.append((share, total))
+                if further := further_values(result):
+                    self.values.add(0, further, samples=batch.size)
+            self._hand_down(share, encoded, found, total, share_weight)
+            if options.recompute:
+                self._buffers.close_leaf(share.virtual_rank)
+
+    def _encode(self, share: Share, batch: Batch, call: int, options: StepOptions) -> EncodedShare:
+        """Encode the samples of a share."""
+        self._run.set_generators("model", batch.epoch, batch.step, call, share.virtual_rank)
+
+        def encode(items: Any) -> Any:
+            assert options.encode is not None
+            if not options.recompute:
+                self._buffers.stand_in()
+            counted = count_collectives()
+            result = options.encode(self._models, to_device(items, self._run.device))
+            refuse_collectives_since(counted)
+            return result
+
+        skeleton, parts = encode_share(share, encode, self._forward_context)
+        return EncodedShare(skeleton, parts, self._buffers.new_buffers())
+
+    def _hand_down(
+        self, share: Share, encoded: EncodedShare, found: GlobalGradients, total: Tensor, weight: float
+    ) -> None:
+        """Run backward from the encodings of a share."""
+        counts = [len(micro_batch.indices) for micro_batch in share.micro_batches]
+        rows = [*rows_of(share.virtual_rank, counts, virtual_ranks=self._run.virtual_ranks)]
+        for parts, where in zip(encoded.parts, rows, strict=True):
+            is_last = where is rows[-1]
+            if is_last:
+                self._engine.close_forward(
+                    share.virtual_rank,
+                    total,
+                    weight,
+                    new_buffers=encoded.new_buffers,
+                    has_values=share.virtual_rank == 0 and bool(self.values),
+                )
+            direct = found.direct if share.virtual_rank == 0 and is_last else ()
+            run_backward(parts, [None if g is None else g[where] for g in found.of_tensors], direct, self._inputs)
+        self._engine.close_leaf(share.virtual_rank)
+
+    def _forward_context(self, samples: int) -> contextlib.AbstractContextManager[Any]:
+        if self._autocast is None and samples > 1:
+            return contextlib.nullcontext()
+        stack = contextlib.ExitStack()
+        if self._autocast is not None:
+            stack.enter_context(torch.autocast(self._run.device.type, dtype=self._autocast))
+        if samples == 1:
+            stack.enter_context(lone_sample(self._modules))
+        return stack
