@@ -206,8 +206,6 @@ def test_virtual_ranks_have_no_default_since_they_decide_the_result(options):
 
 def test_trainer_refuses_optimizers_and_schedulers_that_cannot_serve():
     model = nn.Linear(4, 3)
-    with pytest.raises(TypeError, match="LBFGS evaluates the loss several times"):
-        make_trainer(model, optimizer=torch.optim.LBFGS(model.parameters()))
     with pytest.raises(TypeError, match=r"expected a torch\.optim\.Optimizer"):
         make_trainer(model, optimizer=model.parameters())
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD(model.parameters(), lr=0.1))

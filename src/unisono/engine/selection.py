@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from unisono.collectives.world import World
 from unisono.engine.base import Engine, Trained
@@ -33,6 +33,8 @@ from unisono.shm.peers import own_process
 __all__ = ["EngineFactory", "EngineKind", "select_engines"]
 
 EngineKind = Literal["auto", "shared", "collective"]
+
+_LBFGS = "LBFGS looks at the loss at other weights within a step, and where ranks share weights each updates a part"
 
 
 class EngineFactory:
@@ -111,7 +113,11 @@ def select_engines(
         own = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
         named = {id(p): (name, p) for module in modules for name, p in module.named_parameters() if id(p) in own}
         trained = Trained(tuple(name for name, _ in named.values()), tuple(p for _, p in named.values()))
-        to_sharing = _obstacle_to_sharing(world, modules, tensors) or sharing_obstacle(trained, tensors)
+        to_sharing = (
+            _obstacle_to_sharing(world, modules, tensors)
+            or sharing_obstacle(trained, tensors)
+            or next((_LBFGS for each in optimizers if isinstance(each, LBFGS)), None)
+        )
         to_shared_memory = _obstacle()
         process = own_process() if to_shared_memory is None else ""
         everyone = world.gather(

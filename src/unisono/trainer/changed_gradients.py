@@ -9,7 +9,7 @@ from torch import Tensor
 
 from unisono.collectives.world import World
 from unisono.engine import Trained
-from unisono.errors import LossError, PeerError, RankMismatchError
+from unisono.errors import PeerError, RankMismatchError
 
 __all__ = ["check_gradients"]
 
@@ -25,12 +25,9 @@ def check_gradients(world: World, trained: Trained, error: Exception | None) -> 
         error: What the function raised on this rank, if it did. It is raised here once the others know.
 
     Raises:
-        LossError: A gradient does not have the shape of its parameter.
         PeerError: The function raised an error on another rank.
         RankMismatchError: Gradients differ, on all ranks.
     """
-    if error is None:
-        error = _misfit(trained)
     own = repr(error) if error is not None else [_checksum(p.grad) for p in trained.parameters]
     everyone = world.gather(own, "trainer.step(on_gradients=...)")
     if error is not None:
@@ -48,16 +45,6 @@ def check_gradients(world: World, trained: Trained, error: Exception | None) -> 
                 "happen: weights and buffers keep their values from before it. Compute from p.grad, and from what is "
                 "equal on all ranks; torch's generators are set alike on all ranks before the call."
             )
-
-
-def _misfit(trained: Trained) -> LossError | None:
-    for name, p in zip(trained.names, trained.parameters, strict=True):
-        if p.grad is not None and p.grad.shape != p.shape:
-            return LossError(
-                f"on_gradients left a gradient of shape {list(p.grad.shape)} at {name!r}, which has the shape "
-                f"{list(p.shape)}: give it a gradient of its own shape, or None."
-            )
-    return None
 
 
 def _checksum(gradient: Tensor | None) -> int | None:
