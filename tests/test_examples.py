@@ -33,6 +33,23 @@ def test_language_model_learns(run_ranks):
     assert re.fullmatch(r"weights sha256: [0-9a-f]{64}", lines[-1])
 
 
+RECIPES = {
+    "simclr": (["--epochs", 2], r"accuracy of a linear classifier: 0\.[89]\d*"),
+    "clip": (["--epochs", 1], r"digits recognised by their names: 0\.\d+ \(\d+/360\)"),
+    "distillation": (["--epochs", 4], r"agreement with the teacher in the last batch: [01]\.\d+ \(\d+/29\)"),
+    "fine_tuning": (["--epochs", 1], r"lines recognised: 0\.[3-9]\d+ \(\d+/\d+\)"),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_learn_and_have_one_digest(fork_python, fork_ranks, name):
+    options, result = RECIPES[name]
+    alone = fork_python(EXAMPLES / f"{name}.py", *options)
+    assert re.fullmatch(result, alone[-2]), alone[-2]
+    assert re.fullmatch(r"weights sha256: [0-9a-f]{64}", alone[-1])
+    assert fork_ranks(3, EXAMPLES / f"{name}.py", *options).lines()[-2:] == alone[-2:]
+
+
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
 def test_examples_stay_short(path):
     assert len(path.read_text().splitlines()) <= 100
