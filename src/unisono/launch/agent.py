@@ -1,8 +1,8 @@
-"""The process that owns a job: it starts the fork server, passes on what ranks print, and ends the job as a whole.
+"""The process that owns a job: it starts the fork server, passes on the ranks' output, and ends the job as a whole.
 
 One loop waits for everything: messages of the fork server, output of ranks, signals, questions of other commands, the
-deadlines of a shutdown and of a hang. The agent does not import torch, so it is there at once. What one generation of
-ranks does is in `launch.generation`. Start reading at `Agent.run`.
+deadlines of a shutdown and of a hang. The agent does not import torch, so it starts at once. The state of one
+generation of ranks is in `launch.generation`. Start reading at `_Agent.run`.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from unisono.text import name_ranks
 __all__ = ["run_job"]
 
 _PATIENCE_S = 2.0
-"""How long ranks may take to end after a failure before it is said whom the job waits for."""
+"""How long ranks may take to end after a failure before a message names those that the job waits for."""
 
 _DOUBT_S = 0.5
 """How long to wait, when all that is known is a lost connection, for the failure of the rank that closed it."""
 
 _COMPANY_S = 0.1
-"""How long to wait after an error for the same one in other ranks: then it is the program's, and not of one rank."""
+"""How long to wait after an error for the same one in other ranks, which would make it an error of the program."""
 
 OnFailure = Callable[[int, int], bool]
 
@@ -63,11 +63,16 @@ def run_job(
 ) -> int:
     """Run a job to its end and return the exit code of the launcher.
 
-    That is 0 if all ranks returned 0, else the code of the rank that was the cause; 128 + n where signal n ended that
-    rank, or this process. Leaves no process behind. Call it from the main thread: it handles signals while it runs.
-    Args: on_failure gets the rank that was the cause of a failure and its exit code, and tells whether it takes the
-        report upon itself.
-    Raises: LaunchError if the system's limits do not allow so many ranks, or log files cannot be made.
+    The code is 0 if all ranks returned 0, otherwise that of the rank that was the cause; 128 + n if signal n ended that
+    rank or the job. No process is left behind. Call it from the main thread: it handles signals while it runs.
+
+    Args:
+        on_failure: Called with the rank that was the cause of a failure and its exit code. Returns True if it reports
+            the failure itself.
+
+    Raises:
+        LaunchError: The system's limits do not allow this number of ranks, log files cannot be created, or no process
+            can be started.
     """
     return _Agent(job, environment=environment, stdout=stdout, stderr=stderr, on_failure=on_failure).run()
 
@@ -81,7 +86,7 @@ class _Agent:
         self._job = job = replace(job, run_id=job.run_id or secrets.token_hex(4))
         self._environment = environment
         self._on_failure = on_failure
-        # Not epoll: it refuses regular files, which a stream of ours may be.
+        # Not epoll: it refuses regular files, and the launcher's streams may be such.
         self._selector = selectors.PollSelector()
         self._relay = Relay(
             self._selector,
@@ -109,10 +114,10 @@ class _Agent:
         become_subreaper()
         with ExitStack() as stack:
             signals = stack.enter_context(signals_as_bytes(self._job.signals))
-            # A caller's other children are none of ours.
+            # Other children of the caller do not belong to the job.
             stack.callback(self._clean_up, spare=descendants(os.getpid()))
             self._server = ServerProcess(self._job, self._environment)
-            stack.callback(self._server.close)  # whatever brought us here
+            stack.callback(self._server.close)  # after an error, too
             stack.callback(Control(self._selector, self._answer).close)
             self._selector.register(self._server.channel, selectors.EVENT_READ, self._on_message)
             self._selector.register(signals, selectors.EVENT_READ, partial(self._on_signal, signals))
@@ -123,12 +128,12 @@ class _Agent:
                 self._turn()
         self._relay.finish()
         code = self._conclude()
-        # The usual handlers are back, so a reader that takes no more cannot keep an interrupt from us.
+        # The usual signal handlers are back, so an interrupt ends this even if a reader has stopped reading.
         self._relay.flush()
         return code
 
     def _clean_up(self, spare: Collection[int]) -> None:
-        """End what is left and remove its files: after a fork server that was killed, everything."""
+        """End the processes that are left and remove their files: after a killed fork server, all of the job's."""
         end_descendants(spare=spare)
         remove_scratch(self._scratch)
 
@@ -147,7 +152,7 @@ class _Agent:
         self._advance_shutdown()
 
     def _timeout_s(self) -> float | None:
-        """Find how long the loop may sleep."""
+        """Return how long the loop may sleep; None: until something happens."""
         deadlines = [self._relay.next_deadline_s()]
         if self._generation is not None:
             deadlines.append(self._generation.observer.next_deadline_s())
@@ -157,7 +162,7 @@ class _Agent:
         return None if soonest_s == math.inf else max(0.0, soonest_s - time.monotonic())
 
     def _advance_shutdown(self) -> None:
-        """Do what is due while ranks are ended: ask them, say whom the job waits for, kill them."""
+        """Perform the due step of a shutdown: ask ranks to end, name those that are waited for, or kill them."""
         shutdown, now_s = self._shutdown, time.monotonic()
         if shutdown is None:
             return
@@ -174,8 +179,8 @@ class _Agent:
                 have = "has" if len(self._running) == 1 else "have"
                 left_s = max(0.0, shutdown.deadline_s - now_s)
                 self._relay.say(
-                    f"the job has failed; the cause is told when {name_ranks(self._running)} {have} ended. What "
-                    f"still runs in {left_s:.0f} s is killed"
+                    f"the job has failed; the cause is told when {name_ranks(self._running)} {have} ended. Ranks "
+                    f"that still run in {left_s:.0f} s are killed"
                 )
         elif now_s >= shutdown.deadline_s:
             if deaf := self._running - self._now.failed if self._generation is not None else set():
@@ -223,14 +228,14 @@ class _Agent:
             self._server.fork(rank, environment=environment, files=generation.open(rank))
 
     def _on_unstarted(self, rank: int, problem: str) -> None:
-        """A rank could not be forked: then no rank after it is."""
+        """Handle a rank that could not be forked. No rank after it is forked."""
         self._now.running.discard(rank)
         self._end_for_loss(f"rank {rank} could not be started, {rank} of {self._job.ranks} were: {problem}")
         if not self._running:
             self._on_generation_end()
 
     def _on_exit(self, message: Message) -> None:
-        # What it printed belongs before what is said about it.
+        # Its output comes before messages about it.
         self._relay.drain({message["rank"]})
         if self._shutdown is not None or message["code"] != 0:
             self._relay.shut(message["rank"])
@@ -241,7 +246,7 @@ class _Agent:
             self._on_generation_end()
 
     def _on_failed(self) -> None:
-        """Some rank has failed: end the others, at once if the cause is sure."""
+        """Handle the failure of a rank: end the others, at once or soon if the cause is sure."""
         shutdown = self._shutdown
         if shutdown is None:
             self._shutdown = shutdown = Shutdown(code=1, failed=True, begins_s=time.monotonic() + _DOUBT_S)
@@ -254,7 +259,7 @@ class _Agent:
             self._shutdown = replace(shutdown, begins_s=min(shutdown.begins_s, time.monotonic() + _COMPANY_S))
 
     def _end_failed(self) -> None:
-        """Ask the ranks to end that have not failed; one that has may still be on its way out."""
+        """Ask the ranks that have not failed to end; one that has failed may still be about to end."""
         assert self._shutdown is not None
         if not self._now.judge().sure:
             self._now.look_at_leavers()
@@ -263,14 +268,14 @@ class _Agent:
             self._shutdown = replace(self._shutdown, waited_for_s=time.monotonic() + _PATIENCE_S)
 
     def _on_generation_end(self) -> None:
-        """All ranks have ended: start again, or finish with a report if they have failed."""
+        """Handle the end of all ranks: start them again, or finish, with a report if they have failed."""
         shutdown, generation = self._shutdown, self._now
         if shutdown is None or not shutdown.failed:
             self._server.end()
             return
         verdict = generation.judge()
         ending = Ending(code=verdict.cause.code, account=verdict.cause.account, met=generation.observer.has_met())
-        # One who wants the job to end does not want it to start again.
+        # A user who has asked the job to end does not want it to start again.
         most = self._restarts if shutdown.reason else self._job.max_restarts
         decision = decide(ending, self._ending, restarts=self._restarts, max_restarts=most)
         self._ending = ending
@@ -328,7 +333,7 @@ class _Agent:
 
     def _end_for_signal(self, signum: int, reason: str) -> None:
         shutdown = Shutdown(code=128 + signum, reason=reason, ranks=len(self._running))
-        # A hangup or a quit would end Python without a chance to save; what else was asked for is passed on as it is.
+        # A hangup or a quit would end Python without a chance to save; other signals are passed on as they are.
         as_term = (signal.SIGHUP, signal.SIGQUIT, signal.SIGPIPE)
         self._begin_shutdown(shutdown, signal.SIGTERM if signum in as_term else signum, self._running)
 
@@ -339,8 +344,8 @@ class _Agent:
             return
         self._generation.ends()
         self._server.resume()
-        # Only the ranks, not what they started: a rank that saves its work still needs its worker processes, and they
-        # would answer with tracebacks of their own. A program that is not Python may be a shell that passes nothing on.
+        # Only the ranks, not the processes they started: a rank that saves its work still needs its workers, and those
+        # would also print tracebacks. A program that is not Python may be a shell that passes nothing on.
         group = not self._job.python
         for sent in (signum, signal.SIGCONT):  # a rank that is stopped would not notice
             self._server.signal(sent, ranks, group=group)
@@ -351,13 +356,13 @@ class _Agent:
         self._shutdown = replace(self._shutdown, killed=True, begins_s=None, waited_for_s=None, deadline_s=deadline_s)
         if self._generation is not None:
             self._server.resume()
-            # Only the ranks: what they started is ended with the generation, and helpers among it clean up before.
+            # Only the ranks: processes they started end with the generation, and helpers among them clean up before.
             self._server.signal(signal.SIGKILL, self._running, group=False)
         else:
             self._server.kill()
 
     def _answer(self, question: dict[str, Any]) -> dict[str, Any] | None:
-        """Reply to `unisono ps` and `unisono stacks`."""
+        """Return the reply to `unisono ps` or `unisono stacks`, None to an unknown question."""
         job, kind = self._job, question.get("ask")
         if kind == "job":
             return {
@@ -380,7 +385,7 @@ class _Agent:
         return None
 
     def _conclude(self) -> int:
-        """Say how the job ended, if that is not said yet. Returns: the exit code."""
+        """Report how the job ended, if that is not reported yet, and return the exit code."""
         shutdown, server = self._shutdown, self._server.wait()
         if (postmortem := self._postmortem) is not None and not self._on_failure(*postmortem.blamed):
             self._relay.show(postmortem.text(colour=self._colour))

@@ -1,8 +1,8 @@
-"""Gives the program another implementation of gloo than torch's, without its knowing: `unisono run --cpu-backend shm`.
+"""Replaces gloo with another backend, without changes to the program: `unisono run --cpu-backend shm`.
 
-Wherever the program asks for gloo, or for nothing on a machine without an accelerator, the group is made by the other
-backend. Its name stays what the program asked for, so that a comparison with "gloo" comes out as before. Start reading
-at `install`.
+Wherever the program asks for gloo, or for no backend on a machine without an accelerator, the other backend makes the
+group. Its name stays the one that the program asked for, so that a comparison with "gloo" has the same result. Start
+reading at `install`.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ _BACKEND = 3
 
 
 def install(cpu_backend: str) -> None:
-    """Have `torch.distributed` make groups with this backend where the program asks for gloo, from its import on."""
+    """Make `torch.distributed` use this backend where the program asks for gloo, at once or when it is imported."""
     if cpu_backend != "gloo":
         substitution = _Substitution(cpu_backend)
         when_imported("torch.distributed.distributed_c10d", substitution.attach)
 
 
 def substitute_for(asked: str, cpu_backend: str, *, accelerator: bool) -> str | None:
-    """Say which backend a group gets, given the one that was asked for; None: that one.
+    """Return the backend that replaces the one the program asked for, or None if that one stays.
 
-    Args: asked is a name such as "gloo", devices with names such as "cpu:gloo,cuda:nccl", or "undefined" for nothing.
-        accelerator tells whether torch can use one: a group for several devices is left to torch then.
+    Args:
+        asked: A name such as "gloo", devices with names such as "cpu:gloo,cuda:nccl", or "undefined" for nothing.
+        accelerator: True if torch can use one: a group for several devices is then left to torch.
 
     >>> substitute_for("gloo", "shm", accelerator=True)
     'shm'
@@ -52,14 +53,14 @@ def substitute_for(asked: str, cpu_backend: str, *, accelerator: bool) -> str | 
 
 
 class _Substitution:
-    """Stands in for the function with which torch makes every group."""
+    """Replaces the function with which torch makes every group."""
 
     def __init__(self, cpu_backend: str) -> None:
         self._cpu_backend = cpu_backend
         self._told = False
 
     def attach(self, c10d: ModuleType) -> None:
-        """Take the place of `_new_process_group_helper` in a module `torch.distributed.distributed_c10d`."""
+        """Replace `_new_process_group_helper` in the module `torch.distributed.distributed_c10d`."""
         make: Callable[..., Any] = c10d._new_process_group_helper
 
         @functools.wraps(make)
@@ -75,7 +76,7 @@ class _Substitution:
                 kwargs["backend"] = other
             group, store = make(*args, **kwargs)
             world: Any = c10d._world
-            if group in world.pg_map:  # else this rank is not in it
+            if group in world.pg_map:  # otherwise this rank is not in it
                 world.pg_map[group] = (asked, store)
                 world.pg_backend_config[group] = str(c10d.BackendConfig(asked))
             return group, store
@@ -83,7 +84,7 @@ class _Substitution:
         c10d._new_process_group_helper = make_group  # type: ignore[attr-defined]
 
     def _substitute(self, asked: str) -> str | None:
-        # Where it does not matter the driver is not asked: a program may choose its GPUs after this.
+        # The driver is not asked where it does not matter: a program may choose its GPUs after this.
         accelerator = asked.lower() != "gloo" and bool(sys.modules["torch"].accelerator.is_available())
         other = substitute_for(asked, self._cpu_backend, accelerator=accelerator)
         if other is None and "gloo" in asked.lower() and not self._told:

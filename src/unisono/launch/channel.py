@@ -17,11 +17,11 @@ __all__ = ["Channel", "Message"]
 Message = dict[str, Any]
 
 _MOST_FILES = 64
-"""Files taken by one read. A message of ours carries up to seven, those of a rank; several may have arrived."""
+"""Files accepted by one read. A message carries up to seven, those of a rank; several messages may have arrived."""
 
 
 class Channel:
-    """One end of a socket pair that carries messages. The other end's death reads as `closed`."""
+    """One end of a socket pair that carries messages. `closed` is True once the other end is known to be gone."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
@@ -30,11 +30,11 @@ class Channel:
         self.closed = False
 
     def fileno(self) -> int:
-        """Give the number of the socket, for a selector."""
+        """Return the socket's file number, for a selector."""
         return self._socket.fileno()
 
     def send(self, message: Message, files: Sequence[int] = ()) -> None:
-        """Send a message and copies of open files. To an end that is gone, send nothing and mark the channel closed."""
+        """Send a message and copies of open files. If the other end is gone, only mark the channel closed."""
         body = json.dumps({**message, "files": len(files)}).encode()
         data = len(body).to_bytes(4, "big") + body
         try:
@@ -44,9 +44,9 @@ class Channel:
             self.closed = True
 
     def receive(self) -> list[tuple[Message, list[int]]]:
-        """Wait for bytes and return the messages that they complete, each with its files, which are now ours to close.
+        """Wait for bytes and return the messages that they complete, each with its files, which the caller must close.
 
-        The list is empty while a message is incomplete, and when the other end is gone: `closed` tells.
+        The list is empty while a message is incomplete, and when the other end is gone, which `closed` shows.
         """
         try:
             data, files, _, _ = socket.recv_fds(self._socket, 1 << 16, _MOST_FILES)

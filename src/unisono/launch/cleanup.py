@@ -1,8 +1,8 @@
-"""What killed processes leave in /dev/shm and in the temporary folder, and how a job gets rid of it.
+"""Removes the files that killed processes leave in /dev/shm and in the temporary folder.
 
-Python's named semaphores and shared memory are removed by a helper that outlives the processes that made them, if one
-lets it. Torch's shared memory is named after processes. Sockets of multiprocessing lie in a folder of the job's own.
-Start reading at `Leftovers`.
+Python's named semaphores and shared memory are removed by a helper that outlives the processes that made them, unless
+it is killed, too. The names of torch's shared memory contain process ids. The sockets of multiprocessing are in a
+folder that belongs to the job. Start reading at `Leftovers`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ __all__ = ["Leftovers", "make_scratch", "remove_scratch", "use_scratch"]
 
 _SHARED_MEMORY = Path("/dev/shm")
 _LONGEST_SOCKET = 107
-"""Bytes that the kernel takes for the path of a socket."""
+"""The longest path of a socket that the kernel accepts, in bytes."""
 _TRACKER_S = 0.4
 _MANAGER_S = 2.5
-"""Torch's helper waits for two seconds whether somebody else needs it."""
+"""Torch's helper waits two seconds for another user before it ends."""
 
 
 class Leftovers:
-    """Files of a job that go with its processes. Make it before the job starts."""
+    """The files that are removed when a job's processes have ended. Create it before the job starts."""
 
     def __init__(self) -> None:
         self._begin_s = time.time()
@@ -35,16 +35,16 @@ class Leftovers:
         self._seen: set[int] = set()
 
     def look(self, pids: Iterable[int]) -> None:
-        """Remember what processes have, before they are asked to end: what helps them may end first."""
+        """Note the files of processes before they are asked to end, since their helpers may end first."""
         for pid in pids:
             self.note(pid)
 
     def note(self, pid: int, *, hurry: bool = False) -> float:
-        """Remember a process that is to be killed or has ended. Returns: the seconds for which it should live on.
+        """Note the files of a process that is to be killed or has ended; return the seconds it should live on.
 
-        For helpers wait for the end of those that use them, remove what they have left, and end: Python's resource
-        tracker, of which joblib has a copy, and torch's manager for the sharing strategy "file_system". In a hurry,
-        the latter has not enough time.
+        Only helpers should live on. They wait for the processes that use them to end, remove the files of those, and
+        end: Python's resource tracker, of which joblib has a copy, and torch's manager for the sharing strategy
+        "file_system". In a hurry, there is not enough time for the latter.
         """
         self._pids.add(pid)
         if pid not in self._seen:
@@ -60,17 +60,17 @@ class Leftovers:
         return _TRACKER_S if b"resource_tracker import main" in command else 0.0
 
     def remove(self) -> None:
-        """Remove the files. The processes have ended."""
+        """Remove the files. Call it after the processes have ended."""
         for path in self._sockets:
             with suppress(OSError):
                 path.unlink(missing_ok=True)
                 path.parent.rmdir()
-        # Also of a tensor that a DataLoader worker was about to send: its file has a name for a moment.
+        # Also that of a tensor that a DataLoader worker was about to send: its file has a name for a moment.
         for file, maker in _tensor_files():
             if maker in self._pids:
                 with suppress(OSError):
                     file.unlink()
-        # Removed by Python's resource tracker, unless that has ended too soon. The name may be another's.
+        # Python's resource tracker removes these, unless it has ended too soon. A file may be another job's.
         made = [path for path in self._named if _changed_since(path, self._begin_s)]
         if made:
             used = set().union(*map(_mapped_names, _all_pids()))
@@ -79,7 +79,7 @@ class Leftovers:
                     path.unlink()
 
     def _has_unknown(self) -> bool:
-        """Tell whether there are files of processes that ended unnoticed, and may have been of this job."""
+        """Return True if there are files of processes that ended unnoticed and may have belonged to this job."""
         for file, maker in _tensor_files():
             if maker not in self._pids and not Path(f"/proc/{maker}").exists():
                 with suppress(OSError):
@@ -89,12 +89,12 @@ class Leftovers:
 
 
 def make_scratch() -> str:
-    """Make the folder for sockets of multiprocessing. Returns: its path; "" if it cannot be made."""
+    """Create the folder for sockets of multiprocessing and return its path, or "" if it cannot be created."""
     import tempfile  # noqa: PLC0415  only the fork server needs it
 
     folder = tempfile.gettempdir()
     if len(os.fsencode(f"{folder}/pymp-12345678/listener-12345678")) > _LONGEST_SOCKET:
-        folder = "/tmp"  # a DataLoader would wait for ever for a worker that cannot open its socket
+        folder = "/tmp"  # a DataLoader would wait forever for a worker that cannot open its socket
     try:
         return tempfile.mkdtemp(prefix="pymp-", dir=folder)
     except OSError:
@@ -102,7 +102,7 @@ def make_scratch() -> str:
 
 
 def use_scratch(folder: str) -> None:
-    """Have multiprocessing use the folder in this process and its children. Else each makes its own, and leaves it."""
+    """Make multiprocessing use the folder in this process and its children. Otherwise each leaves a folder behind."""
     from multiprocessing import process  # noqa: PLC0415  only ranks need it
 
     if folder:
@@ -110,7 +110,7 @@ def use_scratch(folder: str) -> None:
 
 
 def remove_scratch(folder: str) -> None:
-    """Remove the folder with all that is in it. It may be gone already."""
+    """Remove the folder and everything in it. The folder may be gone already."""
     if folder:
         with suppress(OSError):  # it is empty in most jobs
             Path(folder).rmdir()
@@ -121,7 +121,7 @@ def remove_scratch(folder: str) -> None:
 
 
 def _mapped_names(pid: int) -> set[Path]:
-    """Find the files of Python's named shared memory and semaphores that a process has mapped."""
+    """Return the files of Python's named shared memory and semaphores that a process has mapped."""
     try:
         text = Path(f"/proc/{pid}/maps").read_text(errors="replace")
     except OSError:
@@ -153,7 +153,7 @@ def _tensor_files() -> list[tuple[Path, int]]:
 
 
 def _bound_sockets(pid: int) -> set[Path]:
-    """Find the files of the Unix sockets that a process has bound."""
+    """Return the files of the Unix sockets that a process has bound."""
     numbers = set()
     with suppress(OSError):
         for file in Path(f"/proc/{pid}/fd").iterdir():

@@ -1,8 +1,8 @@
-"""How `unisono ps` and `unisono stacks` talk to the agents of running jobs.
+"""The connection of `unisono ps` and `unisono stacks` to the agents of running jobs.
 
 Each agent listens on an abstract Unix socket named after its user and process, which leaves no file and vanishes with
-the agent, however that ends. Only the same user is answered. One JSON line asks, one answers. Agent's side: `Control`;
-the other: `running_jobs`, `ask` and `ask_all`.
+the agent, however that ends. Only the same user gets answers. Question and answer are one line of JSON each. The
+agent's side is `Control`; the other side is `running_jobs`, `ask` and `ask_all`.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ __all__ = ["Control", "ask", "ask_all", "running_jobs"]
 Answer = dict[str, Any]
 _MOST_BYTES = 1 << 12
 _MOST_CONNECTIONS = 16
-"""Those who connect and ask nothing must not use up the agent's open files."""
+"""Clients that connect and ask nothing must not use up the agent's open files."""
 
 
 class Control:
     """The agent's end, served by the agent's own loop.
 
-    Args: answer gets a question such as {"ask": "job"} and gives what to reply, or None for what it does not know.
+    Args:
+        answer: Gets a question such as {"ask": "job"} and returns the reply, or None to a question it does not know.
     """
 
     def __init__(self, selector: selectors.BaseSelector, answer: Callable[[Answer], Answer | None]) -> None:
         self._selector, self._answer = selector, answer
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        # A container with a process of the same number can share this machine's names: then nobody finds this job,
+        # A container with a process of the same number can share this machine's names. Then this job cannot be found,
         # which is no reason not to run it.
         try:
             self._listener.bind(_address(os.getpid()))
@@ -63,7 +64,7 @@ class Control:
             if _user_of(connection) != os.getuid():
                 connection.close()
                 return
-            connection.settimeout(1.0)  # a reader that takes nothing must not hold up the job
+            connection.settimeout(1.0)  # a client that does not read delays the job for this long at most
             if len(self._connections) >= _MOST_CONNECTIONS:
                 self._forget(self._connections[0]).close()
             self._connections.append(connection)
@@ -77,7 +78,7 @@ class Control:
     def _serve(self, connection: socket.socket) -> None:
         if connection not in self._connections:  # closed a moment ago, for a newer one
             return
-        # What is asked need not be JSON, nor of a depth that can be read.
+        # The question may not be JSON, or be nested too deeply.
         with self._forget(connection), suppress(OSError, ValueError, RecursionError):
             question = json.loads(connection.recv(_MOST_BYTES))
             answer = self._answer(question) if isinstance(question, dict) else None
@@ -96,9 +97,10 @@ def running_jobs() -> list[int]:
 
 
 def ask(agent: int, question: Answer, *, patience_s: float = 10.0) -> Answer | None:
-    """Ask the agent with this process id. Returns: its answer; None if it has ended or is not ours.
+    """Ask the agent with this process id and return its answer; None if it has ended or is another user's.
 
-    Raises: LaunchError if it does not answer in time.
+    Raises:
+        LaunchError: The agent does not answer in time.
     """
     answers = ask_all([agent], question, patience_s=patience_s)
     if agent in answers and answers[agent] is None:
@@ -109,9 +111,9 @@ def ask(agent: int, question: Answer, *, patience_s: float = 10.0) -> Answer | N
 
 
 def ask_all(agents: Iterable[int], question: Answer, *, patience_s: float) -> dict[int, Answer | None]:
-    """Ask several agents at once. Returns: by process id what they answer, None if they did not in time.
+    """Ask several agents at once; return their answers by process id, None where one did not come in time.
 
-    Those that have ended or are not ours are left out.
+    Agents that have ended or are another user's are left out.
     """
     deadline_s = time.monotonic() + patience_s
     answers: dict[int, Answer | None] = {}
@@ -122,11 +124,11 @@ def ask_all(agents: Iterable[int], question: Answer, *, patience_s: float) -> di
             end.settimeout(patience_s)
             try:
                 end.connect(_address(agent))
-                # An abstract name can be taken by anybody: whoever answers must be ourselves.
+                # Anybody can take an abstract name: the other end must belong to this user.
                 if _user_of(end) == os.getuid():
                     end.sendall(json.dumps(question).encode() + b"\n")
                     ends[agent] = end
-            except BlockingIOError:  # it has not accepted anyone for long
+            except BlockingIOError:  # it has not accepted connections for long
                 answers[agent] = None
             except OSError:
                 continue
@@ -144,7 +146,7 @@ def ask_all(agents: Iterable[int], question: Answer, *, patience_s: float) -> di
 
 
 def _read(end: socket.socket, deadline_s: float) -> bytes:
-    """Read until the other end has said all."""
+    """Read until the other end closes the connection."""
     received = b""
     while True:
         end.settimeout(max(0.001, deadline_s - time.monotonic()))

@@ -18,7 +18,7 @@ __all__ = [
 ]
 
 _OUTER = frozenset({EVENTS_VARIABLE, "TORCHELASTIC_ERROR_FILE"})
-"""What belongs to the rank of an outer launcher, inside which this job may run."""
+"""Variables that belong to the rank of an outer launcher, inside which this job may run."""
 
 _LOCAL_RANK = "${local_rank}"
 
@@ -26,12 +26,13 @@ _LOCAL_RANK = "${local_rank}"
 def job_environment(
     inherited: Mapping[str, str], *, ranks: int, cores: int, huge_pages: bool = False
 ) -> dict[str, str]:
-    """Give the whole environment that all ranks of a job share.
+    """Return the whole environment that all ranks of a job share.
 
-    What the user has set stays. The number of threads is divided among the ranks: more threads than cores only wait.
+    Variables set by the user stay. The number of threads is divided among the ranks: more threads than cores only wait.
 
-    Args: huge_pages has torch put CPU tensors of 2 MB and more on huge pages. That is for programs that keep freed
-        memory, as those with a Trainer do: else such a tensor comes from the system each time.
+    Args:
+        huge_pages: True to make torch put CPU tensors of 2 MB and more on huge pages. That is for programs that keep
+            freed memory, as those with a Trainer do: otherwise such a tensor comes from the system each time.
 
     >>> job_environment({"HOME": "/root"}, ranks=4, cores=10)["OMP_NUM_THREADS"]
     '2'
@@ -67,11 +68,15 @@ def rank_environment(
     signals: Iterable[int] = (),
     error_file: str | None = None,
 ) -> dict[str, str]:
-    """Give the variables of one rank of a job on one machine.
+    """Return the variables of one rank of a job on one machine.
 
-    Args: port is where the job's store listens on the loopback address; restarts counts how often ranks were replaced;
-        visible_gpus is CUDA_VISIBLE_DEVICES as the user set it, None if not, and is used with virtual_local_rank;
-        signals are those that reach ranks; error_file is where elastic's `@record` writes an exception.
+    Args:
+        port: The port of the job's store on the loopback address.
+        restarts: How often the ranks have been restarted.
+        virtual_local_rank: True to show the rank one GPU only, as number 0, and to set LOCAL_RANK to 0.
+        visible_gpus: CUDA_VISIBLE_DEVICES as the user set it, None if it is not set; used with `virtual_local_rank`.
+        signals: The signals that are passed to ranks.
+        error_file: Where elastic's `@record` writes an exception.
 
     >>> variables = rank_environment(1, ranks=4, port=29500, run_id="a")
     >>> variables["RANK"], variables["LOCAL_RANK"], variables["WORLD_SIZE"], variables["MASTER_PORT"]
@@ -109,9 +114,11 @@ def rank_environment(
 
 
 def program_arguments(arguments: Sequence[str], *, local_rank: str, passed: bool) -> list[str]:
-    """Give one rank's arguments: `${local_rank}` is filled in as by torchrun, and passed if the program expects it.
+    """Return the program's arguments on one rank, with `${local_rank}` filled in as by torchrun.
 
-    Args: local_rank is LOCAL_RANK as the rank finds it.
+    Args:
+        local_rank: LOCAL_RANK as the rank finds it.
+        passed: True to put `--local-rank` in front, for programs that expect it.
 
     >>> program_arguments(["--log", "out.${local_rank}"], local_rank="1", passed=True)
     ['--local-rank=1', '--log', 'out.1']

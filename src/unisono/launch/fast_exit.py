@@ -1,9 +1,9 @@
-"""The end of a rank: what Python does for the program when it ends, without taking down what torch has loaded.
+"""Ends a rank as Python ends a program, without unloading torch.
 
-The interpreter's own way takes libraries down module by module and object by object: 0.3 s of CPU time in each rank
-after `import torch`, which serves nobody, since the system takes all back at once. What serves the program is done
-here, in Python's order: threads are waited for, exit functions run, the program's own modules are emptied (so that
-objects end, `__del__` included), files that were not closed are, and C's streams are flushed. Functions that C
+The interpreter's own shutdown unloads libraries module by module and object by object. After `import torch` that takes
+0.3 s of CPU time in each rank, for nothing, since the system frees everything at once. The steps that matter to the
+program are done here, in Python's order: wait for threads, run exit functions, empty the program's own modules (so that
+objects are finalized, `__del__` included), close files that are still open, flush C's streams. Functions that C
 libraries registered with atexit(3), and destructors of their global objects, do not run. Start reading at `finish`.
 """
 
@@ -30,7 +30,7 @@ from unisono.launch.failure.frames import library_of
 __all__ = ["FULL_EXIT_VARIABLE", "Preloaded", "finish", "prepare"]
 
 FULL_EXIT_VARIABLE = "UNISONO_FULL_EXIT"
-"""Has ranks end by the interpreter's own way: 1."""
+"""With the value 1, ranks end by the interpreter's own shutdown."""
 
 _WRITTEN_BY_LIBRARIES = ("CPUPROFILE", "CUDA_INJECTION64_PATH", "GCOV_PREFIX", "HEAPPROFILE", "LLVM_PROFILE_FILE")
 """Variables of tools that write their results when C's exit functions run."""
@@ -41,12 +41,12 @@ _FAILED_FLUSH = 120
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preloaded:
-    """What was imported before the rank was forked."""
+    """The modules that were imported before the rank was forked."""
 
     last: str = ""
-    """The module that was imported last; empty: nothing was."""
+    """The module that was imported last; empty if none was."""
     programs: tuple[str, ...] = ()
-    """Modules of the program."""
+    """Modules of the program among them."""
 
 
 def finish(code: int, preloaded: Preloaded) -> NoReturn:
@@ -56,11 +56,11 @@ def finish(code: int, preloaded: Preloaded) -> NoReturn:
 
     Args:
         code: The exit code.
-        preloaded: What `prepare` returned before the fork.
+        preloaded: The result of `prepare` before the fork.
 
     Raises:
-        SystemExit: The interpreter itself is to end the process: it was asked to, or threads of the program still run,
-            which only it can keep from seeing modules that are gone.
+        SystemExit: The interpreter itself must end the process: an environment variable asks for that, or threads of
+            the program still run, and only the interpreter can keep them from seeing emptied modules.
     """
     try:
         threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are not daemons
@@ -72,10 +72,10 @@ def finish(code: int, preloaded: Preloaded) -> NoReturn:
     if _threads_run():
         _write_files(close=False)
         raise SystemExit(code)
-    for signum in (signal.SIGINT, signal.SIGTERM):  # their handlers may be of modules that are gone now
+    for signum in (signal.SIGINT, signal.SIGTERM):  # their handlers may be in modules that are emptied below
         signal.signal(signum, signal.SIG_IGN)
     code = _flush((sys.stdout, sys.stderr)) or code
-    flush_all, end = ctypes.CDLL(None).fflush, os._exit  # what a program has replaced may fail once it is emptied
+    flush_all, end = ctypes.CDLL(None).fflush, os._exit  # replacements by the program may fail once it is emptied
     _empty_modules(preloaded)
     _write_files(close=True)
     code = _flush((sys.__stdout__, sys.__stderr__)) or code
@@ -84,7 +84,7 @@ def finish(code: int, preloaded: Preloaded) -> NoReturn:
 
 
 def _threads_run() -> bool:
-    """Tell whether threads run Python code of somebody else than the launcher."""
+    """Return True if threads run Python code that is not the launcher's."""
     own = threading.main_thread().ident
     return any(
         ident != own and not _is_launchers(frame.f_code.co_filename) for ident, frame in sys._current_frames().items()
@@ -96,7 +96,7 @@ def _is_launchers(file: str) -> bool:
 
 
 def _flush(streams: Iterable[TextIO | None]) -> int:
-    """Flush standard streams. Returns: the exit code for a failure, 0 if there was none."""
+    """Flush standard streams; return the exit code for a failure, 0 if there was none."""
     code = 0
     for stream in streams:
         try:
@@ -108,13 +108,13 @@ def _flush(streams: Iterable[TextIO | None]) -> int:
 
 
 def _empty_modules(preloaded: Preloaded) -> None:
-    """Drop what the program's own modules hold: first `__main__`, then the others, the latest import first."""
+    """Empty the program's own modules: first `__main__`, then the others, the latest import first."""
     modules = [sys.modules["__main__"], *_programs_modules(preloaded)]
     if _has_finalizers():
-        # The collector ends the layers of a file in any order. What a buffer holds is lost if the file under it goes
-        # first, so files of libraries stay until they are closed from the outside in.
+        # The collector finalizes the layers of a file in any order. The content of a buffer is lost if the file under
+        # it goes first, so files of libraries stay until they are closed from the outside in.
         files = [file for file in _open_files() if not _is_programs(sys.modules.get(type(file).__module__))]
-        # As Python does: what is collected together with its module still finds all names in it.
+        # As Python does: an object that is collected together with its module still finds all names in it.
         alive = [weakref.ref(module) for module in modules]
         for name in ("__mp_main__", *(module.__name__ for module in modules)):  # the first is `__main__` again
             sys.modules.pop(name, None)
@@ -124,7 +124,7 @@ def _empty_modules(preloaded: Preloaded) -> None:
         modules = [kept for reference in alive if (kept := reference()) is not None]
     for module in modules:
         names = module.__dict__
-        # Python's order: what has a leading underscore first.
+        # Python's order: names with a leading underscore first.
         for private in (True, False):
             for name in list(names):
                 if (name[:1] == "_" and name[1:2] != "_") is private and name != "__builtins__":
@@ -132,8 +132,8 @@ def _empty_modules(preloaded: Preloaded) -> None:
 
 
 def _programs_modules(preloaded: Preloaded) -> list[ModuleType]:
-    """List modules of the program beside `__main__`, the latest import first."""
-    # Only to touch a preloaded module would copy its page of memory, and there are thousands.
+    """List the modules of the program besides `__main__`, the latest import first."""
+    # Merely touching a preloaded module would copy its page of memory, and there are thousands.
     names = [*takewhile(lambda name: name != preloaded.last, reversed(sys.modules)), *preloaded.programs]
     found = [sys.modules[name] for name in names if name != "__main__"]
     return [module for module in found if _is_programs(module)]
@@ -141,17 +141,17 @@ def _programs_modules(preloaded: Preloaded) -> list[ModuleType]:
 
 def _is_programs(module: ModuleType | None) -> bool:
     file = module.__dict__.get("__file__") if isinstance(module, ModuleType) else None
-    # torch.ops has a file that is none.
+    # The `__file__` of torch.ops is not a path.
     return isinstance(file, str) and file.startswith("/") and not library_of(file)
 
 
 def prepare(*, programs: bool) -> Preloaded:
-    """Note what has been imported, in the process that forks ranks.
+    """Return the modules imported so far. Call it in the process that forks ranks.
 
-    Torch's libraries of operators, made by its import, will go with the process: it takes a rank 30 ms to undo them.
+    Also keeps ranks from running the finalizers of torch's operator libraries at exit, which would take each 30 ms.
 
     Args:
-        programs: Whether modules of the program can be among it.
+        programs: True if modules of the program can be among them.
     """
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]  # there is no public list
         alive = finalizer.peek()
@@ -164,7 +164,7 @@ def prepare(*, programs: bool) -> Preloaded:
 
 
 def _has_finalizers() -> bool:
-    """Tell whether objects may wait in cycles for a `__del__` that matters; to collect them takes 0.1 s after torch."""
+    """Return True if objects in cycles may have a `__del__` that matters; collecting them takes 0.1 s after torch."""
     for kind in set(map(type, gc.get_objects())):
         module = sys.modules.get(getattr(kind, "__module__", ""))
         file = getattr(module, "__file__", None)
@@ -174,21 +174,21 @@ def _has_finalizers() -> bool:
 
 
 _WITHOUT_NEED = ("python", "torch", "unisono")
-"""Libraries whose objects have nothing to finish, now that exit functions have run. Files are looked after below."""
+"""Libraries whose objects have nothing to finish, now that exit functions have run. Files are handled below."""
 
 
 def _write_files(*, close: bool) -> None:
-    """Write what is in the buffers of files, outermost layer first, and close them if asked to."""
+    """Flush the buffers of files, outermost layer first, and close the files if asked to."""
     layers = (io.TextIOBase, io.BufferedIOBase, io.IOBase)
     inner = (io.BufferedWriter, io.BufferedRandom, io.BufferedRWPair)
     for file in sorted(_open_files(), key=lambda file: (_first(file, layers), isinstance(file, inner))):
-        with suppress(Exception):  # of a class of the program's; Python, too, says nothing here
+        with suppress(Exception):  # from a class of the program; Python is silent here, too
             if not file.closed and file.writable():
                 file.close() if close else file.flush()
 
 
 def _open_files() -> list[Any]:
-    """List all file objects, each layer by itself, except the standard streams."""
+    """List all file objects, each layer separately, except the standard streams."""
     kept = set()
     for stream in (sys.stdin, sys.stdout, sys.stderr, sys.__stdin__, sys.__stdout__, sys.__stderr__):
         buffer = getattr(stream, "buffer", None)

@@ -2,16 +2,17 @@
 
 The agent starts it and talks to it over a channel. It runs no operation of torch, starts no thread and touches no GPU:
 a fork copies only the calling thread, and CUDA does not survive one. It is the parent of the ranks, so it sees
-them end; it is the subreaper of all they start, so it can leave nothing behind, also when the agent is killed.
+them end; it is the subreaper of all processes they start, so it can leave none behind, even if the agent is killed.
 
-What the agent starts imports torch and forks once: the child is the fork server, the parent hosts the job's store and
-is the subreaper above the server (`launch.store_process`). So agent and server can both be killed, and nothing is left.
+The process that the agent starts imports torch and forks once: the child is the fork server, the parent hosts the job's
+store and is the subreaper above the server (`launch.store_process`). So even if both agent and server are killed, no
+process is left.
 
-Under `--start-method spawn`, and for programs that are not Python, it imports nothing: what it forks executes an
-interpreter of its own, or the program.
+Under `--start-method spawn`, and for programs that are not Python, it imports nothing: its forks execute a new
+interpreter, or the program.
 
 From the agent: `start` (the program), `fork` (rank, environment; files by name), `signal` (ranks, signal, group),
-`sweep` (end what ranks that have ended left behind) and `end`. To the agent: `ready` (port, scratch, pid), `started`
+`sweep` (end the processes that ended ranks have left) and `end`. To the agent: `ready` (port, scratch, pid), `started`
 (rank, pid), `unstarted` (rank, problem), `failing` and `exited` (rank, code, time_ns), `lost` (message),
 `store lost`. Start reading at `main`.
 """
@@ -45,7 +46,7 @@ _HELD_BACK = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that a batch system or a container sends to every process. The agent decides what they mean."""
 
 _DYNAMO = "torch._dynamo"
-"""What is preloaded for programs that make an optimizer."""
+"""The module that is preloaded for programs that make an optimizer or wrap a model."""
 
 
 def main() -> None:
@@ -64,7 +65,7 @@ def main() -> None:
 
 
 class _Server:
-    """The loop of the fork server and what it holds; a rank gives all of it up."""
+    """The loop of the fork server and its state, all of which a rank gives up."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -87,7 +88,7 @@ class _Server:
             poll.register(file, select.POLLIN)
         while True:
             ready = {file for file, _ in poll.poll()}
-            # What ranks told comes before what is seen of them: an error before the exit it led to.
+            # Reports of ranks are read before their exits: an error comes before the exit it led to.
             if self._reports in ready:
                 self._read_reports()
             if self._wakeups in ready:
@@ -111,21 +112,21 @@ class _Server:
         message = received[0][0]
         self._program = Program(**message["program"])
         if self._program.forked:
-            gc.disable()  # what torch makes on import stays, and to look for garbage in it takes a sixth of the time
+            gc.disable()  # objects that torch creates on import stay, and collecting takes a sixth of the time
             for name in ("torch", "torch.distributed", *(name for name in message["preload"] if name == _DYNAMO)):
                 import_module(name)
             gc.enable()
             for name in message["preload"]:
                 import_module(name)
             self._preloaded = prepare(programs=bool(set(message["preload"]) - {_DYNAMO}))
-        # Objects that every rank shares: out of the collector's sight, ranks neither visit nor copy them.
+        # Every rank shares these objects. Hidden from the collector, they are neither visited nor copied by ranks.
         gc.collect()
         gc.freeze()
-        # From here on the closed channel tells that the agent is gone, and there is something to clean up.
+        # From now on the closed channel shows that the agent is gone, and there is something to clean up.
         set_parent_death_signal(0)
         listener = socket.socket()
         try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that a job before has just left
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that an earlier job has just left
             listener.bind(("127.0.0.1", message["port"]))
         except OSError as error:
             problem = f"port {message['port']} of 127.0.0.1 cannot be used: {error.strerror}"
@@ -142,12 +143,12 @@ class _Server:
         listener.close()
 
     def _leave_store(self, listener: socket.socket) -> None:
-        """Go on as a child of this process, which hosts the job's store from here on.
+        """Go on as a child of this process, which hosts the job's store from now on.
 
-        A process of its own, because the store runs threads and the server must have none. It listens on a socket
+        The store is in another process because it runs threads and the server must have none. It listens on a socket
         bound beforehand: no other process can take the port, and none outside this machine can reach it.
         """
-        self._guardian, alive = os.pipe2(os.O_CLOEXEC)  # its end is the end of the guardian, however that comes
+        self._guardian, alive = os.pipe2(os.O_CLOEXEC)  # it is closed when the guardian ends, for whatever reason
         try:
             server = os.fork()
         except OSError as error:
@@ -182,7 +183,7 @@ class _Server:
             self._leftovers.look(descendants(os.getpid()))
         for pid, rank in self._ranks.items():  # none of them is reaped, so no number has a new owner
             if rank in ranks:
-                # The workers of a rank that just vanishes would complain of that, so they go with it.
+                # The workers of a rank that ends at once would complain about its loss, so they end with it.
                 asked = signum not in (signal.SIGKILL, signal.SIGCONT)
                 with suppress(ProcessLookupError, PermissionError):
                     (os.killpg if group or (asked and ends_at_once(pid, signum)) else os.kill)(pid, signum)
@@ -237,13 +238,13 @@ class _Server:
                 pid, code = ended[0], os.waitstatus_to_exitcode(ended[1])
                 self._leftovers.note(pid)
                 if pid in self._ranks:
-                    # A report written before the end must arrive before it, also if it came after the last poll.
+                    # A report written before the exit must arrive before it, even if it came after the last poll.
                     self._read_reports()
                     message: dict[str, Any] = {"rank": self._ranks.pop(pid), "code": code}
                     self._channel.send({"type": "exited", **message, "time_ns": time.monotonic_ns()})
 
     def _give_up(self) -> None:
-        """Close and reset in a rank what belongs to the server."""
+        """Restore signals and close the server's files in a rank."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for signum, disposition in self._dispositions.items():

@@ -1,6 +1,6 @@
-"""One generation of ranks: the processes from one start to their common end, and what is known of each.
+"""One generation of ranks: the processes from one start to their common end, and the facts known about each.
 
-A job has one generation, and one more after each restart. The agent's loop calls; nothing here waits.
+A job has one generation, and one more after each restart. The agent's loop calls; only `look_at_leavers` waits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ __all__ = ["Generation"]
 class Generation:
     """The ranks of one attempt.
 
-    Args: attempt counts the restarts before it; relay takes what its ranks print.
+    Args:
+        attempt: The number of restarts before it.
+        relay: Receives the output of its ranks.
     """
 
     def __init__(self, job: LaunchJob, *, attempt: int, relay: Relay) -> None:
@@ -39,14 +41,14 @@ class Generation:
         self.running: set[int] = set()
         """Ranks that have been started and have not ended."""
         self.places: dict[int, str] = {}
-        """Where ranks were that had left their process groups, when others had failed."""
+        """By rank, where those were that had left their process groups when others failed."""
         self._pids: dict[int, int] = {}
         self._failures: dict[int, RankFailure] = {}
         self._finished: set[int] = set()
         self._ended_ns: int | None = None
 
     def open(self, rank: int) -> dict[str, int]:
-        """Make the files of a rank, by name, to be sent to it and then closed."""
+        """Open the files of a rank and return them by name. The caller sends them to the rank and closes them."""
         page, dump, ask = self.observer.files(rank)
         stdout, stderr, *events = self._relay.open(rank, attempt=self.attempt)
         self.running.add(rank)
@@ -59,9 +61,8 @@ class Generation:
         """Return the environment variables of a rank.
 
         Args:
-            rank: Which.
-            port: Of the job's store.
-            visible_gpus: CUDA_VISIBLE_DEVICES of the launcher.
+            port: The port of the job's store.
+            visible_gpus: CUDA_VISIBLE_DEVICES of the launcher, None if it is not set.
         """
         job, folder = self._job, self._relay.rank_folder(rank, attempt=self.attempt)
         return rank_environment(
@@ -84,8 +85,8 @@ class Generation:
         self.observer.started(rank, pid)
 
     def failing(self, rank: int, code: int, time_ns: int) -> None:
-        """Note that a rank has said it fails; its process still runs."""
-        if (known := self._failures.get(rank)) is not None:  # it was on its way out, and was not asked to end
+        """Note that a rank has reported its failure; its process still runs."""
+        if (known := self._failures.get(rank)) is not None:  # it was about to end, and was not asked to
             time_ns = min(time_ns, known.time_ns)
         self._failures[rank] = self._describe(rank, code=code, time_ns=time_ns, reported=True)
 
@@ -95,14 +96,14 @@ class Generation:
         self.observer.ended(rank, code)
         told = self._failures.pop(rank, None)
         if told is not None and self._ended_ns is not None and code in (-signal.SIGTERM, -signal.SIGKILL):
-            code = told.code  # it was on its way out and took too long
+            code = told.code  # it was about to end and took too long
         elif code in (-signal.SIGTERM, -signal.SIGKILL) and self._has_finished(rank):
             code = 0  # only its process was still there
         if code != 0:
             time_ns = time_ns if told is None else told.time_ns
             self._failures[rank] = self._describe(rank, code=code, time_ns=time_ns, reported=told is not None)
         elif self._ended_ns is None:
-            # Also just after peers have failed: that is how they notice that it is gone.
+            # Also just after peers have failed: they fail because it is gone.
             self._finished.add(rank)
 
     def ends(self) -> None:
@@ -111,10 +112,10 @@ class Generation:
             self._ended_ns = time.monotonic_ns()
 
     def look_at_leavers(self) -> None:
-        """Find out about ranks that have left their process groups and still run: one may be on its way out.
+        """Examine ranks that have left their process groups and still run: one may be about to fail.
 
-        A rank that cleans up after an exception tells of it only when the clean-up is over. One that handles an
-        exception counts as failing from now on.
+        A rank that cleans up after an exception reports it only when the clean-up is over. A rank that is handling an
+        exception counts as failing from now on. Takes up to 0.2 s, and half a second for each such rank.
         """
         left = [rank for rank in self.running - self.failed if self.observer.left_ns(rank) is not None]
         self.observer.ask_errors(left)
@@ -128,17 +129,17 @@ class Generation:
 
     @property
     def failed(self) -> set[int]:
-        """Ranks that have failed or said that they fail."""
+        """Ranks that have failed or reported that they fail."""
         return set(self._failures)
 
     @property
     def failures(self) -> list[RankFailure]:
-        """Their failures."""
+        """The failures of these ranks."""
         return list(self._failures.values())
 
     def judge(self) -> RootCause:
-        """Find the cause among the failures so far, of which there is one at least."""
-        # An interpreter takes some time to end, and peers notice before it has.
+        """Find the cause among the failures so far. There must be at least one."""
+        # An interpreter takes some time to end, and peers notice before it has ended.
         finished = self._finished | {rank for rank in self._pids.keys() - self.failed if self._has_finished(rank)}
         first_ns = min(failure.time_ns for failure in self._failures.values())
         left = {rank for rank in self.places if rank not in self._failures and self._left_before(rank, first_ns)}
@@ -158,12 +159,12 @@ class Generation:
         return left_ns is not None and left_ns < time_ns
 
     def _was_ended_after_leaving(self, failure: RankFailure, time_ns: int) -> bool:
-        """True if the launcher ended a rank that had left its process groups before that time."""
+        """Return True if the launcher ended a rank that had left its process groups before that time."""
         by_launcher = self._ended_ns is not None and failure.time_ns >= self._ended_ns and failure.code < 0
         return by_launcher and failure.rank in self.places and self._left_before(failure.rank, time_ns)
 
     def _has_finished(self, rank: int) -> bool:
-        """Whether the program of a rank came to its end before the launcher began to end ranks."""
+        """Return True if the program of a rank finished before the launcher began to end ranks."""
         finished_ns = self.observer.finished_ns(rank)
         return finished_ns is not None and (self._ended_ns is None or finished_ns < self._ended_ns)
 
@@ -184,8 +185,8 @@ class Generation:
 
 
 def _own_stdin() -> int | None:
-    """Copy the number of standard input. None: it is closed, or a terminal that another program reads in front."""
-    with suppress(OSError):  # it is no terminal, or not the one that controls this process
+    """Duplicate standard input; None if it is closed, or a terminal with another program in the foreground."""
+    with suppress(OSError):  # it is not a terminal, or not the one that controls this process
         if os.tcgetpgrp(0) != os.getpgrp():
             return None
     try:

@@ -1,7 +1,7 @@
-"""How many GPUs torch would find, answered without torch and without waking a driver.
+"""Counts the GPUs that torch would find, without torch and without waking a driver.
 
-Torch takes a second to import and CUDA must not be initialised before ranks are forked, so files answer: the device
-files, what the driver lists, and CUDA_VISIBLE_DEVICES. GPUs of other makers are not counted. Start reading at
+Torch takes a second to import and CUDA must not be initialised before ranks are forked, so the count comes from the
+device files, the driver's list, and CUDA_VISIBLE_DEVICES. Only NVIDIA's GPUs are counted. Start reading at
 `usable_gpus`.
 """
 
@@ -20,7 +20,8 @@ __all__ = ["present_gpus", "torch_is_for", "usable_gpus", "visible_gpus"]
 def usable_gpus(environment: Mapping[str, str]) -> int | None:
     """Count the GPUs that torch can use in ranks with this environment.
 
-    Returns: 0 if torch was built for CPUs, None if it was built for GPUs that are not counted here.
+    Returns:
+        The number; 0 if torch was built for CPUs, None if it was built for GPUs that are not counted here.
     """
     match _installed_torch():
         case "cuda":
@@ -34,14 +35,14 @@ def present_gpus(root: Path = Path("/")) -> int:
     """Count the GPUs of this machine or, in a container, those that were passed into it."""
     files = sum(re.fullmatch(r"nvidia\d+", path.name) is not None for path in (root / "dev").glob("nvidia*"))
     listed = sum(1 for _ in (root / "proc/driver/nvidia/gpus").glob("*"))
-    # A container may see the driver's whole list and have the files of a few; without files, the driver makes them.
+    # A container may see the driver's whole list and have the files of a few; without files, the driver creates them.
     return min(files, listed) if files and listed else files or listed
 
 
 def visible_gpus(setting: str | None, *, present: int) -> int:
-    """Count what CUDA leaves of the present GPUs under a value of CUDA_VISIBLE_DEVICES; None: it is not set.
+    """Count the present GPUs that CUDA shows under a value of CUDA_VISIBLE_DEVICES; None: it is not set.
 
-    As in CUDA, the list ends at the first number that names no GPU, and one that repeats itself hides all.
+    As in CUDA, the list ends at the first number that names no GPU, and a list with a repeated entry hides all.
 
     >>> visible_gpus(None, present=4), visible_gpus("2,3", present=4), visible_gpus("0,9,1", present=4)
     (4, 2, 1)
@@ -60,7 +61,7 @@ def visible_gpus(setting: str | None, *, present: int) -> int:
 
 
 def torch_is_for(version: str) -> Literal["cuda", "cpu", "other"]:
-    """Tell from the text of torch/version.py what torch was built for.
+    """Return what torch was built for, from the text of torch/version.py.
 
     >>> torch_is_for("cuda: Optional[str] = '13.0'\\nhip: Optional[str] = None")
     'cuda'
@@ -78,7 +79,7 @@ def torch_is_for(version: str) -> Literal["cuda", "cpu", "other"]:
 def _installed_torch() -> Literal["cuda", "cpu", "other"]:
     spec = None
     with suppress(ValueError):  # a torch that somebody put into sys.modules without a spec
-        spec = importlib.util.find_spec("torch")  # finds it, and runs nothing of it
+        spec = importlib.util.find_spec("torch")  # finds it without running it
     if spec is None or spec.origin is None:
         return "cpu"
     try:

@@ -1,8 +1,8 @@
-"""Keeps programs from hanging where they take their process groups down, with torch's own functions.
+"""Keeps programs from hanging in torch's `destroy_process_group`.
 
-A thread of gloo lets go of a tensor after the call that used it, and needs the interpreter for that. The main thread
-keeps the interpreter while DDP's reducer, the group's last owner, is freed, and waits there for that thread: for ever,
-if it has not let go by then. So it gets its time before the groups go.
+A thread of gloo releases a tensor after the call that used it, and needs the interpreter's lock for that. The main
+thread holds the lock while DDP's reducer, the group's last owner, is freed, and waits there for that thread: forever,
+if it has not released the tensor by then. So threads get time to finish before groups are destroyed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["install"]
 
 
 def install() -> None:
-    """Have `destroy_process_group` wait for the threads of groups, from the import of torch.distributed on."""
+    """Make `destroy_process_group` wait for the threads of groups, at once or when torch.distributed is imported."""
     when_imported("torch.distributed.distributed_c10d", _attach)
 
 

@@ -1,6 +1,6 @@
-"""What a job is: the script, its arguments and how many ranks run it.
+"""The description of a job: the script, its arguments and the number of ranks that run it.
 
-Start reading at `LaunchJob`. `check_target` finds what would fail on every rank before any process is started.
+Start reading at `LaunchJob`. `check_target` finds errors that every rank would have, before any process is started.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PORTS = 1 << 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Output:
-    """Where what the ranks print goes."""
+    """Where the output of the ranks goes."""
 
     directory: Path | None = None
     """Folder for log files. None: no files."""
@@ -39,7 +39,7 @@ class Output:
     shown: frozenset[int] | None = None
     """Local ranks whose output is shown. None: all."""
     stdout_filters: tuple[str, ...] = ()
-    """Lines of standard output that hold one of these texts also go to one common file, filtered_stdout.log."""
+    """Lines of standard output that contain one of these texts also go to one common file, filtered_stdout.log."""
     stderr_filters: tuple[str, ...] = ()
     """The same for standard error."""
 
@@ -51,29 +51,29 @@ class LaunchJob:
     target: str
     """The path of a script or, with `module`, the name of a module; without `python`, a program."""
     arguments: tuple[str, ...] = ()
-    """What the program finds in `sys.argv[1:]`."""
+    """The arguments that the program finds in `sys.argv[1:]`."""
     module: bool = False
-    """Whether the target is a module, as for `python -m`."""
+    """True if the target is a module, as for `python -m`."""
     python: bool = True
-    """Whether the target is Python, and not a program to execute as it is."""
+    """True if the target is Python, False if it is a program to execute as it is."""
     ranks: int = 1
     """How many processes run the program."""
     run_id: str = ""
-    """Name of the job for ranks, log folders and `unisono ps`. Empty: one is drawn."""
+    """Name of the job for ranks, log folders and `unisono ps`. Empty: a random one."""
     role: str = "default"
     """ROLE_NAME of the ranks."""
     start_method: Literal["fork", "spawn"] = "fork"
-    """Whether ranks are forked from a process that has imported torch, or each start an interpreter."""
+    """How ranks start: "fork" from a process that has imported torch, or "spawn", each with a new interpreter."""
     preload: tuple[str, ...] = ()
     """Modules to import once, before ranks are forked. They must start no thread and touch no GPU."""
     pass_local_rank: bool = False
-    """Whether the program also gets `--local-rank=N` as its first argument."""
+    """True if the program also gets `--local-rank=N` as its first argument."""
     virtual_local_rank: bool = False
-    """Whether every rank sees one GPU, as number 0, and LOCAL_RANK 0."""
+    """True if every rank sees one GPU, as number 0, and LOCAL_RANK 0."""
     master_port: int = 0
     """Port of the job's store on the loopback address. 0: a free one."""
     max_restarts: int = 0
-    """How often all ranks may be started anew after a failure."""
+    """How often all ranks may be started again after a failure."""
     shutdown_timeout_s: float = 30.0
     """Seconds between asking a rank to end and killing it: time to save, for ranks that handle the signal."""
     hang_report_s: float = 30.0
@@ -85,9 +85,9 @@ class LaunchJob:
     numa_binding: str | None = None
     """How ranks are bound to the cores near their GPU: "node", "socket", "exclusive" or "core-complex"; None: not."""
     cpu_backend: Literal["gloo", "shm"] = "gloo"
-    """What makes the process groups in which the program asks for gloo."""
+    """The backend that makes the process groups for which the program asks for gloo."""
     output: Output = field(default_factory=Output)
-    """Where what the ranks print goes."""
+    """Where the output of the ranks goes."""
     has_flags: bool = True
     """True if a command with flags started it, which reports may name, and not a call of `unisono.spawn`."""
     stdin: int | None = None
@@ -95,7 +95,7 @@ class LaunchJob:
     files: tuple[int, ...] = ()
     """Open files of this process that ranks keep, by number."""
 
-    def __post_init__(self) -> None:  # noqa: PLR0912  one setting after the other
+    def __post_init__(self) -> None:  # noqa: PLR0912  each setting in turn
         if self.ranks < 1:
             raise ValueError(f"ranks={self.ranks}: a job has at least one rank")
         if self.stdin is not None and not 0 <= self.stdin < self.ranks:
@@ -127,11 +127,14 @@ class LaunchJob:
 
 
 def check_target(job: LaunchJob) -> None:
-    """Raise what would stop the program on every rank, so that it is said once.
+    """Check for errors that would stop the program on every rank, so that each is reported once.
 
-    A submodule is not looked for: that would run code of its package in this process. A program that is not Python is
-    not looked at.
-    Raises: LaunchError if there is no such script or module, SyntaxError if Python cannot compile the script.
+    A submodule is not searched for, since that would run code of its package in this process. A program that is not
+    Python is not checked.
+
+    Raises:
+        LaunchError: The script cannot be found or read, or there is no such module.
+        SyntaxError: Python cannot compile the script.
     """
     for name in job.preload:
         _check_module(name, folder=None)
@@ -162,7 +165,7 @@ def _check_script(script: Path) -> None:
 
 
 def _check_module(name: str, *, folder: Path | None) -> None:
-    """Look for the package of a module, first in the folder. None: where installed modules are."""
+    """Look for the package of a module: first in the folder, if one is given, then among installed modules."""
     if folder is not None and Path(name).is_file():
         raise LaunchError(f"{name!r} is a file, not the name of a module; leave out -m to run it as a script")
     top = name.partition(".")[0]

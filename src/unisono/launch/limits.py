@@ -1,4 +1,4 @@
-"""What the system allows a job: open files and processes. Start reading at `check_open_files`."""
+"""The system's limits for a job: open files and processes. Start reading at `check_open_files`."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ __all__ = ["check_open_files", "describe_failed_fork"]
 
 
 def check_open_files(ranks: int) -> None:
-    """Check that the launcher may open the files that so many ranks need.
+    """Check that the launcher may open the files that the ranks of a job need.
 
     Args:
-        ranks: Number of ranks of the job.
+        ranks: The number of ranks.
 
     Raises:
         LaunchError: The limit is lower.
     """
-    per_rank, ours = 8, 48  # pipes, pages and log files of a rank; what the interpreter and the agent have open
+    per_rank, ours = 8, 48  # pipes, pages and log files of a rank; files of the interpreter and the agent
     needed = per_rank * ranks + ours
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit != resource.RLIM_INFINITY and needed > limit:
@@ -35,7 +35,7 @@ def describe_failed_fork(error: OSError) -> str:
     """Describe why no process could be started, with the limits that can be the reason and what to do.
 
     Args:
-        error: What `os.fork` or `subprocess.Popen` raised.
+        error: The exception of `os.fork` or `subprocess.Popen`.
 
     Returns:
         A clause such as "fork failed with EAGAIN (Resource temporarily unavailable); ...".
@@ -52,7 +52,7 @@ def describe_failed_fork(error: OSError) -> str:
 
 
 def _limits() -> list[str]:
-    """List the limits of processes that hold for this process."""
+    """List the limits on the number of processes that apply to this process."""
     found = []
     limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if limit != resource.RLIM_INFINITY:

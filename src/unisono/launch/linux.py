@@ -1,4 +1,4 @@
-"""What the launcher asks of the Linux kernel: who dies with whom, and who is left.
+"""The launcher's requests to the Linux kernel: which processes die together, and which are left.
 
 Python has no calls for `prctl` and `tgkill`, so they go through ctypes. Start reading at `set_parent_death_signal`.
 """
@@ -30,7 +30,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def set_parent_death_signal(signum: int) -> None:
-    """Have the kernel send this process a signal when its parent dies; 0 takes that back.
+    """Make the kernel send this process a signal when its parent dies; 0 cancels that.
 
     A parent that died before the call sends nothing: compare `os.getppid()` with the expected parent afterwards.
     """
@@ -38,12 +38,12 @@ def set_parent_death_signal(signum: int) -> None:
 
 
 def become_subreaper() -> None:
-    """Make this process the new parent of descendants whose own parent ends, so that none gets out of reach."""
+    """Make this process the new parent of descendants whose own parent ends, so that all stay in reach."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def descendants(root: int) -> list[int]:
-    """List the children of a process, their children and so on, parents first; zombies count."""
+    """List the children of a process, their children and so on, parents first, zombies included."""
     children: dict[int, list[int]] = {}
     for folder in os.scandir("/proc"):
         if folder.name.isdigit() and (parent := _parent(int(folder.name))) is not None:
@@ -55,7 +55,7 @@ def descendants(root: int) -> list[int]:
 
 
 def ends_at_once(pid: int, signum: int) -> bool:
-    """Tell whether a signal that asks to end ends the process without a word: it neither handles nor ignores it."""
+    """Return True if a termination signal ends the process at once: the process neither handles nor ignores it."""
     try:
         text = Path(f"/proc/{pid}/status").read_text(errors="replace")
     except OSError:
@@ -71,16 +71,18 @@ def end_descendants(
     hurry: bool = False,
     timeout_s: float = 5.0,
 ) -> list[int]:
-    """Kill and reap all that descends from this process, and what it starts meanwhile; leave no files of them.
+    """Kill and reap all descendants of this process, including those started meanwhile, and remove their files.
 
-    Only a subreaper reaches orphans. Children in `spare` are left alone, with what descends from them. Helpers that
-    clean up after the others get the time for that, less in a hurry.
-    Returns: what is still there at the timeout: processes of another user, or ones stuck in the kernel.
+    Only a subreaper reaches orphans. Children in `spare` are left alone, with their descendants. Helpers that clean up
+    after the others get the time for that, less in a hurry.
+
+    Returns:
+        The processes that are left at the timeout: those of another user, or stuck in the kernel.
     """
     begin_s = time.monotonic()
     pauses_s = pauses(0.0005, 0.02)
     leftovers = leftovers or Leftovers()
-    # A subreaper without children has no descendants; to look at all processes of the machine takes long.
+    # A subreaper without children has no descendants; looking at all processes of the machine takes long.
     while _has_children():
         spared = {*spare, *(pid for kept in spare for pid in descendants(kept))}
         left = [pid for pid in descendants(os.getpid()) if pid not in spared]
@@ -100,10 +102,10 @@ def end_descendants(
 
 
 def signal_main_thread(pid: int, signum: int) -> bool:
-    """Send a signal to the main thread of a process. Returns: False if there is no such process of this user.
+    """Send a signal to the main thread of a process; return False if this user has no such process.
 
-    The kernel gives a signal for a process to another thread while the main one has yet to run for an earlier signal;
-    Python's handlers wait for the main thread, which that does not wake.
+    While the main thread has yet to run for an earlier signal, the kernel delivers a signal for the process to another
+    thread. Python's handlers wait for the main thread, which that does not wake.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "tgkill"):  # glibc before 2.30
@@ -127,7 +129,7 @@ def _parent(pid: int) -> int | None:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return None
-    # The name of the program stands in parentheses and may hold spaces and parentheses itself.
+    # The name of the program is in parentheses and may itself contain spaces and parentheses.
     return int(text.rpartition(")")[2].split()[1])
 
 

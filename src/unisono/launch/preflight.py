@@ -1,7 +1,7 @@
-"""What this machine must have for a job, looked at before any process is started.
+"""Checks that this machine can run a job, before any process is started.
 
 A busy port, a log folder that cannot be written, fewer GPUs than ranks: each would fail on every rank, or only after
-minutes. Each is one sentence here. Start reading at `check_machine`.
+minutes. Here each is one message. Start reading at `check_machine`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ __all__ = ["check_machine", "is_this_machine", "with_log_folder"]
 
 
 def check_machine(job: LaunchJob, *, environment: Mapping[str, str]) -> None:
-    """Raise what keeps this machine from running the job. Makes the log folder if there is none.
+    """Check that this machine can run the job. Creates the log folder if there is none.
 
-    Raises: LaunchError.
+    Raises:
+        LaunchError: The program cannot be executed, GPUs are missing, the port is in use, or the log folder cannot be
+            written.
     """
     if not job.python:
         _check_executable(job.target, environment)
@@ -36,7 +38,7 @@ def check_machine(job: LaunchJob, *, environment: Mapping[str, str]) -> None:
 
 
 def is_this_machine(host: str) -> bool:
-    """Tell whether a host name or an address leads to this machine.
+    """Return True if a host name or an address refers to this machine.
 
     >>> is_this_machine("localhost"), is_this_machine("192.0.2.1")
     (True, False)
@@ -52,7 +54,7 @@ def is_this_machine(host: str) -> bool:
 
 
 def with_log_folder(job: LaunchJob) -> LaunchJob:
-    """Give the job a temporary log folder if it prints to files only and has none."""
+    """Return the job with a temporary log folder if it redirects or filters output and has no folder."""
     output = job.output
     wanted = any((*output.redirected.values(), output.stdout_filters, output.stderr_filters))
     if output.directory is not None or not wanted:
@@ -107,7 +109,7 @@ def _is_nccl_script(job: LaunchJob, gpus: int) -> bool:
 
 def _check_port(port: int) -> None:
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that a job before has just left is free
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that an earlier job has just left is free
         try:
             probe.bind(("127.0.0.1", port))
         except PermissionError as error:

@@ -23,7 +23,7 @@ __all__ = ["NoProgramError", "read_program", "run_main", "without_frames"]
 
 
 class NoProgramError(Exception):
-    """There is no such program."""
+    """Raised if there is no such program, or nothing in it that can be run."""
 
 
 def run_main(target: str, arguments: Sequence[str], *, module: bool) -> None:
@@ -31,12 +31,12 @@ def run_main(target: str, arguments: Sequence[str], *, module: bool) -> None:
 
     Args:
         target: Path of a script, of a folder or archive with a `__main__`, or the name of a module.
-        arguments: What the program finds in `sys.argv[1:]`.
-        module: Whether the target is the name of a module.
+        arguments: The arguments that the program finds in `sys.argv[1:]`.
+        module: True if the target is the name of a module.
 
     Raises:
         NoProgramError: There is no such module, or nothing in it that can be run.
-        BaseException: Whatever the program raises.
+        BaseException: Any exception of the program.
     """
     sys.argv = [target, *arguments]
     main = ModuleType("__main__")
@@ -48,21 +48,21 @@ def run_main(target: str, arguments: Sequence[str], *, module: bool) -> None:
         code = _load(main, spec)
     else:
         code = _load_script(main, target)
-    # Pickle, and processes that multiprocessing starts afresh, look the program up under this name. In those its
-    # name is the second one; multiprocessing set that when it was imported, perhaps before the fork.
+    # Pickle, and processes that multiprocessing starts afresh, look the program up under the first name. In those
+    # processes it has the second one; multiprocessing set that when it was imported, perhaps before the fork.
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main
     exec(code, main.__dict__)
 
 
 def _find_inside(path: str) -> ModuleSpec | None:
-    """Find the `__main__` of a folder or an archive. None: the path is of neither, or it has none."""
-    # Not what an earlier look at the same path has found.
+    """Find the `__main__` of a folder or an archive; None if the path is neither, or has none."""
+    # Not the cached finder of a folder, which may hold the result of an earlier search.
     importer = FileFinder(path, *_LOADERS) if Path(path).is_dir() else get_importer(path)
     return importer.find_spec("__main__") if isinstance(importer, FileFinder | zipimporter) else None
 
 
 def _absolute(target: str) -> str:
-    """Make a path absolute as Python does, which changes nothing else in it."""
+    """Make a path absolute as Python does, without any other change."""
     return target if target.startswith("/") else f"{str(Path.cwd()).rstrip('/')}/{target}"
 
 
@@ -70,17 +70,17 @@ _LOADERS = ((SourceFileLoader, [".py"]), (SourcelessFileLoader, [".pyc"]))
 
 
 def read_program(path: Path) -> bytes | None:
-    """Read the source of what Python would run for a path.
+    """Return the source that Python would run for a path.
 
     Args:
         path: A script, or a folder or archive with a `__main__`.
 
     Returns:
-        The source; None if the program is there in compiled form only.
+        The source; None if the program exists in compiled form only.
 
     Raises:
-        LaunchError: There is nothing to run.
-        OSError: It is not there, or cannot be read.
+        LaunchError: The path exists, but cannot be run as a program of every rank.
+        OSError: The path does not exist, or cannot be read.
     """
     mode = path.stat().st_mode
     if (spec := _find_inside(_absolute(str(path)))) is not None:
@@ -108,7 +108,7 @@ def read_program(path: Path) -> bytes | None:
 
 
 def _is_compiled(path: Path) -> bool:
-    """Tell whether a file is a compiled script: by its name, or by this Python's mark at its beginning."""
+    """Return True if a file is a compiled script, by its name or by this Python's magic number at its beginning."""
     if path.suffix == ".pyc":
         return True
     with path.open("rb") as file:
@@ -116,7 +116,7 @@ def _is_compiled(path: Path) -> bool:
 
 
 def without_frames(trace: TracebackType | None, *files: str) -> TracebackType | None:
-    """Drop what lies between the interpreter and the user's first frame: frames of these files and of imports."""
+    """Return a traceback without the frames before the user's first one: those of these files and of imports."""
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
         if file not in (__file__, importlib.util.__file__, *files) and not file.startswith(_IMPORTS):
@@ -174,7 +174,7 @@ def _find_module(name: str) -> ModuleSpec | None:
         if spec is not None and spec.submodule_search_locations is not None:
             spec = importlib.util.find_spec(f"{name}.__main__")
     except ModuleNotFoundError as error:
-        # An import inside the package that fails is the user's to see.
+        # The user must see an import that fails inside the package.
         if error.name is None or not f"{name}.__main__".startswith(error.name):
             raise
         return None

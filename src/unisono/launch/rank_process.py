@@ -1,4 +1,4 @@
-"""What a forked process does to become a rank: its own place in the system, then the user's program as `__main__`.
+"""Turns a forked process into a rank: first an independent process, then the user's program as `__main__`.
 
 `settle` runs right after the fork; `run_program` is called from the top level of the interpreter. Start reading there.
 """
@@ -40,19 +40,19 @@ class Program:
     target: str
     """The path of a script, the name of a module, or a program that is not Python."""
     module: bool = False
-    """Whether the target is a module."""
+    """True if the target is a module."""
     python: bool = True
-    """Whether the target is Python."""
+    """True if the target is Python."""
     forked: bool = True
-    """Whether a forked rank runs it as it is; else the rank executes an interpreter of its own, or the program."""
+    """True if a forked rank runs it directly; otherwise the rank executes a new interpreter, or the program."""
     arguments: Sequence[str] = ()
-    """What follows in `sys.argv`."""
+    """The arguments that follow in `sys.argv`."""
     pass_local_rank: bool = False
-    """Whether `--local-rank=N` is put in front of the arguments."""
+    """True if `--local-rank=N` is put in front of the arguments."""
     numa_binding: str | None = None
     """How the rank is bound to the cores near its GPU."""
     cpu_backend: str = "gloo"
-    """What makes the process groups in which the program asks for gloo."""
+    """The backend that makes the process groups for which the program asks for gloo."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +62,7 @@ class RankFiles:
     stdout: int
     stderr: int
     page: int
-    """Shared memory in which the rank says what it does (`launch.hang.status_block`)."""
+    """Shared memory in which the rank records what it does (`launch.hang.status_block`)."""
     dump: int
     """Where Python's fault handler writes stacks."""
     ask: int
@@ -73,13 +73,13 @@ class RankFiles:
     """The launcher's standard input, for the rank that has it."""
 
     def moved(self) -> RankFiles:
-        """Give those that stay open in the rank high numbers, out of the program's way."""
+        """Move the files that stay open in the rank to high numbers, out of the program's way."""
         events = None if self.events is None else move_out_of_the_way(self.events)
         block, dump, ask = map(move_out_of_the_way, (self.page, self.dump, self.ask))
         return replace(self, page=block, dump=dump, ask=ask, events=events)
 
     def close(self) -> None:
-        """Close all of them in this process."""
+        """Close all of these files in this process."""
         for file in asdict(self).values():
             if file is not None:
                 os.close(file)
@@ -87,7 +87,7 @@ class RankFiles:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankProcess:
-    """What a rank needs to know about itself after the fork."""
+    """The facts that a rank needs about itself after the fork."""
 
     rank: int
     program: Program
@@ -97,15 +97,15 @@ class RankProcess:
     scratch: str = ""
     """The job's folder for sockets of multiprocessing, "" for none."""
     preloaded: Preloaded = field(default_factory=Preloaded)
-    """What was imported before the fork; nothing where the rank executes an interpreter of its own."""
+    """The modules imported before the fork; none where the rank executes a new interpreter."""
 
 
 def settle(*, parent: int, files: RankFiles, environment: Mapping[str, str]) -> None:
-    """Turn this copy of the fork server into a process of its own. Closes stdout and stderr of the files after use.
+    """Turn this copy of the fork server into an independent process. Closes the files of standard streams after use.
 
     Ends the process at once if its parent is already gone.
     """
-    os.setpgid(0, 0)  # a rank gets signals together with what it starts; the server does this as well
+    os.setpgid(0, 0)  # a rank gets signals together with the processes it starts; the server does this as well
     set_parent_death_signal(signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
@@ -116,7 +116,7 @@ def settle(*, parent: int, files: RankFiles, environment: Mapping[str, str]) -> 
     for source, target in ((files.stdout, 1), (files.stderr, 2)):
         os.dup2(source, target)
         os.close(source)
-    # A pipe is block-buffered by default: what a rank prints would appear late, and be lost when it is killed.
+    # A pipe is block-buffered by default: a rank's output would appear late, and be lost when the rank is killed.
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     os.environ.update(environment)
@@ -132,7 +132,7 @@ _INTERPRETER = (
 
 
 def execute(process: RankProcess) -> NoReturn:
-    """Replace this process by an interpreter that runs the program, or by the program if it is not Python."""
+    """Replace this process with an interpreter that runs the program, or with the program if it is not Python."""
     program = process.program
     if not program.python:
         try:
@@ -152,7 +152,7 @@ def execute(process: RankProcess) -> NoReturn:
 
 
 def main() -> None:
-    """Run the program in an interpreter of its own. Called by that interpreter, with the rank as JSON."""
+    """Run the program in a new interpreter. Called by that interpreter, with the rank as JSON."""
     facts = json.loads(sys.argv[1])
     files = RankFiles(**facts["files"])
     process = RankProcess(**{**facts, "program": Program(**facts["program"]), "files": files, "preloaded": Preloaded()})
@@ -164,21 +164,22 @@ def main() -> None:
 def run_program(process: RankProcess) -> NoReturn:
     """Run the program as `__main__` and end this process as Python would.
 
-    Raises: SystemExit where the interpreter itself has to end the process.
+    Raises:
+        SystemExit: The interpreter itself must end the process.
     """
     # Registered first, so that it runs last.
     atexit.register(let_threads_finish)
     try:
         code = _run(process)
     except KeyboardInterrupt:
-        # Also while the failure of a peer, interrupted a moment earlier, was being shown.
+        # It may also come while the failure of a peer, interrupted a moment earlier, is shown.
         code = 128 + signal.SIGINT
     # Here nothing holds the frames of the program any more.
     finish(code, process.preloaded)
 
 
 def _run(process: RankProcess) -> int:
-    """Run the program. Returns: its exit code."""
+    """Run the program and return its exit code."""
     program = process.program
     block = _open_up(process)
     tell = partial(_tell, block, OwnFile(process.report), rank=process.rank)
@@ -198,7 +199,7 @@ def _run(process: RankProcess) -> int:
     except KeyboardInterrupt as interrupt:
         tell(interrupt, 128 + signal.SIGINT)
         return 128 + signal.SIGINT
-    # This is the top level of the user's program: whatever it did not catch ends here.
+    # This is the top level of the user's program: an exception that it did not catch ends here.
     except BaseException as error:
         error.__traceback__ = without_frames(error.__traceback__, __file__)
         if not tell(error, 1) or _shows_errors_itself():
@@ -209,7 +210,7 @@ def _run(process: RankProcess) -> int:
 
 
 def _open_up(process: RankProcess) -> StatusBlock:
-    """Let the agent see what this rank does: its stacks on request, its collectives, its error."""
+    """Install the launcher's parts of a rank; return the block that shows the agent its calls and its error."""
     block = StatusBlock(process.files.page)
     recording = call_recorder.install(block, ask=process.files.ask, dump=process.files.dump)
     wait_recorder.install(recording)
@@ -224,35 +225,35 @@ def _open_up(process: RankProcess) -> StatusBlock:
 
 
 def _tell(block: StatusBlock, report: OwnFile, error: BaseException, code: int, *, rank: int) -> bool:
-    """Tell of an error, now. Until the interpreter has shut down, peers that fail because of us may end first.
+    """Report an error; return False in a process that the program has forked, whose end is not the rank's.
 
-    Returns: False in a process that the program has forked; its end is not the rank's.
+    The report is sent at once: until the interpreter has shut down, peers that fail because of this rank may end first.
     """
     time_ns = time.monotonic_ns()
     if block.pid != os.getpid():
         return False
     block.write_failure({**record_error(error), "printed": _shows_errors_itself()})
-    if block.begun and not block.met and has_completed():  # in DDP, say: no call of the program told
+    if block.begun and not block.met and has_completed():  # in DDP, say: no recorded call shows it
         block.note_meeting()
-    if report.is_intact:  # else the program has closed it, and the end of this process tells
+    if report.is_intact:  # otherwise the program has closed it, and the end of this process shows the failure
         os.write(report.number, f"{rank} {code} {time_ns}\n".encode())
     return True
 
 
 def _finish(block: StatusBlock) -> None:
-    """Tell that the program is at its end. Peers that still need this rank may fail before its process has ended."""
+    """Record that the program has ended. Peers that still need this rank may fail before its process has ended."""
     if block.pid == os.getpid():
         block.note_finish()
 
 
 def _shows_errors_itself() -> bool:
-    """Whether the program has a way of its own to show errors. If not (torch's is like Python's), the agent does."""
+    """Return True if a hook of the program shows errors. Otherwise (torch's hook is like Python's), the agent does."""
     hook = sys.excepthook
     return hook is not sys.__excepthook__ and not (hook.__module__ or "").startswith("torch.distributed")
 
 
 def _refuse(message: str) -> NoReturn:
-    # All ranks find the same; one of them says it.
+    # All ranks find the same problem; one of them reports it.
     if os.environ["RANK"] == "0":
         print(message, file=sys.stderr)
     raise SystemExit(2)
@@ -260,7 +261,7 @@ def _refuse(message: str) -> NoReturn:
 
 def _bind_to_gpu(binding: str, *, gpu: int) -> None:
     """Bind this process to cores near a GPU, by torch's rules. Warns where torch cannot."""
-    from torch.numa import binding as numa  # noqa: PLC0415  only those who ask for it
+    from torch.numa import binding as numa  # noqa: PLC0415  only with this option
 
     options = numa.NumaOptions(affinity_mode=numa.AffinityMode(binding))
     numa._maybe_apply_numa_binding_to_current_process(gpu_index=gpu, numa_options=options)

@@ -1,9 +1,9 @@
-"""How the ranks of a job meet, also more than once: torch's rendezvous, mended for scripts that know nothing of it.
+"""Patches torch's rendezvous, so that the ranks of a job can meet more than once. Scripts need not know of it.
 
-Torch names the first process group alike every time, so a group that is made after another was destroyed reads the
-addresses of the dead one in the job's store. Here the n-th meeting of so many ranks has keys of its own, and so has
-every generation of ranks. An address that the script itself has chosen is not the job's store: rank 0 hosts a store
-there, as without a launcher. Start reading at `install`.
+Torch gives the first process group the same name every time, so a group that is created after another was destroyed
+reads the addresses of the destroyed one in the job's store. Here the n-th rendezvous of a given number of ranks has
+separate keys, and so does every generation of ranks. An address that the script itself has chosen is not the job's
+store: rank 0 hosts a store there, as without a launcher. Start reading at `install`.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ if TYPE_CHECKING:
 __all__ = ["address_of", "install", "is_job_store"]
 
 Meeting = tuple["Store", int, int]
-"""What torch's rendezvous gives: a store, the rank, the number of ranks."""
+"""The result of torch's rendezvous: a store, the rank, the number of ranks."""
 
 
 def install(environment: Mapping[str, str]) -> None:
-    """Have `torch.distributed` meet as this module says, whether it is imported already or later.
+    """Patch `torch.distributed` as this module describes, at once or when it is imported.
 
-    Args: environment holds the variables that the launcher gave this rank, before the script could change them.
+    Args:
+        environment: The variables that the launcher gave this rank, before the script could change them.
     """
     meetings = _Meetings(dict(environment))
     when_imported("torch.distributed.rendezvous", meetings.mend_store)
@@ -39,7 +40,7 @@ def install(environment: Mapping[str, str]) -> None:
 
 
 def address_of(url: str, environment: Mapping[str, str]) -> tuple[str, int] | None:
-    """Give host and port of the store that an `init_method` names, or None if it names none.
+    """Return the host and port of the store that an `init_method` names, or None if it names none.
 
     >>> address_of("tcp://localhost:23456?rank=0", {})
     ('localhost', 23456)
@@ -58,7 +59,7 @@ def address_of(url: str, environment: Mapping[str, str]) -> tuple[str, int] | No
 
 
 def is_job_store(host: str, port: int, given: Mapping[str, str]) -> bool:
-    """Tell whether an address is that of the job's store: a script may write another name for the same machine.
+    """Return True if an address is that of the job's store. A script may use another name for the same machine.
 
     >>> given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "40001"}
     >>> is_job_store("localhost", 40001, given), is_job_store("localhost", 12355, given)
@@ -68,20 +69,20 @@ def is_job_store(host: str, port: int, given: Mapping[str, str]) -> bool:
 
 
 class _Meetings:
-    """The meetings of one rank."""
+    """Counts the rendezvous of one rank and gives each its keys."""
 
     def __init__(self, given: Mapping[str, str]) -> None:
         self._given = given
         self._generation = given.get("TORCHELASTIC_RESTART_COUNT", "0")
-        # By number of ranks: some ranks may have a group of their own before all meet.
+        # By number of ranks: some ranks may form a group before all ranks do.
         self._counts: Counter[int] = Counter()
 
     def mend_store(self, rendezvous: ModuleType) -> None:
-        """Change who hosts the store at an address; groups and RPC both come here."""
+        """Replace the function that opens the store at an address; groups and RPC both call it."""
         rendezvous._create_c10d_store = self._open_store  # type: ignore[attr-defined]
 
     def mend_rendezvous(self, c10d: ModuleType) -> None:
-        """Number the meetings of `init_process_group`. RPC numbers its own."""
+        """Number the rendezvous of `init_process_group`. RPC numbers its own."""
         rendezvous: Callable[..., Iterator[Meeting]] = c10d.rendezvous
 
         def numbered(url: str, *arguments: Any, **options: Any) -> Iterator[Meeting]:
@@ -90,7 +91,7 @@ class _Meetings:
         c10d.rendezvous = numbered  # type: ignore[attr-defined]
 
     def _number(self, url: str, meetings: Iterator[Meeting]) -> Iterator[Meeting]:
-        # Not at the top: this module is there before torch is.
+        # Not at the top: this module is imported before torch.
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # noqa: PLC0415
 
         address = address_of(url, os.environ)
@@ -98,7 +99,7 @@ class _Meetings:
             kept = store
             if address is not None and is_job_store(*address, self._given):
                 self._counts[ranks] += 1
-                # The first meeting of all has plain keys: a process that knows nothing of this can take part.
+                # The first rendezvous of all ranks has plain keys, so a process without this patch can take part.
                 if self._counts[ranks] > 1 or str(ranks) != self._given.get("WORLD_SIZE"):
                     kept = PrefixStore(f"meeting_{self._counts[ranks]}_of_{ranks}", store)
             yield kept, rank, ranks
@@ -106,7 +107,7 @@ class _Meetings:
     def _open_store(  # noqa: PLR0917  torch's signature
         self, hostname: str, port: int, rank: int, world_size: int, timeout: timedelta, use_libuv: bool = True
     ) -> Store:
-        """Do what torch's `_create_c10d_store` does, but look at the address to tell who hosts the store."""
+        """Replace torch's `_create_c10d_store`: the address decides which process hosts the store."""
         from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # noqa: PLC0415
 
         if not 0 <= port < 1 << 16:

@@ -1,7 +1,7 @@
-"""Open files that the launcher has in a rank: at numbers out of a program's way, and looked at before they are used.
+"""The launcher's open files in a rank: at numbers out of a program's way, and checked before they are used.
 
-A program may close what it does not know (`os.closerange(3, 1000)`, as daemons do), and open files of its own at the
-same numbers. Start reading at `move_out_of_the_way`.
+A program may close files that it does not know (`os.closerange(3, 1000)`, as daemons do), and open its own at the same
+numbers. Start reading at `move_out_of_the_way`.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ import resource
 __all__ = ["OwnFile", "move_out_of_the_way"]
 
 _HIGHEST = 4096
-"""No number above this is taken: the kernel's table of a process's files is as long as the highest."""
+"""No number above this is used: the kernel's table of a process's files is as long as the highest number."""
 _FILES = 16
-"""How many files of ours there may be."""
+"""The number of files that the launcher may have in a rank."""
 
 
 def move_out_of_the_way(file: int) -> int:
-    """Give an open file a high number, in place of the one that it has.
+    """Move an open file from its number to a high one.
 
     Args:
-        file: Its number.
+        file: The file's number.
 
     Returns:
-        Its new number, not inherited by programs; the old one if no high number is free.
+        The new number, not inherited by programs; the old one if it is high already, or no high number is free.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     first = (_HIGHEST if limit == resource.RLIM_INFINITY else min(limit, _HIGHEST)) - _FILES
@@ -40,7 +40,7 @@ def move_out_of_the_way(file: int) -> int:
 
 
 class OwnFile:
-    """An open file of the launcher, known by more than its number.
+    """An open file of the launcher, identified by device and inode besides its number.
 
     Args:
         number: The number of the file, which is open now.
@@ -52,7 +52,7 @@ class OwnFile:
 
     @property
     def is_intact(self) -> bool:
-        """Whether the number still stands for the same file."""
+        """True if the number still refers to the same file."""
         return _identity(self.number) == self._identity
 
 

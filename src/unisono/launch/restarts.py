@@ -1,4 +1,4 @@
-"""Whether a job whose ranks failed starts them anew. Pure; start reading at `decide`."""
+"""The decision whether a job restarts ranks that have failed. Pure; start reading at `decide`."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ class Ending:
     code: int
     """Exit code of the rank that was the cause; negative for a signal."""
     account: Mapping[str, Any] | None
-    """What that rank told of its error."""
+    """That rank's record of its error; None if it left none."""
     met: bool
-    """Whether the ranks had done a collective together."""
+    """True if the ranks had completed a collective together."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """Whether to start again, and if not although restarts are left, why."""
+    """The decision whether to start again, with the reason if not although restarts are left."""
 
     restart: bool
     reason: str = ""
 
 
 def decide(ending: Ending, before: Ending | None, *, restarts: int, max_restarts: int) -> Decision:
-    """Decide after a failure, given how the generation before ended and how many restarts have been used.
+    """Decide after a failure, given how the previous generation ended and how many restarts have been used.
 
-    A program that fails by the same error before its first collective has a mistake that no restart mends: it gets one
-    second chance and not all of them.
+    A program that fails twice with the same error before its first collective has a mistake that no restart corrects:
+    it gets one second chance, and not all restarts.
 
     >>> failed = Ending(code=1, account={"type": "ImportError", "message": "no x"}, met=False)
     >>> decide(failed, None, restarts=0, max_restarts=3)

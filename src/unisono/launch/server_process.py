@@ -1,7 +1,7 @@
-"""The fork server of a job as the agent sees it: starting it, what it is told, and its end.
+"""The fork server of a job as the agent sees it: its start, the requests to it, and its end.
 
-Two processes are meant. The one that is started here hosts the job's store (`launch.store_process`) and starts the
-fork server, which it outlives. Messages come from the fork server; `launch.forkserver` says which there are.
+There are two processes. The one that is started here hosts the job's store (`launch.store_process`) and forks the
+fork server, which it outlives. Messages come from the fork server; `launch.forkserver` lists them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["LAST_S", "ServerProcess"]
 LAST_S = 10.0
 """How long the fork server may take, after ranks have been killed, to say that they have ended, and then to end."""
 
-# The folder that `-c` puts in front of the search path would let a file of the user's hide a module that torch needs.
+# The folder that `-c` puts in front of the search path would let a user's file hide a module that torch needs.
 _SERVER = (
     "import sys; getattr(sys.flags, 'safe_path', False) or sys.path.pop(0); "
     "from unisono.launch.forkserver import main; main()"
@@ -39,8 +39,8 @@ class ServerProcess:
     """A fork server that has been started, and the process that hosts the store.
 
     Args:
-        job: What ranks are to run.
-        environment: The caller's.
+        job: The job that ranks run.
+        environment: The caller's environment variables.
 
     Raises:
         LaunchError: No process could be started.
@@ -48,7 +48,7 @@ class ServerProcess:
 
     def __init__(self, job: LaunchJob, environment: Mapping[str, str]) -> None:
         self.pid = 0
-        """The fork server's; 0 until it is known."""
+        """The process id of the fork server; 0 until it is known."""
         ours, theirs = socket.socketpair()
         source = read_source(job)
         with theirs:
@@ -79,7 +79,7 @@ class ServerProcess:
         self._send("start", program=program, preload=modules_to_preload(job, source), port=job.master_port)
 
     def fork(self, rank: int, *, environment: Mapping[str, str], files: Mapping[str, int]) -> None:
-        """Let a rank be started. The files are closed here."""
+        """Request the start of a rank, and close its files in this process."""
         message = {"type": "fork", "rank": rank, "environment": environment, "names": [*files]}
         self.channel.send(message, [*files.values()])
         for file in files.values():
@@ -89,14 +89,12 @@ class ServerProcess:
         """Send a signal to ranks.
 
         Args:
-            signum: The signal.
-            ranks: Which.
-            group: True to send it to what they have started, too.
+            group: True to send it to the processes that they have started, too.
         """
         self._send("signal", signal=signum, ranks=sorted(ranks), group=group)
 
     def sweep(self) -> None:
-        """Let what an attempt has left behind be removed."""
+        """Request the end of the processes, and the removal of the files, that an attempt has left behind."""
         self._send("sweep")
 
     def end(self) -> None:
@@ -104,7 +102,7 @@ class ServerProcess:
         self._send("end")
 
     def resume(self) -> None:
-        """Let both processes go on: one that is stopped would hear nothing."""
+        """Continue both processes, since a stopped one would read no message."""
         for pid in (self._store_host.pid, self.pid):
             if pid:
                 with suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""How far the agent is with ending the ranks of a job early. Pure: acting on it is `launch.agent`'s."""
+"""The state of ending a job's ranks early. Pure: `launch.agent` acts on it."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ class Shutdown:
     """Why and how the ranks are being ended early. Times are by the monotonic clock."""
 
     code: int
-    """The exit code that follows from the reason; of a failure, that is known when all ranks have ended."""
+    """The exit code that follows from the reason; after a failure, it is known when all ranks have ended."""
     failed: bool = False
-    """Whether a rank failed: then there is a report at the end, or a restart."""
+    """True if a rank failed: then there is a report at the end, or a restart."""
     reason: str = ""
-    """What is said at the end, when the number of ranks is known."""
+    """The reason that the last message of the job gives; "" for no such message."""
     ranks: int = 0
     """How many ranks were running."""
     begins_s: float | None = None
-    """When ranks are asked to end, which they have not been yet."""
+    """When ranks are asked to end. None: they have been asked."""
     deadline_s: float = math.inf
-    """When ranks that are still there are killed; after that, when the fork server is."""
+    """When ranks that still run are killed; after that, when the fork server is killed."""
     waited_for_s: float | None = None
-    """When it is said whom the job waits for. None: it has been said."""
+    """When a message names the ranks that the job waits for. None: no such message is due."""
     killed: bool = False
-    """Whether ranks have been killed."""
+    """True if ranks have been killed."""
 
     @property
     def next_s(self) -> float:
-        """When something is due."""
+        """When the next action is due."""
         return min(due_s for due_s in (self.begins_s, self.waited_for_s, self.deadline_s) if due_s is not None)

@@ -1,4 +1,4 @@
-"""Signals of the agent's own process, as its loop takes them."""
+"""Signals of the agent's own process, in the form that its loop reads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["describe_signal", "signals_as_bytes"]
 
 @contextmanager
 def signals_as_bytes(signals: Iterable[int]) -> Iterator[int]:
-    """Turn signals into bytes of a pipe for the loop. One that was ignored at the start, as under nohup, stays so."""
+    """Turn signals into bytes of a pipe for the loop. Signals already ignored, as under nohup, stay ignored."""
     read, write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     earlier_file = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     handled = [signum for signum in signals if signal.getsignal(signum) is not signal.SIG_IGN]
@@ -30,5 +30,5 @@ def signals_as_bytes(signals: Iterable[int]) -> Iterator[int]:
 
 
 def describe_signal(signum: int) -> str:
-    """Return what is said of a job that a signal has ended."""
+    """Return the words for a job that a signal has ended."""
     return "interrupted" if signum == signal.SIGINT else f"{name_signal(signum)} received"

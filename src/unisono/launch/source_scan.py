@@ -1,6 +1,6 @@
-"""What a program's source tells about it before it runs: guesses, by the words in it.
+"""Guesses about a program before it runs, from the words in its source.
 
-A wrong guess costs time or memory, or a check that is left out; it changes no result. Pure, but for reading the file.
+A wrong guess costs time or memory, or omits a check; it changes no result. Pure, except for reading the file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _USERS_OF_TRAINER = re.compile(rb"\bunisono\b[\s\S]*\bTrainer\b")
 
 
 def read_source(job: LaunchJob) -> bytes:
-    """Read the program of a job; empty if there is no source that is found without importing anything."""
+    """Return the source of a job's program; empty if it cannot be found without importing anything."""
     if not job.python:
         return b""
     if job.module:
@@ -33,15 +33,15 @@ def read_source(job: LaunchJob) -> bytes:
         if path.exists():
             try:
                 return read_program(path) or b""
-            except (OSError, LaunchError):  # who runs it says why
+            except (OSError, LaunchError):  # reported where the program is run
                 return b""
     return b""
 
 
 def modules_to_preload(job: LaunchJob, source: bytes) -> tuple[str, ...]:
-    """List what the fork server of a job imports beside torch: what the user names, and what all ranks would import.
+    """List the modules that a fork server imports besides torch: those the user names and those all ranks would import.
 
-    One rank gains nothing by it, and would only start later.
+    A single rank gains nothing from the latter and would only start later.
     """
     if job.ranks == 1 or job.start_method != "fork" or "torch._dynamo" in job.preload or not uses_dynamo(source):
         return job.preload
@@ -51,7 +51,7 @@ def modules_to_preload(job: LaunchJob, source: bytes) -> tuple[str, ...]:
 def uses_dynamo(source: bytes) -> bool:
     """Guess whether a program makes an optimizer or wraps a model.
 
-    The first one of either imports torch._dynamo: 1.3 s of CPU time and 80 MB in every rank by itself.
+    The first one of either imports torch._dynamo: 1.3 s of CPU time and 80 MB in every rank, if each does it.
 
     >>> uses_dynamo(b"optimizer = torch.optim.SGD(model.parameters(), lr=0.1)"), uses_dynamo(b"print('optimal')")
     (True, False)
@@ -69,7 +69,7 @@ def uses_trainer(source: bytes) -> bool:
 
 
 def asks_for_nccl(source: bytes, *, gpus: int) -> bool:
-    """Guess from a script's source whether it cannot do without NCCL, where every rank needs a GPU of its own.
+    """Guess from a script's source whether it requires NCCL, with which every rank needs its own GPU.
 
     Only a plain "nccl" counts, and only where "gloo" does not occur. With no GPU at all, a script that asks whether one
     is available decides for itself.

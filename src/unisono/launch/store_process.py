@@ -1,8 +1,8 @@
-"""The process above the fork server: it hosts the job's store, and outlives whom it guards.
+"""The process above the fork server: it hosts the job's store, and outlives the fork server.
 
-It is the parent and subreaper of the fork server, as the agent is its own. So each two of the three can be killed, and
-the third still reaches all processes of the job and ends them. It runs threads (the store's) and never forks. Start
-reading at `host_store`.
+It is the parent and subreaper of the fork server, as the agent is of this process. So any two of the three can be
+killed, and the third still reaches all processes of the job and ends them. It runs threads (the store's) and never
+forks. Start reading at `host_store`.
 """
 
 from __future__ import annotations
@@ -23,14 +23,17 @@ from unisono.launch.linux import become_subreaper, end_descendants
 __all__ = ["host_store"]
 
 _PATIENCE_S = 6.0
-"""How long the fork server may take to end all by itself when the agent is gone."""
+"""How long the fork server may take to end everything when the agent is gone, before it is killed."""
 
 
 def host_store(server: int, *, agent: Channel, listener: socket.socket, scratch: str) -> NoReturn:
-    """Host the store until the fork server has ended, then end what it has left, and this process as it ended.
+    """Host the store until the fork server has ended; then end the processes it left, and this one in the same way.
 
-    Args: server is the process id of the fork server, a child; agent is the channel to the agent, of which nothing is
-        read here; listener is bound to the port of the store; scratch is the job's folder for sockets.
+    Args:
+        server: The process id of the fork server, a child of this process.
+        agent: The channel to the agent, from which nothing is read here.
+        listener: A socket bound to the port of the store.
+        scratch: The job's folder for sockets.
     """
     become_subreaper()
     wakeups, wakeup = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -39,7 +42,7 @@ def host_store(server: int, *, agent: Channel, listener: socket.socket, scratch:
     store = _host_store(listener)
     poll = select.poll()
     poll.register(wakeups, select.POLLIN)
-    poll.register(agent.fileno(), 0)  # only its end
+    poll.register(agent.fileno(), 0)  # only whether it is closed
     deadline_s: float | None = None
     while not (ended := os.waitpid(server, os.WNOHANG))[0]:
         left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
@@ -55,11 +58,11 @@ def host_store(server: int, *, agent: Channel, listener: socket.socket, scratch:
                 os.kill(server, signal.SIGCONT)  # one that is stopped would not notice
                 deadline_s = time.monotonic() + _PATIENCE_S
     code = os.waitstatus_to_exitcode(ended[1])
-    if code != 0:  # else it has left nothing
+    if code != 0:  # otherwise it has left nothing
         end_descendants()
         remove_scratch(scratch)
     del store
-    if code < 0:  # the agent says by which signal
+    if code < 0:  # the agent reports the signal
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None
         os.kill(os.getpid(), -code)
@@ -67,7 +70,7 @@ def host_store(server: int, *, agent: Channel, listener: socket.socket, scratch:
 
 
 def _host_store(listener: socket.socket) -> object:
-    """Start the store. Returns: what serves as long as it lives."""
+    """Start the store and return the object that serves it as long as the object exists."""
     from torch import distributed as dist  # noqa: PLC0415  importing this module must not import torch
 
     return dist.TCPStore(  # type: ignore[attr-defined]

@@ -1,1 +1,1 @@
-"""What ranks print on its way to the terminal and to log files: whole lines, folded, prefixed, kept."""
+"""The output of ranks on its way to the terminal and to log files: as whole lines, merged, prefixed, kept."""

@@ -1,7 +1,7 @@
 """Progress events of rank 0 on their way to the display.
 
-Rank 0 writes them as JSON lines into a pipe (docs/events.md). The display is loaded with the first event: a
-program that sends none pays nothing. Start reading at `EventRelay`.
+Rank 0 writes them as JSON lines into a pipe (docs/events.md). The display is imported with the first event, so
+programs without events do not pay for it. Start reading at `EventRelay`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ if TYPE_CHECKING:
 __all__ = ["EventRelay"]
 
 _LONGEST = 1 << 24
-"""Bytes of an event. More without a line end is no event, and must not fill the memory."""
+"""The most bytes of an event. More bytes without a line end are not an event, and must not fill the memory."""
 
 
 class EventRelay:
-    """Turns the bytes of the pipe into what the display shows.
+    """Reads events from the bytes of the pipe, and displays them.
 
-    Args: stream is where the display draws; complain is called with one sentence if a line is no event.
+    Args:
+        stream: Where the display draws.
+        complain: Called with one sentence at the first line that is not an event.
     """
 
     def __init__(self, stream: TextIO, *, complain: Callable[[str], None]) -> None:
@@ -31,17 +33,17 @@ class EventRelay:
         self._complained = False
         self._rest = bytearray()
         self.display: Progress | None = None
-        """The display, once there was an event."""
+        """The display, from the first event until `close`."""
         self.step: int | None = None
-        """Steps of the run that are done, if rank 0 has told."""
+        """The number of completed steps of the run, if rank 0 has reported it."""
         self.steps: int | None = None
-        """Steps of the run at its end, if that is known."""
+        """The number of steps at the end of the run, if it is known."""
         self.loss: float | str | None = None
-        """The loss of the latest step; "nan" and the like are texts."""
+        """The loss of the latest step; "nan" and the like are strings."""
         self._epoch: dict[str, Any] = {}
 
     def feed(self, data: bytes) -> None:
-        """Show the events that these bytes complete."""
+        """Display the events that these bytes complete."""
         *complete, rest = data.split(b"\n")
         for piece in complete:
             self._rest += piece
@@ -52,11 +54,11 @@ class EventRelay:
             self._rest.clear()
 
     def restart(self) -> None:
-        """Forget what is left of an event that was not written to its end: another process goes on."""
+        """Discard an event that was not written completely: another process writes next."""
         self._rest.clear()
 
     def close(self) -> None:
-        """Take the display off the terminal."""
+        """Remove the display from the terminal."""
         if self.display is not None:
             self.display.close()
             self.display = None
@@ -75,7 +77,7 @@ class EventRelay:
             self._complain(f"rank 0 wrote a progress event that is not a JSON object: {shown!r}; ignored")
 
     def _note(self, event: dict[str, Any]) -> None:
-        """Keep what `unisono ps` shows."""
+        """Update the numbers that `unisono ps` shows."""
         if event.get("event") == "epoch":
             self._epoch = event
         step: Any = event.get("total_steps")

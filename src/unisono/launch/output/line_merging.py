@@ -1,6 +1,6 @@
-"""Equal lines of several ranks become one, `[0-7] epoch 1 done`, without a change to the order of any rank's lines.
+"""Merges equal lines of several ranks into one, `[0-7] epoch 1 done`, and keeps the order of every rank's lines.
 
-A line waits a moment for the ranks that may still print the same. Pure: the caller tells the time. Start reading at
+A line waits a moment for the ranks that may still print the same. Pure: the caller passes the time. Start reading at
 `LineMerger.add`.
 """
 
@@ -14,9 +14,9 @@ from operator import attrgetter
 __all__ = ["LineMerger", "MergedLine"]
 
 _FURTHEST = 100
-"""How many lines back an equal one is looked for."""
+"""How many lines back the search for an equal one goes."""
 _OVERHEAD = 200
-"""Bytes that a held line takes besides its text, about."""
+"""The approximate number of bytes that a held line takes besides its text."""
 
 
 @dataclass(eq=False, slots=True)
@@ -24,24 +24,25 @@ class MergedLine:
     """One line and the ranks that printed it."""
 
     stream: int
-    """On which stream, as the caller numbers them. Lines of different streams are different."""
+    """The number that the caller gives to the stream. Lines of different streams are different."""
     line: bytes
     """The line without its end."""
     ranks: set[int]
-    """Who printed it."""
+    """The ranks that printed it."""
     position: int
     """Its place in the order of all lines."""
     deadline_s: float
-    """Until when it may be held back."""
+    """The time until which it may be held back."""
 
 
 class LineMerger:
-    """Holds lines back for at most `hold_s` seconds, and those that become the same line meet.
+    """Holds lines back for at most `hold_s` seconds, and merges those that are equal.
 
-    Held lines stand in one order, in which every rank's own lines are in order. A new line joins an equal one behind
-    the rank's last line; or one a little before it, if the rank's lines from there on are its alone and so can be moved
-    in front of it; or goes to the end. The front is given out when no rank can join it any more: each that may still
-    print (`expect`) shares a line there or further back. Over `limit` bytes, nothing is held.
+    Held lines have one order, in which every rank's own lines are in order. A new line joins an equal one after the
+    rank's last line; or one shortly before it, if the rank shares none of its lines from there on, so that they can be
+    moved in front of it; otherwise it goes to the end. The first lines are released when no rank can join them any
+    more: each rank that may still print (`expect`) shares a line at their end or after it. When more than `limit` bytes
+    are held, all lines are released.
 
     >>> folder = LineMerger(hold_s=0.1)
     >>> _ = folder.expect({0, 1, 2})
@@ -60,11 +61,11 @@ class LineMerger:
         self._limit = limit
         self._folds: list[MergedLine] = []
         self._equal: dict[tuple[int, bytes], list[MergedLine]] = {}
-        """Held lines by what they say, in order."""
+        """Held lines by stream and text, in order."""
         self._last: dict[int, MergedLine] = {}
         """The last line of each rank."""
         self._shared: dict[int, MergedLine] = {}
-        """The last line of each rank that another printed as well. It can join nothing before that."""
+        """The last line of each rank that another rank printed as well. The rank can join no line before that."""
         self._next = 0
         self._nbytes = 0
         self._expected: frozenset[int] = frozenset()
@@ -75,12 +76,12 @@ class LineMerger:
         return self._folds[0].deadline_s if self._folds else None
 
     def expect(self, ranks: Collection[int]) -> list[MergedLine]:
-        """Say which ranks may still print. Returns: the lines that wait for none of them, in order."""
+        """Set the ranks that may still print; return the lines that wait for none of them, in order."""
         self._expected = frozenset(ranks)
         return self._settled()
 
     def add(self, rank: int, stream: int, lines: Iterable[bytes], now_s: float) -> list[MergedLine]:
-        """Take a rank's next lines. Returns: the lines, of any rank, that can be printed now, in order."""
+        """Add a rank's next lines; return the lines, of any rank, that can be printed now, in order."""
         alone = not self._folds and self._expected <= {rank}
         for line in lines:
             equal = self._equal.setdefault((stream, line), [])
@@ -102,18 +103,18 @@ class LineMerger:
         return self._settled()
 
     def due(self, now_s: float) -> list[MergedLine]:
-        """Give the lines that have been held back long enough, and those before them."""
+        """Release and return the lines that have been held back long enough, and those before them."""
         number = 0
         while number < len(self._folds) and self._folds[number].deadline_s <= now_s:
             number += 1
         return self._release(number)
 
     def release(self, rank: int) -> list[MergedLine]:
-        """Give the lines up to this rank's last one."""
+        """Release and return the lines up to this rank's last one."""
         return self._release_through(self._last.get(rank))
 
     def flush(self) -> list[MergedLine]:
-        """Give all lines that are held back."""
+        """Release and return all lines that are held back."""
         return self._release(len(self._folds))
 
     def _find_behind(self, rank: int, equal: list[MergedLine]) -> MergedLine | None:
@@ -135,7 +136,7 @@ class LineMerger:
         return fold
 
     def _move(self, rank: int, fold: MergedLine, last: MergedLine) -> None:
-        """Put the rank's lines from `fold` to `last`, which no other rank shares, in front of `fold`."""
+        """Move the rank's lines between `fold` and `last`, which no other rank shares, in front of `fold`."""
         start, end = (held.position - self._folds[0].position for held in (fold, last))
         segment = self._folds[start : end + 1]
         own, others = ([held for held in segment if (rank in held.ranks) is mine] for mine in (True, False))
@@ -159,7 +160,7 @@ class LineMerger:
         return self._release(fold.position - self._folds[0].position + 1 if fold and self._folds else 0)
 
     def _release(self, number: int) -> list[MergedLine]:
-        if number <= 0:  # also where the line in question was printed before
+        if number <= 0:  # also if the line in question has been printed already
             return []
         released = self._folds[:number]
         del self._folds[:number]

@@ -1,7 +1,7 @@
-"""Lines that are drawn again and again, such as progress bars: what stays of them, and how a terminal shows them.
+"""Lines that are drawn repeatedly, such as progress bars: their final text, and how a terminal shows them.
 
-`LiveLines` follows what one rank writes on one stream as a terminal would, as far as progress bars go. `LiveArea` keeps
-the lines that are not final at the foot of a terminal. Both are pure: bytes in, bytes out.
+`LiveLines` interprets the bytes that one rank writes to one stream as a terminal would, as far as progress bars need.
+`LiveArea` keeps the lines that are not final at the bottom of a terminal. Both are pure: bytes in, bytes out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _CUT_OFF = re.compile(rb"\x1b(\[\d*)?\Z")
 _ESCAPE = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 
 _MOST_ROWS = 24
-"""Rows that a rank may go back to. More than the nested bars of anybody."""
+"""Rows that a rank may go back to: more than nested progress bars take."""
 
 
 @dataclass(eq=False, slots=True)
@@ -28,19 +28,19 @@ class _Row:
 
     text: bytearray = field(default_factory=bytearray)
     returned: bool = False
-    """Whether the cursor is at its start, so that what is written next replaces the text."""
+    """True if the cursor is at its start, so that the next bytes replace the text."""
     drawn: bool = False
-    """Whether it was written over: a progress bar."""
+    """True if it was overwritten, as a progress bar is."""
     left_s: float = 0.0
-    """When the cursor left it downwards."""
+    """When the cursor went down from it."""
 
 
 class LiveLines:
-    """Cut a stream of bytes into lines, whatever the pieces in which it arrives.
+    """Cuts a stream of bytes into lines, independently of the pieces in which it arrives.
 
-    Of a line that was written over, after carriage returns or after the cursor went up again, as nested progress bars
+    Of a line that was overwritten, after carriage returns or after the cursor went up again, as nested progress bars
     do, the last version remains. Such a line is held for `hold_s` seconds after its end, in case the cursor comes back.
-    A line longer than `limit` bytes is given in parts, so that a stream without line ends cannot fill the memory.
+    A line longer than `limit` bytes is returned in parts, so that a stream without line ends cannot fill the memory.
 
     >>> lines = LiveLines()
     >>> lines.feed(b"one\\r\\ntw", 0.0), lines.feed(b"o\\n 10%\\r 20%", 0.0), lines.live, lines.finish()
@@ -57,16 +57,16 @@ class LiveLines:
 
     @property
     def deadline_s(self) -> float | None:
-        """When `settle` has a line to give, if nothing else is written."""
+        """When `settle` has a line to return, if nothing else is written."""
         return self._rows[0].left_s + self._hold_s if self._cursor > 0 else None
 
     @property
     def live(self) -> list[bytes]:
-        """What is not final, as it looks now."""
+        """The lines that are not final, as they look now."""
         return [bytes(row.text) for row in self._rows if row.text.strip()]
 
     def feed(self, data: bytes, now_s: float) -> list[bytes]:
-        """Take the next bytes and return the lines that have become final, without line ends."""
+        """Process the next bytes and return the lines that have become final, without line ends."""
         if self._cut_off:
             data, self._cut_off = self._cut_off + data, b""
         row = self._rows[-1]
@@ -80,11 +80,11 @@ class LiveLines:
         return lines
 
     def settle(self, now_s: float) -> list[bytes]:
-        """Return the lines to which the cursor has not come back."""
+        """Return the lines to which the cursor has not come back in time."""
         return self._take(now_s)
 
     def finish(self) -> list[bytes]:
-        """Return all that is left, the last line without an end as well."""
+        """Return all lines that are left, including a last one without an end."""
         self._rows[self._cursor].text += self._cut_off
         # A bar that was wiped out is gone, and an empty last row was never written to.
         lines = [bytes(row.text) for row in self._rows[:-1] if not _wiped(row)]
@@ -115,7 +115,7 @@ class LiveLines:
             elif piece == b"\n":
                 self._go_down(row, now_s)
             elif piece.endswith(b"K"):
-                # Erase the row, or what is right of the cursor.
+                # Erase the row, or the part right of the cursor.
                 if row.returned or piece == b"\x1b[2K":
                     row.text.clear()
                     row.drawn = True
@@ -156,7 +156,7 @@ class LiveLines:
 
 
 class LiveArea:
-    """The foot of a terminal, with lines that are not final. Knows how many rows it has drawn.
+    """The lines that are not final, at the bottom of a terminal.
 
     >>> area = LiveArea()
     >>> area.draw([b"[0]  10%"], columns=80), area.erase(), area.erase()
@@ -168,13 +168,13 @@ class LiveArea:
         """How many rows are on the terminal."""
 
     def draw(self, lines: Sequence[bytes], *, columns: int) -> bytes:
-        """Give what draws the lines below what was printed last. The area must not be drawn at the moment."""
+        """Return the bytes that draw the lines below the latest output. The area must not be on the terminal."""
         self.rows = len(lines)
         # A row as wide as the terminal may wrap, and could then not be erased.
         return b"\n".join(cut_to_width(line, max(1, columns - 1)) for line in lines)
 
     def erase(self) -> bytes:
-        """Give what takes the area off the terminal, and puts the cursor where it began."""
+        """Return the bytes that remove the area from the terminal, and put the cursor where the area began."""
         rows, self.rows = self.rows, 0
         return b"\r\x1b[2K" + b"\x1b[1A\x1b[2K" * (rows - 1) if rows else b""
 
@@ -204,7 +204,7 @@ def cut_to_width(line: bytes, columns: int) -> bytes:
 
 
 def plain_text(line: bytes) -> str:
-    """Read a line as text, without colours and other control characters.
+    """Return a line as text, without colours and other control characters.
 
     >>> plain_text(b"\\x1b[31mloss\\x1b[0m\\t0.5")
     'loss    0.5'
@@ -214,7 +214,7 @@ def plain_text(line: bytes) -> str:
 
 
 def _cells(sign: str) -> int:
-    """Count the cells that a sign takes; -1 if it must not be printed."""
+    """Return the number of cells that a character takes; -1 if it must not be printed."""
     if " " <= sign <= "~":
         return 1
     if unicodedata.category(sign) in ("Cc", "Cs"):

@@ -1,7 +1,7 @@
-"""Log files of a run: one folder for the run, in it one per attempt, in it one per rank.
+"""Log files of a run: a folder for the run contains one per attempt, and that contains one per rank.
 
-`route` is pure and says where what a rank prints goes, as torchrun's flags have it. `RunLogs` makes folders and files,
-`LogFile` survives a full disk. Start reading at `RunLogs.open`.
+`route` is pure and decides where the output of a rank goes, as torchrun's flags define it. `RunLogs` creates folders
+and files, `LogFile` survives a full disk. Start reading at `RunLogs.open`.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ class Route:
     """Where one stream of one rank goes."""
 
     logged: bool
-    """To a log file of its own."""
+    """True if it goes to a log file."""
     shown: bool
-    """To the launcher's stream."""
+    """True if it goes to the launcher's stream."""
 
 
 def route(output: Output, rank: int, stream: str) -> Route:
     """Decide where a stream goes: redirected means to a file only, teed means shown as well.
 
-    With a folder and neither, everything is teed. The null device as folder means no files, and so nothing redirected.
+    With a folder and neither, everything is teed. The null device as folder means no files and no redirection.
 
     >>> everything = Output(directory=Path("logs"))
     >>> route(everything, 0, "stdout")
@@ -55,12 +55,17 @@ def route(output: Output, rank: int, stream: str) -> Route:
 
 
 class RunLogs:
-    """The log files of one run. Without a folder, it makes none.
+    """The log files of one run; none if the output names neither a folder nor streams nor filters for files.
 
     Where streams go to files and no folder is named, they go to a new one in the system's folder for temporary files,
     as under torchrun.
-    Args: complain is called with a sentence to say where that is and, once, if a file cannot be written.
-    Raises: LaunchError if the folder cannot be made.
+
+    Args:
+        run_id: The name of the run's folder.
+        complain: Called with a sentence that names such a new folder and, once, if a file cannot be written.
+
+    Raises:
+        LaunchError: The folder cannot be created.
     """
 
     def __init__(self, output: Output, *, run_id: str, complain: Callable[[str], None]) -> None:
@@ -69,18 +74,18 @@ class RunLogs:
         self._complained = False
         self._filtered: dict[tuple[int, str], LogFile] = {}
         self.folder: Path | None = None
-        """The folder of this run."""
+        """The folder of this run; None without log files."""
         if _wants_files(output):
             self.folder = make_run_folder(output.directory, run_id)
             if output.directory is None:
                 complain(f"log files are in {str(self.folder)!r}; name another folder with --log-dir")
 
     def rank_folder(self, rank: int, attempt: int) -> Path | None:
-        """Give the folder of one rank in one attempt, whether it is there or not."""
+        """Return the folder of one rank in one attempt, whether it exists or not; None without log files."""
         return self.folder / f"attempt_{attempt}" / str(rank) if self.folder else None
 
     def open(self, rank: int, attempt: int) -> dict[str, LogFile]:
-        """Make the files of one rank. Returns: those of its streams that have one."""
+        """Create the files of one rank and return them by stream, for the streams that have one."""
         folder = self.rank_folder(rank, attempt)
         if folder is None:
             return {}
@@ -95,7 +100,7 @@ class RunLogs:
         return files
 
     def filter(self, stream: str, attempt: int, lines: list[bytes], *, prefix: bytes) -> None:
-        """Write those of the lines that hold one of the texts asked for to the file that all ranks share."""
+        """Append the lines that contain one of the filter texts to the file that all ranks share."""
         texts = self._output.stdout_filters if stream == "stdout" else self._output.stderr_filters
         if texts and self.folder is not None:
             wanted = [line for line in lines if any(text.encode() in line for text in texts)]
@@ -127,9 +132,10 @@ class RunLogs:
 
 
 class LogFile:
-    """A new file to which bytes are appended. What a full disk does not take is left out, and counted.
+    """A new file to which bytes are appended. Bytes that a full disk does not accept are left out, and counted.
 
-    Raises: OSError if the file cannot be made, or is there already.
+    Raises:
+        OSError: The file cannot be created, or exists already.
     """
 
     def __init__(self, path: Path, *, complain: Callable[[Path, OSError], None]) -> None:
@@ -140,7 +146,7 @@ class LogFile:
         self._file = os.open(path, flags, 0o666)
 
     def write(self, data: bytes) -> None:
-        """Append the bytes, unless the file is closed. After a gap, a line that tells of it comes first."""
+        """Append the bytes, unless the file is closed. After a gap, a line that reports it comes first."""
         if self._file < 0:
             return
         if self._missing:
@@ -168,9 +174,10 @@ class LogFile:
 
 
 def make_run_folder(directory: Path | None, run_id: str) -> Path:
-    """Make a folder that was not there: `directory/run_id`, or with -2, -3, … behind it. None: a temporary one.
+    """Create and return a new folder: `directory/run_id`, or with -2, -3, … appended. None: a temporary one.
 
-    Raises: LaunchError if that is not possible.
+    Raises:
+        LaunchError: The folder cannot be created.
     """
     try:
         if directory is None:

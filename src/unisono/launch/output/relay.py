@@ -1,7 +1,8 @@
-"""The way of the ranks' output through the agent: pipes in; the launcher's streams, log files and the display out.
+"""The path of the ranks' output through the agent: from pipes to the launcher's streams, log files and the display.
 
-All in the agent's one loop, no thread per rank. Bytes come in at `Relay._take`, become lines (`live.py`), wait for
-equal lines of other ranks (`folding.py`) and leave at `Relay._pass_on`. Start reading at `Relay.open`.
+Everything is done in the agent's one loop, without a thread per rank. `Relay._take` reads bytes. They become lines
+(`live.py`), wait for equal lines of other ranks (`line_merging.py`) and are written by `Relay._pass_on`. Start reading
+at `Relay.open`.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class _Stream:
 
 @dataclass(eq=False, slots=True)
 class _Rank:
-    """What one rank has printed in one attempt."""
+    """The log files and the last lines of one rank in one attempt."""
 
     rank: int
     logs: dict[str, LogFile]
@@ -61,7 +62,7 @@ class _Rank:
 
 @dataclass(eq=False, slots=True)
 class _Pipe:
-    """The read end of what one rank writes; `stream` is None for progress events."""
+    """The read end of a pipe to which one rank writes; `stream` is None for progress events."""
 
     file: int
     writer: _Rank
@@ -73,12 +74,18 @@ class _Pipe:
 
 
 class Relay:
-    """Passes on what ranks print and what rank 0 tells about its progress.
+    """Passes on the output of ranks and the progress events of rank 0.
 
     Lines are held back for a tenth of a second at most: call `tick` when `next_deadline_s` has come.
-    Args: selector is the agent's; the data of each key is the function to call when the file is ready. run_id names the
-    folder of log files. stdin is the rank that has standard input, whose prompts are shown. clock is the monotonic one.
-    Raises: LaunchError if the folder of log files cannot be made.
+
+    Args:
+        selector: The agent's; the data of each key is the function to call when the file is ready.
+        run_id: The name of the folder of log files.
+        stdin: The rank that has standard input, whose prompts are shown.
+        clock: The monotonic clock.
+
+    Raises:
+        LaunchError: The folder of log files cannot be created.
     """
 
     def __init__(
@@ -103,7 +110,7 @@ class Relay:
         self._holding: dict[_Pipe, None] = {}
         self._reading = True
         self._writing: set[Sink] = set()
-        # Rank 0 has the foot of the terminal or, if it is not shown, the first rank that is.
+        # Rank 0 has the bottom of the terminal or, if it is not shown, the first rank that is.
         self._live_rank = min(output.shown or {0}) if stdin is None else stdin
         self._area = LiveArea()
         self._notice = b""
@@ -115,7 +122,7 @@ class Relay:
 
     @property
     def broken(self) -> bool:
-        """Whether the reader of standard output is gone."""
+        """True if the reader of standard output is gone."""
         return self._stdout.sink.broken
 
     @property
@@ -125,13 +132,13 @@ class Relay:
 
     @property
     def progress(self) -> dict[str, Any]:
-        """How far the run is, if rank 0 tells: `step`, `steps` at its end, and `loss`; None for what is not known."""
+        """The run's `step`, `steps` at its end, and `loss`, from rank 0's events; None where one is not known."""
         return {"step": self._events.step, "steps": self._events.steps, "loss": self._events.loss}
 
     def open(self, rank: int, *, attempt: int = 0) -> list[int]:
-        """Make the pipes of one rank. Returns: the ends to write to (stdout, stderr; events for rank 0).
+        """Create the pipes of one rank and return the ends to write to (stdout, stderr; events for rank 0).
 
-        In a later attempt, what is left of the rank's earlier pipes is still passed on, but goes to no log file.
+        In a later attempt, remaining output of the rank's earlier pipes is still passed on, but goes to no log file.
         """
         if rank in self._ranks:
             _close_all(self._ranks[rank].logs.values())
@@ -150,9 +157,9 @@ class Relay:
         return ends
 
     def drain(self, ranks: Collection[int]) -> None:
-        """Pass on at once what these ranks, which have ended, had written before.
+        """Pass on at once the remaining output of ranks that have ended.
 
-        What they started may still have the pipe and write on: no more is taken than the pipe holds now.
+        Processes that they started may still have the pipe and go on writing: no more is read than the pipe holds now.
         """
         for pipe in [pipe for pipe in self._pipes if pipe.writer.rank in ranks]:
             held = _held(pipe.file)
@@ -160,17 +167,17 @@ class Relay:
                 while held > 0 and pipe in self._pipes:
                     held -= self._take(pipe)
                 if pipe in self._pipes and not _held(pipe.file):
-                    self._take(pipe)  # its end, if nobody has the pipe any more
+                    self._take(pipe)  # its end, if no process has the pipe any more
             if pipe in self._pipes:
                 self._settle(pipe, math.inf)
 
     def shut(self, rank: int) -> None:
-        """Take no more of a rank that has failed or was ended: what it has started would only complain of its loss."""
+        """Stop reading from a rank that failed or was ended: processes it started would only complain of its loss."""
         for pipe in [pipe for pipe in self._pipes if pipe.writer.rank == rank]:
             self._close(pipe)
 
     def tail(self, rank: int) -> list[str]:
-        """Give the last lines that a rank has printed in its latest attempt, the newest last, shown or not."""
+        """Return the last lines that a rank has printed in its latest attempt, the newest last, shown or not."""
         writer = self._ranks.get(rank)
         if writer is None:
             return []
@@ -178,15 +185,15 @@ class Relay:
         return [plain_text(line[:_LONGEST_IN_TAIL]) for line in (*writer.tail, *unfinished)][-_TAIL:]
 
     def log_files(self, rank: int) -> list[Path]:
-        """Give the log files of a rank in its latest attempt."""
+        """Return the log files of a rank in its latest attempt."""
         return [file.path for file in self._ranks[rank].logs.values()] if rank in self._ranks else []
 
     def rank_folder(self, rank: int, *, attempt: int = 0) -> Path | None:
-        """Give the folder of a rank's log files, if there is one: torchrun's TORCHELASTIC_ERROR_FILE lies there."""
+        """Return the folder of a rank's log files, if there is one: torchrun's TORCHELASTIC_ERROR_FILE lies there."""
         return self._logs.rank_folder(rank, attempt)
 
     def log(self, rank: int, text: str) -> None:
-        """Append text to the log file of a rank's standard error that the rank has not printed: its traceback."""
+        """Append text that the rank has not printed, its traceback, to the log file of its standard error."""
         if rank in self._ranks and (file := self._ranks[rank].logs.get("stderr")):
             file.write(text.encode(errors="backslashreplace"))
 
@@ -200,10 +207,10 @@ class Relay:
         self._pass_on(self._stderr, f"{text.rstrip()}\n".encode(errors="backslashreplace"))
 
     def notice(self, text: str) -> None:
-        """Show a line of the launcher's own at the foot of a terminal, until a rank prints or the next notice.
+        """Display a line of the launcher's own at the bottom of a terminal, until a rank prints or the next notice.
 
         Args:
-            text: The line; "" removes the one that is there.
+            text: The line; "" removes the present one.
         """
         self._notice = text.encode(errors="backslashreplace")
         if self._foot is not None:
@@ -211,7 +218,7 @@ class Relay:
             self._foot.sink.flush()
 
     def next_deadline_s(self) -> float | None:
-        """Tell when `tick` has something to do, by the monotonic clock."""
+        """Return when `tick` has something to do, by the monotonic clock; None if nothing is held back."""
         candidates = [self._folder.deadline_s, self._redraw_s, *(pipe.lines.deadline_s for pipe in self._holding)]
         return min((deadline_s for deadline_s in candidates if deadline_s is not None), default=None)
 
@@ -228,7 +235,7 @@ class Relay:
             self._redraw(now_s)
 
     def balance(self) -> None:
-        """Wait for streams that take no more, and stop reading while one of them is far behind. Call once per turn."""
+        """Watch streams that accept no more, and stop reading while one of them is far behind. Call once per turn."""
         sinks = {self._stdout.sink, self._stderr.sink}
         for sink in sinks:
             if sink.waiting != (sink in self._writing):
@@ -248,7 +255,7 @@ class Relay:
                     self._selector.unregister(pipe.file)
 
     def finish(self) -> None:
-        """Pass on partial last lines and take the display off the terminal. The ranks have ended."""
+        """Pass on partial last lines and remove the display from the terminal. Call it after the ranks have ended."""
         self.drain({pipe.writer.rank for pipe in self._pipes})
         for pipe in list(self._pipes):
             self._close(pipe)
@@ -258,7 +265,7 @@ class Relay:
         self._events.close()
 
     def flush(self) -> None:
-        """Wait until the launcher's streams have taken all, and close the log files. Nothing is printed after that."""
+        """Write all that is left to the launcher's streams, and close the log files. Nothing is printed after that."""
         for stream in self._streams:
             stream.sink.flush()
         for writer in self._ranks.values():
@@ -271,14 +278,14 @@ class Relay:
                 self._take(pipe)
 
     def _take(self, pipe: _Pipe) -> int:
-        """Pass on what can be read at once. Returns: how many bytes; 0 at the end, where the pipe is closed."""
+        """Pass on the bytes that can be read at once; return their number, 0 at the end, where the pipe is closed."""
         data = os.read(pipe.file, _READ)
         if self._notice:
             self.notice("")
         if not data:
             self._close(pipe)
         elif pipe.stream is None:
-            self._erase()  # the display may open now, and needs the foot of the terminal
+            self._erase()  # the display may open now, and needs the bottom of the terminal
             self._events.feed(data)
         else:
             if pipe.log is not None:
@@ -289,7 +296,7 @@ class Relay:
         return len(data)
 
     def _settle(self, pipe: _Pipe, now_s: float) -> None:
-        """Print the lines of a rank that were held back in case it went back to them. They have waited enough."""
+        """Print the lines of a rank that have waited long enough in case the cursor came back to them."""
         if lines := pipe.lines.settle(now_s):
             self._pass_lines(pipe, lines, self._clock())
             self._print(self._folder.release(pipe.writer.rank))
@@ -356,7 +363,7 @@ class Relay:
     def _redraw(self, now_s: float) -> None:
         if self._foot is None:
             return
-        if self._foot.sink.waiting:  # a terminal that takes no more: draw what is there when it does
+        if self._foot.sink.waiting:  # a terminal that accepts no more: draw when it does
             self._redraw_s = now_s + _REDRAW_S
         else:
             self._redraw_s = None
@@ -379,7 +386,7 @@ class Relay:
 def _open_streams(stdout: TextIO, stderr: TextIO, environment: Mapping[str, str]) -> tuple[_Stream, _Stream]:
     streams, sinks = [], [Sink(stdout.fileno())]
     terminals = [stream.isatty() for stream in (stdout, stderr)]
-    # On one terminal, order and the lines at its foot need one writer.
+    # On one terminal, order and the lines at its bottom need one writer.
     devices = [os.fstat(stream.fileno()).st_rdev for stream in (stdout, stderr)]
     sinks.append(sinks[0] if all(terminals) and devices[0] == devices[1] else Sink(stderr.fileno()))
     for number, (sink, terminal) in enumerate(zip(sinks, terminals, strict=True)):

@@ -1,6 +1,6 @@
-"""The launcher's own streams: what stands in front of a rank's line, and how lines are written without blocking.
+"""The launcher's own streams: the prefixes of ranks' lines, and writing without blocking.
 
-`Prefixes` is pure. `Sink` writes to a stream of the launcher only what it takes at once, so a reader
+`Prefixes` is pure. `Sink` writes to a stream of the launcher only what it accepts at once, so a reader
 that has stopped (a pager, a terminal after Ctrl-S) cannot keep the launcher from seeing a signal or a lost rank.
 """
 
@@ -19,11 +19,11 @@ _COLOURS = (36, 33, 35, 32, 34, 31)
 _BOLD = 1
 
 _MOST_PREFIXES = 1000
-"""Sets of ranks whose prefix is remembered."""
+"""The number of sets of ranks whose prefixes are cached."""
 
 
 class Prefixes:
-    """What stands in front of a line: the ranks that printed it, in colour where that helps.
+    """The prefixes of lines: the ranks that printed one, in colour if `colour` is True.
 
     >>> Prefixes(colour=False).of({3}), Prefixes(colour=False).of({0, 1, 2})
     (b'[3] ', b'[0-2] ')
@@ -34,7 +34,7 @@ class Prefixes:
         self._known: dict[Hashable, bytes] = {}
 
     def of(self, ranks: Collection[int]) -> bytes:
-        """Give the prefix for a line of these ranks."""
+        """Return the prefix for a line of these ranks."""
         key = frozenset(ranks)
         prefix = self._known.get(key)
         if prefix is None:
@@ -52,7 +52,7 @@ class Prefixes:
 
 
 class Sink:
-    """One of the launcher's own streams. Holds what the stream does not take yet."""
+    """One of the launcher's own streams. Buffers bytes that the stream does not accept yet."""
 
     def __init__(self, file: int, *, high_water: int = 1 << 20) -> None:
         self._file = file
@@ -60,33 +60,33 @@ class Sink:
         self._high_water = high_water
         self._poll = select.poll()
         self._poll.register(file, select.POLLOUT)
-        # A pipe that polls as writable takes PIPE_BUF bytes without blocking, and a terminal about as much.
+        # A pipe that polls as writable accepts PIPE_BUF bytes without blocking, and a terminal about as much.
         self._piece = 1 << 20 if stat.S_ISREG(os.fstat(file).st_mode) else select.PIPE_BUF
         self.broken = False
-        """Whether the reader of the stream is gone. What is written is dropped from then on."""
+        """True if the reader of the stream is gone. All output is dropped from then on."""
 
     def fileno(self) -> int:
-        """Give the number of the stream, for a selector."""
+        """Return the file number of the stream, for a selector."""
         return self._file
 
     @property
     def waiting(self) -> bool:
-        """Whether something is left to be written when the stream takes more."""
+        """True if bytes are left to be written when the stream accepts more."""
         return bool(self._pending)
 
     @property
     def full(self) -> bool:
-        """Whether so much is left that ranks should have to wait until it is written."""
+        """True if so much is left that ranks should wait until it is written."""
         return len(self._pending) > self._high_water
 
     def write(self, data: bytes) -> None:
-        """Write what the stream takes now and keep the rest."""
+        """Write what the stream accepts now and keep the rest."""
         if not self.broken:
             self._pending += data
             self.pump()
 
     def pump(self) -> None:
-        """Write more of what is left, while the stream takes it."""
+        """Write more of the rest, while the stream accepts it."""
         while self._pending and self._poll.poll(0):
             self._write_piece()
 
@@ -100,7 +100,7 @@ class Sink:
         cut = self._pending.rfind(b"\n", 0, self._piece) + 1 or self._piece
         try:
             del self._pending[: os.write(self._file, self._pending[:cut])]
-        except OSError:  # no reader, a full disk, a terminal that hung up: nobody can be told there
+        except OSError:  # no reader, a full disk, a terminal that hung up: there is nowhere to report it
             self.broken = True
             self._pending.clear()
 

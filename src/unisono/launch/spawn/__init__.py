@@ -1,1 +1,1 @@
-"""`unisono.spawn`: a function on several ranks, called from a script, a notebook or a prompt."""
+"""`unisono.spawn`: runs a function on several ranks, from a script, a notebook or a prompt."""

@@ -1,6 +1,6 @@
 """The process between a caller of `unisono.spawn` and its ranks: it runs the job, and ends it when the caller is gone.
 
-It is what `unisono run` is for a script: the agent. Start reading at `main`.
+It is the agent, as `unisono run` is for a script. Start reading at `main`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main() -> None:
     threading.Thread(target=_end_with_caller, args=(facts["caller"],), daemon=True).start()
 
     def tell(rank: int, code: int) -> bool:
-        """Tell the caller which rank was the cause. Returns: whether the caller has an exception of it to show."""
+        """Send the rank that was the cause to the caller; return True if the caller has an exception of it to show."""
         os.write(events, json.dumps({"rank": rank, "code": code}).encode() + b"\n")
         return any(report.rank == rank and report.traceback is not None for report in read_reports(reports))
 

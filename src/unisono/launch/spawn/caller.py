@@ -1,4 +1,4 @@
-"""`unisono.spawn`: run a function on several ranks, from a script, a notebook cell or an interactive prompt.
+"""`unisono.spawn`: runs a function on several ranks, from a script, a notebook cell or an interactive prompt.
 
 The signature and the exceptions are those of `torch.multiprocessing.spawn`. The ranks are those of `unisono run`:
 forked from a process that has imported torch, with the environment of torchrun, ended together. Start reading
@@ -46,14 +46,28 @@ def spawn(  # noqa: PLR0917  the signature of torch.multiprocessing.spawn
     """Call `fn(rank, *args)` on `nprocs` ranks of this machine, and wait until all have returned.
 
     Each rank is a process with the environment of torchrun, so `init_process_group()` needs no arguments. If one fails,
-    the others are ended. What ranks print appears in this process's `sys.stdout` and `sys.stderr`.
+    the others are ended. The ranks' output appears in this process's `sys.stdout` and `sys.stderr`.
 
-    Args: join=False returns at once, with a context to wait on; daemon says whether the ranks are ended when this
-    process exits before them, or waited for; start_method says whether ranks are forked from a process that has
-    imported torch ("fork", the same as "forkserver"), or each start an interpreter ("spawn").
-    Raises: torch.multiprocessing.ProcessRaisedException if `fn` raised an exception, with its traceback;
-    torch.multiprocessing.ProcessExitedException if a rank was killed or exited with another code than 0; what pickle
-    raises if `fn` or `args` cannot be sent to another process; LaunchError if no job could be started.
+    Args:
+        fn: The function. Its return value is dropped.
+        args: Its arguments after the rank. CPU tensors and the queues, locks, events, pipes and managers of
+            multiprocessing are shared with the ranks; everything else is copied.
+        nprocs: The number of ranks.
+        join: False to return at once.
+        daemon: True to end ranks that still run when this process exits, False to wait for them.
+        start_method: "fork" to fork ranks from a process that has imported torch, "spawn" to start an interpreter for
+            each. "forkserver" is the same as "fork".
+
+    Returns:
+        None; with `join=False`, a context with `join()` and `pids()`.
+
+    Raises:
+        ValueError: `nprocs` is below 1, or `start_method` is unknown.
+        torch.multiprocessing.ProcessRaisedException: `fn` raised an exception; the message contains its traceback.
+        torch.multiprocessing.ProcessExitedException: A rank was killed, or exited with a code other than 0.
+        LaunchError: The job could not be started, or was ended for a reason other than a rank, such as a signal.
+        RuntimeError: A rank calls this while it imports the script: put the call under `if __name__ == "__main__":`.
+        Exception: `fn` or `args` cannot be sent to another process; the exception is pickle's.
     """
     if nprocs < 1:
         raise ValueError(f"nprocs={nprocs}: give 1 or more")
@@ -69,11 +83,11 @@ def spawn(  # noqa: PLR0917  the signature of torch.multiprocessing.spawn
 
 
 class SpawnContext:
-    """Ranks that have been started: what `torch.multiprocessing.spawn` returns with join=False."""
+    """Ranks that have been started. Stands in for the context of `torch.multiprocessing.spawn` with `join=False`."""
 
     def __init__(self, call: FunctionCall, *, ranks: int, daemon: bool, start_method: str) -> None:
         packed = pack(call)
-        # Locks, queues and shared memory in the arguments are gone with the last object here that stands for them.
+        # Locks, queues and shared memory in the arguments vanish with the last object here that refers to them.
         self._call: FunctionCall | None = call
         self._ranks, self._daemon, self._owner = ranks, daemon, os.getpid()
         self._failure: dict[str, int] | None = None
@@ -86,7 +100,7 @@ class SpawnContext:
         with open(content, "wb", closefd=False) as file:
             file.write(packed.data)
         self._events, events = os.pipe()
-        caller, self._lifeline = os.pipe()  # its end is the end of this process, however that comes
+        caller, self._lifeline = os.pipe()  # it is closed when this process ends, for whatever reason
         passed = {"packed": content, "reports": self._reports, "events": events, "caller": caller}
         facts = {**passed, "ranks": ranks, "start_method": start_method, "files": packed.files}
         streams = [_foreign_stream(sys.stdout, sys.__stdout__, 1), _foreign_stream(sys.stderr, sys.__stderr__, 2)]
@@ -114,18 +128,27 @@ class SpawnContext:
         atexit.register(self._at_exit)
 
     def pids(self) -> list[int]:
-        """Give the process ids of the ranks, in their order. Waits until all have started, or the job has ended."""
+        """Return the process ids of the ranks, in order. Waits until all have started, or the job has ended."""
         while not self._over and len(self._pids()) < self._ranks:
             self._turn(_POLL_S)
         return [pid for _, pid in sorted(self._pids().items())]
 
     def join(self, timeout: float | None = None, grace_period: float | None = None) -> bool:
-        """Wait until all ranks have ended. Returns: whether they have, within `timeout` seconds.
+        """Wait until all ranks have ended. Ctrl-C ends them.
 
-        Args: grace_period is how many seconds the other ranks have to end when one has raised an exception, before they
-        are killed; the default, and the limit after any other failure, is 30. They get SIGTERM as soon as one has
-        failed, whether somebody waits or not.
-        Raises: what `spawn` raises.
+        Args:
+            timeout: The number of seconds to wait for the end or the failure of ranks; None waits without a limit.
+            grace_period: How many seconds the other ranks have to end when one has raised an exception, before they are
+                killed. The default, and the limit after any other failure, is 30. They get SIGTERM as soon as one has
+                failed, even if this method is not called.
+
+        Returns:
+            True if all ranks have ended, False after the timeout.
+
+        Raises:
+            torch.multiprocessing.ProcessRaisedException: The function raised an exception.
+            torch.multiprocessing.ProcessExitedException: A rank was killed, or exited with a code other than 0.
+            LaunchError: The job could not be started, or was ended for a reason other than a rank, such as a signal.
         """
         try:
             if not self._wait_for_news(timeout, pause_s=None if grace_period is None else _POLL_S):
@@ -144,9 +167,9 @@ class SpawnContext:
         return True
 
     def _wait_for_news(self, timeout_s: float | None, *, pause_s: float | None) -> bool:
-        """Wait until a rank has failed or all have ended. Returns: whether that has happened.
+        """Wait until a rank has failed or all have ended; return False after the timeout.
 
-        The agent tells of a failure when all have ended. With a pause, ranks' own reports are looked at meanwhile.
+        The agent reports a failure when all have ended. With a pause, the ranks' own reports are read meanwhile.
         """
         deadline_s = _deadline(timeout_s)
         while not self._over and self._failure is None:
@@ -166,7 +189,7 @@ class SpawnContext:
         return True
 
     def _turn(self, timeout_s: float | None) -> bool:
-        """Take what the agent tells. Returns: whether it told something, or has ended, within that time."""
+        """Read the agent's messages; return False if none came, and the agent has not ended, within that time."""
         poll = select.poll()
         poll.register(self._events, select.POLLIN)
         if not poll.poll(None if timeout_s is None else 1000 * timeout_s):
@@ -179,7 +202,7 @@ class SpawnContext:
         return True
 
     def _interrupt(self) -> None:
-        """End the job for Ctrl-C; each further one is passed on too, and kills."""
+        """End the job for Ctrl-C. Each further one is passed on too, and kills the ranks."""
         while not self._over:
             self._agent.send_signal(signal.SIGINT)
             with suppress(KeyboardInterrupt):
@@ -187,7 +210,7 @@ class SpawnContext:
         self._close()
 
     def _close(self) -> None:
-        """Give up what is needed while ranks run. May be called again."""
+        """Wait for the agent's end, and release everything that only running ranks need. May be called again."""
         if self._known is None:
             self._agent.wait()
             for pump in self._pumps:
@@ -233,7 +256,7 @@ class SpawnContext:
 
 
 def _foreign_stream(stream: TextIO | None, original: TextIO | None, number: int) -> TextIO | None:
-    """Give a stream that only this process can write to, as in a notebook; None if ranks can have the file itself."""
+    """Return a stream that only this process can write to, as in a notebook; None if ranks can have the file itself."""
     if stream is None:
         return None
     with suppress(OSError, ValueError):
@@ -244,7 +267,7 @@ def _foreign_stream(stream: TextIO | None, original: TextIO | None, number: int)
 
 
 def _pump(pipe: IO[bytes], stream: TextIO) -> None:
-    """Pass on what ranks print, until the last of them has ended."""
+    """Pass on the output of ranks, until the last of them has ended."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     with pipe:
         while data := os.read(pipe.fileno(), 1 << 16):

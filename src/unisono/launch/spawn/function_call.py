@@ -1,9 +1,9 @@
-"""What `unisono.spawn` hands to its ranks: one function call, and how the ranks answer. Both ends of it.
+"""The function call that `unisono.spawn` sends to its ranks, and their reports: both ends of each.
 
 A call is a file in memory: its preparation (search path, arguments and so on, as `multiprocessing` passes them), then
-the function and its arguments. What a script defines is found by importing the script again, as under
-`multiprocessing`. What a notebook or a prompt defines cannot be imported, so it travels by value. Start reading at
-`pack` and `unpack`.
+the function and its arguments. Names of a script are found by importing the script again, as under `multiprocessing`.
+Functions and classes of a notebook or a prompt cannot be imported, so they are sent by value. Start reading at `pack`
+and `unpack`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["FunctionCall", "Packed", "RankReport", "append_report", "pack", "rea
 
 @dataclass(frozen=True, slots=True)
 class FunctionCall:
-    """A function and what every rank calls it with, behind its rank."""
+    """A function and the arguments with which every rank calls it, after its rank."""
 
     function: Callable[..., object]
     arguments: tuple[Any, ...]
@@ -47,7 +47,7 @@ class Packed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankReport:
-    """What a rank tells its caller: that it is there, or what it raised."""
+    """A rank's report to its caller: that it has started, or the exception it raised."""
 
     rank: int
     pid: int
@@ -58,7 +58,9 @@ class RankReport:
 def pack(call: FunctionCall) -> Packed:
     """Turn a call into bytes. Tensors on the CPU go into shared memory, as with `torch.multiprocessing`.
 
-    Raises: what pickle raises for an object that cannot be sent; RuntimeError while a script is imported again.
+    Raises:
+        RuntimeError: This process is a rank that is importing the script again.
+        Exception: An object cannot be sent; the exception is pickle's.
     """
     main = sys.modules["__main__"]
     importable = _is_importable(main)
@@ -76,7 +78,7 @@ def pack(call: FunctionCall) -> Packed:
     try:
         head = pickle.dumps(preparation)
         pickler.dump((call.function, call.arguments))
-        # By the same pickler, so that these are the very objects of the call, not copies.
+        # With the same pickler, so that these are the very objects of the call, not copies.
         pickler.dump((pickler.defined, pickler.lines))
     finally:
         context.set_spawning_popen(None)
@@ -84,7 +86,7 @@ def pack(call: FunctionCall) -> Packed:
 
 
 def unpack(data: bytes) -> FunctionCall:
-    """Prepare this process as the caller's was, and give the call. Changes the search path and `__main__`."""
+    """Prepare this process as the caller's was, and return the call. Changes the search path and `__main__`."""
     stream = io.BytesIO(data)
     head = stream.read(int.from_bytes(stream.read(8), "big"))
     with _importing_main():
@@ -97,7 +99,7 @@ def unpack(data: bytes) -> FunctionCall:
         unpickler = pickle.Unpickler(stream)
         function, arguments = unpickler.load()
         defined, lines = unpickler.load()
-    # What a rank pickles itself, and what is sent to it by name, is looked up there.
+    # Objects that a rank pickles, and those that are sent to it by name, are looked up there.
     vars(sys.modules["__main__"]).update(defined)
     for file, text in lines.items():  # for tracebacks; without a time, the cache does not look for the file
         linecache.cache.setdefault(file, (sum(map(len, text)), None, text, file))
@@ -110,24 +112,24 @@ def append_report(file: int, report: RankReport) -> None:
 
 
 def read_reports(file: int) -> list[RankReport]:
-    """Give what ranks have reported so far, in that order. What is still being written is left for the next time."""
+    """Return the reports so far, in the order of their arrival, without one that is still being written."""
     data = os.pread(file, os.fstat(file).st_size, 0)
     return [RankReport(**json.loads(line)) for line in data.splitlines(keepends=True) if line.endswith(b"\n")]
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
-    """Sends what can be imported by name and the rest by value; notes what it met of `__main__`."""
+    """Pickles importable objects by name and others by value; notes the objects of `__main__` that it meets."""
 
     def __init__(self, file: io.BytesIO, *, main: ModuleType, importable: bool) -> None:
-        # Torch and multiprocessing add theirs to the first: tensors, connections. Pickle looks for the table only once.
+        # Torch and multiprocessing add to the first table: tensors, connections. Pickle reads the attribute only once.
         shared = ForkingPickler(io.BytesIO()).dispatch_table
         self.dispatch_table = ChainMap(shared, *cloudpickle.Pickler.dispatch_table.maps)
         super().__init__(file)
         self._main, self._importable = main, importable
         self.defined: dict[str, object] = {}
-        """Functions and classes of `__main__` that travel by value."""
+        """Functions and classes of `__main__` that are sent by value."""
         self.lines: dict[str, list[str]] = {}
-        """Source text of functions that is in no file, as in a notebook."""
+        """By name of a file that does not exist, as in a notebook, the source of the functions in it."""
 
     def reducer_override(self, value: Any) -> Any:
         """Decide how an object is sent. Called by pickle for all but basic types."""
@@ -151,12 +153,12 @@ class _InheritedFile:
         self._number = number
 
     def detach(self) -> int:
-        """Give the number. Called by what multiprocessing and torch rebuild."""
+        """Return the number. Called when multiprocessing and torch rebuild objects."""
         return self._number
 
 
 class _Files:
-    """Stands for the process being started while multiprocessing and torch pickle what holds open files."""
+    """Stands in for the process being started while multiprocessing and torch pickle objects that hold open files."""
 
     DupFd = _InheritedFile
 
@@ -164,7 +166,7 @@ class _Files:
         self.numbers: list[int] = []
 
     def duplicate_for_child(self, number: int) -> int:
-        """Note a file. Returns: its number there."""
+        """Note a file and return its number there, which is the same."""
         self.numbers.append(number)
         return number
 
@@ -181,7 +183,7 @@ def _importing_main() -> Iterator[None]:
 
 
 def _is_importable(main: ModuleType) -> bool:
-    """Tell whether `__main__` can be imported again: a script or module, without a prompt that added to it."""
+    """Return True if `__main__` can be imported again: it is a script or module, and there is no prompt."""
     if hasattr(sys, "ps1"):
         return False
     file = getattr(main, "__file__", None)

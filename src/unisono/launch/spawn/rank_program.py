@@ -13,15 +13,15 @@ from unisono.launch.spawn.function_call import RankReport, append_report, unpack
 
 
 def main(packed: int, reports: int) -> None:
-    """Call the function. What it raises is reported to the caller, who shows it, and ends this rank."""
+    """Call the function. An exception of it is reported to the caller, which shows it, and ends this rank."""
     rank, pid = int(os.environ["RANK"]), os.getpid()
     append_report(reports, RankReport(rank=rank, pid=pid))
     try:
         call = unpack(os.pread(packed, os.fstat(packed).st_size, 0))
         call.function(rank, *call.arguments)
     except KeyboardInterrupt:
-        pass  # the caller was interrupted, and says so
-    except Exception:  # whatever the caller's function raises is told, and raised on
+        pass  # the caller was interrupted, and reports that
+    except Exception:  # any exception of the caller's function is reported and raised again
         append_report(reports, RankReport(rank=rank, pid=pid, traceback=traceback.format_exc()))
         sys.excepthook = lambda *_: None
         raise
