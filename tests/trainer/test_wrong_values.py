@@ -60,6 +60,10 @@ def evaluate(function=per_sample, **options):
     return make_trainer().evaluate(function, DATA, **options)
 
 
+def predict(function=per_sample, dataset=DATA, **options):
+    return make_trainer().predict(function, dataset, **options)
+
+
 TRAINER = [
     ({"virtual_ranks": "8"}, TypeError, "virtual_ranks='8' must be a whole number, such as 8, and is a str"),
     ({"virtual_ranks": 8.0}, TypeError, "virtual_ranks=8.0 must be "),
@@ -125,6 +129,17 @@ EVALUATE = [
     ({"name": None}, TypeError, "name=None must be "),
     ({"name": ""}, ValueError, "name='' must not be empty"),
 ]
+PREDICT = [
+    ({"batch_size": 0}, ValueError, "batch_size=0 must be at least 1"),
+    ({"batch_size": 2}, ValueError, "batch_size=2 is smaller than virtual_ranks=4"),
+    ({"micro_batch_size": 0}, ValueError, "micro_batch_size=0 must be at least 1"),
+    ({"ema": 1}, TypeError, "ema=1 must be True or False"),
+    ({"ema": True}, ValueError, "ema=True needs averaged weights"),
+    ({"function": DATA}, TypeError, "the function of trainer.predict is a TensorDataset, which cannot be called"),
+    ({"to": "mian"}, ValueError, 'to=\'mian\' must be "main", "all", "iterator" or a path that ends in .safetensors'),
+    ({"to": None}, TypeError, "to=None is a NoneType; give"),
+    ({"dataset": "data/test"}, TypeError, "a str is no map-style dataset"),
+]
 FIT = [
     ({"metrics": [per_sample], "validation": DATA}, TypeError, "metrics is a list; give functions by name, as {"),
     (
@@ -162,6 +177,7 @@ TABLES = {
     make_trainer: TRAINER,
     batches: BATCHES,
     evaluate: EVALUATE,
+    predict: PREDICT,
     fit: FIT,
     unisono.Checkpoints: CHECKPOINTS,
 }

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unisono.collectives.group import known_group
-from unisono.collectives.object_transport import gather_values
+from unisono.collectives.object_transport import gather, gather_values
 from unisono.collectives.polling_wait import PollingWait
+from unisono.collectives.serialization import serialize
 from unisono.job.initialize import begin_job
 from unisono.job.placement import own_placement
 from unisono.job.ranks import local_rank, local_world_size, world_size
@@ -107,6 +108,21 @@ class World:
             RankMismatchError: Ranks gather for different purposes.
         """
         return [value] if self.group is None else gather_values(known_group(self.group), call, value)
+
+    def gather_to_main(self, value: Any, call: str) -> list[Any] | None:
+        """Return one picklable value of each rank on rank 0, in rank order; None elsewhere. Every rank must call it.
+
+        Args:
+            value: This rank's.
+            call: What the values are gathered for, alike on all ranks, for messages.
+
+        Raises:
+            RankMismatchError: Ranks gather for different things.
+        """
+        if self.group is None:
+            return [value]
+        received = gather(known_group(self.group), call, serialize(value), 0)
+        return None if received is None else [one.open() for one in received]
 
     def broadcast_bytes(self, make: Callable[[], bytes]) -> bytes:
         """Return on every rank the bytes that `make` returns on rank 0. Every rank must call it.

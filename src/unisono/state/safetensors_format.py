@@ -21,7 +21,7 @@ from unisono.errors import CheckpointError
 from unisono.state.codec import Json, decode_dtype
 from unisono.state.digest import check_storable, memory, same_memory
 
-__all__ = ["FilePart", "plan_file", "read_tensors"]
+__all__ = ["FilePart", "encode_header", "plan_file", "read_tensors", "type_name"]
 
 FilePart: TypeAlias = bytes | tuple[str, Tensor]
 """A part of a file: bytes, or a tensor by name, whose memory is the part."""
@@ -85,14 +85,33 @@ def plan_file(tensors: Mapping[str, Tensor], group: str) -> tuple[list[FilePart]
         end = offset + tensors[name].numel() * tensors[name].element_size()
         header[name] = {**described, "data_offsets": [offset, end]}  # type: ignore[dict-item]
         offset = end
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
     data: list[FilePart] = [(name, tensors[name]) for _, name, _ in kept]
-    return [len(text).to_bytes(8, "little") + text, *data], {
+    return [encode_header(header), *data], {
         "names": [*tensors],
         "aliases": {**aliases},
         "dtypes": {**dtypes},
     }
+
+
+def encode_header(header: Mapping[str, Json], *, room: int = 0) -> bytes:
+    """Return a header as it stands in a file, with its length before it, padded with spaces to at least `room` bytes.
+
+    >>> encode_header({"a": {}}, room=20)
+    b'\\x10\\x00\\x00\\x00\\x00\\x00\\x00\\x00{"a":{}}        '
+    """
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text = text.ljust(room - _LENGTH_NBYTES)
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(_LENGTH_NBYTES, "little") + text
+
+
+def type_name(dtype: torch.dtype) -> str | None:
+    """Return the name of a type that safetensors files can hold, None for other types.
+
+    >>> type_name(torch.bfloat16), type_name(torch.complex64)
+    ('BF16', None)
+    """
+    return _DTYPES.get(dtype)
 
 
 def read_tensors(read: Callable[[memoryview], None], nbytes: int, described: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -33,12 +33,15 @@ class LoaderCache:
         self._run, self._tell = run, tell
         self._loaders: dict[tuple[int, int | None, TrainerLoaderSettings], MapLoader | StreamLoader] = {}
 
-    def loader(self, dataset: Any, *, shuffle: bool | None, **settings: Any) -> MapLoader | StreamLoader:
+    def loader(
+        self, dataset: Any, *, shuffle: bool | None, keep: bool = True, **settings: Any
+    ) -> MapLoader | StreamLoader:
         """Return the loader of a dataset. Every rank must call it: a new dataset is compared between ranks.
 
         Args:
             dataset: The dataset.
             shuffle: None: True for a map-style dataset and False for an iterable one.
+            keep: False makes a loader that nothing else reads from, also in the middle of its epoch.
             settings: Further fields of TrainerLoaderSettings.
 
         Raises:
@@ -56,12 +59,14 @@ class LoaderCache:
         # The loader keeps the dataset alive, so its id belongs to no other while the entry is here. It may have grown.
         length = len(dataset) if hasattr(dataset, "__len__") and not isinstance(dataset, type) else None
         key = (id(dataset), length, full)
-        if key not in self._loaders:
+        if not keep or key not in self._loaders:
             loader = (
                 StreamLoader(dataset, full, tell=self._tell) if stream else MapLoader(dataset, full, tell=self._tell)
             )
             own = {**loader.identity, "micro_batch_size": full.micro_batch_size}
             check_same_data(self._run.world.gather(own, "Trainer comparing data"))
+            if not keep:
+                return loader
             self._loaders[key] = loader
             if len(self._loaders) > _KEPT_LOADERS:
                 del self._loaders[next(iter(self._loaders))]

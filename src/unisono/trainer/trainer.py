@@ -35,6 +35,7 @@ from unisono.trainer.evaluation import evaluate, tell
 from unisono.trainer.loader_cache import LoaderCache
 from unisono.trainer.loop import Loop
 from unisono.trainer.modules import evaluating, lone_samples_warning
+from unisono.trainer.prediction import Predictor, read_destination
 from unisono.trainer.resume import Resume
 from unisono.trainer.run_log import announce, open_log, warn_of_rank
 from unisono.trainer.setup import REQUIRED, check_arguments, check_fit, check_step_options
@@ -454,6 +455,72 @@ class Trainer:
         tell(self._log, result, name=name, cursor=self._cursor, seconds=time.monotonic() - started_s)
         return result
 
+    def predict(
+        self,
+        function: Loss,
+        dataset: Any,
+        *,
+        batch_size: int | None = None,
+        micro_batch_size: int | None = None,
+        workers: int = 0,
+        collate_fn: Collate | None = None,
+        ema: bool = False,
+        to: str | os.PathLike[str] = "main",
+    ) -> Any:
+        """Return a function's outputs for all samples of a dataset, in its order, the same on any number of ranks.
+
+        Every rank must call it, with an equal dataset. Random numbers and modes are those of `evaluate`. Outputs travel
+        in chunks of about 64 MB.
+
+        Args:
+            function: Called as function(model, micro_batch), without gradients and in evaluation mode. It returns a
+                tensor whose first dimension is the samples, or a dict or tuple of such tensors; apart from the first
+                dimension, shapes and types must be equal for all samples.
+            dataset, micro_batch_size, workers, collate_fn: See `batches`.
+            batch_size: See `evaluate`.
+            ema: Use the averaged weights.
+            to: "main" returns the outputs on rank 0 and None elsewhere; "all" returns them on all ranks; the path of a
+                .safetensors file writes them there and returns the path, in the memory of a chunk; "iterator" returns
+                an iterator over the outputs of each batch, as they come. Every rank must take as many from it.
+
+        Returns:
+            CPU tensors in the form in which function returns them, a path, or an iterator.
+
+        Raises:
+            RuntimeError, DataError, GroupError: See `evaluate`; if one rank fails, the others raise PeerError.
+            TypeError, ValueError: See `evaluate`, or `to` is none of these.
+            LossError: On all ranks, if function returned something else.
+            OSError: On rank 0, if the file cannot be written.
+        """
+        refuse_inside("trainer.predict")
+        if not callable(function):
+            raise TypeError(
+                f"the function of trainer.predict is a {type(function).__name__}, which cannot be called: "
+                "trainer.predict(function, dataset) takes a function of the model and a micro-batch first"
+            )
+        destination = read_destination(to)
+        flag("ema", ema)
+        if batch_size is not None:
+            batch_size = whole("batch_size", batch_size, least=1)
+        self._compare(f"trainer.predict(to={os.fspath(destination)!r}, ema={ema})")
+        loader = self._test_loader(
+            dataset,
+            batch_size=batch_size or self._cursor.batch_size or 32 * self.virtual_ranks,
+            micro_batch_size=micro_batch_size,
+            workers=workers,
+            collate_fn=collate_fn,
+            keep=destination != "iterator",  # the loop may read the same dataset between two batches
+        )
+        models = self._averaged_model() if ema else self.model
+        modules = self._subjects.averages if ema else self._modules
+        predictor = Predictor(self._run, function, models, modules=modules, cursor=self._cursor)
+        if destination == "iterator":
+            return predictor.stream(
+                loader.batches(epoch=0), partial(self._compare, "the next batch of trainer.predict")
+            )
+        rows = loader.num_samples if isinstance(loader, MapLoader) else None
+        return predictor.collect(loader.batches(epoch=0), destination, rows=rows)
+
     def fit(
         self,
         train: Any,
@@ -563,9 +630,11 @@ class Trainer:
         micro_batch_size: int | None = None,
         workers: int = 0,
         collate_fn: Collate | None = None,
+        keep: bool = True,
     ) -> MapLoader | StreamLoader:
         return self._dealer.loader(
             dataset,
+            keep=keep,
             stream="evaluate",
             batch_size=batch_size,
             shuffle=False,

@@ -1,0 +1,408 @@
+"""Prediction: the outputs of a function for every sample of a dataset, in its order, on any number of ranks.
+
+Each rank computes its virtual ranks' shares of every batch, as in training. After a chunk of some batches, one small
+exchange tells all ranks whether a rank failed, and all of them raise; then the outputs of the chunk travel. So the
+memory on the way is that of a chunk. Start reading at `Predictor.collect`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from unisono.data.batch import Batch
+from unisono.errors import DataError, LossError, PeerError
+from unisono.job.user_function import (
+    count_collectives,
+    enter,
+    leave,
+    refuse_collectives_since,
+    refuse_inside,
+)
+from unisono.plan import rank_block
+from unisono.state.rows_file import RowsFile
+from unisono.state.safetensors_format import type_name
+from unisono.text import list_first
+from unisono.trainer.modules import evaluating, to_device
+from unisono.trainer.outputs import Layout, Rows, place_rows, read_outputs
+from unisono.trainer.run_context import RunContext
+from unisono.trainer.snapshot import Cursor
+from unisono.trainer.step import Loss
+
+__all__ = ["Destination", "Predictor", "read_destination"]
+
+Destination: TypeAlias = Literal["main", "all", "iterator"] | Path
+"""Where outputs go."""
+
+_CALL = "trainer.predict"
+_CHUNK_NBYTES = 64 << 20
+"""About how many bytes of outputs, over all ranks, are computed before they travel."""
+_SHOWN = 4
+_SUFFIX = ".safetensors"
+
+
+def read_destination(to: Any) -> Destination:
+    """Read the argument `to` of `Trainer.predict`.
+
+    Raises:
+        TypeError: It is neither a text nor a path.
+        ValueError: It is another text, or a path of another kind of file.
+
+    >>> read_destination("all"), read_destination("out/test.safetensors")
+    ('all', PosixPath('out/test.safetensors'))
+    """
+    if isinstance(to, str) and to in ("main", "all", "iterator"):
+        return to  # type: ignore[return-value]  # mypy does not narrow by `in`
+    if not isinstance(to, str | os.PathLike):
+        raise TypeError(
+            f'to={to!r} is a {type(to).__name__}; give "main", "all", "iterator" or the path of a {_SUFFIX} file'
+        )
+    path = Path(os.fsdecode(to))
+    if path.suffix != _SUFFIX:
+        raise ValueError(f'to={os.fspath(to)!r} must be "main", "all", "iterator" or a path that ends in {_SUFFIX}')
+    return path
+
+
+_Example: TypeAlias = tuple[Layout, tuple[int, ...]]
+"""What the function returned, and for which samples."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """What one rank tells the others of its part of a chunk."""
+
+    failure: tuple[str, str] | None
+    """The class of the exception that stopped this rank, and its message."""
+    sizes: tuple[int, ...]
+    """Samples of each batch, over all ranks."""
+    ended: bool
+    """True if no batch is left."""
+    examples: tuple[_Example, ...]
+    """The different forms of outputs here; none if this rank had no sample."""
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """What one rank has of some batches."""
+
+    failure: Exception | None = None
+    sizes: list[int] = field(default_factory=list)
+    ended: bool = False
+    examples: list[_Example] = field(default_factory=list)
+    rows: dict[str, list[Tensor]] = field(default_factory=dict)
+    """Batch by batch those of this rank's virtual ranks, in their order."""
+
+    def report(self) -> _Report:
+        """Return what the other ranks must know."""
+        failure = None if self.failure is None else (type(self.failure).__name__, str(self.failure))
+        return _Report(failure, tuple(self.sizes), self.ended, tuple(self.examples))
+
+
+class _Sink(Protocol):
+    """Takes the outputs, chunk by chunk."""
+
+    def take(self, layout: Layout, rows: Rows) -> None:
+        """Take the outputs of the next samples."""
+
+    def finish(self) -> None:
+        """Complete what was taken."""
+
+    def close(self) -> None:
+        """Release what is open; without `finish` before, drop what was taken."""
+
+
+class Predictor:
+    """Computes the outputs of a function for the batches of a dataset.
+
+    Args:
+        run: The constants of the run.
+        function: Called as function(models, micro_batch); see `outputs.read_outputs` for what it returns.
+        models: Its first argument.
+        modules: The modules among them, which are put into evaluation mode.
+        cursor: The place of the run, for the random numbers that the loop draws afterwards.
+    """
+
+    def __init__(
+        self,
+        run: RunContext,
+        function: Loss,
+        models: Any,
+        *,
+        modules: Mapping[str, nn.Module],
+        cursor: Cursor,
+    ) -> None:
+        self._run, self._function, self._models, self._modules = run, function, models, modules
+        self._cursor = cursor
+        size = run.world.size
+        self._blocks = [rank_block(rank, world_size=size, virtual_ranks=run.virtual_ranks) for rank in range(size)]
+
+    def collect(self, batches: Iterator[Batch], destination: Literal["main", "all"] | Path, *, rows: int | None) -> Any:
+        """Return the outputs of all samples, or write them to a file. Every rank must call it.
+
+        Args:
+            batches: This rank's part of the batches of the dataset, in its order.
+            destination: "main" returns outputs on rank 0 and None elsewhere, "all" on all ranks; with a path they are
+                written there, and the path is returned on all ranks.
+            rows: The number of samples, None if it is not known.
+
+        Raises:
+            LossError: The function returned something else than `read_outputs` takes, or not the same for all samples.
+            DataError: Ranks found different numbers of samples.
+            OSError: On rank 0, if the file cannot be written.
+            PeerError: Another rank failed.
+        """
+        sink: _MemorySink | _FileSink | None = None
+        opened = _Chunk()
+        if isinstance(destination, Path):
+            try:
+                sink = _FileSink(destination, rows=rows) if self._run.world.rank == 0 else None
+            except OSError as error:
+                opened.failure = error
+            self._exchange(opened)
+        elif self._run.world.rank == 0 or destination == "all":
+            sink = _MemorySink(rows)
+        try:
+            with evaluating(self._modules):
+                self._fill(sink, batches, everywhere=destination == "all")
+        finally:
+            if sink is not None:
+                sink.close()
+            self._run.set_generators("loop", self._cursor.epoch, self._cursor.step, 0)
+        if isinstance(destination, Path):
+            return destination
+        return sink.outputs() if isinstance(sink, _MemorySink) else None
+
+    def stream(self, batches: Iterator[Batch], begin: Callable[[], None]) -> Iterator[Any]:
+        """Yield the outputs of each batch, on every rank. Every rank must ask for as many.
+
+        Between two batches, modules are in their own modes, and gradients are on.
+
+        Args:
+            batches: See `collect`.
+            begin: Called before each batch, and before the end, to check that all ranks ask for it.
+
+        Raises:
+            LossError, DataError, PeerError: See `collect`.
+        """
+        for number in count():
+            refuse_inside("the iterator of trainer.predict")
+            begin()
+            try:
+                with evaluating(self._modules):
+                    chunk = self._compute(batches, most=1)
+                    layout = self._exchange(chunk)
+                    rows = None if layout is None else self._send(chunk, layout, everywhere=True)
+            finally:
+                # The loop draws other numbers behind each batch.
+                self._run.set_generators("predict/loop", self._cursor.epoch, self._cursor.step, number)
+            if layout is None or rows is None:
+                return
+            yield layout.rebuild(rows)
+
+    def _fill(self, sink: _Sink | None, batches: Iterator[Batch], *, everywhere: bool) -> None:
+        """Compute all batches, and give their outputs to this rank's sink."""
+        first: _Example | None = None
+        failure: Exception | None = None
+        most, ended = 1, False
+        while not ended:
+            chunk = self._compute(batches, most=most) if failure is None else _Chunk(failure)
+            layout = self._exchange(chunk, first)
+            ended = chunk.ended
+            rows = None if layout is None else self._send(chunk, layout, everywhere=everywhere)
+            if layout is not None and first is None:
+                first = layout, ()
+                # Batches but the last have one size, so this number is equal on all ranks.
+                most = max(1, _CHUNK_NBYTES // max(1, layout.row_nbytes * chunk.sizes[0]))
+            try:
+                if sink is not None and layout is not None and rows is not None:
+                    sink.take(layout, rows)
+                if sink is not None and ended:
+                    sink.finish()
+            except Exception as error:  # whatever it is, it is raised once the other ranks know
+                failure = error
+        self._exchange(_Chunk(failure))
+
+    def _compute(self, batches: Iterator[Batch], *, most: int) -> _Chunk:
+        """Compute this rank's shares of the next batches, up to the first that fails or has another form."""
+        chunk = _Chunk()
+        try:
+            while len(chunk.sizes) < most and len(chunk.examples) < 2:
+                batch = next(batches, None)
+                if batch is None:
+                    chunk.ended = True
+                    break
+                self._add(chunk, batch)
+        except Exception as error:  # whatever it is, it is raised once the other ranks know
+            chunk.failure = error
+        return chunk
+
+    def _add(self, chunk: _Chunk, batch: Batch) -> None:
+        chunk.sizes.append(batch.size)
+        for share in batch.shares:
+            for part, micro_batch in enumerate(share.micro_batches):
+                # As in `evaluation.evaluate`: the same function draws the same numbers.
+                self._run.set_generators("evaluate/model", batch.step, share.virtual_rank, part)
+                items = to_device(micro_batch.items, self._run.device)
+                counted = count_collectives()
+                inside = enter("the function of trainer.predict")
+                try:
+                    result = self._function(self._models, items)
+                    refuse_collectives_since(counted)
+                finally:
+                    leave(inside)
+                layout, rows = read_outputs(result, samples=len(micro_batch.indices))
+                if not chunk.examples or layout != chunk.examples[0][0]:
+                    chunk.examples.append((layout, tuple(micro_batch.indices)))
+                    if len(chunk.examples) > 1:
+                        return
+                for name, tensor in rows.items():
+                    chunk.rows.setdefault(name, []).append(tensor)
+
+    def _exchange(self, chunk: _Chunk, first: _Example | None = None) -> Layout | None:
+        """Let all ranks know how the chunk went, and raise on all of them what went wrong on one.
+
+        Args:
+            chunk: This rank's part.
+            first: What the function returned in the first chunk.
+
+        Returns:
+            The form of the outputs, None if there are none.
+        """
+        everyone = self._run.world.gather(chunk.report(), _CALL)
+        if chunk.failure is not None:
+            raise chunk.failure
+        for rank, report in enumerate(everyone):
+            if report.failure is not None:
+                name, message = report.failure
+                alike = {"LossError": LossError, "DataError": DataError}.get(name)
+                if alike is not None:
+                    raise alike(message)
+                raise PeerError(f"rank {rank} failed in {_CALL}, with {name}: {message}")
+        for rank, report in enumerate(everyone):
+            for example in report.examples:
+                if first is None:
+                    first = example
+                elif example[0] != first[0]:
+                    raise LossError(_describe_difference(first, example))
+            if report.sizes != everyone[0].sizes or report.ended != everyone[0].ended:
+                raise DataError(
+                    f"rank {rank} read {sum(report.sizes)} samples in {len(report.sizes)} batches where rank 0 read "
+                    f"{sum(everyone[0].sizes)} in {len(everyone[0].sizes)}: an iterable dataset must yield the same "
+                    "samples in the same order on every rank."
+                )
+        return first[0] if first is not None and chunk.sizes else None
+
+    def _send(self, chunk: _Chunk, layout: Layout, *, everywhere: bool) -> Rows | None:
+        """Return the outputs of a chunk in the order of their samples; None on a rank that gets none."""
+        own = {
+            column.name: torch.cat(chunk.rows[column.name]) if column.name in chunk.rows else column.empty(0)
+            for column in layout.columns
+        }
+        chunk.rows.clear()
+        world = self._run.world
+        parts = world.gather(own, _CALL) if everywhere else world.gather_to_main(own, _CALL)
+        if parts is None:
+            return None
+        return {
+            column.name: place_rows(
+                column,
+                [part[column.name] for part in parts],
+                blocks=self._blocks,
+                sizes=chunk.sizes,
+                virtual_ranks=self._run.virtual_ranks,
+            )
+            for column in layout.columns
+        }
+
+
+class _MemorySink:
+    """Keeps outputs as tensors. With a known number of rows, memory is taken once."""
+
+    def __init__(self, rows: int | None) -> None:
+        self._rows, self._done = rows, 0
+        self._layout: Layout | None = None
+        self._whole: Rows = {}
+        self._chunks: list[Rows] = []
+
+    def take(self, layout: Layout, rows: Rows) -> None:
+        """See `_Sink`."""
+        self._layout = layout
+        if self._rows is None:
+            self._chunks.append(rows)
+            return
+        if not self._whole:
+            self._whole = {column.name: column.empty(self._rows) for column in layout.columns}
+        for name, tensor in rows.items():
+            self._whole[name][self._done : self._done + len(tensor)] = tensor
+        self._done += len(next(iter(rows.values())))
+
+    def finish(self) -> None:
+        """See `_Sink`."""
+        if self._layout is not None and self._rows is None:
+            for column in self._layout.columns:
+                self._whole[column.name] = torch.cat([chunk.pop(column.name) for chunk in self._chunks])
+
+    def close(self) -> None:
+        """See `_Sink`."""
+
+    def outputs(self) -> Any:
+        """Return what was taken, in the form in which the function returns it."""
+        assert self._layout is not None, "a dataset has samples"
+        return self._layout.rebuild(self._whole)
+
+
+class _FileSink:
+    """Writes outputs to a safetensors file."""
+
+    def __init__(self, path: Path, *, rows: int | None) -> None:
+        self._path = path
+        self._file = RowsFile(path, rows=rows)
+
+    def take(self, layout: Layout, rows: Rows) -> None:
+        """See `_Sink`. Raises: LossError for a type or name that the file cannot hold."""
+        for column in layout.columns:
+            if type_name(column.dtype) is None:
+                raise LossError(
+                    f"{self._path} cannot hold outputs of type {column.dtype}: safetensors has none such. Return real "
+                    'numbers (torch.view_as_real for complex ones), or use to="main".'
+                )
+            if column.name == "__metadata__" or not column.name.isprintable():
+                raise LossError(f"{self._path} cannot hold outputs named {column.name!r}: use another name.")
+        with self._explained():
+            self._file.append(rows)
+
+    def finish(self) -> None:
+        """See `_Sink`."""
+        with self._explained():
+            self._file.finish()
+
+    def close(self) -> None:
+        """See `_Sink`."""
+        self._file.discard()
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"{self._path} cannot be written ({error.strerror}). Free space there, or give another path",
+            ) from error
+
+
+def _describe_difference(first: _Example, other: _Example) -> str:
+    of_first = f" for samples {list_first(first[1], _SHOWN)}" if first[1] else " for earlier samples"
+    return (
+        f"the function of trainer.predict returned {first[0]}{of_first} and {other[0]} for samples "
+        f"{list_first(other[1], _SHOWN)}: outputs become one tensor, so all samples must have the same shape and type. "
+        "Pad them to one length, such as with torch.nn.functional.pad."
+    )
