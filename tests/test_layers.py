@@ -17,8 +17,8 @@ import unisono
 ROOT = Path(unisono.__file__).parent
 # From the top. The launcher and the trainer do not need each other.
 LAYERS = [
-    "cli", "launch", "comm", "trainer", "parallel", "rank_zero", "metrics", "engine", "data", "state", "collectives",
-    "job", "shm", "plan", "watch",
+    "cli", "launch", "comm", "trainer", "parallel", "rank_zero", "metrics", "loggers", "engine", "data", "state",
+    "collectives", "job", "shm", "plan", "watch",
 ]  # fmt: skip
 APART = {("launch", layer) for layer in ("comm", "trainer", "engine", "data", "state", "collectives", "job", "shm")}
 
@@ -95,7 +95,7 @@ def state():
     )
 before = state()
 from unisono import Trainer, Checkpoints, Metric
-import unisono.data, unisono.comm, unisono.engine, unisono.launch, unisono.watch, unisono.parallel
+import unisono.data, unisono.comm, unisono.loggers, unisono.engine, unisono.launch, unisono.watch, unisono.parallel
 assert state() == before
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from unisono import comm as comm
     from unisono import data as data
+    from unisono import loggers as loggers
     from unisono import metrics as metrics
     from unisono import parallel as parallel
     from unisono.data.seeding import seed_everything
@@ -75,7 +76,7 @@ _HOMES = {
     "world_size": "unisono.job.ranks",
 }
 
-_PACKAGES = frozenset({"comm", "data", "metrics", "parallel"})
+_PACKAGES = frozenset({"comm", "data", "loggers", "metrics", "parallel"})
 """Packages that `import unisono` makes available; each is imported on first use."""
 
 

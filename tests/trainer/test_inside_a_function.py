@@ -36,10 +36,17 @@ def with_an_evaluation(model, batch):
 def with_a_save(model, batch):
     trainer.save()
 
+def with_a_prediction(model, batch):
+    trainer.predict(loss, data)
+
+def with_a_log(model, batch):
+    trainer.log(loss=1.0)
+
 other = dist.new_group(backend="shm")
 before = trainer.digest()
 for current in trainer.batches(data, batch_size=12):
     calls = with_ours, with_torchs, in_a_subgroup, with_a_metric, with_a_step, with_an_evaluation, with_a_save
+    calls += with_a_prediction, with_a_log
     for function in calls:
         for run in (lambda: trainer.step(function, current), lambda: trainer.evaluate(function, data)):
             try:
@@ -90,12 +97,14 @@ def test_collectives_and_the_trainer_are_refused_inside_functions(run_alone, n):
         lines = [line for line in said.splitlines() if " | " in line]
         assert said.splitlines()[-1] == "unchanged"
         assert "let through" not in said
-        assert len(lines) == 14
+        assert len(lines) == 18
         for line in lines:
             name, kind, text = line.split(" | ")
             what = ("the loss function", "the evaluated function")[lines.index(line) % 2]
-            if name in ("with_a_step", "with_an_evaluation", "with_a_save"):
-                asked = {"step": "step", "evaluation": "evaluate", "save": "save"}[name.rpartition("_")[2]]
+            methods = {"evaluation": "evaluate", "prediction": "predict"}
+            last = name.rpartition("_")[2]
+            if last in ("step", "evaluation", "save", "prediction", "log"):
+                asked = methods.get(last, last)
                 assert kind == "RuntimeError"
                 assert text == (
                     f"{what} called trainer.{asked}, in the middle of a step or an evaluation: call it in your loop."

@@ -64,6 +64,10 @@ def predict(function=per_sample, dataset=DATA, **options):
     return make_trainer().predict(function, dataset, **options)
 
 
+def log(**values):
+    make_trainer().log(**values)
+
+
 TRAINER = [
     ({"virtual_ranks": "8"}, TypeError, "virtual_ranks='8' must be a whole number, such as 8, and is a str"),
     ({"virtual_ranks": 8.0}, TypeError, "virtual_ranks=8.0 must be "),
@@ -140,6 +144,24 @@ PREDICT = [
     ({"to": None}, TypeError, "to=None is a NoneType; give"),
     ({"dataset": "data/test"}, TypeError, "a str is no map-style dataset"),
 ]
+LOG = [
+    ({"loss": "low"}, TypeError, "trainer.log(loss='low') is a str, which is no real number"),
+    ({"loss": None}, TypeError, "trainer.log(loss=None) is a NoneType"),
+    ({"loss": 1j}, TypeError, "trainer.log(loss=1j) is a complex"),
+    ({"loss": [1.0]}, TypeError, "trainer.log(loss=[1.0]) is a list"),
+    (
+        {"loss": torch.ones(3)},
+        ValueError,
+        "trainer.log(loss=...) is a Tensor of shape [3]: log one number for each name",
+    ),
+    ({"loss": torch.ones(0)}, ValueError, "is a Tensor of shape [0]"),
+    ({"loss": torch.ones(1, dtype=torch.complex64)}, TypeError, "which is no real number"),
+    ({"loss": np.ones(2)}, ValueError, "is a ndarray of shape [2]"),
+    ({"loss": np.array(["a"])}, TypeError, "is a ndarray, which is no real number"),
+    ({"": 1}, ValueError, "the name '' of 0 characters: give 1 to 200 printable characters"),
+    ({"a\nb": 1}, ValueError, "the name 'a\\nb' of 3 characters"),
+    ({"a" * 201: 1}, ValueError, "of 201 characters"),
+]
 FIT = [
     ({"metrics": [per_sample], "validation": DATA}, TypeError, "metrics is a list; give functions by name, as {"),
     (
@@ -178,6 +200,7 @@ TABLES = {
     batches: BATCHES,
     evaluate: EVALUATE,
     predict: PREDICT,
+    log: LOG,
     fit: FIT,
     unisono.Checkpoints: CHECKPOINTS,
 }
@@ -186,6 +209,11 @@ TABLES = {
 @each_case(TABLES)
 def test_what_cannot_be_meant_is_refused_in_a_sentence(call, options, error, words):
     check_refused(call, options, error, words)
+
+
+def test_a_log_of_nothing_is_a_mistake():
+    with pytest.raises(TypeError, match=r"trainer\.log was given nothing: give it numbers by name"):
+        log()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -42,6 +42,9 @@ class Script:
     def evaluation(self, epoch, name="evaluation", **values):
         self("evaluation", 0.5, epoch=epoch, name=name, values=values, seconds=0.5)
 
+    def log(self, epoch, **values):
+        self("log", epoch=epoch, total_steps=0, values=values)
+
     def checkpoint(self, total_steps):
         self("checkpoint", path="x", total_steps=total_steps, nbytes=1, seconds=0.1)
 

@@ -226,3 +226,31 @@ def test_a_closed_stream_mutes_the_display(plain):
     plain.epoch(0)
     plain.steps(0, range(12))
     plain.progress.close()
+
+
+def test_logged_numbers_stand_at_the_end_of_the_row_or_below_it(plain):
+    plain.run()
+    for epoch in range(2):
+        plain.epoch(epoch, epochs=2)
+        plain.log(epoch, early=3)
+        for step in range(12):
+            plain.steps(epoch, [step])
+            plain.log(epoch, warmth=step / 2)  # also behind the last step, when the row stands
+        plain.evaluation(epoch, accuracy=ACCURACY)
+        plain.log(epoch, f1=0.25, recall=float("nan"))
+    rows = text_of(plain).splitlines()[1:]
+    assert [row.rpartition("lr 0.1")[2] for row in rows] == [
+        "   early 3.0000   warmth 5.0000",  # of the step before the last one
+        "epoch 1/2   accuracy 0.9111 (328/360)",
+        "epoch 1/2   f1 0.2500   recall nan",
+        "   early 3.0000   warmth 5.0000",
+        "epoch 2/2   accuracy 0.9111 (328/360)",
+        "epoch 2/2   f1 0.2500   recall nan",
+    ]
+
+
+def test_numbers_that_are_logged_without_epochs_have_a_line(plain):
+    plain("log", epoch=0, total_steps=0, values={"start": 2})
+    plain("log", epoch=0, total_steps=0, values={"bad": "text"})
+    plain("log", epoch=0, total_steps=0, values=None)
+    assert text_of(plain) == "epoch 1   start 2.0000\n"

@@ -15,7 +15,7 @@ from unisono.trainer.step import Loss
 from unisono.trainer.value_sums import ValueSums
 from unisono.watch import EventLog
 
-__all__ = ["evaluate", "tell"]
+__all__ = ["evaluate", "tell", "tell_values"]
 
 
 def evaluate(run: RunContext, function: Loss, models: Any, batches: Iterator[Batch]) -> Metric | dict[str, Metric]:
@@ -52,9 +52,18 @@ def tell(log: EventLog, result: Metric | dict[str, Metric], *, name: str, cursor
     metrics: dict[str, Metric] = {name: result} if isinstance(result, Metric) else result
     log.emit(
         "evaluation",
-        # Between two epochs, the result belongs to the last one.
-        epoch=max(0, cursor.epoch - (cursor.step == 0)),
+        epoch=_epoch(cursor),
         name="evaluation" if isinstance(result, Metric) else name,
         values={key: {"value": float(m), "total": m.total, "count": m.count} for key, m in metrics.items()},
         seconds=round(seconds, 3),
     )
+
+
+def tell_values(log: EventLog, values: Mapping[str, float], *, cursor: Cursor) -> None:
+    """Emit the event of numbers that the user's loop logs."""
+    log.emit("log", epoch=_epoch(cursor), total_steps=cursor.total_steps, values=values)
+
+
+def _epoch(cursor: Cursor) -> int:
+    # Between two epochs, what is told belongs to the last one.
+    return max(0, cursor.epoch - (cursor.step == 0))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -31,8 +32,9 @@ from unisono.state.policy import Checkpoints
 from unisono.state.stateful import Stateful
 from unisono.trainer.assembly import Models, assemble
 from unisono.trainer.epoch import EpochResult
-from unisono.trainer.evaluation import evaluate, tell
+from unisono.trainer.evaluation import evaluate, tell, tell_values
 from unisono.trainer.loader_cache import LoaderCache
+from unisono.trainer.logged_values import check_values, read_values
 from unisono.trainer.loop import Loop
 from unisono.trainer.modules import evaluating, lone_samples_warning
 from unisono.trainer.prediction import Predictor, read_destination
@@ -600,6 +602,26 @@ class Trainer:
         """
         refuse_inside("trainer.save")
         self._loop.save()
+
+    def log(self, **values: float | Tensor) -> None:
+        """Log numbers of the loop's own as an event, at the current place of the run.
+
+        They go to events.jsonl, to listeners and to the terminal. Every rank may call it, in the loop: only the numbers
+        of rank 0 are logged, and other ranks check theirs. A tensor on a GPU is waited for, on rank 0.
+
+        Args:
+            values: Numbers, or tensors with one element, by name: trainer.log(temperature=0.5), or
+                trainer.log(**{"encoder/norm": norm}).
+
+        Raises:
+            RuntimeError: It is called inside a loss function or an evaluated function.
+            TypeError: No value is given, or one is no real number.
+            ValueError: A name is empty, too long or not printable, or a tensor has several elements.
+        """
+        refuse_inside("trainer.log")
+        check_values(values)
+        if self.is_main:
+            tell_values(self._log, read_values(values), cursor=self._cursor)
 
     def digest(self) -> str:
         """Return the SHA-256 of all parameters, buffers and optimizer state as 64 hex digits: the identity of a result.

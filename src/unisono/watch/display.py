@@ -211,6 +211,23 @@ class Progress:
             metrics.append(self._sayable(f"{metric} {_result(result)}".rstrip()))
         look.evaluated("" if number is None else self._label(number), metrics)
 
+    def _log(self, look: Renderer, event: Event) -> None:
+        """Show logged numbers at the end of the epoch's row, or behind it if the row stands already."""
+        values = event.get("values")
+        if not isinstance(values, Mapping):
+            return
+        found = {self._sayable(str(n)): value for n in values if (value := _number(values, n)) is not None}
+        view, number = self._epoch, _whole(event, "epoch")
+        stands = view is None or (view.told and view.done > view.first)
+        # What is logged in every step also comes after the last one of an epoch, and needs no line of its own there.
+        if view is not None and (not stands or found.keys() <= view.logged.keys()):
+            view.logged = {**view.logged, **found}
+            if not stands:
+                look.moved(view)
+        elif found:
+            texts = [f"{name} {format_value(value)}" for name, value in found.items()]
+            look.evaluated("" if number is None else self._label(number), texts)
+
     def _checkpoint(self, look: Renderer, event: Event) -> None:
         step = _whole(event, "total_steps")
         look.saved("saved" if step is None else f"saved step {step:,}")
@@ -294,6 +311,7 @@ _HANDLERS: dict[str, Callable[[Progress, Renderer, Event], None]] = {
     "epoch": Progress._begin,
     "step": Progress._step,
     "evaluation": Progress._evaluation,
+    "log": Progress._log,
     "checkpoint": Progress._checkpoint,
     "warning": Progress._warning,
     "over": Progress._over,

@@ -31,6 +31,7 @@ __all__ = [
     "Event",
     "EventLog",
     "Kind",
+    "LogFields",
     "OverFields",
     "ProgressFields",
     "ResumeFields",
@@ -41,7 +42,7 @@ __all__ = [
 ]
 
 Kind: TypeAlias = Literal[
-    "run", "resume", "epoch", "step", "evaluation", "checkpoint", "warning", "over", "end", "progress"
+    "run", "resume", "epoch", "step", "evaluation", "log", "checkpoint", "warning", "over", "end", "progress"
 ]
 """The kinds of events."""
 
@@ -136,6 +137,16 @@ class EvaluationFields(TypedDict):
     values: Mapping[str, Mapping[str, Any]]
     """Metric to its value, total and count; value = total / count."""
     seconds: float
+
+
+class LogFields(TypedDict):
+    """The user's loop logged numbers of its own, by `Trainer.log`."""
+
+    epoch: int
+    """Number of the epoch, from 0; between two epochs, that of the last one."""
+    total_steps: int
+    """Steps of the run done before."""
+    values: Mapping[str, float]
 
 
 class CheckpointFields(TypedDict):
@@ -243,6 +254,8 @@ class EventLog:
     def emit(self, kind: Literal["step"], /, **fields: Unpack[StepFields]) -> None: ...
     @overload
     def emit(self, kind: Literal["evaluation"], /, **fields: Unpack[EvaluationFields]) -> None: ...
+    @overload
+    def emit(self, kind: Literal["log"], /, **fields: Unpack[LogFields]) -> None: ...
     @overload
     def emit(self, kind: Literal["checkpoint"], /, **fields: Unpack[CheckpointFields]) -> None: ...
     @overload

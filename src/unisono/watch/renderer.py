@@ -51,6 +51,8 @@ class EpochView:
     """Learning rate of the latest step, as `grad_norm` is of it; `memory` is the latest known number of bytes."""
     grad_norm: float | None = None
     memory: int | None = None
+    logged: Mapping[str, float] = field(default_factory=dict)
+    """The latest numbers that the user's loop logged."""
     note: str = ""
     """Text to show in place of the loss."""
     counted: str = "steps"
@@ -112,7 +114,7 @@ class EpochView:
             figures.append(f"norm {format_value(self.grad_norm)}")
         if self.memory is not None:
             figures.append(format_bytes(self.memory))
-        return figures
+        return figures + [f"{name} {format_value(value)}" for name, value in self.logged.items()]
 
     def steps_text(self) -> str:
         """Format the steps done and their total, if known, with the same width for all steps.

@@ -1,0 +1,69 @@
+"""The numbers in an event, as loggers write them: names with slashes, at a step of the run. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from unisono.watch.events import Event
+
+__all__ = ["Row", "read_row", "steps_done"]
+
+_OF_A_STEP = ("loss", "lr", "grad_norm", "weight", "step_s", "memory")
+
+
+class Row(NamedTuple):
+    """Numbers of one step of the run."""
+
+    step: int
+    """Steps of the run done, the event's own included."""
+    epoch: int
+    """Number of the epoch, from 0."""
+    time: float
+    """Unix seconds."""
+    values: dict[str, float]
+
+
+def read_row(event: Event, *, step: int) -> Row | None:
+    """Return the numbers in an event; None if its kind has none.
+
+    A step gives "train/loss", "train/lr" and the like; an evaluation "test/accuracy", with its own name and that of the
+    metric; `trainer.log` the names that it was given.
+
+    Args:
+        event: An event of a run.
+        step: Steps that the run has done before the event, for kinds that do not tell.
+
+    >>> event = {"time": 7.0, "event": "log", "epoch": 0, "total_steps": 3, "values": {"temperature": 0.5}}
+    >>> read_row(event, step=0)
+    Row(step=3, epoch=0, time=7.0, values={'temperature': 0.5})
+    """
+    kind = event.get("event")
+    if kind == "step":
+        values = {name: event[name] for name in _OF_A_STEP if name in event}
+        prefix = f"train/{event['optimizer']}/" if "optimizer" in event else "train/"
+        found = {prefix + name: value for name, value in {**values, **event.get("values", {})}.items()}
+    elif kind == "evaluation":
+        found = {f"{event['name']}/{metric}": _value(result) for metric, result in event["values"].items()}
+    elif kind == "log":
+        found = dict(event["values"])
+    else:
+        return None
+    return Row(event.get("total_steps", step), event["epoch"], event["time"], found)
+
+
+def steps_done(event: Event, before: int) -> int:
+    """Return how many steps the run has done after an event. Args: before is that number before it.
+
+    >>> steps_done({"event": "step", "total_steps": 4}, 3), steps_done({"event": "evaluation"}, 4)
+    (4, 4)
+    """
+    if event.get("event") == "run":
+        return 0
+    # The step of a checkpoint may be one of a while ago.
+    return before if event.get("event") == "checkpoint" else event.get("total_steps", before)
+
+
+def _value(result: Any) -> float:
+    value: float = result["value"] if isinstance(result, Mapping) else result
+    return value
