@@ -57,6 +57,10 @@ assert [len(piece) for piece in pieces] == [16, 16, 16, 12] and torch.equal(torc
 assert not torch.equal(found["drawn 1"], found["drawn 2"])
 for outputs in trainer.predict(scores, data, to="iterator", batch_size=16):
     break  # on all ranks alike
+for outputs in trainer.predict(scores, data, to="iterator", batch_size=16, workers=1):
+    assert torch.equal(outputs, everywhere[:16])
+    assert torch.equal(trainer.predict(scores, data, to="all", batch_size=16, workers=1), everywhere)
+    break
 
 kept = FOLDER / "new" / "outputs.safetensors"
 for name, source in [("whole", data), ("stream", Stream())]:

@@ -82,8 +82,9 @@ class Trainer:
             and all optimizers are torch's. Changes no bit. With "shared", write weights through the optimizer only; an
             optimizer that is not torch's must treat each parameter separately.
         progress: Show progress on the terminal; otherwise only warnings.
-        listeners: Functions that rank 0 calls with each event of the run, a dict; see docs/events.md. Their exceptions
-            propagate out of the method that the event is about; for "checkpoint" they count as a failed write.
+        listeners: Functions that rank 0 calls with each event of the run, a dict; see docs/events.md, and
+            docs/logging.md for `unisono.loggers`. Their exceptions propagate out of the method that the event is about;
+            for "checkpoint" they count as a failed write.
 
     Raises:
         TypeError: virtual_ranks is missing, an argument has the wrong type, or a model, optimizer or scheduler is none
