@@ -51,11 +51,6 @@ def fit(train=DATA, loss=per_sample, trainer=None, **options):
     return (trainer or with_model()).fit(train, loss, **{"batch_size": 8, "epochs": 1, **options})
 
 
-def two_optimizers():
-    models = {"g": nn.Linear(4, 3), "d": nn.Linear(4, 3)}
-    return make_trainer(models, optimizer={k: torch.optim.SGD(m.parameters(), lr=0.1) for k, m in models.items()})
-
-
 def evaluate(function=per_sample, **options):
     return make_trainer().evaluate(function, DATA, **options)
 
@@ -185,7 +180,10 @@ FIT = [
     ({"batch_size": "8", "validation": DATA}, TypeError, "batch_size='8' must be "),
     ({"epochs": "2", "validation": DATA}, TypeError, "epochs='2' must be "),
     ({"workers": -1, "validation": DATA}, ValueError, "workers=-1 must be 0"),
-    ({"trainer": two_optimizers()}, ValueError, "fit takes steps of one optimizer, and Trainer was given 'g', 'd'"),
+    ({"on_step": 3}, TypeError, "on_step is a int, which cannot be called"),
+    ({"validate_every": 5}, ValueError, "validate_every is given, and no data to evaluate on"),
+    ({"validate_every": 0, "validation": DATA}, ValueError, "validate_every=0 must be at least 1"),
+    ({"on_evaluation": print}, ValueError, "on_evaluation is given, and no data to evaluate on"),
 ]
 CHECKPOINTS = [
     ({"every_steps": "10"}, TypeError, "every_steps='10' must be a whole number of steps, or None, and is a str"),

@@ -27,6 +27,7 @@ from unisono.errors import UnisonoError
 from unisono.machine import resident_bytes
 from unisono.trainer.assembly import TrainerParts
 from unisono.trainer.checkpointing import Place
+from unisono.trainer.epoch import EpochResult
 from unisono.trainer.hyperparameters import Hyperparameters, is_scheduler, settings_of
 from unisono.trainer.snapshot import capture, facts_of
 from unisono.trainer.step import Loss, StepOptions, StepRunner
@@ -86,7 +87,6 @@ class Loop:
         self._has_stepped = False
         """True if a step was done since the loop last asked for a batch or an epoch."""
         self._first_steps = self._cursor.total_steps
-        self._loss_sum = self._loss_weight = 0.0
         self._started_s = self._step_ended_s = time.monotonic()
         self._measured_s = -math.inf
         self._keeper.begin(log, self._cursor.place)
@@ -97,8 +97,19 @@ class Loop:
 
     @property
     def mean_loss(self) -> float:
-        """Mean loss over the samples since the last iteration over `batches` began; NaN before the first step."""
-        return self._loss_sum / self._loss_weight if self._loss_weight else float("nan")
+        """Mean loss over the samples of the current epoch so far; NaN before its first step."""
+        cursor = self._cursor
+        return cursor.loss_sum / cursor.loss_weight if cursor.loss_weight else math.nan
+
+    @property
+    def results(self) -> list[EpochResult]:
+        """The results of the epochs that have been done by `Trainer.fit`, since the start of the run."""
+        return [EpochResult.restored(state) for state in self._cursor.results]
+
+    def add_result(self, result: EpochResult) -> None:
+        """Add the result of an epoch to the run's state; one that is done again replaces what there was."""
+        before = [state for state in self._cursor.results if state["epoch"] < result.epoch]
+        self._cursor.results = [*before, result.state()]
 
     def epochs(self, epochs: int, steps: int | None) -> Iterator[int]:
         """Yield the epochs that are left; see `Trainer.epochs`."""
@@ -167,7 +178,8 @@ class Loop:
         within_epochs = self._epochs is not None
         self._turn += 1
         turn = self._turn
-        self._loss_sum = self._loss_weight = 0.0
+        if not cursor.step:
+            cursor.loss_sum = cursor.loss_weight = 0.0
         self._log.emit(
             "epoch",
             epoch=cursor.epoch,
@@ -243,7 +255,7 @@ class Loop:
         self._calls += 1
         self._has_stepped = True
         runner.transaction.close()
-        self._loss_sum, self._loss_weight = self._loss_sum + result * batch.size, self._loss_weight + batch.size
+        cursor.loss_sum, cursor.loss_weight = cursor.loss_sum + result * batch.size, cursor.loss_weight + batch.size
         self._tell(runner, batch, name, result)
         if (message := runner.mode_warning(batch.epoch)) is not None:
             self._warn(message)

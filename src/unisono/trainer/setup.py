@@ -34,7 +34,6 @@ __all__ = [
     "check_arguments",
     "check_constants",
     "check_equal_values",
-    "check_fit",
     "check_schedulers",
     "choose_device",
     "compile_each_size",
@@ -119,36 +118,6 @@ def check_arguments(
             raise TypeError(
                 f"stateful[{name!r}] is a {type(each).__name__}, which has no state_dict and load_state_dict"
             )
-
-
-def check_fit(loss: Any, metrics: Any, *, validation: Any, optimizer: Any) -> None:
-    """Check the arguments of `Trainer.fit` before the first epoch.
-
-    Raises:
-        TypeError: A function cannot be called, or metrics is no dict with names as keys.
-        ValueError: There is no dataset to evaluate metrics on, or more than one optimizer.
-    """
-    if isinstance(optimizer, Mapping) and len(optimizer) > 1:
-        raise ValueError(
-            f"fit takes steps of one optimizer, and Trainer was given {', '.join(map(repr, optimizer))}: write the "
-            "loop, with trainer.step(loss, batch, optimizer=...)"
-        )
-    if not callable(loss):
-        raise TypeError(f"the loss function is a {type(loss).__name__}, which cannot be called: fit(train, loss, ...)")
-    if metrics is None:
-        return
-    if not isinstance(metrics, Mapping):
-        raise TypeError(f'metrics is a {type(metrics).__name__}; give functions by name, as {{"accuracy": function}}')
-    for name, function in metrics.items():
-        if not isinstance(name, str) or not name:
-            raise TypeError(f"metrics has the key {name!r}; functions are given by names, which are strings")
-        if not callable(function):
-            raise TypeError(
-                f"metrics[{name!r}] is a {type(function).__name__}, which cannot be called: give a function of the "
-                "model and a micro-batch"
-            )
-    if validation is None:
-        raise ValueError("metrics are given, and no data to evaluate them on: give validation=dataset as well")
 
 
 def check_step_options(options: StepOptions) -> None:

@@ -56,6 +56,13 @@ class Cursor:
     drop_last: bool | None = None
     """True if that epoch leaves out a smaller last batch. None: not known yet."""
 
+    loss_sum: float = 0.0
+    """Sum of the losses of the current epoch's samples so far."""
+    loss_weight: float = 0.0
+    """Number of these samples."""
+    results: list[dict[str, Any]] = field(default_factory=list)
+    """Results of the epochs that `Trainer.fit` has done; see `EpochResult.state`."""
+
     @property
     def place(self) -> tuple[int, int, int]:
         """Epoch, step and total steps: a different place means a different state."""

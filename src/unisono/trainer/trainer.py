@@ -26,13 +26,14 @@ from unisono.data.settings import Collate
 from unisono.data.stream_loader import StreamLoader
 from unisono.engine import EngineKind
 from unisono.job.user_function import refuse_inside
-from unisono.parallel.losses import loss_of
+from unisono.metrics.metric import Metric
 from unisono.state.digest import digest
 from unisono.state.policy import Checkpoints
 from unisono.state.stateful import Stateful
 from unisono.trainer.assembly import Models, assemble
 from unisono.trainer.epoch import EpochResult
 from unisono.trainer.evaluation import evaluate, tell, tell_values
+from unisono.trainer.fit import Callbacks, Validation, check_fit, loss_alone, run_epochs
 from unisono.trainer.loader_cache import LoaderCache
 from unisono.trainer.logged_values import check_values, read_values
 from unisono.trainer.loop import Loop
@@ -40,7 +41,7 @@ from unisono.trainer.modules import evaluating, lone_samples_warning
 from unisono.trainer.prediction import Predictor, read_destination
 from unisono.trainer.resume import Resume
 from unisono.trainer.run_log import announce, open_log, warn_of_rank
-from unisono.trainer.setup import REQUIRED, check_arguments, check_fit, check_step_options
+from unisono.trainer.setup import REQUIRED, check_arguments, check_step_options
 from unisono.trainer.snapshot import model_tensors, optimizer_state
 from unisono.trainer.step import Loss, StepOptions
 from unisono.trainer.step_fingerprint import intent_of_call
@@ -534,12 +535,17 @@ class Trainer:
         steps: int | None = None,
         validation: Any = None,
         metrics: Mapping[str, Loss] | None = None,
+        validate_every: int | None = None,
+        on_step: Callable[[Trainer, StepResult], object] | None = None,
+        on_epoch: Callable[[Trainer, EpochResult], object] | None = None,
+        on_evaluation: Callable[[Trainer, dict[str, Metric]], object] | None = None,
         **options: Any,
     ) -> list[EpochResult]:
         """Train for some epochs and evaluate after each: the short form of the loop.
 
         Every rank must call it. A model that is in evaluation mode as a whole, as from_pretrained returns it, is put
-        into training mode.
+        into training mode. A callback gets the Trainer and what has happened, on every rank; if it returns True, on all
+        ranks, the state is saved and the training ends.
 
         Args:
             train: The dataset to train on.
@@ -548,44 +554,52 @@ class Trainer:
             epochs, steps: See `epochs`.
             validation: The dataset to evaluate on after each epoch. None: no evaluation.
             metrics: The functions to evaluate on it, by name. None: the loss.
+            validate_every: Evaluate within epochs, too, each time the run has done this many steps more.
+            on_step: Called with the result of each step.
+            on_epoch: Called with the result of each epoch, after its evaluation.
+            on_evaluation: Called with the values of each evaluation, by name.
             options: Further arguments of `batches`. `evaluate` gets micro_batch_size, workers and collate_fn, too.
 
         Returns:
-            The result of each epoch of this call; none if the run in the directory was already over.
+            The result of each epoch since the start of the run, also of those before a resume.
 
         Raises:
             RuntimeError: It is called inside a loss function or an evaluated function, or torch's process group failed.
-            TypeError: loss or a metric cannot be called, metrics is no dict with names as keys, a dataset is neither
-                map-style nor iterable, or an argument has the wrong type.
-            ValueError: The Trainer has several optimizers, metrics are given without validation, a number is out of
-                range, or as described at `epochs`, `batches` and `step`.
+            TypeError: loss, a metric or a callback cannot be called, metrics is no dict with names as keys, a dataset
+                is neither map-style nor iterable, or an argument has the wrong type.
+            ValueError: metrics or validate_every are given without validation, a number is out of range, or as
+                described at `epochs`, `batches` and `step`.
             DataError: A dataset is empty, or as described at `batches`; for validation, before the first epoch.
             LossError, NonFiniteLossError, GroupError: As described at `step` and `evaluate`.
             RankMismatchError, PeerError, UnisonoError: As described at `step`.
             CheckpointError, OSError, KeyboardInterrupt, SystemExit: As described at `epochs`.
         """
         refuse_inside("trainer.fit")
-        check_fit(loss, metrics, validation=validation, optimizer=self.optimizer)
+        callbacks = Callbacks(on_step=on_step, on_epoch=on_epoch, on_evaluation=on_evaluation)
+        check_fit(loss, metrics, validation=validation, validate_every=validate_every, callbacks=callbacks)
         batch_size = whole("batch_size", batch_size, least=1)
-        shared = {key: options[key] for key in ("micro_batch_size", "workers", "collate_fn") if key in options}
-
-        def loss_alone(model: Any, batch: Any) -> Any:
-            return loss_of(loss(model, batch))
-
-        results = []
+        shared: dict[str, Any] = {
+            key: options[key] for key in ("micro_batch_size", "workers", "collate_fn") if key in options
+        }
+        evaluated = Validation(
+            dataset=validation,
+            functions=metrics or {"validation loss": loss_alone(loss)},
+            every_steps=None if validate_every is None else whole("validate_every", validate_every, least=1),
+            options=shared,
+        )
         left = self.epochs(epochs, steps=steps)
         if validation is not None:
             self._test_loader(validation, batch_size=batch_size, **shared)  # or an error, and not after an epoch
         self._loop.begin_training(None)
-        for epoch in left:
-            for batch in self.batches(train, batch_size=batch_size, **options):
-                self.step(loss, batch)
-            values = {}
-            if validation is not None:
-                for name, function in (metrics or {"validation loss": loss_alone}).items():
-                    values[name] = self.evaluate(function, validation, name=name, **shared)
-            results.append(EpochResult(epoch=epoch, loss=self._loop.mean_loss, validation=values))
-        return results
+        return run_epochs(
+            self,
+            self._loop,
+            epochs=left,
+            loss=loss,
+            make_batches=lambda: self.batches(train, batch_size=batch_size, **options),
+            validation=evaluated,
+            callbacks=callbacks,
+        )
 
     def save(self) -> None:
         """Save a checkpoint now, in the background; without a directory, do nothing.

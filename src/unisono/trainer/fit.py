@@ -1,0 +1,145 @@
+"""The short form of the loop: training and evaluation by one call, with functions that are called on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from unisono.metrics.metric import Metric
+from unisono.parallel.losses import loss_of
+from unisono.trainer.epoch import EpochResult
+from unisono.trainer.loop import Loop
+from unisono.trainer.share_gradients import Loss
+from unisono.trainer.step_result import StepResult
+
+if TYPE_CHECKING:
+    from unisono.trainer.trainer import Trainer
+
+__all__ = ["Callbacks", "Validation", "check_fit", "loss_alone", "run_epochs"]
+
+Values = dict[str, Metric]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Callbacks:
+    """Functions that `fit` calls with the Trainer and what has happened; True as their result ends the training."""
+
+    on_step: Callable[[Trainer, StepResult], object] | None = None
+    """After each step."""
+    on_epoch: Callable[[Trainer, EpochResult], object] | None = None
+    """After each epoch and its evaluation."""
+    on_evaluation: Callable[[Trainer, Values], object] | None = None
+    """After each evaluation."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Validation:
+    """What `fit` evaluates, and when."""
+
+    dataset: Any
+    """None: nothing."""
+    functions: Mapping[str, Loss]
+    """What to evaluate, by name."""
+    every_steps: int | None
+    """Evaluate also within an epoch, after this many steps of the run; None: after each epoch alone."""
+    options: Mapping[str, Any]
+    """Further arguments of `Trainer.evaluate`."""
+
+    def is_due(self, steps: int) -> bool:
+        """Return True if an evaluation within an epoch is due after this many steps of the run."""
+        return self.dataset is not None and self.every_steps is not None and steps % self.every_steps == 0
+
+    def run(self, trainer: Trainer) -> Values:
+        """Evaluate all functions. Every rank must call it."""
+        if self.dataset is None:
+            return {}
+        return {
+            name: trainer.evaluate(function, self.dataset, name=name, **self.options)
+            for name, function in self.functions.items()
+        }
+
+
+def check_fit(loss: Any, metrics: Any, *, validation: Any, validate_every: Any, callbacks: Callbacks) -> None:
+    """Check the arguments of `Trainer.fit` before the first epoch.
+
+    Raises:
+        TypeError: A function cannot be called, or metrics is no dict with names as keys.
+        ValueError: There is no dataset to evaluate on.
+    """
+    if not callable(loss):
+        raise TypeError(f"the loss function is a {type(loss).__name__}, which cannot be called: fit(train, loss, ...)")
+    for name in ("on_step", "on_epoch", "on_evaluation"):
+        function = getattr(callbacks, name)
+        if function is not None and not callable(function):
+            raise TypeError(f"{name} is a {type(function).__name__}, which cannot be called: give a function")
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise TypeError(f'metrics is a {type(metrics).__name__}; give functions by name, as {{"accuracy": function}}')
+    for name, given in (
+        ("metrics", metrics), ("validate_every", validate_every), ("on_evaluation", callbacks.on_evaluation)
+    ):  # fmt: skip
+        if given is not None and validation is None:
+            raise ValueError(f"{name} is given, and no data to evaluate on: give validation=dataset as well")
+    for name, function in (metrics or {}).items():
+        if not isinstance(name, str) or not name:
+            raise TypeError(f"metrics has the key {name!r}; functions are given by names, which are strings")
+        if not callable(function):
+            raise TypeError(
+                f"metrics[{name!r}] is a {type(function).__name__}, which cannot be called: give a function of the "
+                "model and a micro-batch"
+            )
+
+
+def loss_alone(loss: Loss) -> Loss:
+    """Return a loss function without the further values of its dict, for an evaluation."""
+    return lambda model, batch: loss_of(loss(model, batch))
+
+
+def run_epochs(
+    trainer: Trainer,
+    loop: Loop,
+    *,
+    epochs: Iterator[int],
+    loss: Loss,
+    make_batches: Callable[[], Iterator[Any]],
+    validation: Validation,
+    callbacks: Callbacks,
+) -> list[EpochResult]:
+    """Train for the epochs that are left, and return the results of all epochs since the start of the run.
+
+    Args:
+        trainer: The Trainer.
+        loop: Its loop.
+        epochs: The epochs that are left.
+        loss: The loss function.
+        make_batches: Returns the batches that are left of the current epoch.
+        validation: What to evaluate.
+        callbacks: What to call.
+    """
+    for epoch in epochs:
+        evaluated: Values | None = None
+        is_over = False
+        for batch in make_batches():
+            result = trainer.step(loss, batch)
+            is_over = _calls(callbacks.on_step, trainer, result)
+            evaluated = None
+            if validation.is_due(trainer.steps) and not is_over:
+                evaluated = validation.run(trainer)
+                is_over = _calls(callbacks.on_evaluation, trainer, evaluated)
+            if is_over:
+                break
+        if not is_over:
+            if evaluated is None:
+                evaluated = validation.run(trainer)
+                is_over = bool(evaluated) and _calls(callbacks.on_evaluation, trainer, evaluated)
+            done = EpochResult(epoch=epoch, loss=loop.mean_loss, validation=evaluated)
+            loop.add_result(done)
+            is_over = _calls(callbacks.on_epoch, trainer, done) or is_over
+        if is_over:
+            trainer.save()
+            break
+    return loop.results
+
+
+def _calls(function: Callable[[Trainer, Any], object] | None, trainer: Trainer, value: Any) -> bool:
+    return function is not None and function(trainer, value) is True

@@ -1,0 +1,60 @@
+"""`fit`: callbacks, evaluation within epochs, and results that a resume completes."""
+
+from __future__ import annotations
+
+import pytest
+
+FIT = """
+folder, stop = sys.argv[1], int(sys.argv[2])
+validation = TensorDataset(*data[:10])
+seen = []
+
+def note(kind):
+    def called(trainer, value):
+        seen.append((kind, trainer.steps))
+        return kind == "step" and trainer.steps == stop
+    return called
+
+torch.manual_seed(1)
+trainer = make_trainer(directory=folder or None)
+results = trainer.fit(
+    data, loss, batch_size=12, epochs=3, validation=validation, validate_every=4,
+    on_step=note("step"), on_epoch=note("epoch"), on_evaluation=note("evaluation"),
+)
+say([(r.epoch, r.loss, {k: (v.total, v.count) for k, v in r.validation.items()}) for r in results])
+say(seen)
+say(trainer.steps, trainer.digest())
+"""
+
+
+@pytest.fixture
+def fit(fork_ranks, tmp_path):
+    from conftest import PREAMBLE
+
+    start = 'dist.init_process_group("gloo")'
+
+    def run(ranks: int, folder: str = "", stop: int = 0) -> list[str]:
+        job = fork_ranks(ranks, f"{PREAMBLE}\n{start}\n{FIT}", folder and tmp_path / folder, stop)
+        first, *others = (job.lines(rank) for rank in range(ranks))
+        assert all(lines == first for lines in others)
+        return first
+
+    return run
+
+
+def test_callbacks_come_after_steps_epochs_and_evaluations(fit):
+    results, seen, end = fit(2)
+    assert [epoch for epoch, *_ in eval(results)] == [0, 1, 2]
+    expected = [("step", 1), ("step", 2), ("step", 3), ("step", 4), ("evaluation", 4), ("step", 5), ("evaluation", 5)]
+    assert eval(seen)[:8] == [*expected, ("epoch", 5)]
+    assert end.startswith("15 ")
+
+
+def test_a_callback_ends_the_training_and_a_resume_completes_results_and_bits(fit):
+    results, _, end = fit(3)
+    stopped = fit(2, "run", stop=7)
+    assert [epoch for epoch, *_ in eval(stopped[0])] == [0] and stopped[2].startswith("7 ")
+    resumed = fit(1, "run")
+    assert (resumed[0], resumed[2]) == (results, end)
+    again = fit(2, "run")
+    assert (again[0], again[1], again[2]) == (results, "[]", end)
