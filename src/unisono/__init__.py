@@ -28,9 +28,11 @@ if TYPE_CHECKING:
     from unisono.rank_zero.progress_bar import progress
     from unisono.rank_zero.rank_logger import get_logger
     from unisono.state.policy import Checkpoints
+    from unisono.trainer.carried import Carried
     from unisono.trainer.trainer import Trainer
 
 __all__ = [
+    "Carried",
     "Checkpoints",
     "Job",
     "Metric",
@@ -54,6 +56,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Carried": "unisono.trainer.carried",
     "Checkpoints": "unisono.state.policy",
     "Job": "unisono.job.current",
     "Metric": "unisono.metrics.metric",

@@ -46,6 +46,9 @@ class Batch:
     """Samples of the global batch, over all ranks; fewer in the last step if the dataset does not divide evenly."""
     shares: Sequence[Share]
     """The non-empty shares of this rank's virtual ranks, in order."""
+    is_dealt: bool = True
+    """True if virtual rank v of V has the samples v, v + V, v + 2V, … of the batch; False if it has as many as it has
+    made."""
 
     def __len__(self) -> int:
         return self.size

@@ -21,6 +21,7 @@ from unisono.engine import BufferTransaction, ConsistencyCheck, EngineKind, Join
 from unisono.job.placement import own_placement
 from unisono.state.policy import Checkpoints
 from unisono.state.stateful import Stateful
+from unisono.trainer.carried import Carried, CarriedStates
 from unisono.trainer.checkpointing import Checkpointing
 from unisono.trainer.description import (
     check_equal_documents,
@@ -62,6 +63,7 @@ class TrainerParts:
 
     run: RunContext
     comparison: ConsistencyCheck
+    carried: CarriedStates
     keeper: Checkpointing
     modules: dict[str, nn.Module]
     runners: dict[str | None, StepRunner]
@@ -127,6 +129,11 @@ def assemble(
             "autocast": autocast,
             "ema_decay": plain(ema_decay),
             "the names of stateful": list(stateful),
+            **{
+                f"reset_each_epoch of stateful[{name!r}]": each.reset_each_epoch
+                for name, each in stateful.items()
+                if isinstance(each, Carried)
+            },
             "the type of the device": chosen.type,
             "threads": threads,
             "overlap": overlap,
@@ -149,6 +156,7 @@ def assemble(
     engines = select_engines(
         engine, world, modules.values(), optimizers.values(), virtual_ranks=virtual_ranks, overlap=overlap
     )
+    carried = CarriedStates({name: each for name, each in stateful.items() if isinstance(each, Carried)}, run)
     buffers = BufferTransaction(modules, world, engines.all_reduce, virtual_ranks=virtual_ranks)
 
     def make_runner(of_step: Mapping[str, Optimizer]) -> StepRunner:
@@ -161,6 +169,7 @@ def assemble(
             optimizer=stepped,
             engine=engines.engine(stepped),
             buffers=buffers,
+            carried=carried,
             comparison=engines.comparison,
             fingerprint=StepFingerprint(of_step, modules),
             autocast=autocast,
@@ -202,6 +211,7 @@ def assemble(
     return TrainerParts(
         run=run,
         comparison=engines.comparison,
+        carried=carried,
         keeper=keeper,
         modules=modules,
         runners=runners,

@@ -8,6 +8,7 @@ from typing import Any
 from unisono.data.batch import Batch
 from unisono.job.user_function import count_collectives, enter, leave, refuse_collectives_since
 from unisono.metrics.metric import Metric
+from unisono.trainer.carried import CarriedStates
 from unisono.trainer.modules import to_device
 from unisono.trainer.run_context import RunContext
 from unisono.trainer.snapshot import Cursor
@@ -18,7 +19,9 @@ from unisono.watch import EventLog
 __all__ = ["evaluate", "tell", "tell_values"]
 
 
-def evaluate(run: RunContext, function: Loss, models: Any, batches: Iterator[Batch]) -> Metric | dict[str, Metric]:
+def evaluate(
+    run: RunContext, carried: CarriedStates, function: Loss, models: Any, batches: Iterator[Batch]
+) -> Metric | dict[str, Metric]:
     """Return the mean of a function's values over the samples of all ranks' batches. Every rank must call it.
 
     Sums are float64, per virtual rank and then in tree order, so the result is the same on any number of ranks. Ranks
@@ -37,8 +40,10 @@ def evaluate(run: RunContext, function: Loss, models: Any, batches: Iterator[Bat
                 counted = count_collectives()
                 inside = enter("the evaluated function")
                 try:
+                    carried.begin(share.virtual_rank, micro_batches=len(share.micro_batches))
                     result = function(models, items)
                     refuse_collectives_since(counted)
+                    carried.end()
                 finally:
                     leave(inside)
                 values = result if isinstance(result, Mapping) else {"": result}

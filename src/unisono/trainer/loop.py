@@ -26,11 +26,14 @@ from unisono.data.stream_loader import StreamLoader
 from unisono.errors import UnisonoError
 from unisono.machine import resident_bytes
 from unisono.trainer.assembly import TrainerParts
+from unisono.trainer.carried import Carried
 from unisono.trainer.checkpointing import Place
 from unisono.trainer.epoch import EpochResult
 from unisono.trainer.hyperparameters import Hyperparameters, is_scheduler, settings_of
+from unisono.trainer.rollouts import Rollouts
 from unisono.trainer.snapshot import capture, facts_of
 from unisono.trainer.step import Loss, StepOptions, StepRunner
+from unisono.trainer.step_fingerprint import intent_of_call
 from unisono.trainer.step_result import StepResult
 from unisono.trainer.stop_signals import StopSignals
 from unisono.watch import EventLog
@@ -38,6 +41,7 @@ from unisono.watch.events import StepFields
 
 __all__ = ["Loop"]
 
+_Loader = MapLoader | StreamLoader | Rollouts
 _MEASURE_S = 1.0
 """Seconds between two readings of the memory in use."""
 
@@ -67,12 +71,13 @@ class Loop:
         self._run, self._keeper, self._cursor = parts.run, parts.keeper, parts.cursor
         self._modules, self._subjects, self._averages = parts.modules, parts.subjects, parts.averages
         self._runners, self._schedulers = parts.runners, parts.schedulers
+        self._carried, self._comparison, self._keeps = parts.carried, parts.comparison, keeps
         self._log, self._scheduler_interval = log, scheduler_interval
         self._parameters = [p for module in parts.modules.values() for p in module.parameters()]
         self._unknown = [
             name.removeprefix("stateful/")
             for name, each in parts.subjects.others.items()
-            if name.startswith("stateful/") and not is_scheduler(each)
+            if name.startswith("stateful/") and not isinstance(each, Carried) and not is_scheduler(each)
         ]
         """Objects whose state may change at any time and is too large to be noted at each batch."""
         self._batch: Batch | None = None
@@ -84,6 +89,8 @@ class Loop:
         """The epoch whose batches have all been asked for."""
         self._is_dealing = False
         self._is_asking = False
+        self._kept: Place | None = None
+        """The place whose carried values rank 0 has."""
         self._has_stepped = False
         """True if a step was done since the loop last asked for a batch or an epoch."""
         self._first_steps = self._cursor.total_steps
@@ -111,6 +118,12 @@ class Loop:
         before = [state for state in self._cursor.results if state["epoch"] < result.epoch]
         self._cursor.results = [*before, result.state()]
 
+    @property
+    def moment(self) -> tuple[int, int, int]:
+        """Epoch, step, and steps done with its batch, or -1 before it is in the loop: where random numbers belong."""
+        batch = self._batch
+        return (self._cursor.epoch, self._cursor.step, -1) if batch is None else (batch.epoch, batch.step, self._calls)
+
     def epochs(self, epochs: int, steps: int | None) -> Iterator[int]:
         """Yield the epochs that are left; see `Trainer.epochs`."""
         if self._epochs is not None:
@@ -135,6 +148,7 @@ class Loop:
             in_mid_epoch = self._is_over() and cursor.step > 0
             if not in_mid_epoch:
                 self._ask(finishing=True)
+            self._keep_carried()
             self._is_asking = True
             self._keeper.finish(cursor.place, self._capture, retry=not in_mid_epoch)
         finally:
@@ -143,8 +157,8 @@ class Loop:
         if self._stops is not None:
             self._stops.raise_pending()
 
-    def batches(self, loader: MapLoader | StreamLoader, *, batch_size: int) -> Iterator[Batch]:
-        """Yield the batches that are left of the current epoch; see `Trainer.batches`.
+    def batches(self, loader: _Loader) -> Iterator[Batch]:
+        """Yield the batches that are left of the current epoch; see `Trainer.batches` and `Trainer.rollouts`.
 
         Raises:
             ValueError: At once, if the epoch was begun with other numbers of samples, or all its batches have been
@@ -164,7 +178,10 @@ class Loop:
         unknown = [key for key in ("shuffle", "drop_last") if before[key] is None]
         changed = [key for key, value in data.items() if before[key] != value and key not in unknown]
         if cursor.step and changed:
-            was, now = (", ".join(f"{key}={values[key]}" for key in changed) for values in (before, data))
+            was, now = (
+                "rollouts" if values["batch_size"] is None else ", ".join(f"{key}={values[key]}" for key in changed)
+                for values in (before, data)
+            )
             raise ValueError(
                 f"the run stopped in epoch {cursor.epoch} before step {cursor.step}, with {was}; the epoch cannot go "
                 f"on with {now}, or samples would be missed or seen twice. Give the same as before until it ends."
@@ -173,7 +190,7 @@ class Loop:
             setattr(cursor, key, value)
         return self._batches_left(loader)
 
-    def _batches_left(self, loader: MapLoader | StreamLoader) -> Iterator[Batch]:
+    def _batches_left(self, loader: _Loader) -> Iterator[Batch]:
         cursor = self._cursor
         within_epochs = self._epochs is not None
         self._turn += 1
@@ -192,18 +209,16 @@ class Loop:
         )
         self._step_ended_s = time.monotonic()
         self._is_dealing = True
+        if cursor.step == 0:
+            self._carried.begin_epoch()
         try:
             if not within_epochs:
                 self._keeper.hold()
                 self._ask()
             batches = loader.batches(epoch=cursor.epoch, first_step=cursor.step)
             while True:
-                try:
-                    batch = next(batches, None)
-                except BaseException:
-                    self._save_if_whole()
-                    raise
-                if batch is None or self._is_over():
+                batch, ends_early = self._next_batch(loader, batches)
+                if batch is None:
                     break
                 self._batch, self._calls = batch, 0
                 self._run.set_generators("loop", batch.epoch, batch.step, 0)
@@ -215,9 +230,10 @@ class Loop:
                         "was dealt by this one: deal the batches of an epoch by one loop."
                     )
                 cursor.step = batch.step + 1  # also if the loop has not used the batch
+                self._batch = None
                 self._ask()
             self._batch = None
-            if batch is not None:
+            if ends_early:
                 self._save_if_whole()  # The run ends in mid-epoch: the loop's code after an epoch is not part of it.
             elif within_epochs:
                 self._exhausted = cursor.epoch
@@ -228,6 +244,20 @@ class Loop:
             if turn == self._turn:
                 self._is_dealing = False
 
+    def _next_batch(self, loader: _Loader, batches: Iterator[Batch]) -> tuple[Batch | None, bool]:
+        """Return the next batch, None if the loop gets no more; and True if the run ends before the epoch does."""
+        if isinstance(loader, Rollouts):
+            # The user's function makes the batch: not for nothing, and it may change the run's state.
+            if self._is_over() and self._cursor.step < loader.steps:
+                return None, True
+            self._is_asking = False
+        try:
+            batch = next(batches, None)
+        except BaseException:
+            self._save_if_whole()
+            raise
+        return (None, True) if batch is not None and self._is_over() else (batch, False)
+
     def step(self, loss: Loss, batch: Batch, optimizer: str | None, options: StepOptions) -> StepResult:
         """Perform one step on the latest batch, and the work after it; see `Trainer.step`."""
         if batch is not self._batch:
@@ -235,7 +265,8 @@ class Loop:
         name = self._name(optimizer)
         runner = self._runners[name]
         try:
-            result = runner.run(loss, batch, call=self._calls, options=options)
+            with self._carried.transaction():
+                result = runner.run(loss, batch, call=self._calls, options=options)
         except UnisonoError:
             # A signal to all ranks has ended the others, too: this rank's signal explains more than their end.
             if self._stops is not None:
@@ -267,12 +298,14 @@ class Loop:
 
     def save(self) -> None:
         """Save a checkpoint now, in the background; see `Trainer.save`."""
+        self._keep_carried()
         self._keeper.save(self._cursor.place, self._capture)
         self._asked = self._note()
         self._has_stepped = False
 
     def _ask(self, *, epoch_ended: bool = False, finishing: bool = False) -> None:
         """Note that the loop asks for its next batch or epoch, so that its state is complete; save and stop if due."""
+        self._keep_carried()
         asked = self._note()
         self._asked = asked
         self._has_stepped = False  # only after the note is there: a signal may come between any two of these lines
@@ -282,6 +315,17 @@ class Loop:
         if not finishing and self._stops is not None and self._stops.is_due(is_main=self._run.world.rank == 0):
             self._save_if_whole()
             self._stops.raise_pending()
+
+    def _keep_carried(self) -> None:
+        """Bring the values that virtual ranks carry to rank 0, once for each place of a run that is saved."""
+        cursor = self._cursor
+        if not (self._carried and self._keeps) or cursor.place == self._kept:
+            return
+        self._comparison.compare(
+            intent_of_call("trainer.batches()", epoch=cursor.epoch, step=cursor.step, total_steps=cursor.total_steps)
+        )
+        self._carried.keep()
+        self._kept = cursor.place
 
     def _note(self) -> _Asked | None:
         """Note the state of the run, on the rank that saves. About 5 µs, and 50 ns for each parameter."""

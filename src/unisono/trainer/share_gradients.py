@@ -15,6 +15,7 @@ from unisono.errors import LossError
 from unisono.job.user_function import count_collectives, enter, leave, refuse_collectives_since
 from unisono.parallel.losses import WeightedSum, further_values, loss_of, read_loss
 from unisono.trainer.backward import Backward
+from unisono.trainer.carried import CarriedStates
 from unisono.trainer.global_loss import (
     EncodedShare,
     GlobalGradients,
@@ -67,9 +68,10 @@ class ShareGradients:
         modules: Mapping[str, nn.Module],
         engine: Engine,
         buffers: BufferTransaction,
+        carried: CarriedStates,
         autocast: Literal["bf16", "fp16"] | None,
     ) -> None:
-        self._run, self._models, self._modules = run, models, modules
+        self._run, self._models, self._modules, self._carried = run, models, modules, carried
         self._engine, self._buffers = engine, buffers
         self._autocast = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}[autocast]
         self._backward = Backward()
@@ -119,10 +121,12 @@ class ShareGradients:
         for micro_batch in share.micro_batches:
             samples = len(micro_batch.indices)
             items = to_device(micro_batch.items, self._run.device)
+            self._carried.begin(share.virtual_rank, micro_batches=len(share.micro_batches))
             counted = count_collectives()
             with self._forward_context(samples):
                 result = loss(self._models, items)
             refuse_collectives_since(counted)
+            self._carried.end()
             value, weight = self._read(result, samples=samples)
             if further := further_values(result):
                 self.values.add(share.virtual_rank, further, samples=samples)
@@ -215,9 +219,11 @@ class ShareGradients:
             assert options.encode is not None
             if not options.recompute:
                 self._buffers.stand_in()
+            self._carried.begin(share.virtual_rank, micro_batches=len(share.micro_batches))
             counted = count_collectives()
             result = options.encode(self._models, to_device(items, self._run.device))
             refuse_collectives_since(counted)
+            self._carried.end()
             return result
 
         skeleton, parts = encode_share(share, encode, self._forward_context)

@@ -32,6 +32,7 @@ from unisono.errors import LossError, NonFiniteLossError
 from unisono.job.user_function import count_collectives, enter, leave, refuse_collectives_since
 from unisono.metrics.metric import Metric
 from unisono.text import list_first
+from unisono.trainer.carried import CarriedStates
 from unisono.trainer.changed_gradients import check_gradients
 from unisono.trainer.closure import check_closure, needs_closure, step_with_closure
 from unisono.trainer.modes import begin_training, idle_dropout
@@ -80,6 +81,7 @@ class StepRunner:
         optimizer: Optimizer,
         engine: Engine,
         buffers: BufferTransaction,
+        carried: CarriedStates,
         comparison: ConsistencyCheck,
         fingerprint: StepFingerprint,
         autocast: Literal["bf16", "fp16"] | None,
@@ -87,7 +89,7 @@ class StepRunner:
     ) -> None:
         self._run, self._models, self._modules = run, models, modules
         self._shares = ShareGradients(
-            run, models=models, modules=modules, engine=engine, buffers=buffers, autocast=autocast
+            run, models=models, modules=modules, engine=engine, buffers=buffers, carried=carried, autocast=autocast
         )
         self._optimizer, self._engine, self._buffers = optimizer, engine, buffers
         self._comparison, self._fingerprint = comparison, fingerprint
@@ -123,6 +125,11 @@ class StepRunner:
             NonFiniteLossError, LossError, RankMismatchError: See `Trainer.step`. Weights and buffers are those from
                 before the step, unless the loss function wrote to a parameter.
         """
+        if options.encode is not None and not batch.is_dealt:
+            raise ValueError(
+                f"encode=... needs samples that are dealt evenly, and the {batch.size} of this batch are as many in "
+                "each share as the function of rollouts made there: return equally many for each virtual rank."
+            )
         self._find_trained()
         if needs_closure(self._optimizer):
             options = options._replace(closure=True)

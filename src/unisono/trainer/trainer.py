@@ -31,6 +31,7 @@ from unisono.state.digest import digest
 from unisono.state.policy import Checkpoints
 from unisono.state.stateful import Stateful
 from unisono.trainer.assembly import Models, assemble
+from unisono.trainer.by_virtual_rank import ByVirtualRank
 from unisono.trainer.epoch import EpochResult
 from unisono.trainer.evaluation import evaluate, tell, tell_values
 from unisono.trainer.fit import Callbacks, Validation, check_fit, loss_alone, run_epochs
@@ -46,12 +47,13 @@ from unisono.trainer.snapshot import model_tensors, optimizer_state
 from unisono.trainer.step import Loss, StepOptions
 from unisono.trainer.step_fingerprint import intent_of_call
 from unisono.trainer.step_result import StepResult
+from unisono.trainer.virtual_rank_calls import VirtualRankCalls
 from unisono.watch import Event
 
 __all__ = ["Trainer"]
 
 
-class Trainer:
+class Trainer(ByVirtualRank):
     """Trains a model with the same result on any number of ranks.
 
     Every rank must build the same model and optimizer and make the same calls. All arguments but the first two are
@@ -73,7 +75,8 @@ class Trainer:
         clip_grad_norm: The largest global norm of the gradient. None: no clipping.
         autocast: The type to compute in where torch considers it safe, "bf16" or "fp16"; "fp16" scales the loss.
         ema_decay: The decay of a moving average of the weights, for `evaluate(..., ema=True)`. None: no average.
-        stateful: Further objects with state_dict and load_state_dict to save and restore, by name.
+        stateful: Further objects with state_dict and load_state_dict to save and restore, by name; also `Carried`
+            state of virtual ranks.
         device: "auto" is this rank's GPU if there is one, otherwise the device of the model.
         threads: The number of torch threads of this process on a CPU. More than one changes bits, so the default is a
             constant and not the number of cores: use more ranks instead.
@@ -167,7 +170,10 @@ class Trainer:
         )
         self._run, self._cursor, self._modules = parts.run, parts.cursor, parts.modules
         self._subjects, self._averages = parts.subjects, parts.averages
-        self._comparison = parts.comparison
+        self._comparison, self._carried = parts.comparison, parts.carried
+        self._calls = VirtualRankCalls(
+            parts.run, carried=parts.carried, comparison=parts.comparison, modules=parts.modules, models=model
+        )
         self._warned = False
         self._run.set_generators("loop", self._cursor.epoch, self._cursor.step, 0)
         self._log = open_log(self.directory, is_main=self.is_main, progress=progress, listeners=listeners)
@@ -303,7 +309,7 @@ class Trainer:
             collate_fn=collate_fn,
             drop_last=drop_last,
         )
-        batches = self._loop.batches(loader, batch_size=batch_size)
+        batches = self._loop.batches(loader)
         warning = lone_samples_warning(
             self._modules,
             batch_size=batch_size,
@@ -453,8 +459,8 @@ class Trainer:
             collate_fn=collate_fn,
         )
         models = self._averaged_model() if ema else self.model
-        with evaluating(self._subjects.averages if ema else self._modules):
-            result = evaluate(self._run, function, models, loader.batches(epoch=0))
+        with evaluating(self._subjects.averages if ema else self._modules), self._carried.apart():
+            result = evaluate(self._run, self._carried, function, models, loader.batches(epoch=0))
         self._run.set_generators("loop", self._cursor.epoch, self._cursor.step, 0)
         tell(self._log, result, name=name, cursor=self._cursor, seconds=time.monotonic() - started_s)
         return result

@@ -1,0 +1,148 @@
+"""The part of a Trainer for code that makes its own samples or random numbers, such as reinforcement learning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from unisono.arguments import text, whole
+from unisono.data.batch import Batch
+from unisono.job.user_function import refuse_inside
+from unisono.plan import derive_key
+from unisono.trainer.loop import Loop
+from unisono.trainer.rollouts import Rollouts
+from unisono.trainer.run_context import RunContext
+from unisono.trainer.virtual_rank_calls import VirtualRankCalls
+
+__all__ = ["ByVirtualRank"]
+
+
+class ByVirtualRank:
+    """What a Trainer offers to code that works for one virtual rank after the other."""
+
+    _run: RunContext
+    _loop: Loop
+    _calls: VirtualRankCalls
+
+    @property
+    def local_virtual_ranks(self) -> range:
+        """The virtual ranks that this rank computes, a contiguous block; all of them with one rank."""
+        return self._run.block
+
+    def generator(self, name: str, virtual_rank: int, *, device: str | torch.device = "cpu") -> torch.Generator:
+        """Return a generator of random numbers for one virtual rank, at this place of the run.
+
+        Its seed follows from (seed, name, epoch, step, virtual rank), and from whether the step has been done: nothing
+        is saved, and every rank may ask for that of any virtual rank. The same call draws the same numbers again until
+        the next step: use another name for other numbers.
+
+        Args:
+            name: What the numbers are for, without spaces.
+            virtual_rank: The virtual rank, such as one of `local_virtual_ranks`.
+            device: Where the numbers are drawn.
+
+        Raises:
+            TypeError: An argument has the wrong type.
+            ValueError: name is empty or has spaces in it, or there is no such virtual rank.
+        """
+        virtual_rank = whole("virtual_rank", virtual_rank)
+        if not 0 <= virtual_rank < self._run.virtual_ranks:
+            raise ValueError(
+                f"virtual_rank={virtual_rank} is outside [0, {self._run.virtual_ranks}), the virtual ranks of this run"
+            )
+        key = derive_key(self._run.seed, f"generator/{_stream(name)}", *self._loop.moment, virtual_rank)
+        return torch.Generator(device).manual_seed(key)
+
+    def rollouts(
+        self, function: Callable[[Any], Any], *, steps: int, micro_batch_size: int | None = None
+    ) -> Iterator[Batch]:
+        """Yield batches that a function makes for each virtual rank, such as the episodes of reinforcement learning.
+
+        They take the place of `batches`: pass them to `step`. An epoch has `steps` of them, and after a resume those
+        that are left are yielded. Each is made when the loop asks for it, with the weights of that moment. Every rank
+        must call it. Ranks send each other the numbers of their samples.
+
+        Args:
+            function: Called as function(model) for each virtual rank of this rank, in evaluation mode and without
+                gradients, with random generators set from (seed, epoch, step, virtual rank). It returns the samples of
+                the virtual rank, at least one: a tensor with a row for each sample, or a tuple, list or dict of such
+                tensors. The loss function gets them as its micro-batch. Virtual ranks may have different numbers of
+                samples. It may use `Carried` state, and must write neither to the model nor to other objects.
+            steps: The number of batches in an epoch.
+            micro_batch_size: The largest number of samples that go through the model at once in a step. None: those of
+                a virtual rank.
+
+        Raises:
+            RuntimeError: It is called inside a loss function or an evaluated function, or torch's process group failed.
+            TypeError: function cannot be called, or an argument has the wrong type.
+            ValueError: A number is out of range; the epoch was begun with a dataset; or, inside a loop over `epochs`,
+                all its batches have been yielded. From the iterator: another loop over batches has begun.
+            DataError: From the iterator: function returned something else, or wrote to the model.
+            GroupError: From the iterator: function called a collective.
+            PeerError: From the iterator: function failed on another rank, or another rank has died.
+            RankMismatchError: On all ranks, if they make different calls.
+            UnisonoError, CheckpointError, OSError, KeyboardInterrupt, SystemExit: As described at `batches`.
+        """
+        refuse_inside("trainer.rollouts")
+        _check_callable("trainer.rollouts", function)
+        steps = whole("steps", steps, least=1)
+        if micro_batch_size is not None:
+            micro_batch_size = whole("micro_batch_size", micro_batch_size, least=1)
+        self._calls.compare(f"trainer.rollouts(steps={steps}, micro_batch_size={micro_batch_size})", self._loop.moment)
+        return self._loop.batches(Rollouts(self._calls, function, steps=steps, micro_batch_size=micro_batch_size))
+
+    def collect(self, function: Callable[[Any], Any], *, name: str = "collect") -> list[Any]:
+        """Call a function once for each virtual rank, and return on every rank what all of them returned, in order.
+
+        Use it for what every rank needs of all virtual ranks, such as transitions for a replay buffer or the returns of
+        test episodes. Every rank must call it. Memory and traffic: each rank sends its results to all others.
+
+        Args:
+            function: Called as function(model), like that of `rollouts`; it returns any value that can be pickled.
+            name: What its random numbers are for, without spaces. They follow from seed, name, place of the run and
+                virtual rank: a second call at the same place needs another name to draw others.
+
+        Returns:
+            The results, in the order of virtual ranks. Tensors may share memory with what function returned.
+
+        Raises:
+            RuntimeError: It is called inside a loss function or an evaluated function, or torch's process group failed.
+            TypeError: function cannot be called, name is no string, or a result cannot be pickled.
+            ValueError: name is empty or has spaces in it.
+            DataError: function wrote to the model.
+            GroupError: function called a collective.
+            PeerError: function failed on another rank, or another rank has died.
+            RankMismatchError: On all ranks, if they make different calls.
+        """
+        refuse_inside("trainer.collect")
+        _check_callable("trainer.collect", function)
+        stream, moment = _stream(name), self._loop.moment
+        try:
+            _, everyone = self._calls.call(
+                function,
+                name=f"trainer.collect(name={name!r})",
+                stream=f"collect/{stream}",
+                moment=moment,
+                pack=lambda results: results,
+            )
+        finally:
+            self._run.set_generators(f"loop/{stream}", *moment)
+        return [result for of_rank in everyone for result in of_rank.values()]
+
+
+def _stream(name: str) -> str:
+    """Return a name that may stand in a key."""
+    name = text("name", name)
+    if len(name.split()) != 1 or name != name.strip():
+        raise ValueError(f"name={name!r} must have no spaces in it: it is a part of the key of random numbers")
+    return name
+
+
+def _check_callable(call: str, function: Any) -> None:
+    if not callable(function):
+        raise TypeError(
+            f"the function of {call} is a {type(function).__name__}, which cannot be called: give a function of the "
+            "model, which is called for each virtual rank"
+        )
