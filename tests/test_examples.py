@@ -34,6 +34,7 @@ def test_language_model_learns(run_ranks):
 
 
 RECIPES = {
+    "cart_pole": (["--steps", 8], r"moves in an episode: [3-9]\d\.\d"),
     "simclr": (["--epochs", 2], r"accuracy of a linear classifier: 0\.[89]\d*"),
     "clip": (["--epochs", 1], r"digits recognised by their names: 0\.\d+ \(\d+/360\)"),
     "distillation": (["--epochs", 4], r"agreement with the teacher in the last batch: [01]\.\d+ \(\d+/29\)"),
