@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from printed import printed
 
 PROGRAMS = Path(__file__).with_name("programs")

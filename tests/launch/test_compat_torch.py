@@ -4,6 +4,7 @@ import socket
 from pathlib import Path
 
 import pytest
+
 from printed import printed
 
 PROGRAMS = Path(__file__).with_name("programs")

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from printed import ranks_of
 
+from printed import ranks_of
 from unisono.cli import ps as commands
 from unisono.errors import LaunchError
 from unisono.launch import control

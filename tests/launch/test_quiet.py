@@ -4,6 +4,7 @@ import json
 from contextlib import ExitStack
 
 import pytest
+
 from printed import printed
 
 TRAIN = """

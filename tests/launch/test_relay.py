@@ -8,9 +8,9 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import pytest
-from printed import ranks_of
 from screen import Terminal, nested_bars
 
+from printed import ranks_of
 from unisono.launch.job import Output
 from unisono.launch.output.relay import Relay
 

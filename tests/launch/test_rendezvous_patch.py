@@ -7,8 +7,9 @@ import textwrap
 from datetime import timedelta
 
 import pytest
-from printed import printed
 from torch.distributed import TCPStore
+
+from printed import printed
 
 TIMEOUT_S = 60
 MEET = """

@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
+
 from printed import printed
 
 RESUMABLE = Path(__file__).parents[1] / "trainer" / "programs" / "resumable.py"

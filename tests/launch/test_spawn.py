@@ -10,10 +10,10 @@ from multiprocessing import shared_memory
 import pytest
 import torch
 import torch.distributed as dist
-from printed import printed
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 import unisono
+from printed import printed
 
 TIMEOUT_S = 60
 

@@ -103,7 +103,7 @@ def test_a_loop_that_was_run_already_is_refused():
     assert len(trainer.fit(DATA, loss, batch_size=8, epochs=2)) == 2
     with pytest.raises(ValueError, match=r"epochs=2 is done: this Trainer is at epoch 2, after 6 steps.* epochs=4"):
         trainer.fit(DATA, loss, batch_size=8, epochs=2)
-    assert len(trainer.fit(DATA, loss, batch_size=8, epochs=4)) == 2
+    assert [result.epoch for result in trainer.fit(DATA, loss, batch_size=8, epochs=4)] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("arguments", [(2.5,), ("3",), (None,), (2, 1.5)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from unisono.metrics.metric import Metric
 from unisono.parallel.losses import loss_of
@@ -12,9 +12,6 @@ from unisono.trainer.epoch import EpochResult
 from unisono.trainer.loop import Loop
 from unisono.trainer.share_gradients import Loss
 from unisono.trainer.step_result import StepResult
-
-if TYPE_CHECKING:
-    from unisono.trainer.trainer import Trainer
 
 __all__ = ["Callbacks", "Validation", "check_fit", "loss_alone", "run_epochs"]
 
@@ -25,11 +22,11 @@ Values = dict[str, Metric]
 class Callbacks:
     """Functions that `fit` calls with the Trainer and what has happened; True as their result ends the training."""
 
-    on_step: Callable[[Trainer, StepResult], object] | None = None
+    on_step: Callable[[Any, StepResult], object] | None = None
     """After each step."""
-    on_epoch: Callable[[Trainer, EpochResult], object] | None = None
+    on_epoch: Callable[[Any, EpochResult], object] | None = None
     """After each epoch and its evaluation."""
-    on_evaluation: Callable[[Trainer, Values], object] | None = None
+    on_evaluation: Callable[[Any, Values], object] | None = None
     """After each evaluation."""
 
 
@@ -50,7 +47,7 @@ class Validation:
         """Return True if an evaluation within an epoch is due after this many steps of the run."""
         return self.dataset is not None and self.every_steps is not None and steps % self.every_steps == 0
 
-    def run(self, trainer: Trainer) -> Values:
+    def run(self, trainer: Any) -> Values:
         """Evaluate all functions. Every rank must call it."""
         if self.dataset is None:
             return {}
@@ -96,7 +93,7 @@ def loss_alone(loss: Loss) -> Loss:
 
 
 def run_epochs(
-    trainer: Trainer,
+    trainer: Any,
     loop: Loop,
     *,
     epochs: Iterator[int],
@@ -141,5 +138,5 @@ def run_epochs(
     return loop.results
 
 
-def _calls(function: Callable[[Trainer, Any], object] | None, trainer: Trainer, value: Any) -> bool:
+def _calls(function: Callable[[Any, Any], object] | None, trainer: Any, value: Any) -> bool:
     return function is not None and function(trainer, value) is True
