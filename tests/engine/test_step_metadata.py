@@ -49,6 +49,12 @@ def test_norms_of_pieces_are_those_of_the_whole(make_runtimes):
         assert torch.equal(table.norms, torch.cat([norms.double() for norms in whole]))
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_norms_of_small_types_are_computed_in_float32():
+    blocks = [torch.full((5,), 40000.0, dtype=dtype) for dtype in (torch.float16, torch.complex32, torch.complex64)]
+    assert block_norms(blocks).tolist() == pytest.approx([40000 * 5**0.5] * 3)
+
+
 @pytest.mark.parametrize("value", [3.0, float("inf"), float("nan")])
 def test_an_overflow_is_found_and_told_to_the_scaler(value):
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)

@@ -234,3 +234,32 @@ os._exit(0)
 """,
     )
     assert "rank 1 did not" in said[0]
+
+
+def test_a_rank_that_fails_alone_in_its_last_backward_cannot_go_on_alone(run_alone):
+    said = run_alone(
+        2,
+        """
+trainer = make_trainer(engine="collective")
+calls = 0
+def fails(model, batch):
+    global calls
+    calls += 1
+    if R == 1 and calls == 6:  # of its two virtual ranks the second, in the third step
+        return F.embedding(batch[1], model[2].weight, sparse=True).sum(1)
+    return loss(model, batch)
+try:
+    for batch in trainer.batches(data, batch_size=12):
+        try:
+            trainer.step(fails, batch)
+        except LossError as error:
+            say(trainer.steps, error)
+            trainer.step(loss, batch)  # the other rank waits for gradients of the step before
+except Exception as error:
+    say(trainer.steps, type(error).__name__, error)
+os._exit(0)
+""",
+    )
+    assert "got a sparse gradient" in said[1]
+    assert "2 UnisonoError an earlier step failed while its gradients were on their way" in said[1]
+    assert said[0].startswith("2 ")

@@ -173,9 +173,8 @@ class CollectiveEngine(GradientAccumulation):
     def abort(self, *, alike: bool) -> bool:
         """Discard the step; see `Engine`. Sums that have been sent cannot be recalled: the engine is unusable then."""
         self._streaming = False
-        # A rank that has published its number cannot be compared again while the others are still at that step.
-        announced = self._comparison.is_open and not alike
-        self._broken = self._broken or self._launched > 0 or announced
+        # Others that see this rank's number count on its buckets, whatever the error: it may have come here alone.
+        self._broken = self._broken or self._launched > 0 or self._comparison.is_open
         take(self._given.parameters)
         return True
 

@@ -40,7 +40,7 @@ class ModelContents:
     def version(self) -> int:
         """Return how often modules, parameters or buffers have been found to have changed.
 
-        Of buffers only the total number is compared, not their names, tensors or values.
+        Of buffers only the names are compared, not their tensors or values.
         """
         if self.has_new_buffers() or not self._is_as_it_was():
             self._version += 1
@@ -61,7 +61,10 @@ class ModelContents:
 
     def _is_as_it_was(self) -> bool:
         present = [*chain.from_iterable(map(dict.values, self._members))]
-        return len(present) == len(self._present) and all(map(is_, present, self._present))
+        if len(present) != len(self._present) or not all(map(is_, present, self._present)):
+            return False
+        names = [*chain.from_iterable(self._named_buffers)]
+        return names == self._buffer_names and [*map(len, self._named_buffers)] == self._buffer_counts
 
     def _take_stock(self) -> None:
         seen: dict[int, str] = {}
@@ -81,3 +84,7 @@ class ModelContents:
         self._present = [*chain.from_iterable(map(dict.values, self._members))]
         self._buffers = [module._buffers for module in self._modules.values()]
         self._num_buffers = sum(map(len, self._buffers))
+        # One that is registered where there was none changes the total, or the names where there were some.
+        self._named_buffers = [buffers for buffers in self._buffers if isinstance(buffers, dict) and buffers]
+        self._buffer_names = [*chain.from_iterable(self._named_buffers)]
+        self._buffer_counts = [*map(len, self._named_buffers)]

@@ -57,8 +57,8 @@ def block_norms(blocks: Sequence[Tensor]) -> Tensor:
     for dtype in {b.dtype for b in blocks}:
         chosen = [i for i, b in enumerate(blocks) if b.dtype == dtype]
         reals = [torch.view_as_real(blocks[i]) if dtype.is_complex else blocks[i] for i in chosen]
-        wide = dtype if dtype.itemsize >= 4 else torch.float32
-        norms[chosen] = torch.stack(torch._foreach_norm(reals, 2, wide.to_real())).double()
+        wide = dtype.to_real() if dtype.to_real().itemsize >= 4 else torch.float32
+        norms[chosen] = torch.stack(torch._foreach_norm(reals, 2, wide)).double()
     return norms
 
 

@@ -196,6 +196,19 @@ def average(model, x, y):
     return y * (1 + model.scale)
 
 
+def add_to_its_buffer(model, x, y):
+    (buffer,) = model._buffers.values()
+    buffer.add_(x.detach().mean())
+    return y * (1 + buffer)
+
+
+def exchange_buffers(model):
+    (old,) = model._buffers
+    value = model._buffers[old].clone()
+    delattr(model, old)
+    model.register_buffer("second" if old == "first" else "first", value)
+
+
 def cache(model, x, y):
     model.scale = torch.ones(len(x), 1)
     return y * model.scale
@@ -265,6 +278,7 @@ CASES = {
     "none, fleeting": lambda: train(with_buffer(fleeting_scale=None), call=fill, resumed=True),
     "none, filled in some": lambda: train(with_buffer(scale=None), call=fill_in_some),
     "fleeting": lambda: train(with_buffer(fleeting_scale=torch.zeros(3)), call=average, resumed=True),
+    "exchanged": lambda: train(with_buffer(first=torch.ones(1)), call=add_to_its_buffer, between=exchange_buffers),
     "cache": lambda: train(with_buffer(fleeting_scale=torch.zeros(1)), call=cache, resumed=True),
     "cache of none": lambda: train(with_buffer(fleeting_scale=None), call=cache, resumed=True),
     "reshaped": lambda: train(with_buffer(scale=torch.zeros(1)), call=cache),
