@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections import OrderedDict
 
@@ -133,6 +134,25 @@ def test_evaluated_functions_return_what_loss_functions_do():
     assert_says(caught, "evaluated function (entry 'both') returned a tuple of 2 values")
 
 
+def test_an_evaluated_function_returns_one_form():
+    trainer = make_trainer()
+    for first in ({"a": torch.ones(1)}, {}):
+        forms = iter([first, torch.ones(1)])
+        with pytest.raises(LossError, match="returned a dict and a single value for different micro-batches"):
+            trainer.evaluate(lambda m, b, forms=forms: next(forms), make_data(2))
+
+
+def test_an_evaluation_that_fails_leaves_the_random_numbers_of_the_loop():
+    drawn = []
+    for fails in (False, True):
+        trainer = make_trainer()
+        first_batch(trainer)
+        with contextlib.suppress(KeyError):
+            trainer.evaluate(lambda m, b, fails=fails: {}["mine"] if fails else m(b[0]).sum(1), make_data())
+        drawn.append(torch.rand(3))
+    assert torch.equal(*drawn)
+
+
 def test_nan_loss_is_named_with_step_virtual_rank_and_samples_and_changes_nothing():
     trainer = make_trainer()
     data = make_data()
@@ -188,6 +208,8 @@ def test_an_exception_in_the_loss_function_is_the_users_own_and_changes_nothing(
         ({"threads": 0}, ValueError, ["threads=0"]),
         ({"engine": "fast"}, ValueError, ["'fast'", "'auto', 'shared', 'collective'"]),
         ({"resume": "maybe"}, ValueError, ["'maybe'", "auto"]),
+        ({"listeners": [print, 3]}, TypeError, ["listeners[1] is a int", "cannot be called"]),
+        ({"listeners": print}, TypeError, ["listeners is a builtin_function_or_method", "a list of functions"]),
     ],
 )
 def test_trainer_refuses_arguments_that_cannot_be(options, error, words):
@@ -232,6 +254,15 @@ def test_several_optimizers_must_be_named():
     trainer = unisono.Trainer(models, optimizers, virtual_ranks=2, progress=False)
     with pytest.raises(ValueError, match="name one of 'a', 'b'"):
         trainer.step(lambda m, b: per_sample(m["a"], b), first_batch(trainer))
+
+
+@pytest.mark.parametrize(("named", "words"), [(False, "one: leave the name out"), (True, "one, named 'a': give that")])
+def test_a_name_that_no_optimizer_has_is_refused(named, words):
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = unisono.Trainer(model, {"a": optimizer} if named else optimizer, virtual_ranks=2, progress=False)
+    with pytest.raises(ValueError, match=f"optimizer='x', but Trainer was given {words}"):
+        trainer.step(per_sample, first_batch(trainer), optimizer="x")
 
 
 def test_a_directory_that_cannot_be_used(tmp_path):

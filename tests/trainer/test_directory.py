@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -204,6 +205,98 @@ def test_all_ranks_leave_the_loop_when_the_last_checkpoint_is_there_or_has_faile
     assert [job.lines(rank) for rank in range(2)] == [["step-000000002"]] * 2
     job = fork_ranks(2, LAST, tmp_path / "full", "full")
     assert [job.lines(rank) for rank in range(2)] == [["refused True"]] * 2
+
+
+def test_a_listener_that_raises_is_heard_and_the_checkpoint_stays(tmp_path):
+    heard = []
+
+    def listen(event):
+        heard.append(event["event"])
+        if event["event"] == "checkpoint":
+            raise KeyError("mine")
+
+    model = nn.Linear(6, 3)
+    trainer = unisono.Trainer(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        virtual_ranks=2,
+        directory=tmp_path,
+        checkpoints=unisono.Checkpoints(keep=1),
+        progress=False,
+        listeners=[listen],
+    )
+    raised = 0
+    while trainer.epoch < 3:
+        try:
+            fit(trainer, epochs=3)
+        except KeyError as error:
+            assert error.args == ("mine",)
+            raised += 1
+    assert 1 <= raised <= heard.count("checkpoint")
+    assert "warning" not in heard
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000000006"]
+
+
+def test_a_directory_that_is_gone_is_told(tmp_path):
+    trainer = make_trainer(tmp_path / "run")
+    fit(trainer)
+    shutil.rmtree(tmp_path / "run")
+    for call in (trainer.save, lambda: fit(trainer, epochs=2)):
+        with pytest.raises(CheckpointError, match=r"of this run cannot be used any more: No such file .* Put it back"):
+            call()
+
+
+REFUSED = """
+import os, shutil, sys, torch, unisono
+from torch.utils.data import TensorDataset
+from unisono.errors import UnisonoError
+class Counter:
+    fails = True
+    def state_dict(self):
+        if self.fails:
+            raise OSError("mine")
+        return {}
+    def load_state_dict(self, state):
+        pass
+torch.manual_seed(0)
+model, counter = torch.nn.Linear(6, 3), Counter()
+trainer = unisono.Trainer(
+    model, torch.optim.SGD(model.parameters(), lr=0.1), virtual_ranks=2, directory=sys.argv[1], progress=False,
+    engine="collective", stateful={"counter": counter},
+    checkpoints=unisono.Checkpoints(every_epoch=False, every_steps=int(sys.argv[2]))
+)
+def fit(epochs):
+    try:
+        data = TensorDataset(torch.randn(20, 6))
+        trainer.fit(data, lambda m, b: m(b[0]).square().sum(1), batch_size=10, epochs=epochs)
+    except (UnisonoError, OSError) as error:
+        print(type(error).__name__, error, flush=True)
+fit(1)
+if sys.argv[2] == "1":
+    os._exit(0)  # gloo would wait
+counter.fails = False
+fit(2)
+if trainer.is_main:
+    shutil.rmtree(sys.argv[1])
+fit(3)
+print(trainer.steps)
+"""
+
+
+def test_all_ranks_learn_that_a_loop_cannot_begin_or_end(fork_ranks, tmp_path):
+    job = fork_ranks(2, REFUSED, tmp_path / "run", 99)
+    gone = f"the directory {tmp_path / 'run'} of this run cannot be used any more: No such file or directory"
+    assert [job.lines(0)[0], job.lines(1)[0]] == ["OSError mine", "CheckpointError rank 0: OSError: mine"]
+    for rank, words in enumerate((gone, f"rank 0: {gone}")):
+        assert job.lines(rank)[1].startswith(f"CheckpointError {words}")
+        assert job.lines(rank)[2] == "4"
+
+
+def test_other_ranks_learn_of_a_failed_checkpoint_in_mid_run_at_their_next_call(fork_ranks, tmp_path):
+    job = fork_ranks(2, REFUSED, tmp_path / "run", 1)
+    assert job.lines(0) == ["OSError mine"]
+    assert job.lines(1)[0].startswith("PeerError ")
+    assert "rank 0" in job.lines(1)[0]
 
 
 def test_checkpoints_name_their_holder(tmp_path):

@@ -74,6 +74,19 @@ def test_a_schedule_by_epochs_goes_on_without_a_loop_over_epochs():
         assert trainer.optimizer.param_groups[0]["lr"] == expected
 
 
+def test_batches_that_nobody_iterates_over_change_nothing():
+    trainer = make_trainer(scheduler=lambda o: SCHEDULER(o, 1, gamma=0.5), scheduler_interval="epoch")
+    for _ in trainer.epochs(5):
+        deal(trainer)
+        break
+    trainer.batches(DATA, batch_size=8)
+    with pytest.raises(ValueError, match="batch_size=1"):
+        trainer.batches(DATA, batch_size=1)
+    assert (trainer.epoch, trainer.optimizer.param_groups[0]["lr"]) == (0, 1.0)
+    assert deal(trainer) == [0, 1, 2]
+    assert (trainer.epoch, trainer.optimizer.param_groups[0]["lr"]) == (2, 0.25)
+
+
 def test_schedulers_of_another_optimizer_are_refused():
     other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0)
     with pytest.raises(ValueError, match="the scheduler, a StepLR, was built with another optimizer"):

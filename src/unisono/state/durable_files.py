@@ -14,6 +14,7 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from unisono.errors import CorruptCheckpointError
@@ -71,10 +72,12 @@ def write_file(path: Path, pieces: list[FilePart]) -> Entry:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and the missing ones above it, and flush its name to the disk."""
-    if not folder.is_dir():
+    """Make a folder and the missing ones above it, and flush their names to the disk."""
+    missing = list(takewhile(lambda each: not each.is_dir(), (folder, *folder.parents)))
+    if missing:
         folder.mkdir(parents=True, exist_ok=True)
-        flush_folder(folder.parent)
+    for each in reversed(missing):
+        flush_folder(each.parent)
 
 
 def flush_folder(folder: Path) -> None:
@@ -90,15 +93,37 @@ def flush_folder(folder: Path) -> None:
         os.close(handle)
 
 
+_held: set[int] = set()
+"""Files by which this process holds locks on folders."""
+_is_forking_safe = False
+
+
+def _close_in_children() -> None:
+    """Make forked children, such as workers, close inherited locks: one that outlives the writer would keep them."""
+    global _is_forking_safe  # noqa: PLW0603  a registration with the system is for good
+    if not _is_forking_safe:
+        _is_forking_safe = True
+        os.register_at_fork(after_in_child=_release_all)
+
+
+def _release_all() -> None:
+    for handle in _held:
+        os.close(handle)
+    _held.clear()
+
+
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Hold a lock on a folder while its writer runs. A process id would not do: containers reuse it at each start."""
+    _close_in_children()
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    _held.add(handle)
     try:
         with suppress(OSError):  # no locks on this file system: `clean` then assumes that there is one writer
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     finally:
+        _held.discard(handle)
         os.close(handle)
 
 

@@ -283,11 +283,13 @@ class Store:
             final.rename(aside)
         try:
             work.rename(final)
+            flush_folder(self.folder)
         except OSError:
+            if not work.exists():  # the name may not be on the disk: then the checkpoint was not written
+                final.rename(work)
             if aside is not None:
                 aside.rename(final)
             raise
-        flush_folder(self.folder)
         if aside is not None:
             shutil.rmtree(aside, ignore_errors=True)  # on failure `clean` removes it at the next start
 

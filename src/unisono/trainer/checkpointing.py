@@ -39,6 +39,8 @@ class Checkpointing:
         self._log = EventLog()
         self._last: Place = (0, 0, 0)
         self._last_s = time.monotonic()
+        self._raised: BaseException | None = None
+        """What a listener of the event "checkpoint" raised in the writer's thread."""
 
     def find(self, resume: Resume) -> ResumedRun | None:
         """Lock the directory and return the newest good checkpoint; None without a directory.
@@ -84,8 +86,7 @@ class Checkpointing:
 
         Raises:
             CheckpointError: Another job uses the directory or has continued its run, or a later Trainer of this process
-                has taken it.
-            OSError: The lock's file cannot be opened.
+                has taken it, or it cannot be used any more.
         """
         if self._writer is None or self._lock is None or self._store is None or self._lock.is_held:
             return
@@ -94,8 +95,18 @@ class Checkpointing:
                 f"a later Trainer of this process keeps its run in {self._directory}, so this one cannot go on there: "
                 "use the later one, or give each its own directory."
             )
-        self._lock.acquire()
-        newest = next((info.step for info in self._store.list()), 0)
+        try:
+            self._lock.acquire()
+        except OSError as error:
+            raise CheckpointError(
+                f"the directory {self._directory} of this run cannot be used any more: {error.strerror} "
+                f"({error.filename}). Put it back, or make a new Trainer with a directory that can be written to."
+            ) from error
+        try:
+            newest = next((info.step for info in self._store.list()), 0)
+        except CheckpointError:
+            self._lock.release()
+            raise
         if newest > self._last[2]:
             self._lock.release()
             raise CheckpointError(
@@ -103,8 +114,25 @@ class Checkpointing:
                 f"its loop at step {self._last[2]}: make a new Trainer, which goes on from there."
             )
 
+    def hold_on_all(self) -> None:
+        """Do as `hold`, and raise on all ranks if rank 0 has to. Every rank must call it. One small exchange."""
+        if self._store is None:
+            return
+        error: CheckpointError | None = None
+        try:
+            self.hold()
+        except CheckpointError as refused:
+            error = refused
+        self._share(error, "Trainer beginning")
+
     def save_if_due(self, place: Place, capture: Callable[[], Snapshot], *, epoch_ended: bool = False) -> None:
-        """Write a checkpoint in the background if the policy asks for one now."""
+        """Write a checkpoint in the background if the policy asks for one now.
+
+        Raises:
+            BaseException: On rank 0, what a listener raised when an earlier checkpoint was written; nothing is saved.
+            CheckpointError, ValueError: On rank 0, see `save`.
+        """
+        self._raise_for_listener()
         if place == self._last:
             return
         since_steps, since_s = place[2] - self._last[2], time.monotonic() - self._last_s
@@ -119,8 +147,13 @@ class Checkpointing:
         A full disk does not end a run: an earlier failure becomes a warning event, and this newer state is written.
 
         Raises:
+            BaseException: What a listener raised when an earlier checkpoint was written; nothing is saved.
             CheckpointError: The directory is not available (see `hold`), or the state cannot be stored.
         """
+        self._raise_for_listener()
+        self._submit(place, capture)
+
+    def _submit(self, place: Place, capture: Callable[[], Snapshot]) -> None:
         self.hold()
         if self._writer is not None:
             error = self._writer.wait()
@@ -142,25 +175,24 @@ class Checkpointing:
 
         Raises:
             CheckpointError: On all ranks, if it cannot be written: otherwise the end of a run would be lost silently.
+                On rank 0 it is what an object's state_dict raised, if that is the reason.
+            BaseException: On rank 0, what a listener raised when a checkpoint was written.
         """
         if self._store is None:
             return
-        error: CheckpointError | None = None
+        error: Exception | None = None
         if self._writer is not None:
             try:
                 error = self._writer.wait()
                 if place != self._last or (retry and error is not None):
-                    self.save(place, capture)
+                    self._submit(place, capture)
                     error = self._writer.wait()
-            except CheckpointError as refused:
+            except Exception as refused:  # also of a user's state_dict: it is raised once the other ranks know
                 error = refused
-        told = self._world.gather(None if error is None else str(error), "Trainer ending")[0]
-        if self._lock is not None and error is None:
+        self._share(error, "Trainer ending")
+        if self._lock is not None:
             self._lock.release()
-        if error is not None:
-            raise error
-        if told is not None:
-            raise CheckpointError(f"rank 0: {told}")
+        self._raise_for_listener()
 
     def rescue(self, place: Place, capture: Callable[[], Snapshot]) -> None:
         """Write a state newer than every checkpoint, in this thread, while the process ends.
@@ -184,8 +216,32 @@ class Checkpointing:
             self._log.emit("warning", message=f"checkpoint not written: {error}")
         else:
             self._on_written(info, time.monotonic() - started_s)
+            self._raise_for_listener()
 
     def _on_written(self, info: CheckpointInfo, seconds: float) -> None:
-        self._log.emit(
-            "checkpoint", path=str(info.path), total_steps=info.step, nbytes=info.nbytes, seconds=round(seconds, 3)
-        )
+        try:
+            self._log.emit(
+                "checkpoint", path=str(info.path), total_steps=info.step, nbytes=info.nbytes, seconds=round(seconds, 3)
+            )
+        except BaseException as error:  # of a listener: the loop's next call raises it, and the checkpoint is written
+            self._raised = error
+
+    def _raise_for_listener(self) -> None:
+        """Raise, once, what a listener raised when a checkpoint was written."""
+        if self._raised is not None:
+            error, self._raised = self._raised, None
+            try:
+                raise error
+            finally:
+                del error  # or it and this frame would keep each other, and the loop under way with them
+
+    def _share(self, error: Exception | None, call: str) -> None:
+        """Raise an error of rank 0 on all ranks, on the others as a CheckpointError. Every rank must call it."""
+        own = None if error is None else str(error)
+        if error is not None and not isinstance(error, CheckpointError):
+            own = f"{type(error).__name__}: {error}"
+        told = self._world.gather(own, call)[0]
+        if error is not None:
+            raise error
+        if told is not None:
+            raise CheckpointError(f"rank 0: {told}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from unisono.data.batch import Batch
@@ -29,6 +29,7 @@ def evaluate(
 
     Raises:
         LossError: On this rank, the function returned something else than `Trainer.evaluate` allows.
+            On all ranks, it returned a dict for some micro-batches and a single value for others.
         GroupError: On this rank, the function called a collective.
     """
     sums = ValueSums("evaluated function")
@@ -46,8 +47,7 @@ def evaluate(
                     carried.end()
                 finally:
                     leave(inside)
-                values = result if isinstance(result, Mapping) else {"": result}
-                sums.add(share.virtual_rank, values, samples=len(micro_batch.indices))
+                sums.add(share.virtual_rank, result, samples=len(micro_batch.indices))
     metrics = sums.means(run.world, "trainer.evaluate")
     return metrics[""] if [*metrics] == [""] else metrics
 

@@ -133,7 +133,7 @@ class Loop:
             )
         self._started_s = time.monotonic()
         cursor = self._cursor
-        self._keeper.hold()
+        self._keeper.hold_on_all()
         self._epochs, self._last_step, self._exhausted = epochs, steps, None
         try:
             if cursor.epoch >= epochs or self._is_over():
@@ -165,19 +165,19 @@ class Loop:
                 dealt.
         """
         cursor = self._cursor
-        if self._exhausted == cursor.epoch:
-            if self._epochs is not None:
-                raise ValueError(
-                    f"the batches of epoch {cursor.epoch} have all been dealt: ask trainer.batches once in each round "
-                    "of trainer.epochs. To train on several datasets, join them by torch.utils.data.ConcatDataset."
-                )
-            self._end_epoch()  # the loop over epochs was left after its last batch
+        # Without a loop over epochs, which was left after its last batch, the next epoch begins with the first batch.
+        is_new = self._exhausted == cursor.epoch
+        if is_new and self._epochs is not None:
+            raise ValueError(
+                f"the batches of epoch {cursor.epoch} have all been dealt: ask trainer.batches once in each round "
+                "of trainer.epochs. To train on several datasets, join them by torch.utils.data.ConcatDataset."
+            )
         data = loader.identity
         before = {key: getattr(cursor, key) for key in data}
         # A value that an older version has not stored is None.
         unknown = [key for key in ("shuffle", "drop_last") if before[key] is None]
         changed = [key for key, value in data.items() if before[key] != value and key not in unknown]
-        if cursor.step and changed:
+        if cursor.step and changed and not is_new:
             was, now = (
                 "rollouts" if values["batch_size"] is None else ", ".join(f"{key}={values[key]}" for key in changed)
                 for values in (before, data)
@@ -186,13 +186,15 @@ class Loop:
                 f"the run stopped in epoch {cursor.epoch} before step {cursor.step}, with {was}; the epoch cannot go "
                 f"on with {now}, or samples would be missed or seen twice. Give the same as before until it ends."
             )
-        for key, value in data.items():
-            setattr(cursor, key, value)
         return self._batches_left(loader)
 
     def _batches_left(self, loader: _Loader) -> Iterator[Batch]:
         cursor = self._cursor
         within_epochs = self._epochs is not None
+        if not within_epochs:
+            self._begin_alone()
+        for key, value in loader.identity.items():
+            setattr(cursor, key, value)
         self._turn += 1
         turn = self._turn
         if not cursor.step:
@@ -213,7 +215,6 @@ class Loop:
             self._carried.begin_epoch()
         try:
             if not within_epochs:
-                self._keeper.hold()
                 self._ask()
             batches = loader.batches(epoch=cursor.epoch, first_step=cursor.step)
             while True:
@@ -334,6 +335,12 @@ class Loop:
         settings = settings_of(self._subjects.optimizers, self._subjects.others)
         return _Asked(self._cursor.place, settings, sum(p._version for p in self._parameters))
 
+    def _begin_alone(self) -> None:
+        """Do what a loop over epochs does before the batches of an epoch, where there is none."""
+        self._keeper.hold_on_all()
+        if self._exhausted == self._cursor.epoch:
+            self._end_epoch()
+
     def _end_epoch(self) -> None:
         """Advance the cursor to the next epoch."""
         self._cursor.epoch, self._cursor.step = self._cursor.epoch + 1, 0
@@ -360,9 +367,11 @@ class Loop:
         if optimizer is None and len(self._runners) == 1:
             return next(iter(self._runners))
         if optimizer not in self._runners:
-            names = ", ".join(repr(name) for name in self._runners if name)
-            given = f"was given several: name one of {names}, or none to step all" if names else "was given one: leave"
-            raise ValueError(f"optimizer={optimizer!r}, but Trainer {given}{'' if names else ' the name out'}")
+            names = [repr(name) for name in self._runners if name]
+            given = f"several: name one of {', '.join(names)}, or none to step all"
+            if len(self._runners) == 1:
+                given = f"one, named {names[0]}: give that name or none" if names else "one: leave the name out"
+            raise ValueError(f"optimizer={optimizer!r}, but Trainer was given {given}")
         return optimizer
 
     def _run_steps(self, steps: int | None) -> int | None:

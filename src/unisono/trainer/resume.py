@@ -16,6 +16,7 @@ from torch import Tensor
 from unisono.collectives.world import World
 from unisono.errors import CheckpointError
 from unisono.state.codec import decode_dtype
+from unisono.state.durable_files import make_folder
 from unisono.state.lock import DirectoryLock
 from unisono.state.store import Store
 
@@ -83,7 +84,7 @@ def _read(
     directory: Path, store: Store, lock: DirectoryLock, resume: Resume
 ) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
     try:
-        store.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(store.folder)
         unlocked = lock.acquire()
     except OSError as error:
         raise CheckpointError(

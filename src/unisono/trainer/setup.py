@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,7 @@ def check_arguments(
     directory: Any,
     checkpoints: Any,
     stateful: Any,
+    listeners: Any,
     overlap: Any,
     progress: Any,
     resume: Any,
@@ -118,6 +119,11 @@ def check_arguments(
             raise TypeError(
                 f"stateful[{name!r}] is a {type(each).__name__}, which has no state_dict and load_state_dict"
             )
+    if not isinstance(listeners, Sequence):
+        raise TypeError(f"listeners is a {type(listeners).__name__}; give a list of functions, each called with events")
+    for i, each in enumerate(listeners):
+        if not callable(each):
+            raise TypeError(f"listeners[{i}] is a {type(each).__name__}, which cannot be called with an event")
 
 
 def check_step_options(options: StepOptions) -> None:

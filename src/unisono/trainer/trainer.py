@@ -88,7 +88,7 @@ class Trainer(ByVirtualRank):
         progress: Show progress on the terminal; otherwise only warnings.
         listeners: Functions that rank 0 calls with each event of the run, a dict; see docs/events.md, and
             docs/logging.md for `unisono.loggers`. Their exceptions propagate out of the method that the event is about;
-            for "checkpoint" they count as a failed write.
+            for "checkpoint", which is written meanwhile, out of the loop's next call.
 
     Raises:
         TypeError: virtual_ranks is missing, an argument has the wrong type, or a model, optimizer or scheduler is none
@@ -136,6 +136,7 @@ class Trainer(ByVirtualRank):
             directory=directory,
             checkpoints=checkpoints,
             stateful=stateful,
+            listeners=listeners,
             overlap=overlap,
             progress=progress,
             resume=resume,
@@ -245,10 +246,9 @@ class Trainer(ByVirtualRank):
             TypeError: epochs or steps is no whole number.
             ValueError: epochs or steps is negative. From the iterator: another loop over epochs is under way, or this
                 Trainer has already done all these epochs or steps.
-            CheckpointError: From the iterator, on all ranks, if the last checkpoint cannot be written; on rank 0 alone,
-                if another job or a later Trainer of this process uses the directory, or if an object's state cannot be
-                stored.
-            OSError: From the iterator, on rank 0, if the directory was released by an earlier loop and cannot be used.
+            CheckpointError: From the iterator, on all ranks, if the directory was released by an earlier loop and
+                cannot be used, if another job or a later Trainer of this process uses it, or if the last checkpoint
+                cannot be written; on rank 0 alone, if an object's state cannot be stored in mid-run.
             KeyboardInterrupt, SystemExit: From the iterator, if the run has a directory and Ctrl-C or SIGTERM came at a
                 place where the state could not be saved: it is saved first.
         """
@@ -294,7 +294,7 @@ class Trainer(ByVirtualRank):
             RankMismatchError: On all ranks, if they make different calls or have different data or numbers.
             PeerError: Another rank of the host has died, failed in a step, or does not come in time.
             UnisonoError: Ranks no longer agree on what comes next, after a failure that one of them caught.
-            CheckpointError, OSError, KeyboardInterrupt, SystemExit: From the iterator, as described at `epochs`.
+            CheckpointError, KeyboardInterrupt, SystemExit: From the iterator, as described at `epochs`.
         """
         refuse_inside("trainer.batches")
         batch_size = whole("batch_size", batch_size, least=1)
@@ -433,7 +433,8 @@ class Trainer(ByVirtualRank):
                 wrong type.
             ValueError: name is empty, a number is out of range, or ema is True and the Trainer has no ema_decay.
             DataError: The dataset is empty, an iterable dataset yields nothing, or a worker process has died.
-            LossError: On this rank, function returned something else.
+            LossError: On this rank, function returned something else; on all ranks, it returned a dict for some
+                micro-batches and a single value for others.
             GroupError: On this rank, function called a collective.
             RankMismatchError: On all ranks, if they make different calls or have different data or numbers.
             PeerError: Another rank of the host has died, failed in a step, or does not come in time.
@@ -459,9 +460,11 @@ class Trainer(ByVirtualRank):
             collate_fn=collate_fn,
         )
         models = self._averaged_model() if ema else self.model
-        with evaluating(self._subjects.averages if ema else self._modules), self._carried.apart():
-            result = evaluate(self._run, self._carried, function, models, loader.batches(epoch=0))
-        self._run.set_generators("loop", self._cursor.epoch, self._cursor.step, 0)
+        try:
+            with evaluating(self._subjects.averages if ema else self._modules), self._carried.apart():
+                result = evaluate(self._run, self._carried, function, models, loader.batches(epoch=0))
+        finally:
+            self._run.set_generators("loop", self._cursor.epoch, self._cursor.step, 0)
         tell(self._log, result, name=name, cursor=self._cursor, seconds=time.monotonic() - started_s)
         return result
 
@@ -578,7 +581,7 @@ class Trainer(ByVirtualRank):
             DataError: A dataset is empty, or as described at `batches`; for validation, before the first epoch.
             LossError, NonFiniteLossError, GroupError: As described at `step` and `evaluate`.
             RankMismatchError, PeerError, UnisonoError: As described at `step`.
-            CheckpointError, OSError, KeyboardInterrupt, SystemExit: As described at `epochs`.
+            CheckpointError, KeyboardInterrupt, SystemExit: As described at `epochs`.
         """
         refuse_inside("trainer.fit")
         callbacks = Callbacks(on_step=on_step, on_epoch=on_epoch, on_evaluation=on_evaluation)
@@ -616,10 +619,9 @@ class Trainer(ByVirtualRank):
 
         Raises:
             RuntimeError: It is called inside a loss function or an evaluated function.
-            CheckpointError: On rank 0, if an object's state or a tensor cannot be stored, or if another job or a later
-                Trainer of this process uses the directory.
+            CheckpointError: On rank 0, if an object's state or a tensor cannot be stored, if another job or a later
+                Trainer of this process uses the directory, or if that is gone.
             ValueError: On rank 0, if an optimizer has a parameter that belongs to no model.
-            OSError: On rank 0, if no loop holds the directory and it cannot be opened again.
         """
         refuse_inside("trainer.save")
         self._loop.save()

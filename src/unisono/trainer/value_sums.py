@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from unisono.collectives.world import World
+from unisono.errors import LossError
 from unisono.metrics.metric import Metric
 from unisono.parallel.losses import read_loss
 from unisono.plan import Node, fold
@@ -30,21 +31,26 @@ class ValueSums:
     def __init__(self, what: str) -> None:
         self._what = what
         self._sums: dict[int, dict[str, tuple[Tensor, float]]] = {}
+        self._forms: set[str] = set()
+        """The forms in which values came."""
 
     def __bool__(self) -> bool:
         return bool(self._sums)
 
     def clear(self) -> None:
         """Forget all sums."""
-        self._sums = {}
+        self._sums, self._forms = {}, set()
 
-    def add(self, virtual_rank: int, values: Mapping[str, Any], *, samples: int) -> None:
-        """Add the values that the function returned for some samples of a virtual rank.
+    def add(self, virtual_rank: int, values: Any, *, samples: int) -> None:
+        """Add what the function returned for some samples of a virtual rank: a dict of values, or one value named "".
 
         Raises:
             LossError: A value is of no form that `read_loss` knows.
         """
         sums = self._sums.setdefault(virtual_rank, {})
+        self._forms.add("a dict" if isinstance(values, Mapping) else "a single value")
+        if not isinstance(values, Mapping):
+            values = {"": values}
         for name, value in values.items():
             what = self._what + (f" (entry {name!r})" if name else "")
             found = read_loss(_as_number(value), samples=samples, what=what)
@@ -59,14 +65,24 @@ class ValueSums:
         Args:
             world: The ranks.
             call: The call that wants to know, for messages.
+
+        Raises:
+            LossError: On all ranks, if the values came in different forms.
         """
         own: dict[int, _Sums] = {
             virtual_rank: {name: (total.item(), weight) for name, (total, weight) in sums.items()}
             for virtual_rank, sums in self._sums.items()
         }
         everyone: dict[int, _Sums] = {}
-        for part in world.gather(own, call):
+        forms = set()
+        for part, of_rank in world.gather((own, self._forms), call):
             everyone |= part
+            forms |= of_rank
+        if len(forms) > 1:
+            raise LossError(
+                f"the {self._what} returned {' and '.join(sorted(forms))} for different micro-batches, whose mean "
+                "would be that of some samples only: return the same form for all."
+            )
         names = list(dict.fromkeys(name for _, sums in sorted(everyone.items()) for name in sums))
         return {name: Metric(*_total(everyone, name)) for name in names}
 
