@@ -223,7 +223,7 @@ def test_fit_is_the_loop(tmp_path):
     again = make_trainer(directory=tmp_path)
     assert again.fit(make_data(), per_sample, batch_size=8, epochs=2) == results
     assert again.digest() == fitted.digest()
-    (third,) = again.fit(make_data(), per_sample, batch_size=8, epochs=3, validation=make_data(20))
+    *_, third = again.fit(make_data(), per_sample, batch_size=8, epochs=3, validation=make_data(20))
     assert third.epoch == 2
     assert third.validation["validation loss"].count == 20
 

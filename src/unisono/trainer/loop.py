@@ -193,12 +193,9 @@ class Loop:
         within_epochs = self._epochs is not None
         if not within_epochs:
             self._begin_alone()
-        for key, value in loader.identity.items():
-            setattr(cursor, key, value)
+        self._begin_batches(loader)
         self._turn += 1
         turn = self._turn
-        if not cursor.step:
-            cursor.loss_sum = cursor.loss_weight = 0.0
         self._log.emit(
             "epoch",
             epoch=cursor.epoch,
@@ -211,8 +208,6 @@ class Loop:
         )
         self._step_ended_s = time.monotonic()
         self._is_dealing = True
-        if cursor.step == 0:
-            self._carried.begin_epoch()
         try:
             if not within_epochs:
                 self._ask()
@@ -244,6 +239,15 @@ class Loop:
         finally:
             if turn == self._turn:
                 self._is_dealing = False
+
+    def _begin_batches(self, loader: _Loader) -> None:
+        """Note which data the epoch has, and begin to count its losses."""
+        cursor = self._cursor
+        for key, value in loader.identity.items():
+            setattr(cursor, key, value)
+        if not cursor.step:
+            cursor.loss_sum = cursor.loss_weight = 0.0
+            self._carried.begin_epoch()
 
     def _next_batch(self, loader: _Loader, batches: Iterator[Batch]) -> tuple[Batch | None, bool]:
         """Return the next batch, None if the loop gets no more; and True if the run ends before the epoch does."""
