@@ -15,7 +15,8 @@ from unisono.parallel import Replicas, replicate
 PROGRAM = Path(__file__).parent / "programs" / "replicate.py"
 CHECKS = (
     "like_one_process", "bits_of_ddp", "unused_parameters", "accumulation", "kept_gradients_keep_their_values",
-    "checkpointing", "several_models", "frozen_and_changed", "types_and_layouts", "sparse_gradients", "buffers",
+    "sums_survive_autograd_grad", "checkpointing", "several_models", "frozen_and_changed", "types_and_layouts",
+    "sparse_gradients", "buffers",
     "uneven_batches", "hooks", "compiled", "penalties_on_gradients", "groups", "failures", "wrong_models",
     "wrong_arguments", "late_ranks",
 )  # fmt: skip

@@ -11,10 +11,12 @@ from types import MethodType
 from typing import Any
 from weakref import ref
 
+import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["keep_alive", "on_gradient", "release", "watchers_of"]
+__all__ = ["is_accumulated", "keep_alive", "on_gradient", "release", "watchers_of"]
 
 
 def on_gradient(parameter: Tensor, method: Callable[[int, Tensor], None], index: int) -> RemovableHandle:
@@ -36,6 +38,17 @@ def on_gradient(parameter: Tensor, method: Callable[[int, Tensor], None], index:
     hook.owner = owner  # type: ignore[attr-defined]
     handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
     return handle
+
+
+def is_accumulated(parameter: Tensor) -> bool:
+    """Return True if a gradient goes to p.grad, False if to the caller of `torch.autograd.grad`.
+
+    For a hook on the parameter's gradient (`register_hook`), which runs in both cases.
+    """
+    try:
+        return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
+    except RuntimeError:  # torch's answer for a parameter that was given to torch.autograd.grad
+        return False
 
 
 def watchers_of(parameter: Tensor) -> list[Any]:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from unisono.engine.gradient_hooks import is_accumulated
 from unisono.errors import UnisonoError
 from unisono.parallel.buckets import Bucket, Parameter
 
@@ -65,7 +66,7 @@ class GradientState:
 
     def drop_counted(self, i: int) -> None:
         """Drop an earlier sum from p.grad before a gradient is added to it: the sum counts on the first rank alone."""
-        if not self._is_first and self._is_given(i):
+        if not self._is_first and self._is_given(i) and is_accumulated(self.parameters[i].tensor):
             self.parameters[i].tensor.grad = None
 
     def own(self, i: int) -> Tensor | None:

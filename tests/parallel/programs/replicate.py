@@ -13,6 +13,7 @@ from replicate_gradients import (
     kept_gradients_keep_their_values,
     like_one_process,
     sparse_gradients,
+    sums_survive_autograd_grad,
     types_and_layouts,
     unused_parameters,
 )
@@ -28,9 +29,9 @@ from replicate_uses import (
 )
 
 for check in (like_one_process, bits_of_ddp, unused_parameters, accumulation, kept_gradients_keep_their_values,
-              checkpointing, several_models, frozen_and_changed, types_and_layouts, sparse_gradients, buffers,
-              uneven_batches, hooks, compiled, penalties_on_gradients, groups, failures, wrong_models,
-              wrong_arguments, late_ranks):  # fmt: skip
+              sums_survive_autograd_grad, checkpointing, several_models, frozen_and_changed, types_and_layouts,
+              sparse_gradients, buffers, uneven_batches, hooks, compiled, penalties_on_gradients, groups, failures,
+              wrong_models, wrong_arguments, late_ranks):  # fmt: skip
     if len(sys.argv) > 2 and check.__name__ not in sys.argv[2:]:
         continue
     check()

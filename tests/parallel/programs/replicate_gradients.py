@@ -113,6 +113,16 @@ def accumulation() -> None:
         replicas.close()
 
 
+def sums_survive_autograd_grad() -> None:
+    model = mlp(4, 8, 2)
+    replicas = replicate(model, average=False, **SMALL)
+    model(drawn(0, RANK, 3, 4)).square().mean().backward()
+    before = [p.grad.clone() for p in model.parameters()]
+    torch.autograd.grad(model(drawn(1, RANK, 3, 4)).sum(), list(model.parameters()))
+    assert all(torch.equal(p.grad, sums) for p, sums in zip(model.parameters(), before, strict=True))
+    replicas.close()
+
+
 def kept_gradients_keep_their_values() -> None:
     model = mlp(4, 8, 2)
     replicas = replicate(model)
