@@ -53,6 +53,8 @@ else:
     held_out = torch.arange(len(labels)) % 5 == 4
     train, test = TensorDataset(images[~held_out], labels[~held_out]), TensorDataset(images[held_out], labels[held_out])
 unisono.print0(f"{len(train)} images to train on, {len(test)} to test")
+batches = unisono.data.loader(train, args.batch_size)
+tests = unisono.data.loader(test, batch_size=256, shuffle=False)
 
 # 2. Model: the same on every rank.
 torch.manual_seed(0)
@@ -60,15 +62,13 @@ model = nn.Sequential(
     nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(),
     nn.AdaptiveMaxPool2d(4), nn.Flatten(), nn.Linear(512, 10),
 ).to(job.device)  # fmt: skip
-unisono.parallel.replicate(model)
+unisono.parallel.replicate(model, loader=batches)  # right for unequal shares, too
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 
 # 3. Loop.
-batches = unisono.data.loader(train, args.batch_size)
-tests = unisono.data.loader(test, batch_size=256, shuffle=False)
 for epoch in range(args.epochs):
     for x, y in batches:
-        loss = F.cross_entropy(model(x.to(job.device)), y.to(job.device)) * batches.weight
+        loss = F.cross_entropy(model(x.to(job.device)), y.to(job.device))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -32,7 +32,7 @@ class Samples(Dataset):
 class Trainer:
     def __init__(self, model, batches, optimizer, job):
         self.model, self.batches, self.optimizer, self.job = model, batches, optimizer, job
-        unisono.parallel.replicate(model)
+        unisono.parallel.replicate(model, loader=batches)
 
     def run_batch(self, inputs, targets):
         self.optimizer.zero_grad()

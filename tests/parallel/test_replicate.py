@@ -10,16 +10,19 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from unisono.data import loader
 from unisono.parallel import Replicas, replicate
 
 PROGRAM = Path(__file__).parent / "programs" / "replicate.py"
 CHECKS = (
     "like_one_process", "bits_of_ddp", "unused_parameters", "accumulation", "kept_gradients_keep_their_values",
     "sums_survive_autograd_grad", "checkpointing", "several_models", "frozen_and_changed", "types_and_layouts",
-    "sparse_gradients", "buffers",
-    "uneven_batches", "hooks", "compiled", "penalties_on_gradients", "groups", "failures", "wrong_models",
-    "wrong_arguments", "late_ranks",
+    "sparse_gradients", "buffers", "uneven_batches", "hooks", "compiled", "penalties_on_gradients", "groups",
+    "failures", "wrong_models", "wrong_arguments", "weighted_by_the_loader", "borrowed_samples_count_as_nothing",
+    "weights_of_kept_gradients", "loaders_that_do_not_fit", "weights_and_the_life_of_a_model", "late_ranks",
 )  # fmt: skip
+LOADER = loader(range(10), batch_size=4, rank=0, world_size=1)
+OTHER = loader(range(10), batch_size=4, rank=1, world_size=2)
 
 
 @pytest.mark.parametrize(
@@ -80,6 +83,9 @@ def test_one_process_needs_nothing():
     assert isinstance(replicas, Replicas)
     assert replicas.world_size == 1
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+    weighted = replicate(nn.Linear(2, 2), loader=LOADER)
+    with pytest.raises(ValueError, match=r"join\(\) is for ranks with unequal numbers of batches"), weighted.join():
+        pass
     with replicas.join(torch.optim.SGD(model.parameters())), replicas.no_sync():
         model(torch.randn(5, 3)).sum().backward()
     replicas.synchronize()
@@ -100,6 +106,9 @@ def test_one_process_needs_nothing():
         (None, {"buffers": "max"}, ValueError, 'buffers=\'max\' must be "broadcast", "mean" or None'),
         (None, {"comm_hook": 3}, TypeError, "comm_hook=3 must be a function"),
         (None, {"comm_hook": print, "average": False}, ValueError, "average=False and a comm_hook contradict"),
+        (None, {"loader": [1, 2]}, TypeError, "loader is a list, which has no weights: give the object that unisono"),
+        (None, {"loader": LOADER, "average": False}, ValueError, "average=False and a loader contradict each other"),
+        (None, {"loader": OTHER}, ValueError, "loader reads the batches of rank 1 of 2, and here .* rank 0 of 1"),
         (None, {"bucket_mb": "1"}, TypeError, "bucket_mb='1' must be a number"),
         (None, {"timeout": "1"}, TypeError, "timeout='1' must be a number of seconds"),
         (None, {"timeout": timedelta(0)}, ValueError, "timeout=0 s must be positive"),

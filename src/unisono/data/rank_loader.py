@@ -136,6 +136,16 @@ class RankLoader:
         return self._settings.batch_size
 
     @property
+    def rank(self) -> int:
+        """The rank whose batches these are, within the loader's group."""
+        return self._settings.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that share each batch."""
+        return self._settings.ranks
+
+    @property
     def identity(self) -> dict[str, Any]:
         """Settings that must be the same on all ranks, by name."""
         return {**self._settings.identity(self.num_samples), "seed": self._settings.seed}

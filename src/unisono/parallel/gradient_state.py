@@ -15,6 +15,7 @@ from torch import Tensor
 
 from unisono.engine.gradient_hooks import is_accumulated
 from unisono.errors import UnisonoError
+from unisono.parallel.batch_weights import BatchWeights
 from unisono.parallel.buckets import Bucket, Parameter
 
 __all__ = ["LARGE", "GradientState"]
@@ -32,11 +33,20 @@ class GradientState:
         scale: The factor by which each gradient is multiplied when it is written into a bucket.
         average: True if results are means. Sums are remembered, to recognise those that are still in p.grad later.
         is_first: True if this is the first rank.
+        weights: Further factors for gradients, by the share of the batch that this rank has; None for no such factors.
     """
 
-    def __init__(self, parameters: Sequence[Parameter], *, scale: float, average: bool, is_first: bool) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[Parameter],
+        *,
+        scale: float,
+        average: bool,
+        is_first: bool,
+        weights: BatchWeights | None = None,
+    ) -> None:
         self.parameters = list(parameters)
-        self.scale = scale
+        self.scale, self.weights = scale, weights
         self.used = [False] * len(self.parameters)
         """For each parameter, True if it got a gradient since the last round."""
         self.shadow = False
@@ -69,11 +79,17 @@ class GradientState:
         if not self._is_first and self._is_given(i) and is_accumulated(self.parameters[i].tensor):
             self.parameters[i].tensor.grad = None
 
+    def scale_of(self, i: int) -> float:
+        """Return the factor for what is in p.grad."""
+        return self.scale if self.weights is None else self.scale * self.weights.of(i)
+
     def own(self, i: int) -> Tensor | None:
         """Return p.grad if it counts on this rank, otherwise None."""
         gradient = self.parameters[i].tensor.grad
         if gradient is None or self.shadow or (not self._is_first and self._is_given(i)):
             return None
+        if self.weights is not None and self.weights.of(i) == 0.0:
+            return None  # 0 times a gradient that is not finite would count
         return gradient
 
     def fill(self, bucket: Bucket) -> None:
@@ -94,23 +110,30 @@ class GradientState:
         if not small:
             return
         views = [bucket.views[slot] for slot in small]
+        scales = [self.scale] if self.weights is None else [self.scale_of(bucket.members[slot]) for slot in small]
         torch._foreach_copy_(views, [self.take(bucket.members[slot], bucket.dtype) for slot in small])
-        if self.scale != 1.0:
+        if len(set(scales)) > 1:
+            torch._foreach_mul_(views, scales)
+        elif scales[0] != 1.0:
             if len(small) == len(bucket.members):
-                bucket.gradients.mul_(self.scale)
+                bucket.gradients.mul_(scales[0])
             else:
-                torch._foreach_mul_(views, self.scale)
+                torch._foreach_mul_(views, scales[0])
 
     def write(self, bucket: Bucket, slot: int) -> None:
         """Write one gradient into an open bucket, or add it to the values written there before."""
         i, view = bucket.members[slot], bucket.views[slot]
+        scale = self.scale_of(i)
         gradient = self.take(i, bucket.dtype)
-        if self._written[i]:
-            view.add_(gradient, alpha=self.scale)
-        elif self.scale == 1.0:
+        if scale == 0.0:
+            if not self._written[i]:
+                view.zero_()
+        elif self._written[i]:
+            view.add_(gradient, alpha=scale)
+        elif scale == 1.0:
             view.copy_(gradient)
         else:
-            torch.mul(gradient, self._factor, out=view)
+            torch.mul(gradient, self._factor if scale == self.scale else scale, out=view)
         self._written[i] = True
 
     def take(self, i: int, dtype: torch.dtype) -> Tensor:
@@ -143,6 +166,8 @@ class GradientState:
         if self.shadow:
             return
         self.parameters[i].tensor.grad = reduced
+        if self.weights is not None:
+            self.weights.reduced(i, reduced)
         if not self._average:
             self._given[i] = weakref.ref(reduced)
 

@@ -52,7 +52,8 @@ def _reduce(
         if gradients.own(i) is None:
             view.zero_()
         else:
-            view.copy_(gradients.take(i, target.dtype)).mul_(gradients.scale)
+            scale = gradients.scale_of(i)
+            view.copy_(gradients.take(i, target.dtype)).mul_(scale)
     what = f"late gradients of {bucket.describe()}"
     gradient_group.wait(gradient_group.sum(bucket.memory, what), what)
     for i, view in zip(bucket.members, bucket.views, strict=True):

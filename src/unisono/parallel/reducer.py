@@ -22,10 +22,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from unisono.data import RankLoader
 from unisono.engine.gradient_hooks import keep_alive, on_gradient, release
 from unisono.errors import RankMismatchError, UnisonoError
 from unisono.mismatch import tell_differences
 from unisono.parallel.backward_callback import BackwardEnd
+from unisono.parallel.batch_weights import BatchWeights
 from unisono.parallel.bucket_plan import BucketPlan
 from unisono.parallel.buckets import Bucket, Parameter
 from unisono.parallel.buffer_sync import BufferMode, Buffers
@@ -50,6 +52,7 @@ class ReducerSettings:
     static_graph: bool
     comm_hook: CommHook | tuple[Any, CommHook] | None
     buffers: BufferMode | None
+    loader: RankLoader | None
 
 
 class Reducer:
@@ -81,11 +84,13 @@ class Reducer:
         self.joining = False
         """True while some ranks may have no batch (`join`)."""
         n = len(self.parameters)
+        self._weights = None if settings.loader is None else BatchWeights(parameters, settings.loader)
         self._gradients = GradientState(
             parameters,
             scale=1.0 / gradient_group.size if settings.average and settings.comm_hook is None else 1.0,
             average=settings.average,
             is_first=gradient_group.rank == 0,
+            weights=self._weights,
         )
         self._wire = self.parameters[0].tensor.device if n else torch.device("cpu")
         # Reading a number from an accelerator waits for it. There, all buckets travel in every backward, and the
@@ -146,6 +151,8 @@ class Reducer:
     def _on_gradient(self, i: int, _: Tensor) -> None:
         """Handle a new gradient in p.grad of a parameter."""
         self._gradients.used[i] = True
+        if self._weights is not None:
+            self._weights.added(i, kept=self.paused)
         if self.paused:
             return
         if not self._active:
@@ -297,6 +304,7 @@ class Reducer:
                     gradients.give_back(i)
         for i in sorted(used.intersection(self._sparse)):
             scale = 1.0 / self.gradient_group.size if self.settings.average else 1.0
+            scale *= 1.0 if self._weights is None else self._weights.of(i)
             reduce_sparse(i, gradients, self.gradient_group, scale=scale * factor)
         if summary.active and any(summary.changed):
             total, has_batch = self._plan.trailer.values(self._trailer_vector()), not gradients.shadow
@@ -383,6 +391,8 @@ class Reducer:
             keep_alive(tensor, self)
             if not self.settings.average:
                 hooks.append(tensor.register_hook(partial(self._before_gradient, i)))  # type: ignore[no-untyped-call]
+            if self._weights is not None:
+                hooks.append(tensor.register_hook(partial(self._weights.before, i)))  # type: ignore[no-untyped-call]
             tensor.requires_grad_(needs)
         return hooks
 

@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from unisono.arguments import flag
 from unisono.collectives.construction import construct_on_all
 from unisono.collectives.group import group_of
+from unisono.data import RankLoader
 from unisono.engine.gradient_hooks import watchers_of
 from unisono.errors import UnisonoError
 from unisono.job.current import require_group
+from unisono.parallel.batch_weights import check_loader
 from unisono.parallel.buckets import Parameter, bytes_of_mb
 from unisono.parallel.buffer_sync import BufferMode
 from unisono.parallel.comm_hooks import CommHook, hook_and_state
@@ -40,6 +42,7 @@ def replicate(
     models: Models,
     group: dist.ProcessGroup | None = None,
     *,
+    loader: RankLoader | None = None,
     bucket_mb: float = 25.0,
     first_bucket_mb: float = 1.0,
     average: bool = True,
@@ -62,6 +65,10 @@ def replicate(
         models: A module, or a list or dict of modules, such as the two networks of a GAN. A parameter that several
             models share belongs to the first.
         group: The ranks that train together; None means all ranks of the job.
+        loader: What `unisono.data.loader` returned for the same ranks. The gradients of each backward are multiplied
+            by the loader's weight of the current batch, so that with a loss that is the mean over this rank's batch,
+            p.grad is the mean over the samples of the global batch, also if ranks have unequal shares of it. None if
+            they have equal shares, or if the loss is multiplied by the weight.
         bucket_mb: The size of the messages in which gradients travel, in MiB.
         first_bucket_mb: The size of the first message of a backward: smaller, so that the transfer starts early.
         average: False for the sum over ranks in place of the mean.
@@ -99,6 +106,7 @@ def replicate(
             static_graph=static_graph,
             comm_hook=comm_hook,
             buffers=buffers,
+            loader=loader,
         )
         for name, value in (
             ("average", average),
@@ -113,6 +121,14 @@ def replicate(
             hook_and_state(comm_hook, None)
             if not average:
                 raise ValueError("average=False and a comm_hook contradict each other: a hook gives means")
+        if loader is not None:
+            rank, ranks = (0, 1) if joined is None else (joined.rank(), joined.size())
+            check_loader(loader, rank=rank, ranks=ranks)
+            if not average:
+                raise ValueError(
+                    "average=False and a loader contradict each other: its weights are for means over ranks. Leave one "
+                    "of them out; for sums over samples, sum in the loss"
+                )
         return Replicas(named, joined, settings, check=check, timeout=_timeout(timeout))
 
     if joined is None or joined.size() == 1:
@@ -215,7 +231,7 @@ class Replicas:
         """Reduce the gradients that are in p.grad now. Every rank must call it.
 
         For gradients that did not come from backward(), such as those of torch.autograd.grad, and for those left over
-        from `no_sync`.
+        from `no_sync`. With a loader, both are multiplied by weights as in backward().
         """
         self._refuse_closed()
         for reducer in self._reducers:
@@ -235,8 +251,14 @@ class Replicas:
 
         Raises:
             TypeError: An object has no state_dict() or load_state_dict().
+            ValueError: `replicate` was given a loader, which has equally many batches on all ranks.
         """
         self._refuse_closed()
+        if self._settings.loader is not None:
+            raise ValueError(
+                "join() is for ranks with unequal numbers of batches, and the loader that replicate() was given has "
+                "equally many on all: leave out join(). For other data, leave out loader= in replicate()"
+            )
         for thing in stateful:
             if not hasattr(thing, "state_dict") or not hasattr(thing, "load_state_dict"):
                 raise TypeError(
@@ -300,6 +322,7 @@ class Replicas:
             "static_graph": settings.static_graph,
             "comm_hook": None if hook is None else getattr(hook, "__qualname__", type(hook).__qualname__),
             "overlap": settings.overlap,
+            "loader": None if settings.loader is None else settings.loader.identity,
         }
 
     def _unwatch(self) -> None:
