@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from digests import digests
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,12 +53,6 @@ def sparse_on_one_rank(
     folder = tmp_path_factory.mktemp("sparse")
     found = digests(fork_python(Path(__file__).parent / "programs" / "sparse.py", folder, "auto"), least=13)
     return folder / "begun", {name.removeprefix("auto: "): sha for name, sha in found.items()}
-
-
-def digests(lines: list[str], *, least: int = 25) -> dict[str, str]:
-    found = dict(re.findall(r"^(.+) = ([0-9a-f]{64})$", "\n".join(lines), re.MULTILINE))
-    assert len(found) >= least
-    return found
 
 
 PREAMBLE = """

@@ -248,12 +248,12 @@ def test_a_batch_is_used_in_its_turn():
         trainer.step(per_sample, stale)
 
 
-def test_several_optimizers_must_be_named():
+def test_an_optimizer_of_another_name_is_refused_with_those_that_there_are():
     models = {"a": nn.Linear(4, 3), "b": nn.Linear(4, 3)}
     optimizers = {name: torch.optim.SGD(m.parameters(), lr=0.1) for name, m in models.items()}
     trainer = unisono.Trainer(models, optimizers, virtual_ranks=2, progress=False)
-    with pytest.raises(ValueError, match="name one of 'a', 'b'"):
-        trainer.step(lambda m, b: per_sample(m["a"], b), first_batch(trainer))
+    with pytest.raises(ValueError, match="optimizer='c', but Trainer was given several: name one of 'a', 'b', or none"):
+        trainer.step(lambda m, b: per_sample(m["a"], b), first_batch(trainer), optimizer="c")
 
 
 @pytest.mark.parametrize(("named", "words"), [(False, "one: leave the name out"), (True, "one, named 'a': give that")])
@@ -363,8 +363,8 @@ finally:
             "model = nn.Linear(4, 3 + RANK)",
             ["given different things", "'float32 [3, 4]' on rank 0 and 'float32 [4, 4]' on"],
         ),
-        ("n = 40 - RANK", ["number of samples differs between ranks", "rank 0: 40, rank 1: 39"]),
-        ("batch_size = 8 + RANK", ["batch_size differs between ranks", "rank 0: 8, rank 1: 9"]),
+        ("n = 40 - RANK", ["number of samples differs between ranks", "40 on rank 0, 39 on rank 1"]),
+        ("batch_size = 8 + RANK", ["batch_size differs between ranks", "8 on rank 0, 9 on rank 1"]),
     ],
 )
 def test_ranks_that_differ_are_told_so_on_all_ranks(fork_ranks, change, words):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 FIT = """
-folder, stop = sys.argv[1], int(sys.argv[2])
 validation = TensorDataset(*data[:10])
 seen = []
 
@@ -28,16 +27,12 @@ say(trainer.steps, trainer.digest())
 
 
 @pytest.fixture
-def fit(fork_ranks, tmp_path):
-    from conftest import PREAMBLE
-
-    start = 'dist.init_process_group("gloo")'
-
+def fit(run_alone, tmp_path):
     def run(ranks: int, folder: str = "", stop: int = 0) -> list[str]:
-        job = fork_ranks(ranks, f"{PREAMBLE}\n{start}\n{FIT}", folder and tmp_path / folder, stop)
-        first, *others = (job.lines(rank) for rank in range(ranks))
-        assert all(lines == first for lines in others)
-        return first
+        where = f"folder, stop = {str(tmp_path / folder) if folder else ''!r}, {stop}"
+        first, *others = run_alone(ranks, f"{where}\n{FIT}")
+        assert all(said == first for said in others)
+        return first.splitlines()
 
     return run
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import unisono
-from conftest import digests
+from digests import digests
 from unisono.errors import LossError
 
 STEPS = Path(__file__).parent / "programs" / "steps.py"

@@ -10,8 +10,8 @@ from unisono.metrics.metric import Metric
 from unisono.parallel.losses import loss_of
 from unisono.trainer.epoch import EpochResult
 from unisono.trainer.loop import Loop
-from unisono.trainer.share_gradients import Loss
 from unisono.trainer.step_result import StepResult
+from unisono.trainer.virtual_rank_gradients import Loss
 
 __all__ = ["Callbacks", "Validation", "check_fit", "loss_alone", "run_epochs"]
 

@@ -25,8 +25,8 @@ from unisono.trainer.description import plain
 from unisono.trainer.hyperparameters import is_scheduler
 from unisono.trainer.model_checks import unwrapped_optimizer
 from unisono.trainer.modules import plain_name
-from unisono.trainer.share_gradients import StepOptions
 from unisono.trainer.snapshot import model_tensors, optimizer_state
+from unisono.trainer.virtual_rank_gradients import StepOptions
 
 __all__ = [
     "REQUIRED",

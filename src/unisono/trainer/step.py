@@ -38,9 +38,9 @@ from unisono.trainer.closure import check_closure, needs_closure, step_with_clos
 from unisono.trainer.modes import begin_training, idle_dropout
 from unisono.trainer.modules import foreign_parameter, plain_name
 from unisono.trainer.run_context import RunContext
-from unisono.trainer.share_gradients import PLAIN_STEP, Loss, ShareGradients, StepOptions
 from unisono.trainer.step_fingerprint import StepFingerprint
 from unisono.trainer.step_result import StepResult
+from unisono.trainer.virtual_rank_gradients import PLAIN_STEP, Loss, StepOptions, VirtualRankGradients
 
 __all__ = ["Loss", "StepOptions", "StepRunner"]
 
@@ -88,7 +88,7 @@ class StepRunner:
         clip_grad_norm: float | None,
     ) -> None:
         self._run, self._models, self._modules = run, models, modules
-        self._shares = ShareGradients(
+        self._shares = VirtualRankGradients(
             run, models=models, modules=modules, engine=engine, buffers=buffers, carried=carried, autocast=autocast
         )
         self._optimizer, self._engine, self._buffers = optimizer, engine, buffers

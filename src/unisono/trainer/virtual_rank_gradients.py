@@ -29,7 +29,7 @@ from unisono.trainer.modules import lone_sample, to_device
 from unisono.trainer.run_context import RunContext
 from unisono.trainer.value_sums import ValueSums
 
-__all__ = ["PLAIN_STEP", "Loss", "ShareGradients", "StepOptions"]
+__all__ = ["PLAIN_STEP", "Loss", "StepOptions", "VirtualRankGradients"]
 
 Loss = Callable[[Any, Any], Any]
 
@@ -57,7 +57,7 @@ class StepOptions(NamedTuple):
 PLAIN_STEP = StepOptions()
 
 
-class ShareGradients:
+class VirtualRankGradients:
     """Computes the gradients of this rank's shares, and hands them to the engine."""
 
     def __init__(
