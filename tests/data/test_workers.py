@@ -12,12 +12,12 @@ import pytest
 from torch.utils.data import IterableDataset
 
 from unisono.data import loader
-from unisono.data.fetch import Fetcher, Task
+from unisono.data.fetch import Fetcher, Part, Task
 from unisono.data.settings import LoaderSettings
 from unisono.data.workers import TaskReader
 from unisono.errors import DataError
 
-TASKS = [Task(0, step, 0, 0, [*range(10 * step, 10 * step + 10)]) for step in range(4)]
+TASKS = [Task(0, step, 10, [Part(0, 0, [*range(10 * step, 10 * step + 10)])]) for step in range(4)]
 
 
 class Gated:
@@ -81,7 +81,7 @@ def test_a_slow_worker_is_waited_for_and_told_of_with_its_samples(tmp_path: Path
             if len(told) == 2:
                 gate.open("wb").close()
 
-    assert [indices for indices, _ in reader(Gated(gate), tell=tell, patience_s=0.05)] == [t.indices for t in TASKS]
+    assert [task.indices for task, _ in reader(Gated(gate), tell=tell, patience_s=0.05)] == [t.indices for t in TASKS]
     assert told[:2] == ["it is reading samples 10, 11, 12, 13, 14, 15, 16, 17, … (10 in all)"] * 2
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 __all__ = ["Batch", "MicroBatch", "Share"]
 
@@ -14,8 +14,7 @@ _REMEDY = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
+class MicroBatch(NamedTuple):
     """Samples that go through the model together."""
 
     items: Any
@@ -24,13 +23,12 @@ class MicroBatch:
     """The samples' indices in the dataset; their positions in the stream for an iterable dataset."""
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
+class Share(NamedTuple):
     """The part of a batch that belongs to one virtual rank: one micro-batch, or several with gradient accumulation."""
 
     virtual_rank: int
     """The virtual rank, 0 <= virtual_rank < V."""
-    micro_batches: Sequence[MicroBatch]
+    micro_batches: list[MicroBatch]
     """In the order in which they are computed; none is empty."""
 
 

@@ -1,36 +1,53 @@
-"""Reading a micro-batch by sample indices, in this process or in a worker process, with the same random numbers.
+"""Reading micro-batches by sample indices, in this process or in a worker process, with the same random numbers.
 
-Before a sample is read, all generators are set from (seed, epoch, sample); before samples are collated, from (seed,
-epoch, step, virtual rank, part). So augmentation does not depend on the worker or rank that does it.
+What a sample draws follows from (seed, epoch, sample), and what collate_fn draws from (seed, epoch, step, virtual rank,
+part). So augmentation does not depend on the worker or rank that does it. `data.sample_generators` says how.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate, get_worker_info
+from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
+from unisono.data.sample_generators import SampleGenerators
 from unisono.data.settings import LoaderSettings
 
-__all__ = ["Fetcher", "Task"]
+__all__ = ["Fetcher", "Part", "Task"]
+
+
+class Part(NamedTuple):
+    """The samples of one micro-batch."""
+
+    virtual_rank: int
+    number: int
+    """Number of the micro-batch within its share."""
+    indices: list[int]
+    positions: range | None = None
+    """Positions in the order of the epoch, to which random numbers then belong. None: they belong to the samples."""
 
 
 class Task(NamedTuple):
-    """One micro-batch to fetch."""
+    """What a rank reads of one step: none, one or several micro-batches."""
 
     epoch: int
     step: int
-    virtual_rank: int
-    part: int
-    """Number of the micro-batch within its share."""
-    indices: list[int]
+    size: int
+    """Samples of the global batch."""
+    parts: list[Part]
+
+    @property
+    def indices(self) -> list[int]:
+        """The samples of all micro-batches, in order."""
+        return [index for part in self.parts for index in part.indices]
 
 
 class Fetcher(Dataset[Any]):
-    """A dataset whose index is a `Task` and whose item is the collated micro-batch.
+    """A dataset whose index is a `Task` and whose item is the list of its collated micro-batches.
 
     A `TensorDataset` (or a subset of one) is indexed as a whole rather than sample by sample. A dataset with
     `__getitems__` is asked for all samples of the micro-batch at once; its random numbers then belong to (seed, epoch,
@@ -40,28 +57,92 @@ class Fetcher(Dataset[Any]):
     def __init__(self, dataset: Any, settings: LoaderSettings) -> None:
         self.dataset, self._settings = dataset, settings
         self._tensors, self._mapping = _whole_tensors(dataset) if settings.collate_fn is None else (None, None)
+        self._reads_together = hasattr(dataset, "__getitems__") and not isinstance(dataset, Subset)
+        self._generators: SampleGenerators | None = None
 
-    def __getitem__(self, task: Task) -> tuple[list[int], Any]:
-        """Return one micro-batch: the samples' indices, and the result of collate_fn."""
-        return task.indices, self._items(task)
-
-    def _items(self, task: Task) -> Any:
-        set_generators = self._settings.set_generators
+    def __getitem__(self, task: Task) -> list[Any]:
+        """Return the results of collate_fn, one for each micro-batch."""
         if self._tensors is not None:
-            indices = torch.tensor(task.indices)
-            if self._mapping is not None:
-                indices = self._mapping[indices]
-            return [tensor[indices] for tensor in self._tensors]
-        if hasattr(self.dataset, "__getitems__") and not isinstance(self.dataset, Subset):
-            set_generators("samples", task.epoch, task.indices[0])
-            samples = self.dataset.__getitems__(task.indices)
+            return [self._rows(part.indices) for part in task.parts]
+        generators = self._generators
+        if generators is None:  # made in the process that reads
+            generators = self._generators = SampleGenerators()
+            return self._read_noting(task, generators)
+        generators.settle(self._settings.key("step", task.epoch, task.step))
+        try:
+            found = self._read(task, generators.seed if generators.has_drawn else None)
+        except Exception:
+            if not generators.moved():
+                raise
         else:
-            samples = []
-            for index in task.indices:
-                set_generators("sample", task.epoch, index)
-                samples.append(self.dataset[index])
-        set_generators("collate", task.epoch, task.step, task.virtual_rank, task.part)
-        return (self._settings.collate_fn or default_collate)(samples)
+            if not generators.moved():
+                return found
+        return self._read_noting(task, generators)
+
+    def _rows(self, indices: list[int]) -> list[Tensor]:
+        assert self._tensors is not None
+        rows = torch.tensor(indices)
+        if self._mapping is not None:
+            rows = self._mapping[rows]
+        return [tensor[rows] for tensor in self._tensors]
+
+    def _read_noting(self, task: Task, generators: SampleGenerators) -> list[Any]:
+        """Read micro-batches with all generators seeded, and note which ones are drawn from."""
+        found = self._read(task, generators.seed_all)
+        generators.note_draws()
+        return found
+
+    def _read(self, task: Task, seed: Callable[[int], None] | None) -> list[Any]:
+        """Read micro-batches; call `seed` with a key before each sample and before samples are collated."""
+        dataset, key, keys = self.dataset, self._settings.key, self._settings.keys
+        collate = self._settings.collate_fn or _collate
+        found = []
+        for part in task.parts:
+            if self._reads_together:
+                if seed is not None:
+                    use, owners = _owners(part)
+                    seed(key(f"{use}s", task.epoch, owners[0]))
+                samples = dataset.__getitems__(part.indices)
+            elif seed is None:
+                samples = [dataset[index] for index in part.indices]
+            else:
+                samples = []
+                use, owners = _owners(part)
+                for index, each in zip(part.indices, keys(use, task.epoch, last=owners), strict=True):
+                    seed(each)
+                    samples.append(dataset[index])
+            if seed is not None:
+                seed(key("collate", task.epoch, task.step, part.virtual_rank, part.number))
+            found.append(collate(samples))
+        return found
+
+
+def _owners(part: Part) -> tuple[str, Sequence[int]]:
+    """Return what the random numbers of each sample belong to, and the name of their stream."""
+    return ("sample", part.indices) if part.positions is None else ("position", part.positions)
+
+
+def _collate(samples: list[Any]) -> Any:
+    """Return what torch's default_collate returns, in less time for tuples of tensors.
+
+    Like default_collate it goes by the first sample's types.
+    """
+    # A worker collates into shared memory.
+    if type(samples[0]) is tuple and tuple not in default_collate_fn_map and get_worker_info() is None:
+        try:
+            columns = [*zip(*samples, strict=True)]
+        except ValueError:
+            return default_collate(samples)  # which raises its own error for unequal lengths
+        return [_stack(column) for column in columns]
+    return default_collate(samples)
+
+
+def _stack(values: tuple[Any, ...]) -> Any:
+    first = values[0]
+    is_plain = type(first) is Tensor and first.layout is torch.strided and not first.is_nested
+    if is_plain and default_collate_fn_map[Tensor] is collate_tensor_fn:
+        return torch.stack(values)
+    return default_collate(values)  # type: ignore[arg-type]
 
 
 def _whole_tensors(dataset: Any) -> tuple[Sequence[Tensor] | None, Tensor | None]:

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from unisono.arguments import whole
 from unisono.data.batch import Batch, MicroBatch, Share
 from unisono.data.dataset import map_length, whole_batches
-from unisono.data.fetch import Fetcher, Task
-from unisono.data.settings import LoaderSettings
+from unisono.data.fetch import Fetcher, Part, Task
+from unisono.data.settings import PERMUTED_TOGETHER, LoaderSettings
 from unisono.data.workers import TaskReader, warn_on_stderr
-from unisono.plan import num_steps, share_positions, step_size
+from unisono.plan import num_steps
 
-__all__ = ["MapLoader", "TrainerLoaderSettings"]
+__all__ = ["GlobalBatch", "MapLoader", "TrainerLoaderSettings"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +47,16 @@ class TrainerLoaderSettings(LoaderSettings):
                 raise ValueError(f"micro_batch_size={size} must be at least 1, or None for whole shares")
 
 
+class GlobalBatch(NamedTuple):
+    """The samples of one step, over all virtual ranks."""
+
+    epoch: int
+    step: int
+    samples: list[int]
+    start: int | None = None
+    """Position of the first one in the epoch, if random numbers belong to positions and not to samples."""
+
+
 class MapLoader:
     """This rank's part of every batch of a map-style dataset."""
 
@@ -58,9 +68,9 @@ class MapLoader:
         """Number of samples in an epoch."""
         self.steps: int = num_steps(self.num_samples, settings.batch_size)
         """Number of steps in an epoch."""
-        self._settings = settings
+        self.settings, self.length = settings, length
         fetcher = Fetcher(dataset, settings)
-        self._tasks = _TrainerTasks(settings, self.num_samples, length)
+        self._tasks = _TrainerTasks(settings)
         self._reader = TaskReader(
             fetcher, self._tasks, workers=settings.workers, pin_memory=settings.pin_memory, tell=tell
         )
@@ -68,56 +78,56 @@ class MapLoader:
     @property
     def identity(self) -> dict[str, Any]:
         """Settings that decide which samples are in which batch; see `LoaderSettings.identity`."""
-        return self._settings.identity(self.num_samples)
+        return self.settings.identity(self.num_samples)
 
     def batches(self, *, epoch: int, first_step: int = 0) -> Iterator[Batch]:
         """Yield this rank's part of each batch of an epoch, starting at `first_step`."""
-        self._tasks.epoch, self._tasks.first_step = epoch, first_step
-        fetched, settings = iter(self._reader), self._settings
-        for step in range(first_step, self.steps):
-            shares = []
-            for virtual_rank, parts in self._tasks.parts_of(step):
-                pairs = [next(fetched) for _ in range(parts)]
-                shares.append(Share(virtual_rank, [MicroBatch(items, indices) for indices, items in pairs]))
-            size = step_size(step, num_samples=self.num_samples, batch_size=settings.batch_size)
-            yield Batch(epoch, step, size, shares)
+        return self.read(self._order(epoch, first_step))
+
+    def read(self, steps: Iterable[GlobalBatch]) -> Iterator[Batch]:
+        """Yield this rank's part of each of some global batches."""
+        self._tasks.steps = steps
+        for task, found in self._reader:
+            shares: list[Share] = []
+            for part, items in zip(task.parts, found, strict=True):
+                micro_batch = MicroBatch(items, part.indices)
+                if part.number:
+                    shares[-1].micro_batches.append(micro_batch)
+                else:
+                    shares.append(Share(part.virtual_rank, [micro_batch]))
+            yield Batch(task.epoch, task.step, task.size, shares)
+
+    def _order(self, epoch: int, first_step: int) -> Iterator[GlobalBatch]:
+        """Yield the global batches of an epoch, which follow by arithmetic."""
+        settings, batch_size = self.settings, self.settings.batch_size
+        # With drop_last an epoch leaves out the end of its order, not of the dataset: other samples in each epoch.
+        together = max(1, PERMUTED_TOGETHER // batch_size)
+        for block in range(first_step, self.steps, together):
+            first, end = block * batch_size, min((block + together) * batch_size, self.num_samples)
+            order = settings.samples_at(range(first, end), num_samples=self.length, epoch=epoch).tolist()
+            for start in range(0, end - first, batch_size):
+                yield GlobalBatch(epoch, block + start // batch_size, order[start : start + batch_size])
 
 
 class _TrainerTasks(Iterable[Task]):
-    """The micro-batches that this rank fetches in an epoch, in order."""
+    """What this rank fetches of each step, in order."""
 
-    def __init__(self, settings: TrainerLoaderSettings, num_samples: int, length: int) -> None:
-        self.epoch = self.first_step = 0
-        self._settings, self._num_samples = settings, num_samples
-        self._steps = num_steps(num_samples, settings.batch_size)
-        # With drop_last an epoch leaves out the end of its order, not of the dataset: other samples in each epoch.
-        self._length = length
+    def __init__(self, settings: TrainerLoaderSettings) -> None:
+        self.steps: Iterable[GlobalBatch] = ()
+        self._settings = settings
 
     def __iter__(self) -> Iterator[Task]:
-        settings, epoch, batch_size = self._settings, self.epoch, self._settings.batch_size
-        steps = range(self.first_step, self._steps)
-        positions = (range(i * batch_size, min((i + 1) * batch_size, self._num_samples)) for i in steps)
-        batches = settings.order(positions, num_samples=self._length, epoch=epoch, width=batch_size)
-        for step, samples in zip(steps, batches, strict=True):
+        settings = self._settings
+        for epoch, step, samples, start in self.steps:
+            parts = []
             for virtual_rank in settings.block:
                 # The division of `share_positions`, applied to samples in their order.
-                indices = samples[virtual_rank :: settings.virtual_ranks].tolist()
-                width = settings.micro_batch_size or max(len(indices), 1)
-                for part, first in enumerate(range(0, len(indices), width)):
-                    yield Task(epoch, step, virtual_rank, part, indices[first : first + width])
-
-    def parts_of(self, step: int) -> Iterator[tuple[int, int]]:
-        """Yield each virtual rank of this rank with samples in a step, and the number of its micro-batches."""
-        settings = self._settings
-        for virtual_rank in settings.block:
-            length = len(
-                share_positions(
-                    step,
-                    virtual_rank,
-                    num_samples=self._num_samples,
-                    batch_size=settings.batch_size,
-                    virtual_ranks=settings.virtual_ranks,
-                )
-            )
-            if length:
-                yield virtual_rank, num_steps(length, settings.micro_batch_size or length)
+                indices = samples[virtual_rank :: settings.virtual_ranks]
+                width = settings.micro_batch_size or len(indices)
+                positions = None
+                if start is not None:
+                    positions = range(start + virtual_rank, start + len(samples), settings.virtual_ranks)
+                for number, first in enumerate(range(0, len(indices), width or 1)):
+                    own = None if positions is None else positions[first : first + width]
+                    parts.append(Part(virtual_rank, number, indices[first : first + width], own))
+            yield Task(epoch, step, len(samples), parts)

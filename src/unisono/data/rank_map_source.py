@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from unisono.data.dataset import map_length, whole_batches
-from unisono.data.fetch import Fetcher, Task
+from unisono.data.fetch import Fetcher, Part, Task
 from unisono.data.position import Position
 from unisono.data.rank_batch import RankBatch, RankLoaderSettings
 from unisono.data.workers import TaskReader
@@ -37,10 +37,10 @@ class MapSource:
         fetched = iter(self._reader)
         end = settings.end(self.num_samples, start=start.position)
         for positions in self._tasks.steps():
-            indices, items = next(fetched)
+            task, (items,) = next(fetched)
             yield RankBatch(
                 items=items,
-                indices=indices,
+                indices=task.indices,
                 positions=positions,
                 last=positions.stop == end,
                 borrowed=not settings.own(positions),
@@ -68,4 +68,4 @@ class _RankTasks(Iterable[Task]):
         batches = settings.order(positions, num_samples=self._num_samples, epoch=epoch, width=width)
         for step, samples in zip(self.steps(), batches, strict=True):
             # The start position identifies the step, since step numbers begin anew after a resume.
-            yield Task(epoch, step.start, settings.rank, 0, samples.tolist())
+            yield Task(epoch, step.start, len(step), [Part(settings.rank, 0, samples.tolist())])

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from unisono.arguments import flag, whole
-from unisono.plan import derive_key, permute
+from unisono.plan import derive_key, derive_keys, permute
 from unisono.state.random import set_generators
 
-__all__ = ["Collate", "LoaderSettings"]
+__all__ = ["PERMUTED_TOGETHER", "Collate", "LoaderSettings"]
 
 Collate = Callable[[list[Any]], Any]
 
-_PERMUTED_TOGETHER = 8192
+PERMUTED_TOGETHER = 8192
 """Permuting few positions costs as much as permuting thousands, so those of several steps are permuted together."""
 
 
@@ -74,7 +74,15 @@ class LoaderSettings:
 
     def set_generators(self, use: str, *coordinates: int) -> None:
         """Set all generators for one use, such as reading a sample, at its coordinates: epoch, sample, ..."""
-        set_generators(derive_key(self.seed, f"{self.stream}/{use}", *coordinates))
+        set_generators(self.key(use, *coordinates))
+
+    def key(self, use: str, *coordinates: int) -> int:
+        """Return the key of one use, such as reading a sample, at its coordinates: epoch, sample, ..."""
+        return derive_key(self.seed, f"{self.stream}/{use}", *coordinates)
+
+    def keys(self, use: str, *coordinates: int, last: Iterable[int]) -> Iterator[int]:
+        """Yield the keys of uses that differ in their last coordinate alone."""
+        return derive_keys(self.seed, f"{self.stream}/{use}", *coordinates, last=last)
 
     def order(self, steps: Iterable[range], *, num_samples: int, epoch: int, width: int) -> Iterator[Tensor]:
         """Yield the samples at the positions of each step.
@@ -85,9 +93,16 @@ class LoaderSettings:
             epoch: The epoch whose order is used.
             width: The approximate number of positions per step.
         """
-        remaining, together = iter(steps), max(1, _PERMUTED_TOGETHER // width)
+        remaining, together = iter(steps), max(1, PERMUTED_TOGETHER // width)
         while block := list(islice(remaining, together)):
-            samples = torch.cat([torch.arange(each.start, each.stop, each.step, device="cpu") for each in block])
-            if self.shuffle:
-                samples = permute(samples, num_samples=num_samples, seed=self.seed, epoch=epoch)
+            positions = torch.cat([torch.arange(each.start, each.stop, each.step, device="cpu") for each in block])
+            samples = self._permuted(positions, num_samples=num_samples, epoch=epoch)
             yield from torch.split_with_sizes(samples, [len(each) for each in block])
+
+    def samples_at(self, positions: range, *, num_samples: int, epoch: int) -> Tensor:
+        """Return the samples at some positions of an epoch."""
+        wanted = torch.arange(positions.start, positions.stop, positions.step, device="cpu")
+        return self._permuted(wanted, num_samples=num_samples, epoch=epoch)
+
+    def _permuted(self, positions: Tensor, *, num_samples: int, epoch: int) -> Tensor:
+        return permute(positions, num_samples=num_samples, seed=self.seed, epoch=epoch) if self.shuffle else positions

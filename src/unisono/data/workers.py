@@ -82,7 +82,7 @@ class Workers:
         )
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the items that the workers read, in order.
+        """Yield what the workers read, in order: a stream's items, or tasks with theirs.
 
         Raises:
             DataError: A worker has died.
@@ -118,9 +118,9 @@ class Workers:
                     due_s *= 2
                     worker = (place - self._tasks.first) % self._number
                     self._tell(f"waiting for worker {worker} for {waited_s:.0f} s: it is {self._describe_task(worker)}")
-            self._tasks.unfetched.pop(place, None)
+            task = self._tasks.unfetched.pop(place, None)
             place += 1
-            yield item
+            yield item if self._is_stream else (task, item)
 
     def _describe_task(self, worker: int) -> str:
         """Describe a worker's current activity, from its note in shared memory."""
@@ -168,10 +168,10 @@ class TaskReader:
         self._tell, self._patience_s = tell, patience_s
         self._workers: Workers | None = None
 
-    def __iter__(self) -> Iterator[tuple[list[int], Any]]:
-        """Return an iterator over the indices and items of each task."""
+    def __iter__(self) -> Iterator[tuple[Task, list[Any]]]:
+        """Return an iterator over the tasks and the micro-batches of each."""
         if not self._num_workers:
-            return (self._fetcher[task] for task in self._tasks)
+            return ((task, self._fetcher[task]) for task in self._tasks)
         if self._workers is None:
             self._workers = Workers(
                 self._fetcher,
@@ -212,7 +212,7 @@ class _TaskNotes(Dataset[Any]):
     def __init__(self, fetcher: Fetcher, reading: Tensor) -> None:
         self._fetcher, self._reading = fetcher, reading
 
-    def __getitem__(self, numbered: tuple[int, Task]) -> tuple[list[int], Any]:
+    def __getitem__(self, numbered: tuple[int, Task]) -> list[Any]:
         number, task = numbered
         info = get_worker_info()
         assert info is not None
