@@ -12,7 +12,10 @@ from torch.utils.data import IterableDataset
 
 from unisono.data.map_loader import MapLoader, TrainerLoaderSettings
 from unisono.data.position import check_same_data
+from unisono.data.sampled_loader import SampledLoader
+from unisono.data.sampled_order import draw_order
 from unisono.data.stream_loader import StreamLoader
+from unisono.trainer.order_comparison import agree_on_order
 from unisono.trainer.run_context import RunContext
 
 __all__ = ["LoaderCache"]
@@ -71,3 +74,50 @@ class LoaderCache:
             if len(self._loaders) > _KEPT_LOADERS:
                 del self._loaders[next(iter(self._loaders))]
         return self._loaders[key]
+
+    def sampled(
+        self,
+        dataset: Any,
+        *,
+        sampler: Any,
+        batch_sampler: Any,
+        epoch: int,
+        batch_size: int | None,
+        drop_last: bool,
+        **settings: Any,
+    ) -> SampledLoader:
+        """Return the loader of one epoch in the order of a sampler. Every rank must call it: orders are compared.
+
+        Args:
+            dataset: The dataset.
+            sampler, batch_sampler: One of them; the other is None.
+            epoch: The epoch.
+            batch_size: Samples of a global batch; None for a batch sampler.
+            drop_last: True to leave out the last batch if it is smaller.
+            settings: Further fields of TrainerLoaderSettings.
+
+        Raises:
+            TypeError, ValueError, DataError, RankMismatchError: See `Trainer.batches`.
+            PeerError: Another rank's sampler failed.
+        """
+        if isinstance(dataset, IterableDataset):
+            raise TypeError(
+                f"{type(dataset).__name__} is an iterable dataset, whose samples have no indices: leave the sampler "
+                "out, or give a dataset with __len__ and __getitem__"
+            )
+        size = self._run.virtual_ranks if batch_size is None else batch_size
+        loader = self.loader(dataset, shuffle=False, batch_size=size, drop_last=False, **settings)
+        assert isinstance(loader, MapLoader)
+        order = agree_on_order(
+            self._run.world,
+            lambda: draw_order(
+                sampler,
+                batch_sampler,
+                settings=loader.settings,
+                epoch=epoch,
+                num_samples=loader.length,
+                batch_size=batch_size,
+                drop_last=drop_last,
+            ),
+        )
+        return SampledLoader(loader, order, batch_size=batch_size, drop_last=drop_last)

@@ -13,7 +13,7 @@ import atexit
 import math
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -22,6 +22,7 @@ import torch
 
 from unisono.data.batch import Batch
 from unisono.data.map_loader import MapLoader
+from unisono.data.sampled_loader import SampledLoader
 from unisono.data.stream_loader import StreamLoader
 from unisono.errors import UnisonoError
 from unisono.machine import resident_bytes
@@ -29,6 +30,7 @@ from unisono.trainer.assembly import TrainerParts
 from unisono.trainer.carried import Carried
 from unisono.trainer.checkpointing import Place
 from unisono.trainer.epoch import EpochResult
+from unisono.trainer.epoch_batches import EpochBatches
 from unisono.trainer.hyperparameters import Hyperparameters, is_scheduler, settings_of
 from unisono.trainer.rollouts import Rollouts
 from unisono.trainer.snapshot import capture, facts_of
@@ -41,7 +43,7 @@ from unisono.watch.events import StepFields
 
 __all__ = ["Loop"]
 
-_Loader = MapLoader | StreamLoader | Rollouts
+_Loader = MapLoader | SampledLoader | StreamLoader | Rollouts
 _MEASURE_S = 1.0
 """Seconds between two readings of the memory in use."""
 
@@ -157,12 +159,11 @@ class Loop:
         if self._stops is not None:
             self._stops.raise_pending()
 
-    def batches(self, loader: _Loader) -> Iterator[Batch]:
-        """Yield the batches that are left of the current epoch; see `Trainer.batches` and `Trainer.rollouts`.
+    def next_epoch(self) -> int:
+        """Return the epoch whose batches come next.
 
         Raises:
-            ValueError: At once, if the epoch was begun with other numbers of samples, or all its batches have been
-                dealt.
+            ValueError: All batches of the current epoch have been dealt.
         """
         cursor = self._cursor
         # Without a loop over epochs, which was left after its last batch, the next epoch begins with the first batch.
@@ -172,23 +173,39 @@ class Loop:
                 f"the batches of epoch {cursor.epoch} have all been dealt: ask trainer.batches once in each round "
                 "of trainer.epochs. To train on several datasets, join them by torch.utils.data.ConcatDataset."
             )
-        data = loader.identity
+        return cursor.epoch + is_new
+
+    def batches(self, loader: _Loader) -> EpochBatches:
+        """Return the batches that are left of the current epoch; see `Trainer.batches` and `Trainer.rollouts`.
+
+        Raises:
+            ValueError: At once, if the epoch was begun with other numbers of samples, or all its batches have been
+                dealt.
+        """
+        cursor = self._cursor
+        is_new = self.next_epoch() != cursor.epoch
+        data = {"sampler_order": None, **loader.identity}
         before = {key: getattr(cursor, key) for key in data}
         # A value that an older version has not stored is None.
         unknown = [key for key in ("shuffle", "drop_last") if before[key] is None]
         changed = [key for key, value in data.items() if before[key] != value and key not in unknown]
         if cursor.step and changed and not is_new:
             was, now = (
-                "rollouts" if values["batch_size"] is None else ", ".join(f"{key}={values[key]}" for key in changed)
+                "rollouts"
+                if values["batch_size"] is None is values["sampler_order"]
+                else ", ".join(f"{key}={values[key]}" for key in changed)
                 for values in (before, data)
             )
             raise ValueError(
                 f"the run stopped in epoch {cursor.epoch} before step {cursor.step}, with {was}; the epoch cannot go "
                 f"on with {now}, or samples would be missed or seen twice. Give the same as before until it ends."
             )
-        return self._batches_left(loader)
+        left = None if loader.steps is None else loader.steps - (0 if is_new else cursor.step)
+        if left is not None and self._last_step is not None:
+            left = max(0, min(left, self._last_step - cursor.total_steps))
+        return EpochBatches(self._batches_left(loader), left)
 
-    def _batches_left(self, loader: _Loader) -> Iterator[Batch]:
+    def _batches_left(self, loader: _Loader) -> Generator[Batch, None, None]:
         cursor = self._cursor
         within_epochs = self._epochs is not None
         if not within_epochs:
@@ -243,7 +260,7 @@ class Loop:
     def _begin_batches(self, loader: _Loader) -> None:
         """Note which data the epoch has, and begin to count its losses."""
         cursor = self._cursor
-        for key, value in loader.identity.items():
+        for key, value in {"sampler_order": None, **loader.identity}.items():
             setattr(cursor, key, value)
         if not cursor.step:
             cursor.loss_sum = cursor.loss_weight = 0.0

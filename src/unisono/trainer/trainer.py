@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from unisono.arguments import flag, text, whole
 from unisono.data.batch import Batch
 from unisono.data.map_loader import MapLoader
+from unisono.data.sampled_order import check_samplers
 from unisono.data.settings import Collate
 from unisono.data.stream_loader import StreamLoader
 from unisono.engine import EngineKind
@@ -33,6 +34,7 @@ from unisono.state.stateful import Stateful
 from unisono.trainer.assembly import Models, assemble
 from unisono.trainer.by_virtual_rank import ByVirtualRank
 from unisono.trainer.epoch import EpochResult
+from unisono.trainer.epoch_batches import EpochBatches
 from unisono.trainer.evaluation import evaluate, tell, tell_values
 from unisono.trainer.fit import Callbacks, Validation, check_fit, loss_alone, run_epochs
 from unisono.trainer.loader_cache import LoaderCache
@@ -259,24 +261,35 @@ class Trainer(ByVirtualRank):
         self,
         dataset: Any,
         *,
-        batch_size: int,
+        batch_size: int | None = None,
         shuffle: bool | None = None,
+        sampler: Iterable[int] | None = None,
+        batch_sampler: Iterable[Sequence[int]] | None = None,
         micro_batch_size: int | None = None,
         workers: int = 0,
         collate_fn: Collate | None = None,
         drop_last: bool = False,
-    ) -> Iterator[Batch]:
-        """Yield this rank's part of the batches that are left of the current epoch.
+    ) -> EpochBatches:
+        """Return an iterator over this rank's part of the batches that are left of the current epoch.
 
-        Every rank must call it with an equal dataset. Every sample occurs once per epoch. Ranks compare each call, by a
-        few bytes, and each new dataset, by 1 KB from each rank.
+        Every rank must call it with an equal dataset. Every sample occurs once per epoch, unless a sampler says
+        otherwise. `len` of the result is the number of batches that are left, where it is known. Ranks compare each
+        call, by a few bytes, and each new dataset and each order of a sampler, by 1 KB from each rank.
+
+        A sampler is read as a whole here, once per epoch, with the generators of torch, Python and NumPy, and its own
+        torch.Generator, seeded from (seed, epoch). It takes 8 bytes for each index. A resume in mid-epoch reads it
+        again, but no sample.
 
         Args:
             dataset: A map-style dataset (with __len__ and __getitem__), or an IterableDataset, whose cost is described
                 in `data.stream_loader`.
-            batch_size: The number of samples of a global batch, over all ranks; at least virtual_ranks.
+            batch_size: The number of samples of a global batch, over all ranks; at least virtual_ranks. Needed unless
+                there is a batch sampler.
             shuffle: Use a new order in each epoch. None: True, but False for an iterable dataset, which has its own
                 order.
+            sampler: Yields the indices of an epoch in order, such as a WeightedRandomSampler; all of them on every
+                rank. An index may be missing or occur several times.
+            batch_sampler: Yields lists of indices. Each is a global batch, of any size.
             micro_batch_size: The largest number of samples that go through the model at once; a larger share is
                 computed in parts whose gradients are accumulated. None: whole shares.
             workers: The number of DataLoader processes of this rank; 0 reads in this process. Changes no bit.
@@ -286,31 +299,41 @@ class Trainer(ByVirtualRank):
         Raises:
             RuntimeError: It is called inside a loss function or an evaluated function, or torch's process group failed.
             TypeError: dataset is neither map-style nor iterable, or an argument has the wrong type.
-            ValueError: A number is out of range; an iterable dataset is to be shuffled; the epoch was begun with other
-                data, batch_size, shuffle or drop_last; or, inside a loop over `epochs`, all its batches have been
-                yielded. From the iterator: another loop over `batches` has begun.
-            DataError: The dataset is empty, or smaller than a batch and drop_last is True. From the iterator: an
-                iterable dataset yields nothing, or a worker process has died.
-            RankMismatchError: On all ranks, if they make different calls or have different data or numbers.
-            PeerError: Another rank of the host has died, failed in a step, or does not come in time.
+            ValueError: A number is out of range; an iterable dataset is to be shuffled; arguments exclude each other;
+                the epoch was begun with other data, batch_size, shuffle, drop_last or order of a sampler; or, inside a
+                loop over `epochs`, all its batches have been yielded. From the iterator: another loop over `batches`
+                has begun.
+            DataError: The dataset is empty, or smaller than a batch and drop_last is True; or a sampler yields nothing,
+                an index that the dataset does not have, or does not end. From the iterator: an iterable dataset yields
+                nothing, or a worker process has died.
+            RankMismatchError: On all ranks, if they make different calls or have different data, numbers or orders.
+            PeerError: Another rank of the host has died, failed in a step, or does not come in time; or its sampler
+                failed.
             UnisonoError: Ranks no longer agree on what comes next, after a failure that one of them caught.
             CheckpointError, KeyboardInterrupt, SystemExit: From the iterator, as described at `epochs`.
         """
         refuse_inside("trainer.batches")
-        batch_size = whole("batch_size", batch_size, least=1)
-        self._compare("trainer.batches()")
-        loader = self._dealer.loader(
-            dataset,
-            stream="train",
-            batch_size=batch_size,
-            shuffle=shuffle,
-            micro_batch_size=micro_batch_size,
-            workers=workers,
-            collate_fn=collate_fn,
-            drop_last=drop_last,
+        check_samplers(sampler, batch_sampler, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last)
+        if batch_size is not None:
+            batch_size = whole("batch_size", batch_size, least=1)
+        is_sampled = sampler is not None or batch_sampler is not None
+        self._compare("trainer.batches() with a sampler" if is_sampled else "trainer.batches()")
+        epoch = self._loop.next_epoch()
+        settings: dict[str, Any] = {
+            "stream": "train",
+            "batch_size": batch_size,
+            "micro_batch_size": micro_batch_size,
+            "workers": workers,
+            "collate_fn": collate_fn,
+            "drop_last": drop_last,
+        }
+        loader = (
+            self._dealer.sampled(dataset, sampler=sampler, batch_sampler=batch_sampler, epoch=epoch, **settings)
+            if is_sampled
+            else self._dealer.loader(dataset, shuffle=shuffle, **settings)
         )
         batches = self._loop.batches(loader)
-        warning = lone_samples_warning(
+        warning = batch_size and lone_samples_warning(
             self._modules,
             batch_size=batch_size,
             virtual_ranks=self.virtual_ranks,
@@ -539,7 +562,7 @@ class Trainer(ByVirtualRank):
         train: Any,
         loss: Loss,
         *,
-        batch_size: int,
+        batch_size: int | None = None,
         epochs: int,
         steps: int | None = None,
         validation: Any = None,
@@ -559,7 +582,7 @@ class Trainer(ByVirtualRank):
         Args:
             train: The dataset to train on.
             loss: See `step`.
-            batch_size: See `batches`.
+            batch_size: See `batches`. Needed unless there is a batch sampler.
             epochs, steps: See `epochs`.
             validation: The dataset to evaluate on after each epoch. None: no evaluation.
             metrics: The functions to evaluate on it, by name. None: the loss.
@@ -586,7 +609,8 @@ class Trainer(ByVirtualRank):
         refuse_inside("trainer.fit")
         callbacks = Callbacks(on_step=on_step, on_epoch=on_epoch, on_evaluation=on_evaluation)
         check_fit(loss, metrics, validation=validation, validate_every=validate_every, callbacks=callbacks)
-        batch_size = whole("batch_size", batch_size, least=1)
+        if batch_size is not None:
+            batch_size = whole("batch_size", batch_size, least=1)
         shared: dict[str, Any] = {
             key: options[key] for key in ("micro_batch_size", "workers", "collate_fn") if key in options
         }
@@ -598,7 +622,9 @@ class Trainer(ByVirtualRank):
         )
         left = self.epochs(epochs, steps=steps)
         if validation is not None:
-            self._test_loader(validation, batch_size=batch_size, **shared)  # or an error, and not after an epoch
+            self._test_loader(
+                validation, batch_size=batch_size or 32 * self.virtual_ranks, **shared
+            )  # or an error, and not after an epoch
         self._loop.begin_training(None)
         return run_epochs(
             self,
