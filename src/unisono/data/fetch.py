@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Subset, TensorDataset, default_collate, get_worker_info
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
 from unisono.data.sample_generators import SampleGenerators
@@ -127,8 +127,7 @@ def _collate(samples: list[Any]) -> Any:
 
     Like default_collate it goes by the first sample's types.
     """
-    # A worker collates into shared memory.
-    if type(samples[0]) is tuple and tuple not in default_collate_fn_map and get_worker_info() is None:
+    if type(samples[0]) is tuple and tuple not in default_collate_fn_map:
         try:
             columns = [*zip(*samples, strict=True)]
         except ValueError:
