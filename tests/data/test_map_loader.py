@@ -12,6 +12,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from unisono.data.map_loader import MapLoader, TrainerLoaderSettings
 from unisono.data.stream_loader import StreamLoader
+from unisono.errors import DataError
 from unisono.plan import rank_block
 
 
@@ -207,6 +208,35 @@ def test_a_stream_resumes_at_a_step_and_learns_the_epoch():
     assert dealt(StreamLoader(Counting(37), settings(shuffle=False, drop_last=True))).keys() == {
         (step, v) for step in range(4) for v in range(4)
     }
+
+
+class Sized(Counting):
+    def __len__(self):
+        return self.n
+
+
+@pytest.mark.parametrize(("n", "drop_last", "steps", "num_samples"), [(37, True, 4, 32), (37, False, 5, 37)])
+def test_a_stream_with_a_length_knows_how_many_batches_come(n, drop_last, steps, num_samples):
+    loader = StreamLoader(Sized(n), settings(shuffle=False, drop_last=drop_last))
+    assert (loader.steps, loader.num_samples) == (steps, num_samples)
+    assert len([*loader.batches(epoch=0)]) == steps
+    assert [*loader.batches(epoch=0, first_step=steps)] == []
+
+
+def test_a_stream_without_a_batch_says_why():
+    def read(n, *, first_step=0, **options):
+        loader = StreamLoader(Counting(n), settings(shuffle=False, **options))
+        return [*loader.batches(epoch=0, first_step=first_step)]
+
+    with pytest.raises(DataError, match="yielded nothing in epoch 0"):
+        read(0)
+    with pytest.raises(DataError, match="has 7 samples, fewer than batch_size=8, and drop_last=True"):
+        read(7, drop_last=True)
+    with pytest.raises(DataError, match="yielded 16 samples in epoch 0, and the run has already done 3 steps of it"):
+        read(16, first_step=3)
+    assert read(16, first_step=2) == []
+    with pytest.raises(DataError, match="has 7 samples, fewer than batch_size=8, and drop_last=True"):
+        StreamLoader(Sized(7), settings(shuffle=False, drop_last=True))
 
 
 def test_an_error_in_the_dataset_names_its_own_line(tmp_path):

@@ -394,6 +394,12 @@ def test_state_of_something_else_is_refused():
         DistributedSampler(Numbers(10), 1, 0).load_state_dict({"epoch": 1, "yielded": 4})
 
 
+@pytest.mark.parametrize("consumed", [2.0, True, "3"])
+def test_consumed_is_a_whole_number(consumed):
+    with pytest.raises(TypeError, match=f"consumed={consumed!r} must be a whole number"):
+        DistributedSampler(Numbers(100), 2, 1).state_dict(consumed=consumed)
+
+
 @pytest.mark.parametrize("consumed", [-1, 6])
 def test_more_consumed_than_handed_out_is_refused(consumed):
     sampler = DistributedSampler(Numbers(100), 2, 1)

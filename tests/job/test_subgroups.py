@@ -27,3 +27,21 @@ def test_one_rank_divides_itself_without_a_launcher():
         assert unisono.subgroup([0])
         with pytest.raises(ValueError, match="rank 1 is not in this job"):
             unisono.subgroup([1])
+
+
+UNTOLD = """
+import unisono
+from datetime import timedelta
+unisono.init(timeout=timedelta(seconds=20))
+try:
+    unisono.subgroup([0, 1], backend={"shm"} if unisono.rank() else "gloo")
+except (TypeError, unisono.errors.PeerError) as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_what_the_store_cannot_carry_is_told_to_all_ranks(fork_ranks):
+    job = fork_ranks(2, UNTOLD)
+    words = "Object of type set is not JSON serializable"
+    assert job.lines(1) == [f"TypeError {words}"]
+    assert job.lines(0) == [f"PeerError rank 1 could not call unisono.subgroup: TypeError: {words}"]

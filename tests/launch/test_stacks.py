@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from unisono.launch.hang.stacks import StackRequest, crash_text, create_dump, parse_stacks, read_state
+from unisono.launch.linux import descendants
 
 Start = Callable[..., subprocess.Popen[bytes]]
 
@@ -125,6 +126,32 @@ time.sleep(1000)
     assert any("thread" in names for names in functions)
     assert len(children) == 1
     assert [thread.place.function for thread in stacks[children.pop()]] == ["child"]
+
+
+def test_children_of_a_process_that_cannot_answer_are_shown(start, dump):
+    source = """
+import os, time
+there, here = os.pipe()
+def child():
+    os.write(here, b"!")
+    time.sleep(1000)
+if os.fork() == 0:
+    child()
+os.read(there, 1)
+print(flush=True)
+time.sleep(1000)
+"""
+    process = start(source)
+    os.kill(process.pid, signal.SIGSTOP)
+    while read_state(process.pid).state != "stopped":
+        time.sleep(0.001)
+    (child,) = descendants(process.pid)
+    try:
+        stacks = request_stacks(process.pid, dump, timeout_s=30, children=True)
+    finally:
+        os.kill(child, signal.SIGKILL)
+    assert stacks.keys() == {child}
+    assert [thread.place.function for thread in stacks[child]] == ["child"]
 
 
 def test_a_second_request_gets_a_dump_of_its_own(start, dump):

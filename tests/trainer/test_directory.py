@@ -300,6 +300,22 @@ def test_other_ranks_learn_of_a_failed_checkpoint_in_mid_run_at_their_next_call(
     assert "rank 0" in job.lines(1)[0]
 
 
+UNREADABLE = """
+import torch, unisono
+model = torch.nn.Linear(6, 3)
+try:
+    unisono.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), virtual_ranks=2, directory="a\\0b")
+except (ValueError, unisono.errors.PeerError) as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_whatever_fails_while_rank_0_reads_is_told_to_all_ranks(fork_ranks):
+    job = fork_ranks(2, UNREADABLE)
+    assert job.lines(0) == ["ValueError embedded null byte"]
+    assert job.lines(1)[0].endswith("what it finds: ValueError: embedded null byte")
+
+
 def test_checkpoints_name_their_holder(tmp_path):
     trainer = make_trainer(tmp_path)
     assert json.loads((tmp_path / "lock").read_text())["pid"] == os.getpid()

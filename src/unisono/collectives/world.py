@@ -20,6 +20,7 @@ from unisono.collectives.group import known_group
 from unisono.collectives.object_transport import gather, gather_values
 from unisono.collectives.polling_wait import PollingWait
 from unisono.collectives.serialization import serialize
+from unisono.errors import PeerError
 from unisono.job.initialize import begin_job
 from unisono.job.placement import own_placement
 from unisono.job.ranks import local_rank, local_world_size, world_size
@@ -128,18 +129,36 @@ class World:
         """Return on every rank the bytes that `make` returns on rank 0. Every rank must call it.
 
         Traffic: a broadcast of the length, in 8 bytes, and one of the bytes if there are any. Memory: twice the bytes.
+
+        Raises:
+            PeerError: On the other ranks, if `make` raises an exception on rank 0, where it is raised then.
         """
         if self.group is None:
             return make()
-        content = bytearray(make()) if self.rank == 0 else bytearray()
-        length = torch.tensor([len(content)], device=self.device)
+        content, failure = bytearray(), None
+        if self.rank == 0:
+            try:
+                content = bytearray(make())
+            except Exception as error:  # whatever it is: it is raised once the other ranks know
+                failure, content = error, bytearray(f"{type(error).__name__}: {error}".encode())
+        length = torch.tensor([len(content) if failure is None else -len(content)], device=self.device)
         dist.broadcast(length, src=0, group=self.group)
-        if not int(length.item()):
+        number = int(length.item())
+        if not number:
             return b""
+        sent = self._broadcast_content(content, abs(number))
+        if failure is not None:
+            raise failure
+        if number < 0:
+            raise PeerError(f"rank 0 failed where the other ranks await what it finds: {sent.decode()}")
+        return sent
+
+    def _broadcast_content(self, content: bytearray, nbytes: int) -> bytes:
+        """Return the content of rank 0 on every rank."""
         if self.rank == 0:
             buffer = torch.frombuffer(content, dtype=torch.uint8).to(self.device)
         else:
-            buffer = torch.empty(int(length.item()), dtype=torch.uint8, device=self.device)
+            buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         dist.broadcast(buffer, src=0, group=self.group)
         if self.rank == 0:
             return bytes(content)

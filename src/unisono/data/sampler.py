@@ -167,11 +167,13 @@ class DistributedSampler(TorchDistributedSampler[int]):
             seed, num_samples (of the dataset), shuffle.
 
         Raises:
+            TypeError: `consumed` is no whole number.
             ValueError: `consumed` is more than was yielded, or negative.
         """
         cursor = self._cursor
         given, share = cursor.given, self._share(cursor.start)
         if consumed is not None:
+            consumed = whole("consumed", consumed)
             if consumed < 0 or given < min(consumed, share):
                 raise ValueError(
                     f"consumed={consumed} is outside [0, {given}]: rank {self.rank} has handed out {given} indices in "

@@ -16,7 +16,7 @@ from typing import Any
 from torch.utils.data import IterableDataset, default_collate
 
 from unisono.data.batch import Batch, MicroBatch, Share
-from unisono.data.dataset import read_ahead, stream_length, stream_samples
+from unisono.data.dataset import read_ahead, stream_length, stream_samples, whole_batches
 from unisono.data.map_loader import TrainerLoaderSettings
 from unisono.data.workers import warn_on_stderr
 from unisono.errors import DataError
@@ -36,6 +36,8 @@ class StreamLoader:
         tell: Callable[[str], None] = warn_on_stderr,
     ) -> None:
         length = stream_length(dataset, settings)
+        if length is not None and settings.drop_last:
+            length = whole_batches(length, settings.batch_size)
         self.num_samples: int | None = length
         """Number of samples in an epoch; None if the dataset has no length."""
         self.steps: int | None = None if length is None else num_steps(length, settings.batch_size)
@@ -53,15 +55,14 @@ class StreamLoader:
         """Yield this rank's part of each batch of an epoch, starting at `first_step`.
 
         Raises:
-            DataError: The stream yields no batch and `first_step` is 0, or a worker process has died.
+            DataError: The stream is empty, `drop_last` leaves no batch, the stream ends before `first_step`, or a
+                worker process has died.
         """
         self._stream.epoch, self._stream.first_step = epoch, first_step
         step = first_step
         for size, shares in read_ahead(self._stream, self._settings, tell=self._tell):
             yield Batch(epoch, step, size, shares)
             step += 1
-        if step == 0:
-            raise DataError(f"the iterable dataset yielded nothing in epoch {epoch}: check its source or filter")
 
 
 class _TrainerStream(IterableDataset[Any]):
@@ -86,7 +87,21 @@ class _TrainerStream(IterableDataset[Any]):
             if step >= self.first_step and size and not dropped:
                 yield size, [self._share(step, v, own) for v, own in kept.items() if own]
             if size < settings.batch_size:
+                self._check_end(step * settings.batch_size + size)
                 return
+
+    def _check_end(self, read: int) -> None:
+        """Raise DataError if this many samples make no batch, or fewer than the run has already had of this epoch."""
+        batch_size = self.settings.batch_size
+        if not read:
+            raise DataError(f"the iterable dataset yielded nothing in epoch {self.epoch}: check its source or filter")
+        used = whole_batches(read, batch_size) if self.settings.drop_last else read
+        if self.first_step > num_steps(used, batch_size):
+            raise DataError(
+                f"the iterable dataset yielded {read} samples in epoch {self.epoch}, and the run has already done "
+                f"{self.first_step} steps of it, of {batch_size} samples each: it must yield the same samples in the "
+                "same order each time."
+            )
 
     def _share(self, step: int, virtual_rank: int, samples: list[tuple[int, Any]]) -> Share:
         collate = self.settings.collate_fn or default_collate

@@ -137,13 +137,20 @@ class StoreExchange:
             doing: Completes "rank 1 did not ..." and "rank 1 could not ..." in errors.
 
         Raises:
-            PeerError: Another rank passed an exception, or some ranks do not call in time.
+            PeerError: Another rank passed an exception or a value that is not JSON, or some ranks do not call in time.
+            TypeError, ValueError, RecursionError: The value is not JSON; the other ranks raise PeerError.
         """
-        failed = isinstance(value, Exception)
+        text = ""
+        if self._size > 1 and not isinstance(value, Exception):
+            try:
+                text = json.dumps({"value": value})
+            except (TypeError, ValueError, RecursionError) as error:
+                value = error
         if self._size > 1:
-            mine = {"error": f"{type(value).__name__}: {value}"} if failed else {"value": value}
-            everyone = self._collect(mine, doing)
-        if failed:
+            if isinstance(value, Exception):
+                text = json.dumps({"error": f"{type(value).__name__}: {value}"})
+            everyone = self._collect(text, doing)
+        if isinstance(value, Exception):
             raise value
         if self._size == 1:
             return [value]
@@ -152,9 +159,9 @@ class StoreExchange:
                 raise PeerError(f"rank {rank} could not {doing}: {theirs['error']}")
         return [theirs["value"] for theirs in everyone]
 
-    def _collect(self, mine: dict[str, Any], doing: str) -> list[dict[str, Any]]:
+    def _collect(self, mine: str, doing: str) -> list[dict[str, Any]]:
         store, deadline_s = self._store, time.monotonic() + self._timeout_s
-        store.set(f"rank/{self._rank}", json.dumps(mine))
+        store.set(f"rank/{self._rank}", mine)
         if self._rank == 0:
             keys = [f"rank/{rank}" for rank in range(self._size)]
             if not wait_for(store, keys, deadline_s):

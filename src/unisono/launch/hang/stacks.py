@@ -141,7 +141,7 @@ class StackRequest:
         pid: The rank's process.
         dump: The file that its handlers write to.
         ask: Asks the rank's thread, if it has one.
-        children: True to ask its descendants, too, the first 8, once the rank has answered.
+        children: True to ask its descendants, too, the first 8, after the rank, whether that has answered or not.
         timeout_s: Seconds to wait for each process.
     """
 
@@ -157,7 +157,7 @@ class StackRequest:
         self._dump = dump
         self._ask_thread: Callable[[], None] | None = ask
         self._timeout_s = timeout_s
-        self._waiting = [pid]
+        self._pid, self._waiting = pid, [pid]
         self._children = children
         self._asked = 0
         self._size, self._size_s, self._deadline_s = 0, 0.0, 0.0
@@ -184,10 +184,6 @@ class StackRequest:
             threads = parse_stacks(os.pread(self._dump, _LONGEST_DUMP, 0).decode(errors="replace"))
             if threads:
                 self.stacks[self._asked] = threads
-            first = len(self.stacks) == 1 and self._children
-            if first:
-                self._children = False
-                self._waiting += descendants(self._asked)[:8]
             self._ask_next()
         return self.done
 
@@ -207,7 +203,12 @@ class StackRequest:
 
     def _ask_next(self) -> None:
         self._asked = 0
-        while self._waiting and not self._asked:
+        while not self._asked:
+            if not self._waiting and self._children:
+                self._children = False
+                self._waiting = descendants(self._pid)[:8]
+            if not self._waiting:
+                break
             pid = self._waiting.pop(0)
             if _can_answer(pid):
                 os.ftruncate(self._dump, 0)
