@@ -19,9 +19,12 @@ from pathlib import Path
 
 import torch
 
-from unisono.state.store import Store
+from unisono.state import store as store_module
+from unisono.state.best import Best, read_best, write_best
+from unisono.state.store import CheckpointInfo, Store
 
-CHANGING_CALLS = ["mkdir", "rename", "fsync", "unlink", "rmdir"]
+CHANGING_CALLS = ["mkdir", "rename", "replace", "symlink", "fsync", "unlink", "rmdir"]
+TAG, BEST = "tag-mine", ("best", "best.json")
 
 
 def groups(value):
@@ -31,14 +34,40 @@ def groups(value):
     }
 
 
-def check(store):
-    """Do what a run does at its start. Returns the value that all parts of the newest checkpoint agree on."""
+def mark(store, value, *, tag=False):
+    """Record the newest checkpoint as the best one, or save it under a tag."""
+    if tag:
+        store.write(int(value), groups(value), {"value": value}, tag="mine")
+    else:
+        write_best(store.folder, Best(step=int(value), metric="value", mode="max", value=value))
+
+
+def check(store, *, best=None, tag=None):
+    """Do what a run does at its start. Returns the value that all parts of the newest checkpoint agree on.
+
+    Args: best and tag are values that the best checkpoint and the one with the tag must at least have.
+    """
     store.clean()
-    left = [path.name for path in store.folder.iterdir() if not path.name.startswith("step-")]
-    assert left == [], left
+    left = {path.name for path in store.folder.iterdir() if not path.name.startswith("step-")}
+    assert left <= {TAG, *BEST}, left
     loaded, errors = store.load_newest()
     assert errors == [], errors
     assert loaded is not None
+    if best is not None:
+        found = read_best(store.folder)
+        assert found.value >= best, (found, best)
+        kept = store.load(CheckpointInfo(path=store.step_path(found.step), step=found.step, nbytes=0))
+        assert values_of(kept) >= found.value, (found, kept.document)
+        linked = (store.folder / "best").resolve()
+        values_of(store.load(CheckpointInfo(path=linked, step=0, nbytes=0)))
+        write_best(store.folder, found)  # the link may be older than the record
+    if tag is not None:
+        assert values_of(store.load(CheckpointInfo(path=store.folder / TAG, step=0, nbytes=0))) >= tag
+    return values_of(loaded)
+
+
+def values_of(loaded):
+    """Give the value that all parts of a checkpoint agree on."""
     info, found, document = loaded
     expected = groups(document["value"])
     for group, tensors in expected.items():
@@ -71,7 +100,9 @@ def at_random_moments(folder, kills, seed):
     rng = random.Random(seed)
     store = Store(folder)
     store.write(0, groups(0), {"value": 0})
-    value = 0.0
+    for tag in (False, True):
+        mark(store, 0.0, tag=tag)
+    value = best = 0.0
     written = 0
     for _ in range(kills):
 
@@ -82,6 +113,10 @@ def at_random_moments(folder, kills, seed):
                 now += 0.5  # each step twice: a new checkpoint, then one in its place
                 mine.write(int(now), groups(now), {"value": now})
                 report(now)
+                if now % 2 == 0.5:
+                    mark(mine, now)
+                    mark(mine, now, tag=True)
+                    report(-now)
                 mine.prune(2)
 
         child, reader = fork(write_for_ever)
@@ -90,18 +125,36 @@ def at_random_moments(folder, kills, seed):
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         reported = drain(reader)
-        value = check(store)
-        assert value >= reported[-1], (value, reported)
-        written += len(reported)
+        best = max([best, *(-each for each in reported)])
+        value = check(store, best=best, tag=best)
+        assert value >= max(reported), (value, reported)
+        written += sum(each > 0 for each in reported)
     return {"kills": kills, "checkpoints": written}
 
 
 def at_every_call(folder):
+    """With a file system that can exchange names, and then the writes alone without one."""
+    able = store_module.exchange
+    kills = [kills_at_every_call(folder)]
+    store_module.exchange = lambda first, second: False
+    kills.append(kills_at_every_call(folder, writes_alone=True))
+    store_module.exchange = able
+    return {"kills": sum(kills)}
+
+
+def kills_at_every_call(folder, *, writes_alone=False):
     def work(report):
         store = Store(folder)
         for value in (3.0, 3.5):
             store.write(3, groups(value), {"value": value})
             report(value)
+        if writes_alone:
+            return
+        store.prune(1)  # not the best one, which is of step 1
+        mark(store, 3.5)
+        report(-1)
+        mark(store, 3.5, tag=True)
+        report(-2)
         store.prune(1)
 
     def work_and_die(report, at, before):
@@ -119,6 +172,7 @@ def at_every_call(folder):
 
         for name in CHANGING_CALLS:
             setattr(os, name, functools.partial(wrapped, getattr(os, name)))
+        store_module.exchange = functools.partial(wrapped, store_module.exchange)
         work(report)
 
     kills, at, finished = 0, 0, False
@@ -129,6 +183,8 @@ def at_every_call(folder):
             store = Store(folder)
             for step in (1, 2):
                 store.write(step, groups(step), {"value": step})
+            for tag in (False, True):
+                mark(store, 1.0, tag=tag)
             child, reader = fork(functools.partial(work_and_die, at=at, before=before))
             reported = [2.0, *drain(reader)]
             _, status = os.waitpid(child, 0)
@@ -136,9 +192,10 @@ def at_every_call(folder):
             assert finished or os.WTERMSIG(status) == signal.SIGKILL, status
             assert not finished or os.WEXITSTATUS(status) == 0
             kills += not finished
-            value = check(store)
-            assert value >= reported[-1], (at, before, value, reported)
-    return {"kills": kills}
+            best, tag = (3.5 if done in reported else 1.0 for done in (-1, -2))
+            value = check(store, best=best, tag=tag)
+            assert value >= max(reported), (at, before, value, reported)
+    return kills
 
 
 if __name__ == "__main__":

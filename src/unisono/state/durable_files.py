@@ -5,6 +5,7 @@ Independent of their content. Start reading at `write_file` and `CheckedFile`.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import hashlib
@@ -24,6 +25,7 @@ from unisono.state.safetensors_format import FilePart
 __all__ = [
     "CheckedFile",
     "Entry",
+    "exchange",
     "flush_folder",
     "is_locked",
     "locked",
@@ -33,6 +35,8 @@ __all__ = [
     "write_file",
 ]
 
+# From linux/fcntl.h and linux/fs.h.
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 # A chunk stays in the CPU's cache between being written and being hashed: one pass over memory, not two.
 _CHUNK = 1 << 20
 
@@ -91,6 +95,19 @@ def flush_folder(folder: Path) -> None:
             raise
     finally:
         os.close(handle)
+
+
+def exchange(first: Path, second: Path) -> bool:
+    """Swap two names in one step, so that at no moment either is missing. Return False if that is not possible here."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:  # a C library without it
+        return False
+    if renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):  # a file system or a kernel without it, such as NFS
+        return False
+    raise OSError(number, os.strerror(number), str(first), None, str(second))
 
 
 _held: set[int] = set()

@@ -133,7 +133,8 @@ def parse_manifest(data: bytes, where: str, folder_name: str) -> Manifest:
         raise corrupt(f"names {bad[0]!r}, which is not a file of a checkpoint; nothing was read from there")
     if not sound or len(names) != len(expected) or set(names) != expected:
         raise corrupt(f"lists the files {names}, expected {sorted(expected)} with a size and a hash each")
-    if folder_name != f"step-{manifest.step:09d}":
+    # A checkpoint with a tag, or a copy under a name that states no step, may have any name.
+    if folder_name.startswith("step-") and folder_name != f"step-{manifest.step:09d}":
         raise corrupt(f"is of step {manifest.step}, but the folder is {folder_name}: it was renamed or copied")
     return manifest
 

@@ -6,11 +6,15 @@ not agree, since rank 0 alone writes.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from typing import Literal
 
-from unisono.arguments import flag, real, whole
+from unisono.arguments import choice, flag, real, text, whole
 
-__all__ = ["Checkpoints", "is_due"]
+__all__ = ["Checkpoints", "check_tag", "is_due"]
+
+_TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,99}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +37,12 @@ class Checkpoints:
     keep: int = 3
     """The newest `keep` checkpoints are kept on disk, and keep + 1 while one is written. More than one, so that a
     damaged newest checkpoint costs an interval and not the run."""
+    best: str | None = None
+    """Also keep the checkpoint with the best value of this metric, until a better one is on disk. The metric is named
+    as `Trainer.evaluate` reports it: its `name`, the key of a dict, or "name/key" if several evaluations have that
+    key."""
+    mode: Literal["max", "min"] | None = None
+    """Which values of `best` are better: "max", as for an accuracy, or "min", as for a loss."""
 
     def __post_init__(self) -> None:
         flag("every_epoch", self.every_epoch)
@@ -53,6 +63,37 @@ class Checkpoints:
                 f"keep={self.keep} must be at least 1: a run without any checkpoint cannot be resumed. To write none, "
                 f"give the run no directory"
             )
+        choice("mode", self.mode, ("max", "min", None))
+        if self.best is not None:
+            text("best", self.best)
+            if self.mode is None:
+                raise ValueError(
+                    f'best={self.best!r} needs a mode: mode="max" if greater values are better, mode="min" if smaller '
+                    "ones are"
+                )
+        elif self.mode is not None:
+            raise ValueError(f'mode={self.mode!r} is for the metric of best=..., such as best="accuracy"')
+
+
+def check_tag(tag: object) -> str:
+    """Return the tag of a checkpoint, which becomes part of a folder's name.
+
+    Raises:
+        TypeError: The tag is not a string.
+        ValueError: The tag is "best" or not such a name.
+
+    >>> check_tag("before-finetuning")
+    'before-finetuning'
+    """
+    name = text("tag", tag)
+    if name == "best":
+        raise ValueError('tag="best" is the name of the checkpoint that Checkpoints(best=...) keeps: choose another')
+    if not _TAG.fullmatch(name):
+        raise ValueError(
+            f"tag={tag!r} becomes the name of a folder: use up to 100 letters, digits and '_', '.', '+', '=', '-', and "
+            "begin with a letter, a digit or '_'"
+        )
+    return name
 
 
 def is_due(policy: Checkpoints, *, steps_since: int, seconds_since: float, epoch_ended: bool) -> bool:

@@ -42,7 +42,14 @@ _DTYPES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-_BY_NAME = {name: dtype for dtype, name in _DTYPES.items()}
+# Types that only other writers use.
+_READABLE = {name: dtype for dtype, name in _DTYPES.items()} | {
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "C64": torch.complex64,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _LENGTH_NBYTES = 8
@@ -114,8 +121,10 @@ def type_name(dtype: torch.dtype) -> str | None:
     return _DTYPES.get(dtype)
 
 
-def read_tensors(read: Callable[[memoryview], None], nbytes: int, described: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors of a file that `plan_file` planned, by name, in the order of `plan_file`'s argument.
+def read_tensors(
+    read: Callable[[memoryview], None], nbytes: int, described: Mapping[str, Any] | None
+) -> dict[str, Tensor]:
+    """Return the tensors of a file by name; of one that `plan_file` planned, in the order of `plan_file`'s argument.
 
     They are read in sequence, each into newly allocated CPU memory. Tied names share a tensor again. The header is
     checked against the file's size before memory is allocated.
@@ -123,7 +132,7 @@ def read_tensors(read: Callable[[memoryview], None], nbytes: int, described: Map
     Args:
         read: Fills a view with the next bytes of the file.
         nbytes: The size of the file.
-        described: The description that `plan_file` returned with the parts.
+        described: The description that `plan_file` returned with the parts. None: the file may have another writer.
 
     Raises:
         ValueError, KeyError, TypeError or AttributeError: The bytes are not such a file.
@@ -135,10 +144,14 @@ def read_tensors(read: Callable[[memoryview], None], nbytes: int, described: Map
         raise ValueError(f"the header should have {length:,} bytes, and the file has {nbytes:,}")
     header = json.loads(_bytes(read, length))
     entries = [(name, entry) for name, entry in header.items() if name != "__metadata__"]
+    if described is None:
+        entries.sort(key=lambda item: (item[1]["data_offsets"], item[0]))
     offset = 0
     for name, entry in entries:
         start, end = entry["data_offsets"]
-        dtype, shape = _BY_NAME[entry["dtype"]], entry["shape"]
+        if entry["dtype"] not in _READABLE:
+            raise ValueError(f"{name!r} is of type {entry['dtype']}, which torch does not have")
+        dtype, shape = _READABLE[entry["dtype"]], entry["shape"]
         if start != offset or end - start != math.prod(shape) * dtype.itemsize or min(shape, default=0) < 0:
             raise ValueError(f"{name!r} should have shape {shape} and lie at {start}:{end}, behind {offset}")
         offset = end
@@ -146,9 +159,14 @@ def read_tensors(read: Callable[[memoryview], None], nbytes: int, described: Map
         raise ValueError(f"the tensors end at {offset:,}, and {nbytes - _LENGTH_NBYTES - length:,} bytes are there")
     tensors: dict[str, Tensor] = {}
     for name, entry in entries:
-        tensor = torch.empty(entry["shape"], dtype=_BY_NAME[entry["dtype"]])
+        tensor = torch.empty(entry["shape"], dtype=_READABLE[entry["dtype"]])
         read(memory(tensor))
         tensors[name] = tensor
+    if described is None:
+        # Where the library's save_model notes tied names, among other notes such as the format.
+        notes = header.get("__metadata__", {}).items()
+        tied = {name: owner for name, owner in notes if owner in tensors and name != "format"}
+        return {**{name: tensors[owner] for name, owner in tied.items()}, **tensors}
     for name, kind in described["dtypes"].items():
         stored, wanted = tensors[name], decode_dtype(kind)
         tensors[name] = torch.view_as_complex(stored) if wanted.is_complex else stored.view(wanted)

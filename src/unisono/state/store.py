@@ -4,6 +4,8 @@
         manifest.json       each file's size and SHA-256; written last; has its own SHA-256
         model.safetensors   one file for each group of tensors, in the open safetensors format
         state.json          everything that is not a tensor
+    tag-before-finetuning/  the same, under a name that the user has given; never pruned
+    best.json, best         which step is the best one: see `state.best`
 
 A checkpoint is written into a `.tmp-…` folder beside the others, flushed to the disk, then renamed: a crash at any
 moment leaves the older checkpoints as they were. Nothing is read with pickle and no file is executed. One process
@@ -19,7 +21,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -29,10 +31,12 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from unisono.errors import CheckpointError, CorruptCheckpointError
+from unisono.state.best import BEST_LEFTOVERS, read_best, step_folder
 from unisono.state.codec import Json, render
 from unisono.state.durable_files import (
     CheckedFile,
     Entry,
+    exchange,
     flush_folder,
     is_locked,
     locked,
@@ -46,6 +50,7 @@ from unisono.state.safetensors_format import FilePart, plan_file, read_tensors
 __all__ = ["CheckpointInfo", "Loaded", "Store"]
 
 _STEP = re.compile(r"step-([0-9]{9,})")
+_LEFTOVER = re.compile(r"\.tmp-[0-9]+-[0-9a-f]+-(?:(replaced|pruned)-)?(step-[0-9]{9,}|tag-.+)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,13 +82,22 @@ class Store:
         # This process has written and flushed them: `prune` need not read them to know that they are good.
         self._written: set[Path] = set()
 
-    def write(self, step: int, groups: Mapping[str, Mapping[str, Tensor]], document: Json) -> CheckpointInfo:
+    def write(
+        self, step: int, groups: Mapping[str, Mapping[str, Tensor]], document: Json, *, tag: str | None = None
+    ) -> CheckpointInfo:
         """Write a checkpoint and return its path and size when it is safe on the disk.
 
         Not a collective: one rank writes. Tensors that view the same memory are stored once. Tensors that are not
         contiguous or not on the CPU are copied one at a time. A checkpoint of the same step is replaced, whatever its
         content: a resumed run that reaches the step again may have fallen back because that one was damaged. The old
         one stays until the new one is complete.
+
+        Args:
+            step: The number of steps done.
+            groups: Tensors by group and name.
+            document: Everything else.
+            tag: The name under which it is kept, as `policy.check_tag` allows. `list` and `prune` do not see it, and a
+                checkpoint with the same tag is replaced. None: it is the one of its step.
 
         Raises:
             CheckpointError: The checkpoint cannot be written. The message has the reason, the bytes needed and free,
@@ -93,7 +107,7 @@ class Store:
         """
         if step < 0:
             raise ValueError(f"step={step} must not be negative")
-        final = self.folder / f"step-{step:09d}"
+        final = self.folder / (step_folder(step) if tag is None else f"tag-{tag}")
         files: list[tuple[str, list[FilePart]]] = []
         described: dict[str, Json] = {}
         for group, tensors in groups.items():
@@ -121,12 +135,17 @@ class Store:
                 self._put(work, final)
         except OSError as error:
             shutil.rmtree(work, ignore_errors=True)  # before the free space is read: half a checkpoint is useless
-            raise CheckpointError(self._explain(step, needed, doing, error)) from error
+            what = f"step {step}" if tag is None else f"step {step}, tagged {tag!r},"
+            raise CheckpointError(self._explain(what, needed, doing, error)) from error
         finally:
             shutil.rmtree(work, ignore_errors=True)  # after a success it has been renamed
         self._written.add(final)
         nbytes = sum(entry.nbytes for entry in [*entries, manifest])
         return CheckpointInfo(path=final, step=step, nbytes=nbytes)
+
+    def step_path(self, step: int) -> Path:
+        """Return the folder of a step's checkpoint, which need not exist."""
+        return self.folder / step_folder(step)
 
     def list(self) -> builtins.list[CheckpointInfo]:
         """Return the checkpoints by the names of their folders, newest first, also damaged ones.
@@ -138,7 +157,7 @@ class Store:
         try:
             for path in self.folder.iterdir():
                 found = _STEP.fullmatch(path.name)
-                if not found or path.name != f"step-{int(found[1]):09d}" or not path.is_dir():
+                if not found or path.name != step_folder(int(found[1])) or not path.is_dir():
                     continue
                 with suppress(FileNotFoundError):  # pruned in the meantime
                     nbytes = sum(file.stat().st_size for file in path.iterdir())
@@ -163,10 +182,14 @@ class Store:
             with CheckedFile(info.path / entry.name, entry) as file:
                 file.finish()
 
-    def load(self, info: CheckpointInfo) -> Loaded:
+    def load(self, info: CheckpointInfo, *, groups: Collection[str] | None = None) -> Loaded:
         """Return a checkpoint's values, and compare every byte's hash with its manifest in the same pass.
 
         Memory: that of the tensors; each is read directly into its final memory.
+
+        Args:
+            info: The checkpoint.
+            groups: The groups of tensors to read, if the checkpoint has them. None: all.
 
         Raises:
             CorruptCheckpointError: A file is damaged; the message names it, with expected and found values.
@@ -189,22 +212,25 @@ class Store:
             return found
 
         document = values(STATE, _read_json)
-        groups = {
+        found = {
             group: values(group + SUFFIX, partial(read_tensors, described=described))
             for group, described in manifest.groups.items()
+            if groups is None or group in groups
         }
-        return Loaded(info, groups, document)
+        return Loaded(info, found, document)
 
-    def load_newest(self) -> tuple[Loaded | None, builtins.list[CorruptCheckpointError]]:
+    def load_newest(
+        self, *, groups: Collection[str] | None = None
+    ) -> tuple[Loaded | None, builtins.list[CorruptCheckpointError]]:
         """Return the newest checkpoint that is not damaged, and the errors of all newer ones.
 
         (None, []) means that there is no checkpoint; (None, errors) that all are damaged, which a caller should not
-        mistake for a fresh start. Cost: reads each checkpoint up to the first good one, once.
+        mistake for a fresh start. Cost: reads each checkpoint up to the first good one, once. `groups`: see `load`.
         """
         errors: list[CorruptCheckpointError] = []
         for info in self.list():
             try:
-                return self.load(info), errors
+                return self.load(info, groups=groups), errors
             except CorruptCheckpointError as error:
                 errors.append(error)
         return None, errors
@@ -212,11 +238,12 @@ class Store:
     def prune(self, keep: int) -> builtins.list[CheckpointInfo]:
         """Delete all but the newest `keep` checkpoints, and return the deleted ones.
 
-        The newest good one is always kept, even if `keep` newer ones are damaged; if none is good, none is deleted. A
-        reader sees each checkpoint complete or not at all. Cost: reads nothing if this store wrote the newest.
+        The newest good one is always kept, even if `keep` newer ones are damaged; if none is good, none is deleted. The
+        best one, which `best.read_best` returns, is kept as well. A reader sees each checkpoint complete or not at all.
+        Cost: reads no checkpoint if this store wrote the newest.
 
         Raises:
-            CheckpointError: A checkpoint cannot be deleted.
+            CheckpointError: A checkpoint cannot be deleted, or the record of the best one is damaged.
             ValueError: `keep` is less than 1.
         """
         if keep < 1:
@@ -227,7 +254,8 @@ class Store:
         good = next((info for info in infos if info.path in self._written or _is_good(self, info)), None)
         if good is None:
             return []
-        doomed = [info for info in infos[keep:] if info.path != good.path]
+        best = read_best(self.folder)
+        doomed = [info for info in infos[keep:] if info.path != good.path and (best is None or info.step != best.step)]
         try:
             moved = []
             for info in doomed:
@@ -257,11 +285,14 @@ class Store:
         """
         removed: list[Path] = []
         try:
-            for path in sorted(self.folder.glob(".tmp-*-step-*")):
-                final = self.folder / path.name[path.name.index("step-") :]
-                if not path.is_dir() or not _STEP.fullmatch(final.name) or is_locked(path):
+            for name in BEST_LEFTOVERS:
+                (self.folder / name).unlink(missing_ok=True)
+            for path in sorted(self.folder.glob(".tmp-*-*")):
+                found = _LEFTOVER.fullmatch(path.name)
+                if not found or not path.is_dir() or is_locked(path):
                     continue
-                if "-replaced-" in path.name and not final.exists():
+                final = self.folder / found[2]
+                if found[1] == "replaced" and not final.exists():
                     path.rename(final)
                     flush_folder(self.folder)
                 else:
@@ -277,6 +308,13 @@ class Store:
         """Rename a complete checkpoint to its final name. It exists from that moment on."""
         if final.exists() and not final.is_dir():
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(final))
+        if final.exists() and exchange(work, final):
+            try:
+                flush_folder(self.folder)
+            except OSError:
+                exchange(work, final)
+                raise
+            return  # `write` removes the old one
         aside: Path | None = None
         if final.exists():
             aside = self.folder / f".tmp-{os.getpid()}-{secrets.token_hex(4)}-replaced-{final.name}"
@@ -293,7 +331,7 @@ class Store:
         if aside is not None:
             shutil.rmtree(aside, ignore_errors=True)  # on failure `clean` removes it at the next start
 
-    def _explain(self, step: int, needed: int, doing: str, error: OSError) -> str:
+    def _explain(self, what: str, needed: int, doing: str, error: OSError) -> str:
         try:
             there = next(path for path in [self.folder, *self.folder.absolute().parents] if path.exists())
             free = f"{shutil.disk_usage(there).free:,} bytes are free there"
@@ -301,7 +339,7 @@ class Store:
             free = f"the free space is unknown ({no_answer})"
         reason = f"[Errno {error.errno}] {error.strerror}" if error.errno else str(error)
         return (
-            f"the checkpoint of step {step} was not written to {self.folder}: {reason}, while {doing}. It needs "
+            f"the checkpoint of {what} was not written to {self.folder}: {reason}, while {doing}. It needs "
             f"{needed:,} bytes and {free}. Older checkpoints are untouched. {remedy(error, self.folder)}"
         )
 

@@ -1,0 +1,197 @@
+"""Files with weights alone, which other programs read and write: safetensors files and those of torch.save.
+
+What is read is data only: files of torch.save are read by torch's restricted unpickler, which executes nothing. What is
+written appears under its name complete or not at all. Start reading at `read_weights` and `write_weights`.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import re
+import secrets
+import warnings
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.errors import CheckpointError
+from unisono.state.digest import check_storable, exact, same_memory
+from unisono.state.durable_files import flush_folder, make_folder, open_file, remedy, write_file
+from unisono.state.safetensors_format import plan_file, read_tensors
+
+__all__ = ["SUFFIXES", "read_weights", "write_weights"]
+
+SUFFIXES = {".safetensors": True, ".pt": False, ".pth": False, ".bin": False}
+"""By the suffix of a file's name, True for safetensors and False for a file of torch.save."""
+_TORCH_MAGIC = (b"PK\x03\x04", b"\x80")
+"""The first bytes of a zip archive, and of a pickle, which torch.save wrote before version 1.6."""
+_MANY = 10
+
+
+def read_weights(path: Path, *, key: str | None = None) -> dict[str, Tensor]:
+    """Return the tensors of a file by name, on the CPU. The content of the file decides on its format, not its name.
+
+    Nested dicts of a torch.save file are flattened, with a dot between the names. State of a module that is no tensor
+    (`_extra_state`) is left out.
+
+    Args:
+        path: The file.
+        key: The entry of a torch.save file in which the weights are. None: it holds nothing else.
+
+    Raises:
+        CheckpointError: The file cannot be read, has neither format, or holds other things than tensors.
+    """
+    try:
+        with open_file(path, lambda size: True, "a file of weights") as file:
+            size, head = os.fstat(file.fileno()).st_size, file.read(9)
+            if not head.startswith(_TORCH_MAGIC):
+                if key is not None:
+                    raise CheckpointError(f"key={key!r} is for files of torch.save, and {path} is none: leave key out")
+                file.seek(0)
+
+                return read_tensors(partial(_fill, file), size, None)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}. Check the path and its rights.") from error
+    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path} ({size:,} bytes) is neither a safetensors file nor one of torch.save: {error}. It was cut off, or "
+            "it is something else."
+        ) from error
+    return _flat(_unpickle(path), path, key)
+
+
+def _fill(file: io.FileIO, view: memoryview) -> None:
+    """Fill a view with the next bytes of a file."""
+    while view:
+        count = file.readinto(view)
+        if not count:
+            raise ValueError("the file ended early")
+        view = view[count:]
+
+
+def _unpickle(path: Path) -> Any:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what torch warns of is what it refuses then
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        # torch's message advises to execute the file, and says in one of its lines what it found.
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        raise CheckpointError(
+            f"{path} is no file of weights alone{f' (it names {found[1]})' if found else ''}, and no code in a file is "
+            "executed here. Save the weights where it was made: torch.save(model.state_dict(), ...). Or it is damaged."
+        ) from error
+    except (OSError, EOFError, RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path} looks like a file of torch.save, but torch cannot read it: {type(error).__name__}: "
+            f"{str(error).partition(chr(10))[0]}. It was cut off, or it is something else."
+        ) from error
+
+
+def _flat(content: Any, path: Path, key: str | None) -> dict[str, Tensor]:
+    """Return the tensors of nested dicts by names with dots."""
+    if key is not None:
+        if not isinstance(content, Mapping) or key not in content:
+            raise CheckpointError(f"{path} holds no {key!r}, but {_described(content)}")
+        content = content[key]
+    where = str(path) if key is None else f"{key!r} in {path}"
+    if not isinstance(content, Mapping):
+        raise CheckpointError(f"{where} holds a {type(content).__name__}; expected tensors by name, a state_dict")
+    tensors: dict[str, Tensor] = {}
+    levels: list[tuple[str, Mapping[Any, Any]]] = [("", content)]
+    while levels:
+        prefix, level = levels.pop()
+        for name, value in level.items():
+            if str(name).endswith("_extra_state"):
+                continue
+            if isinstance(value, Tensor):
+                check_storable(value, f"{prefix}{name}")
+                tensors[f"{prefix}{name}"] = value.detach()
+            elif isinstance(value, Mapping) and all(isinstance(each, str) for each in value):
+                levels.append((f"{prefix}{name}.", value))
+            else:
+                advice = "" if key else f' If the weights are one of them, name it, as by key="{_guess(content)}".'
+                raise CheckpointError(
+                    f"{where} holds {prefix}{name}, a {type(value).__name__}, and not weights alone. It has "
+                    f"{_described(content)}.{advice}"
+                )
+    return tensors
+
+
+def _described(content: Any) -> str:
+    if not isinstance(content, Mapping):
+        return f"a {type(content).__name__}"
+    more = f", … {len(content) - _MANY} more" if len(content) > _MANY else ""
+    return f"the entries {', '.join(map(repr, [*content][:_MANY]))}{more}"
+
+
+def _guess(content: Mapping[Any, Any]) -> str:
+    """Return the name of the entry that looks most like weights."""
+    usual = ("model", "state_dict", "model_state_dict")
+    return next((name for name in usual if name in content), usual[0])
+
+
+def write_weights(path: Path, tensors: Mapping[str, Tensor], others: Mapping[str, Any] | None = None) -> None:
+    """Write tensors into a file whose suffix says the format, and return when it is on the disk.
+
+    A file of that name is replaced at the end, by a rename. Memory: a copy of the tensors for a file of torch.save, and
+    none for a safetensors file. Tied tensors stay tied.
+
+    Args:
+        path: The file. A missing folder is made.
+        tensors: The tensors by name.
+        others: Further entries of a file of torch.save.
+
+    Raises:
+        CheckpointError: A tensor cannot be stored in this format, or the file cannot be written.
+    """
+    work = path.with_name(f".tmp-{os.getpid()}-{secrets.token_hex(4)}-{path.name}")
+    try:
+        if SUFFIXES[path.suffix]:
+            pieces, described = plan_file(tensors, path.stem)
+            kinds: Any = described["dtypes"]
+            if kinds:
+                name, kind = next(iter(kinds.items()))
+                raise CheckpointError(
+                    f"{name!r} is {kind}, which other readers of safetensors do not know. Export to a name that "
+                    "ends in .pt, or convert it."
+                )
+            make_folder(path.absolute().parent)
+            write_file(work, pieces)
+        else:
+            content = {**_copies(tensors), **(others or {})}
+            make_folder(path.absolute().parent)
+            with work.open("xb") as file:
+                try:
+                    torch.save(content, file)
+                except RuntimeError as error:
+                    if isinstance(error.__context__, OSError):  # torch's error while it closes the file hides it
+                        raise error.__context__ from None
+                    raise
+                file.flush()
+                os.fsync(file.fileno())
+        work.replace(path)
+        flush_folder(path.absolute().parent)
+    except OSError as error:
+        raise CheckpointError(
+            f"the weights were not written to {path}: {error}. A file of that name is untouched. "
+            f"{remedy(error, path.parent)}"
+        ) from error
+    finally:
+        if work.exists():
+            work.unlink()
+
+
+def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copy tensors to memory of their own: torch.save writes all of the memory that a tensor views."""
+    copies: dict[tuple[object, ...], Tensor] = {}
+    for name, tensor in tensors.items():
+        if (key := same_memory(tensor)) not in copies:
+            copies[key] = exact(tensor, name).clone()
+    return {name: copies[same_memory(tensor)] for name, tensor in tensors.items()}
