@@ -8,6 +8,7 @@ from unisono.engine.selection import EngineFactory, EngineKind, select_engines
 from unisono.engine.step_transaction import StepTransaction
 from unisono.engine.totals import Totals
 from unisono.engine.trainable import check_trained
+from unisono.engine.weight_writes import WeightWrites
 
 __all__ = [
     "BufferTransaction",
@@ -20,6 +21,7 @@ __all__ = [
     "StepTransaction",
     "Totals",
     "Trained",
+    "WeightWrites",
     "check_trained",
     "parts_of",
     "select_engines",

@@ -27,6 +27,7 @@ from unisono.engine.shared import (
 )
 from unisono.engine.trainable import sharing_obstacle
 from unisono.engine.tree_all_reduce import NodeLayout, TreeAllReduce
+from unisono.engine.weight_writes import PrivateWeights, WeightWrites
 from unisono.machine import host_id
 from unisono.shm.peers import own_process
 
@@ -61,6 +62,11 @@ class EngineFactory:
                 self._shared = runtime, SharedParameters(runtime, LoadStateDictHook(modules)), comparison
         elif world.group is not None:
             self.comparison = GroupConsistencyCheck(world)
+
+    @property
+    def weights(self) -> WeightWrites:
+        """Writes values into the models between steps."""
+        return PrivateWeights() if self._shared is None else self._shared[1]
 
     def engine(self, optimizer: Optimizer) -> Engine:
         """Make the engine of an optimizer. Every rank must call it, in the same order."""

@@ -7,7 +7,8 @@ few of its values, since torch does not count every write. `load_state_dict` is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from operator import itemgetter
 
 import torch
@@ -147,17 +148,43 @@ class SharedParameters:
         for arena in self._arenas:
             name = arena.changed()
             if name is not None:
-                raise UnisonoError(
-                    f"parameter {name!r} was written to between two steps. All ranks share one copy of the weights, so "
-                    "a write in your loop happens once per rank. Change weights through the optimizer, or by "
-                    'model.load_state_dict(...) with equal values on all ranks, or give Trainer engine="collective", '
-                    "which keeps a copy for each rank."
-                )
+                raise _written(name)
 
     def remember(self) -> None:
         """Record the present values as those that the next step should find."""
         for arena in self._arenas:
             arena.remember()
+
+    @contextmanager
+    def writing(self) -> Iterator[Callable[[Tensor, Tensor], None]]:
+        """Let all ranks write values into tensors of the models; see `WeightWrites`. Begins and ends with a barrier.
+
+        Raises:
+            UnisonoError: On all ranks, if a parameter was written to since the last step. Nothing has been changed.
+            PeerError: Another rank has died, or failed while it wrote.
+            KeyboardInterrupt: Ctrl-C came while other ranks relied on this one.
+        """
+        runtime, outside = self._runtime, StepTransaction()
+        addresses = {address for arena in self._arenas for address in arena.addresses}
+        # All ranks have looked once they have these, and rank 0 may write.
+        found = runtime.world.gather([arena.changed() for arena in self._arenas], "Trainer writing weights")
+        name = next((name for of_rank in found for name in of_rank if name is not None), None)
+        if name is not None:
+            raise _written(name)
+
+        def write(tensor: Tensor, value: Tensor) -> None:
+            if runtime.rank == 0 or tensor.data_ptr() not in addresses:
+                tensor.copy_(value)
+
+        try:
+            with torch.no_grad():
+                yield write
+        except BaseException as error:
+            runtime.abort(f"rank {runtime.rank} failed while weights were written: {error!r}")
+            raise
+        runtime.barrier("waiting until rank 0 has written the weights", outside)
+        self.remember()
+        outside.raise_interrupt()
 
     def _address(self, parameter: Tensor) -> int | None:
         entry = self._entries.get(id(parameter))
@@ -166,3 +193,11 @@ class SharedParameters:
     def _is_whole(self, arena: _Arena) -> bool:
         """Return True if all of its parameters are still in an arena. One that some have left is no longer checked."""
         return all(self._entries[id(p)][0] is arena for p in arena.parameters)
+
+
+def _written(name: str) -> UnisonoError:
+    return UnisonoError(
+        f"parameter {name!r} was written to between two steps. All ranks share one copy of the weights, so a write in "
+        "your loop happens once per rank. Change weights through the optimizer, or by model.load_state_dict(...) with "
+        'equal values on all ranks, or give Trainer engine="collective", which keeps a copy for each rank.'
+    )
