@@ -17,7 +17,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from unisono.collectives.world import World
-from unisono.engine import BufferTransaction, ConsistencyCheck, EngineKind, JointOptimizer, select_engines
+from unisono.engine import (
+    BufferTransaction,
+    ConsistencyCheck,
+    EngineKind,
+    JointOptimizer,
+    WeightWrites,
+    select_engines,
+)
 from unisono.job.placement import own_placement
 from unisono.state.policy import Checkpoints
 from unisono.state.stateful import Stateful
@@ -32,10 +39,11 @@ from unisono.trainer.description import (
     parameter_names,
     plain,
 )
+from unisono.trainer.evaluation_history import EvaluationHistory
 from unisono.trainer.hyperparameters import given_by, settings_of
 from unisono.trainer.model_checks import check_models
 from unisono.trainer.modules import check_batch_norms, check_embeddings, plain_modules
-from unisono.trainer.resume import Resume
+from unisono.trainer.resume import Resume, ResumedRun
 from unisono.trainer.run_context import RunContext
 from unisono.trainer.setup import (
     AverageUpdates,
@@ -71,7 +79,9 @@ class TrainerParts:
     schedulers: dict[str, LRScheduler]
     averages: dict[str, AveragedModel]
     subjects: Subjects
+    weights: WeightWrites
     cursor: Cursor
+    history: EvaluationHistory
     source: str | None
     """Path of the checkpoint that the run continues from; None: there is none."""
     warnings: list[str]
@@ -194,14 +204,14 @@ def assemble(
         others=others,
         buffers=buffers,
     )
-    cursor = Cursor()
+    cursor, history = Cursor(), EvaluationHistory()
     warnings = [] if found is None else found.warnings
     given = given_by(settings_of(optimizers, others))
     if found is None or source is None:
         check_equal_values(world, modules, optimizers)
     else:
         given, overruled = restore(subjects, found.groups, found.document, source=source)
-        cursor = Cursor(**found.document["facts"]["cursor"])
+        cursor, history = Cursor(**found.document["facts"]["cursor"]), _history_of(found, checkpoints)
         if overruled:
             warnings.append(
                 f"these settings come from the checkpoint: {'; '.join(overruled)}. To change them in a run that goes "
@@ -218,7 +228,21 @@ def assemble(
         schedulers=schedulers,
         averages=averages,
         subjects=subjects,
+        weights=engines.weights,
         cursor=cursor,
+        history=history,
         source=source,
         warnings=warnings,
     )
+
+
+def _history_of(found: ResumedRun, checkpoints: Checkpoints) -> EvaluationHistory:
+    """Return the history of evaluations in a checkpoint.
+
+    Raises:
+        ValueError: Several evaluations in it have the metric that decides on the best checkpoint.
+    """
+    history = EvaluationHistory.restored(found.document["facts"].get("evaluations"))
+    if checkpoints.best is not None:
+        history.of(checkpoints.best)
+    return history

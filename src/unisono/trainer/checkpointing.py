@@ -6,7 +6,7 @@ Only rank 0 uses the directory, so the ranks need no shared file system.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,9 @@ from unisono.state.lock import DirectoryLock
 from unisono.state.policy import Checkpoints, is_due
 from unisono.state.store import CheckpointInfo, Store
 from unisono.state.writer import BackgroundWriter
+from unisono.trainer.best_checkpoint import BestCheckpoint
+from unisono.trainer.evaluation_history import Evaluated, EvaluationHistory
+from unisono.trainer.rank_errors import raise_on_all
 from unisono.trainer.resume import Resume, ResumedRun, find
 from unisono.watch import EventLog
 
@@ -36,8 +39,11 @@ class Checkpointing:
         self._store = None if directory is None else Store(directory / "checkpoints")
         self._lock = None if directory is None else DirectoryLock(directory)
         self._writer: BackgroundWriter | None = None
+        self._best: BestCheckpoint | None = None
         self._log = EventLog()
         self._last: Place = (0, 0, 0)
+        self._is_written = True
+        """False while a checkpoint is being written, and after that has failed."""
         self._last_s = time.monotonic()
         self._raised: BaseException | None = None
         """What a listener of the event "checkpoint" raised in the writer's thread."""
@@ -58,7 +64,17 @@ class Checkpointing:
         assert self._lock is not None
         return find(self._world, self._directory, self._store, self._lock, resume)
 
-    def begin(self, log: EventLog, place: Place) -> None:
+    @property
+    def store(self) -> Store | None:
+        """The checkpoints of the run; None without a directory."""
+        return self._store
+
+    @property
+    def best(self) -> BestCheckpoint | None:
+        """The best checkpoint, on the rank that writes; None on others and without a directory."""
+        return self._best
+
+    def begin(self, log: EventLog, place: Place, history: EvaluationHistory, *, resumed: bool) -> None:
         """Start counting steps and time since the last checkpoint, and start the writer on rank 0."""
         self._log = log
         self._last, self._last_s = place, time.monotonic()
@@ -66,6 +82,29 @@ class Checkpointing:
             self._writer = BackgroundWriter(self._store, self._policy.keep, self._on_written)
             assert self._lock is not None
             self._lock.settle = self._writer.join
+            self._best = BestCheckpoint(self._store, self._policy, self._warn)
+            self._best.begin(history, step=place[2], resumed=resumed)
+
+    def report(self, history: EvaluationHistory, added: Sequence[Evaluated]) -> None:
+        """Consider the results of an evaluation for the best checkpoint. Local; the same on all ranks.
+
+        Raises:
+            ValueError: Several evaluations have a metric of the name that decides.
+        """
+        metric = self._policy.best
+        if metric is None:
+            return
+        history.of(metric)
+        if self._best is not None:
+            for each in added:
+                if each.is_called(metric):
+                    self._best.report(each.step, each.value)
+
+    def settle(self) -> None:
+        """Wait until no checkpoint is being written, and record the best one if it is on the disk."""
+        if self._writer is not None and self._best is not None:
+            self._writer.join()
+            self._best.record_written()
 
     @property
     def writes(self) -> bool:
@@ -79,7 +118,9 @@ class Checkpointing:
 
     def is_newer(self, place: Place) -> bool:
         """Return True if the state at a place is not in the last checkpoint and this rank can still write it."""
-        return self._writer is not None and place != self._last and not (self._lock is not None and self._lock.lost)
+        if self._writer is None or (self._lock is not None and self._lock.lost):
+            return False
+        return place != self._last or not (self._is_written or self._writer.is_writing)
 
     def hold(self) -> None:
         """Lock the directory again, if it was released at the end of a loop over epochs.
@@ -123,16 +164,22 @@ class Checkpointing:
             self.hold()
         except CheckpointError as refused:
             error = refused
-        self._share(error, "Trainer beginning")
+        raise_on_all(self._world, error, "Trainer beginning")
 
     def save_if_due(self, place: Place, capture: Callable[[], Snapshot], *, epoch_ended: bool = False) -> None:
-        """Write a checkpoint in the background if the policy asks for one now.
+        """Write a checkpoint in the background if the policy asks for one now, or if it would be the best one.
 
         Raises:
             BaseException: On rank 0, what a listener raised when an earlier checkpoint was written; nothing is saved.
             CheckpointError, ValueError: On rank 0, see `save`.
         """
         self._raise_for_listener()
+        if self._best is not None and self._best.has_candidate:
+            if self._best.needs_checkpoint(place[2]):
+                self.submit(place, capture)
+                return
+            if self._writer is not None and not self._writer.is_writing:
+                self._best.record_written()
         if place == self._last:
             return
         since_steps, since_s = place[2] - self._last[2], time.monotonic() - self._last_s
@@ -151,17 +198,44 @@ class Checkpointing:
             CheckpointError: The directory is not available (see `hold`), or the state cannot be stored.
         """
         self._raise_for_listener()
-        self._submit(place, capture)
+        self.submit(place, capture)
 
-    def _submit(self, place: Place, capture: Callable[[], Snapshot]) -> None:
+    def submit(self, place: Place, capture: Callable[[], Snapshot]) -> None:
+        """Do as `save`, but leave what a listener raised for later."""
         self.hold()
         if self._writer is not None:
-            error = self._writer.wait()
+            error = self._wait()
             if error is not None:
-                self._log.emit("warning", message=f"checkpoint not written: {error}")
+                self._warn(f"checkpoint not written: {error}")
             groups, document = capture()
+            if self._best is not None:
+                self._best.writing(place[2])
+            self._is_written = False
             self._writer.submit(place[2], groups, document)
         self._last, self._last_s = place, time.monotonic()
+
+    def save_tag(self, tag: str, place: Place, capture: Callable[[], Snapshot]) -> None:
+        """Write a checkpoint that is kept until the user deletes it, and wait on all ranks until it is on disk.
+
+        Every rank must call it.
+
+        Raises:
+            CheckpointError: On all ranks, if it cannot be written.
+        """
+        if self._store is None:
+            return
+        error: Exception | None = None
+        if self._writer is not None:
+            started_s = time.monotonic()
+            try:
+                self.hold()
+                self._writer.join()
+                groups, document = capture()
+                info = self._store.write(place[2], groups, document, tag=tag)
+                self._emit(info, time.monotonic() - started_s)
+            except Exception as raised:  # of the user's objects or listeners, too: raised below, when all know of it
+                error = raised
+        raise_on_all(self._world, error, "trainer.save(tag=...)")
 
     def finish(self, place: Place, capture: Callable[[], Snapshot], *, retry: bool = True) -> None:
         """Write a state newer than the last checkpoint, and wait on all ranks until it is on disk.
@@ -183,13 +257,14 @@ class Checkpointing:
         error: Exception | None = None
         if self._writer is not None:
             try:
-                error = self._writer.wait()
-                if place != self._last or (retry and error is not None):
-                    self._submit(place, capture)
-                    error = self._writer.wait()
+                error = self._wait()
+                due = self._best is not None and self._best.needs_checkpoint(place[2])
+                if place != self._last or (retry and (error is not None or due)):
+                    self.submit(place, capture)
+                    error = self._wait()
             except Exception as refused:  # also of a user's state_dict: it is raised once the other ranks know
                 error = refused
-        self._share(error, "Trainer ending")
+        raise_on_all(self._world, error, "Trainer ending")
         if self._lock is not None:
             self._lock.release()
         self._raise_for_listener()
@@ -201,30 +276,49 @@ class Checkpointing:
         """
         if self._store is None or self._writer is None or self._lock is None or self._lock.lost:
             return
-        error = self._writer.wait()
+        error = self._wait()
         if error is not None:
-            self._log.emit("warning", message=f"checkpoint not written: {error}")
+            self._warn(f"checkpoint not written: {error}")
         elif place == self._last:
             return
         started_s = time.monotonic()
         try:
             self.hold()
             groups, document = capture()
+            if self._best is not None:
+                self._best.writing(place[2])
             info = self._store.write(place[2], groups, document)
+            self._on_written(info, time.monotonic() - started_s)
             self._store.prune(self._policy.keep)
         except CheckpointError as error:
-            self._log.emit("warning", message=f"checkpoint not written: {error}")
+            self._warn(f"checkpoint not written: {error}")
         else:
-            self._on_written(info, time.monotonic() - started_s)
             self._raise_for_listener()
 
+    def _wait(self) -> CheckpointError | None:
+        """Wait until no write is in progress, and return the error of the last one, once."""
+        assert self._writer is not None
+        error = self._writer.wait()
+        if self._best is not None:
+            self._best.settle(error)
+        return error
+
+    def _warn(self, sentence: str) -> None:
+        self._log.emit("warning", message=sentence)
+
     def _on_written(self, info: CheckpointInfo, seconds: float) -> None:
+        if self._best is not None:
+            self._best.written(info.step)
+        self._is_written = True
         try:
-            self._log.emit(
-                "checkpoint", path=str(info.path), total_steps=info.step, nbytes=info.nbytes, seconds=round(seconds, 3)
-            )
+            self._emit(info, seconds)
         except BaseException as error:  # of a listener: the loop's next call raises it, and the checkpoint is written
             self._raised = error
+
+    def _emit(self, info: CheckpointInfo, seconds: float) -> None:
+        self._log.emit(
+            "checkpoint", path=str(info.path), total_steps=info.step, nbytes=info.nbytes, seconds=round(seconds, 3)
+        )
 
     def _raise_for_listener(self) -> None:
         """Raise, once, what a listener raised when a checkpoint was written."""
@@ -234,14 +328,3 @@ class Checkpointing:
                 raise error
             finally:
                 del error  # or it and this frame would keep each other, and the loop under way with them
-
-    def _share(self, error: Exception | None, call: str) -> None:
-        """Raise an error of rank 0 on all ranks, on the others as a CheckpointError. Every rank must call it."""
-        own = None if error is None else str(error)
-        if error is not None and not isinstance(error, CheckpointError):
-            own = f"{type(error).__name__}: {error}"
-        told = self._world.gather(own, call)[0]
-        if error is not None:
-            raise error
-        if told is not None:
-            raise CheckpointError(f"rank 0: {told}")

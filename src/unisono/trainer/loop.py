@@ -2,8 +2,8 @@
 
 The state of a run is complete when the user's loop asks for the next batch or epoch: by then the loop has done its work
 for this step, such as updating a teacher model, and does not repeat it. So the state is saved at that point, and a save
-at the end of the process writes that state, if it is still there. `step` runs one step, `snapshot` says what a
-checkpoint holds, and `checkpointing` decides when and where it is written. `trainer` has the calls of users and
+at the end of the process writes that state, if it is still there (`asked_state`). `step` runs one step, `snapshot` says
+what a checkpoint holds, and `checkpointing` decides when and where it is written. `trainer` has the calls of users and
 describes their arguments. Start reading at `Loop.epochs`.
 """
 
@@ -13,10 +13,8 @@ import atexit
 import math
 import time
 import weakref
-from collections.abc import Generator, Iterator
-from dataclasses import replace
-from functools import partial
-from typing import Any, Literal, NamedTuple
+from collections.abc import Generator, Iterator, Mapping
+from typing import Literal
 
 import torch
 
@@ -26,14 +24,12 @@ from unisono.data.sampled_loader import SampledLoader
 from unisono.data.stream_loader import StreamLoader
 from unisono.errors import UnisonoError
 from unisono.machine import resident_bytes
+from unisono.trainer.asked_state import AskedState
 from unisono.trainer.assembly import TrainerParts
-from unisono.trainer.carried import Carried
 from unisono.trainer.checkpointing import Place
 from unisono.trainer.epoch import EpochResult
 from unisono.trainer.epoch_batches import EpochBatches
-from unisono.trainer.hyperparameters import Hyperparameters, is_scheduler, settings_of
 from unisono.trainer.rollouts import Rollouts
-from unisono.trainer.snapshot import capture, facts_of
 from unisono.trainer.step import Loss, StepOptions, StepRunner
 from unisono.trainer.step_fingerprint import intent_of_call
 from unisono.trainer.step_result import StepResult
@@ -46,15 +42,6 @@ __all__ = ["Loop"]
 _Loader = MapLoader | SampledLoader | StreamLoader | Rollouts
 _MEASURE_S = 1.0
 """Seconds between two readings of the memory in use."""
-
-
-class _Asked(NamedTuple):
-    """The state of the run when the loop last asked for a batch or an epoch, as far as it is cheap to note."""
-
-    place: Place
-    settings: Hyperparameters
-    writes: int
-    """Number of writes to parameters until then."""
 
 
 class Loop:
@@ -72,16 +59,9 @@ class Loop:
     ) -> None:
         self._run, self._keeper, self._cursor = parts.run, parts.keeper, parts.cursor
         self._modules, self._subjects, self._averages = parts.modules, parts.subjects, parts.averages
-        self._runners, self._schedulers = parts.runners, parts.schedulers
+        self._runners, self._schedulers, self.history = parts.runners, parts.schedulers, parts.history
         self._carried, self._comparison, self._keeps = parts.carried, parts.comparison, keeps
         self._log, self._scheduler_interval = log, scheduler_interval
-        self._parameters = [p for module in parts.modules.values() for p in module.parameters()]
-        self._unknown = [
-            name.removeprefix("stateful/")
-            for name, each in parts.subjects.others.items()
-            if name.startswith("stateful/") and not isinstance(each, Carried) and not is_scheduler(each)
-        ]
-        """Objects whose state may change at any time and is too large to be noted at each batch."""
         self._batch: Batch | None = None
         self._calls = 0
         self._epochs: int | None = None
@@ -93,15 +73,14 @@ class Loop:
         self._is_asking = False
         self._kept: Place | None = None
         """The place whose carried values rank 0 has."""
-        self._has_stepped = False
-        """True if a step was done since the loop last asked for a batch or an epoch."""
         self._first_steps = self._cursor.total_steps
         self._started_s = self._step_ended_s = time.monotonic()
         self._measured_s = -math.inf
-        self._keeper.begin(log, self._cursor.place)
-        self._asked = self._note()
+        self._keeper.begin(log, self._cursor.place, self.history, resumed=parts.source is not None)
+        self._asked = AskedState(parts, log)
+        self._asked.note()
         if self._keeper.writes:
-            atexit.register(_rescue, weakref.ref(self))
+            atexit.register(_rescue, weakref.ref(self._asked))
         self._stops = StopSignals.install(self._can_stop, self._warn) if keeps else None
 
     @property
@@ -125,6 +104,11 @@ class Loop:
         """Epoch, step, and steps done with its batch, or -1 before it is in the loop: where random numbers belong."""
         batch = self._batch
         return (self._cursor.epoch, self._cursor.step, -1) if batch is None else (batch.epoch, batch.step, self._calls)
+
+    @property
+    def continues(self) -> bool:
+        """True if the run was resumed after some steps, and no loop has gone on with it yet."""
+        return self._first_steps > 0 and not self._turn
 
     def epochs(self, epochs: int, steps: int | None) -> Iterator[int]:
         """Yield the epochs that are left; see `Trainer.epochs`."""
@@ -152,7 +136,12 @@ class Loop:
                 self._ask(finishing=True)
             self._keep_carried()
             self._is_asking = True
-            self._keeper.finish(cursor.place, self._capture, retry=not in_mid_epoch)
+            self._keeper.finish(cursor.place, self._asked.capture, retry=not in_mid_epoch)
+            if self._keeper.best is not None and (message := self._keeper.best.told_at_end(self.history)) is not None:
+                self._warn(message)
+        except GeneratorExit:
+            self._asked.save_left()
+            raise
         finally:
             self._epochs = self._last_step = None
         self._log.emit("end", total_steps=cursor.total_steps, seconds=round(time.monotonic() - self._started_s, 3))
@@ -286,6 +275,8 @@ class Loop:
             raise ValueError("step takes the batch that trainer.batches gave last, once it is in your loop")
         name = self._name(optimizer)
         runner = self._runners[name]
+        if self._keeper.best is not None and self._keeper.best.has_candidate:
+            self._asked.save_evaluated(self._keeper.best)
         try:
             with self._carried.transaction():
                 result = runner.run(loss, batch, call=self._calls, options=options)
@@ -306,7 +297,7 @@ class Loop:
         if not self._calls:
             cursor.step, cursor.total_steps = batch.step + 1, cursor.total_steps + 1
         self._calls += 1
-        self._has_stepped = True
+        self._asked.has_stepped = True
         runner.transaction.close()
         cursor.loss_sum, cursor.loss_weight = cursor.loss_sum + result * batch.size, cursor.loss_weight + batch.size
         self._tell(runner, batch, name, result)
@@ -318,21 +309,29 @@ class Loop:
         """Put the models that an optimizer trains into training mode, if they are in evaluation mode as a whole."""
         self._runners[self._name(optimizer)].begin_training()
 
-    def save(self) -> None:
-        """Save a checkpoint now, in the background; see `Trainer.save`."""
+    def note_evaluation(self, name: str, values: Mapping[str, float]) -> None:
+        """Add the results of an evaluation to the history, and see whether the best checkpoint is due.
+
+        Raises:
+            ValueError: On all ranks, if several evaluations have a metric of the name that decides.
+        """
+        self._keeper.report(self.history, self.history.add(name, values, step=self._cursor.total_steps))
+
+    def save(self, tag: str | None = None) -> None:
+        """Save a checkpoint now, in the background or, with a tag, until it is on disk; see `Trainer.save`."""
         self._keep_carried()
-        self._keeper.save(self._cursor.place, self._capture)
-        self._asked = self._note()
-        self._has_stepped = False
+        if tag is not None:
+            self._keeper.save_tag(tag, self._cursor.place, self._asked.capture)
+            return
+        self._keeper.save(self._cursor.place, self._asked.capture)
+        self._asked.note()
 
     def _ask(self, *, epoch_ended: bool = False, finishing: bool = False) -> None:
         """Note that the loop asks for its next batch or epoch, so that its state is complete; save and stop if due."""
         self._keep_carried()
-        asked = self._note()
-        self._asked = asked
-        self._has_stepped = False  # only after the note is there: a signal may come between any two of these lines
+        self._asked.note()
         if not finishing:
-            self._keeper.save_if_due(self._cursor.place, self._capture, epoch_ended=epoch_ended)
+            self._keeper.save_if_due(self._cursor.place, self._asked.capture, epoch_ended=epoch_ended)
         self._is_asking = True
         if not finishing and self._stops is not None and self._stops.is_due(is_main=self._run.world.rank == 0):
             self._save_if_whole()
@@ -348,13 +347,6 @@ class Loop:
         )
         self._carried.keep()
         self._kept = cursor.place
-
-    def _note(self) -> _Asked | None:
-        """Note the state of the run, on the rank that saves. About 5 µs, and 50 ns for each parameter."""
-        if not self._keeper.writes:
-            return None
-        settings = settings_of(self._subjects.optimizers, self._subjects.others)
-        return _Asked(self._cursor.place, settings, sum(p._version for p in self._parameters))
 
     def _begin_alone(self) -> None:
         """Do what a loop over epochs does before the batches of an epoch, where there is none."""
@@ -432,62 +424,28 @@ class Loop:
     def _is_over(self) -> bool:
         return self._last_step is not None and self._cursor.total_steps >= self._last_step
 
-    def _capture(self, asked: _Asked | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Describe the run as it is, or as it was at `asked`, if no step was done since then."""
-        constants = {"seed": self._run.seed, "virtual_ranks": self._run.virtual_ranks}
-        cursor, settings = self._cursor, None
-        if asked is not None:
-            (epoch, step, total_steps), settings = asked.place, asked.settings
-            cursor = replace(cursor, epoch=epoch, step=step, total_steps=total_steps)
-        return capture(self._subjects, facts_of(constants, cursor), settings)
-
     def _save_if_whole(self) -> None:
         """Save a state newer than the last checkpoint, while the loop waits for its next batch or epoch."""
         if self._is_asking and self._keeper.is_newer(self._cursor.place):
-            self._keeper.save(self._cursor.place, self._capture)
-
-    def _is_writing(self) -> bool:
-        return any(runner.transaction.writing for runner in self._runners.values())
+            self._keeper.save(self._cursor.place, self._asked.capture)
 
     def _can_stop(self) -> bool:
         """Return True if the run may end here without losing a state that a later end could save."""
-        if self._is_writing():
+        if self._asked.is_writing or self._asked.is_leaving:
             return False
         is_looping = self._epochs is not None or self._is_dealing
-        return self._is_asking or not is_looping or not (self._has_stepped or self._unknown)
+        return self._is_asking or not is_looping or not (self._asked.has_stepped or self._asked.unknown)
 
     def _warn(self, sentence: str) -> None:
         self._log.emit("warning", message=sentence)
-
-    def _rescue(self) -> None:
-        """Save the state in which the loop last asked for a batch or an epoch; if it is lost, emit a warning."""
-        asked = self._asked
-        if asked is None or not self._keeper.is_newer(self._cursor.place if self._has_stepped else asked.place):
-            return
-        if self._is_writing():
-            why = "the process ended while weights were written"
-        elif self._has_stepped:
-            why = "the loop was left after a step, before it asked for the next batch"
-        elif self._unknown:
-            why = f"it is not known whether the loop has changed {', '.join(self._unknown)} since it asked last"
-        elif sum(p._version for p in self._parameters) != asked.writes:
-            why = "weights were changed by other code than trainer.step"
-        else:
-            self._keeper.rescue(asked.place, partial(self._capture, asked))
-            return
-        self._warn(
-            f"steps after {self._keeper.last_step} were not saved: {why}. The next start goes on after step "
-            f"{self._keeper.last_step}; checkpoints=Checkpoints(every_steps=...) loses less, and trainer.save() saves "
-            "before a break."
-        )
 
 
 def _memory_in_use(device: torch.device) -> int | None:
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else resident_bytes()
 
 
-def _rescue(reference: weakref.ref[Loop]) -> None:
+def _rescue(reference: weakref.ref[AskedState]) -> None:
     """Save the state that is left when the process ends by Ctrl-C, SIGTERM or an error."""
-    loop = reference()
-    if loop is not None:
-        loop._rescue()
+    asked = reference()
+    if asked is not None:
+        asked.rescue()

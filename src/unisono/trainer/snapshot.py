@@ -28,7 +28,10 @@ __all__ = [
     "Subjects",
     "capture",
     "check_storable_models",
+    "empty_buffers",
+    "extra_state",
     "facts_of",
+    "listed",
     "model_tensors",
     "optimizer_state",
     "restore",
@@ -159,7 +162,7 @@ def capture(
     others = {
         "hyperparameters": hyperparameters,
         "kinds": {key: type(optimizer).__name__ for key, optimizer in subjects.optimizers.items()},
-        "extra": _extra_state(subjects.modules),
+        "extra": extra_state(subjects.modules),
         "others": {
             name: settings.schedulers.get(name) or other.state_dict() for name, other in subjects.others.items()
         },
@@ -191,7 +194,7 @@ def restore(
         ValueError: An optimizer has a parameter that belongs to no model.
     """
     own = model_tensors(subjects.modules)
-    empty = _empty_buffers(subjects.modules)
+    empty = empty_buffers(subjects.modules)
     unfilled = {name: groups["model"][name] for name in empty if name in groups["model"]}
     _compare({**own, **unfilled}, groups["model"], source, "model")
     averages = model_tensors(subjects.averages)
@@ -210,8 +213,8 @@ def restore(
     missing = sorted(subjects.others.keys() ^ others["others"].keys())
     if missing:
         raise CheckpointError(
-            f"{source} holds the state of {_listed(others['others'])}, but Trainer was given "
-            f"{_listed(subjects.others)}: give it the same scheduler, autocast and stateful objects, or start "
+            f"{source} holds the state of {listed(others['others'])}, but Trainer was given "
+            f"{listed(subjects.others)}: give it the same scheduler, autocast and stateful objects, or start "
             "anew in another directory."
         )
     transient = others.get("buffers", {})
@@ -280,7 +283,7 @@ def _name(names: Mapping[int, str], parameter: Tensor) -> str:
     return name
 
 
-def _empty_buffers(modules: Mapping[str, nn.Module]) -> dict[str, tuple[nn.Module, str, torch.device]]:
+def empty_buffers(modules: Mapping[str, nn.Module]) -> dict[str, tuple[nn.Module, str, torch.device]]:
     """Return the module, the name in it and the device of the model for each buffer that is None."""
     return {
         prefix + member_name(path, name): (module, name, device)
@@ -292,7 +295,8 @@ def _empty_buffers(modules: Mapping[str, nn.Module]) -> dict[str, tuple[nn.Modul
     }
 
 
-def _extra_state(modules: Mapping[str, nn.Module]) -> dict[str, dict[str, Any]]:
+def extra_state(modules: Mapping[str, nn.Module]) -> dict[str, dict[str, Any]]:
+    """Return what modules return from get_extra_state, by the prefix of the model and the path of the module."""
     return {
         prefix: {
             path: module.get_extra_state()
@@ -314,11 +318,11 @@ def _compare(own: Mapping[str, Tensor], saved: Mapping[str, Tensor], source: str
         return
     found = []
     if missing:
-        found.append(f"{len(missing)} tensors of this {what} are not in it ({_listed(missing)})")
+        found.append(f"{len(missing)} tensors of this {what} are not in it ({listed(missing)})")
     if unknown:
-        found.append(f"{len(unknown)} of its tensors are not in this {what} ({_listed(unknown)})")
+        found.append(f"{len(unknown)} of its tensors are not in this {what} ({listed(unknown)})")
     if differing:
-        found.append(f"{len(differing)} differ ({_listed(differing)})")
+        found.append(f"{len(differing)} differ ({listed(differing)})")
     raise CheckpointError(
         f"{source} is a checkpoint of another {what}: {'; '.join(found)}. Build the model as it was, or start anew in "
         "another directory."
@@ -383,7 +387,8 @@ def _kind(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
-def _listed(names: Any, *, most: int = 3) -> str:
+def listed(names: Any, *, most: int = 3) -> str:
+    """Return the first of some names as text, and how many more there are."""
     names = list(names)
     return (
         ", ".join(map(str, names[:most])) + (f", … {len(names) - most} more" if len(names) > most else "") or "nothing"

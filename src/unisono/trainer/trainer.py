@@ -1,8 +1,8 @@
 """The Trainer: the training loop stays the user's, and each step is a transaction that all ranks make or none.
 
-This file is the public interface. The work is done in the files beside it: `loop` (the order of events), `step` (one
-step), `evaluation`, `snapshot` (what is saved), `resume` and `checkpointing` (where and when), `setup` (what is checked
-before the first step).
+This file is the public interface, with `storage`. The work is done in the files beside it: `loop` (the order of
+events), `step` (one step), `evaluation`, `snapshot` (what is saved), `resume` and `checkpointing` (where and when),
+`setup` (what is checked before the first step).
 """
 
 from __future__ import annotations
@@ -49,13 +49,14 @@ from unisono.trainer.snapshot import model_tensors, optimizer_state
 from unisono.trainer.step import Loss, StepOptions
 from unisono.trainer.step_fingerprint import intent_of_call
 from unisono.trainer.step_result import StepResult
+from unisono.trainer.storage import Storage
 from unisono.trainer.virtual_rank_calls import VirtualRankCalls
 from unisono.watch import Event
 
 __all__ = ["Trainer"]
 
 
-class Trainer(ByVirtualRank):
+class Trainer(ByVirtualRank, Storage):
     """Trains a model with the same result on any number of ranks.
 
     Every rank must build the same model and optimizer and make the same calls. All arguments but the first two are
@@ -171,6 +172,7 @@ class Trainer(ByVirtualRank):
             overlap=overlap,
             engine=engine,
         )
+        self._parts, self._unknown_metrics = parts, set()
         self._run, self._cursor, self._modules = parts.run, parts.cursor, parts.modules
         self._subjects, self._averages = parts.subjects, parts.averages
         self._comparison, self._carried = parts.comparison, parts.carried
@@ -454,7 +456,8 @@ class Trainer(ByVirtualRank):
             RuntimeError: It is called inside a loss function or an evaluated function, or torch's process group failed.
             TypeError: function cannot be called, dataset is neither map-style nor iterable, or an argument has the
                 wrong type.
-            ValueError: name is empty, a number is out of range, or ema is True and the Trainer has no ema_decay.
+            ValueError: name is empty, a number is out of range, or ema is True and the Trainer has no ema_decay. After
+                the evaluation, if it and another one both report the metric of `Checkpoints(best=...)`.
             DataError: The dataset is empty, an iterable dataset yields nothing, or a worker process has died.
             LossError: On this rank, function returned something else; on all ranks, it returned a dict for some
                 micro-batches and a single value for others.
@@ -489,6 +492,7 @@ class Trainer(ByVirtualRank):
         finally:
             self._run.set_generators("loop", self._cursor.epoch, self._cursor.step, 0)
         tell(self._log, result, name=name, cursor=self._cursor, seconds=time.monotonic() - started_s)
+        self._loop.note_evaluation(name, result if isinstance(result, Mapping) else {name: result})
         return result
 
     def predict(
@@ -636,22 +640,6 @@ class Trainer(ByVirtualRank):
             callbacks=callbacks,
         )
 
-    def save(self) -> None:
-        """Save a checkpoint now, in the background; without a directory, do nothing.
-
-        Call it on every rank, after the last step of a batch. Changes that the loop makes after it and before
-        the next batch are not in the checkpoint. Rank 0 waits for an earlier write and copies the state to CPU memory.
-        A write that fails is an event "warning" at the next save; the end of a loop over `epochs` tries once more.
-
-        Raises:
-            RuntimeError: It is called inside a loss function or an evaluated function.
-            CheckpointError: On rank 0, if an object's state or a tensor cannot be stored, if another job or a later
-                Trainer of this process uses the directory, or if that is gone.
-            ValueError: On rank 0, if an optimizer has a parameter that belongs to no model.
-        """
-        refuse_inside("trainer.save")
-        self._loop.save()
-
     def log(self, **values: float | Tensor) -> None:
         """Log numbers of the loop's own as an event, at the current place of the run.
 
@@ -716,7 +704,5 @@ class Trainer(ByVirtualRank):
         )
 
     def _averaged_model(self) -> Any:
-        if not self._averages:
-            raise ValueError("ema=True needs averaged weights: give Trainer ema_decay, for example 0.999")
-        modules = [average.module for average in self._averages.values()]
+        modules = [*self._averaged().values()]
         return dict(zip(self.model, modules, strict=True)) if isinstance(self.model, Mapping) else modules[0]

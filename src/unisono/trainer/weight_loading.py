@@ -1,0 +1,251 @@
+"""Weights alone from a checkpoint or a file: rank 0 reads, all ranks compare names and shapes, then all get the values.
+
+The file is read and checked as a whole before a weight is changed. Tensors are then sent one at a time, so only rank 0
+holds all of them, and only rank 0 needs the disk. Start reading at `load_weights`; `match` is the pure part.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from unisono.collectives.world import World
+from unisono.engine import WeightWrites
+from unisono.errors import CheckpointError
+from unisono.state.codec import decode_dtype
+from unisono.state.digest import same_memory
+from unisono.state.manifest import MANIFEST
+from unisono.state.store import CheckpointInfo, Loaded, Store
+from unisono.state.weight_files import read_weights
+from unisono.trainer.modules import plain_name
+from unisono.trainer.rank_errors import raise_on_all
+from unisono.trainer.snapshot import Subjects, empty_buffers, listed, model_tensors
+
+__all__ = ["LoadedWeights", "load_weights", "match", "read_source"]
+
+_WRAPPED = "module."
+"""What DistributedDataParallel and DataParallel put before all names."""
+_MOST = 5
+
+
+class LoadedWeights(NamedTuple):
+    """The result of `Trainer.load`."""
+
+    source: str
+    """The path that was read."""
+    missing_keys: list[str]
+    """Names of the models that are not in the file; these tensors keep their values."""
+    unexpected_keys: list[str]
+    """Names in the file that no model has."""
+
+
+class Source(NamedTuple):
+    """Weights that rank 0 has read."""
+
+    path: str
+    weights: dict[str, Tensor]
+    averages: dict[str, Tensor]
+    """Averaged weights, if the source has them."""
+    warnings: list[str]
+
+
+def read_source(path: Path, *, ema: bool, key: str | None) -> Source:
+    """Read the weights in a file, a checkpoint, or the newest good checkpoint of a run's directory.
+
+    Args:
+        path: The file or folder.
+        ema: Read averaged weights as the weights.
+        key: See `read_weights`.
+
+    Raises:
+        CheckpointError: There is nothing to read, it is damaged, or it has no averaged weights.
+    """
+    if not path.is_dir():
+        if ema:
+            raise CheckpointError(f"ema=True is for checkpoints, which may have averaged weights, and {path} is a file")
+        return Source(str(path), _named(read_weights(path, key=key)), {}, [])
+    if key is not None:
+        raise CheckpointError(f"key={key!r} is for files of torch.save, and {path} is a folder: leave key out")
+    loaded, warnings = _read_checkpoint(path, ["model", "ema"])
+    groups, where = loaded.groups, str(loaded.info.path)
+    if "model" not in groups:
+        raise CheckpointError(f"{where} holds no weights of models; it has {listed(groups)}")
+    if ema and "ema" not in groups:
+        raise CheckpointError(f"{where} holds no averaged weights: its run had no ema_decay. Leave ema=True out.")
+    averages = groups.get("ema", {})
+    return Source(where, averages if ema else groups["model"], averages, warnings)
+
+
+def _read_checkpoint(path: Path, groups: Sequence[str]) -> tuple[Loaded, list[str]]:
+    resolved = path.resolve()  # a link, such as that to the best one
+    if (resolved / MANIFEST).exists():
+        return Store(resolved.parent).load(CheckpointInfo(path=resolved, step=0, nbytes=0), groups=groups), []
+    store = Store(resolved / "checkpoints" if (resolved / "checkpoints").is_dir() else resolved)
+    loaded, damaged = store.load_newest(groups=groups)
+    if loaded is None and damaged:
+        raise CheckpointError(f"all {len(damaged)} checkpoints in {path} are damaged; the newest: {damaged[0]}")
+    if loaded is None:
+        raise CheckpointError(
+            f"{path} holds no checkpoint: give the directory of a run, one of its checkpoints, a safetensors file or "
+            "one of torch.save"
+        )
+    return loaded, [f"{error} Loading from step {loaded.info.step} instead." for error in damaged]
+
+
+def _named(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors by the names in plain models: without what torch.compile and DDP put there."""
+    names = {name: plain_name(name) for name in tensors}
+    if names and all(name.startswith(_WRAPPED) for name in names.values()):
+        names = {name: plain.removeprefix(_WRAPPED) for name, plain in names.items()}
+    return {names[name]: tensor for name, tensor in tensors.items()}
+
+
+def match(
+    own: Mapping[str, Tensor], found: Mapping[str, Tensor], *, strict: bool, where: str
+) -> tuple[list[str], list[str], list[str]]:
+    """Return the names that are to be written, those that are missing, and those that are unexpected. Pure.
+
+    A name whose memory is written under another name, as with tied weights, is not missing. Only the shapes and dtypes
+    of `found` matter.
+
+    Raises:
+        CheckpointError: A shape differs, or a dtype so that values would be lost; or, with strict=True, a name.
+    """
+    common = [name for name in own if name in found]
+    differing = [
+        f"{name} is {_form(found[name])} there and {_form(own[name])} here"
+        for name in common
+        if found[name].shape != own[name].shape or not torch.can_cast(found[name].dtype, own[name].dtype)
+    ]
+    if differing:
+        raise CheckpointError(
+            f"{where} is of another model: {len(differing)} of {len(common)} tensors differ "
+            f"({listed(differing, most=_MOST)}). Nothing was changed. Build the model as it was, or leave these "
+            "tensors out of the file and give strict=False."
+        )
+    written = {same_memory(own[name]) for name in common}
+    missing = [name for name in own if name not in found and same_memory(own[name]) not in written]
+    unexpected = [name for name in found if name not in own]
+    if not common and own:
+        raise CheckpointError(
+            f"{where} has none of the model's {len(own)} tensors: it has {listed(found, most=_MOST)}, and the model "
+            f"has {listed(own, most=_MOST)}. Nothing was changed. Names in the file must be those of "
+            "model.state_dict(), with several models behind their key, as in generator.weight."
+        )
+    if strict and (missing or unexpected):
+        kinds = (("are not in it", missing), ("are in it only", unexpected))
+        told = "; ".join(f"{len(names)} {what} ({listed(names, most=_MOST)})" for what, names in kinds if names)
+        raise CheckpointError(
+            f"{where} is of another model: of its tensors and the model's, {told}. Nothing was changed. Give "
+            "strict=False to load the rest, which returns these names."
+        )
+    return common, missing, unexpected
+
+
+def load_weights(
+    world: World,
+    subjects: Subjects,
+    writes: WeightWrites,
+    read: Callable[[], Source | None],
+    *,
+    strict: bool,
+    warn: Callable[[str], None],
+) -> LoadedWeights | None:
+    """Replace the values of models, and of their averages, by those that rank 0 reads. Every rank must call it.
+
+    Averaged weights become those of the source, or its weights if it has none.
+
+    Args:
+        world: The ranks.
+        subjects: Has the models.
+        writes: Writes into them.
+        read: Reads the source, on rank 0; None stands for the weights that the models have.
+        strict: Refuse a source that has not exactly the names of the models.
+        warn: Called with sentences for the user.
+
+    Returns:
+        What was read, or None if nothing was.
+
+    Raises:
+        CheckpointError: On all ranks, if the source cannot be read or is of another model. Nothing has been changed.
+    """
+    source: Source | None = None
+    failure: Exception | None = None
+
+    def describe() -> bytes:
+        """Read on rank 0, and return a description of what there is, or of the error."""
+        nonlocal source, failure
+        try:
+            source = read()
+        except Exception as error:  # raised below, once the others know
+            failure = error
+            told = str(error) if isinstance(error, CheckpointError) else f"rank 0: {error!r}"
+            return json.dumps({"error": told}).encode()
+        if source is None:
+            return json.dumps({"present": True}).encode()
+        tables = {name: _table(tensors) for name, tensors in (("model", source.weights), ("ema", source.averages))}
+        return json.dumps({"path": source.path, "warnings": source.warnings, **tables}).encode()
+
+    head: dict[str, Any] = json.loads(world.broadcast_bytes(describe))
+    if failure is not None:
+        raise failure
+    if "error" in head:
+        raise CheckpointError(head["error"])
+    if "present" in head:
+        return None
+    weights, averages = _described(head["model"]), _described(head["ema"])
+    own, of_averages = model_tensors(subjects.modules), model_tensors(subjects.averages)
+    empty = empty_buffers(subjects.modules)
+    # A buffer that is None takes whatever the file has for it.
+    unfilled = [name for name in empty if name in weights]
+    error, result = None, None
+    try:
+        taken = own | {name: weights[name] for name in unfilled}
+        common, *rest = match(taken, weights, strict=strict, where=head["path"])
+        result = LoadedWeights(head["path"], *rest)
+    except CheckpointError as differing:
+        error = differing
+    raise_on_all(world, error, "trainer.load comparing names")
+    assert result is not None
+    for message in head["warnings"]:
+        warn(message)
+    with writes.writing() as write:
+        for name in common:
+            value = _received(world, weights[name], None if source is None else source.weights[name])
+            if name in own:
+                write(own[name], value)
+            else:
+                module, buffer, device = empty[name]
+                module._buffers[buffer] = value.to(device, copy=True)
+            if name in of_averages and name not in averages:
+                write(of_averages[name], value)
+        for name in of_averages:
+            if name in averages and averages[name].shape == of_averages[name].shape:
+                value = _received(world, averages[name], None if source is None else source.averages[name])
+                write(of_averages[name], value)
+    return result
+
+
+def _received(world: World, like: Tensor, value: Tensor | None) -> Tensor:
+    """Return a tensor of rank 0 on every rank."""
+    plain = torch.empty(like.shape, dtype=like.dtype) if value is None else value.contiguous()
+    world.broadcast_tensor(plain)
+    return plain
+
+
+def _table(tensors: Mapping[str, Tensor]) -> list[tuple[str, str, list[int]]]:
+    return [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in tensors.items()]
+
+
+def _described(table: list[tuple[str, str, list[int]]]) -> dict[str, Tensor]:
+    """Return tensors without values of these names, dtypes and shapes."""
+    return {name: torch.empty(shape, dtype=decode_dtype(kind), device="meta") for name, kind, shape in table}
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
