@@ -150,12 +150,10 @@ def test_an_epoch_does_not_go_on_in_another_order(tmp_path):
         return trainer
 
     begun(torch.ones(20), 2)
-    with pytest.raises(
-        ValueError, match=r"before step 2, with sampler_order=[0-9a-f]{16}; the epoch cannot go on with"
-    ):
+    with pytest.raises(ValueError, match=r"before step 2, with order=[0-9a-f]{16}; the epoch cannot go on with"):
         begun(torch.arange(1.0, 21), 4)
     trainer = make_trainer(directory=tmp_path)
-    with pytest.raises(ValueError, match=r"cannot go on with sampler_order=None, shuffle=True"):
+    with pytest.raises(ValueError, match=r"cannot go on with order=None, shuffle=True"):
         trainer.batches(DATA, batch_size=4)
     assert begun(torch.ones(20), 5).steps == 5
 

@@ -41,7 +41,7 @@ class SampledLoader:
             "num_samples": self.num_samples,
             "shuffle": False,
             "drop_last": self._drop_last,
-            "sampler_order": self._order.fingerprint,
+            "order": self._order.fingerprint,
         }
 
     def batches(self, *, epoch: int, first_step: int = 0) -> Iterator[Batch]:

@@ -61,13 +61,17 @@ class SampledOrder:
             yield GlobalBatch(self.epoch, step, self.indices[start : self.ends[step]].tolist(), start)
 
 
-def check_samplers(sampler: Any, batch_sampler: Any, *, batch_size: Any, shuffle: Any, drop_last: Any) -> None:
+def check_samplers(
+    sampler: Any, batch_sampler: Any, *, batch_size: Any, shuffle: Any, drop_last: Any, sharded: Any
+) -> None:
     """Check which arguments are given together, as torch's DataLoader does, and the type of the sampler.
 
     Raises:
         ValueError: Two arguments exclude each other, or the sampler yields a rank's indices alone.
         TypeError: batch_size is missing, or the sampler cannot be iterated over again in each epoch.
     """
+    if sharded and not (sampler is None and batch_sampler is None):
+        raise ValueError("sharded=True is for iterable datasets, whose samples have no indices: leave the sampler out")
     if sampler is not None and batch_sampler is not None:
         raise ValueError("sampler and batch_sampler are two ways to give the order: give one of them")
     if batch_sampler is not None:

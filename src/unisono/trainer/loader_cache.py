@@ -10,15 +10,21 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
+from unisono.arguments import flag
+from unisono.collectives.construction import construct_on_all
+from unisono.collectives.group import known_group
 from unisono.data.map_loader import MapLoader, TrainerLoaderSettings
 from unisono.data.position import check_same_data
 from unisono.data.sampled_loader import SampledLoader
 from unisono.data.sampled_order import draw_order
+from unisono.data.shard_loader import Counts, ShardLoader, Steps
 from unisono.data.stream_loader import StreamLoader
 from unisono.trainer.order_comparison import agree_on_order
 from unisono.trainer.run_context import RunContext
 
-__all__ = ["LoaderCache"]
+__all__ = ["Loader", "LoaderCache"]
+
+Loader = MapLoader | StreamLoader | ShardLoader
 
 # A script that makes a new dataset each epoch must not keep all of them alive.
 _KEPT_LOADERS = 4
@@ -30,20 +36,22 @@ class LoaderCache:
     Args:
         run: The constants of the run.
         tell: Called with a sentence about a worker that is slow.
+        compare: Called with the name of a call before ranks exchange something, to find those that do something else.
     """
 
-    def __init__(self, run: RunContext, tell: Callable[[str], None]) -> None:
-        self._run, self._tell = run, tell
-        self._loaders: dict[tuple[int, int | None, TrainerLoaderSettings], MapLoader | StreamLoader] = {}
+    def __init__(self, run: RunContext, tell: Callable[[str], None], compare: Callable[[str], None]) -> None:
+        self._run, self._tell, self._compare = run, tell, compare
+        self._loaders: dict[tuple[int, int | None, bool, TrainerLoaderSettings], Loader] = {}
 
     def loader(
-        self, dataset: Any, *, shuffle: bool | None, keep: bool = True, **settings: Any
-    ) -> MapLoader | StreamLoader:
+        self, dataset: Any, *, shuffle: bool | None, sharded: bool = False, keep: bool = True, **settings: Any
+    ) -> Loader:
         """Return the loader of a dataset. Every rank must call it: a new dataset is compared between ranks.
 
         Args:
             dataset: The dataset.
             shuffle: None: True for a map-style dataset and False for an iterable one.
+            sharded: True to read an iterable dataset in shards.
             keep: False makes a loader that nothing else reads from, also in the middle of its epoch.
             settings: Further fields of TrainerLoaderSettings.
 
@@ -61,12 +69,14 @@ class LoaderCache:
         )
         # The loader keeps the dataset alive, so its id belongs to no other while the entry is here. It may have grown.
         length = len(dataset) if hasattr(dataset, "__len__") and not isinstance(dataset, type) else None
-        key = (id(dataset), length, full)
+        key = (id(dataset), length, flag("sharded", sharded), full)
         if not keep or key not in self._loaders:
-            loader = (
-                StreamLoader(dataset, full, tell=self._tell) if stream else MapLoader(dataset, full, tell=self._tell)
-            )
-            own = {**loader.identity, "micro_batch_size": full.micro_batch_size}
+            loader: Loader
+            if sharded:
+                loader = ShardLoader(dataset, full, exchange=self._exchange, tell=self._tell)
+            else:
+                loader = (StreamLoader if stream else MapLoader)(dataset, full, tell=self._tell)
+            own = {"order": None, **loader.identity, "micro_batch_size": full.micro_batch_size}
             check_same_data(self._run.world.gather(own, "Trainer comparing data"))
             if not keep:
                 return loader
@@ -74,6 +84,16 @@ class LoaderCache:
             if len(self._loaders) > _KEPT_LOADERS:
                 del self._loaders[next(iter(self._loaders))]
         return self._loaders[key]
+
+    def _exchange(self, read: Callable[[], Steps], describe: Callable[[Steps], Counts]) -> tuple[Steps, list[Counts]]:
+        """Read the next steps of this rank's shards, and tell all ranks the numbers of samples."""
+        if self._run.world.group is None:
+            steps = read()
+            return steps, [describe(steps)]
+        self._compare("reading shards of a dataset")
+        # The dataset is the user's: it may raise anything.
+        group = known_group(self._run.world.group)
+        return construct_on_all(group, "Trainer reading shards", read, describe, errors=(Exception,))
 
     def sampled(
         self,

@@ -19,9 +19,7 @@ from typing import Literal
 import torch
 
 from unisono.data.batch import Batch
-from unisono.data.map_loader import MapLoader
 from unisono.data.sampled_loader import SampledLoader
-from unisono.data.stream_loader import StreamLoader
 from unisono.errors import UnisonoError
 from unisono.machine import resident_bytes
 from unisono.trainer.asked_state import AskedState
@@ -29,6 +27,7 @@ from unisono.trainer.assembly import TrainerParts
 from unisono.trainer.checkpointing import Place
 from unisono.trainer.epoch import EpochResult
 from unisono.trainer.epoch_batches import EpochBatches
+from unisono.trainer.loader_cache import Loader
 from unisono.trainer.rollouts import Rollouts
 from unisono.trainer.step import Loss, StepOptions, StepRunner
 from unisono.trainer.step_fingerprint import intent_of_call
@@ -39,7 +38,7 @@ from unisono.watch.events import StepFields
 
 __all__ = ["Loop"]
 
-_Loader = MapLoader | SampledLoader | StreamLoader | Rollouts
+_Loader = Loader | SampledLoader | Rollouts
 _MEASURE_S = 1.0
 """Seconds between two readings of the memory in use."""
 
@@ -173,7 +172,7 @@ class Loop:
         """
         cursor = self._cursor
         is_new = self.next_epoch() != cursor.epoch
-        data = {"sampler_order": None, **loader.identity}
+        data = {"order": None, **loader.identity}
         before = {key: getattr(cursor, key) for key in data}
         # A value that an older version has not stored is None.
         unknown = [key for key in ("shuffle", "drop_last") if before[key] is None]
@@ -181,7 +180,7 @@ class Loop:
         if cursor.step and changed and not is_new:
             was, now = (
                 "rollouts"
-                if values["batch_size"] is None is values["sampler_order"]
+                if values["batch_size"] is None is values["order"]
                 else ", ".join(f"{key}={values[key]}" for key in changed)
                 for values in (before, data)
             )
@@ -249,7 +248,7 @@ class Loop:
     def _begin_batches(self, loader: _Loader) -> None:
         """Note which data the epoch has, and begin to count its losses."""
         cursor = self._cursor
-        for key, value in {"sampler_order": None, **loader.identity}.items():
+        for key, value in {"order": None, **loader.identity}.items():
             setattr(cursor, key, value)
         if not cursor.step:
             cursor.loss_sum = cursor.loss_weight = 0.0

@@ -58,8 +58,8 @@ class Cursor:
     """True if that epoch's samples are shuffled. None: not known yet."""
     drop_last: bool | None = None
     """True if that epoch leaves out a smaller last batch. None: not known yet."""
-    sampler_order: str | None = None
-    """A hash of the order that a sampler gave that epoch. None: no sampler."""
+    order: str | None = None
+    """What gave that epoch its order: a hash of what a sampler yielded, or "shards". None: neither."""
 
     loss_sum: float = 0.0
     """Sum of the losses of the current epoch's samples so far."""

@@ -24,7 +24,6 @@ from unisono.data.batch import Batch
 from unisono.data.map_loader import MapLoader
 from unisono.data.sampled_order import check_samplers
 from unisono.data.settings import Collate
-from unisono.data.stream_loader import StreamLoader
 from unisono.engine import EngineKind
 from unisono.job.user_function import refuse_inside
 from unisono.metrics.metric import Metric
@@ -37,7 +36,7 @@ from unisono.trainer.epoch import EpochResult
 from unisono.trainer.epoch_batches import EpochBatches
 from unisono.trainer.evaluation import evaluate, tell, tell_values
 from unisono.trainer.fit import Callbacks, Validation, check_fit, loss_alone, run_epochs
-from unisono.trainer.loader_cache import LoaderCache
+from unisono.trainer.loader_cache import Loader, LoaderCache
 from unisono.trainer.logged_values import check_values, read_values
 from unisono.trainer.loop import Loop
 from unisono.trainer.modules import evaluating, lone_samples_warning
@@ -182,7 +181,7 @@ class Trainer(ByVirtualRank, Storage):
         self._warned = False
         self._run.set_generators("loop", self._cursor.epoch, self._cursor.step, 0)
         self._log = open_log(self.directory, is_main=self.is_main, progress=progress, listeners=listeners)
-        self._dealer = LoaderCache(self._run, partial(warn_of_rank, self._log, self._run))
+        self._dealer = LoaderCache(self._run, partial(warn_of_rank, self._log, self._run), self._compare)
         announce(
             self._log,
             self._run,
@@ -271,6 +270,7 @@ class Trainer(ByVirtualRank, Storage):
         workers: int = 0,
         collate_fn: Collate | None = None,
         drop_last: bool = False,
+        sharded: bool = False,
     ) -> EpochBatches:
         """Return an iterator over this rank's part of the batches that are left of the current epoch.
 
@@ -297,6 +297,9 @@ class Trainer(ByVirtualRank, Storage):
             workers: The number of DataLoader processes of this rank; 0 reads in this process. Changes no bit.
             collate_fn: Makes a micro-batch from a list of samples. None: torch's default_collate.
             drop_last: Leave out the last batch if it is smaller.
+            sharded: Read a shard of an iterable dataset for each virtual rank, by its method shard(num_shards, index),
+                instead of all of it on each rank. The epoch ends where a shard has no sample left for the next batch.
+                Up to 16 batches are read ahead.
 
         Raises:
             RuntimeError: It is called inside a loss function or an evaluated function, or torch's process group failed.
@@ -315,7 +318,9 @@ class Trainer(ByVirtualRank, Storage):
             CheckpointError, KeyboardInterrupt, SystemExit: From the iterator, as described at `epochs`.
         """
         refuse_inside("trainer.batches")
-        check_samplers(sampler, batch_sampler, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last)
+        check_samplers(
+            sampler, batch_sampler, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last, sharded=sharded
+        )
         if batch_size is not None:
             batch_size = whole("batch_size", batch_size, least=1)
         is_sampled = sampler is not None or batch_sampler is not None
@@ -332,7 +337,7 @@ class Trainer(ByVirtualRank, Storage):
         loader = (
             self._dealer.sampled(dataset, sampler=sampler, batch_sampler=batch_sampler, epoch=epoch, **settings)
             if is_sampled
-            else self._dealer.loader(dataset, shuffle=shuffle, **settings)
+            else self._dealer.loader(dataset, shuffle=shuffle, sharded=sharded, **settings)
         )
         batches = self._loop.batches(loader)
         warning = batch_size and lone_samples_warning(
@@ -690,7 +695,7 @@ class Trainer(ByVirtualRank, Storage):
         workers: int = 0,
         collate_fn: Collate | None = None,
         keep: bool = True,
-    ) -> MapLoader | StreamLoader:
+    ) -> Loader:
         return self._dealer.loader(
             dataset,
             keep=keep,
