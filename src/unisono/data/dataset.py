@@ -26,7 +26,10 @@ def map_length(dataset: Any) -> int:
         raise TypeError(f"the dataset is the class {dataset.__name__}, not called: give an object of it")
     if isinstance(dataset, Mapping) and 0 not in dataset:
         keys = ", ".join(map(repr, list(dataset)[:4]))
-        raise TypeError(f"the dataset is a {type(dataset).__name__} with the keys {keys}: give one of its values")
+        raise TypeError(
+            f"the dataset is a {type(dataset).__name__} with the keys {keys}: give one of its values, or, to "
+            'trainer.batches for several in one step, a batch_size for each, such as batch_size={"a": 16, "b": 64}'
+        )
     if isinstance(dataset, (DataLoader, IterableDataset, str, bytes)) or not hasattr(dataset, "__getitem__"):
         raise TypeError(
             f"a {type(dataset).__name__} is no map-style dataset: give the dataset itself, with __len__ and "

@@ -82,7 +82,7 @@ class MapLoader:
 
     def batches(self, *, epoch: int, first_step: int = 0) -> Iterator[Batch]:
         """Yield this rank's part of each batch of an epoch, starting at `first_step`."""
-        return self.read(self._order(epoch, first_step))
+        return self.read(self.order(epoch, first_step))
 
     def read(self, steps: Iterable[GlobalBatch]) -> Iterator[Batch]:
         """Yield this rank's part of each of some global batches."""
@@ -97,7 +97,7 @@ class MapLoader:
                     shares.append(Share(part.virtual_rank, [micro_batch]))
             yield Batch(task.epoch, task.step, task.size, shares)
 
-    def _order(self, epoch: int, first_step: int) -> Iterator[GlobalBatch]:
+    def order(self, epoch: int, first_step: int) -> Iterator[GlobalBatch]:
         """Yield the global batches of an epoch, which follow by arithmetic."""
         settings, batch_size = self.settings, self.settings.batch_size
         # With drop_last an epoch leaves out the end of its order, not of the dataset: other samples in each epoch.

@@ -5,7 +5,7 @@ A loader is kept between epochs, so that worker processes start only once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch.utils.data import IterableDataset
@@ -13,12 +13,14 @@ from torch.utils.data import IterableDataset
 from unisono.arguments import flag
 from unisono.collectives.construction import construct_on_all
 from unisono.collectives.group import known_group
+from unisono.data.joined_loader import JoinedLoader
 from unisono.data.map_loader import MapLoader, TrainerLoaderSettings
 from unisono.data.position import check_same_data
 from unisono.data.sampled_loader import SampledLoader
 from unisono.data.sampled_order import draw_order
 from unisono.data.shard_loader import Counts, ShardLoader, Steps
 from unisono.data.stream_loader import StreamLoader
+from unisono.plan import derive_key
 from unisono.trainer.order_comparison import agree_on_order
 from unisono.trainer.run_context import RunContext
 
@@ -44,7 +46,14 @@ class LoaderCache:
         self._loaders: dict[tuple[int, int | None, bool, TrainerLoaderSettings], Loader] = {}
 
     def loader(
-        self, dataset: Any, *, shuffle: bool | None, sharded: bool = False, keep: bool = True, **settings: Any
+        self,
+        dataset: Any,
+        *,
+        shuffle: bool | None,
+        sharded: bool = False,
+        keep: bool = True,
+        seed: int | None = None,
+        **settings: Any,
     ) -> Loader:
         """Return the loader of a dataset. Every rank must call it: a new dataset is compared between ranks.
 
@@ -52,6 +61,7 @@ class LoaderCache:
             dataset: The dataset.
             shuffle: None: True for a map-style dataset and False for an iterable one.
             sharded: True to read an iterable dataset in shards.
+            seed: The seed of the order and of random numbers. None: the run's.
             keep: False makes a loader that nothing else reads from, also in the middle of its epoch.
             settings: Further fields of TrainerLoaderSettings.
 
@@ -61,7 +71,7 @@ class LoaderCache:
         stream = isinstance(dataset, IterableDataset)
         full = TrainerLoaderSettings(
             virtual_ranks=self._run.virtual_ranks,
-            seed=self._run.seed,
+            seed=self._run.seed if seed is None else seed,
             block=self._run.block,
             pin_memory=self._run.device.type == "cuda",
             shuffle=not stream if shuffle is None else shuffle,
@@ -95,12 +105,37 @@ class LoaderCache:
         group = known_group(self._run.world.group)
         return construct_on_all(group, "Trainer reading shards", read, describe, errors=(Exception,))
 
+    def joined(
+        self, datasets: Any, *, sizes: Mapping[str, int], drop_last: bool, batch_size: Any, **settings: Any
+    ) -> JoinedLoader:
+        """Return the loader of several datasets, of which the first one leads. Every rank must call it.
+
+        Args:
+            datasets: The datasets by name, which `check_joined` has checked.
+            sizes: Their batch sizes, in the same order.
+            drop_last: True to leave out the last batch of the first dataset if it is smaller.
+            batch_size: Not used.
+            settings: Further arguments of `loader`.
+
+        Raises:
+            TypeError, ValueError, DataError, RankMismatchError: See `Trainer.batches`.
+        """
+        del batch_size
+        loaders = {}
+        for number, (name, size) in enumerate(sizes.items()):
+            # Datasets of one length would otherwise have one order.
+            seed = derive_key(self._run.seed, "dataset", number) if number else None
+            last = drop_last if not number else True
+            loader = self.loader(datasets[name], batch_size=size, drop_last=last, seed=seed, **settings)
+            assert isinstance(loader, MapLoader)
+            loaders[name] = loader
+        return JoinedLoader(loaders)
+
     def sampled(
         self,
         dataset: Any,
+        samplers: tuple[Any, Any],
         *,
-        sampler: Any,
-        batch_sampler: Any,
         epoch: int,
         batch_size: int | None,
         drop_last: bool,
@@ -110,7 +145,7 @@ class LoaderCache:
 
         Args:
             dataset: The dataset.
-            sampler, batch_sampler: One of them; the other is None.
+            samplers: A sampler and a batch sampler, one of which is None.
             epoch: The epoch.
             batch_size: Samples of a global batch; None for a batch sampler.
             drop_last: True to leave out the last batch if it is smaller.
@@ -131,8 +166,7 @@ class LoaderCache:
         order = agree_on_order(
             self._run.world,
             lambda: draw_order(
-                sampler,
-                batch_sampler,
+                *samplers,
                 settings=loader.settings,
                 epoch=epoch,
                 num_samples=loader.length,

@@ -19,6 +19,7 @@ from typing import Literal
 import torch
 
 from unisono.data.batch import Batch
+from unisono.data.joined_loader import JoinedLoader
 from unisono.data.sampled_loader import SampledLoader
 from unisono.errors import UnisonoError
 from unisono.machine import resident_bytes
@@ -38,7 +39,7 @@ from unisono.watch.events import StepFields
 
 __all__ = ["Loop"]
 
-_Loader = Loader | SampledLoader | Rollouts
+_Loader = Loader | SampledLoader | JoinedLoader | Rollouts
 _MEASURE_S = 1.0
 """Seconds between two readings of the memory in use."""
 

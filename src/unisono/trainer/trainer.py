@@ -21,7 +21,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from unisono.arguments import flag, text, whole
 from unisono.data.batch import Batch
+from unisono.data.joined_loader import JoinedLoader, check_joined
 from unisono.data.map_loader import MapLoader
+from unisono.data.sampled_loader import SampledLoader
 from unisono.data.sampled_order import check_samplers
 from unisono.data.settings import Collate
 from unisono.engine import EngineKind
@@ -262,7 +264,7 @@ class Trainer(ByVirtualRank, Storage):
         self,
         dataset: Any,
         *,
-        batch_size: int | None = None,
+        batch_size: int | Mapping[str, int] | None = None,
         shuffle: bool | None = None,
         sampler: Iterable[int] | None = None,
         batch_sampler: Iterable[Sequence[int]] | None = None,
@@ -284,9 +286,12 @@ class Trainer(ByVirtualRank, Storage):
 
         Args:
             dataset: A map-style dataset (with __len__ and __getitem__), or an IterableDataset, whose cost is described
-                in `data.stream_loader`.
+                in `data.stream_loader`; or several map-style datasets by name, for steps with samples of each. A
+                micro-batch is then a dict of theirs. The first one leads: an epoch is one pass over it, its samples are
+                those that count in the size of a batch and in the mean of the loss, and the others go round, in whole
+                batches.
             batch_size: The number of samples of a global batch, over all ranks; at least virtual_ranks. Needed unless
-                there is a batch sampler.
+                there is a batch sampler. With several datasets, a dict with a number for each.
             shuffle: Use a new order in each epoch. None: True, but False for an iterable dataset, which has its own
                 order.
             sampler: Yields the indices of an epoch in order, such as a WeightedRandomSampler; all of them on every
@@ -318,13 +323,20 @@ class Trainer(ByVirtualRank, Storage):
             CheckpointError, KeyboardInterrupt, SystemExit: From the iterator, as described at `epochs`.
         """
         refuse_inside("trainer.batches")
-        check_samplers(
-            sampler, batch_sampler, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last, sharded=sharded
-        )
+        sizes = None
+        if isinstance(batch_size, Mapping):
+            single = {"sampler": sampler, "batch_sampler": batch_sampler, "sharded": sharded}
+            sizes = check_joined(dataset, batch_size, micro_batch_size=micro_batch_size, **single)
+            batch_size = next(iter(sizes.values()))
+        else:
+            check_samplers(
+                sampler, batch_sampler, batch_size=batch_size, shuffle=shuffle, drop_last=drop_last, sharded=sharded
+            )
         if batch_size is not None:
             batch_size = whole("batch_size", batch_size, least=1)
         is_sampled = sampler is not None or batch_sampler is not None
-        self._compare("trainer.batches() with a sampler" if is_sampled else "trainer.batches()")
+        kind = " with a sampler" if is_sampled else f" of {', '.join(map(repr, sizes))}" if sizes else ""
+        self._compare(f"trainer.batches(){kind}")
         epoch = self._loop.next_epoch()
         settings: dict[str, Any] = {
             "stream": "train",
@@ -334,11 +346,14 @@ class Trainer(ByVirtualRank, Storage):
             "collate_fn": collate_fn,
             "drop_last": drop_last,
         }
-        loader = (
-            self._dealer.sampled(dataset, sampler=sampler, batch_sampler=batch_sampler, epoch=epoch, **settings)
-            if is_sampled
-            else self._dealer.loader(dataset, shuffle=shuffle, sharded=sharded, **settings)
-        )
+        loader: Loader | JoinedLoader | SampledLoader
+        if sizes is not None:
+            loader = self._dealer.joined(dataset, sizes=sizes, shuffle=shuffle, **settings)
+        elif is_sampled:
+            samplers = sampler, batch_sampler
+            loader = self._dealer.sampled(dataset, samplers, epoch=epoch, **settings)
+        else:
+            loader = self._dealer.loader(dataset, shuffle=shuffle, sharded=sharded, **settings)
         batches = self._loop.batches(loader)
         warning = batch_size and lone_samples_warning(
             self._modules,
@@ -571,7 +586,7 @@ class Trainer(ByVirtualRank, Storage):
         train: Any,
         loss: Loss,
         *,
-        batch_size: int | None = None,
+        batch_size: int | Mapping[str, int] | None = None,
         epochs: int,
         steps: int | None = None,
         validation: Any = None,
@@ -618,8 +633,9 @@ class Trainer(ByVirtualRank, Storage):
         refuse_inside("trainer.fit")
         callbacks = Callbacks(on_step=on_step, on_epoch=on_epoch, on_evaluation=on_evaluation)
         check_fit(loss, metrics, validation=validation, validate_every=validate_every, callbacks=callbacks)
-        if batch_size is not None:
-            batch_size = whole("batch_size", batch_size, least=1)
+        size = next(iter(batch_size.values()), None) if isinstance(batch_size, Mapping) else batch_size
+        if size is not None:
+            size = whole("batch_size", size, least=1)
         shared: dict[str, Any] = {
             key: options[key] for key in ("micro_batch_size", "workers", "collate_fn") if key in options
         }
@@ -632,7 +648,7 @@ class Trainer(ByVirtualRank, Storage):
         left = self.epochs(epochs, steps=steps)
         if validation is not None:
             self._test_loader(
-                validation, batch_size=batch_size or 32 * self.virtual_ranks, **shared
+                validation, batch_size=size or 32 * self.virtual_ranks, **shared
             )  # or an error, and not after an epoch
         self._loop.begin_training(None)
         return run_epochs(
