@@ -34,6 +34,38 @@ def test_gradients_are_those_of_one_process(fork_ranks, ranks):
     assert job.lines() == ["38 kinds have the gradients of one process"]
 
 
+LACKING = """
+import torch, unisono
+from unisono import comm
+unisono.init()
+rank = unisono.rank()
+x = torch.ones(2, requires_grad=True)
+for to_last in (3, x * 2):  # rank 2 gets a number of each rank, or one tensor
+    values = [x, x, to_last if rank == 0 else rank]
+    try:
+        got = comm.all_to_all(values)
+        sum(t.sum() for t in got if torch.is_tensor(t)).backward()
+        print(x.grad.tolist())
+    except unisono.errors.RankMismatchError as error:
+        print(error)
+loop = []
+loop.append(loop)
+try:
+    comm.all_gather(loop if rank == 1 else x, concat=0)
+except (RecursionError, unisono.errors.PeerError) as error:
+    print(type(error).__name__)
+"""
+
+
+def test_a_rank_that_would_have_no_part_in_a_backward_is_named_on_all_ranks(fork_ranks):
+    job = fork_ranks(3, LACKING)
+    for rank in range(3):
+        refused, gradient, failed = job.lines(rank)
+        assert "all_to_all: some values require a gradient, and rank 2 got no floating-point tensor" in refused
+        assert gradient == ("[4.0, 4.0]" if rank == 0 else "[2.0, 2.0]")
+        assert failed == ("RecursionError" if rank == 1 else "PeerError")
+
+
 def told(job, rank):
     """What a rank printed, by the name of the case."""
     return dict(line.split(" | ", 1) for line in job.lines(rank) if " | " in line)

@@ -132,9 +132,42 @@ def test_sums_and_extremes_of_whole_numbers_stay_whole():
         metric.update(0.25)
         assert isinstance(metric.compute(), float)
     huge = Sum()
-    huge.update(2**70)
-    with pytest.raises(OverflowError, match="1180591620717411303424, does not fit 64 bits"):
+    huge.update(2**95)
+    with pytest.raises(OverflowError, match=f"{2**95}, does not fit 95 bits"):
         huge.compute()
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint64, torch.int32, torch.int8, torch.bool])
+def test_sums_of_whole_numbers_do_not_wrap(dtype):
+    most = 1 if dtype is torch.bool else torch.iinfo(dtype).max
+    least = 0 if dtype is torch.bool else torch.iinfo(dtype).min
+    total = Sum()
+    for _ in range(3):
+        total.update(torch.tensor([most] * 4, dtype=dtype))
+        total.update(torch.tensor([least], dtype=dtype))
+    assert total.compute() == 3 * (4 * most + least)
+    other = Sum()
+    other.load_state_dict(total.state_dict())
+    other.collect()
+    other.update(torch.tensor([most], dtype=dtype))
+    other.load_state_dict(other.state_dict())
+    assert other.compute() == 3 * (4 * most + least) + most
+
+
+def test_shapes_that_do_not_broadcast_and_targets_that_are_no_classes():
+    with pytest.raises(ValueError, match=r"weight of shape \[3\] does not fit values of \[4\]"):
+        Mean().update(torch.ones(4), weight=torch.ones(3))
+    for k in (1, 2):
+        with pytest.raises(ValueError, match=r"targets are torch.float32: give class numbers"):
+            Accuracy(k).update(torch.rand(4, 3), torch.zeros(4))
+
+
+def test_a_state_of_other_metrics_changes_nothing():
+    meters, others = Metrics(a=Sum(), b=Mean()), Metrics(a=Sum(), b=Max())
+    others.update(a=3)
+    with pytest.raises(ValueError, match=r"this is the state of Max\(\), and the metric is Mean\(\)"):
+        meters.load_state_dict(others.state_dict())
+    assert meters["a"].compute() == 0
 
 
 def test_extremes_of_mixed_types_and_nothing():

@@ -132,6 +132,12 @@ def test_nested_inputs_and_outputs():
     close(out.parts[1], torch.stack([expected.logits[:3].mean(), expected.logits[3:].mean()]))
 
 
+def test_a_whole_result_is_that_of_the_first_device():
+    out = call_with(lambda x: {"y": x * 2, "first": Whole([int(x[0]), x[:1]])}, torch.arange(4.0))
+    assert torch.equal(out["y"], torch.arange(4.0) * 2)
+    assert out["first"][0] == 0 and torch.equal(out["first"][1], torch.zeros(1))
+
+
 def test_samples_along_another_dimension():
     module = nn.LSTM(4, 3, num_layers=2).double()
     x = torch.randn(6, 5, 4).double()

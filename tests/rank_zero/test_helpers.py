@@ -119,6 +119,14 @@ def test_a_bar_without_a_length_or_with_one_given():
         (lambda: unisono.progress(3.5), TypeError, r"progress\(3\.5\) has nothing to iterate over: give an iterable"),
         (lambda: unisono.progress(-3), ValueError, "total=-3 must be 0 or more"),
         (lambda: unisono.progress("abc", total="3"), TypeError, "total='3' must be a whole number"),
+        (lambda: unisono.progress(True), TypeError, r"progress\(True\) has nothing to iterate over"),
+        (lambda: unisono.progress(total=True), TypeError, "total=True must be a whole number"),
+        (lambda: unisono.progress(4).update(-5), ValueError, "count=-5 must be 0 or more"),
+        (
+            lambda: unisono.main_first(timeout_s=True).__enter__(),
+            ValueError,
+            "timeout_s=True must be a positive number",
+        ),
         (lambda: unisono.progress(4).update(1.5), TypeError, r"count=1\.5 must be a whole number"),
         (lambda: unisono.progress(4).show(loss="low"), TypeError, "loss='low' cannot be shown: give a number"),
         (lambda: unisono.progress(4).show(loss=torch.ones(2)), TypeError, "a tensor with one element"),
@@ -134,6 +142,9 @@ def test_a_bar_counts_whole_numbers_of_all_kinds(capsys):
         bar.update(numpy.int32(2))
         bar.update(torch.tensor(3))
     assert "5/5" in capsys.readouterr().err
+    with unisono.progress(numpy.int64(3)) as bar:
+        bar.update(3)
+    assert "3/3" in capsys.readouterr().err
 
 
 def test_a_logger_writes_where_standard_error_is_now(monkeypatch):

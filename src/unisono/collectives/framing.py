@@ -32,7 +32,9 @@ ENVELOPE_NBYTES = 1024
 """Bytes of an envelope. Up to some KiB, the time does not depend on the size."""
 _HEAD = struct.Struct("<HHBxxxQQQ")
 _MAGIC = 0x5E11
-_FLAGS = _FAILED, _ACCELERATED, _BODY_HERE, _DATA_HERE, _MORE, _FOLLOWED, _GRAD_MODE = 1, 2, 4, 8, 16, 32, 64
+_FLAGS = _FAILED, _ACCELERATED, _BODY_HERE, _DATA_HERE, _MORE, _FOLLOWED, _GRAD_MODE, _OFFERED = (
+    1, 2, 4, 8, 16, 32, 64, 128,
+)  # fmt: skip
 LONGEST_CALL = 200
 """Bytes of the name of a call; a longer name is cut."""
 
@@ -74,6 +76,8 @@ class Envelope:
     """True if a tensor that the sender has for any rank requires a gradient."""
     in_grad_mode: bool
     """True if the sender is in grad mode."""
+    offered: bool
+    """True if the sender has a floating-point tensor for every rank."""
 
     @property
     def rest_nbytes(self) -> int:
@@ -90,11 +94,13 @@ def write_envelope(
     accelerated: bool = False,
     more: bool = False,
     followed: bool = False,
+    offered: bool = False,
 ) -> bytes:
     """Return the bytes of an envelope."""
     name = call.encode()[:LONGEST_CALL]
     room = ENVELOPE_NBYTES - _HEAD.size - len(name)
     flags = _ACCELERATED * accelerated | _MORE * more | _FOLLOWED * followed | _GRAD_MODE * torch.is_grad_enabled()
+    flags |= _OFFERED * offered
     if isinstance(sent, FailedSend):
         text = f"{type(sent.error).__name__}: {sent.error}".encode()[:room]
         head = _HEAD.pack(_MAGIC, len(name), flags | _FAILED | _BODY_HERE | _DATA_HERE, len(text), 0, padded)

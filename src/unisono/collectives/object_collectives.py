@@ -265,7 +265,7 @@ def all_to_all(values: Sequence[Any] | Tensor, *, uniform: bool = False, group: 
         TypeError: A value cannot be pickled, `values` is not a list, or is not a tensor with `uniform`.
         ValueError: The number of values is wrong, or a tensor cannot be cut into equal parts.
         PeerError: Without `uniform`, another rank has raised one of these, or this rank cannot unpickle a value.
-        RankMismatchError: Some ranks require gradients, and others are in no_grad mode, or this rank receives no
+        RankMismatchError: Some ranks require gradients, and others are in no_grad mode, or a rank receives no
             floating-point tensor; or ranks make different calls.
         GroupError: As all collectives; see `unisono.comm`.
     """
@@ -283,6 +283,7 @@ def all_to_all(values: Sequence[Any] | Tensor, *, uniform: bool = False, group: 
     sent = _serialized_each(members, values, "values", whole=False)
     arrived = object_transport.all_to_all(members, call, sent, of=describe(values))
     assert isinstance(sent, list)
+    _check_parts_in_backward(members, call, arrived)
     came = _opened_together(members, call, arrived, sent)
     return torch.cat(came) if isinstance(values, Tensor) else came
 
@@ -294,6 +295,23 @@ def _check(group: Group, call: str, value: Any, *, uniform: bool = False) -> Non
             group.check.compare(f"{call} with uniform=True", kinds_of(value))
         else:
             group.check.compare(call, described=describe(value))
+
+
+def _check_parts_in_backward(group: Group, call: str, arrived: Sequence[Received]) -> None:
+    """Raise RankMismatchError on all ranks if one gets no tensor from which a backward could begin.
+
+    One more exchange, where a gradient is required and no rank sends floating-point tensors to every rank.
+    """
+    if not any(one.followed for one in arrived) or not torch.is_grad_enabled() or any(one.offered for one in arrived):
+        return
+    has_part = any(_places(one) for one in arrived)
+    everyone = object_transport.all_gather(group, f"{call}, its backward", serialize(has_part))
+    lacking = [rank for rank, one in zip(group.ranks, everyone, strict=True) if not one.open()]
+    if lacking:
+        raise RankMismatchError(
+            f"{call}: some values require a gradient, and {name_ranks(lacking)} got no floating-point tensor, so that "
+            "the others would wait for ever in the backward: detach() them"
+        )
 
 
 def _opened_together(
@@ -309,11 +327,6 @@ def _opened_together(
         payloads = [one for one in sent if isinstance(one, Payload)]
         same = all(one is payloads[0] for one in payloads)
         own = [_places(payload) for payload in payloads]
-        if not any(places):
-            raise RankMismatchError(
-                f"{call}: values of other ranks require a gradient, and rank {group.own} got no floating-point tensor, "
-                "so that it has no part in the backward: detach() them"
-            )
         of_each = [[payload.tensors[i] for i in its] for payload, its in zip(payloads, own, strict=True)]
         sources = of_each[0] if same else [tensor for those in of_each for tensor in those]
 
@@ -410,7 +423,7 @@ def _serialized(value: Any, concat: int | None = None, *, follow: bool = True) -
             return serialize(value)
         with torch.no_grad():
             return serialize(value)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         return FailedSend(error)
 
 

@@ -30,6 +30,7 @@ from unisono.collectives.framing import (
 )
 from unisono.collectives.group import Group
 from unisono.collectives.serialization import (
+    NOT_FOLLOWED,
     Payload,
     TensorMeta,
     copy_tensors,
@@ -74,6 +75,8 @@ class Received:
     tensors: list[Tensor] | None = None
     """For this rank's own payload: copies of its tensors, which did not travel."""
     followed: bool = False
+    offered: bool = False
+    """True if the sender is known to have a floating-point tensor for every rank."""
     """True if a tensor that the rank has sent, to any rank, requires a gradient."""
 
     @property
@@ -239,7 +242,8 @@ def all_to_all(group: Group, call: str, sent: Sequence[Payload] | FailedSend, *,
     fast = any(isinstance(one, Payload) and one.accelerated for one in each)
     more = any(envelope.rest_nbytes for index, envelope in enumerate(mine) if index != group.rank)
     followed = any(isinstance(one, Payload) and one.followed for one in each)
-    flags = {"accelerated": fast, "more": more, "followed": followed}
+    offered = all(isinstance(one, Payload) and any(meta.follow != NOT_FOLLOWED for meta in one.metas) for one in each)
+    flags = {"accelerated": fast, "more": more, "followed": followed, "offered": offered}
     out = _to_device(b"".join(write_envelope(call, one, **flags) for one in each), group)
     raw = torch.empty_like(out)
     group.run((call, None), of, dist.all_to_all_single, raw, out)
@@ -341,10 +345,10 @@ def describe_modes(call: str, asking: Sequence[int], without: Sequence[int]) -> 
     )
 
 
-def _kept(sent: Outgoing, *, followed: bool = False) -> Received:
+def _kept(sent: Outgoing, *, followed: bool = False, offered: bool = False) -> Received:
     if isinstance(sent, FailedSend):
         raise sent.error
-    return Received(sent.body, tensors=copy_tensors(sent), followed=sent.followed or followed)
+    return Received(sent.body, tensors=copy_tensors(sent), followed=sent.followed or followed, offered=offered)
 
 
 def _received(envelope: Envelope, rest: Tensor | None, sent: Outgoing | None, own: bool) -> Received:
@@ -352,7 +356,7 @@ def _received(envelope: Envelope, rest: Tensor | None, sent: Outgoing | None, ow
     followed = envelope.followed
     if own:
         assert sent is not None
-        return _kept(sent, followed=followed)
+        return _kept(sent, followed=followed, offered=envelope.offered)
     body, start = envelope.body, 0
     if not envelope.body_here:
         assert rest is not None
@@ -363,7 +367,7 @@ def _received(envelope: Envelope, rest: Tensor | None, sent: Outgoing | None, ow
     elif envelope.data_nbytes:
         assert rest is not None
         data = rest[start : start + envelope.data_nbytes]
-    return Received(body, data, followed=followed)
+    return Received(body, data, followed=followed, offered=envelope.offered)
 
 
 def _rest(envelope: Envelope, payload: Payload, device: torch.device) -> Tensor | None:

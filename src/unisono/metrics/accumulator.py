@@ -89,11 +89,15 @@ class Accumulator(ABC, Generic[T]):
         Raises:
             ValueError: The state belongs to another metric.
         """
+        self._check_state(state)
+        self._set_words(state["added"].clone(), state["apart"].clone().unsqueeze(0))
+
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError if a state belongs to another metric."""
         if state.get("metric") != repr(self):
             raise ValueError(
                 f"this is the state of {state.get('metric')}, and the metric is {self!r}: make an equal one"
             )
-        self._set_words(state["added"].clone(), state["apart"].clone().unsqueeze(0))
 
     @abstractmethod
     def _words(self) -> tuple[Tensor, Tensor]:

@@ -62,10 +62,7 @@ class TorchMetric(Accumulator[Any]):
         Raises:
             ValueError: The state belongs to another metric.
         """
-        if state.get("metric") != repr(self):
-            raise ValueError(
-                f"this is the state of {state.get('metric')}, and the metric is {self!r}: make an equal one"
-            )
+        self._check_state(state)
         self._set_states(self.metric, state["updates"], state["states"])
 
     def _words(self) -> tuple[Tensor, Tensor]:

@@ -22,6 +22,7 @@ Value = Tensor | float
 Given = Value | Sequence[Any]
 """Values that can be counted: numbers and tensors, and also lists of numbers, and arrays."""
 _NOTHING, _WHOLE, _FLOATING = 0, 1, 2
+_LOW = 0xFFFFFFFF
 
 
 class Mean(Accumulator[Metric]):
@@ -49,9 +50,8 @@ class Mean(Accumulator[Metric]):
                 batch, give the size of the batch: update(loss, len(batch)).
 
         Raises:
-            ValueError: A weight is negative or NaN (tensors are checked on the CPU alone), or weight has a larger shape
-                than values.
-            RuntimeError: The shape of weight does not broadcast with that of values.
+            ValueError: A weight is negative or NaN (tensors are checked on the CPU alone), or the shape of weight does
+                not broadcast to that of values.
             TypeError: The values, or the elements of a weight that is no tensor, are not real numbers.
         """
         values = _real(values)
@@ -67,8 +67,8 @@ class Mean(Accumulator[Metric]):
         else:
             if weight.device.type == "cpu" and not (weight >= 0).all():
                 raise ValueError("weight has a negative number or NaN in it: all must be 0 or more")
-            shape: torch.Size = torch.broadcast_shapes(values.shape, weight.shape)  # type: ignore[no-untyped-call]
-            if shape != values.shape and values.dim():
+            shape = _broadcast(values.shape, weight.shape)
+            if shape is None or (shape != values.shape and values.dim()):
                 raise ValueError(f"weight of shape {list(weight.shape)} does not fit values of {list(values.shape)}")
             wide = _real(weight.to(values.device)).expand(shape)
             self._add(torch.where(wide == 0, 0, values * wide).sum(), wide.sum())
@@ -98,7 +98,7 @@ class Mean(Accumulator[Metric]):
 class Sum(Accumulator[float]):
     """The sum over all samples.
 
-    A sum of whole numbers is exact and whole. The sum of one rank must fit 64 bits; that of all ranks may be larger.
+    A sum of whole numbers is exact and whole, also beyond 64 bits, up to 2**94.
     """
 
     def __init__(self) -> None:
@@ -106,7 +106,9 @@ class Sum(Accumulator[float]):
 
     def reset(self) -> None:
         """Discard everything counted so far on this rank."""
-        self._whole: Tensor | int = 0
+        self._whole = 0
+        self._halves: Tensor | None = None
+        """What is on an accelerator: multiples of 2**32, and the rest."""
         self._floating: Tensor | None = None
 
     @torch.no_grad()
@@ -121,31 +123,39 @@ class Sum(Accumulator[float]):
         if isinstance(values, int):
             self._whole = self._whole + values
         elif isinstance(values, Tensor) and not values.is_floating_point() and not values.is_complex():
-            total = values.sum(dtype=torch.int64)
-            self._whole = total + (self._whole.to(total.device) if isinstance(self._whole, Tensor) else self._whole)
+            halves = _halves_of(values)
+            if halves.device.type == "cpu":
+                self._whole += _of_halves(halves)
+            elif self._halves is None:
+                self._halves = halves
+            else:  # without waiting for the device
+                halves = self._halves.to(halves.device) + halves
+                carry = halves[1] >> 32
+                self._halves = torch.stack([halves[0] + carry, halves[1] & _LOW])
         else:
             total = _real(values).sum()
             self._floating = total if self._floating is None else self._floating.to(total.device) + total
 
     def _words(self) -> tuple[Tensor, Tensor]:
-        if isinstance(self._whole, int) and not -(2**63) <= self._whole < 2**63:
-            raise OverflowError(
-                f"the sum of this rank, {self._whole}, does not fit 64 bits: add floating-point numbers"
-            )
+        total = self._total()
+        if not -(2**94) <= total < 2**94:
+            raise OverflowError(f"the sum of this rank, {total}, does not fit 95 bits: add floating-point numbers")
         floating = self._floating if self._floating is not None else torch.zeros((), dtype=torch.float64)
         device = floating.device
-        whole = torch.as_tensor(self._whole, dtype=torch.int64, device=device)
-        seen = torch.tensor(int(self._floating is not None), device=device)
-        return torch.empty(0, dtype=torch.int64), torch.stack([whole, floating.view(torch.int64), seen])
+        numbers = torch.tensor([total >> 32, total & _LOW, int(self._floating is not None)], device=device)
+        return torch.empty(0, dtype=torch.int64), torch.cat([numbers, floating.view(1).view(torch.int64)])
 
     def _set_words(self, added: Tensor, apart: Tensor) -> None:
-        self._whole = sum(apart[:, 0].tolist())
-        floating = _exact_sum(apart[:, 1].contiguous().view(torch.float64).tolist())
+        self._whole, self._halves = sum(_of_halves(row) for row in apart[:, :2]), None
+        floating = _exact_sum(apart[:, 3].contiguous().view(torch.float64).tolist())
         self._floating = torch.tensor(floating, dtype=torch.float64) if apart[:, 2].any() else None
 
     def _value(self) -> float:
-        whole = int(self._whole)
+        whole = self._total()
         return whole if self._floating is None else whole + float(self._floating)
+
+    def _total(self) -> int:
+        return self._whole + (0 if self._halves is None else _of_halves(self._halves))
 
     def __repr__(self) -> str:
         return "Sum()"
@@ -241,6 +251,35 @@ def _real(values: Any) -> Tensor:
         if values.device.type == "mps":  # has no float64
             values = values.cpu()
     return torch.as_tensor(values, dtype=torch.float64)
+
+
+def _broadcast(first: torch.Size, second: torch.Size) -> torch.Size | None:
+    """Return the shape that two shapes broadcast to; None if they do not."""
+    try:
+        shape: torch.Size = torch.broadcast_shapes(first, second)  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        return None
+    return shape
+
+
+def _halves_of(values: Tensor) -> Tensor:
+    """Return the exact sum of whole numbers as two numbers, of which the first counts multiples of 2**32."""
+    if values.dtype == torch.uint64:
+        words = values.view(torch.int64)
+        high = (words >> 32) & _LOW
+    elif values.dtype == torch.int64:
+        words = values
+        high = words >> 32
+    else:  # too small to fill 64 bits
+        total = values.sum(dtype=torch.int64)
+        return torch.stack([total >> 32, total & _LOW])
+    low = (words & _LOW).sum()
+    return torch.stack([high.sum() + (low >> 32), low & _LOW])
+
+
+def _of_halves(halves: Tensor) -> int:
+    high, low = halves.tolist()
+    return int((high << 32) + low)
 
 
 def _tensor(values: Any, name: str = "values") -> Tensor:

@@ -60,6 +60,7 @@ class Accuracy(Accumulator[Metric]):
             TypeError: An argument is not a tensor.
         """
         _check_tensors(predictions, targets)
+        _check_whole(targets)
         if self.k > 1:
             if predictions.dim() != targets.dim() + 1:
                 raise ValueError(
@@ -237,8 +238,7 @@ class ConfusionCounts(Accumulator[Confusion]):
 
 def _classes(predictions: Tensor, targets: Tensor, threshold: float | None) -> Tensor:
     """Return the predicted classes, in the shape of the targets."""
-    if targets.is_floating_point():
-        raise ValueError(f"targets are {targets.dtype}: give class numbers, such as targets.long()")
+    _check_whole(targets)
     if predictions.dim() == targets.dim() + 1 and threshold is None:
         _check_scores(predictions, targets)
         return predictions.argmax(1)
@@ -270,6 +270,11 @@ def _check_tensors(predictions: Tensor, targets: Tensor) -> None:
     for name, given in (("predictions", predictions), ("targets", targets)):
         if not isinstance(given, Tensor):
             raise TypeError(f"{name} are of type {type(given).__name__}: give a tensor, such as torch.as_tensor(...)")
+
+
+def _check_whole(targets: Tensor) -> None:
+    if targets.is_floating_point():
+        raise ValueError(f"targets are {targets.dtype}: give class numbers, such as targets.long()")
 
 
 def _options(ignore_index: int | None, threshold: float | None) -> tuple[int | None, float | None]:

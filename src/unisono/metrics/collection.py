@@ -54,6 +54,7 @@ class Metrics(Mapping[str, Accumulator[Any]]):
 
         Raises:
             KeyError: There is no metric of this name. Nothing has been counted then.
+            TypeError, ValueError: A metric refuses its arguments. Those before it in the call have counted theirs.
         """
         for name in values:
             if name not in self._metrics:
@@ -103,10 +104,12 @@ class Metrics(Mapping[str, Accumulator[Any]]):
         """Replace what this rank has counted by a state that `state_dict` returned.
 
         Raises:
-            ValueError: The state belongs to other metrics.
+            ValueError: The state belongs to other metrics. Nothing has been changed then.
         """
         if state.keys() != self._metrics.keys():
             raise ValueError(f"this is the state of {sorted(state)}, and the metrics are {sorted(self._metrics)}")
+        for name, metric in self._metrics.items():
+            metric._check_state(state[name])
         for name, metric in self._metrics.items():
             metric.load_state_dict(state[name])
 

@@ -22,7 +22,10 @@ __all__ = ["DividedInput", "Whole", "divide", "join", "moved"]
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """Marks an input of `DataParallel` that every device gets undivided, such as a mask over positions."""
+    """Marks an input of `DataParallel` that every device gets undivided, such as a mask over positions.
+
+    In an output of the module it marks what is not joined: the result has that of the first device.
+    """
 
     value: Any
     """A tensor, or a structure that contains tensors."""
@@ -81,13 +84,16 @@ def join(outputs: Sequence[Any], device: torch.device, *, dim: int, place: str =
         ValueError: The outputs have different structures, shapes or values; the message has the place.
     """
     first = outputs[0]
+    if all(isinstance(output, Whole) for output in outputs):
+        return moved(first.value, device)
     if isinstance(first, Tensor) and all(isinstance(output, Tensor) for output in outputs):
         return _concatenated(outputs, device, dim, place)
     held = [children(output) for output in outputs]
     if held[0] is None:
         if any(other is not first and (type(other) is not type(first) or other != first) for other in outputs[1:]):
             raise ValueError(
-                f"{place} differs between devices: {_listed(outputs)}. Return tensors, or use Whole results."
+                f"{place} differs between devices: {_listed(outputs)}. Return tensors, or Whole(...) to "
+                "get that of the first."
             )
         return first
     keys = [None if pairs is None else [key for key, _ in pairs] for pairs in held]

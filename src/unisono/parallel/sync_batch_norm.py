@@ -106,15 +106,17 @@ class SyncBatchNorm(_BatchNorm):
         running, momentum = None, 0.0
         if self.track_running_stats and self.running_mean is not None and self.running_var is not None:
             running, momentum = (self.running_mean, self.running_var), self._next_momentum()
-        return normalize_over_ranks(
+        result = normalize_over_ranks(
             values, self.weight, self.bias, running=running, momentum=momentum, eps=self.eps, link=link
         )
+        if running is not None and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)  # a call that fails is not counted
+        return result
 
     def _next_momentum(self) -> float:
         if self.num_batches_tracked is None:
             return self.momentum or 0.0
-        self.num_batches_tracked.add_(1)
-        return 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        return 1.0 / (float(self.num_batches_tracked) + 1.0) if self.momentum is None else self.momentum
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SyncBatchNorm:
         """Return a copy that shares the group: a group cannot be copied, and averaged weights use the same one."""

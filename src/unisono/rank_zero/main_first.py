@@ -72,7 +72,8 @@ def main_first(*, local: bool = False, timeout_s: float | None = None) -> Iterat
 
 
 def _check_timeout(timeout_s: float | None) -> None:
-    if timeout_s is not None and not (isinstance(timeout_s, (int, float)) and timeout_s > 0):
+    number = isinstance(timeout_s, (int, float)) and not isinstance(timeout_s, bool)
+    if timeout_s is not None and not (number and timeout_s > 0):
         raise ValueError(f"timeout_s={timeout_s!r} must be a positive number of seconds, or None for the job's timeout")
 
 

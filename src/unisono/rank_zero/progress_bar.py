@@ -7,7 +7,6 @@ one rank than on another, and end anywhere. `watch` draws the bar. Start reading
 from __future__ import annotations
 
 import itertools
-import operator
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch.distributed as dist
 
+from unisono.arguments import whole
 from unisono.job.current import Job, current_job
 from unisono.job.ranks import is_main
 from unisono.watch import EventLog, Progress
@@ -65,15 +65,17 @@ def progress(
             bar.update(3)
             bar.show(loss=0.25)
     """
-    if isinstance(iterable, int):
+    if isinstance(iterable, bool):
+        raise TypeError(f"progress({iterable!r}) has nothing to iterate over: give an iterable, or a whole number")
+    if isinstance(iterable, int) or getattr(iterable, "shape", None) == ():  # also a number of NumPy or torch
         if total is not None:
             raise ValueError(f"progress({iterable}, total={total}) says the total twice: give one of them")
-        iterable, total = None, iterable
+        iterable, total = None, whole("iterable", iterable)
     if iterable is not None and not _is_iterable(iterable):
         raise TypeError(f"progress({iterable!r}) has nothing to iterate over: give an iterable, or a whole number")
     if total is None and iterable is not None:
         total = _length(iterable)
-    if total is not None and _whole(total, "total") < 0:
+    if total is not None and whole("total", total) < 0:
         raise ValueError(f"total={total} must be 0 or more, or None if it is not known")
     return ProgressBar(iterable, total=total, name=name, unit=unit)
 
@@ -83,7 +85,7 @@ class ProgressBar(Generic[Item]):
 
     def __init__(self, iterable: Iterable[Item] | None, *, total: int | None, name: str, unit: str) -> None:
         self._iterable = iterable
-        self._tally = _Tally(current_job(), None if total is None else operator.index(total))
+        self._tally = _Tally(current_job(), None if total is None else int(total))
         self._display = _Display(name or "progress", unit) if is_main() else None
         self._values: dict[str, float] = {}
         self._count = 0
@@ -110,8 +112,11 @@ class ProgressBar(Generic[Item]):
 
         Raises:
             TypeError: `count` is no whole number.
+            ValueError: `count` is negative.
         """
-        self._count += _whole(count, "count")
+        if (done := whole("count", count)) < 0:
+            raise ValueError(f"count={count} must be 0 or more: what is done stays done")
+        self._count += done
         if time.monotonic() >= self._next_s:
             self._tell()
 
@@ -232,14 +237,6 @@ class _Display:
 
 def _is_iterable(value: object) -> bool:
     return isinstance(value, Iterable) or hasattr(value, "__getitem__")
-
-
-def _whole(value: object, name: str) -> int:
-    """Return a whole number as an int, also one of NumPy's or of a tensor."""
-    try:
-        return operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise TypeError(f"{name}={value!r} must be a whole number") from None
 
 
 def _number(value: object, name: str) -> float:

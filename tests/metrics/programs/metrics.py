@@ -153,8 +153,8 @@ def ranks_with_other_metrics() -> None:
     with pytest.raises(RankMismatchError, match=r"none on rank 1"):
         Metrics(**({} if RANK == 1 else {"a": Sum()})).compute()
     huge = Sum()
-    huge.update(2**70 if RANK == 1 else 1)
-    with pytest.raises(OverflowError if RANK == 1 else PeerError, match="does not fit 64 bits"):
+    huge.update(2**95 if RANK == 1 else 1)
+    with pytest.raises(OverflowError if RANK == 1 else PeerError, match="does not fit 95 bits"):
         huge.compute()
     huge.reset()
     huge.update(1)

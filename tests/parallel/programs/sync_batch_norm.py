@@ -195,6 +195,7 @@ def wrong_input() -> None:
     layer = SyncBatchNorm(CHANNELS)
     with pytest.raises(ValueError, match=f"one value per channel .* on all {SIZE} ranks together"):
         layer(torch.randn(int(RANK == 1), CHANNELS))
+    assert layer.num_batches_tracked == 0
     grad = torch.enable_grad() if RANK == 0 else torch.no_grad()
     with grad, pytest.raises(RankMismatchError, match=r"rank 0 record gradients .* ranks? 1.* do not"):
         layer(torch.randn(3, CHANNELS))
