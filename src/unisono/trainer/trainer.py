@@ -1,52 +1,46 @@
 """The Trainer: the training loop stays the user's, and each step is a transaction that all ranks make or none.
 
-This file is the public interface, with `storage`. The work is done in the files beside it: `loop` (the order of
-events), `step` (one step), `evaluation`, `snapshot` (what is saved), `resume` and `checkpointing` (where and when),
-`setup` (what is checked before the first step).
+This file is the public interface, with `run_status`, `inference`, `by_virtual_rank` and `storage`. The work is done in
+the files beside it: `loop` (the order of events), `step` (one step), `evaluation`, `snapshot` (what is saved), `resume`
+and `checkpointing` (where and when), `setup` (what is checked before the first step).
 """
 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from unisono.arguments import flag, text, whole
+from unisono.arguments import flag, whole
 from unisono.data.batch import Batch
 from unisono.data.joined_loader import JoinedLoader, check_joined
-from unisono.data.map_loader import MapLoader
 from unisono.data.sampled_loader import SampledLoader
 from unisono.data.sampled_order import check_samplers
 from unisono.data.settings import Collate
 from unisono.engine import EngineKind
 from unisono.job.user_function import refuse_inside
 from unisono.metrics.metric import Metric
-from unisono.state.digest import digest
 from unisono.state.policy import Checkpoints
 from unisono.state.stateful import Stateful
 from unisono.trainer.assembly import Models, assemble
 from unisono.trainer.by_virtual_rank import ByVirtualRank
 from unisono.trainer.epoch import EpochResult
 from unisono.trainer.epoch_batches import EpochBatches
-from unisono.trainer.evaluation import evaluate, tell, tell_values
 from unisono.trainer.fit import Callbacks, Validation, check_fit, loss_alone, run_epochs
+from unisono.trainer.inference import Inference
 from unisono.trainer.loader_cache import Loader, LoaderCache
-from unisono.trainer.logged_values import check_values, read_values
 from unisono.trainer.loop import Loop
-from unisono.trainer.modules import evaluating, lone_samples_warning
-from unisono.trainer.prediction import Predictor, read_destination
+from unisono.trainer.modules import lone_samples_warning
 from unisono.trainer.resume import Resume
 from unisono.trainer.run_log import announce, open_log, warn_of_rank
+from unisono.trainer.run_status import RunStatus
 from unisono.trainer.setup import REQUIRED, check_arguments, check_step_options
-from unisono.trainer.snapshot import model_tensors, optimizer_state
 from unisono.trainer.step import Loss, StepOptions
 from unisono.trainer.step_fingerprint import intent_of_call
 from unisono.trainer.step_result import StepResult
@@ -57,7 +51,7 @@ from unisono.watch import Event
 __all__ = ["Trainer"]
 
 
-class Trainer(ByVirtualRank, Storage):
+class Trainer(RunStatus, Inference, ByVirtualRank, Storage):
     """Trains a model with the same result on any number of ranks.
 
     Every rank must build the same model and optimizer and make the same calls. All arguments but the first two are
@@ -195,46 +189,6 @@ class Trainer(ByVirtualRank, Storage):
         )
         keeps = self.directory is not None
         self._loop = Loop(parts, self._log, scheduler_interval=scheduler_interval, keeps=keeps)
-
-    @property
-    def rank(self) -> int:
-        """Global rank of this process."""
-        return self._run.world.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self._run.world.size
-
-    @property
-    def is_main(self) -> bool:
-        """True on rank 0, which writes files and prints."""
-        return self._run.world.rank == 0
-
-    @property
-    def virtual_ranks(self) -> int:
-        """Number of fixed shares of every global batch."""
-        return self._run.virtual_ranks
-
-    @property
-    def device(self) -> torch.device:
-        """The device that this rank computes on."""
-        return self._run.device
-
-    @property
-    def epoch(self) -> int:
-        """The current epoch, or the next one between two epochs, from 0."""
-        return self._cursor.epoch
-
-    @property
-    def steps(self) -> int:
-        """Number of steps done since the start of the run, also those before a resume."""
-        return self._cursor.total_steps
-
-    def print(self, *values: object) -> None:
-        """Print on rank 0, and do nothing on the others."""
-        if self.is_main:
-            print(*values, flush=True)
 
     def epochs(self, epochs: int, *, steps: int | None = None) -> Iterator[int]:
         """Yield the epochs of the run that are left, and save at the end.
@@ -443,144 +397,6 @@ class Trainer(ByVirtualRank, Storage):
         check_step_options(options)
         return self._loop.step(loss, batch, optimizer, options)
 
-    def evaluate(
-        self,
-        function: Loss,
-        dataset: Any,
-        *,
-        batch_size: int | None = None,
-        micro_batch_size: int | None = None,
-        workers: int = 0,
-        collate_fn: Collate | None = None,
-        ema: bool = False,
-        name: str = "evaluation",
-    ) -> Any:
-        """Return the mean of a function's values over all samples of a dataset, each of which counts once.
-
-        Every rank must call it, with an equal dataset. Afterwards each module is in its mode from before. Ranks send
-        each other their sums once, at the end.
-
-        Args:
-            function: Called as function(model, micro_batch), without gradients and in evaluation mode. It returns one
-                value per sample (numbers or truth values), a scalar mean, `unisono.Sum(total, weight)`, or a dict of
-                these.
-            dataset, micro_batch_size, workers, collate_fn: See `batches`.
-            batch_size: See `batches`. None: that of the last training batches, or 32 * virtual_ranks before any.
-            ema: Use the averaged weights.
-            name: The name of the result in events and on the terminal.
-
-        Returns:
-            A `Metric`, a float that knows its sum and count; a dict of them if the function returned a dict.
-
-        Raises:
-            RuntimeError: It is called inside a loss function or an evaluated function, or torch's process group failed.
-            TypeError: function cannot be called, dataset is neither map-style nor iterable, or an argument has the
-                wrong type.
-            ValueError: name is empty, a number is out of range, or ema is True and the Trainer has no ema_decay. After
-                the evaluation, if it and another one both report the metric of `Checkpoints(best=...)`.
-            DataError: The dataset is empty, an iterable dataset yields nothing, or a worker process has died.
-            LossError: On this rank, function returned something else; on all ranks, it returned a dict for some
-                micro-batches and a single value for others.
-            GroupError: On this rank, function called a collective.
-            RankMismatchError: On all ranks, if they make different calls or have different data or numbers.
-            PeerError: Another rank of the host has died, failed in a step, or does not come in time.
-            UnisonoError: Ranks no longer agree on what comes next, after a failure that one of them caught.
-        """
-        refuse_inside("trainer.evaluate")
-        if not callable(function):
-            raise TypeError(
-                f"the evaluated function is a {type(function).__name__}, which cannot be called: "
-                "trainer.evaluate(function, dataset) takes a function of the model and a micro-batch first"
-            )
-        flag("ema", ema)
-        name = text("name", name)
-        if batch_size is not None:
-            batch_size = whole("batch_size", batch_size, least=1)
-        started_s = time.monotonic()
-        self._compare(f"trainer.evaluate(name={name!r}, ema={ema})")
-        loader = self._test_loader(
-            dataset,
-            batch_size=batch_size or self._cursor.batch_size or 32 * self.virtual_ranks,
-            micro_batch_size=micro_batch_size,
-            workers=workers,
-            collate_fn=collate_fn,
-        )
-        models = self._averaged_model() if ema else self.model
-        try:
-            with evaluating(self._subjects.averages if ema else self._modules), self._carried.apart():
-                result = evaluate(self._run, self._carried, function, models, loader.batches(epoch=0))
-        finally:
-            self._run.set_generators("loop", self._cursor.epoch, self._cursor.step, 0)
-        tell(self._log, result, name=name, cursor=self._cursor, seconds=time.monotonic() - started_s)
-        self._loop.note_evaluation(name, result if isinstance(result, Mapping) else {name: result})
-        return result
-
-    def predict(
-        self,
-        function: Loss,
-        dataset: Any,
-        *,
-        batch_size: int | None = None,
-        micro_batch_size: int | None = None,
-        workers: int = 0,
-        collate_fn: Collate | None = None,
-        ema: bool = False,
-        to: str | os.PathLike[str] = "main",
-    ) -> Any:
-        """Return a function's outputs for all samples of a dataset, in its order, the same on any number of ranks.
-
-        Every rank must call it, with an equal dataset. Random numbers and modes are those of `evaluate`. Outputs travel
-        in chunks of about 64 MB.
-
-        Args:
-            function: Called as function(model, micro_batch), without gradients and in evaluation mode. It returns a
-                tensor whose first dimension is the samples, or a dict or tuple of such tensors; apart from the first
-                dimension, shapes and types must be equal for all samples.
-            dataset, micro_batch_size, workers, collate_fn: See `batches`.
-            batch_size: See `evaluate`.
-            ema: Use the averaged weights.
-            to: "main" returns the outputs on rank 0 and None elsewhere; "all" returns them on all ranks; the path of a
-                .safetensors file writes them there and returns the path, in the memory of a chunk; "iterator" returns
-                an iterator over the outputs of each batch, as they come. Every rank must take as many from it.
-
-        Returns:
-            CPU tensors in the form in which function returns them, a path, or an iterator.
-
-        Raises:
-            RuntimeError, DataError, GroupError: See `evaluate`; if one rank fails, the others raise PeerError.
-            TypeError, ValueError: See `evaluate`, or `to` is none of these.
-            LossError: On all ranks, if function returned something else.
-            OSError: On rank 0, if the file cannot be written.
-        """
-        refuse_inside("trainer.predict")
-        if not callable(function):
-            raise TypeError(
-                f"the function of trainer.predict is a {type(function).__name__}, which cannot be called: "
-                "trainer.predict(function, dataset) takes a function of the model and a micro-batch first"
-            )
-        destination = read_destination(to)
-        flag("ema", ema)
-        if batch_size is not None:
-            batch_size = whole("batch_size", batch_size, least=1)
-        self._compare(f"trainer.predict(to={os.fspath(destination)!r}, ema={ema})")
-        loader = self._test_loader(
-            dataset,
-            batch_size=batch_size or self._cursor.batch_size or 32 * self.virtual_ranks,
-            micro_batch_size=micro_batch_size,
-            workers=workers,
-            collate_fn=collate_fn,
-            keep=destination != "iterator",  # the loop may read the same dataset between two batches
-        )
-        models = self._averaged_model() if ema else self.model
-        modules = self._subjects.averages if ema else self._modules
-        predictor = Predictor(self._run, function, models, modules=modules, cursor=self._cursor)
-        if destination == "iterator":
-            return predictor.stream(
-                loader.batches(epoch=0), partial(self._compare, "the next batch of trainer.predict")
-            )
-        rows = loader.num_samples if isinstance(loader, MapLoader) else None
-        return predictor.collect(loader.batches(epoch=0), destination, rows=rows)
-
     def fit(
         self,
         train: Any,
@@ -661,69 +477,8 @@ class Trainer(ByVirtualRank, Storage):
             callbacks=callbacks,
         )
 
-    def log(self, **values: float | Tensor) -> None:
-        """Log numbers of the loop's own as an event, at the current place of the run.
-
-        They go to events.jsonl, to listeners and to the terminal. Every rank may call it, in the loop: only the numbers
-        of rank 0 are logged, and other ranks check theirs. A tensor on a GPU is waited for, on rank 0.
-
-        Args:
-            values: Numbers, or tensors with one element, by name: trainer.log(temperature=0.5), or
-                trainer.log(**{"encoder/norm": norm}).
-
-        Raises:
-            RuntimeError: It is called inside a loss function or an evaluated function.
-            TypeError: No value is given, or one is no real number.
-            ValueError: A name is empty, too long or not printable, or a tensor has several elements.
-        """
-        refuse_inside("trainer.log")
-        check_values(values)
-        if self.is_main:
-            tell_values(self._log, read_values(values), cursor=self._cursor)
-
-    def digest(self) -> str:
-        """Return the SHA-256 of all parameters, buffers and optimizer state as 64 hex digits: the identity of a result.
-
-        It is equal on all ranks, and any rank may call it alone.
-
-        Raises:
-            CheckpointError: A tensor has no plain memory, such as a sparse or quantized one.
-            TypeError: The optimizer's state has a value that is no tensor, number, text or a container of these.
-            ValueError: The optimizer has state for a parameter that belongs to no model.
-        """
-        optimizers = {
-            name: optimizer_state(self._modules, optimizer) for name, optimizer in self._subjects.optimizers.items()
-        }
-        return digest({"model": model_tensors(self._modules), "optimizer": optimizers})
-
     def _compare(self, call: str) -> None:
         """Check that all ranks make the same call at the same place of the run."""
         cursor = self._cursor
         intent = intent_of_call(call, epoch=cursor.epoch, step=cursor.step, total_steps=cursor.total_steps)
         self._comparison.compare(intent)
-
-    def _test_loader(
-        self,
-        dataset: Any,
-        *,
-        batch_size: int,
-        micro_batch_size: int | None = None,
-        workers: int = 0,
-        collate_fn: Collate | None = None,
-        keep: bool = True,
-    ) -> Loader:
-        return self._dealer.loader(
-            dataset,
-            keep=keep,
-            stream="evaluate",
-            batch_size=batch_size,
-            shuffle=False,
-            micro_batch_size=micro_batch_size,
-            workers=workers,
-            collate_fn=collate_fn,
-            drop_last=False,
-        )
-
-    def _averaged_model(self) -> Any:
-        modules = [*self._averaged().values()]
-        return dict(zip(self.model, modules, strict=True)) if isinstance(self.model, Mapping) else modules[0]

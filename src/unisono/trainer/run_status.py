@@ -1,0 +1,103 @@
+"""What a Trainer says of its run: where this rank stands, how far the run is, and what it came to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from unisono.job.user_function import refuse_inside
+from unisono.state.digest import digest
+from unisono.trainer.evaluation import tell_values
+from unisono.trainer.logged_values import check_values, read_values
+from unisono.trainer.run_context import RunContext
+from unisono.trainer.snapshot import Cursor, Subjects, model_tensors, optimizer_state
+from unisono.watch import EventLog
+
+__all__ = ["RunStatus"]
+
+
+class RunStatus:
+    """The methods of a Trainer that look at the run, and print and log."""
+
+    _run: RunContext
+    _cursor: Cursor
+    _modules: Mapping[str, nn.Module]
+    _subjects: Subjects
+    _log: EventLog
+
+    @property
+    def rank(self) -> int:
+        """Global rank of this process."""
+        return self._run.world.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self._run.world.size
+
+    @property
+    def is_main(self) -> bool:
+        """True on rank 0, which writes files and prints."""
+        return self._run.world.rank == 0
+
+    @property
+    def virtual_ranks(self) -> int:
+        """Number of fixed shares of every global batch."""
+        return self._run.virtual_ranks
+
+    @property
+    def device(self) -> torch.device:
+        """The device that this rank computes on."""
+        return self._run.device
+
+    @property
+    def epoch(self) -> int:
+        """The current epoch, or the next one between two epochs, from 0."""
+        return self._cursor.epoch
+
+    @property
+    def steps(self) -> int:
+        """Number of steps done since the start of the run, also those before a resume."""
+        return self._cursor.total_steps
+
+    def print(self, *values: object) -> None:
+        """Print on rank 0, and do nothing on the others."""
+        if self.is_main:
+            print(*values, flush=True)
+
+    def log(self, **values: float | Tensor) -> None:
+        """Log numbers of the loop's own as an event, at the current place of the run.
+
+        They go to events.jsonl, to listeners and to the terminal. Every rank may call it, in the loop: only the numbers
+        of rank 0 are logged, and other ranks check theirs. A tensor on a GPU is waited for, on rank 0.
+
+        Args:
+            values: Numbers, or tensors with one element, by name: trainer.log(temperature=0.5), or
+                trainer.log(**{"encoder/norm": norm}).
+
+        Raises:
+            RuntimeError: It is called inside a loss function or an evaluated function.
+            TypeError: No value is given, or one is no real number.
+            ValueError: A name is empty, too long or not printable, or a tensor has several elements.
+        """
+        refuse_inside("trainer.log")
+        check_values(values)
+        if self.is_main:
+            tell_values(self._log, read_values(values), cursor=self._cursor)
+
+    def digest(self) -> str:
+        """Return the SHA-256 of all parameters, buffers and optimizer state as 64 hex digits: the identity of a result.
+
+        It is equal on all ranks, and any rank may call it alone.
+
+        Raises:
+            CheckpointError: A tensor has no plain memory, such as a sparse or quantized one.
+            TypeError: The optimizer's state has a value that is no tensor, number, text or a container of these.
+            ValueError: The optimizer has state for a parameter that belongs to no model.
+        """
+        optimizers = {
+            name: optimizer_state(self._modules, optimizer) for name, optimizer in self._subjects.optimizers.items()
+        }
+        return digest({"model": model_tensors(self._modules), "optimizer": optimizers})
