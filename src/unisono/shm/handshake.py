@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import os
 import secrets
+import select
 import socket
 import struct
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from typing import NamedTuple
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
@@ -95,42 +98,83 @@ def _receive_all(
     look: Callable[[], None],
 ) -> tuple[Segment, Peers]:
     deadline_s = time.monotonic() + timeout_s
-    guests: dict[int, tuple[socket.socket, int]] = {}
+    guests: dict[int, _Guest] = {}
     name = f"unisono/shm/{secrets.token_hex(16)}"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+    with ExitStack() as held, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(f"\0{name}")
         listener.listen(size)
-        listener.settimeout(_SLICE_S)
+        listener.setblocking(False)
+        silent: list[socket.socket] = []
+        held.callback(_close_all, silent)
+        held.callback(segment.close_descriptor)
         store.set(_PLACE, f"{host_id()} {socket.gethostname()} {name}")
         while len(guests) < size - 1:
-            try:
-                guest, _ = listener.accept()
-            except TimeoutError:
+            # One that says nothing, such as a stopped process, keeps nobody waiting.
+            ready, _, _ = select.select([listener, *silent], [], [], _SLICE_S)
+            if listener in ready:
+                with suppress(BlockingIOError, ConnectionError):
+                    silent.append(listener.accept()[0])
+            for end in silent:
+                if end in ready:
+                    silent.remove(end)
+                    if (guest := _Guest.of(end)) is not None:
+                        guests[guest.rank] = held.enter_context(guest)
+                    break
+            if not ready:
                 _check_refusals(store)
                 look()
-                if time.monotonic() > deadline_s:
-                    missing = [names[r] for r in range(1, size) if r not in guests]
-                    raise PeerError(
-                        f"timed out: {name_ranks(missing)} did not come within {timeout_s:g} s to share memory with "
-                        f"rank {names[0]}. Did every rank of the group call init_process_group or new_group?"
-                    ) from None
-                continue
-            guest.settimeout(max(_SLICE_S, deadline_s - time.monotonic()))
-            if _user_at(guest) != os.getuid():
-                guest.close()
-                continue
-            hello, fds, _, _ = socket.recv_fds(guest, _HELLO.size, 1)
-            if len(hello) < _HELLO.size or not fds:  # the process has just ended
-                guest.close()
-                continue
-            guests[_HELLO.unpack(hello)[0]] = guest, fds[0]
-    pidfds = [os.pidfd_open(os.getpid()), *(guests[r][1] for r in range(1, size))]
-    for guest, _ in guests.values():
-        with guest:
-            socket.send_fds(guest, [b"."], [segment.fd, *pidfds])
-    store.delete_key(_PLACE)  # a later group with this prefix must not connect here
-    segment.close_descriptor()
-    return segment, Peers(0, pidfds)
+            if time.monotonic() > deadline_s:
+                missing = [names[r] for r in range(1, size) if r not in guests]
+                raise PeerError(
+                    f"timed out: {name_ranks(missing)} did not come within {timeout_s:g} s to share memory with "
+                    f"rank {names[0]}. Did every rank of the group call init_process_group or new_group?"
+                )
+        own = os.pidfd_open(os.getpid())
+        held.callback(os.close, own)
+        pidfds = [own, *(guests[r].pidfd for r in range(1, size))]
+        for guest in guests.values():
+            try:
+                socket.send_fds(guest.end, [b"."], [segment.fd, *pidfds])
+            except OSError as error:
+                raise PeerError(died_in_handshake([names[guest.rank]])) from error
+        store.delete_key(_PLACE)  # a later group with this prefix must not connect here
+        return segment, Peers(0, [os.dup(fd) for fd in pidfds])
+
+
+def _close_all(ends: Sequence[socket.socket]) -> None:
+    for end in ends:
+        end.close()
+
+
+class _Guest(NamedTuple):
+    """A rank that has connected to rank 0."""
+
+    rank: int
+    end: socket.socket
+    pidfd: int
+
+    @classmethod
+    def of(cls, end: socket.socket) -> _Guest | None:
+        """Read what a connection says that has data; None, and it is closed, if it is not that of a rank."""
+        fds: list[int] = []
+        try:
+            if _user_at(end) == os.getuid():
+                hello, fds, _, _ = socket.recv_fds(end, _HELLO.size, 1)
+                if len(hello) == _HELLO.size and fds:
+                    return cls(_HELLO.unpack(hello)[0], end, fds[0])
+        except OSError:
+            pass  # the process has just ended; `look` finds which
+        for fd in fds:
+            os.close(fd)
+        end.close()
+        return None
+
+    def __enter__(self) -> _Guest:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end.close()
+        os.close(self.pidfd)
 
 
 def _go_there(
@@ -184,6 +228,8 @@ def _go_there(
             finally:
                 os.close(own)
         if len(fds) < size + 1:
+            for fd in fds:
+                os.close(fd)
             look()  # rank 0 may have given up because another rank died
             raise PeerError(f"{host_rank} ended before it could share its memory with {own_rank}")
         segment = Segment(fds[0])

@@ -64,13 +64,15 @@ class Segment:
         Raises:
             UnisonoError: The system does not provide this much memory.
         """
-        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = -1
         try:
+            fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.fchmod(fd, 0o600)
             os.ftruncate(fd, max(aligned(nbytes), mmap.PAGESIZE))
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         except OSError as error:
-            os.close(fd)
+            if fd >= 0:
+                os.close(fd)
             raise UnisonoError(f"{nbytes} bytes of shared memory cannot be had: {error.strerror}") from error
         return cls(fd)
 
