@@ -128,7 +128,8 @@ class StepRunner:
         if options.encode is not None and not batch.is_dealt:
             raise ValueError(
                 f"encode=... needs samples that are dealt evenly, and the {batch.size} of this batch are as many in "
-                "each share as the function of rollouts made there: return equally many for each virtual rank."
+                "each share as the function of rollouts made there, or as its shard had left: make equally many for "
+                "each virtual rank, or give drop_last=True with shards."
             )
         self._find_trained()
         if needs_closure(self._optimizer):
