@@ -175,16 +175,18 @@ def kills_at_every_call(folder, *, writes_alone=False):
         store_module.exchange = functools.partial(wrapped, store_module.exchange)
         work(report)
 
+    begun = Store(folder.with_name("begun"))
+    for step in (1, 2):
+        begun.write(step, groups(step), {"value": step})
+    for tag in (False, True):
+        mark(begun, 1.0, tag=tag)
     kills, at, finished = 0, 0, False
     while not finished:
         at += 1
         for before in (True, False):
             shutil.rmtree(folder, ignore_errors=True)
+            shutil.copytree(begun.folder, folder, symlinks=True)
             store = Store(folder)
-            for step in (1, 2):
-                store.write(step, groups(step), {"value": step})
-            for tag in (False, True):
-                mark(store, 1.0, tag=tag)
             child, reader = fork(functools.partial(work_and_die, at=at, before=before))
             reported = [2.0, *drain(reader)]
             _, status = os.waitpid(child, 0)
