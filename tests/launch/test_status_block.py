@@ -34,7 +34,9 @@ def test_calls_are_read_as_they_were_written(file):
     )
     first = rank.begin(text, sequence=5, epoch=1)
     second = rank.begin(encode_call(name="recv", kind="point-to-point"))
+    before = agent.mark
     rank.end(second, failed=True)
+    assert agent.mark != before  # something has happened, for those who wait for a hang
     broadcast, recv = agent.calls()
     assert (agent.pid, agent.main_thread, agent.begun, agent.completed) == (7, 9, 2, 0)
     assert (broadcast.number, broadcast.name, broadcast.ranks, broadcast.peer) == (

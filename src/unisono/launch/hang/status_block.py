@@ -25,8 +25,9 @@ __all__ = ["Kind", "RecordedCall", "StatusBlock", "create", "encode_call"]
 
 _MAGIC = b"unisono1"
 _SIZE = 512 << 10  # pages that are never written take no memory
-# pid, main thread, calls begun, calls completed, whether ranks have met, finished, places of calls, left its groups
-_HEADER = struct.Struct("QQQQQQQQ")
+# pid, main thread, calls begun, calls completed, whether ranks have met, finished, places of calls, left its groups,
+# calls ended, with an error or without
+_HEADER = struct.Struct("QQQQQQQQQ")
 _HEADER_AT = 8
 
 # Calls: the latest ones, one per place. The end of a call is written without touching the rest of its record.
@@ -129,7 +130,7 @@ class StatusBlock:
         self._apart: dict[int, int] = {}  # by number, the further places of calls that are still running
         self._used = _PLACES
         self._answers = count(1)
-        self._done = 0
+        self._done = self._ended = 0
 
     def close(self) -> None:
         """Unmap the status block."""
@@ -166,6 +167,8 @@ class StatusBlock:
             self._open[place] = 0
         elif apart != _SHARED_PLACE:
             self._spare.append(apart)
+        self._ended += 1
+        struct.pack_into("Q", self._map, _HEADER_AT + 64, self._ended)
         if not failed:
             self._done += 1
             struct.pack_into("Q", self._map, _HEADER_AT + 24, self._done)
@@ -234,9 +237,9 @@ class StatusBlock:
 
     @property
     def mark(self) -> tuple[int, int]:
-        """A value that changes whenever a call begins, or ends without an error."""
-        _, _, begun, completed, *_ = self._header()
-        return begun, completed
+        """A value that changes whenever a call begins or ends, with an error or without: the numbers of both."""
+        header = self._header()
+        return header[2], header[8]
 
     @property
     def finished_ns(self) -> int | None:
