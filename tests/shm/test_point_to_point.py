@@ -274,6 +274,20 @@ def any_source():
         for i in range(3):
             dist.send(torch.tensor([rank, i]), 0, tag=4)
 
+def any_source_in_turn():
+    # A rank that has sent much keeps nobody waiting.
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 0:
+        store.wait([f"sent/{r}" for r in range(1, size)])
+        sources = [dist.recv(torch.zeros(1), tag=5) for _ in range(50 + size - 2)]
+        assert set(sources[: size - 1]) == {*range(1, size)}, sources
+    else:
+        works = [dist.isend(torch.ones(1), 0, tag=5) for _ in range(50 if rank == 1 else 1)]
+        time.sleep(0.05)  # until some are in the channel
+        store.set(f"sent/{rank}", "")
+        for work in works:
+            work.wait()
+
 def ring():
     # Everybody sends before it receives, more than a channel holds.
     sent, got = torch.full((2_000_000,), float(rank)), torch.zeros(2_000_000)
@@ -337,7 +351,7 @@ def at_random():
     for number, tensor in got:
         assert (tensor == number).all(), number
 
-for check in (any_source, ring, in_a_group, threads, at_random):
+for check in (any_source, any_source_in_turn, ring, in_a_group, threads, at_random):
     check()
     dist.barrier()
     print(check.__name__, flush=True)

@@ -92,6 +92,8 @@ class PointToPoint:
         """By source, the message that is partly read."""
         self._aside: list[list[_Message]] = [[] for _ in range(self.size)]
         """By source, messages that were read before their receive was called, complete or still arriving."""
+        self._last_any = self.rank
+        """The source of the latest message for a receive from any rank. The next such receive begins after it."""
         self._failure: Exception | None = None
 
     @staticmethod
@@ -168,7 +170,7 @@ class PointToPoint:
         for peer in list(self._sends):
             moved |= self._push(peer)
         named = {receive.peer for receive in self._receives}
-        for source in self._readers if makes_room or None in named else [*self._arriving, *named]:
+        for source in self._turns() if makes_room or None in named else [*self._arriving, *named]:
             if source is not None and source != self.rank:
                 moved |= self._pull(source, makes_room)
         return moved
@@ -219,6 +221,8 @@ class PointToPoint:
             if receive.peer is None or receive.peer == source:
                 if receive.tag == tag:
                     self._receives.remove(receive)
+                    if receive.peer is None:
+                        self._last_any = source
                     message = _Message(tag, total)
                     message.receive = receive
                     message.address = receive.address if total <= receive.nbytes else 0
@@ -248,10 +252,12 @@ class PointToPoint:
 
     def _find_aside(self, receive: Transfer) -> bool:
         """Match a new receive with the first message put aside for it. Return True if there is one."""
-        for source in range(self.size) if receive.peer is None else (receive.peer,):
+        for source in self._turns() if receive.peer is None else (receive.peer,):
             for message in self._aside[source]:
                 if message.tag == receive.tag and message.receive is None:
                     message.receive = receive
+                    if receive.peer is None:
+                        self._last_any = source
                     if message.arrived == message.total:
                         self._deliver(message, receive, source)
                     return True
@@ -268,10 +274,12 @@ class PointToPoint:
             self._deliver(message, message.receive, self.rank)
 
     def _sources(self, receive: Transfer) -> list[int]:
-        """Return the ranks whose rings may contain the message of a receive; from any: all, beginning with the next."""
-        if receive.peer is not None:
-            return [] if receive.peer == self.rank else [receive.peer]
-        return [r for r in ((self.rank + 1 + i) % self.size for i in range(self.size)) if r != self.rank]
+        """Return the ranks whose rings may contain the message of a receive; from any: all others, in turn."""
+        return [r for r in (self._turns() if receive.peer is None else (receive.peer,)) if r != self.rank]
+
+    def _turns(self) -> list[int]:
+        """Return all ranks, beginning after the one that was received from last: a busy one starves no other."""
+        return [(self._last_any + 1 + i) % self.size for i in range(self.size)]
 
     def _awaited(self) -> list[int]:
         """Return the ranks that pending transfers name."""
