@@ -85,9 +85,19 @@ def test_the_readmes_script_is_short_and_has_one_digest_with_and_without_ranks(r
 def test_relative_links_lead_to_files(page):
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
-        if "://" in target or target.startswith("#"):
+        if "://" in target:
             continue
-        assert (page.parent / target.partition("#")[0]).exists(), f"{page.name} links to {target}, which is not there"
+        name, _, anchor = target.partition("#")
+        file = page.parent / name if name else page
+        assert file.exists(), f"{page.name} links to {target}, which is not there"
+        assert not anchor or anchor in anchors_of(file), f"{page.name} links to {target}, and there is no such heading"
+
+
+def anchors_of(page: Path) -> set[str]:
+    """Return the anchors that a page's headings have where Markdown is shown as GitHub does."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_the_layers_in_the_architecture_are_those_of_the_code():

@@ -1,4 +1,4 @@
-"""Ranks that part, in check mode: all of them print one error, and go on.
+"""Ranks that diverge, in check mode: all of them print one error, and go on.
 
 It is run as `unisono run --check -n 3 checked_collectives.py crossed`, and with "late" or "ended" for the last call
 alone.
