@@ -71,7 +71,7 @@ class Fetcher(Dataset[Any]):
         generators.settle(self._settings.key("step", task.epoch, task.step))
         try:
             found = self._read(task, generators.seed if generators.has_drawn else None)
-        except Exception:
+        except Exception:  # the dataset drew from an unseeded generator: with its own numbers it may not fail
             if not generators.moved():
                 raise
         else:

@@ -101,7 +101,7 @@ class Inference:
         self._compare(f"trainer.evaluate(name={name!r}, ema={ema})")
         loader = self._test_loader(
             dataset,
-            batch_size=batch_size or self._cursor.batch_size or 32 * self._run.virtual_ranks,
+            batch_size=batch_size,
             micro_batch_size=micro_batch_size,
             workers=workers,
             collate_fn=collate_fn,
@@ -166,7 +166,7 @@ class Inference:
         self._compare(f"trainer.predict(to={os.fspath(destination)!r}, ema={ema})")
         loader = self._test_loader(
             dataset,
-            batch_size=batch_size or self._cursor.batch_size or 32 * self._run.virtual_ranks,
+            batch_size=batch_size,
             micro_batch_size=micro_batch_size,
             workers=workers,
             collate_fn=collate_fn,
@@ -186,7 +186,7 @@ class Inference:
         self,
         dataset: Any,
         *,
-        batch_size: int,
+        batch_size: int | None,
         micro_batch_size: int | None = None,
         workers: int = 0,
         collate_fn: Collate | None = None,
@@ -196,7 +196,7 @@ class Inference:
             dataset,
             keep=keep,
             stream="evaluate",
-            batch_size=batch_size,
+            batch_size=batch_size or self._cursor.batch_size or 32 * self._run.virtual_ranks,
             shuffle=False,
             micro_batch_size=micro_batch_size,
             workers=workers,

@@ -92,6 +92,7 @@ class StepRunner:
             run, models=models, modules=modules, engine=engine, buffers=buffers, carried=carried, autocast=autocast
         )
         self._optimizer, self._engine, self._buffers = optimizer, engine, buffers
+        self._needs_closure = needs_closure(optimizer)
         self._comparison, self._fingerprint = comparison, fingerprint
         self._clip_grad_norm = clip_grad_norm
         if autocast == "fp16":
@@ -132,7 +133,7 @@ class StepRunner:
                 "each virtual rank, or give drop_last=True with shards."
             )
         self._find_trained()
-        if needs_closure(self._optimizer):
+        if self._needs_closure:
             options = options._replace(closure=True)
         if options.closure:
             check_closure(self._optimizer, self._engine, scaled=self.scaler is not None)

@@ -46,6 +46,7 @@ from unisono.trainer.step_fingerprint import intent_of_call
 from unisono.trainer.step_result import StepResult
 from unisono.trainer.storage import Storage
 from unisono.trainer.virtual_rank_calls import VirtualRankCalls
+from unisono.trainer.virtual_rank_gradients import PLAIN_STEP
 from unisono.watch import Event
 
 __all__ = ["Trainer"]
@@ -393,8 +394,11 @@ class Trainer(RunStatus, Inference, ByVirtualRank, Storage):
                 f"the loss function is a {type(loss).__name__}, which cannot be called: trainer.step(loss, batch) "
                 "takes a function of the model and a micro-batch first, and then the batch"
             )
-        options = StepOptions(encode, flag("recompute", recompute), on_gradients, flag("closure", closure))
-        check_step_options(options)
+        options = PLAIN_STEP
+        is_plain = encode is None and on_gradients is None and recompute is False and closure is False
+        if not is_plain:
+            options = StepOptions(encode, flag("recompute", recompute), on_gradients, flag("closure", closure))
+            check_step_options(options)
         return self._loop.step(loss, batch, optimizer, options)
 
     def fit(

@@ -49,7 +49,7 @@ class StepOptions(NamedTuple):
 
     def describe(self) -> str:
         """Return the options as text that is equal on ranks which take the same step."""
-        if self == PLAIN_STEP:
+        if self is PLAIN_STEP:
             return ""
         return "".join(f", {name}=…" for name, value in self._asdict().items() if value)
 
