@@ -83,7 +83,7 @@ trainer = unisono.Trainer(
     directory=args.directory,
     checkpoints=unisono.Checkpoints(every_steps=args.checkpoint_every),
 )
-for _epoch in trainer.epochs(args.epochs, steps=args.steps):
+for _epoch in trainer.epochs(args.epochs, max_steps=args.steps):
     for batch in trainer.batches(train, batch_size=args.batch_size, workers=args.workers):
         trainer.step(loss, batch)
 test_loss = trainer.evaluate(loss, test, name="loss")

@@ -94,7 +94,7 @@ def state():
         torch.get_default_dtype(),
     )
 before = state()
-from unisono import Trainer, Checkpoints, Metric
+from unisono import Trainer, Checkpoints, Average
 import unisono.data, unisono.comm, unisono.loggers, unisono.engine, unisono.launch, unisono.watch, unisono.parallel
 assert state() == before
 """

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from unisono.job.ranks import is_main, local_rank, local_world_size, node_rank, rank, world_size
     from unisono.job.subgroups import split, subgroup
     from unisono.launch.spawn.caller import spawn
-    from unisono.metrics.metric import Metric
+    from unisono.metrics.average import Average
     from unisono.parallel.losses import Sum
     from unisono.rank_zero.main_first import main_first
     from unisono.rank_zero.printing import print0
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from unisono.trainer.trainer import Trainer
 
 __all__ = [
+    "Average",
     "Carried",
     "Checkpoints",
     "Job",
-    "Metric",
     "Sum",
     "Trainer",
     "get_logger",
@@ -59,7 +59,7 @@ _HOMES = {
     "Carried": "unisono.trainer.carried",
     "Checkpoints": "unisono.state.policy",
     "Job": "unisono.job.current",
-    "Metric": "unisono.metrics.metric",
+    "Average": "unisono.metrics.average",
     "Sum": "unisono.parallel.losses",
     "Trainer": "unisono.trainer.trainer",
     "get_logger": "unisono.rank_zero.rank_logger",

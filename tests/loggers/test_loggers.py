@@ -48,8 +48,8 @@ def train(trainer, *, epochs=2, stop=None):
     for epoch in trainer.epochs(epochs):
         for batch in trainer.batches(DATA, batch_size=4):
             trainer.step(loss, batch)
-            trainer.log(warmth=trainer.steps / 2)
-            if trainer.steps == stop:
+            trainer.log(warmth=trainer.steps_done / 2)
+            if trainer.steps_done == stop:
                 raise RuntimeError("stopped")
         trainer.evaluate(loss, DATA, name="loss")
         trainer.log(late=epoch)
@@ -119,7 +119,7 @@ def test_a_resumed_run_goes_on_in_the_table_without_doubles(tmp_path, tear):
         path.write_text(path.read_text()[:-5])
     with CSVLogger(path) as listener:
         trainer = make_trainer(listener, directory=tmp_path / "run")
-        assert trainer.steps == 10
+        assert trainer.steps_done == 10
         trainer.log(early=1)
         train(trainer)
     found = table(path)

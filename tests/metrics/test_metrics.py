@@ -14,7 +14,7 @@ from sklearn.metrics import precision_recall_fscore_support
 
 import unisono
 from unisono.errors import GroupError
-from unisono.metrics import Accuracy, ConfusionCounts, Max, Mean, Metric, Metrics, Min, Sum, TorchMetric
+from unisono.metrics import Accuracy, Average, ConfusionCounts, Max, Mean, Metrics, Min, TorchMetric, Total
 
 PROGRAM = Path(__file__).parent / "programs" / "metrics.py"
 
@@ -37,7 +37,7 @@ def test_a_mean_is_over_samples():
     mean.update(torch.tensor(5, dtype=torch.int32))
     mean.update(torch.empty(0))
     value = mean.compute()
-    assert isinstance(value, Metric) and unisono.Metric is Metric
+    assert isinstance(value, Average) and unisono.Average is Average
     assert (value.total, value.count, float(value)) == (31, 7, 31 / 7)
     assert str(value) == "4.4286"  # a sum of other values than counts tells nobody anything
     mean.reset()
@@ -48,11 +48,11 @@ def test_weights_of_a_mean():
     mean = Mean()
     losses = torch.tensor([[1.0, 2.0, math.nan], [3.0, 4.0, 5.0]])
     mean.update(losses, weight=torch.tensor([[True, True, False], [False, True, True]]))
-    assert repr(mean.compute()) == "Metric(12.0, 4.0)"
+    assert repr(mean.compute()) == "Average(12.0, 4.0)"
     mean.update(losses[:, :2], weight=torch.tensor([[2.0], [0.5]]))
-    assert repr(mean.compute()) == "Metric(21.5, 9.0)"
+    assert repr(mean.compute()) == "Average(21.5, 9.0)"
     mean.update(losses[1], weight=2)
-    assert repr(mean.compute()) == "Metric(45.5, 15.0)"
+    assert repr(mean.compute()) == "Average(45.5, 15.0)"
     with pytest.raises(ValueError, match="weight=-1 must be 0 or more"):
         mean.update(1.0, weight=-1)
     with pytest.raises(ValueError, match="weight has a negative number"):
@@ -67,11 +67,11 @@ def test_what_has_weight_0_is_not_looked_at():
     mean = Mean()
     mean.update(math.nan, weight=0)  # the mean loss of an empty batch
     mean.update(torch.tensor([math.nan, 1.0, math.inf]), weight=torch.tensor([0.0, 2.0, 0.0]))
-    assert repr(mean.compute()) == "Metric(2.0, 2.0)"
+    assert repr(mean.compute()) == "Average(2.0, 2.0)"
 
 
 def test_lists_and_arrays_are_counted_as_tensors_are():
-    mean, total, low = Mean(), Sum(), Min()
+    mean, total, low = Mean(), Total(), Min()
     mean.update([0.1, 0.2], weight=numpy.array([3, 1]))
     assert mean.compute().total == pytest.approx(0.5, abs=1e-16)
     total.update(numpy.int64(2**53 + 1))
@@ -111,7 +111,7 @@ def test_settings_that_cannot_be_meant():
 
 
 def test_small_and_large_means_are_printed_with_digits_that_tell():
-    shown = [str(Metric(total, 4)) for total in (0.0, 2.0, 4.2e-6, 1.5e10, math.nan)]
+    shown = [str(Average(total, 4)) for total in (0.0, 2.0, 4.2e-6, 1.5e10, math.nan)]
     assert shown == ["0.0000 (0/4)", "0.5000 (2/4)", "1.05e-06", "3.75e+09", "nan"]
 
 
@@ -124,14 +124,14 @@ def test_many_small_values_are_not_lost():
 
 
 def test_sums_and_extremes_of_whole_numbers_stay_whole():
-    for metric, expected in ((Sum(), 2**60 + 9), (Min(), 2), (Max(), 2**60)):
+    for metric, expected in ((Total(), 2**60 + 9), (Min(), 2), (Max(), 2**60)):
         metric.update(torch.tensor([3, 4]))
         metric.update(2**60)
         metric.update(True if isinstance(metric, Max) else 2)
         assert metric.compute() == expected and isinstance(metric.compute(), int)
         metric.update(0.25)
         assert isinstance(metric.compute(), float)
-    huge = Sum()
+    huge = Total()
     huge.update(2**95)
     with pytest.raises(OverflowError, match=f"{2**95}, does not fit 95 bits"):
         huge.compute()
@@ -141,12 +141,12 @@ def test_sums_and_extremes_of_whole_numbers_stay_whole():
 def test_sums_of_whole_numbers_do_not_wrap(dtype):
     most = 1 if dtype is torch.bool else torch.iinfo(dtype).max
     least = 0 if dtype is torch.bool else torch.iinfo(dtype).min
-    total = Sum()
+    total = Total()
     for _ in range(3):
         total.update(torch.tensor([most] * 4, dtype=dtype))
         total.update(torch.tensor([least], dtype=dtype))
     assert total.compute() == 3 * (4 * most + least)
-    other = Sum()
+    other = Total()
     other.load_state_dict(total.state_dict())
     other.collect()
     other.update(torch.tensor([most], dtype=dtype))
@@ -163,7 +163,7 @@ def test_shapes_that_do_not_broadcast_and_targets_that_are_no_classes():
 
 
 def test_a_state_of_other_metrics_changes_nothing():
-    meters, others = Metrics(a=Sum(), b=Mean()), Metrics(a=Sum(), b=Max())
+    meters, others = Metrics(a=Total(), b=Mean()), Metrics(a=Total(), b=Max())
     others.update(a=3)
     with pytest.raises(ValueError, match=r"this is the state of Max\(\), and the metric is Mean\(\)"):
         meters.load_state_dict(others.state_dict())
@@ -191,17 +191,17 @@ def test_accuracy():
         metric.update(*arguments)
         return repr(metric.compute())
 
-    assert after(Accuracy(), SCORES, TARGETS) == "Metric(2, 4)"
-    assert after(Accuracy(2), SCORES, TARGETS) == "Metric(3, 4)"
-    assert after(Accuracy(3), SCORES, TARGETS) == "Metric(4, 4)"
-    assert after(Accuracy(), SCORES.argmax(1), TARGETS) == "Metric(2, 4)"
-    assert after(Accuracy(ignore_index=2), SCORES, TARGETS) == "Metric(1, 2)"
-    assert after(Accuracy(2, ignore_index=-100), SCORES[:2], torch.tensor([1, -100])) == "Metric(1, 1)"
-    assert after(Accuracy(threshold=0.0), torch.tensor([-1.0, 2.0, 3.0]), torch.tensor([0, 0, 1])) == "Metric(2, 3)"
+    assert after(Accuracy(), SCORES, TARGETS) == "Average(2, 4)"
+    assert after(Accuracy(2), SCORES, TARGETS) == "Average(3, 4)"
+    assert after(Accuracy(3), SCORES, TARGETS) == "Average(4, 4)"
+    assert after(Accuracy(), SCORES.argmax(1), TARGETS) == "Average(2, 4)"
+    assert after(Accuracy(ignore_index=2), SCORES, TARGETS) == "Average(1, 2)"
+    assert after(Accuracy(2, ignore_index=-100), SCORES[:2], torch.tensor([1, -100])) == "Average(1, 1)"
+    assert after(Accuracy(threshold=0.0), torch.tensor([-1.0, 2.0, 3.0]), torch.tensor([0, 0, 1])) == "Average(2, 3)"
     tokens = SCORES.T.expand(5, 3, 4)  # [N, C, length]
-    assert after(Accuracy(), tokens, TARGETS.expand(5, 4)) == "Metric(10, 20)"
-    assert after(Accuracy(2), tokens, TARGETS.expand(5, 4)) == "Metric(15, 20)"
-    assert after(Accuracy(), SCORES[:0], TARGETS[:0]) == "Metric(0, 0)"
+    assert after(Accuracy(), tokens, TARGETS.expand(5, 4)) == "Average(10, 20)"
+    assert after(Accuracy(2), tokens, TARGETS.expand(5, 4)) == "Average(15, 20)"
+    assert after(Accuracy(), SCORES[:0], TARGETS[:0]) == "Average(0, 0)"
 
 
 @pytest.mark.parametrize(
@@ -264,12 +264,12 @@ def test_a_collection_is_updated_by_name_and_keeps_its_state():
     for metrics in (meters, again):
         metrics.update(loss=(1.0, 4), top1=(SCORES, TARGETS))
         values = metrics.compute()
-        assert repr(values["loss"]) == "Metric(6.0, 8.0)" and repr(values["top1"]) == "Metric(4, 8)"
+        assert repr(values["loss"]) == "Average(6.0, 8.0)" and repr(values["top1"]) == "Average(4, 8)"
         assert values["table"].matrix.sum() == 4
     assert list(meters) == ["loss", "top1", "table"] and len(meters) == 3
     with pytest.raises(KeyError, match=r"'acc' is none of the metrics \['loss', 'top1', 'table'\]"):
         meters.update(loss=1, acc=1)
-    assert repr(meters["loss"].compute()) == "Metric(6.0, 8.0)"  # it was not counted either
+    assert repr(meters["loss"].compute()) == "Average(6.0, 8.0)"  # it was not counted either
     with pytest.raises(ValueError, match=r"state of \['loss', 'table', 'top1'\], and the metrics are \['loss'\]"):
         Metrics(loss=Mean()).load_state_dict(meters.state_dict())
     with pytest.raises(ValueError, match=r"state of Accuracy\(k=1.*the metric is Accuracy\(k=5"):
@@ -328,5 +328,5 @@ def test_classes_may_be_of_any_whole_type():
     for metric in (counts, accuracy):
         metric.update(torch.tensor([200, 7, 3]), torch.tensor([200, 255, 4], dtype=torch.uint8))
         metric.update(torch.tensor([True, False]), torch.tensor([1, 1], dtype=torch.int32))
-    assert counts.compute().accuracy.total == 2 and repr(accuracy.compute()) == "Metric(2, 4)"
+    assert counts.compute().accuracy.total == 2 and repr(accuracy.compute()) == "Average(2, 4)"
     assert counts.compute().matrix[200, 200] == 1 and counts.compute().matrix[4, 3] == 1

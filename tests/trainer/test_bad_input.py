@@ -118,10 +118,10 @@ def test_a_loss_may_come_with_further_values_which_train_nothing():
     def with_scores(model, batch):
         return ModelOutput(loss=per_sample(model, batch), scores=model(batch[0]))
 
-    results = [make_trainer().fit(make_data(), loss, batch_size=8, epochs=1) for loss in (per_sample, with_scores)]
+    results = [make_trainer().fit(loss, make_data(), batch_size=8, epochs=1) for loss in (per_sample, with_scores)]
     assert results[0] == results[1]
     trainer = make_trainer(nn.Linear(4, 3))
-    (result,) = trainer.fit(make_data(), with_scores, batch_size=8, epochs=1, validation=make_data())
+    (result,) = trainer.fit(with_scores, make_data(), batch_size=8, epochs=1, validation=make_data())
     assert result.validation["validation loss"] == trainer.evaluate(per_sample, make_data())
 
 
@@ -300,10 +300,10 @@ data = TensorDataset(torch.randn(40, 1000))
 for epoch in trainer.epochs(2):
     for batch in trainer.batches(data, batch_size=8):
         trainer.step(lambda m, b: m(b[0]).square().sum(1), batch)
-        if trainer.steps == 3:
+        if trainer.steps_done == 3:
             # No file may grow beyond 100 kB from here on: what a full disk does, without one.
             resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
-        if trainer.steps == int(sys.argv[2]):
+        if trainer.steps_done == int(sys.argv[2]):
             resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 print("weights sha256:", trainer.digest())
 """

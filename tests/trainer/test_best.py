@@ -51,7 +51,7 @@ def run(trainer, values, *, epochs=None):
         for batch in trainer.batches(DATA, batch_size=10):
             trainer.step(loss, batch)
         report(trainer, values[epoch])
-        weights[trainer.steps] = trainer.model.weight.detach().clone()
+        weights[trainer.steps_done] = trainer.model.weight.detach().clone()
     return weights
 
 
@@ -84,7 +84,7 @@ def test_the_best_checkpoint_stays_beside_the_newest(tmp_path, values, mode, ste
     loaded = trainer.load("best")
     assert loaded.source.endswith(f"step-{step:09d}")
     assert torch.equal(trainer.model.weight, weights[step])
-    assert trainer.steps == last
+    assert trainer.steps_done == last
     assert warnings_of(trainer) == []
 
 
@@ -125,9 +125,9 @@ def test_a_new_best_makes_a_checkpoint_due(tmp_path, before):
     weights = {}
 
     def look():
-        if trainer.steps in values:
-            weights[trainer.steps] = trainer.model.weight.detach().clone()
-            report(trainer, values.pop(trainer.steps))
+        if trainer.steps_done in values:
+            weights[trainer.steps_done] = trainer.model.weight.detach().clone()
+            report(trainer, values.pop(trainer.steps_done))
 
     for _ in trainer.epochs(4):
         for batch in trainer.batches(DATA, batch_size=10):
@@ -142,15 +142,15 @@ def test_a_new_best_makes_a_checkpoint_due(tmp_path, before):
     assert torch.equal(trainer.model.weight, weights[3])
     assert warnings_of(trainer) == []
     resumed = make_trainer(tmp_path, checkpoints=best(**rules))
-    assert resumed.steps == 8
+    assert resumed.steps_done == 8
 
 
 def test_the_end_of_a_run_counts_and_an_unfinished_epoch_too(tmp_path):
     trainer = make_trainer(tmp_path, checkpoints=best())
-    for _ in trainer.epochs(3, steps=3):
+    for _ in trainer.epochs(3, max_steps=3):
         for batch in trainer.batches(DATA, batch_size=10):
             trainer.step(loss, batch)
-        report(trainer, trainer.steps)
+        report(trainer, trainer.steps_done)
     assert read_best(tmp_path / "checkpoints").step == 3
 
 
@@ -159,7 +159,7 @@ def test_loading_the_best_while_it_is_the_present_one_changes_nothing(tmp_path):
     for _ in trainer.epochs(1):
         for batch in trainer.batches(DATA, batch_size=10):
             trainer.step(loss, batch)
-            report(trainer, trainer.steps)
+            report(trainer, trainer.steps_done)
             digest = trainer.digest()
             assert trainer.load("best").source == "the present weights"
             assert trainer.digest() == digest
@@ -176,7 +176,7 @@ def test_a_best_state_that_is_changed_before_it_is_saved_is_told_of(tmp_path):
             if epoch == 1 and batch.step == 0:
                 report(trainer, 100.0)
                 trainer.load(tmp_path / "zeros.pt")
-        report(trainer, trainer.steps)
+        report(trainer, trainer.steps_done)
         if epoch == 1:
             trainer.save()
             report(trainer, 50.0)  # the checkpoint of this step is there, and becomes the best one
@@ -243,15 +243,15 @@ def early(directory, values, *, patience=2):
 def test_break_saves_and_a_resumed_run_breaks_at_the_same_place(tmp_path):
     values = [3.0, 2.0, 2.5, 2.0, 1.0, 0.0, 1.0, 1.0]
     trainer = early(tmp_path, values)
-    assert trainer.steps == 8
+    assert trainer.steps_done == 8
     digest = trainer.digest()
     again = early(tmp_path, values)
-    assert again.steps == 8
+    assert again.steps_done == 8
     assert [event["total_steps"] for event in again.seen if event["event"] == "resume"] == [8]
     assert again.digest() == digest
     # With more patience it goes on as a run that had it from the beginning.
     patient = early(tmp_path, values, patience=3)
-    assert patient.steps == 16
+    assert patient.steps_done == 16
     calm = early(tmp_path / "calm", values, patience=3)
     assert calm.digest() == patient.digest()
     assert len(calm._loop.history) == len(patient._loop.history)
@@ -264,7 +264,7 @@ def test_break_after_a_new_best_keeps_it(tmp_path):
     for _ in trainer.epochs(9):
         for batch in trainer.batches(DATA, batch_size=10):
             trainer.step(loss, batch)
-        if report(trainer, trainer.steps) > 3:
+        if report(trainer, trainer.steps_done) > 3:
             break
     trainer.load("best")
     assert folders(tmp_path) == ["best.json", "step-000000004"]
@@ -284,7 +284,7 @@ def test_a_failed_write_at_a_break_is_told_of_and_tried_again(tmp_path):
     trainer._loop._asked.rescue()  # what the end of the process does
     (warning,) = warnings_of(trainer)
     assert "checkpoint not written: the checkpoint of step 2 was not written" in warning
-    assert make_trainer(tmp_path).steps == 2
+    assert make_trainer(tmp_path).steps_done == 2
 
 
 def test_stalled_is_a_function_of_the_history():
@@ -314,7 +314,7 @@ def test_a_tag_is_kept_replaced_and_not_resumed_from(tmp_path):
     for _ in trainer.epochs(4):
         for batch in trainer.batches(DATA, batch_size=10):
             trainer.step(loss, batch)
-        name = "early" if trainer.steps < 6 else "late.2"
+        name = "early" if trainer.steps_done < 6 else "late.2"
         trainer.save(tag=name)
         kept[name] = trainer.model.weight.detach().clone()
     assert folders(tmp_path) == ["step-000000008", "tag-early", "tag-late.2"]
@@ -324,7 +324,7 @@ def test_a_tag_is_kept_replaced_and_not_resumed_from(tmp_path):
     for path in (tmp_path / "checkpoints" / "step-000000008").iterdir():
         path.unlink()
     (tmp_path / "checkpoints" / "step-000000008").rmdir()
-    assert make_trainer(tmp_path).steps == 0
+    assert make_trainer(tmp_path).steps_done == 0
     assert folders(tmp_path) == ["tag-early", "tag-late.2"]
 
 

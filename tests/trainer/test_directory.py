@@ -39,7 +39,7 @@ def make_trainer(directory, *, lr=0.1, optimizer=torch.optim.SGD, model=None, **
 
 
 def fit(trainer, epochs=1, **options):
-    return trainer.fit(DATA, loss, batch_size=10, epochs=epochs, **options)
+    return trainer.fit(loss, DATA, batch_size=10, epochs=epochs, **options)
 
 
 HOLDER = """
@@ -75,7 +75,7 @@ def test_trainers_of_one_process_take_over(tmp_path):
     fit(second, epochs=2)
     with pytest.raises(CheckpointError, match="a later Trainer of this process"):
         fit(first, epochs=2)
-    assert make_trainer(tmp_path).steps == 4
+    assert make_trainer(tmp_path).steps_done == 4
 
 
 def test_a_loop_that_is_over_gives_its_directory_back(tmp_path, monkeypatch):
@@ -90,7 +90,7 @@ def test_a_loop_that_is_over_gives_its_directory_back(tmp_path, monkeypatch):
         signal.pause()
     try:
         del first
-        assert make_trainer(tmp_path).steps == 4
+        assert make_trainer(tmp_path).steps_done == 4
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
@@ -194,7 +194,7 @@ if full and trainer.is_main:
     import signal
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 try:
-    trainer.fit(data, lambda m, b: m(b[0]).square().sum(1), batch_size=10, epochs=1)
+    trainer.fit(lambda m, b: m(b[0]).square().sum(1), data, batch_size=10, epochs=1)
     print(*sorted(path.name for path in Path(sys.argv[1], "checkpoints").glob("step-*")))
 except unisono.errors.CheckpointError as error:
     print("refused", "was not written" in str(error))
@@ -269,7 +269,7 @@ trainer = unisono.Trainer(
 def fit(epochs):
     try:
         data = TensorDataset(torch.randn(20, 6))
-        trainer.fit(data, lambda m, b: m(b[0]).square().sum(1), batch_size=10, epochs=epochs)
+        trainer.fit(lambda m, b: m(b[0]).square().sum(1), data, batch_size=10, epochs=epochs)
     except (UnisonoError, OSError) as error:
         print(type(error).__name__, error, flush=True)
 fit(1)
@@ -280,7 +280,7 @@ fit(2)
 if trainer.is_main:
     shutil.rmtree(sys.argv[1])
 fit(3)
-print(trainer.steps)
+print(trainer.steps_done)
 """
 
 
@@ -339,7 +339,7 @@ trainer = unisono.Trainer(
     model, optimizer, virtual_ranks=2, directory=sys.argv[1], progress=False, engine="collective"
 )
 print(nbytes("VmHWM") - before)
-trainer.fit(TensorDataset(torch.randn(4, 1024)), lambda m, b: m(b[0]).square().mean(1), batch_size=4, epochs=1)
+trainer.fit(lambda m, b: m(b[0]).square().mean(1), TensorDataset(torch.randn(4, 1024)), batch_size=4, epochs=1)
 """
 
 

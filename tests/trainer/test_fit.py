@@ -10,19 +10,19 @@ seen = []
 
 def note(kind):
     def called(trainer, value):
-        seen.append((kind, trainer.steps))
-        return kind == "step" and trainer.steps == stop
+        seen.append((kind, trainer.steps_done))
+        return kind == "step" and trainer.steps_done == stop
     return called
 
 torch.manual_seed(1)
 trainer = make_trainer(directory=folder or None)
 results = trainer.fit(
-    data, loss, batch_size=12, epochs=3, validation=validation, validate_every=4,
+    loss, data, batch_size=12, epochs=3, validation=validation, validate_every=4,
     on_step=note("step"), on_epoch=note("epoch"), on_evaluation=note("evaluation"),
 )
 say([(r.epoch, r.loss, {k: (v.total, v.count) for k, v in r.validation.items()}) for r in results])
 say(seen)
-say(trainer.steps, trainer.digest())
+say(trainer.steps_done, trainer.digest())
 """
 
 

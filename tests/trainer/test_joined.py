@@ -81,20 +81,20 @@ def test_a_virtual_rank_without_a_sample_of_the_first_dataset_computes_nothing()
 def test_fit_takes_several_datasets():
     trainer = make_trainer()
     trainer.fit(
-        DATASETS,
         lambda model, batch: model(batch["a"][0].float().unsqueeze(1)).squeeze(1).square() / 100,
+        DATASETS,
         batch_size={"a": 5, "b": 2},
         epochs=2,
         validation=DATASETS["a"],
         metrics={"length": lambda model, batch: torch.ones(len(batch[0]))},
     )
-    assert trainer.steps == 4
+    assert trainer.steps_done == 4
 
 
 def test_an_epoch_does_not_go_on_with_another_second_dataset(tmp_path):
     def begun(datasets, steps):
         trainer = make_trainer(directory=tmp_path)
-        for _ in trainer.epochs(1, steps=steps):
+        for _ in trainer.epochs(1, max_steps=steps):
             for batch in trainer.batches(datasets, batch_size={"a": 4, "b": 2}):
                 trainer.step(lambda model, m: model(m["a"][0].float().unsqueeze(1)).squeeze(1) / 100, batch)
 
@@ -150,7 +150,7 @@ for names in (("a", "b"), ("a", "c"))[R], ("a", "b"):
             trainer.step(lambda model, m: loss(model, m["a"]), batch)
     except Exception as error:
         say(type(error).__name__, error)
-say(trainer.steps)
+say(trainer.steps_done)
 """
 
 

@@ -47,7 +47,7 @@ def deal(trainer, data=DATA, *, most=99, **options):
 )
 def test_an_epoch_that_is_dealt_otherwise_after_a_resume_is_refused(tmp_path, began, goes_on, words):
     first = make_trainer(directory=tmp_path)
-    for _ in first.epochs(1, steps=1):
+    for _ in first.epochs(1, max_steps=1):
         deal(first, **began)
     second = make_trainer(directory=tmp_path)
     with pytest.raises(ValueError, match=words):
@@ -113,16 +113,16 @@ def test_batches_go_on_after_a_break_out_of_epochs():
 
 def test_a_loop_that_was_run_already_is_refused():
     trainer = make_trainer()
-    assert len(trainer.fit(DATA, loss, batch_size=8, epochs=2)) == 2
+    assert len(trainer.fit(loss, DATA, batch_size=8, epochs=2)) == 2
     with pytest.raises(ValueError, match=r"epochs=2 is done: this Trainer is at epoch 2, after 6 steps.* epochs=4"):
-        trainer.fit(DATA, loss, batch_size=8, epochs=2)
-    assert [result.epoch for result in trainer.fit(DATA, loss, batch_size=8, epochs=4)] == [0, 1, 2, 3]
+        trainer.fit(loss, DATA, batch_size=8, epochs=2)
+    assert [result.epoch for result in trainer.fit(loss, DATA, batch_size=8, epochs=4)] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("arguments", [(2.5,), ("3",), (None,), (2, 1.5)])
 def test_epochs_and_steps_are_whole_numbers(arguments):
     with pytest.raises(TypeError, match=r"=.* must be a whole number, and is a "):
-        make_trainer().epochs(arguments[0], steps=arguments[-1] if len(arguments) > 1 else None)
+        make_trainer().epochs(arguments[0], max_steps=arguments[-1] if len(arguments) > 1 else None)
 
 
 def test_two_loops_at_once_are_refused():

@@ -118,6 +118,6 @@ def test_fit_trains_a_model_in_evaluation_mode_and_leaves_its_teacher_alone(tmp_
     models = {"student": student, "teacher": teacher, "frozen": frozen}
     optimizer = torch.optim.SGD([*student.parameters(), *frozen.parameters()], lr=0.1)
     trainer = unisono.Trainer(models, optimizer, virtual_ranks=4, progress=False, directory=tmp_path)
-    trainer.fit(DATA, distilled, batch_size=20, epochs=1)
+    trainer.fit(distilled, DATA, batch_size=20, epochs=1)
     assert modes == [[True, True, False, False]] * 8
     assert not [event for event in read_events(tmp_path / "events.jsonl") if event["event"] == "warning"]

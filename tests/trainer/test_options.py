@@ -153,7 +153,7 @@ def test_compiled_models_train_and_keep_plain_names(tmp_path):
     # A checkpoint of the compiled model is one of the plain model.
     first = make_trainer(torch.compile(make_model(), backend="eager"), directory=tmp_path)
     train(first, epochs=1)
-    assert make_trainer(make_model(), directory=tmp_path).steps == 5
+    assert make_trainer(make_model(), directory=tmp_path).steps_done == 5
 
 
 def test_gan_trains_each_network_by_its_own_optimizer_only():
@@ -179,7 +179,7 @@ def test_gan_trains_each_network_by_its_own_optimizer_only():
     assert all(p.grad is None for p in models["d"].parameters())
     trainer.step(lambda m, b: m["d"](m["g"](torch.randn(len(b[0]), 2)).detach()).squeeze(1), batch, optimizer="d")
     assert not unchanged("d")
-    assert trainer.steps == 1  # one batch
+    assert trainer.steps_done == 1  # one batch
     assert not torch.equal(noise[0], noise[1])  # each virtual rank draws its own
 
 
@@ -214,16 +214,16 @@ def test_fit_is_the_loop(tmp_path):
         accuracy = looped.evaluate(correct, make_data(20), batch_size=8)
     fitted = make_trainer(directory=tmp_path)
     results = fitted.fit(
-        make_data(), per_sample, batch_size=8, epochs=2, validation=make_data(20), metrics={"accuracy": correct}
+        per_sample, make_data(), batch_size=8, epochs=2, validation=make_data(20), metrics={"accuracy": correct}
     )
     assert fitted.digest() == looped.digest()
     assert [result.epoch for result in results] == [0, 1]
     assert results[-1].validation["accuracy"] == accuracy
     assert results[1].loss < results[0].loss
     again = make_trainer(directory=tmp_path)
-    assert again.fit(make_data(), per_sample, batch_size=8, epochs=2) == results
+    assert again.fit(per_sample, make_data(), batch_size=8, epochs=2) == results
     assert again.digest() == fitted.digest()
-    *_, third = again.fit(make_data(), per_sample, batch_size=8, epochs=3, validation=make_data(20))
+    *_, third = again.fit(per_sample, make_data(), batch_size=8, epochs=3, validation=make_data(20))
     assert third.epoch == 2
     assert third.validation["validation loss"].count == 20
 
@@ -305,11 +305,11 @@ def test_a_dataset_that_grows_between_epochs_is_dealt_as_it_is():
 
 def test_steps_end_a_run_in_mid_epoch(tmp_path):
     trainer = make_trainer(directory=tmp_path)
-    seen = [b.step for _ in trainer.epochs(5, steps=7) for b in stepped(trainer)]
+    seen = [b.step for _ in trainer.epochs(5, max_steps=7) for b in stepped(trainer)]
     assert seen == [0, 1, 2, 3, 4, 0, 1]
     resumed = make_trainer(directory=tmp_path)
-    assert (resumed.epoch, resumed.steps) == (1, 7)
-    assert [b.step for _ in resumed.epochs(5, steps=9) for b in stepped(resumed)] == [2, 3]
+    assert (resumed.epoch, resumed.steps_done) == (1, 7)
+    assert [b.step for _ in resumed.epochs(5, max_steps=9) for b in stepped(resumed)] == [2, 3]
 
 
 def stepped(trainer):

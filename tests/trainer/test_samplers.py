@@ -115,13 +115,13 @@ def test_each_occurrence_of_a_sample_has_random_numbers_of_its_own():
 
 def test_the_number_of_batches_that_are_left_is_known():
     trainer = make_trainer()
-    for _ in trainer.epochs(2, steps=7):
+    for _ in trainer.epochs(2, max_steps=7):
         batches = trainer.batches(DATA, batch_size=4)
         lengths = [len(batches)]
         for batch in batches:
             trainer.step(loss, batch)
             lengths.append(len(batches))
-        assert lengths == ([5, 4, 3, 2, 1, 0] if trainer.steps == 5 else [2, 1, 0])
+        assert lengths == ([5, 4, 3, 2, 1, 0] if trainer.steps_done == 5 else [2, 1, 0])
 
     class Unknown(IterableDataset):
         def __iter__(self):
@@ -135,16 +135,16 @@ def test_the_number_of_batches_that_are_left_is_known():
 
 def test_fit_takes_samplers():
     trainer = make_trainer()
-    trainer.fit(DATA, loss, epochs=2, batch_sampler=[[1, 2], [3]], validation=DATA)
-    trainer.fit(DATA, loss, epochs=3, batch_size=2, sampler=[1, 2, 3])
-    assert trainer.steps == 6
+    trainer.fit(loss, DATA, epochs=2, batch_sampler=[[1, 2], [3]], validation=DATA)
+    trainer.fit(loss, DATA, epochs=3, batch_size=2, sampler=[1, 2, 3])
+    assert trainer.steps_done == 6
 
 
 def test_an_epoch_does_not_go_on_in_another_order(tmp_path):
     def begun(weights, steps):
         trainer = make_trainer(directory=tmp_path)
         sampler = WeightedRandomSampler(weights, 20)
-        for _ in trainer.epochs(1, steps=steps):
+        for _ in trainer.epochs(1, max_steps=steps):
             for batch in trainer.batches(DATA, batch_size=4, sampler=sampler):
                 trainer.step(loss, batch)
         return trainer
@@ -155,7 +155,7 @@ def test_an_epoch_does_not_go_on_in_another_order(tmp_path):
     trainer = make_trainer(directory=tmp_path)
     with pytest.raises(ValueError, match=r"cannot go on with order=None, shuffle=True"):
         trainer.batches(DATA, batch_size=4)
-    assert begun(torch.ones(20), 5).steps == 5
+    assert begun(torch.ones(20), 5).steps_done == 5
 
 
 class Endless:
@@ -239,7 +239,7 @@ attempt(batch_sampler=[[1], [2, 3, 4]] if R else [[1, 2, 3], [4]])
 attempt(batch_size=4, sampler=range(8) if R else range(55, 63))
 for batch in trainer.batches(data, batch_size=4, sampler=range(8)):
     trainer.step(loss, batch)
-say(trainer.steps)
+say(trainer.steps_done)
 """
 
 

@@ -33,7 +33,7 @@ def trained(model, data, *, loss=per_sample, virtual_ranks, batch_size, optimize
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     trainer = unisono.Trainer(model, optimizer, virtual_ranks=virtual_ranks, progress=False)
     losses = []
-    for _ in trainer.epochs(1, steps=steps):
+    for _ in trainer.epochs(1, max_steps=steps):
         for batch in trainer.batches(data, batch_size=batch_size, shuffle=False, **options):
             losses.append(trainer.step(loss, batch).loss)
     return losses

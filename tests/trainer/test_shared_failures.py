@@ -41,7 +41,7 @@ def test_a_rank_that_dies_while_it_writes_what_two_ranks_share_is_named(run_alon
 {large_model}
 from unisono.engine.shared import paired_rows
 def dies(do, *args):
-    if trainer.steps == 2:
+    if trainer.steps_done == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     do(*args)
 if R == 2:  # which may come first or second
@@ -51,7 +51,7 @@ try:
     for batch in trainer.batches(data, batch_size=12):
         trainer.step(loss, batch)
 except UnisonoError as error:
-    say(trainer.steps, error)
+    say(trainer.steps_done, error)
 os._exit(0)  # gloo would wait for the dead
 """,
         codes={2: -9},
@@ -67,14 +67,14 @@ def test_a_rank_that_dies_in_mid_step_is_named_by_the_others_and_nothing_is_left
         """
 trainer = make_trainer()
 def dies(model, batch):
-    if R == 1 and trainer.steps == 3:
+    if R == 1 and trainer.steps_done == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     return loss(model, batch)
 try:
     for batch in trainer.batches(data, batch_size=12):
         trainer.step(dies, batch)
 except UnisonoError as error:
-    say(trainer.steps, error)
+    say(trainer.steps_done, error)
 say([line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/" in line])
 os._exit(0)  # gloo would wait for the dead
 """,
@@ -121,7 +121,7 @@ def test_a_step_that_one_rank_alone_gives_up_is_noticed(run_alone):
         """
 trainer = make_trainer()
 def fails(model, batch):
-    if R == 1 and trainer.steps == 2:
+    if R == 1 and trainer.steps_done == 2:
         raise KeyError("mine")
     return loss(model, batch)
 for batch in trainer.batches(data, batch_size=12):
@@ -149,7 +149,7 @@ def test_ctrl_c_at_a_barrier_comes_after_the_step(run_alone, tmp_path):
 from unisono.engine.shared import SharedRuntime
 flag, wait = Path("{tmp_path}/waits"), SharedRuntime.wait
 def tell(self, gate, *args):
-    if R == 0 and trainer.steps == 2 and gate is self._barrier:
+    if R == 0 and trainer.steps_done == 2 and gate is self._barrier:
         flag.touch()
     return wait(self, gate, *args)
 SharedRuntime.wait = tell
@@ -157,7 +157,7 @@ pids = [None, None]
 dist.all_gather_object(pids, os.getpid())
 trainer = make_trainer()
 def interrupts(model, batch):
-    if R == 1 and trainer.steps == 2 and pids:
+    if R == 1 and trainer.steps_done == 2 and pids:
         while not flag.exists():
             time.sleep(0.01)
         time.sleep(0.1)
@@ -168,11 +168,11 @@ def interrupts(model, batch):
 try:
     for batch in trainer.batches(data, batch_size=12):
         trainer.step(interrupts, batch)
-        if trainer.steps == 3:
+        if trainer.steps_done == 3:
             break
 except KeyboardInterrupt:
     say("interrupted")
-say(trainer.steps, trainer.digest())
+say(trainer.steps_done, trainer.digest())
 os._exit(0)
 """,
     )
@@ -253,10 +253,10 @@ try:
         try:
             trainer.step(fails, batch)
         except LossError as error:
-            say(trainer.steps, error)
+            say(trainer.steps_done, error)
             trainer.step(loss, batch)  # the other rank waits for gradients of the step before
 except Exception as error:
-    say(trainer.steps, type(error).__name__, error)
+    say(trainer.steps_done, type(error).__name__, error)
 os._exit(0)
 """,
     )

@@ -228,7 +228,7 @@ optimizer = torch.optim.{name}(model.parameters(), lr=0.01)
 def draw(*_):
     drawn.append((torch.rand(()).item(), random.random(), float(np.random.rand())))
 def late(model, batch):
-    time.sleep(0.002 * ((trainer.steps + R) % 2))  # ranks wait for each other in turn
+    time.sleep(0.002 * ((trainer.steps_done + R) % 2))  # ranks wait for each other in turn
     return loss(model, batch)
 trainer, drawn = make_trainer(engine="auto"), []
 for epoch in trainer.epochs(4):

@@ -41,14 +41,14 @@ def batches(**options):
     return next(make_trainer().batches(DATA, **{"batch_size": 8, **options}))
 
 
-def fit(train=DATA, loss=per_sample, trainer=None, **options):
+def fit(dataset=DATA, loss_fn=per_sample, trainer=None, **options):
     """A run whose first epoch says so: what is refused has to be refused before."""
 
     def seen(model, batch):
         raise AssertionError("training has begun")
 
-    loss = seen if loss is per_sample else loss
-    return (trainer or with_model()).fit(train, loss, **{"batch_size": 8, "epochs": 1, **options})
+    loss_fn = seen if loss_fn is per_sample else loss_fn
+    return (trainer or with_model()).fit(loss_fn, dataset, **{"batch_size": 8, "epochs": 1, **options})
 
 
 def evaluate(function=per_sample, **options):
@@ -174,9 +174,15 @@ FIT = [
     ({"validation": []}, DataError, "the dataset (list) is empty"),
     ({"validation": {"test": DATA}}, TypeError, "the dataset is a dict with the keys 'test': give one of its values"),
     ({"validation": TensorDataset}, TypeError, "the dataset is the class TensorDataset, not called"),
-    ({"train": {"train": DATA, "test": DATA}}, TypeError, "the dataset is a dict with the keys 'train', 'test': give"),
-    ({"train": "data/train"}, TypeError, "a str is no map-style dataset"),
-    ({"loss": 3}, TypeError, "the loss function is a int, which cannot"),
+    (
+        {"dataset": {"train": DATA, "test": DATA}},
+        TypeError,
+        "the dataset is a dict with the keys 'train', 'test': give",
+    ),
+    ({"dataset": "data/train"}, TypeError, "a str is no map-style dataset"),
+    ({"loss_fn": 3}, TypeError, "loss_fn is a int, which cannot be called: trainer.fit(loss_fn, dataset, ...) takes"),
+    ({"loss_fn": torch.ones(())}, TypeError, "loss_fn is a tensor: give trainer.fit(loss_fn, dataset, ...) the func"),
+    ({"loss_fn": DATA, "dataset": per_sample}, TypeError, "loss_fn is a TensorDataset, which cannot be called"),
     ({"batch_size": "8", "validation": DATA}, TypeError, "batch_size='8' must be "),
     ({"epochs": "2", "validation": DATA}, TypeError, "epochs='2' must be "),
     ({"workers": -1, "validation": DATA}, ValueError, "workers=-1 must be 0"),
@@ -221,7 +227,7 @@ def test_a_gpu_that_is_not_there(device):
         make_trainer(device=device)
 
 
-@pytest.mark.parametrize("steps", [{"epochs": 1.0}, {"epochs": "2"}, {"epochs": 1, "steps": True}])
+@pytest.mark.parametrize("steps", [{"epochs": 1.0}, {"epochs": "2"}, {"epochs": 1, "max_steps": True}])
 def test_epochs_are_whole_numbers(steps):
     with pytest.raises(TypeError, match="must be a whole number, and is a"):
         make_trainer().epochs(**steps)
@@ -233,8 +239,8 @@ def test_numbers_of_numpy_are_numbers():
     plain = one(seed=3, virtual_ranks=4, clip_grad_norm=1.0)
     torch.manual_seed(0)
     numpys = one(seed=np.int64(3), virtual_ranks=np.int32(4), clip_grad_norm=np.float32(1.0))
-    plain.fit(DATA, per_sample, batch_size=8, epochs=2, micro_batch_size=1)
-    numpys.fit(DATA, per_sample, batch_size=np.int64(8), epochs=np.int8(2), micro_batch_size=np.int16(1))
+    plain.fit(per_sample, DATA, batch_size=8, epochs=2, micro_batch_size=1)
+    numpys.fit(per_sample, DATA, batch_size=np.int64(8), epochs=np.int8(2), micro_batch_size=np.int16(1))
     assert plain.digest() == numpys.digest()
 
 
@@ -242,12 +248,14 @@ def test_a_batch_is_for_step_and_says_so():
     trainer = with_model()
     batch = next(trainer.batches(DATA, batch_size=8))
     with pytest.raises(
-        TypeError, match=r"cannot be unpacked or looped over: .* Pass it to trainer\.step\(loss, batch\)"
+        TypeError, match=r"cannot be unpacked or looped over: .* Pass it to trainer\.step\(loss_fn, batch\)"
     ):
         _x, _y = batch
     with pytest.raises(TypeError, match=r"no entry 0: .* Pass it to trainer\.step"):
         batch[0]
-    with pytest.raises(TypeError, match=r"loss function is a Tensor, which cannot be called: .* and then the batch"):
+    with pytest.raises(
+        TypeError, match=r"loss_fn is a tensor: give trainer.step\(loss_fn, batch\) the func"
+    ):
         trainer.step(torch.ones(1), batch)
     assert len(batch) == 8
     assert trainer.step(per_sample, batch) > 0

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, NoReturn
 __all__ = ["Batch", "MicroBatch", "Share"]
 
 _REMEDY = (
-    "it holds this rank's shares of the global batch. Pass it to trainer.step(loss, batch), whose function gets the "
-    "tensors as loss(model, micro_batch); batch.micro_batches yields them for looking at."
+    "it holds this rank's shares of the global batch. Pass it to trainer.step(loss_fn, batch), whose function gets the "
+    "tensors as loss_fn(model, micro_batch); batch.micro_batches yields them for looking at."
 )
 
 

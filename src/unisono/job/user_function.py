@@ -22,7 +22,7 @@ _running: ContextVar[str | None] = ContextVar("running", default=None)
 _REMEDY = (
     "It is called once for each virtual rank's samples, and ranks have different numbers of those, so they would wait "
     "for each other for ever. Return the losses of the samples that it is given, and call collectives in your loop; "
-    "a loss over all samples of a global batch is trainer.step(loss, batch, encode=function)."
+    "a loss over all samples of a global batch is trainer.step(loss_fn, batch, encode=function)."
 )
 
 

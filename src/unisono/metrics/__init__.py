@@ -1,15 +1,15 @@
 """Averages and counts that are exact over ranks with uneven shares."""
 
-from unisono.metrics.accumulator import Accumulator
 from unisono.metrics.adapters import TorchMetric
-from unisono.metrics.averages import Max, Mean, Min, Sum
+from unisono.metrics.aggregates import Max, Mean, Min, Total
+from unisono.metrics.average import Average
 from unisono.metrics.classification import Accuracy, Confusion, ConfusionCounts
 from unisono.metrics.collection import Metrics
 from unisono.metrics.metric import Metric
 
 __all__ = [
-    "Accumulator",
     "Accuracy",
+    "Average",
     "Confusion",
     "ConfusionCounts",
     "Max",
@@ -17,6 +17,6 @@ __all__ = [
     "Metric",
     "Metrics",
     "Min",
-    "Sum",
     "TorchMetric",
+    "Total",
 ]

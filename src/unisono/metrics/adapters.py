@@ -15,12 +15,12 @@ from torch import Tensor
 
 from unisono.collectives.group import Group
 from unisono.collectives.object_collectives import all_gather
-from unisono.metrics.accumulator import Accumulator, describe_type
+from unisono.metrics.metric import Metric, describe_type
 
 __all__ = ["TorchMetric"]
 
 
-class TorchMetric(Accumulator[Any]):
+class TorchMetric(Metric[Any]):
     """Wraps a metric of torchmetrics, alone or among `Metrics`: `TorchMetric(torchmetrics.AUROC(task="binary"))`.
 
     `compute` costs one exchange of the metric's states, besides the all-reduce of other metrics.
@@ -65,10 +65,11 @@ class TorchMetric(Accumulator[Any]):
         self._check_state(state)
         self._set_states(self.metric, state["updates"], state["states"])
 
-    def _words(self) -> tuple[Tensor, Tensor]:
+    def pack(self) -> tuple[Tensor, Tensor]:
+        """Return what this rank has counted, as words."""
         return torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
 
-    def _set_words(self, added: Tensor, apart: Tensor) -> None:
+    def unpack(self, added: Tensor, apart: Tensor) -> None:
         """Do nothing: no state travels as words."""
 
     def _merge(self, group: Group) -> None:
@@ -84,7 +85,7 @@ class TorchMetric(Accumulator[Any]):
             self._set_states(merged, sum(updates), states)
         self.metric = merged
 
-    def _take(self, total: Accumulator[Any], group: Group) -> None:
+    def _take(self, total: Metric[Any], group: Group) -> None:
         merged: Any = total
         if group.rank == 0:
             states = merged._states()
@@ -104,7 +105,7 @@ class TorchMetric(Accumulator[Any]):
             setattr(metric, name, there)
         metric._update_count = updates
 
-    def _value(self) -> Any:
+    def local(self) -> Any:
         """Return the metric's value, without torchmetrics' own synchronisation and without a result in its cache."""
         before = self.metric._to_sync, self.metric._computed
         self.metric._to_sync, self.metric._computed = False, None

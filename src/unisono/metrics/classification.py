@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from unisono.arguments import real, whole
-from unisono.metrics.accumulator import Accumulator
+from unisono.metrics.average import Average
 from unisono.metrics.metric import Metric
 
 __all__ = ["Accuracy", "Confusion", "ConfusionCounts"]
 
-Average = Literal["macro", "micro", "weighted"]
+Averaging = Literal["macro", "micro", "weighted"]
 
 
-class Accuracy(Accumulator[Metric]):
+class Accuracy(Metric[Average]):
     """The share of samples whose class is predicted, or is among the k classes with the highest scores.
 
     Args:
@@ -81,15 +81,18 @@ class Accuracy(Accumulator[Metric]):
             seen = counted.sum()
             self._seen = seen + (self._seen.to(seen.device) if isinstance(self._seen, Tensor) else self._seen)
 
-    def _words(self) -> tuple[Tensor, Tensor]:
+    def pack(self) -> tuple[Tensor, Tensor]:
+        """Return what this rank has counted, as words."""
         hits = torch.as_tensor(self._hits)
         return torch.stack([hits, torch.as_tensor(self._seen, device=hits.device)]), hits.new_empty(0)
 
-    def _set_words(self, added: Tensor, apart: Tensor) -> None:
+    def unpack(self, added: Tensor, apart: Tensor) -> None:
+        """Set the counts to those of all ranks."""
         self._hits, self._seen = added.tolist()
 
-    def _value(self) -> Metric:
-        return Metric(int(self._hits), int(self._seen))
+    def local(self) -> Average:
+        """Return the value over the samples of this rank alone."""
+        return Average(int(self._hits), int(self._seen))
 
     def __repr__(self) -> str:
         return f"Accuracy(k={self.k}, ignore_index={self.ignore_index}, threshold={self.threshold})"
@@ -103,9 +106,9 @@ class Confusion:
     """int64 [C, C] on the CPU: the number of samples of the row's class for which the column's was predicted."""
 
     @property
-    def accuracy(self) -> Metric:
+    def accuracy(self) -> Average:
         """The share of all samples whose class was predicted."""
-        return Metric(int(self.matrix.diag().sum()), int(self.matrix.sum()))
+        return Average(int(self.matrix.diag().sum()), int(self.matrix.sum()))
 
     @property
     def support(self) -> Tensor:
@@ -113,26 +116,26 @@ class Confusion:
         return self.matrix.sum(1)
 
     @overload
-    def precision(self, average: Average = "macro") -> float: ...
+    def precision(self, average: Averaging = "macro") -> float: ...
     @overload
     def precision(self, average: None) -> Tensor: ...
-    def precision(self, average: Average | None = "macro") -> float | Tensor:
+    def precision(self, average: Averaging | None = "macro") -> float | Tensor:
         """Return the share of a class's predictions that are right. Arguments and errors are those of `f1`."""
         return self._averaged(self._hits, self.matrix.sum(0).double(), average)
 
     @overload
-    def recall(self, average: Average = "macro") -> float: ...
+    def recall(self, average: Averaging = "macro") -> float: ...
     @overload
     def recall(self, average: None) -> Tensor: ...
-    def recall(self, average: Average | None = "macro") -> float | Tensor:
+    def recall(self, average: Averaging | None = "macro") -> float | Tensor:
         """Return the share of a class's samples that are found. Arguments and errors are those of `f1`."""
         return self._averaged(self._hits, self.matrix.sum(1).double(), average)
 
     @overload
-    def f1(self, average: Average = "macro") -> float: ...
+    def f1(self, average: Averaging = "macro") -> float: ...
     @overload
     def f1(self, average: None) -> Tensor: ...
-    def f1(self, average: Average | None = "macro") -> float | Tensor:
+    def f1(self, average: Averaging | None = "macro") -> float | Tensor:
         """Return the harmonic mean of precision and recall.
 
         Args:
@@ -150,7 +153,7 @@ class Confusion:
     def _hits(self) -> Tensor:
         return self.matrix.diag().double()
 
-    def _averaged(self, hits: Tensor, of: Tensor, average: Average | None) -> float | Tensor:
+    def _averaged(self, hits: Tensor, of: Tensor, average: Averaging | None) -> float | Tensor:
         if average == "micro":
             return float(hits.sum() / of.sum().clamp(min=1))
         each = hits / of.clamp(min=1)
@@ -164,7 +167,7 @@ class Confusion:
         raise ValueError(f"average={average!r} must be 'macro', 'micro', 'weighted' or None")
 
 
-class ConfusionCounts(Accumulator[Confusion]):
+class ConfusionCounts(Metric[Confusion]):
     """The confusion matrix, from which accuracy, precision, recall and F1 follow: `compute()` returns a `Confusion`.
 
     Args:
@@ -218,13 +221,16 @@ class ConfusionCounts(Accumulator[Confusion]):
         counts = self._counts.to(places.device)
         self._counts = counts.scatter_add(0, places, counted)
 
-    def _words(self) -> tuple[Tensor, Tensor]:
+    def pack(self) -> tuple[Tensor, Tensor]:
+        """Return what this rank has counted, as words."""
         return self._counts, self._counts.new_empty(0)
 
-    def _set_words(self, added: Tensor, apart: Tensor) -> None:
+    def unpack(self, added: Tensor, apart: Tensor) -> None:
+        """Set the counts to those of all ranks."""
         self._counts = added
 
-    def _value(self) -> Confusion:
+    def local(self) -> Confusion:
+        """Return the value over the samples of this rank alone."""
         if lost := int(self._counts[-1]):
             raise ValueError(
                 f"{lost} targets or predictions were outside the classes 0 to {self.num_classes - 1}: correct "

@@ -8,12 +8,12 @@ from typing import Any
 import torch.distributed as dist
 
 from unisono.collectives.group import group_of
-from unisono.metrics.accumulator import Accumulator, describe_type, exchange
+from unisono.metrics.metric import Metric, describe_type, exchange
 
 __all__ = ["Metrics"]
 
 
-class Metrics(Mapping[str, Accumulator[Any]]):
+class Metrics(Mapping[str, Metric[Any]]):
     """A mapping of names to metrics, whose values are computed over all ranks in one all-reduce.
 
     Args:
@@ -31,13 +31,13 @@ class Metrics(Mapping[str, Accumulator[Any]]):
     0.4000 11
     """
 
-    def __init__(self, **metrics: Accumulator[Any]) -> None:
+    def __init__(self, **metrics: Metric[Any]) -> None:
         for name, metric in metrics.items():
-            if not isinstance(metric, Accumulator):
+            if not isinstance(metric, Metric):
                 raise TypeError(f"{name} is {describe_type(metric)}: give metrics, such as Mean() or TorchMetric(...)")
         self._metrics = metrics
 
-    def __getitem__(self, name: str) -> Accumulator[Any]:
+    def __getitem__(self, name: str) -> Metric[Any]:
         return self._metrics[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -85,7 +85,7 @@ class Metrics(Mapping[str, Accumulator[Any]]):
         return {name: metric.local() for name, metric in self._metrics.items()}
 
     def collect(self, group: dist.ProcessGroup | None = None) -> None:
-        """Move the counts of all ranks to the first: see `Accumulator.collect`. Every rank must call it."""
+        """Move the counts of all ranks to the first: see `Metric.collect`. Every rank must call it."""
         members = group_of(group)
         totals = exchange([*self._metrics.values()], members, names=[*self._metrics])
         for metric, total in zip(self._metrics.values(), totals, strict=True):
@@ -97,7 +97,7 @@ class Metrics(Mapping[str, Accumulator[Any]]):
             metric.reset()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this rank has counted, by name: see `Accumulator.state_dict`."""
+        """Return what this rank has counted, by name: see `Metric.state_dict`."""
         return {name: metric.state_dict() for name, metric in self._metrics.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """The user's loop: epochs, batches, step, evaluate, save."""
 
-from unisono.metrics.metric import Metric
+from unisono.metrics.average import Average
 from unisono.trainer.trainer import Trainer
 
-__all__ = ["Metric", "Trainer"]
+__all__ = ["Average", "Trainer"]

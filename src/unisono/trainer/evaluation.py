@@ -7,7 +7,7 @@ from typing import Any
 
 from unisono.data.batch import Batch
 from unisono.job.user_function import count_collectives, enter, leave, refuse_collectives_since
-from unisono.metrics.metric import Metric
+from unisono.metrics.average import Average
 from unisono.trainer.carried import CarriedStates
 from unisono.trainer.modules import to_device
 from unisono.trainer.run_context import RunContext
@@ -21,7 +21,7 @@ __all__ = ["evaluate", "tell", "tell_values"]
 
 def evaluate(
     run: RunContext, carried: CarriedStates, function: Loss, models: Any, batches: Iterator[Batch]
-) -> Metric | dict[str, Metric]:
+) -> Average | dict[str, Average]:
     """Return the mean of a function's values over the samples of all ranks' batches. Every rank must call it.
 
     Sums are float64, per virtual rank and then in tree order, so the result is the same on any number of ranks. Ranks
@@ -52,13 +52,13 @@ def evaluate(
     return metrics[""] if [*metrics] == [""] else metrics
 
 
-def tell(log: EventLog, result: Metric | dict[str, Metric], *, name: str, cursor: Cursor, seconds: float) -> None:
+def tell(log: EventLog, result: Average | dict[str, Average], *, name: str, cursor: Cursor, seconds: float) -> None:
     """Emit the event of an evaluation. `name` names a single result, or a dict of results that have their own names."""
-    metrics: dict[str, Metric] = {name: result} if isinstance(result, Metric) else result
+    metrics: dict[str, Average] = {name: result} if isinstance(result, Average) else result
     log.emit(
         "evaluation",
         epoch=_epoch(cursor),
-        name="evaluation" if isinstance(result, Metric) else name,
+        name="evaluation" if isinstance(result, Average) else name,
         values={key: {"value": float(m), "total": m.total, "count": m.count} for key, m in metrics.items()},
         seconds=round(seconds, 3),
     )

@@ -6,16 +6,17 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from unisono.metrics.metric import Metric
+from unisono.metrics.average import Average
 from unisono.parallel.losses import loss_of
 from unisono.trainer.epoch import EpochResult
 from unisono.trainer.loop import Loop
+from unisono.trainer.setup import no_loss_function
 from unisono.trainer.step_result import StepResult
 from unisono.trainer.virtual_rank_gradients import Loss
 
 __all__ = ["Callbacks", "Validation", "check_fit", "loss_alone", "run_epochs"]
 
-Values = dict[str, Metric]
+Values = dict[str, Average]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,15 +58,15 @@ class Validation:
         }
 
 
-def check_fit(loss: Any, metrics: Any, *, validation: Any, validate_every: Any, callbacks: Callbacks) -> None:
+def check_fit(loss_fn: Any, metrics: Any, *, validation: Any, validate_every: Any, callbacks: Callbacks) -> None:
     """Check the arguments of `Trainer.fit` before the first epoch.
 
     Raises:
         TypeError: A function cannot be called, or metrics is no dict with names as keys.
         ValueError: There is no dataset to evaluate on.
     """
-    if not callable(loss):
-        raise TypeError(f"the loss function is a {type(loss).__name__}, which cannot be called: fit(train, loss, ...)")
+    if not callable(loss_fn):
+        raise TypeError(no_loss_function(loss_fn, call="trainer.fit(loss_fn, dataset, ...)"))
     for name in ("on_step", "on_epoch", "on_evaluation"):
         function = getattr(callbacks, name)
         if function is not None and not callable(function):
@@ -87,9 +88,9 @@ def check_fit(loss: Any, metrics: Any, *, validation: Any, validate_every: Any, 
             )
 
 
-def loss_alone(loss: Loss) -> Loss:
+def loss_alone(loss_fn: Loss) -> Loss:
     """Return a loss function without the further values of its dict, for an evaluation."""
-    return lambda model, batch: loss_of(loss(model, batch))
+    return lambda model, batch: loss_of(loss_fn(model, batch))
 
 
 def run_epochs(
@@ -97,7 +98,7 @@ def run_epochs(
     loop: Loop,
     *,
     epochs: Iterator[int],
-    loss: Loss,
+    loss_fn: Loss,
     make_batches: Callable[[], Iterator[Any]],
     validation: Validation,
     callbacks: Callbacks,
@@ -108,7 +109,7 @@ def run_epochs(
         trainer: The Trainer.
         loop: Its loop.
         epochs: The epochs that are left.
-        loss: The loss function.
+        loss_fn: The loss function.
         make_batches: Returns the batches that are left of the current epoch.
         validation: What to evaluate.
         callbacks: What to call.
@@ -117,10 +118,10 @@ def run_epochs(
         evaluated: Values | None = None
         is_over = False
         for batch in make_batches():
-            result = trainer.step(loss, batch)
+            result = trainer.step(loss_fn, batch)
             is_over = _calls(callbacks.on_step, trainer, result)
             evaluated = None
-            if validation.is_due(trainer.steps) and not is_over:
+            if validation.is_due(trainer.steps_done) and not is_over:
                 evaluated = validation.run(trainer)
                 is_over = _calls(callbacks.on_evaluation, trainer, evaluated)
             if is_over:

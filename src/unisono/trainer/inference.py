@@ -71,7 +71,7 @@ class Inference:
             name: The name of the result in events and on the terminal.
 
         Returns:
-            A `Metric`, a float that knows its sum and count; a dict of them if the function returned a dict.
+            An `Average`, a float that knows its sum and count; a dict of them if the function returned a dict.
 
         Raises:
             RuntimeError: It is called inside a loss function or an evaluated function, or torch's process group failed.

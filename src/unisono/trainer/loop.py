@@ -110,7 +110,7 @@ class Loop:
         """True if the run was resumed after some steps, and no loop has gone on with it yet."""
         return self._first_steps > 0 and not self._turn
 
-    def epochs(self, epochs: int, steps: int | None) -> Iterator[int]:
+    def epochs(self, epochs: int, max_steps: int | None) -> Iterator[int]:
         """Yield the epochs that are left; see `Trainer.epochs`."""
         if self._epochs is not None:
             raise ValueError(
@@ -120,10 +120,10 @@ class Loop:
         self._started_s = time.monotonic()
         cursor = self._cursor
         self._keeper.hold_on_all()
-        self._epochs, self._last_step, self._exhausted = epochs, steps, None
+        self._epochs, self._last_step, self._exhausted = epochs, max_steps, None
         try:
             if cursor.epoch >= epochs or self._is_over():
-                self._tell_over(epochs, steps)
+                self._tell_over(epochs, max_steps)
             while cursor.epoch < epochs and not self._is_over():
                 self._ask(epoch_ended=True)
                 self._is_asking = False
@@ -269,7 +269,7 @@ class Loop:
             raise
         return (None, True) if batch is not None and self._is_over() else (batch, False)
 
-    def step(self, loss: Loss, batch: Batch, optimizer: str | None, options: StepOptions) -> StepResult:
+    def step(self, loss_fn: Loss, batch: Batch, optimizer: str | None, options: StepOptions) -> StepResult:
         """Perform one step on the latest batch, and the work after it; see `Trainer.step`."""
         if batch is not self._batch:
             raise ValueError("step takes the batch that trainer.batches gave last, once it is in your loop")
@@ -279,7 +279,7 @@ class Loop:
             self._asked.save_evaluated(self._keeper.best)
         try:
             with self._carried.transaction():
-                result = runner.run(loss, batch, call=self._calls, options=options)
+                result = runner.run(loss_fn, batch, call=self._calls, options=options)
         except UnisonoError:
             # A signal to all ranks has ended the others, too: this rank's signal explains more than their end.
             if self._stops is not None:
@@ -361,19 +361,19 @@ class Loop:
             for scheduler in self._schedulers.values():
                 scheduler.step()
 
-    def _tell_over(self, epochs: int, steps: int | None) -> None:
+    def _tell_over(self, epochs: int, max_steps: int | None) -> None:
         """Report that there is nothing to do; raise ValueError if this Trainer has done some of the steps."""
         cursor = self._cursor
-        if not cursor.total_steps or not epochs or steps == 0:
+        if not cursor.total_steps or not epochs or max_steps == 0:
             return
-        asked = f"epochs={epochs}" if steps is None else f"epochs={epochs}, steps={steps}"
+        asked = f"epochs={epochs}" if max_steps is None else f"epochs={epochs}, max_steps={max_steps}"
         if cursor.total_steps > self._first_steps:
             raise ValueError(
                 f"{asked} is done: this Trainer is at epoch {cursor.epoch}, after {cursor.total_steps} steps. Epochs "
                 "and steps count from the start of the run: to do as much again, ask for "
                 f"epochs={cursor.epoch + epochs}."
             )
-        self._log.emit("over", epoch=cursor.epoch, total_steps=cursor.total_steps, epochs=epochs, steps=steps)
+        self._log.emit("over", epoch=cursor.epoch, total_steps=cursor.total_steps, epochs=epochs, max_steps=max_steps)
 
     def _name(self, optimizer: str | None) -> str | None:
         """Return the name under which the runner of a step is kept; None stands for all optimizers, if several."""

@@ -58,7 +58,7 @@ class RunStatus:
         return self._cursor.epoch
 
     @property
-    def steps(self) -> int:
+    def steps_done(self) -> int:
         """Number of steps done since the start of the run, also those before a resume."""
         return self._cursor.total_steps
 

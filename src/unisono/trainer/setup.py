@@ -39,6 +39,7 @@ __all__ = [
     "compile_each_size",
     "keep_freed_memory",
     "named_optimizers",
+    "no_loss_function",
     "start_averages",
 ]
 
@@ -139,6 +140,24 @@ def check_step_options(options: StepOptions) -> None:
             raise TypeError(f"{name} is a {type(function).__name__}, which cannot be called: give a function")
     if options.recompute and options.encode is None:
         raise ValueError("recompute=True is for steps with encode=...: there is nothing to compute again without it")
+
+
+def no_loss_function(given: object, *, call: str) -> str:
+    """Return what is wrong with something that is given in place of a loss function and cannot be called.
+
+    Args:
+        given: The object.
+        call: How the call looks, for the message.
+    """
+    if isinstance(given, Tensor):
+        return (
+            f"loss_fn is a tensor: give {call} the function itself, not the loss that it returned. unisono calls it, "
+            "with the model and each micro-batch"
+        )
+    return (
+        f"loss_fn is a {type(given).__name__}, which cannot be called: {call} takes the function first. unisono calls "
+        "it with the model and each micro-batch"
+    )
 
 
 def named_optimizers(optimizer: Optimizer | Mapping[str, Optimizer]) -> dict[str, Optimizer]:

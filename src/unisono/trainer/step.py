@@ -30,7 +30,7 @@ from unisono.engine import (
 )
 from unisono.errors import LossError, NonFiniteLossError
 from unisono.job.user_function import count_collectives, enter, leave, refuse_collectives_since
-from unisono.metrics.metric import Metric
+from unisono.metrics.average import Average
 from unisono.text import list_first
 from unisono.trainer.carried import CarriedStates
 from unisono.trainer.changed_gradients import check_gradients
@@ -56,7 +56,7 @@ class _Evaluation(NamedTuple):
     """Divisor of the losses."""
     grad_norm: float | None
     """Norm of the gradient before clipping; None without clipping."""
-    values: Mapping[str, Metric]
+    values: Mapping[str, Average]
     """Means of the further values."""
 
 
@@ -113,11 +113,11 @@ class StepRunner:
         self._fails_alike = False
         """True where an error comes on all ranks at the same place."""
 
-    def run(self, loss: Loss, batch: Batch, *, call: int, options: StepOptions = PLAIN_STEP) -> StepResult:
+    def run(self, loss_fn: Loss, batch: Batch, *, call: int, options: StepOptions = PLAIN_STEP) -> StepResult:
         """Perform one step and return its result, equal on all ranks.
 
         Args:
-            loss: The loss function.
+            loss_fn: The loss function.
             batch: This rank's part of the batch.
             call: The number of steps already taken with this batch.
             options: How the step differs from the plain one.
@@ -138,11 +138,11 @@ class StepRunner:
         if options.closure:
             check_closure(self._optimizer, self._engine, scaled=self.scaler is not None)
         before = self._buffers.copy() if options.closure else None
-        found = self._evaluate(loss, batch, call, options)
+        found = self._evaluate(loss_fn, batch, call, options)
         rates = tuple(float(group["lr"]) for group in self._optimizer.param_groups)
         skipped = False
         if options.closure:
-            again = partial(self._evaluate, loss, batch, call, options, keeps_buffers=False)
+            again = partial(self._evaluate, loss_fn, batch, call, options, keeps_buffers=False)
             try:
                 step_with_closure(self._optimizer, self._trained, found.loss, lambda: again().loss, self.transaction)
             except BaseException:
@@ -161,12 +161,12 @@ class StepRunner:
         )
 
     def _evaluate(
-        self, loss: Loss, batch: Batch, call: int, options: StepOptions, *, keeps_buffers: bool = True
+        self, loss_fn: Loss, batch: Batch, call: int, options: StepOptions, *, keeps_buffers: bool = True
     ) -> _Evaluation:
         """Compute the loss of a batch and its gradient, and what buffers become; weights are left alone.
 
         Args:
-            loss: The loss function.
+            loss_fn: The loss function.
             batch: This rank's part of the batch.
             call: The number of steps already taken with this batch.
             options: How the step differs from the plain one.
@@ -184,7 +184,7 @@ class StepRunner:
         self._engine.start(step, self._trained, leaves=leaves)
         self._buffers.start(leaves=leaves)  # after the engine, which may move parameters
         try:
-            self._shares.compute(loss, batch, self._trained, restricted=self._restricted, call=call, options=options)
+            self._shares.compute(loss_fn, batch, self._trained, restricted=self._restricted, call=call, options=options)
             self._engine.flush()
             self._buffers.launch()
             step.deferred = partial(self._run.set_generators, "loop", batch.epoch, batch.step, call + 1)

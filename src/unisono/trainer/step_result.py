@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from unisono.metrics.metric import Metric
+from unisono.metrics.average import Average
 
 __all__ = ["StepResult"]
 
@@ -13,7 +13,7 @@ __all__ = ["StepResult"]
 class StepResult(float):
     """The mean loss of a global batch, equal on all ranks. It is a float that knows what the step came to.
 
-    >>> result = StepResult(0.25, learning_rates=(0.1,), grad_norm=1.5, values={"accuracy": Metric(3, 4)})
+    >>> result = StepResult(0.25, learning_rates=(0.1,), grad_norm=1.5, values={"accuracy": Average(3, 4)})
     >>> print(f"{result:.3f}", result.learning_rate, result.grad_norm, result.values["accuracy"])
     0.250 0.1 1.5 0.7500 (3/4)
     """
@@ -26,7 +26,7 @@ class StepResult(float):
     """Norm of the gradient before it was clipped; None without `clip_grad_norm`."""
     skipped: bool
     """True if the step left the weights alone because its scaled gradient overflowed, as with `autocast="fp16"`."""
-    values: Mapping[str, Metric]
+    values: Mapping[str, Average]
     """The means of the further values that the loss function returned, over the global batch, by name."""
 
     def __new__(
@@ -36,7 +36,7 @@ class StepResult(float):
         learning_rates: tuple[float, ...] = (),
         grad_norm: float | None = None,
         skipped: bool = False,
-        values: Mapping[str, Metric] = MappingProxyType({}),
+        values: Mapping[str, Average] = MappingProxyType({}),
     ) -> StepResult:
         """Make the result of a step."""
         result = super().__new__(cls, loss)

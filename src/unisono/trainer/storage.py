@@ -81,7 +81,7 @@ class Storage:
         it has none.
 
         To start from pretrained weights in a run with a directory, load before the first step only:
-        `if not trainer.steps: trainer.load(...)`. A resumed run has weights already.
+        `if not trainer.steps_done: trainer.load(...)`. A resumed run has weights already.
 
         Args:
             path: "best" is this run's best checkpoint (see `Checkpoints`). Otherwise the directory of a run, whose
@@ -244,7 +244,7 @@ class Storage:
         raise ValueError(
             f"the run in {self.directory} goes on after step {steps}, and trainer.load({str(path)!r}) would replace "
             "the weights that it has learned. To start from a file, load before the first step only: `if not "
-            "trainer.steps: trainer.load(...)`. To look at other weights, give Trainer no directory."
+            "trainer.steps_done: trainer.load(...)`. To look at other weights, give Trainer no directory."
         )
 
     def _warn_of_unknown(self, metric: str) -> None:

@@ -25,7 +25,7 @@ from unisono.data.sampled_order import check_samplers
 from unisono.data.settings import Collate
 from unisono.engine import EngineKind
 from unisono.job.user_function import refuse_inside
-from unisono.metrics.metric import Metric
+from unisono.metrics.average import Average
 from unisono.state.policy import Checkpoints
 from unisono.state.stateful import Stateful
 from unisono.trainer.assembly import Models, assemble
@@ -40,7 +40,7 @@ from unisono.trainer.modules import lone_samples_warning
 from unisono.trainer.resume import Resume
 from unisono.trainer.run_log import announce, open_log, warn_of_rank
 from unisono.trainer.run_status import RunStatus
-from unisono.trainer.setup import REQUIRED, check_arguments, check_step_options
+from unisono.trainer.setup import REQUIRED, check_arguments, check_step_options, no_loss_function
 from unisono.trainer.step import Loss, StepOptions
 from unisono.trainer.step_fingerprint import intent_of_call
 from unisono.trainer.step_result import StepResult
@@ -191,7 +191,7 @@ class Trainer(RunStatus, Inference, ByVirtualRank, Storage):
         keeps = self.directory is not None
         self._loop = Loop(parts, self._log, scheduler_interval=scheduler_interval, keeps=keeps)
 
-    def epochs(self, epochs: int, *, steps: int | None = None) -> Iterator[int]:
+    def epochs(self, epochs: int, *, max_steps: int | None = None) -> Iterator[int]:
         """Yield the epochs of the run that are left, and save at the end.
 
         Every rank must iterate over them. After a resume the first is the epoch that was under way, whose `batches`
@@ -199,13 +199,13 @@ class Trainer(RunStatus, Inference, ByVirtualRank, Storage):
 
         Args:
             epochs: The number of epochs in all, from the start of the run.
-            steps: The number of steps in all after which the run ends, also in mid-epoch; a later start can go on from
-                there. None: no limit.
+            max_steps: The number of steps in all after which the run ends, also in mid-epoch; a later start can go on
+                from there. None: no limit.
 
         Raises:
-            TypeError: epochs or steps is no whole number.
-            ValueError: epochs or steps is negative. From the iterator: another loop over epochs is under way, or this
-                Trainer has already done all these epochs or steps.
+            TypeError: epochs or max_steps is no whole number.
+            ValueError: epochs or max_steps is negative. From the iterator: another loop over epochs is under way, or
+                this Trainer has already done all these epochs or steps.
             CheckpointError: From the iterator, on all ranks, if the directory was released by an earlier loop and
                 cannot be used, if another job or a later Trainer of this process uses it, or if the last checkpoint
                 cannot be written; on rank 0 alone, if an object's state cannot be stored in mid-run.
@@ -213,7 +213,7 @@ class Trainer(RunStatus, Inference, ByVirtualRank, Storage):
                 place where the state could not be saved: it is saved first.
         """
         epochs = whole("epochs", epochs, least=0)
-        return self._loop.epochs(epochs, None if steps is None else whole("steps", steps, least=0))
+        return self._loop.epochs(epochs, None if max_steps is None else whole("max_steps", max_steps, least=0))
 
     def batches(
         self,
@@ -323,7 +323,7 @@ class Trainer(RunStatus, Inference, ByVirtualRank, Storage):
 
     def step(
         self,
-        loss: Loss,
+        loss_fn: Loss,
         batch: Batch,
         *,
         optimizer: str | None = None,
@@ -343,15 +343,15 @@ class Trainer(RunStatus, Inference, ByVirtualRank, Storage):
         be partly written.
 
         Args:
-            loss: Called as loss(model, micro_batch) for each micro-batch of this rank. It returns one loss per sample,
-                the micro-batch's mean as a scalar, or `unisono.Sum(total, weight)` for a mean over tokens or weighted
-                samples; or a dict with one of these as "loss" and further values in the same forms, whose means over
-                the global batch are in the result. Of another mapping, such as a transformers ModelOutput, the loss
-                alone is used.
+            loss_fn: Called as loss_fn(model, micro_batch) for each micro-batch of this rank. It returns one loss per
+                sample, the micro-batch's mean as a scalar, or `unisono.Sum(total, weight)` for a mean over tokens or
+                weighted samples; or a dict with one of these as "loss" and further values in the same forms, whose
+                means over the global batch are in the result. Of another mapping, such as a transformers ModelOutput,
+                the loss alone is used.
             batch: The latest batch from `batches`.
             optimizer: The name of the optimizer, if the Trainer has several; a batch may be used for one step of each.
             encode: For a loss over the whole global batch: called as encode(model, micro_batch), it returns a tensor
-                with a row for each sample, or a tuple, list or dict of such tensors. loss(model, encodings) is then
+                with a row for each sample, or a tuple, list or dict of such tensors. loss_fn(model, encodings) is then
                 called once, on every rank, with those of all samples in the order of the batch. Memory: the graphs of
                 this rank's samples. Traffic: each rank sends its encodings to all others.
             recompute: With `encode`, encode without a graph first, and again for the backward pass: the memory of one
@@ -377,7 +377,7 @@ class Trainer(RunStatus, Inference, ByVirtualRank, Storage):
                 virtual ranks cannot agree on; a gradient is sparse where none can be; or all weights are zero.
             GroupError: The function called a collective.
             RuntimeError: It is called inside a loss function or an evaluated function, or torch's process group failed.
-            TypeError: loss, encode or on_gradients cannot be called.
+            TypeError: loss_fn, encode or on_gradients cannot be called.
             ValueError: recompute is given without encode, closure cannot be given to the optimizer, batch is not the
                 latest one, optimizer names none of the Trainer's, or the optimizer has no parameter to train, one that
                 belongs to no model, or one that it cannot update.
@@ -389,32 +389,29 @@ class Trainer(RunStatus, Inference, ByVirtualRank, Storage):
                 or the step failed after a signal that had been put off.
         """
         refuse_inside("trainer.step")
-        if not callable(loss):
-            raise TypeError(
-                f"the loss function is a {type(loss).__name__}, which cannot be called: trainer.step(loss, batch) "
-                "takes a function of the model and a micro-batch first, and then the batch"
-            )
+        if not callable(loss_fn):
+            raise TypeError(no_loss_function(loss_fn, call="trainer.step(loss_fn, batch)"))
         options = PLAIN_STEP
         is_plain = encode is None and on_gradients is None and recompute is False and closure is False
         if not is_plain:
             options = StepOptions(encode, flag("recompute", recompute), on_gradients, flag("closure", closure))
             check_step_options(options)
-        return self._loop.step(loss, batch, optimizer, options)
+        return self._loop.step(loss_fn, batch, optimizer, options)
 
     def fit(
         self,
-        train: Any,
-        loss: Loss,
+        loss_fn: Loss,
+        dataset: Any,
         *,
         batch_size: int | Mapping[str, int] | None = None,
         epochs: int,
-        steps: int | None = None,
+        max_steps: int | None = None,
         validation: Any = None,
         metrics: Mapping[str, Loss] | None = None,
         validate_every: int | None = None,
         on_step: Callable[[Trainer, StepResult], object] | None = None,
         on_epoch: Callable[[Trainer, EpochResult], object] | None = None,
-        on_evaluation: Callable[[Trainer, dict[str, Metric]], object] | None = None,
+        on_evaluation: Callable[[Trainer, dict[str, Average]], object] | None = None,
         **options: Any,
     ) -> list[EpochResult]:
         """Train for some epochs and evaluate after each: the short form of the loop.
@@ -424,10 +421,10 @@ class Trainer(RunStatus, Inference, ByVirtualRank, Storage):
         ranks, the state is saved and the training ends.
 
         Args:
-            train: The dataset to train on.
-            loss: See `step`.
+            loss_fn: See `step`.
+            dataset: The dataset to train on.
             batch_size: See `batches`. Needed unless there is a batch sampler.
-            epochs, steps: See `epochs`.
+            epochs, max_steps: See `epochs`.
             validation: The dataset to evaluate on after each epoch. None: no evaluation.
             metrics: The functions to evaluate on it, by name. None: the loss.
             validate_every: Evaluate within epochs, too, each time the run has done this many steps more.
@@ -441,8 +438,8 @@ class Trainer(RunStatus, Inference, ByVirtualRank, Storage):
 
         Raises:
             RuntimeError: It is called inside a loss function or an evaluated function, or torch's process group failed.
-            TypeError: loss, a metric or a callback cannot be called, metrics is no dict with names as keys, a dataset
-                is neither map-style nor iterable, or an argument has the wrong type.
+            TypeError: loss_fn, a metric or a callback cannot be called, metrics is no dict with names as keys, a
+                dataset is neither map-style nor iterable, or an argument has the wrong type.
             ValueError: metrics or validate_every are given without validation, a number is out of range, or as
                 described at `epochs`, `batches` and `step`.
             DataError: A dataset is empty, or as described at `batches`; for validation, before the first epoch.
@@ -452,7 +449,7 @@ class Trainer(RunStatus, Inference, ByVirtualRank, Storage):
         """
         refuse_inside("trainer.fit")
         callbacks = Callbacks(on_step=on_step, on_epoch=on_epoch, on_evaluation=on_evaluation)
-        check_fit(loss, metrics, validation=validation, validate_every=validate_every, callbacks=callbacks)
+        check_fit(loss_fn, metrics, validation=validation, validate_every=validate_every, callbacks=callbacks)
         size = next(iter(batch_size.values()), None) if isinstance(batch_size, Mapping) else batch_size
         if size is not None:
             size = whole("batch_size", size, least=1)
@@ -461,11 +458,11 @@ class Trainer(RunStatus, Inference, ByVirtualRank, Storage):
         }
         evaluated = Validation(
             dataset=validation,
-            functions=metrics or {"validation loss": loss_alone(loss)},
+            functions=metrics or {"validation loss": loss_alone(loss_fn)},
             every_steps=None if validate_every is None else whole("validate_every", validate_every, least=1),
             options=shared,
         )
-        left = self.epochs(epochs, steps=steps)
+        left = self.epochs(epochs, max_steps=max_steps)
         if validation is not None:
             self._test_loader(
                 validation, batch_size=size or 32 * self.virtual_ranks, **shared
@@ -475,8 +472,8 @@ class Trainer(RunStatus, Inference, ByVirtualRank, Storage):
             self,
             self._loop,
             epochs=left,
-            loss=loss,
-            make_batches=lambda: self.batches(train, batch_size=batch_size, **options),
+            loss_fn=loss_fn,
+            make_batches=lambda: self.batches(dataset, batch_size=batch_size, **options),
             validation=evaluated,
             callbacks=callbacks,
         )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from unisono.collectives.world import World
 from unisono.errors import LossError
-from unisono.metrics.metric import Metric
+from unisono.metrics.average import Average
 from unisono.parallel.losses import read_loss
 from unisono.plan import Node, fold
 
@@ -59,7 +59,7 @@ class ValueSums:
                 total, weight = sums[name][0] + total, sums[name][1] + weight
             sums[name] = total, weight
 
-    def means(self, world: World, call: str) -> dict[str, Metric]:
+    def means(self, world: World, call: str) -> dict[str, Average]:
         """Return the mean of each name over all ranks. One small exchange; every rank must call it.
 
         Args:
@@ -84,7 +84,7 @@ class ValueSums:
                 "would be that of some samples only: return the same form for all."
             )
         names = list(dict.fromkeys(name for _, sums in sorted(everyone.items()) for name in sums))
-        return {name: Metric(*_total(everyone, name)) for name in names}
+        return {name: Average(*_total(everyone, name)) for name in names}
 
 
 def _total(everyone: Mapping[int, _Sums], name: str) -> tuple[float, float]:

@@ -85,12 +85,12 @@ class VirtualRankGradients:
         """The further values of the last step."""
 
     def compute(
-        self, loss: Loss, batch: Batch, trained: Trained, *, restricted: bool, call: int, options: StepOptions
+        self, loss_fn: Loss, batch: Batch, trained: Trained, *, restricted: bool, call: int, options: StepOptions
     ) -> None:
         """Run forward and backward for all shares of this rank.
 
         Args:
-            loss: The loss function.
+            loss_fn: The loss function.
             batch: This rank's part of the batch.
             trained: The parameters that the step trains.
             restricted: True if other parameters require gradients, too, which would only pile up.
@@ -107,15 +107,15 @@ class VirtualRankGradients:
         inside = enter("the loss function")
         try:
             if options.encode is not None:
-                self._compute_globally(loss, batch, call, options)
+                self._compute_globally(loss_fn, batch, call, options)
             else:
                 for share in batch.shares:
                     self._run.set_generators("model", batch.epoch, batch.step, call, share.virtual_rank)
-                    self._compute(loss, share, batch)
+                    self._compute(loss_fn, share, batch)
         finally:
             leave(inside)
 
-    def _compute(self, loss: Loss, share: Share, batch: Batch) -> None:
+    def _compute(self, loss_fn: Loss, share: Share, batch: Batch) -> None:
         """Compute the gradient of one virtual rank's share, divided by the size of the global batch."""
         share_loss, share_weight = None, 0.0
         for micro_batch in share.micro_batches:
@@ -124,7 +124,7 @@ class VirtualRankGradients:
             self._carried.begin(share.virtual_rank, micro_batches=len(share.micro_batches))
             counted = count_collectives()
             with self._forward_context(samples):
-                result = loss(self._models, items)
+                result = loss_fn(self._models, items)
             refuse_collectives_since(counted)
             self._carried.end()
             value, weight = self._read(result, samples=samples)
@@ -168,7 +168,7 @@ class VirtualRankGradients:
             )
         return value, weight
 
-    def _compute_globally(self, loss: Loss, batch: Batch, call: int, options: StepOptions) -> None:
+    def _compute_globally(self, loss_fn: Loss, batch: Batch, call: int, options: StepOptions) -> None:
         """Compute the gradients of this rank's shares for a loss over the whole global batch; see `global_loss`."""
         run = self._run
         own: dict[int, EncodedShare] = {}
@@ -189,7 +189,7 @@ class VirtualRankGradients:
         run.set_generators("model/loss", batch.epoch, batch.step, call)
         counted = count_collectives()
         with self._forward_context(batch.size):
-            result = loss(self._models, whole.value)
+            result = loss_fn(self._models, whole.value)
         refuse_collectives_since(counted)
         value, weight = self._read(result, samples=batch.size)
         root = value.total / batch.size

@@ -242,7 +242,7 @@ class Progress:
             "nothing to do: this run has ended" if steps is None else f"nothing to do: this run ended at step {steps:,}"
         )
         text += "" if done is None else f", after {plural(done, 'epoch')}"
-        asked, most = _whole(event, "epochs"), _whole(event, "steps")
+        asked, most = _whole(event, "epochs"), _whole(event, "max_steps")
         if asked is not None:
             text += f"; asked for: {plural(asked, 'epoch')}" + ("" if most is None else f" and {plural(most, 'step')}")
         look.remark(f"{text}. Ask for more to go on, or give another directory to start anew")

@@ -95,7 +95,7 @@ class EpochFields(TypedDict):
     total_steps: int
     """Steps of the run done before."""
     run_steps: int | None
-    """Steps of the whole run, up to its last epoch or to `steps`; None if not known."""
+    """Steps of the whole run, up to its last epoch or to `max_steps`; None if not known."""
     num_samples: int | None
     """Samples of the whole epoch; None for data without a length."""
 
@@ -173,7 +173,7 @@ class OverFields(TypedDict):
     total_steps: int
     epochs: int
     """Epochs that the script asks for."""
-    steps: int | None
+    max_steps: int | None
     """Steps that the script asks for; None: as many as the epochs have."""
 
 

@@ -79,7 +79,7 @@ HANGS = (
             for epoch in trainer.epochs(2):
                 for batch in trainer.batches(data, batch_size=8):
                     trainer.step(lambda model, batch: model(batch[0]).sum(1), batch)
-                    if trainer.steps == 3 and trainer.rank == trainer.world_size - 1:
+                    if trainer.steps_done == 3 and trainer.rank == trainer.world_size - 1:
                         time.sleep(600)  # here
         """,
         options=_HANG,

@@ -16,7 +16,7 @@ import torchmetrics
 from torch import Tensor
 
 from unisono.errors import PeerError, RankMismatchError
-from unisono.metrics import Accuracy, ConfusionCounts, Max, Mean, Metrics, Min, Sum, TorchMetric
+from unisono.metrics import Accuracy, ConfusionCounts, Max, Mean, Metric, Metrics, Min, TorchMetric, Total
 
 dist.init_process_group(sys.argv[1])
 RANK, SIZE = dist.get_rank(), dist.get_world_size()
@@ -45,7 +45,7 @@ ALL_TARGETS = torch.cat([each for batches in TARGETS for each in batches])
 
 def meters() -> Metrics:
     return Metrics(
-        mean=Mean(), weighted=Mean(), total=Sum(), whole=Sum(), low=Min(), high=Max(), first=Max(),
+        mean=Mean(), weighted=Mean(), total=Total(), whole=Total(), low=Min(), high=Max(), first=Max(),
         top1=Accuracy(), top2=Accuracy(2, ignore_index=3), table=ConfusionCounts(CLASSES),
     )  # fmt: skip
 
@@ -92,7 +92,7 @@ def random_streams() -> None:
     """Any mix of updates, in any division among ranks."""
     dice = random.Random(5)
     for _ in range(20):
-        alone, ours = Metrics(mean=Mean(), sum=Sum(), low=Min()), Metrics(mean=Mean(), sum=Sum(), low=Min())
+        alone, ours = Metrics(mean=Mean(), sum=Total(), low=Min()), Metrics(mean=Mean(), sum=Total(), low=Min())
         for _ in range(dice.randrange(12)):
             rank, values = dice.randrange(SIZE), dice.choice([3, -2.5, True, 7, 2**40])
             if dice.random() < 0.5:
@@ -113,13 +113,13 @@ def nothing_and_infinities() -> None:
     bad = math.nan if RANK == 0 else 1.0
     values.update(mean=bad, low=bad, high=bad)
     assert all(math.isnan(value) for value in values.compute().values())
-    total = Sum()
+    total = Total()
     total.update(math.inf if RANK == 0 else -math.inf if RANK == 1 else 1)
     assert math.isnan(total.compute())
     share = Mean()  # a rank with no sample has no mean
     share.update(math.nan if RANK else 0.5, weight=0 if RANK else 4)
-    assert repr(share.compute()) == "Metric(2.0, 4.0)"
-    large = Sum()
+    assert repr(share.compute()) == "Average(2.0, 4.0)"
+    large = Total()
     large.update(2**62)
     assert large.compute() == SIZE * 2**62
 
@@ -151,14 +151,54 @@ def ranks_with_other_metrics() -> None:
     with pytest.raises(RankMismatchError, match=r"ConfusionCounts\(4.* on rank 1"):
         ConfusionCounts(4 if RANK == 1 else 3).compute()
     with pytest.raises(RankMismatchError, match=r"none on rank 1"):
-        Metrics(**({} if RANK == 1 else {"a": Sum()})).compute()
-    huge = Sum()
+        Metrics(**({} if RANK == 1 else {"a": Total()})).compute()
+    huge = Total()
     huge.update(2**95 if RANK == 1 else 1)
     with pytest.raises(OverflowError if RANK == 1 else PeerError, match="does not fit 95 bits"):
         huge.compute()
     huge.reset()
     huge.update(1)
     assert huge.compute() == SIZE
+
+
+class Words(Metric[int]):
+    """A metric of one's own, whose pack() returns what it is given."""
+
+    def __init__(self, packed):
+        self.packed, self.seen = packed, None
+
+    def reset(self):
+        self.seen = None
+
+    def pack(self):
+        return self.packed
+
+    def unpack(self, added, apart):
+        self.seen = added.tolist(), apart.tolist()
+
+    def local(self):
+        return self.seen
+
+    def __repr__(self):
+        return "Words()"
+
+
+def metrics_of_ones_own() -> None:
+    def words(*numbers):
+        return torch.tensor(numbers, dtype=torch.int64)
+
+    assert Words((words(RANK, 1), words(RANK))).compute() == (
+        [SIZE * (SIZE - 1) // 2, SIZE],
+        [[r] for r in range(SIZE)],
+    )
+    with pytest.raises(RankMismatchError, match=r"pack\(\) of Words\(\) .* 3 to add and 0 apart on rank 1"):
+        Words((words(*[1] * (3 if RANK == 1 else 2)), words())).compute()
+    for packed, shown in (
+        (words(1), r"one tensor, torch\.int64 of shape \[1\]"),
+        ((words(1), torch.ones(2)), "float32"),
+    ):
+        with pytest.raises(TypeError if RANK == 1 else PeerError, match=rf"pack\(\) of Words\(\) returned .*{shown}"):
+            Words(packed if RANK == 1 else (words(1), words())).compute()
 
 
 def groups() -> None:
@@ -195,7 +235,7 @@ def torchmetrics_of_all_kinds() -> None:
 
     own = list(zip(SCORES[RANK], TARGETS[RANK], strict=True))
     whole = [pair for scores, wanted in zip(SCORES, TARGETS, strict=True) for pair in zip(scores, wanted, strict=True)]
-    ours = Metrics(steps=Sum(), **{name: TorchMetric(fed(make, own)) for name, make in made.items()})
+    ours = Metrics(steps=Total(), **{name: TorchMetric(fed(make, own)) for name, make in made.items()})
     ours.update(steps=len(own))
     alone = {name: fed(make, whole) for name, make in made.items()}
     for metric in alone.values():
@@ -206,7 +246,7 @@ def torchmetrics_of_all_kinds() -> None:
         assert found.pop("steps") == sum(map(len, SHARES))
         assert {name: float(value) for name, value in found.items()} == pytest.approx(expected, rel=1e-5)
     ours.collect()
-    again = Metrics(steps=Sum(), **{name: TorchMetric(make()) for name, make in made.items()})
+    again = Metrics(steps=Total(), **{name: TorchMetric(make()) for name, make in made.items()})
     if RANK == 0:
         again.load_state_dict(ours.state_dict())
     found = again.compute()
@@ -215,7 +255,7 @@ def torchmetrics_of_all_kinds() -> None:
 
 for check in (
     uneven_shares_equal_one_process, random_streams, nothing_and_infinities, collected_on_rank_0,
-    ranks_with_other_metrics, groups, torchmetrics_of_all_kinds,
+    ranks_with_other_metrics, metrics_of_ones_own, groups, torchmetrics_of_all_kinds,
 ):  # fmt: skip
     check()
     print("passed", check.__name__, flush=True)

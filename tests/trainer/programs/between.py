@@ -45,7 +45,7 @@ def value(model, batch):
 def stop(where):
     """Stop here if it is the place: by an error, by a signal to this rank, or by one to rank 0 alone."""
     kind, _, place = (args.stop or "").partition(":")
-    if place != f"{where}:{trainer.steps}":
+    if place != f"{where}:{trainer.steps_done}":
         return
     if kind == "error":
         raise RuntimeError("the user's own")
@@ -65,8 +65,8 @@ trainer = unisono.Trainer(
     checkpoints=unisono.Checkpoints(every_steps=args.every, every_minutes=None),
     progress=False,
 )
-trainer.print("begins at", trainer.epoch, trainer.steps)
-for _epoch in trainer.epochs(3, steps=args.steps):
+trainer.print("begins at", trainer.epoch, trainer.steps_done)
+for _epoch in trainer.epochs(3, max_steps=args.steps):
     for batch in trainer.batches(data, batch_size=20):
         trainer.step(loss, batch)
         stop("body")

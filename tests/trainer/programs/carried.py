@@ -83,7 +83,7 @@ def main() -> None:
     engine, folder = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None
     trainer = make(engine, folder)
     last = int(sys.argv[3]) if len(sys.argv) > 3 and not fails else None
-    for epoch in trainer.epochs(4, steps=last):
+    for epoch in trainer.epochs(4, max_steps=last):
         if epoch == 2:
             for batch in trainer.rollouts(walk, steps=3):
                 trainer.step(walk_loss, batch)

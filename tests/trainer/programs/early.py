@@ -43,7 +43,7 @@ def record(folder, best):
 
 def put(store, work, final):
     if final.name.startswith("tag-"):
-        die("tagging", trainer.steps)
+        die("tagging", trainer.steps_done)
     real_put(store, work, final)
 
 
@@ -63,10 +63,10 @@ for _ in trainer.epochs(40):
     for batch in trainer.batches(data, batch_size=20):
         trainer.step(loss, batch)
     value = trainer.evaluate(loss, test, name="loss")
-    die("evaluated", trainer.steps)
-    if trainer.steps == 6:
+    die("evaluated", trainer.steps_done)
+    if trainer.steps_done == 6:
         trainer.save(tag="six")
     if trainer.stalled("loss", patience=3):
         break
-trainer.print("stopped", trainer.steps, trainer.digest())
+trainer.print("stopped", trainer.steps_done, trainer.digest())
 trainer.print(trainer.load("best").source.rpartition("/")[2], trainer.digest())

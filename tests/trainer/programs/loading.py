@@ -89,13 +89,13 @@ files = iter(
 for _ in trainer.epochs(2):
     for batch in trainer.batches(data, batch_size=12):
         trainer.step(loss, batch)
-        if trainer.steps == 1:
+        if trainer.steps_done == 1:
             trainer.save(tag="old")
-        if trainer.steps > 1 and (found := next(files, None)):
-            before = state(), trainer.steps
+        if trainer.steps_done > 1 and (found := next(files, None)):
+            before = state(), trainer.steps_done
             name, options = found
             loaded = trainer.load(folder / name, **options)
-            assert (trainer.steps, before[0] != state()) == (before[1], True), name
+            assert (trainer.steps_done, before[0] != state()) == (before[1], True), name
             say(name, Path(loaded.source).name, loaded.missing_keys[:3], loaded.unexpected_keys, *state())
     say("loss", float(trainer.evaluate(loss, data, name="loss")).hex())
 say("end", *state())

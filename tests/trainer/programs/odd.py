@@ -48,7 +48,7 @@ def loss(model, batch):
 
 
 def steps(trainer, dataset, last, between=None):
-    for _ in trainer.epochs(9, steps=last):
+    for _ in trainer.epochs(9, max_steps=last):
         for batch in trainer.batches(dataset, batch_size=12):
             trainer.step(loss, batch)
             if between is not None:

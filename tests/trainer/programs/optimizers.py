@@ -46,7 +46,7 @@ def train(optimizer, model=None, *, steps=7, schedule=None, **options):
     trainer = unisono.Trainer(
         model, optimizer, scheduler=scheduler, virtual_ranks=6, engine=ENGINE, progress=False, **options
     )
-    for _ in trainer.epochs(9, steps=steps):
+    for _ in trainer.epochs(9, max_steps=steps):
         for batch in trainer.batches(data(), batch_size=20):
             trainer.step(loss, batch)
     return trainer.digest()
@@ -128,9 +128,9 @@ def added():
     model = Net()
     optimizer = optim.AdamW(model.wide.parameters(), lr=0.01)
     trainer = unisono.Trainer(model, optimizer, virtual_ranks=6, engine=ENGINE, progress=False)
-    for _ in trainer.epochs(9, steps=7):
+    for _ in trainer.epochs(9, max_steps=7):
         for batch in trainer.batches(data(), batch_size=20):
-            if trainer.steps == 3:
+            if trainer.steps_done == 3:
                 optimizer.add_param_group({"params": [*model.narrow.parameters(), model.scale], "lr": 0.1})
             trainer.step(loss, batch)
     return trainer.digest()
@@ -144,15 +144,15 @@ def loaded(make):
     norms, kept = [], None
     optimizer.register_step_pre_hook(lambda *_: norms.append(float(model.wide.weight.grad.norm())))
     optimizer.register_step_post_hook(lambda *_: norms.append(float(model.wide.weight.detach().norm())))
-    for _ in trainer.epochs(9, steps=8):
+    for _ in trainer.epochs(9, max_steps=8):
         for batch in trainer.batches(data(), batch_size=20):
             trainer.step(loss, batch)
-            if trainer.steps == 2:
+            if trainer.steps_done == 2:
                 clone = {key: value.clone() for key, value in model.state_dict().items()}
                 state = optimizer.state_dict()
                 state["state"] = {i: {k: v.clone() for k, v in s.items()} for i, s in state["state"].items()}
                 kept = clone, state
-            if trainer.steps == 5:
+            if trainer.steps_done == 5:
                 model.load_state_dict(kept[0])
                 optimizer.load_state_dict(kept[1])
     assert len(norms) == 16
@@ -164,12 +164,12 @@ def forgotten():
     model = Net()
     optimizer = optim.AdamW(model.parameters(), lr=0.01, fused=True)
     trainer = unisono.Trainer(model, optimizer, virtual_ranks=6, engine=ENGINE, progress=False)
-    for _ in trainer.epochs(9, steps=7):
+    for _ in trainer.epochs(9, max_steps=7):
         for batch in trainer.batches(data(), batch_size=20):
             trainer.step(loss, batch)
-            if trainer.steps == 2:
+            if trainer.steps_done == 2:
                 del optimizer.state[model.wide.weight]
-            if trainer.steps == 4:
+            if trainer.steps_done == 4:
                 optimizer.state.clear()
     return trainer.digest()
 

@@ -67,7 +67,7 @@ def main() -> None:
         stateful={"queue": queue},
         progress=False,
     )
-    for _ in trainer.epochs(2, steps=int(sys.argv[3]) if len(sys.argv) > 3 else None):
+    for _ in trainer.epochs(2, max_steps=int(sys.argv[3]) if len(sys.argv) > 3 else None):
         for batch in trainer.batches(images, batch_size=8):
             trainer.step(contrast, batch, encode=encode)
             queue.push()

@@ -90,14 +90,14 @@ class Run:
         program, trainer = self.program, self.trainer
         data: Any = Stream(program) if program.dataset == "stream" else Samples(program)
         ends_at = program.stop.after if stops and program.stop.how == "steps" else None
-        for epoch in trainer.epochs(program.epochs, steps=ends_at):
+        for epoch in trainer.epochs(program.epochs, max_steps=ends_at):
             if program.frozen_part is not None and epoch:
                 self.first.parts[program.frozen_part].requires_grad_(False)
             for batch in trainer.batches(data, batch_size=program.batch_size, **program.options):
                 for name in self.optimizers:
                     loss = trainer.step(self.losses[name], batch, optimizer=name)
                     self.history.losses.append(f"{name} {loss.hex()}")
-                if stops and trainer.steps == program.stop.after:
+                if stops and trainer.steps_done == program.stop.after:
                     self._stop()
             if program.evaluates:
                 self._evaluate(epoch, data)

@@ -315,7 +315,7 @@ def try_changes(engine, *, width):
     run.step()
     run.step("judge")
     for name, (optimizer, do) in CHANGES.items():
-        batch, before = next(run.batches), (trainer.digest(), trainer.steps)
+        batch, before = next(run.batches), (trainer.digest(), trainer.steps_done)
         undo = do(run) if RANK == 1 else None
         try:
             run.step(optimizer, batch)
@@ -323,7 +323,7 @@ def try_changes(engine, *, width):
             say(name, error)
         if undo is not None:
             undo()
-        assert (trainer.digest(), trainer.steps) == before, name
+        assert (trainer.digest(), trainer.steps_done) == before, name
         if name == "frozen":
             run.step()  # and it goes on
 

@@ -32,7 +32,7 @@ args = parser.parse_args()
 
 
 def die(phase):
-    if args.phase == phase and trainer.steps == args.die_at:
+    if args.phase == phase and trainer.steps_done == args.die_at:
         signals = {"term": signal.SIGTERM, "late-term": signal.SIGTERM, "interrupt": signal.SIGINT}
         os.kill(os.getpid(), signals.get(phase, signal.SIGKILL))
 
@@ -40,7 +40,7 @@ def die(phase):
 def loss(model, batch):
     die("loss")
     die("term")
-    if args.phase == "error" and trainer.steps == args.die_at:
+    if args.phase == "error" and trainer.steps_done == args.die_at:
         raise RuntimeError("the user's own")
     return F.cross_entropy(model(batch[0] + 0.1 * torch.randn_like(batch[0])), batch[1], reduction="none")
 
@@ -71,15 +71,17 @@ trainer = unisono.Trainer(
     progress=False,
 )
 with open(f"{args.directory}/dealt.txt", "a") as dealt:  # noqa: PTH123
-    for epoch in trainer.epochs(3, steps=args.steps):
+    for epoch in trainer.epochs(3, max_steps=args.steps):
         for batch in trainer.batches(data, batch_size=args.batch_size):
             trainer.step(loss, batch)
             indices = [i for share in batch.shares for m in share.micro_batches for i in m.indices]
             os.write(dealt.fileno(), f"{epoch} {batch.step} {trainer.rank} {indices}\n".encode())
             die("after")
             die("interrupt")
-            if args.phase == "save" and trainer.steps == args.die_at:
+            if args.phase == "save" and trainer.steps_done == args.die_at:
                 trainer.save()
                 die("save")
-trainer.print("total", trainer.steps, "ema", float(trainer.evaluate(lambda m, b: m(b[0]).sum(1), data, ema=True)).hex())
+trainer.print(
+    "total", trainer.steps_done, "ema", float(trainer.evaluate(lambda m, b: m(b[0]).sum(1), data, ema=True)).hex()
+)
 trainer.print("weights sha256:", trainer.digest())

@@ -90,7 +90,7 @@ def main() -> None:
     )
     if not len(replay.rows):
         replay.add(trainer.collect(explore))
-    for epoch in trainer.epochs(3, steps=int(sys.argv[3]) if len(sys.argv) > 3 else None):
+    for epoch in trainer.epochs(3, max_steps=int(sys.argv[3]) if len(sys.argv) > 3 else None):
         if epoch == 1:
             for batch in trainer.rollouts(replay.draw, steps=7):
                 trainer.step(q_loss, batch, optimizer="values")

@@ -60,10 +60,10 @@ if __name__ == "__main__":
             model, optimizer, virtual_ranks=4, directory=FOLDER / name, engine=ENGINE, progress=False
         )
         sizes = []
-        for _ in trainer.epochs(2, steps=STEPS or None):
+        for _ in trainer.epochs(2, max_steps=STEPS or None):
             for batch in trainer.batches(dataset, sharded=True, **options):
                 trainer.step(loss, batch)
                 sizes.append(len(batch))
-        trainer.print(f"{name} = {trainer.digest()}" + ("" if STEPS else f" after {trainer.steps} steps"))
+        trainer.print(f"{name} = {trainer.digest()}" + ("" if STEPS else f" after {trainer.steps_done} steps"))
         trainer.print(f"{name} sizes {sizes}")
     print("opened", sorted(OPENED), flush=True)

@@ -66,7 +66,7 @@ def train(make, *, steps=8, loss=loss, dtype=torch.float32, virtual_ranks=5, **o
     model = Net(dtype=dtype)
     made = make(model)
     trainer = unisono.Trainer(model, made, virtual_ranks=virtual_ranks, engine=ENGINE, progress=False, **options)
-    for _ in trainer.epochs(9, steps=steps):
+    for _ in trainer.epochs(9, max_steps=steps):
         for batch in trainer.batches(data(), batch_size=20, micro_batch_size=3):
             for name in made if isinstance(made, dict) else [None]:
                 trainer.step(loss, batch, optimizer=name)

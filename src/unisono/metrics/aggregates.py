@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono.metrics.accumulator import Accumulator
+from unisono.metrics.average import Average
 from unisono.metrics.metric import Metric
 
-__all__ = ["Max", "Mean", "Min", "Sum"]
+__all__ = ["Max", "Mean", "Min", "Total"]
 
 Value = Tensor | float
 Given = Value | Sequence[Any]
@@ -25,7 +25,7 @@ _NOTHING, _WHOLE, _FLOATING = 0, 1, 2
 _LOW = 0xFFFFFFFF
 
 
-class Mean(Accumulator[Metric]):
+class Mean(Metric[Average]):
     """The mean over all samples (or tokens): the sum of all values divided by the sum of their weights.
 
     It is exact for ranks and batches of different sizes, as a mean of means would not be.
@@ -79,23 +79,26 @@ class Mean(Accumulator[Metric]):
             self._weight = self._weight.to(weight.device)
         self._weight = self._weight + weight
 
-    def _words(self) -> tuple[Tensor, Tensor]:
+    def pack(self) -> tuple[Tensor, Tensor]:
+        """Return what this rank has counted, as words."""
         weight = torch.as_tensor(self._weight, dtype=torch.float64, device=self._total.device)
         return torch.empty(0, dtype=torch.int64), torch.stack([self._total, weight]).view(torch.int64)
 
-    def _set_words(self, added: Tensor, apart: Tensor) -> None:
+    def unpack(self, added: Tensor, apart: Tensor) -> None:
+        """Set the counts to those of all ranks."""
         total, weight = (_exact_sum(column) for column in apart.contiguous().view(torch.float64).T.tolist())
         self._total = torch.tensor(total, dtype=torch.float64)
         self._weight = weight
 
-    def _value(self) -> Metric:
-        return Metric(float(self._total), float(self._weight))
+    def local(self) -> Average:
+        """Return the value over the samples of this rank alone."""
+        return Average(float(self._total), float(self._weight))
 
     def __repr__(self) -> str:
         return "Mean()"
 
 
-class Sum(Accumulator[float]):
+class Total(Metric[float]):
     """The sum over all samples.
 
     A sum of whole numbers is exact and whole, also beyond 64 bits, up to 2**94.
@@ -136,7 +139,8 @@ class Sum(Accumulator[float]):
             total = _real(values).sum()
             self._floating = total if self._floating is None else self._floating.to(total.device) + total
 
-    def _words(self) -> tuple[Tensor, Tensor]:
+    def pack(self) -> tuple[Tensor, Tensor]:
+        """Return what this rank has counted, as words."""
         total = self._total()
         if not -(2**94) <= total < 2**94:
             raise OverflowError(f"the sum of this rank, {total}, does not fit 95 bits: add floating-point numbers")
@@ -145,12 +149,14 @@ class Sum(Accumulator[float]):
         numbers = torch.tensor([total >> 32, total & _LOW, int(self._floating is not None)], device=device)
         return torch.empty(0, dtype=torch.int64), torch.cat([numbers, floating.view(1).view(torch.int64)])
 
-    def _set_words(self, added: Tensor, apart: Tensor) -> None:
+    def unpack(self, added: Tensor, apart: Tensor) -> None:
+        """Set the counts to those of all ranks."""
         self._whole, self._halves = sum(_of_halves(row) for row in apart[:, :2]), None
         floating = _exact_sum(apart[:, 3].contiguous().view(torch.float64).tolist())
         self._floating = torch.tensor(floating, dtype=torch.float64) if apart[:, 2].any() else None
 
-    def _value(self) -> float:
+    def local(self) -> float:
+        """Return the value over the samples of this rank alone."""
         whole = self._total()
         return whole if self._floating is None else whole + float(self._floating)
 
@@ -158,10 +164,10 @@ class Sum(Accumulator[float]):
         return self._whole + (0 if self._halves is None else _of_halves(self._halves))
 
     def __repr__(self) -> str:
-        return "Sum()"
+        return "Total()"
 
 
-class _Extreme(Accumulator[float]):
+class _Extreme(Metric[float]):
     """A minimum or maximum. NaN among the values makes it NaN, as in torch."""
 
     _of_tensor: Callable[[Tensor], Tensor]
@@ -195,14 +201,16 @@ class _Extreme(Accumulator[float]):
             found = type(self)._of_tensor(both)
         self._best = found
 
-    def _words(self) -> tuple[Tensor, Tensor]:
+    def pack(self) -> tuple[Tensor, Tensor]:
+        """Return what this rank has counted, as words."""
         best = torch.zeros((), dtype=torch.int64) if self._best is None else self._best
         kind = _NOTHING if self._best is None else _FLOATING if best.is_floating_point() else _WHOLE
         return torch.empty(0, dtype=torch.int64), torch.stack(
             [torch.tensor(kind, device=best.device), best.view(torch.int64)]
         )
 
-    def _set_words(self, added: Tensor, apart: Tensor) -> None:
+    def unpack(self, added: Tensor, apart: Tensor) -> None:
+        """Set the counts to those of all ranks."""
         floating = apart[:, 1].contiguous().view(torch.float64).tolist()
         found = [
             whole if kind == _WHOLE else real
@@ -216,7 +224,8 @@ class _Extreme(Accumulator[float]):
         floats = any(isinstance(value, float) for value in found)
         self._best = torch.tensor(best, dtype=torch.float64 if floats else torch.int64)
 
-    def _value(self) -> float:
+    def local(self) -> float:
+        """Return the value over the samples of this rank alone."""
         best: float = math.nan if self._best is None else self._best.item()
         return best
 
