@@ -253,9 +253,7 @@ def test_a_batch_is_for_step_and_says_so():
         _x, _y = batch
     with pytest.raises(TypeError, match=r"no entry 0: .* Pass it to trainer\.step"):
         batch[0]
-    with pytest.raises(
-        TypeError, match=r"loss_fn is a tensor: give trainer.step\(loss_fn, batch\) the func"
-    ):
+    with pytest.raises(TypeError, match=r"loss_fn is a tensor: give trainer.step\(loss_fn, batch\) the func"):
         trainer.step(torch.ones(1), batch)
     assert len(batch) == 8
     assert trainer.step(per_sample, batch) > 0

@@ -15,6 +15,9 @@ __all__ = ["RankFailure", "RootCause", "exit_status", "find_root_cause", "first_
 _LEAD_NS = 50_000_000
 """How much earlier than its end was seen a rank may have failed, if it recorded no error. Its connections close before
 its end is seen, so a peer's error can be recorded first. A peer that is not at fault needs longer than this to end."""
+_LATE_LEAD_NS = 500_000_000
+"""How much earlier than its record a rank may have given up waiting: it closes its connections first, and on a busy
+machine the peers that see them closed may record their errors before it does."""
 
 _LOST_PEER = (
     # gloo
@@ -172,6 +175,9 @@ def find_root_cause(
     # A rank that waits in vain closes its connections in the end. The times show which of these two came first.
     suspects = [failure for failure in own if doubts[failure.rank] == least or least >= _LOST]
     cause = first_failure(suspects)
+    late = [failure for failure in suspects if doubts[failure.rank] == _LATE]
+    if late and first_failure(late).time_ns < cause.time_ns + _LATE_LEAD_NS:
+        cause = first_failure(late)
     rest = [failure for failure in own if failure is not cause]
     same = [failure for failure in rest if _identity(failure) == _identity(cause)]
     victims = [failure for failure in rest if failure not in same and doubts[failure.rank] > _CERTAIN]
