@@ -23,14 +23,12 @@ def prepare_whole(
     change: Callable[[], None] | None = None,
 ) -> float | None:
     """Multiply, unscale and clip p.grad. Return the norm before clipping, None without a bound; see `Engine`."""
-    gradients = _values_of(parameters)
-    if factor != 1.0 and gradients:
+    if factor != 1.0 and (gradients := _values_of(parameters)):
         torch._foreach_mul_(gradients, factor)
     if scaler is not None:
         scaler.unscale_(optimizer)
     if change is not None:
         change()
-        gradients = _values_of(parameters)
     if clip is None:
         return None
     blocks = [
@@ -44,7 +42,7 @@ def prepare_whole(
     norm = global_norm(block_norms(blocks).tolist())
     scale = clip_factor(norm, clip)
     if scale < 1.0:
-        torch._foreach_mul_(gradients, scale)
+        torch._foreach_mul_(_values_of(parameters), scale)
     return norm
 
 

@@ -139,8 +139,8 @@ class StepRunner:
             check_closure(self._optimizer, self._engine, scaled=self.scaler is not None)
         before = self._buffers.copy() if options.closure else None
         found = self._evaluate(loss_fn, batch, call, options)
-        rates = tuple(float(group["lr"]) for group in self._optimizer.param_groups)
-        skipped = False
+        rates = tuple([float(group["lr"]) for group in self._optimizer.param_groups])
+        scaler, skipped = self._shares.scaler, False
         if options.closure:
             again = partial(self._evaluate, loss_fn, batch, call, options, keeps_buffers=False)
             try:
@@ -150,11 +150,11 @@ class StepRunner:
                 self._buffers.put(before)
                 raise
         else:
-            self._engine.update(self.scaler)
-        if self.scaler is not None:
-            scale = self.scaler.get_scale()
-            self.scaler.update()
-            skipped = self.scaler.get_scale() < scale
+            self._engine.update(scaler)
+        if scaler is not None:
+            scale = scaler.get_scale()
+            scaler.update()
+            skipped = scaler.get_scale() < scale
         self.weight = found.weight
         return StepResult(
             found.loss, learning_rates=rates, grad_norm=found.grad_norm, skipped=skipped, values=found.values

@@ -33,13 +33,11 @@ class ValueSums:
         self._sums: dict[int, dict[str, tuple[Tensor, float]]] = {}
         self._forms: set[str] = set()
         """The forms in which values came."""
-
-    def __bool__(self) -> bool:
-        return bool(self._sums)
+        self.is_empty = True
 
     def clear(self) -> None:
         """Forget all sums."""
-        self._sums, self._forms = {}, set()
+        self._sums, self._forms, self.is_empty = {}, set(), True
 
     def add(self, virtual_rank: int, values: Any, *, samples: int) -> None:
         """Add what the function returned for some samples of a virtual rank: a dict of values, or one value named "".
@@ -47,7 +45,7 @@ class ValueSums:
         Raises:
             LossError: A value is of no form that `read_loss` knows.
         """
-        sums = self._sums.setdefault(virtual_rank, {})
+        sums, self.is_empty = self._sums.setdefault(virtual_rank, {}), False
         self._forms.add("a dict" if isinstance(values, Mapping) else "a single value")
         if not isinstance(values, Mapping):
             values = {"": values}

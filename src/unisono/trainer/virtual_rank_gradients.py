@@ -103,7 +103,8 @@ class VirtualRankGradients:
         """
         self._trained, self._inputs = trained, trained.parameters if restricted else None
         self.losses = []
-        self.values.clear()
+        if not self.values.is_empty:
+            self.values.clear()
         inside = enter("the loss function")
         try:
             if options.encode is not None:
@@ -118,17 +119,20 @@ class VirtualRankGradients:
     def _compute(self, loss_fn: Loss, share: Share, batch: Batch) -> None:
         """Compute the gradient of one virtual rank's share, divided by the size of the global batch."""
         share_loss, share_weight = None, 0.0
+        carried = self._carried if self._carried else None
         for micro_batch in share.micro_batches:
             samples = len(micro_batch.indices)
             items = to_device(micro_batch.items, self._run.device)
-            self._carried.begin(share.virtual_rank, micro_batches=len(share.micro_batches))
+            if carried is not None:
+                carried.begin(share.virtual_rank, micro_batches=len(share.micro_batches))
             counted = count_collectives()
             with self._forward_context(samples):
                 result = loss_fn(self._models, items)
             refuse_collectives_since(counted)
-            self._carried.end()
+            if carried is not None:
+                carried.end()
             value, weight = self._read(result, samples=samples)
-            if further := further_values(result):
+            if type(result) is dict and (further := further_values(result)):
                 self.values.add(share.virtual_rank, further, samples=samples)
             total = value.total.detach()
             if total.dtype != torch.float32:
@@ -142,7 +146,7 @@ class VirtualRankGradients:
                     share_loss,
                     share_weight,
                     new_buffers=self._buffers.new_buffers(),
-                    has_values=bool(self.values),
+                    has_values=not self.values.is_empty,
                 )
             if self.scaler is None:
                 self._backward.run(value.total, samples=batch.size, inputs=self._inputs)
@@ -243,7 +247,7 @@ class VirtualRankGradients:
                     total,
                     weight,
                     new_buffers=encoded.new_buffers,
-                    has_values=share.virtual_rank == 0 and bool(self.values),
+                    has_values=share.virtual_rank == 0 and not self.values.is_empty,
                 )
             direct = found.direct if share.virtual_rank == 0 and is_last else ()
             run_backward(parts, [None if g is None else g[where] for g in found.of_tensors], direct, self._inputs)
