@@ -186,6 +186,8 @@ FIT = [
     ({"batch_size": "8", "validation": DATA}, TypeError, "batch_size='8' must be "),
     ({"epochs": "2", "validation": DATA}, TypeError, "epochs='2' must be "),
     ({"workers": -1, "validation": DATA}, ValueError, "workers=-1 must be 0"),
+    ({"steps": 3}, TypeError, "trainer.fit has no argument 'steps': did you mean max_steps?"),
+    ({"zoo": 3}, TypeError, "trainer.fit has no argument 'zoo': it has batch_size, epochs, max_steps"),
     ({"on_step": 3}, TypeError, "on_step is a int, which cannot be called"),
     ({"validate_every": 5}, ValueError, "validate_every is given, and no data to evaluate on"),
     ({"validate_every": 0, "validation": DATA}, ValueError, "validate_every=0 must be at least 1"),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from unisono.metrics.average import Average
@@ -58,15 +59,34 @@ class Validation:
         }
 
 
-def check_fit(loss_fn: Any, metrics: Any, *, validation: Any, validate_every: Any, callbacks: Callbacks) -> None:
+def check_fit(
+    loss_fn: Any,
+    metrics: Any,
+    *,
+    validation: Any,
+    validate_every: Any,
+    callbacks: Callbacks,
+    options: Mapping[str, Any],
+    known: Sequence[str],
+) -> None:
     """Check the arguments of `Trainer.fit` before the first epoch.
 
+    Args:
+        loss_fn, metrics, validation, validate_every, callbacks: See `Trainer.fit`.
+        options: Its further arguments.
+        known: The names of all arguments that it takes.
+
     Raises:
-        TypeError: A function cannot be called, or metrics is no dict with names as keys.
+        TypeError: A function cannot be called, an argument is unknown, or metrics is no dict with names as keys.
         ValueError: There is no dataset to evaluate on.
     """
     if not callable(loss_fn):
         raise TypeError(no_loss_function(loss_fn, call="trainer.fit(loss_fn, dataset, ...)"))
+    for name in options:
+        if name not in known:
+            near = get_close_matches(name, known, n=1, cutoff=0.5)
+            advice = f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}"
+            raise TypeError(f"trainer.fit has no argument {name!r}: {advice}")
     for name in ("on_step", "on_epoch", "on_evaluation"):
         function = getattr(callbacks, name)
         if function is not None and not callable(function):

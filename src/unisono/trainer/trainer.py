@@ -1,8 +1,8 @@
 """The Trainer: the training loop stays the user's, and each step is a transaction that all ranks make or none.
 
-This file is the public interface, with `run_status`, `inference`, `by_virtual_rank` and `storage`. The work is done in
-the files beside it: `loop` (the order of events), `step` (one step), `evaluation`, `snapshot` (what is saved), `resume`
-and `checkpointing` (where and when), `setup` (what is checked before the first step).
+This file is the public interface, with `run_status`, `inference`, `short_form`, `by_virtual_rank` and `storage`. The
+work is done in the files beside it: `loop` (the order of events), `step` (one step), `evaluation`, `snapshot` (what is
+saved), `resume` and `checkpointing` (where and when), `setup` (what is checked before the first step).
 """
 
 from __future__ import annotations
@@ -25,15 +25,11 @@ from unisono.data.sampled_order import check_samplers
 from unisono.data.settings import Collate
 from unisono.engine import EngineKind
 from unisono.job.user_function import refuse_inside
-from unisono.metrics.average import Average
 from unisono.state.policy import Checkpoints
 from unisono.state.stateful import Stateful
 from unisono.trainer.assembly import Models, assemble
 from unisono.trainer.by_virtual_rank import ByVirtualRank
-from unisono.trainer.epoch import EpochResult
 from unisono.trainer.epoch_batches import EpochBatches
-from unisono.trainer.fit import Callbacks, Validation, check_fit, loss_alone, run_epochs
-from unisono.trainer.inference import Inference
 from unisono.trainer.loader_cache import Loader, LoaderCache
 from unisono.trainer.loop import Loop
 from unisono.trainer.modules import lone_samples_warning
@@ -41,6 +37,7 @@ from unisono.trainer.resume import Resume
 from unisono.trainer.run_log import announce, open_log, warn_of_rank
 from unisono.trainer.run_status import RunStatus
 from unisono.trainer.setup import REQUIRED, check_arguments, check_step_options, no_loss_function
+from unisono.trainer.short_form import ShortForm
 from unisono.trainer.step import Loss, StepOptions
 from unisono.trainer.step_fingerprint import intent_of_call
 from unisono.trainer.step_result import StepResult
@@ -52,7 +49,7 @@ from unisono.watch import Event
 __all__ = ["Trainer"]
 
 
-class Trainer(RunStatus, Inference, ByVirtualRank, Storage):
+class Trainer(RunStatus, ShortForm, ByVirtualRank, Storage):
     """Trains a model with the same result on any number of ranks.
 
     Every rank must build the same model and optimizer and make the same calls. All arguments but the first two are
@@ -397,86 +394,6 @@ class Trainer(RunStatus, Inference, ByVirtualRank, Storage):
             options = StepOptions(encode, flag("recompute", recompute), on_gradients, flag("closure", closure))
             check_step_options(options)
         return self._loop.step(loss_fn, batch, optimizer, options)
-
-    def fit(
-        self,
-        loss_fn: Loss,
-        dataset: Any,
-        *,
-        batch_size: int | Mapping[str, int] | None = None,
-        epochs: int,
-        max_steps: int | None = None,
-        validation: Any = None,
-        metrics: Mapping[str, Loss] | None = None,
-        validate_every: int | None = None,
-        on_step: Callable[[Trainer, StepResult], object] | None = None,
-        on_epoch: Callable[[Trainer, EpochResult], object] | None = None,
-        on_evaluation: Callable[[Trainer, dict[str, Average]], object] | None = None,
-        **options: Any,
-    ) -> list[EpochResult]:
-        """Train for some epochs and evaluate after each: the short form of the loop.
-
-        Every rank must call it. A model that is in evaluation mode as a whole, as from_pretrained returns it, is put
-        into training mode. A callback gets the Trainer and what has happened, on every rank; if it returns True, on all
-        ranks, the state is saved and the training ends.
-
-        Args:
-            loss_fn: See `step`.
-            dataset: The dataset to train on.
-            batch_size: See `batches`. Needed unless there is a batch sampler.
-            epochs, max_steps: See `epochs`.
-            validation: The dataset to evaluate on after each epoch. None: no evaluation.
-            metrics: The functions to evaluate on it, by name. None: the loss.
-            validate_every: Evaluate within epochs, too, each time the run has done this many steps more.
-            on_step: Called with the result of each step.
-            on_epoch: Called with the result of each epoch, after its evaluation.
-            on_evaluation: Called with the values of each evaluation, by name.
-            options: Further arguments of `batches`. `evaluate` gets micro_batch_size, workers and collate_fn, too.
-
-        Returns:
-            The result of each epoch since the start of the run, also of those before a resume.
-
-        Raises:
-            RuntimeError: It is called inside a loss function or an evaluated function, or torch's process group failed.
-            TypeError: loss_fn, a metric or a callback cannot be called, metrics is no dict with names as keys, a
-                dataset is neither map-style nor iterable, or an argument has the wrong type.
-            ValueError: metrics or validate_every are given without validation, a number is out of range, or as
-                described at `epochs`, `batches` and `step`.
-            DataError: A dataset is empty, or as described at `batches`; for validation, before the first epoch.
-            LossError, NonFiniteLossError, GroupError: As described at `step` and `evaluate`.
-            RankMismatchError, PeerError, UnisonoError: As described at `step`.
-            CheckpointError, KeyboardInterrupt, SystemExit: As described at `epochs`.
-        """
-        refuse_inside("trainer.fit")
-        callbacks = Callbacks(on_step=on_step, on_epoch=on_epoch, on_evaluation=on_evaluation)
-        check_fit(loss_fn, metrics, validation=validation, validate_every=validate_every, callbacks=callbacks)
-        size = next(iter(batch_size.values()), None) if isinstance(batch_size, Mapping) else batch_size
-        if size is not None:
-            size = whole("batch_size", size, least=1)
-        shared: dict[str, Any] = {
-            key: options[key] for key in ("micro_batch_size", "workers", "collate_fn") if key in options
-        }
-        evaluated = Validation(
-            dataset=validation,
-            functions=metrics or {"validation loss": loss_alone(loss_fn)},
-            every_steps=None if validate_every is None else whole("validate_every", validate_every, least=1),
-            options=shared,
-        )
-        left = self.epochs(epochs, max_steps=max_steps)
-        if validation is not None:
-            self._test_loader(
-                validation, batch_size=size or 32 * self.virtual_ranks, **shared
-            )  # or an error, and not after an epoch
-        self._loop.begin_training(None)
-        return run_epochs(
-            self,
-            self._loop,
-            epochs=left,
-            loss_fn=loss_fn,
-            make_batches=lambda: self.batches(dataset, batch_size=batch_size, **options),
-            validation=evaluated,
-            callbacks=callbacks,
-        )
 
     def _compare(self, call: str) -> None:
         """Check that all ranks make the same call at the same place of the run."""
