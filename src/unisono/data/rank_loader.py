@@ -17,10 +17,11 @@ from torch.utils.data import Dataset, IterableDataset
 from unisono.arguments import whole
 from unisono.collectives.construction import construct_on_all
 from unisono.collectives.group import group_of
-from unisono.data.position import Position, check_same_data, find_rank, position_state, read_position
 from unisono.data.rank_batch import RankBatch, RankLoaderSettings
 from unisono.data.rank_map_source import MapSource
 from unisono.data.rank_stream_source import StreamSource
+from unisono.data.reading_ranks import check_same_data, find_rank
+from unisono.data.resume_point import ResumePoint, read_resume_point, resume_point_state
 from unisono.data.settings import Collate
 from unisono.errors import DataError
 from unisono.job.current import require_group
@@ -115,7 +116,7 @@ class RankLoader:
         self._settings = settings
         stream = isinstance(dataset, IterableDataset)
         self._source: MapSource | StreamSource = (StreamSource if stream else MapSource)(dataset, settings)
-        self._next = self._at = Position(0, 0)
+        self._next = self._at = ResumePoint(0, 0)
         self._running: object = None
         self.epoch: int = 0
         """The epoch of the current iteration; between iterations, the next one."""
@@ -193,8 +194,8 @@ class RankLoader:
                     "a newer iteration over this loader has begun, so this one cannot go on: the workers and the "
                     "place in the epoch belong to one iteration at a time. Make a second loader."
                 )
-            self._next = Position(start.epoch + 1, 0)
-        self._next = self._at = Position(start.epoch + 1, 0)
+            self._next = ResumePoint(start.epoch + 1, 0)
+        self._next = self._at = ResumePoint(start.epoch + 1, 0)
         self.epoch = start.epoch + 1
 
     def set_epoch(self, epoch: int) -> None:
@@ -207,7 +208,7 @@ class RankLoader:
         """
         epoch = whole("epoch", epoch)
         if epoch != self._next.epoch:
-            self._next = self._at = Position(epoch, 0)
+            self._next = self._at = ResumePoint(epoch, 0)
         self.epoch = epoch
 
     def state_dict(self) -> dict[str, Any]:
@@ -217,7 +218,7 @@ class RankLoader:
         in the format of `DistributedSampler.state_dict`.
         """
         settings = self._settings
-        return position_state(self._at, seed=settings.seed, num_samples=self.num_samples, shuffle=settings.shuffle)
+        return resume_point_state(self._at, seed=settings.seed, num_samples=self.num_samples, shuffle=settings.shuffle)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resume the next iteration at a saved place, on any number of ranks. Every rank must call it.
@@ -229,11 +230,11 @@ class RankLoader:
             TypeError: The epoch or position in the state is no whole number.
         """
         settings = self._settings
-        start = read_position(
+        start = read_resume_point(
             state_dict, seed=settings.seed, num_samples=self.num_samples, shuffle=settings.shuffle, owner="loader"
         )
         if self.num_samples is not None and not settings.steps(self.num_samples, start=start.position):
-            start = Position(start.epoch + 1, 0)
+            start = ResumePoint(start.epoch + 1, 0)
         self._next = self._at = start
         self._running = None
         self.epoch = start.epoch
@@ -248,6 +249,6 @@ class RankLoader:
                 " or multiply the loss by the weight and count the batch in metrics only if that is not 0.",
                 stacklevel=3,
             )
-        self._at = Position(epoch + 1, 0) if batch.last else Position(epoch, batch.positions.stop)
+        self._at = ResumePoint(epoch + 1, 0) if batch.last else ResumePoint(epoch, batch.positions.stop)
         self.size, self.indices = size, batch.indices
         self.weight = 0.0 if batch.borrowed else len(batch.indices) * settings.ranks / size

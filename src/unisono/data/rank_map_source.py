@@ -10,8 +10,8 @@ from typing import Any
 
 from unisono.data.dataset import map_length, whole_batches
 from unisono.data.fetch import Fetcher, Part, Task
-from unisono.data.position import Position
 from unisono.data.rank_batch import RankBatch, RankLoaderSettings
+from unisono.data.resume_point import ResumePoint
 from unisono.data.workers import TaskReader
 
 __all__ = ["MapSource"]
@@ -30,7 +30,7 @@ class MapSource:
         self._tasks = _RankTasks(settings, self.num_samples)
         self._reader = TaskReader(fetcher, self._tasks, workers=settings.workers, pin_memory=settings.pin_memory)
 
-    def batches(self, start: Position) -> Iterator[RankBatch]:
+    def batches(self, start: ResumePoint) -> Iterator[RankBatch]:
         """Yield this rank's batches of an epoch, starting at a position."""
         settings = self._settings
         self._tasks.start = start
@@ -51,7 +51,7 @@ class _RankTasks(Iterable[Task]):
     """The micro-batches that this rank fetches, one a step, starting at a position."""
 
     def __init__(self, settings: RankLoaderSettings, num_samples: int) -> None:
-        self.start = Position(0, 0)
+        self.start = ResumePoint(0, 0)
         self._settings, self._num_samples = settings, num_samples
 
     def steps(self) -> Iterator[range]:

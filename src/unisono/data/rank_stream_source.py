@@ -12,8 +12,8 @@ from typing import Any
 from torch.utils.data import IterableDataset, default_collate
 
 from unisono.data.dataset import read_ahead, stream_length, stream_samples, whole_batches
-from unisono.data.position import Position
 from unisono.data.rank_batch import RankBatch, RankLoaderSettings
+from unisono.data.resume_point import ResumePoint
 from unisono.errors import DataError
 
 __all__ = ["StreamSource"]
@@ -28,7 +28,7 @@ class StreamSource:
         self._settings = settings
         self._stream = _RankStream(dataset, settings)
 
-    def batches(self, start: Position) -> Iterator[RankBatch]:
+    def batches(self, start: ResumePoint) -> Iterator[RankBatch]:
         """Return an iterator over this rank's batches of an epoch, starting at a position.
 
         Raises:
@@ -43,7 +43,7 @@ class _RankStream(IterableDataset[RankBatch]):
 
     def __init__(self, dataset: IterableDataset[Any], settings: RankLoaderSettings) -> None:
         self.dataset, self.settings = dataset, settings
-        self.start = Position(0, 0)
+        self.start = ResumePoint(0, 0)
 
     def __iter__(self) -> Iterator[RankBatch]:
         settings, (epoch, start) = self.settings, self.start

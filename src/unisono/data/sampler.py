@@ -17,7 +17,8 @@ from torch.utils.data.distributed import DistributedSampler as TorchDistributedS
 
 from unisono.arguments import whole
 from unisono.data.dataset import sampler_length
-from unisono.data.position import Position, find_rank, position_state, read_position
+from unisono.data.reading_ranks import find_rank
+from unisono.data.resume_point import ResumePoint, read_resume_point, resume_point_state
 from unisono.errors import DataError
 from unisono.plan.permutation import permute
 
@@ -183,8 +184,8 @@ class DistributedSampler(TorchDistributedSampler[int]):
         position = min(cursor.start + given * self.num_replicas, self._length)
         if self.drop_last and given == share:
             position = self._length  # the tail is left out
-        return position_state(
-            Position(cursor.epoch, position), seed=self.seed, num_samples=self._length, shuffle=self.shuffle
+        return resume_point_state(
+            ResumePoint(cursor.epoch, position), seed=self.seed, num_samples=self._length, shuffle=self.shuffle
         )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -198,11 +199,11 @@ class DistributedSampler(TorchDistributedSampler[int]):
             ValueError: The state is damaged, or is of a different dataset or order.
             TypeError: The epoch or position in the state is no whole number.
         """
-        place = read_position(
+        point = read_resume_point(
             state_dict, seed=self.seed, num_samples=self._length, shuffle=self.shuffle, owner="sampler"
         )
-        self.epoch = place.epoch
-        self._cursor = _Cursor(place.epoch, start=place.position)
+        self.epoch = point.epoch
+        self._cursor = _Cursor(point.epoch, start=point.position)
 
     def _share(self, start: int) -> int:
         """Return the number of this rank's indices from a position of the epoch on."""

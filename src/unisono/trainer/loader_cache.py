@@ -15,7 +15,7 @@ from unisono.collectives.construction import construct_on_all
 from unisono.collectives.group import known_group
 from unisono.data.joined_loader import JoinedLoader
 from unisono.data.map_loader import MapLoader, TrainerLoaderSettings
-from unisono.data.position import check_same_data
+from unisono.data.reading_ranks import check_same_data
 from unisono.data.sampled_loader import SampledLoader
 from unisono.data.sampled_order import draw_order
 from unisono.data.shard_loader import Counts, ShardLoader, Steps
