@@ -15,7 +15,7 @@ Files, in reading order:
                            leaves of structures, operations, errors of wrong arguments
     tensor_collectives.py, differentiable.py
                            the collectives of one tensor, without and with a gradient
-    check_mode.py, watchdog.py, call_description.py
+    check_mode.py, late_call_check.py, call_description.py
                            comparison of calls before they begin, or once they are late
     construction.py, discarded.py, polling_wait.py, world.py
                            parts for the packages above

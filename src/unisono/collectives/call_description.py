@@ -1,7 +1,7 @@
 """Descriptions of the calls of ranks in errors: the operation, its value, the line of the program, and the differences.
 
 Ranks send such descriptions to each other over the job's store in check mode (`collectives.check_mode`) and when a call
-is late (`collectives.watchdog`). Nothing here sends or waits. Start reading at `difference`.
+is late (`collectives.late_call_check`). Nothing here sends or waits. Start reading at `difference`.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def difference(entries: Sequence[dict[str, Any]], ranks: Sequence[int], *, absen
     """Return the difference between the calls of ranks as a message; None if they are equal.
 
     Args:
-        entries: The call of each rank, as `CallChecker` and `CallWatchdog` publish it.
+        entries: The call of each rank, as `CallChecker` and `LateCallChecker` publish it.
         ranks: The ranks of the entries.
         absent: Ranks without a known call.
     """

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from unisono.collectives.call_description import Members
 from unisono.collectives.check_mode import CallChecker, wanted
-from unisono.collectives.watchdog import CallTemplate, CallWatchdog
+from unisono.collectives.late_call_check import CallTemplate, LateCallChecker
 from unisono.errors import GroupError
 from unisono.job.current import require_group
 from unisono.text import name_ranks
@@ -44,7 +44,7 @@ class Group:
     """Types of devices whose tensors travel as they are, with the backend that moves them."""
     check: CallChecker | None = None
     """Compares calls between ranks; None outside check mode."""
-    watchdog: CallWatchdog | None = None
+    late_check: LateCallChecker | None = None
     """Compares calls that do not end, over gloo: it does not detect them, and can be waited for in slices."""
 
     def run(
@@ -53,18 +53,18 @@ class Group:
         """Run an operation of torch.distributed on this group to its end.
 
         Args:
-            call: The name of the call, for errors; see `collectives.watchdog`.
+            call: The name of the call, for errors; see `collectives.late_call_check`.
             value: A tensor, whose type and size must be equal on all ranks, or a description of the value.
             operation: A function of torch.distributed.
             args: Its arguments.
             kwargs: Its keyword arguments, without the group.
         """
-        process_group, watchdog = self.process_group, self.watchdog
-        if watchdog is None or not (isinstance(value, str) or value.is_cpu or value.device.type not in self.backends):
+        process_group, late_check = self.process_group, self.late_check
+        if late_check is None or not (isinstance(value, str) or value.is_cpu or value.device.type not in self.backends):
             operation(*args, group=process_group, **kwargs)
         else:
             kwargs["group"] = process_group
-            watchdog.run(call, value, operation, args, kwargs)
+            late_check.run(call, value, operation, args, kwargs)
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -180,14 +180,14 @@ def _describe(group: dist.ProcessGroup) -> Group:
     pairs = [pair.split(":") for pair in str(dist.get_backend_config(group)).split(",")]
     backends = {device: name for device, name in pairs if device == "cpu" or name not in _CPU_BACKENDS}
     ranks = tuple(dist.get_process_group_ranks(group))
-    own, check, watchdog = group.rank(), None, None
+    own, check, late_check = group.rank(), None, None
     described = "" if group is dist.group.WORLD else name_ranks(ranks)
     members = Members(group=group.group_name, own=ranks[own], ranks=ranks, described=described)
     if wanted() and len(ranks) > 1:
         check = CallChecker(_store("unisono_check"), members)
     if backends.get("cpu") == "gloo":
-        watchdog = CallWatchdog(_store("unisono_late"), members)
-    return Group(reference=ref(group), rank=own, ranks=ranks, backends=backends, check=check, watchdog=watchdog)
+        late_check = LateCallChecker(_store("unisono_late"), members)
+    return Group(reference=ref(group), rank=own, ranks=ranks, backends=backends, check=check, late_check=late_check)
 
 
 def _store(name: str) -> dist.Store:  # type: ignore[name-defined]

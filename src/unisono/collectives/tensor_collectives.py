@@ -62,7 +62,7 @@ def reduce_scatter(group: Group, tensor: Tensor, op: OpName) -> Tensor:
     wire = _loaded(group, tensor, op, copies=False)
     if _must_gather(group, wire, op):
         part = combine_tensors(all_to_all(group, wire), op)
-    elif group.watchdog is not None and wire.is_cpu:
+    elif group.late_check is not None and wire.is_cpu:
         # As gloo does it itself, in a call that cannot be waited for in slices.
         if wire.data_ptr() == tensor.data_ptr():
             wire = wire.clone()

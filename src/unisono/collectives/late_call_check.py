@@ -1,8 +1,8 @@
-"""A watchdog over calls: collectives that have not ended after a second are compared, over the job's store.
+"""The check of late calls: collectives that have not ended after a second are compared, over the job's store.
 
 Ranks that make different calls would wait for each other for ever in gloo. A call that ends in time costs no more than
 a record of it. Check mode (`collectives.check_mode`) compares every call before it begins. Start reading at
-`CallWatchdog.run`.
+`LateCallChecker.run`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from unisono.collectives.reduce_ops import name_of
 from unisono.errors import RankMismatchError
 from unisono.text import without_cpp_place
 
-__all__ = ["CallTemplate", "CallWatchdog"]
+__all__ = ["CallTemplate", "LateCallChecker"]
 
 _PATIENCE = timedelta(seconds=1)
 """How long a call runs before it is compared."""
@@ -54,7 +54,7 @@ _CallRecord = tuple[CallTemplate, str | tuple[torch.dtype, torch.Size], CodeType
 tensor's type and shape, and the place in the user's code. A plain tuple, since every call makes one."""
 
 
-class CallWatchdog:
+class LateCallChecker:
     """Records the calls of one group, and compares them over the job's store when one is late."""
 
     def __init__(self, store: dist.Store, members: Members) -> None:  # type: ignore[name-defined]
