@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from unisono.parallel.gradient_group import GradientGroup
+from unisono.parallel.gradient_transport import GradientTransport
 from unisono.parallel.trailer import RoundSummary
 
 __all__ = ["BufferMode", "Buffers"]
@@ -94,13 +94,15 @@ class Buffers:
             else:
                 part.copy_(_to_pieces(tensor))
 
-    def share(self, summary: RoundSummary, total: Tensor, gradient_group: GradientGroup, *, has_batch: bool) -> bool:
+    def share(
+        self, summary: RoundSummary, total: Tensor, gradient_transport: GradientTransport, *, has_batch: bool
+    ) -> bool:
         """Make the buffers that any rank changed equal on all ranks. Every rank must call it.
 
         Args:
             summary: The combined flags of all ranks.
             total: The sum over ranks of the vectors that `write` made.
-            gradient_group: The ranks.
+            gradient_transport: The ranks.
             has_batch: True if this rank had a batch.
 
         Returns:
@@ -111,10 +113,10 @@ class Buffers:
         if source != 0:
             # The vector has no values of the source rank: only the first rank writes as the source.
             known = {i for i in known if self._travels_as_mean(i)}
-        self._read(total, factor=gradient_group.size / len(summary.active), indices=known)
+        self._read(total, factor=gradient_transport.size / len(summary.active), indices=known)
         rest = [i for i, changed in enumerate(summary.changed) if changed and i not in known]
         for i in rest:
-            self._exchange(i, gradient_group, source=source, has_batch=has_batch, active=len(summary.active))
+            self._exchange(i, gradient_transport, source=source, has_batch=has_batch, active=len(summary.active))
         return self.add_often(rest)
 
     def _read(self, total: Tensor, *, factor: float, indices: Collection[int]) -> None:
@@ -138,7 +140,9 @@ class Buffers:
             value = _like(tensor, part)
             self._put(i, torch.view_as_complex(value) if tensor.is_complex() else value)
 
-    def _exchange(self, i: int, gradient_group: GradientGroup, *, source: int, has_batch: bool, active: int) -> None:
+    def _exchange(
+        self, i: int, gradient_transport: GradientTransport, *, source: int, has_batch: bool, active: int
+    ) -> None:
         """Exchange one buffer separately: set it to its mean over the active ranks, or to the source rank's value."""
         tensor = self.tensor(i)
         assert tensor is not None
@@ -146,10 +150,10 @@ class Buffers:
         if self._has_mean(tensor) and active:
             carried = carried if has_batch else carried.zero_()
             wide = carried if carried.dtype.itemsize >= 4 else carried.float()
-            gradient_group.wait(gradient_group.sum(wide, "buffers"), "buffers")
+            gradient_transport.wait(gradient_transport.all_reduce(wide, "buffers"), "buffers")
             carried = wide.div_(active)
         else:
-            gradient_group.broadcast(carried, source)
+            gradient_transport.broadcast(carried, source)
         self._put(i, carried)
 
     def _has_mean(self, tensor: Tensor) -> bool:

@@ -11,15 +11,20 @@ import torch
 
 from unisono.parallel.bucket_plan import BucketPlan
 from unisono.parallel.buckets import Bucket
-from unisono.parallel.gradient_group import GradientGroup
 from unisono.parallel.gradient_state import GradientState
+from unisono.parallel.gradient_transport import GradientTransport
 from unisono.parallel.trailer import RoundSummary
 
 __all__ = ["reduce_late"]
 
 
 def reduce_late(
-    summary: RoundSummary, gradients: GradientState, plan: BucketPlan, gradient_group: GradientGroup, *, factor: float
+    summary: RoundSummary,
+    gradients: GradientState,
+    plan: BucketPlan,
+    gradient_transport: GradientTransport,
+    *,
+    factor: float,
 ) -> None:
     """Reduce the gradients that no sent bucket contained. Every rank must call it.
 
@@ -29,7 +34,7 @@ def reduce_late(
         summary: The combined flags of all ranks.
         gradients: This rank's gradients.
         plan: The buckets.
-        gradient_group: The ranks.
+        gradient_transport: The ranks.
         factor: The factor for sums over ranks.
     """
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
@@ -38,11 +43,11 @@ def reduce_late(
         if not parameter.sparse and (i in summary.late or not plan.travels(i)):
             kinds.setdefault((parameter.tensor.dtype, parameter.tensor.device), []).append(i)
     for members in kinds.values():
-        _reduce(Bucket(members, gradients.parameters), gradients, plan, gradient_group, factor=factor)
+        _reduce(Bucket(members, gradients.parameters), gradients, plan, gradient_transport, factor=factor)
 
 
 def _reduce(
-    bucket: Bucket, gradients: GradientState, plan: BucketPlan, gradient_group: GradientGroup, *, factor: float
+    bucket: Bucket, gradients: GradientState, plan: BucketPlan, gradient_transport: GradientTransport, *, factor: float
 ) -> None:
     bucket.open()
     assert bucket.memory is not None
@@ -55,7 +60,7 @@ def _reduce(
             scale = gradients.scale_of(i)
             view.copy_(gradients.take(i, target.dtype)).mul_(scale)
     what = f"late gradients of {bucket.describe()}"
-    gradient_group.wait(gradient_group.sum(bucket.memory, what), what)
+    gradient_transport.wait(gradient_transport.all_reduce(bucket.memory, what), what)
     for i, view in zip(bucket.members, bucket.views, strict=True):
         target = plan.bucket_of[i]
         view.mul_(factor)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from unisono.errors import RankMismatchError
 from unisono.mismatch import by_value
-from unisono.parallel.gradient_group import GradientGroup
+from unisono.parallel.gradient_transport import GradientTransport
 from unisono.plan.buckets import Item, group_by_size
 from unisono.state.digest import digest
 
@@ -38,14 +38,14 @@ def check_given(everyone: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> 
             )
 
 
-def check_same_model(tensors: Mapping[str, Tensor], gradient_group: GradientGroup) -> None:
+def check_same_model(tensors: Mapping[str, Tensor], gradient_transport: GradientTransport) -> None:
     """Check that the tensors have the same names, order, shapes and types on all ranks. Every rank must call it.
 
     Raises:
         RankMismatchError: The models differ; the message has the first difference. Raised on all ranks.
     """
     own = [(name, f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}") for name, t in tensors.items()]
-    everyone = gradient_group.gather(own, "replicate() comparing models")
+    everyone = gradient_transport.gather(own, "replicate() comparing models")
     for rank, found in enumerate(everyone):
         if found != everyone[0]:
             raise RankMismatchError(
@@ -54,14 +54,14 @@ def check_same_model(tensors: Mapping[str, Tensor], gradient_group: GradientGrou
             )
 
 
-def check_same_values(tensors: Mapping[str, Tensor], gradient_group: GradientGroup) -> None:
+def check_same_values(tensors: Mapping[str, Tensor], gradient_transport: GradientTransport) -> None:
     """Check that the tensors have the same bits on all ranks. Every rank must call it.
 
     Raises:
         RankMismatchError: Tensors differ; the message has their names. Raised on all ranks.
     """
     own = {name: digest({name: tensor}) for name, tensor in tensors.items()}
-    everyone = gradient_group.gather(own, "replicas.check()")
+    everyone = gradient_transport.gather(own, "replicas.check()")
     for rank, found in enumerate(everyone):
         differing = [name for name in everyone[0] if found.get(name) != everyone[0][name]]
         if differing:
@@ -72,7 +72,7 @@ def check_same_values(tensors: Mapping[str, Tensor], gradient_group: GradientGro
             )
 
 
-def broadcast_values(tensors: Iterable[Tensor], gradient_group: GradientGroup, source: int = 0) -> None:
+def broadcast_values(tensors: Iterable[Tensor], gradient_transport: GradientTransport, source: int = 0) -> None:
     """Set the tensors on all ranks to the values of one rank, in few messages. Every rank must call it."""
     chosen = [tensor for tensor in tensors if tensor.numel()]
     items = [Item(tensor.nbytes, tensor.device) for tensor in chosen]
@@ -81,8 +81,8 @@ def broadcast_values(tensors: Iterable[Tensor], gradient_group: GradientGroup, s
         # As bytes, so that a message may hold any types; a broadcast does no arithmetic.
         plain = [t.detach().contiguous().view(-1) for t in together]
         message = torch.cat([p.view(torch.uint8) for p in plain]) if len(plain) > 1 else plain[0].view(torch.uint8)
-        gradient_group.broadcast(message, source)
-        if gradient_group.rank == source:
+        gradient_transport.broadcast(message, source)
+        if gradient_transport.rank == source:
             continue
         with torch.no_grad():
             parts = torch.split(message, [p.numel() * p.itemsize for p in plain])

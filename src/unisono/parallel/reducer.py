@@ -32,8 +32,8 @@ from unisono.parallel.bucket_plan import BucketPlan
 from unisono.parallel.buckets import Bucket, Parameter
 from unisono.parallel.buffer_sync import BufferMode, Buffers
 from unisono.parallel.comm_hooks import CommHook, GradBucket, begin, hook_and_state, result_of
-from unisono.parallel.gradient_group import GradientGroup
 from unisono.parallel.gradient_state import LARGE, GradientState
+from unisono.parallel.gradient_transport import GradientTransport
 from unisono.parallel.late_gradients import reduce_late
 from unisono.parallel.sparse_all_reduce import reduce_sparse
 from unisono.parallel.trailer import RoundSummary
@@ -61,7 +61,7 @@ class Reducer:
     Args:
         model: The model.
         parameters: Its parameters that can get a gradient.
-        gradient_group: The ranks.
+        gradient_transport: The ranks.
         settings: The arguments of `replicate`.
         alone: True if `replicate` got no other model, so that this one may be awaited before others are sent.
     """
@@ -70,12 +70,12 @@ class Reducer:
         self,
         model: nn.Module,
         parameters: Sequence[Parameter],
-        gradient_group: GradientGroup,
+        gradient_transport: GradientTransport,
         settings: ReducerSettings,
         *,
         alone: bool,
     ) -> None:
-        self.model, self.gradient_group, self.settings = model, gradient_group, settings
+        self.model, self.gradient_transport, self.settings = model, gradient_transport, settings
         self.parameters = list(parameters)
         self._tensors = [p.tensor for p in self.parameters]
         self._alone = alone
@@ -87,16 +87,18 @@ class Reducer:
         self._weights = None if settings.loader is None else BatchWeights(parameters, settings.loader)
         self._gradients = GradientState(
             parameters,
-            scale=1.0 / gradient_group.size if settings.average and settings.comm_hook is None else 1.0,
+            scale=1.0 / gradient_transport.size if settings.average and settings.comm_hook is None else 1.0,
             average=settings.average,
-            is_first=gradient_group.rank == 0,
+            is_first=gradient_transport.rank == 0,
             weights=self._weights,
         )
         self._wire = self.parameters[0].tensor.device if n else torch.device("cpu")
         # Reading a number from an accelerator waits for it. There, all buckets travel in every backward, and the
         # trailer is read only if needed.
         self._quiet = any(p.tensor.device.type != "cpu" for p in self.parameters)
-        self._hook = None if settings.comm_hook is None else hook_and_state(settings.comm_hook, gradient_group.group)
+        self._hook = (
+            None if settings.comm_hook is None else hook_and_state(settings.comm_hook, gradient_transport.group)
+        )
         self.buffers = Buffers(model, settings.buffers)
         if self._quiet:
             self.buffers.add_often(range(len(self.buffers)))
@@ -106,7 +108,7 @@ class Reducer:
             self.buffers,
             limit_nbytes=settings.bucket_nbytes,
             first_nbytes=settings.first_nbytes,
-            ranks=gradient_group.size,
+            ranks=gradient_transport.size,
             every=self._quiet or self._hook is not None,
             static=settings.static_graph,
             trailer_rides=self._hook is None,
@@ -121,13 +123,13 @@ class Reducer:
         self._hooks = self._watch()
 
     def close(self) -> None:
-        """Remove the hooks from the parameters, and close the gradient group. Every rank must call it."""
+        """Remove the hooks from the parameters, and close the transport. Every rank must call it."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
         for p in self.parameters:
             release(p.tensor)
-        self.gradient_group.close()
+        self.gradient_transport.close()
 
     def reduce_now(self) -> None:
         """Reduce the gradients as they are in p.grad, outside a backward. Every rank must call it."""
@@ -240,7 +242,7 @@ class Reducer:
             self._own_trailer = torch.empty(self._plan.trailer.numel, dtype=torch.float32, device=self._wire)
             self._write_trailer(self._own_trailer)
             what = "the summary that ranks exchange after a backward"
-            self._works.append((self.gradient_group.sum(self._own_trailer, what, stays=self._alone), what))
+            self._works.append((self.gradient_transport.all_reduce(self._own_trailer, what, stays=self._alone), what))
 
     def _launch(self, bucket: Bucket) -> None:
         self._gradients.fill(bucket)
@@ -254,7 +256,7 @@ class Reducer:
             hook, state = self._hook
             work = begin(hook, state, GradBucket(bucket, index=self._launched - 1, is_last=is_last))
         else:
-            work = self.gradient_group.sum(bucket.memory, what, stays=is_last and self._alone)
+            work = self.gradient_transport.all_reduce(bucket.memory, what, stays=is_last and self._alone)
         bucket.sent = True
         self._works.append((work, what))
 
@@ -262,7 +264,7 @@ class Reducer:
         active, used = not self._gradients.shadow, self._gradients.used
         values = self._plan.trailer.write(
             memory,
-            rank=self.gradient_group.rank,
+            rank=self.gradient_transport.rank,
             serial=self._serial if active else -self._serial,
             used=used if active else [False] * len(used),
             late=self._late,
@@ -270,8 +272,8 @@ class Reducer:
             frozen=bytes([not tensor.requires_grad for tensor in self._tensors]),
         )
         if values.numel():
-            scale = 1.0 / self.gradient_group.size if active else 0.0
-            self.buffers.write(values, is_source=active and self.gradient_group.rank == 0, scale=scale)
+            scale = 1.0 / self.gradient_transport.size if active else 0.0
+            self.buffers.write(values, is_source=active and self.gradient_transport.rank == 0, scale=scale)
 
     def _finish(self) -> tuple[int, ...]:
         """Wait for the sums, set p.grad to them, and return the ranks of the group that had a batch."""
@@ -288,13 +290,13 @@ class Reducer:
 
     def _finish_round(self) -> tuple[int, ...]:
         for work, what in self._works:
-            self.gradient_group.wait(work, what)
+            self.gradient_transport.wait(work, what)
         summary = self._read_trailer()
-        factor = self.gradient_group.size / len(summary.active) if self.settings.average and summary.active else 1.0
+        factor = self.gradient_transport.size / len(summary.active) if self.settings.average and summary.active else 1.0
         self._read_buckets(factor)
         if summary is not self._plan.settled:
-            after = factor if self._hook is None or not self.settings.average else factor / self.gradient_group.size
-            reduce_late(summary, self._gradients, self._plan, self.gradient_group, factor=after)
+            after = factor if self._hook is None or not self.settings.average else factor / self.gradient_transport.size
+            reduce_late(summary, self._gradients, self._plan, self.gradient_transport, factor=after)
         used, gradients = summary.used, self._gradients
         for bucket in self._plan.travelling:
             for i, view in zip(bucket.members, bucket.views, strict=True):
@@ -303,12 +305,12 @@ class Reducer:
                 else:
                     gradients.give_back(i)
         for i in sorted(used.intersection(self._sparse)):
-            scale = 1.0 / self.gradient_group.size if self.settings.average else 1.0
+            scale = 1.0 / self.gradient_transport.size if self.settings.average else 1.0
             scale *= 1.0 if self._weights is None else self._weights.of(i)
-            reduce_sparse(i, gradients, self.gradient_group, scale=scale * factor)
+            reduce_sparse(i, gradients, self.gradient_transport, scale=scale * factor)
         if summary.active and any(summary.changed):
             total, has_batch = self._plan.trailer.values(self._trailer_vector()), not gradients.shadow
-            if self.buffers.share(summary, total, self.gradient_group, has_batch=has_batch):
+            if self.buffers.share(summary, total, self.gradient_transport, has_batch=has_batch):
                 self._plan.place_trailer()
         if self._fires != self._fires_usual:
             self._fires_usual = [now or before for now, before in zip(self._fires, self._fires_usual, strict=True)]
@@ -344,7 +346,7 @@ class Reducer:
                 )
             if all(self._gradients.used) or (self.settings.static_graph and self.rounds):
                 used = range(n) if not self.settings.static_graph else (i for i in range(n) if self._plan.expected[i])
-                everyone = tuple(range(self.gradient_group.size))
+                everyone = tuple(range(self.gradient_transport.size))
                 return RoundSummary(everyone, frozenset(used), frozenset(), (True,) * len(self.buffers))
         summary = self._plan.trailer.read(self._trailer_vector(), serial=self._serial)
         if not summary.alike:
@@ -365,8 +367,8 @@ class Reducer:
             RankMismatchError: Always.
         """
         own = {f"requires_grad of {p.name!r}": p.tensor.requires_grad for p in self.parameters}
-        everyone = self.gradient_group.gather(own, "a backward of replicas")
-        ranks = dist.get_process_group_ranks(self.gradient_group.group)
+        everyone = self.gradient_transport.gather(own, "a backward of replicas")
+        ranks = dist.get_process_group_ranks(self.gradient_transport.group)
         active = summary.active
         differences = tell_differences([everyone[r] for r in active], [ranks[r] for r in active])
         raise RankMismatchError(
@@ -401,7 +403,7 @@ class Reducer:
         order = torch.full((len(self.parameters),), -1, dtype=torch.int64)
         order[: len(self._order)] = torch.tensor(self._order, dtype=torch.int64)
         order = order.to(self._wire)
-        self.gradient_group.broadcast(order, 0)
+        self.gradient_transport.broadcast(order, 0)
         return [i for i in order.tolist() if i >= 0]
 
     def _look_for_others(self) -> None:

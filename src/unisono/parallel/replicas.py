@@ -27,7 +27,7 @@ from unisono.parallel.batch_weights import check_loader
 from unisono.parallel.buckets import Parameter, bytes_of_mb
 from unisono.parallel.buffer_sync import BufferMode
 from unisono.parallel.comm_hooks import CommHook, hook_and_state
-from unisono.parallel.gradient_group import GradientGroup
+from unisono.parallel.gradient_transport import GradientTransport
 from unisono.parallel.model_agreement import broadcast_values, check_given, check_same_model, check_same_values
 from unisono.parallel.reducer import Reducer, ReducerSettings
 from unisono.parallel.wrappers import wrapper_of
@@ -199,19 +199,19 @@ class Replicas:
         entries, everyone = construct_on_all(group_of(self._group), "replicate", self._entries, lambda _: self._given())
         check_given(everyone, dist.get_process_group_ranks(self._group))
         for name, model in self._models.items():
-            gradient_group = GradientGroup.open(
+            gradient_transport = GradientTransport.open(
                 self._group, [p.tensor.device for p in entries[name]], timeout=self._timeout
             )
             tensors = _tensors(model)
             try:
                 if self._check:
-                    check_same_model(tensors, gradient_group)
-                broadcast_values(tensors.values(), gradient_group)
+                    check_same_model(tensors, gradient_transport)
+                broadcast_values(tensors.values(), gradient_transport)
             except BaseException:
-                gradient_group.close()
+                gradient_transport.close()
                 raise
             alone = len(self._models) == 1
-            self._reducers.append(Reducer(model, entries[name], gradient_group, self._settings, alone=alone))
+            self._reducers.append(Reducer(model, entries[name], gradient_transport, self._settings, alone=alone))
         self._set_paused(self._paused)
 
     @contextmanager
@@ -286,7 +286,7 @@ class Replicas:
         """
         self._refuse_closed()
         for reducer in self._reducers:
-            check_same_values(_tensors(reducer.model), reducer.gradient_group)
+            check_same_values(_tensors(reducer.model), reducer.gradient_transport)
 
     def close(self) -> None:
         """Stop reducing the models' gradients: they remain on each rank from now on. Every rank must call it."""
@@ -369,15 +369,17 @@ class Replicas:
 
     def _catch_up(self, rounds: int, stateful: Sequence[Stateful]) -> None:
         """Copy models and states from the first of the ranks that ran the most rounds. Every rank must call it."""
-        gradient_group = self._reducers[0].gradient_group
-        everyone = gradient_group.gather(rounds, "replicas.join()")
+        gradient_transport = self._reducers[0].gradient_transport
+        everyone = gradient_transport.gather(rounds, "replicas.join()")
         source = everyone.index(max(everyone))
         if min(everyone) == max(everyone):
             return
         for reducer in self._reducers:
-            broadcast_values(_tensors(reducer.model).values(), reducer.gradient_group, source)
-        states = gradient_group.broadcast_value([thing.state_dict() for thing in stateful], source, "replicas.join()")
-        if gradient_group.rank != source:
+            broadcast_values(_tensors(reducer.model).values(), reducer.gradient_transport, source)
+        states = gradient_transport.broadcast_value(
+            [thing.state_dict() for thing in stateful], source, "replicas.join()"
+        )
+        if gradient_transport.rank != source:
             for thing, state in zip(stateful, states, strict=True):
                 thing.load_state_dict(state)
 

@@ -7,19 +7,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from unisono.errors import UnisonoError
-from unisono.parallel.gradient_group import GradientGroup
 from unisono.parallel.gradient_state import GradientState
+from unisono.parallel.gradient_transport import GradientTransport
 
 __all__ = ["reduce_sparse"]
 
 
-def reduce_sparse(i: int, gradients: GradientState, gradient_group: GradientGroup, *, scale: float) -> None:
+def reduce_sparse(i: int, gradients: GradientState, gradient_transport: GradientTransport, *, scale: float) -> None:
     """Reduce the gradient of one parameter, and set p.grad to the sum. Every rank must call it.
 
     Args:
         i: The index of the parameter.
         gradients: This rank's gradients.
-        gradient_group: The ranks.
+        gradient_transport: The ranks.
         scale: The factor for each rank's gradient.
 
     Raises:
@@ -31,10 +31,12 @@ def reduce_sparse(i: int, gradients: GradientState, gradient_group: GradientGrou
             f"parameter {parameter.name!r} has a dense gradient, and its module has sparse=True: use it by its module "
             "alone, or make the module with sparse=False"
         )
-    gradients.give(i, _sum_sparse(gradient, parameter.tensor, gradient_group, scale=scale))
+    gradients.give(i, _sum_sparse(gradient, parameter.tensor, gradient_transport, scale=scale))
 
 
-def _sum_sparse(gradient: Tensor | None, parameter: Tensor, gradient_group: GradientGroup, *, scale: float) -> Tensor:
+def _sum_sparse(
+    gradient: Tensor | None, parameter: Tensor, gradient_transport: GradientTransport, *, scale: float
+) -> Tensor:
     """Return the sum, coalesced, of the ranks' gradients of one parameter. Every rank must call it.
 
     Traffic: every rank sends as many rows as the rank with the most rows has.
@@ -42,7 +44,7 @@ def _sum_sparse(gradient: Tensor | None, parameter: Tensor, gradient_group: Grad
     Args:
         gradient: The gradient in COO layout, with the first dimension sparse; None counts as zero.
         parameter: The parameter.
-        gradient_group: The ranks.
+        gradient_transport: The ranks.
         scale: The factor for each rank's gradient.
     """
     row = parameter.shape[1:]
@@ -52,11 +54,11 @@ def _sum_sparse(gradient: Tensor | None, parameter: Tensor, gradient_group: Grad
     else:
         own = gradient.detach().coalesce()
         indices, values = own.indices()[0].contiguous(), own.values().contiguous() * scale
-    counts = [torch.zeros(1, dtype=torch.int64, device=parameter.device) for _ in range(gradient_group.size)]
-    dist.all_gather(counts, torch.tensor([len(indices)], device=parameter.device), group=gradient_group.group)
+    counts = [torch.zeros(1, dtype=torch.int64, device=parameter.device) for _ in range(gradient_transport.size)]
+    dist.all_gather(counts, torch.tensor([len(indices)], device=parameter.device), group=gradient_transport.group)
     found = [int(count) for count in counts]
     longest = max(found)
-    all_indices, all_values = (_gather_padded(part, longest, gradient_group) for part in (indices, values))
+    all_indices, all_values = (_gather_padded(part, longest, gradient_transport) for part in (indices, values))
     return torch.sparse_coo_tensor(
         torch.cat([part[:n] for part, n in zip(all_indices, found, strict=True)]).view(1, -1),
         torch.cat([part[:n] for part, n in zip(all_values, found, strict=True)]),
@@ -65,11 +67,11 @@ def _sum_sparse(gradient: Tensor | None, parameter: Tensor, gradient_group: Grad
     ).coalesce()
 
 
-def _gather_padded(part: Tensor, length: int, gradient_group: GradientGroup) -> list[Tensor]:
+def _gather_padded(part: Tensor, length: int, gradient_transport: GradientTransport) -> list[Tensor]:
     """Return each rank's tensor, padded with zeros to the same length."""
     padded = part.new_zeros((length, *part.shape[1:]))
     padded[: len(part)] = part
-    gathered = [torch.empty_like(padded) for _ in range(gradient_group.size)]
+    gathered = [torch.empty_like(padded) for _ in range(gradient_transport.size)]
     if length:
-        dist.all_gather(gathered, padded, group=gradient_group.group)
+        dist.all_gather(gathered, padded, group=gradient_transport.group)
     return gathered

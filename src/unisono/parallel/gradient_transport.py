@@ -1,4 +1,4 @@
-"""The process group that one model's gradients travel through, and waiting for them there.
+"""The transport of one model's gradients: the process group that sums them over ranks, and the waits for it.
 
 On the CPU each model has a separate group. So its messages may interleave with those of other models, of SyncBatchNorm,
 or of the program, in a different order on each rank, and are never matched with the wrong ones. Groups of GPUs are
@@ -24,15 +24,15 @@ from unisono.collectives.serialization import serialize
 from unisono.machine import usable_cores
 from unisono.polling import Backoff
 
-__all__ = ["GradientGroup"]
+__all__ = ["GradientTransport"]
 
 _LATE_S = 0.003
 """Seconds within which an all-reduce in this thread pays: as long as shm polls before it sleeps. A thread that polls
 longer takes the core from others."""
 
 
-class GradientGroup:
-    """A process group and this rank's place in it."""
+class GradientTransport:
+    """Sums gradients over the ranks of a process group, and sends the values that `replicate` compares."""
 
     def __init__(self, group: dist.ProcessGroup, *, own: bool, polls: bool) -> None:
         self.group, self._own = group, own
@@ -44,7 +44,7 @@ class GradientGroup:
     @classmethod
     def open(
         cls, group: dist.ProcessGroup, devices: Iterable[torch.device], *, timeout: timedelta | None
-    ) -> GradientGroup:
+    ) -> GradientTransport:
         """Make the group for tensors of these devices. Every rank of the group must call it.
 
         Args:
@@ -71,7 +71,7 @@ class GradientGroup:
         if self._own and dist.is_initialized() and self.group in dist.distributed_c10d._world.pg_map:
             dist.destroy_process_group(self.group)
 
-    def sum(self, tensor: Tensor, what: str, *, stays: bool = False) -> Any:
+    def all_reduce(self, tensor: Tensor, what: str, *, stays: bool = False) -> Any:
         """Begin to sum a tensor over ranks, in place, and return a handle for `wait`.
 
         Args:
@@ -94,7 +94,7 @@ class GradientGroup:
         """Wait for the end of a transfer.
 
         Args:
-            work: A handle that `sum` returned, or the future of a communication hook.
+            work: A handle that `all_reduce` returned, or the future of a communication hook.
             what: The name of the transfer, for messages.
 
         Raises:
