@@ -14,9 +14,10 @@ Files, in reading order:
                            the slots of a group, and the check that all ranks make the same call
     data_movement.py, reduce_algorithms.py, divided_all_reduce.py, arithmetic.py
                            the operations: generators that yield the rounds and ranks that they wait for
-    executor.py, work.py   the order and thread in which operations run, and the work returned to the caller
-    point_to_point.py, progress_engine.py, ring_buffer.py
-                           messages between two ranks
+    collective_executor.py, work.py
+                           the order and thread in which operations run, and the work returned to the caller
+    point_to_point.py, point_to_point_progress.py, ring_buffer.py
+                           messages between two ranks, the threads that move them, and the memory they go through
     peer_wait.py, peers.py, abort_flag.py, semaphore.py
                            waiting for other ranks, and detecting that one has ended or given up
     handshake.py, segment_layout.py, segment.py

@@ -2,8 +2,8 @@
 
 Every pair of ranks has a ring in each direction (`ring_buffer`), in which messages keep their order. A receive takes
 the first message with its tag. A message without a receive stays in the ring, which blocks its sender, unless a message
-behind it may be awaited: then it is put aside in private memory. `progress_engine` decides which thread moves messages
-and which sleeps. Start reading at `PointToPoint.send` and `PointToPoint.receive`.
+behind it may be awaited: then it is put aside in private memory. `point_to_point_progress` decides which thread moves
+messages and which sleeps. Start reading at `PointToPoint.send` and `PointToPoint.receive`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.distributed import DistBackendError
 
 from unisono.shm.peer_wait import PeerWait
 from unisono.shm.peers import Peers
-from unisono.shm.progress_engine import ProgressEngine, Transfer
+from unisono.shm.point_to_point_progress import PointToPointProgress, Transfer
 from unisono.shm.ring_buffer import RingReader, RingWriter, create_ring, ring_nbytes
 from unisono.shm.segment import Segment, aligned
 from unisono.shm.semaphore import SEMAPHORE_NBYTES, Semaphore
@@ -75,7 +75,7 @@ class PointToPoint:
         self._writers = {r: RingWriter(segment, place(self.rank, r), cell_nbytes=cell_nbytes) for r in others}
         self._readers = {r: RingReader(segment, place(r, self.rank), cell_nbytes=cell_nbytes) for r in others}
         self._wakeups = [Semaphore(segment.address + offset + r * SEMAPHORE_NBYTES, segment) for r in range(self.size)]
-        self._progress = ProgressEngine(
+        self._progress = PointToPointProgress(
             self._wakeups[self.rank],
             waiting,
             others=others,

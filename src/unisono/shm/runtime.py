@@ -20,7 +20,7 @@ from unisono.errors import UnisonoError
 from unisono.machine import usable_cores
 from unisono.shm.abort_flag import AbortFlag
 from unisono.shm.collective_context import CollectiveContext, Prepared
-from unisono.shm.executor import Executor, Submission
+from unisono.shm.collective_executor import CollectiveExecutor, Submission
 from unisono.shm.handshake import handshake
 from unisono.shm.peer_wait import PeerWait
 from unisono.shm.point_to_point import PointToPoint
@@ -96,7 +96,7 @@ class GroupRuntime:
         )
         slots = SlotRing(self._segment, layout.slots, self._peers, slot_nbytes=layout.slot_nbytes)
         self.context = CollectiveContext(slots, self.ranks)
-        self._executor = Executor(slots, self.waiting, name=f"unisono-shm-{name}")
+        self._executor = CollectiveExecutor(slots, self.waiting, name=f"unisono-shm-{name}")
         self.point_to_point = PointToPoint(
             self._segment, layout.messages, self._peers, self.waiting, budget_nbytes=layout.messages_nbytes
         )

@@ -22,7 +22,7 @@ from unisono.shm.peer_wait import PeerWait
 from unisono.shm.slot_ring import SlotRing
 from unisono.shm.work import Work
 
-__all__ = ["Executor", "Submission"]
+__all__ = ["CollectiveExecutor", "Submission"]
 
 _PATIENCE_S = 0.0002
 """How long an asynchronous operation may wait in the caller's thread, in total: the cost of a hand-over."""
@@ -42,7 +42,7 @@ class Submission:
         """The request that it is waiting for."""
 
 
-class Executor:
+class CollectiveExecutor:
     """Runs the operations of a group on its slots. Any thread may submit. `name` is the name of its thread."""
 
     def __init__(self, slots: SlotRing, waiting: PeerWait, *, name: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 from torch.distributed import DistBackendError
 from two_ranks import two_ranks
 
-from unisono.shm.executor import Executor, Submission
+from unisono.shm.collective_executor import CollectiveExecutor, Submission
 from unisono.shm.work import Work
 
 
@@ -18,7 +18,7 @@ class _Group:
     def __init__(self, timeout_s: float = 30.0) -> None:
         self.rank, self.peer = two_ranks()
         self.timeout_s, self.ran = timeout_s, []
-        self.executor = Executor(self.rank.slots, self.rank.waiting, name="test")
+        self.executor = CollectiveExecutor(self.rank.slots, self.rank.waiting, name="test")
 
     def operation(self, name, rounds=1, error=None):
         for _ in range(rounds):

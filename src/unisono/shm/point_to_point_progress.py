@@ -21,7 +21,7 @@ from unisono.shm.peer_wait import PeerWait, let_others_run
 from unisono.shm.semaphore import Semaphore
 from unisono.shm.work import Work
 
-__all__ = ["ProgressEngine", "Transfer"]
+__all__ = ["PointToPointProgress", "Transfer"]
 
 _SLICE_S = 0.05
 """The longest sleep without a check of which thread drives."""
@@ -46,7 +46,9 @@ class Transfer(Work):
         sends: True for a send, False for a receive.
     """
 
-    def __init__(self, progress: ProgressEngine, tensor: Tensor, *, peer: int | None, tag: int, sends: bool) -> None:
+    def __init__(
+        self, progress: PointToPointProgress, tensor: Tensor, *, peer: int | None, tag: int, sends: bool
+    ) -> None:
         super().__init__((tensor,))
         self._progress = progress
         self.address, self.nbytes = tensor.data_ptr(), tensor.numel() * tensor.itemsize
@@ -54,7 +56,7 @@ class Transfer(Work):
         self.moved = 0
         """The number of bytes of a send that are in the ring."""
         self.over = False
-        """True once no data moves any more; guarded by `ProgressEngine.changed`. `finish` is called later."""
+        """True once no data moves any more; guarded by `PointToPointProgress.changed`. `finish` is called later."""
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait for the end, as `Work.wait` does, and meanwhile drive all transfers of this rank."""
@@ -73,7 +75,7 @@ class Transfer(Work):
         return self._done
 
 
-class ProgressEngine:
+class PointToPointProgress:
     """Drives the transfers of one rank in one group.
 
     The functions are called with `changed` held.
