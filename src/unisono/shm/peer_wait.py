@@ -134,7 +134,7 @@ class PeerWait:
                 )
             if now_s >= look_s:
                 look_s = now_s + _SLICE_S
-                if self._nobody_comes(late, what, every=every):
+                if self._raise_if_peers_ended(late, what, every=every):
                     return
             wait_for(missing[0], min(_SLICE_S, deadline_s - now_s))
 
@@ -151,7 +151,7 @@ class PeerWait:
         """Return the names of ranks of the group, by their global numbers."""
         return name_ranks(self._ranks[r] for r in ranks)
 
-    def _nobody_comes(self, late: Callable[[], Sequence[int]], what: Callable[[], str], *, every: bool) -> bool:
+    def _raise_if_peers_ended(self, late: Callable[[], Sequence[int]], what: Callable[[], str], *, every: bool) -> bool:
         """Raise if awaited ranks have ended, left or aborted. Return True if no rank is late any more."""
         dead = set(self._peers.dead())
         self._abort_flag.poll()
