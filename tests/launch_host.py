@@ -24,7 +24,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from unisono.launch import server_process
+from unisono.launch import forkserver_handle
 from unisono.launch.channel import Channel
 from unisono.launch.linux import become_subreaper, descendants
 
@@ -102,7 +102,7 @@ def _become_agent(job: dict) -> str:
         ours.close()
         return _become_server(Channel(theirs))
     theirs.close()
-    server_process.subprocess = _Subprocess(waiting, Channel(ours))
+    forkserver_handle.subprocess = _Subprocess(waiting, Channel(ours))
     sys.path[0] = job["cwd"]  # where it held this file's folder
     sys.argv = ["unisono", *job["arguments"]]
     return _AGENT

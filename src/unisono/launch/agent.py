@@ -25,6 +25,7 @@ from unisono.launch.cleanup import remove_scratch
 from unisono.launch.control import Control
 from unisono.launch.failure.postmortem import Postmortem, write_report
 from unisono.launch.failure.root_cause import name_signal
+from unisono.launch.forkserver_handle import LAST_S, ForkServerHandle
 from unisono.launch.generation import Generation
 from unisono.launch.hang.hang_report import render_stacks
 from unisono.launch.job import LaunchJob
@@ -33,7 +34,6 @@ from unisono.launch.linux import become_subreaper, descendants, end_descendants
 from unisono.launch.output.relay import Relay
 from unisono.launch.output.streams import wants_colour
 from unisono.launch.restarts import Ending, decide
-from unisono.launch.server_process import LAST_S, ServerProcess
 from unisono.launch.shutdown import Shutdown
 from unisono.launch.signals import describe_signal, signals_as_bytes
 from unisono.memory import read_counters
@@ -116,7 +116,7 @@ class _Agent:
             signals = stack.enter_context(signals_as_bytes(self._job.signals))
             # Other children of the caller do not belong to the job.
             stack.callback(self._clean_up, spare=descendants(os.getpid()))
-            self._server = ServerProcess(self._job, self._environment)
+            self._server = ForkServerHandle(self._job, self._environment)
             stack.callback(self._server.close)  # after an error, too
             stack.callback(Control(self._selector, self._answer).close)
             self._selector.register(self._server.channel, selectors.EVENT_READ, self._on_message)

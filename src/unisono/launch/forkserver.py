@@ -93,7 +93,7 @@ class _Server:
                 self._read_reports()
             if self._wakeups in ready:
                 os.read(self._wakeups, 1024)
-                self._reap()
+                self._report_ended_ranks()
             if self._guardian in ready:
                 poll.unregister(self._guardian)
                 self._channel.send({"type": "store lost"})
@@ -232,7 +232,8 @@ class _Server:
                 rank, code, time_ns = map(int, line.split())
                 self._channel.send({"type": "failing", "rank": rank, "code": code, "time_ns": time_ns})
 
-    def _reap(self) -> None:
+    def _report_ended_ranks(self) -> None:
+        """Reap the children that have ended, and tell the agent which ranks they were."""
         with suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 pid, code = ended[0], os.waitstatus_to_exitcode(ended[1])

@@ -23,7 +23,7 @@ from unisono.launch.limits import describe_failed_fork
 from unisono.launch.source_scan import modules_to_preload, read_source, uses_trainer
 from unisono.machine import usable_cores
 
-__all__ = ["LAST_S", "ServerProcess"]
+__all__ = ["LAST_S", "ForkServerHandle"]
 
 LAST_S = 10.0
 """How long the fork server may take, after ranks have been killed, to say that they have ended, and then to end."""
@@ -35,7 +35,7 @@ _SERVER = (
 )
 
 
-class ServerProcess:
+class ForkServerHandle:
     """A fork server that has been started, and the process that hosts the store.
 
     Args:
