@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from unisono.state.store import Store
+from unisono.state.checkpoint_store import CheckpointStore
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return Store(tmp_path / "checkpoints")
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "checkpoints")

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import torch
 
-from unisono.state import store as store_module
+from unisono.state import checkpoint_store as store_module
 from unisono.state.best import Best, read_best, write_best
-from unisono.state.store import CheckpointInfo, Store
+from unisono.state.checkpoint_store import CheckpointInfo, CheckpointStore
 
 CHANGING_CALLS = ["mkdir", "rename", "replace", "symlink", "fsync", "unlink", "rmdir"]
 TAG, BEST = "tag-mine", ("best", "best.json")
@@ -98,7 +98,7 @@ def drain(reader):
 
 def at_random_moments(folder, kills, seed):
     rng = random.Random(seed)
-    store = Store(folder)
+    store = CheckpointStore(folder)
     store.write(0, groups(0), {"value": 0})
     for tag in (False, True):
         mark(store, 0.0, tag=tag)
@@ -107,7 +107,7 @@ def at_random_moments(folder, kills, seed):
     for _ in range(kills):
 
         def write_for_ever(report, start=value):
-            mine = Store(folder)
+            mine = CheckpointStore(folder)
             now = start
             while True:
                 now += 0.5  # each step twice: a new checkpoint, then one in its place
@@ -144,7 +144,7 @@ def at_every_call(folder):
 
 def kills_at_every_call(folder, *, writes_alone=False):
     def work(report):
-        store = Store(folder)
+        store = CheckpointStore(folder)
         for value in (3.0, 3.5):
             store.write(3, groups(value), {"value": value})
             report(value)
@@ -175,7 +175,7 @@ def kills_at_every_call(folder, *, writes_alone=False):
         store_module.exchange = functools.partial(wrapped, store_module.exchange)
         work(report)
 
-    begun = Store(folder.with_name("begun"))
+    begun = CheckpointStore(folder.with_name("begun"))
     for step in (1, 2):
         begun.write(step, groups(step), {"value": step})
     for tag in (False, True):
@@ -186,7 +186,7 @@ def kills_at_every_call(folder, *, writes_alone=False):
         for before in (True, False):
             shutil.rmtree(folder, ignore_errors=True)
             shutil.copytree(begun.folder, folder, symlinks=True)
-            store = Store(folder)
+            store = CheckpointStore(folder)
             child, reader = fork(functools.partial(work_and_die, at=at, before=before))
             reported = [2.0, *drain(reader)]
             _, status = os.waitpid(child, 0)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from unisono.state.store import Store
+from unisono.state.checkpoint_store import CheckpointStore
 
 CAMPAIGN = str(Path(__file__).with_name("crash_campaign.py"))
 
@@ -38,8 +38,8 @@ LIMITED = """
 import resource, sys, torch
 from pathlib import Path
 from unisono.errors import CheckpointError
-from unisono.state.store import Store
-store = Store(Path(sys.argv[1]))
+from unisono.state.checkpoint_store import CheckpointStore
+store = CheckpointStore(Path(sys.argv[1]))
 store.write(1, {"model": {"w": torch.ones(10)}}, {"step": 1})
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 try:
@@ -56,7 +56,7 @@ def test_a_full_disk_is_explained_and_leaves_the_older_checkpoints(tmp_path):
     assert (
         "bytes are free there. Older checkpoints are untouched. Raise the limit on file sizes (`ulimit -f`)" in message
     )
-    store = Store(tmp_path)
+    store = CheckpointStore(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000000001"]
     found, errors = store.load_newest()
     assert errors == []
@@ -66,14 +66,14 @@ def test_a_full_disk_is_explained_and_leaves_the_older_checkpoints(tmp_path):
 UNCLOSED = """
 import sys, torch
 from pathlib import Path
-from unisono.state.store import Store
+from unisono.state.checkpoint_store import CheckpointStore
 from unisono.state.writer import BackgroundWriter
-writer = BackgroundWriter(Store(Path(sys.argv[1])), keep=2)
+writer = BackgroundWriter(CheckpointStore(Path(sys.argv[1])), keep=2)
 writer.submit(5, {"model": {"w": torch.ones(3_000_000)}}, {})
 """
 
 
 def test_an_interpreter_that_ends_finishes_the_checkpoint_and_ends(tmp_path):
     run("-c", UNCLOSED, tmp_path)
-    found, errors = Store(tmp_path).load_newest()
+    found, errors = CheckpointStore(tmp_path).load_newest()
     assert (found.info.step, errors) == (5, [])

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from unisono.errors import CheckpointError
-from unisono.state.store import Store
+from unisono.state.checkpoint_store import CheckpointStore
 from unisono.state.writer import BackgroundWriter
 
 
-class GatedStore(Store):
+class GatedStore(CheckpointStore):
     """A store whose writes wait at a gate and can be made to fail."""
 
     def __init__(self, folder):

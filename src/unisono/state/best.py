@@ -4,7 +4,7 @@
     best -> step-000000120  for people and other programs, where the file system has links
 
 Both are replaced by a rename, after the checkpoint that they name is on the disk: at any moment they name a complete
-checkpoint. `Store.prune` keeps the one that best.json names. Start reading at `write_best`.
+checkpoint. `CheckpointStore.prune` keeps the one that best.json names. Start reading at `write_best`.
 """
 
 from __future__ import annotations

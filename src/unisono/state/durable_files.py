@@ -54,8 +54,8 @@ def write_file(path: Path, pieces: list[FilePart]) -> Entry:
     """Write a file, flush it to the disk, and return its entry.
 
     The hash is that of the bytes in memory, taken while they are written. A hash of the file would confirm a bad write,
-    and reading it back would read the page cache: 0.15 s for 300 MB, without a check of the disk. `Store.verify` checks
-    that later.
+    and reading it back would read the page cache: 0.15 s for 300 MB, without a check of the disk.
+    `CheckpointStore.verify` checks that later.
     """
     sha = hashlib.sha256()
     nbytes = 0

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from unisono.errors import CheckpointError
+from unisono.state.checkpoint_store import CheckpointInfo, CheckpointStore
 from unisono.state.codec import Json, render
 from unisono.state.digest import exact, same_memory
-from unisono.state.store import CheckpointInfo, Store
 
 __all__ = ["BackgroundWriter"]
 
@@ -39,12 +39,12 @@ class BackgroundWriter:
 
     Args:
         store: The folder of the checkpoints.
-        keep: The number of checkpoints to keep after each write; see `Store.prune`.
+        keep: The number of checkpoints to keep after each write; see `CheckpointStore.prune`.
         on_written: Called in the writing thread after each checkpoint is safe on disk, with the seconds the write took.
     """
 
     def __init__(
-        self, store: Store, keep: int, on_written: Callable[[CheckpointInfo, float], None] | None = None
+        self, store: CheckpointStore, keep: int, on_written: Callable[[CheckpointInfo, float], None] | None = None
     ) -> None:
         if keep < 1:
             raise ValueError(f"keep={keep} must be at least 1: a run without any checkpoint cannot be resumed")

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from unisono.errors import CheckpointError, CorruptCheckpointError
 from unisono.state.best import Best, forget_best, read_best, write_best
+from unisono.state.checkpoint_store import CheckpointStore
 from unisono.state.policy import Checkpoints
-from unisono.state.store import Store
 from unisono.trainer.evaluation_history import EvaluationHistory, best_of, is_better
 
 __all__ = ["BestCheckpoint"]
@@ -29,7 +29,7 @@ class BestCheckpoint:
         warn: Called with sentences for the user.
     """
 
-    def __init__(self, store: Store, policy: Checkpoints, warn: Callable[[str], None]) -> None:
+    def __init__(self, store: CheckpointStore, policy: Checkpoints, warn: Callable[[str], None]) -> None:
         self._store, self._policy, self._warn = store, policy, warn
         self._recorded: Best | None = None
         self._in_flight: Best | None = None

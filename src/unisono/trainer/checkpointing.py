@@ -14,9 +14,9 @@ from torch import Tensor
 
 from unisono.collectives.world import World
 from unisono.errors import CheckpointError
+from unisono.state.checkpoint_store import CheckpointInfo, CheckpointStore
 from unisono.state.lock import DirectoryLock
 from unisono.state.policy import Checkpoints, is_due
-from unisono.state.store import CheckpointInfo, Store
 from unisono.state.writer import BackgroundWriter
 from unisono.trainer.best_checkpoint import BestCheckpoint
 from unisono.trainer.evaluation_history import Evaluated, EvaluationHistory
@@ -36,7 +36,7 @@ class Checkpointing:
 
     def __init__(self, directory: Path | None, policy: Checkpoints, world: World) -> None:
         self._directory, self._policy, self._world = directory, policy, world
-        self._store = None if directory is None else Store(directory / "checkpoints")
+        self._store = None if directory is None else CheckpointStore(directory / "checkpoints")
         self._lock = None if directory is None else DirectoryLock(directory)
         self._writer: BackgroundWriter | None = None
         self._best: BestCheckpoint | None = None
@@ -65,7 +65,7 @@ class Checkpointing:
         return find(self._world, self._directory, self._store, self._lock, resume)
 
     @property
-    def store(self) -> Store | None:
+    def store(self) -> CheckpointStore | None:
         """The checkpoints of the run; None without a directory."""
         return self._store
 

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from unisono.collectives.world import World
 from unisono.errors import CheckpointError
+from unisono.state.checkpoint_store import CheckpointStore
 from unisono.state.codec import decode_dtype
 from unisono.state.durable_files import make_folder
 from unisono.state.lock import DirectoryLock
-from unisono.state.store import Store
 
 __all__ = ["Resume", "ResumedRun", "find"]
 
@@ -35,7 +35,7 @@ class ResumedRun(NamedTuple):
     warnings: list[str]
 
 
-def find(world: World, directory: Path, store: Store, lock: DirectoryLock, resume: Resume) -> ResumedRun:
+def find(world: World, directory: Path, store: CheckpointStore, lock: DirectoryLock, resume: Resume) -> ResumedRun:
     """Lock the directory of a run, read its newest good checkpoint on rank 0, and send it to all ranks.
 
     Every rank must call it. Memory: the tensors, once on each rank.
@@ -81,7 +81,7 @@ def _table(tensors: dict[str, Tensor]) -> list[tuple[str, str, str, list[int]]]:
 
 
 def _read(
-    directory: Path, store: Store, lock: DirectoryLock, resume: Resume
+    directory: Path, store: CheckpointStore, lock: DirectoryLock, resume: Resume
 ) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
     try:
         make_folder(store.folder)

@@ -17,10 +17,10 @@ from torch import Tensor
 from unisono.collectives.world import World
 from unisono.engine import WeightWrites
 from unisono.errors import CheckpointError
+from unisono.state.checkpoint_store import CheckpointInfo, CheckpointStore, Loaded
 from unisono.state.codec import decode_dtype
 from unisono.state.digest import same_memory
 from unisono.state.manifest import MANIFEST
-from unisono.state.store import CheckpointInfo, Loaded, Store
 from unisono.state.weight_files import read_weights
 from unisono.trainer.modules import plain_name
 from unisono.trainer.rank_errors import raise_on_all
@@ -84,8 +84,8 @@ def read_source(path: Path, *, ema: bool, key: str | None) -> Source:
 def _read_checkpoint(path: Path, groups: Sequence[str]) -> tuple[Loaded, list[str]]:
     resolved = path.resolve()  # a link, such as that to the best one
     if (resolved / MANIFEST).exists():
-        return Store(resolved.parent).load(CheckpointInfo(path=resolved, step=0, nbytes=0), groups=groups), []
-    store = Store(resolved / "checkpoints" if (resolved / "checkpoints").is_dir() else resolved)
+        return CheckpointStore(resolved.parent).load(CheckpointInfo(path=resolved, step=0, nbytes=0), groups=groups), []
+    store = CheckpointStore(resolved / "checkpoints" if (resolved / "checkpoints").is_dir() else resolved)
     loaded, damaged = store.load_newest(groups=groups)
     if loaded is None and damaged:
         raise CheckpointError(f"all {len(damaged)} checkpoints in {path} are damaged; the newest: {damaged[0]}")

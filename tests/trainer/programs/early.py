@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import unisono
-from unisono.state.store import Store
+from unisono.state.checkpoint_store import CheckpointStore
 from unisono.trainer import best_checkpoint
 
 directory, engine, *rest = sys.argv[1:]
@@ -41,14 +41,14 @@ def record(folder, best):
     die("recorded", best.step)
 
 
-def put(store, work, final):
+def rename(store, work, final):
     if final.name.startswith("tag-"):
         die("tagging", trainer.steps_done)
-    real_put(store, work, final)
+    real_rename(store, work, final)
 
 
 real_record, best_checkpoint.write_best = best_checkpoint.write_best, record
-real_put, Store._put = Store._put, put
+real_rename, CheckpointStore._rename_durably = CheckpointStore._rename_durably, rename
 
 trainer = unisono.Trainer(
     model,

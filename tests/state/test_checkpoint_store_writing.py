@@ -11,9 +11,9 @@ import torch
 from checkpoint_contents import assert_equal, flip, groups
 
 from unisono.errors import CheckpointError
-from unisono.state import store as store_module
+from unisono.state import checkpoint_store as store_module
+from unisono.state.checkpoint_store import CheckpointStore
 from unisono.state.durable_files import locked
-from unisono.state.store import Store
 
 # Writing again, pruning, cleaning.
 
@@ -42,7 +42,7 @@ def test_prune_never_removes_the_newest_good_one(store):
     infos = [store.write(step, groups(), {}) for step in range(5)]
     for info in infos[2:]:
         flip(info.path / "state.json", 0, 0)
-    fresh = Store(store.folder)
+    fresh = CheckpointStore(store.folder)
     assert [info.step for info in fresh.prune(2)] == [2, 0]
     assert fresh.load_newest()[0].info == infos[1]
     flip(infos[1].path / "state.json", 0, 0)
@@ -75,7 +75,7 @@ def test_clean_leaves_a_living_writer_alone(store, monkeypatch):
     real = store_module.write_file
 
     def write_and_clean(path, pieces):
-        removed.extend(Store(store.folder).clean())
+        removed.extend(CheckpointStore(store.folder).clean())
         return real(path, pieces)
 
     monkeypatch.setattr(store_module, "write_file", write_and_clean)
@@ -92,9 +92,9 @@ def test_a_file_where_the_folder_must_be_is_named(tmp_path):
         with pytest.raises(
             CheckpointError, match=r"step 3 was not written .* while creating the folder\. .*move it away"
         ):
-            Store(folder).write(3, groups(), {})
+            CheckpointStore(folder).write(3, groups(), {})
     with pytest.raises(CheckpointError, match=r"cannot be listed.*move it away"):
-        Store(tmp_path / "run").list()
+        CheckpointStore(tmp_path / "run").list()
 
 
 def test_a_file_where_the_checkpoint_must_be_is_not_deleted(store):
@@ -182,7 +182,7 @@ def test_the_names_of_all_new_folders_are_flushed(tmp_path, monkeypatch):
         flushed.append(Path(f"/proc/self/fd/{handle}").readlink())
 
     monkeypatch.setattr(os, "fsync", fsync)
-    Store(tmp_path / "a" / "b" / "c").write(1, groups(), {})
+    CheckpointStore(tmp_path / "a" / "b" / "c").write(1, groups(), {})
     assert flushed[:3] == [tmp_path, tmp_path / "a", tmp_path / "a" / "b"]
 
 
@@ -198,7 +198,7 @@ def test_a_worker_that_outlives_a_writer_does_not_keep_its_folder(tmp_path):
     worker = int.from_bytes(os.read(reading, 4), "little")
     try:
         os.waitpid(writer, 0)
-        assert Store(tmp_path).clean() == [folder]
+        assert CheckpointStore(tmp_path).clean() == [folder]
     finally:
         os.kill(worker, signal.SIGKILL)
         os.close(reading)

@@ -9,12 +9,12 @@
 
 A checkpoint is written into a `.tmp-…` folder beside the others, flushed to the disk, then renamed: a crash at any
 moment leaves the older checkpoints as they were. Nothing is read with pickle and no file is executed. One process
-writes at a time (rank 0); any number may read. Start reading at `Store.write` and `Store.load`.
+writes at a time (rank 0); any number may read. Start reading at `CheckpointStore.write` and `CheckpointStore.load`.
 """
 
 from __future__ import annotations
 
-import builtins  # inside Store, `list` is its method
+import builtins  # inside CheckpointStore, `list` is its method
 import errno
 import json
 import os
@@ -47,7 +47,7 @@ from unisono.state.durable_files import (
 from unisono.state.manifest import GROUP, MANIFEST, STATE, SUFFIX, manifest_of, render_manifest
 from unisono.state.safetensors_format import FilePart, plan_file, read_tensors
 
-__all__ = ["CheckpointInfo", "Loaded", "Store"]
+__all__ = ["CheckpointInfo", "CheckpointStore", "Loaded"]
 
 _STEP = re.compile(r"step-([0-9]{9,})")
 _LEFTOVER = re.compile(r"\.tmp-[0-9]+-[0-9a-f]+-(?:(replaced|pruned)-)?(step-[0-9]{9,}|tag-.+)")
@@ -55,7 +55,7 @@ _LEFTOVER = re.compile(r"\.tmp-[0-9]+-[0-9a-f]+-(?:(replaced|pruned)-)?(step-[0-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointInfo:
-    """The path, step and size of a checkpoint, which may be damaged: `Store.verify` checks it."""
+    """The path, step and size of a checkpoint, which may be damaged: `CheckpointStore.verify` checks it."""
 
     path: Path
     """The folder of the checkpoint."""
@@ -74,7 +74,7 @@ class Loaded(NamedTuple):
     document: Json
 
 
-class Store:
+class CheckpointStore:
     """The folder of the checkpoints of one run, a `step-…` folder each; other files are left alone."""
 
     def __init__(self, folder: Path) -> None:
@@ -132,7 +132,7 @@ class Store:
                 manifest = write_file(work / MANIFEST, [render_manifest(step, entries, described)])
                 flush_folder(work)
                 doing = f"renaming it to {final.name}"
-                self._put(work, final)
+                self._rename_durably(work, final)
         except OSError as error:
             shutil.rmtree(work, ignore_errors=True)  # before the free space is read: half a checkpoint is useless
             what = f"step {step}" if tag is None else f"step {step}, tagged {tag!r},"
@@ -304,8 +304,8 @@ class Store:
             ) from error
         return removed
 
-    def _put(self, work: Path, final: Path) -> None:
-        """Rename a complete checkpoint to its final name. It exists from that moment on."""
+    def _rename_durably(self, work: Path, final: Path) -> None:
+        """Rename a complete checkpoint to its final name, and flush that to the disk. It exists from that moment on."""
         if final.exists() and not final.is_dir():
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(final))
         if final.exists() and exchange(work, final):
@@ -355,7 +355,7 @@ def _nbytes(piece: FilePart) -> int:
     return len(piece) if isinstance(piece, bytes) else piece[1].numel() * piece[1].element_size()
 
 
-def _is_good(store: Store, info: CheckpointInfo) -> bool:
+def _is_good(store: CheckpointStore, info: CheckpointInfo) -> bool:
     try:
         store.verify(info)
     except CorruptCheckpointError:
