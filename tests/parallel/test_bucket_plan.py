@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from unisono.parallel.bucket_plan import BucketPlan
-from unisono.parallel.buckets import Parameter
 from unisono.parallel.buffer_sync import Buffers
+from unisono.parallel.gradient_bucket import Parameter
 from unisono.parallel.trailer import RoundSummary
 
 

@@ -29,15 +29,15 @@ from unisono.engine.tree_all_reduce import NodeLayouts, TreeAllReduce
 from unisono.engine.update import prepare_whole, update_whole
 from unisono.errors import UnisonoError
 from unisono.plan.alignment import BUFFER_NUMEL, align_up
-from unisono.plan.buckets import Item, group_by_size
+from unisono.plan.bucketing import Item, group_by_size
 
 __all__ = ["CollectiveEngine"]
 
 _BUCKET_NBYTES = 12 * 1024 * 1024
 
 
-class _Bucket:
-    """Some parameters of one dtype and device, laid out in sequence and aligned."""
+class _TreeBucket:
+    """Parameters of one dtype and device, laid out in sequence and aligned, and the all-reduce of their gradients."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self.device = dtype, device
@@ -83,8 +83,8 @@ class CollectiveEngine(GradientAccumulation):
         layouts = NodeLayouts(world.size, virtual_ranks=virtual_ranks)
         super().__init__(optimizer, modules, layouts, rank=world.rank, overlap=overlap)
         self._comparison, self._world = comparison, world
-        self._buckets: list[_Bucket] = []
-        self._slots: list[tuple[_Bucket, int]] = []
+        self._buckets: list[_TreeBucket] = []
+        self._slots: list[tuple[_TreeBucket, int]] = []
         self._totals_offset = 0
         self._launched = 0
         self._broken = False
@@ -190,13 +190,13 @@ class CollectiveEngine(GradientAccumulation):
         items = (Item(p.numel() * p.dtype.itemsize, p.device, p.dtype) for p in backwards)
         for members in group_by_size(items, limit_nbytes=_BUCKET_NBYTES, exceed=True):
             first = backwards[members[0]]
-            self._buckets.append(bucket := _Bucket(first.dtype, first.device))
+            self._buckets.append(bucket := _TreeBucket(first.dtype, first.device))
             for member in members:
                 index = len(backwards) - 1 - member
                 self._slots[index] = (bucket, len(bucket.members))
                 bucket.append(index, dense.parameters[index])
         if not self._buckets or self._buckets[-1].dtype != torch.float32:
-            self._buckets.append(_Bucket(torch.float32, trained.parameters[0].device))
+            self._buckets.append(_TreeBucket(torch.float32, trained.parameters[0].device))
         self._totals_offset = self._buckets[-1].numel
         self._buckets[-1].numel += COUNT + len(dense.parameters)
         for bucket in self._buckets:

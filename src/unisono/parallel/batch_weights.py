@@ -16,7 +16,7 @@ from torch import Tensor
 
 from unisono.data import RankLoader
 from unisono.engine.gradient_hooks import is_accumulated
-from unisono.parallel.buckets import Parameter
+from unisono.parallel.gradient_bucket import Parameter
 
 __all__ = ["BatchWeights", "check_loader"]
 

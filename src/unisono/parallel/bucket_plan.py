@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from unisono.parallel.buckets import Bucket, Parameter
 from unisono.parallel.buffer_sync import Buffers
+from unisono.parallel.gradient_bucket import Bucket, Parameter
 from unisono.parallel.trailer import RoundSummary, Trailer
-from unisono.plan.buckets import Item, group_by_size
+from unisono.plan.bucketing import Item, group_by_size
 
 __all__ = ["BucketPlan"]
 

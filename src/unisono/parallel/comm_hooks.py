@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono.parallel.buckets import Bucket
+from unisono.parallel.gradient_bucket import Bucket
 
 __all__ = ["CommHook", "GradBucket", "begin", "hook_and_state", "result_of"]
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unisono.plan.buckets import Item, group_by_size
+from unisono.plan.bucketing import Item, group_by_size
 
 __all__ = ["carry", "copy_to"]
 

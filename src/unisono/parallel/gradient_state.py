@@ -16,7 +16,7 @@ from torch import Tensor
 from unisono.engine.gradient_hooks import is_accumulated
 from unisono.errors import UnisonoError
 from unisono.parallel.batch_weights import BatchWeights
-from unisono.parallel.buckets import Bucket, Parameter
+from unisono.parallel.gradient_bucket import Bucket, Parameter
 
 __all__ = ["LARGE", "GradientState"]
 

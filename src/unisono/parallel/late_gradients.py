@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from unisono.parallel.bucket_plan import BucketPlan
-from unisono.parallel.buckets import Bucket
+from unisono.parallel.gradient_bucket import Bucket
 from unisono.parallel.gradient_state import GradientState
 from unisono.parallel.gradient_transport import GradientTransport
 from unisono.parallel.trailer import RoundSummary

@@ -15,7 +15,7 @@ from torch import Tensor
 from unisono.errors import RankMismatchError
 from unisono.mismatch import by_value
 from unisono.parallel.gradient_transport import GradientTransport
-from unisono.plan.buckets import Item, group_by_size
+from unisono.plan.bucketing import Item, group_by_size
 from unisono.state.digest import digest
 
 __all__ = ["broadcast_values", "check_given", "check_same_model", "check_same_values"]

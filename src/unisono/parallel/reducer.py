@@ -29,9 +29,9 @@ from unisono.mismatch import tell_differences
 from unisono.parallel.backward_callback import BackwardEnd
 from unisono.parallel.batch_weights import BatchWeights
 from unisono.parallel.bucket_plan import BucketPlan
-from unisono.parallel.buckets import Bucket, Parameter
 from unisono.parallel.buffer_sync import BufferMode, Buffers
 from unisono.parallel.comm_hooks import CommHook, GradBucket, begin, hook_and_state, result_of
+from unisono.parallel.gradient_bucket import Bucket, Parameter
 from unisono.parallel.gradient_state import LARGE, GradientState
 from unisono.parallel.gradient_transport import GradientTransport
 from unisono.parallel.late_gradients import reduce_late

@@ -24,9 +24,9 @@ from unisono.engine.gradient_hooks import watchers_of
 from unisono.errors import UnisonoError
 from unisono.job.current import require_group
 from unisono.parallel.batch_weights import check_loader
-from unisono.parallel.buckets import Parameter, bytes_of_mb
 from unisono.parallel.buffer_sync import BufferMode
 from unisono.parallel.comm_hooks import CommHook, hook_and_state
+from unisono.parallel.gradient_bucket import Parameter, bytes_of_mb
 from unisono.parallel.gradient_transport import GradientTransport
 from unisono.parallel.model_agreement import broadcast_values, check_given, check_same_model, check_same_values
 from unisono.parallel.reducer import Reducer, ReducerSettings

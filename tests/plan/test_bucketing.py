@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from unisono.plan.buckets import Item, group_by_size
+from unisono.plan.bucketing import Item, group_by_size
 
 
 @pytest.mark.parametrize("seed", range(20))
