@@ -73,19 +73,19 @@ class GradientAccumulation(ABC):
             for index, p in enumerate(self._trained.parameters):
                 if not self._settled[index]:
                     gradient, p.grad = p.grad, None
-                    self._take(index, gradient)
+                    self._add_last_leaf(index, gradient)
             return
         gradients = take(self._trained.parameters)
         refuse_sparse(self._trained.names, gradients)
         if is_last:
             self._used[i] = [gradient is not None for gradient in gradients]
             self._settled = [True] * len(gradients)
-            self._put_all(gradients)
+            self._store_leaf(gradients)
             return
         self._sums[i].push(leaf, gradients)
         if leaf == self._sums[i].node.stop - 1:
             self._used[i] = [gradient is not None for gradient in self._sums[i].total()]
-            self._put_node(i)
+            self._store_node(i)
             self._sums[i].stack = []
 
     def _unhook(self) -> None:
@@ -125,10 +125,10 @@ class GradientAccumulation(ABC):
                 "use_reentrant=False, or give Trainer overlap=False."
             )
         gradient, parameter.grad = parameter.grad, None
-        self._take(index, gradient)
+        self._add_last_leaf(index, gradient)
 
-    def _take(self, index: int, gradient: Tensor | None) -> None:
-        """Add the last leaf's gradient of one parameter to earlier leaves; `_put` does the last addition."""
+    def _add_last_leaf(self, index: int, gradient: Tensor | None) -> None:
+        """Add the last leaf's gradient of one parameter to earlier leaves; `_store_sum` does the last addition."""
         refuse_sparse([self._trained.names[index]], [gradient])
         stack, left = self._sums[-1].stack, None
         for lefts in reversed(stack[1:]):
@@ -139,17 +139,17 @@ class GradientAccumulation(ABC):
                 left, gradient = None, add_one(left, gradient)
         self._used[-1][index] = gradient is not None
         self._settled[index] = True
-        self._put(index, left, gradient)
+        self._store_sum(index, left, gradient)
 
     @abstractmethod
-    def _put(self, index: int, left: Tensor | None, gradient: Tensor | None) -> None:
+    def _store_sum(self, index: int, left: Tensor | None, gradient: Tensor | None) -> None:
         """Store one parameter's sum over the last node: left + gradient, gradient alone, or zero if both are None."""
 
-    def _put_all(self, gradients: Gradients) -> None:
+    def _store_leaf(self, gradients: Gradients) -> None:
         """Store the gradients of a last node with a single leaf, of which hooks have taken none."""
         for index, gradient in enumerate(gradients):
-            self._put(index, None, gradient)
+            self._store_sum(index, None, gradient)
 
     @abstractmethod
-    def _put_node(self, i: int) -> None:
+    def _store_node(self, i: int) -> None:
         """Store the sums of all parameters over node number i, which is not the last one."""

@@ -206,7 +206,7 @@ class CollectiveEngine(GradientAccumulation):
         if self._overlap:
             self._hook()
 
-    def _put(self, index: int, left: Tensor | None, gradient: Tensor | None) -> None:
+    def _store_sum(self, index: int, left: Tensor | None, gradient: Tensor | None) -> None:
         """Write the sum of one parameter into its bucket, and launch full buckets."""
         bucket, slot = self._slots[index]
         last = len(self._sums) - 1
@@ -225,7 +225,7 @@ class CollectiveEngine(GradientAccumulation):
         if not bucket.waiting or not self._unsettled:
             self._launch_full_buckets()
 
-    def _put_node(self, i: int) -> None:
+    def _store_node(self, i: int) -> None:
         """Write the sums of a node into its rows."""
         gradients = self._sums[i].total()
         for bucket in self._buckets:

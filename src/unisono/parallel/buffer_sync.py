@@ -133,12 +133,12 @@ class Buffers:
             if i not in indices:
                 continue
             if not _fits_float32(tensor):
-                self._put(i, _from_pieces(part, tensor))
+                self._overwrite(i, _from_pieces(part, tensor))
                 continue
             if self._has_mean(tensor) and factor != 1.0:
                 part.mul_(factor)
             value = _like(tensor, part)
-            self._put(i, torch.view_as_complex(value) if tensor.is_complex() else value)
+            self._overwrite(i, torch.view_as_complex(value) if tensor.is_complex() else value)
 
     def _exchange(
         self, i: int, gradient_transport: GradientTransport, *, source: int, has_batch: bool, active: int
@@ -154,7 +154,7 @@ class Buffers:
             carried = wide.div_(active)
         else:
             gradient_transport.broadcast(carried, source)
-        self._put(i, carried)
+        self._overwrite(i, carried)
 
     def _has_mean(self, tensor: Tensor) -> bool:
         return self.mode == "mean" and (tensor.is_floating_point() or tensor.is_complex())
@@ -176,7 +176,8 @@ class Buffers:
         lengths = [self._length(t) for i in self.often if (t := self.tensor(i)) is not None]
         return list(zip(self.often, torch.split(vector, lengths), strict=True))
 
-    def _put(self, i: int, value: Tensor) -> None:
+    def _overwrite(self, i: int, value: Tensor) -> None:
+        """Set buffer number i to a value."""
         tensor = self.tensor(i)
         assert tensor is not None
         # Without a new version, as torch's batch_norm writes: autograd saves the running values but does not use them,

@@ -339,7 +339,7 @@ class SharedEngine(GradientAccumulation):
             self._runtime.wait_for_release()
             self._released = True
 
-    def _put(self, index: int, left: Tensor | None, gradient: Tensor | None) -> None:
+    def _store_sum(self, index: int, left: Tensor | None, gradient: Tensor | None) -> None:
         """Pass the sum of one parameter to the rows."""
         self._wait_for_release()
         last = len(self._sums) - 1
@@ -348,12 +348,12 @@ class SharedEngine(GradientAccumulation):
         else:
             self._rows.put(last, index, gradient)
 
-    def _put_all(self, gradients: Gradients) -> None:
+    def _store_leaf(self, gradients: Gradients) -> None:
         """Pass all gradients of the last node to the rows."""
         self._wait_for_release()
         self._rows.put_all(len(self._sums) - 1, gradients)
 
-    def _put_node(self, i: int) -> None:
+    def _store_node(self, i: int) -> None:
         """Pass the sums of a node to the rows."""
         self._wait_for_release()
         self._rows.put_all(i, self._sums[i].total())
