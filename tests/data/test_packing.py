@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from unisono.data.packing import Packed, pack, unpack
+from unisono.data.packing import PackedBatch, pack, unpack
 
 
 class Pair(NamedTuple):
@@ -39,7 +39,7 @@ MICRO_BATCHES = [
 @pytest.mark.parametrize("micro_batches", MICRO_BATCHES, ids=range(len(MICRO_BATCHES)))
 def test_what_is_packed_is_unpacked(micro_batches):
     packed = pack(micro_batches)
-    assert isinstance(packed, Packed)
+    assert isinstance(packed, PackedBatch)
     assert same(unpack(packed), micro_batches)
 
 

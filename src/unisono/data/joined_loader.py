@@ -15,7 +15,7 @@ from typing import Any
 from unisono.arguments import whole
 from unisono.data.batch import Batch, MicroBatch, Share
 from unisono.data.dataset import map_length
-from unisono.data.map_loader import GlobalBatch, MapLoader
+from unisono.data.map_loader import MapLoader, StepSamples
 from unisono.errors import DataError
 
 __all__ = ["JoinedLoader", "check_joined"]
@@ -98,7 +98,7 @@ class JoinedLoader:
         return Share(virtual_rank, [MicroBatch(items, own[self._name].indices)])
 
 
-def _rounds(loader: MapLoader, first: int) -> Iterator[GlobalBatch]:
+def _rounds(loader: MapLoader, first: int) -> Iterator[StepSamples]:
     """Yield the batches of all passes over a dataset, one after the other, from one of them on."""
     start, step = divmod(first, loader.steps)
     for number in count(start):

@@ -18,7 +18,7 @@ from unisono.data.settings import PERMUTED_TOGETHER, LoaderSettings
 from unisono.data.workers import TaskReader, warn_on_stderr
 from unisono.plan import num_steps
 
-__all__ = ["GlobalBatch", "MapLoader", "TrainerLoaderSettings"]
+__all__ = ["MapLoader", "StepSamples", "TrainerLoaderSettings"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +47,7 @@ class TrainerLoaderSettings(LoaderSettings):
                 raise ValueError(f"micro_batch_size={size} must be at least 1, or None for whole shares")
 
 
-class GlobalBatch(NamedTuple):
+class StepSamples(NamedTuple):
     """The samples of one step, over all virtual ranks."""
 
     epoch: int
@@ -84,7 +84,7 @@ class MapLoader:
         """Yield this rank's part of each batch of an epoch, starting at `first_step`."""
         return self.read(self.order(epoch, first_step))
 
-    def read(self, steps: Iterable[GlobalBatch]) -> Iterator[Batch]:
+    def read(self, steps: Iterable[StepSamples]) -> Iterator[Batch]:
         """Yield this rank's part of each of some global batches."""
         self._tasks.steps = steps
         for task, found in self._reader:
@@ -97,7 +97,7 @@ class MapLoader:
                     shares.append(Share(part.virtual_rank, [micro_batch]))
             yield Batch(task.epoch, task.step, task.size, shares)
 
-    def order(self, epoch: int, first_step: int) -> Iterator[GlobalBatch]:
+    def order(self, epoch: int, first_step: int) -> Iterator[StepSamples]:
         """Yield the global batches of an epoch, which follow by arithmetic."""
         settings, batch_size = self.settings, self.settings.batch_size
         # With drop_last an epoch leaves out the end of its order, not of the dataset: other samples in each epoch.
@@ -106,14 +106,14 @@ class MapLoader:
             first, end = block * batch_size, min((block + together) * batch_size, self.num_samples)
             order = settings.samples_at(range(first, end), num_samples=self.length, epoch=epoch).tolist()
             for start in range(0, end - first, batch_size):
-                yield GlobalBatch(epoch, block + start // batch_size, order[start : start + batch_size])
+                yield StepSamples(epoch, block + start // batch_size, order[start : start + batch_size])
 
 
 class _TrainerTasks(Iterable[Task]):
     """What this rank fetches of each step, in order."""
 
     def __init__(self, settings: TrainerLoaderSettings) -> None:
-        self.steps: Iterable[GlobalBatch] = ()
+        self.steps: Iterable[StepSamples] = ()
         self._settings = settings
 
     def __iter__(self) -> Iterator[Task]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Packed", "pack", "unpack"]
+__all__ = ["PackedBatch", "pack", "unpack"]
 
 _ALIGNMENT = 64
 """Bytes to which each tensor is aligned, as a tensor of its own would be: bits of products may depend on it."""
@@ -32,7 +32,7 @@ class _Slot(NamedTuple):
     strides: tuple[int, ...]
 
 
-class Packed(NamedTuple):
+class PackedBatch(NamedTuple):
     """Micro-batches, ready to be sent."""
 
     pieces: list[Tensor]
@@ -41,7 +41,7 @@ class Packed(NamedTuple):
     """The results of collate_fn, with slots in place of tensors."""
 
 
-def pack(micro_batches: list[Any]) -> Packed:
+def pack(micro_batches: list[Any]) -> PackedBatch:
     """Copy the tensors in lists, tuples and dicts of micro-batches into pieces of shared memory.
 
     Tensors that are not dense, or do not own their memory alone, stay as they are.
@@ -72,10 +72,10 @@ def pack(micro_batches: list[Any]) -> Packed:
         pieces.append(torch.empty(0, dtype=torch.uint8).set_(storage))
     for tensor, slot in copies:
         _view(pieces[slot.place], slot).copy_(tensor)
-    return Packed(pieces, skeletons)
+    return PackedBatch(pieces, skeletons)
 
 
-def unpack(packed: Packed) -> list[Any]:
+def unpack(packed: PackedBatch) -> list[Any]:
     """Return the micro-batches, with tensors in the pieces of shared memory."""
     tensors: dict[tuple[int, int], Tensor] = {}
 

@@ -23,8 +23,8 @@ class SampleGenerators:
     """The generators of this process that a dataset may draw from, and those it has been seen to draw from."""
 
     def __init__(self) -> None:
-        self._quiet: list[_Watched] = [_Torch(), _Python(), _NumPy()]
-        self._drawn: list[_Watched] = []
+        self._quiet: list[_WatchedGenerator] = [_Torch(), _Python(), _NumPy()]
+        self._drawn: list[_WatchedGenerator] = []
         self._is_noting = False
 
     @property
@@ -68,7 +68,7 @@ class SampleGenerators:
             self._quiet = [each for each, has in zip(self._quiet, moved, strict=True) if not has]
 
 
-class _Watched(Protocol):
+class _WatchedGenerator(Protocol):
     """A generator of this process whose next draw is known after `expect` and `settle`."""
 
     def seed(self, key: int) -> None:

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler as TorchDistributedSampler
 
 from unisono.data.dataset import whole_batches
-from unisono.data.map_loader import GlobalBatch
+from unisono.data.map_loader import StepSamples
 from unisono.data.settings import LoaderSettings
 from unisono.errors import DataError
 from unisono.state.random import kept_generators
@@ -54,11 +54,11 @@ class SampledOrder:
         hashed.update(array("q", self.ends).tobytes())
         return hashed.hexdigest()
 
-    def batches(self, first_step: int) -> Iterator[GlobalBatch]:
+    def batches(self, first_step: int) -> Iterator[StepSamples]:
         """Yield the global batches from a step on."""
         for step in range(first_step, len(self.ends)):
             start = self.ends[step - 1] if step else 0
-            yield GlobalBatch(self.epoch, step, self.indices[start : self.ends[step]].tolist(), start)
+            yield StepSamples(self.epoch, step, self.indices[start : self.ends[step]].tolist(), start)
 
 
 def check_samplers(

@@ -29,7 +29,7 @@ _BLOCK = 8192
 
 
 @dataclass(slots=True)
-class _Cursor:
+class _IterationCursor:
     """The progress of one iteration over an epoch."""
 
     epoch: int
@@ -105,7 +105,7 @@ class DistributedSampler(TorchDistributedSampler[int]):
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
         self.pad = pad
         self._length = length
-        self._cursor = _Cursor(epoch=0)
+        self._cursor = _IterationCursor(epoch=0)
         self.num_samples: int = self._share(0)
         """Number of indices of this rank in a whole epoch."""
         self.total_size: int = self.num_samples * num_replicas if pad or drop_last else length
@@ -123,7 +123,7 @@ class DistributedSampler(TorchDistributedSampler[int]):
         # A loader may create iterators that it never uses (torch's does, twice with batch_size=None and workers), so
         # nothing happens before the first index is requested.
         if self._cursor.started:
-            self._cursor = _Cursor(self.epoch)
+            self._cursor = _IterationCursor(self.epoch)
         cursor = self._cursor
         cursor.started = True
         for block in self._blocks(cursor):
@@ -139,7 +139,7 @@ class DistributedSampler(TorchDistributedSampler[int]):
         """
         epoch = whole("epoch", epoch)
         if epoch != self._cursor.epoch:
-            self._cursor = _Cursor(epoch)
+            self._cursor = _IterationCursor(epoch)
         self.epoch = epoch
 
     def state_dict(self, *, consumed: int | None = None) -> dict[str, Any]:
@@ -203,7 +203,7 @@ class DistributedSampler(TorchDistributedSampler[int]):
             state_dict, seed=self.seed, num_samples=self._length, shuffle=self.shuffle, owner="sampler"
         )
         self.epoch = point.epoch
-        self._cursor = _Cursor(point.epoch, start=point.position)
+        self._cursor = _IterationCursor(point.epoch, start=point.position)
 
     def _share(self, start: int) -> int:
         """Return the number of this rank's indices from a position of the epoch on."""
@@ -212,7 +212,7 @@ class DistributedSampler(TorchDistributedSampler[int]):
             return left // ranks
         return -(-left // ranks) if self.pad else -(-max(0, left - self.rank) // ranks)
 
-    def _blocks(self, cursor: _Cursor) -> Iterator[torch.Tensor]:
+    def _blocks(self, cursor: _IterationCursor) -> Iterator[torch.Tensor]:
         count = self._share(cursor.start)
         for first in range(0, count, _BLOCK):
             # int64 on the CPU, whatever the default device is.

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data._utils import signal_handling
 
 from unisono.data.fetch import Fetcher, Task
-from unisono.data.packing import Packed, pack, unpack
+from unisono.data.packing import PackedBatch, pack, unpack
 from unisono.errors import DataError
 from unisono.memory import evidence, read_counters
 from unisono.text import list_first
@@ -121,7 +121,7 @@ class Workers:
                     self._tell(f"waiting for worker {worker} for {waited_s:.0f} s: it is {self._describe_task(worker)}")
             task = self._tasks.unfetched.pop(place, None)
             place += 1
-            yield item if self._is_stream else (task, unpack(Packed(*item)))
+            yield item if self._is_stream else (task, unpack(PackedBatch(*item)))
 
     def _describe_task(self, worker: int) -> str:
         """Describe a worker's current activity, from its note in shared memory."""
@@ -213,7 +213,7 @@ class _TaskNotes(Dataset[Any]):
     def __init__(self, fetcher: Fetcher, reading: Tensor) -> None:
         self._fetcher, self._reading = fetcher, reading
 
-    def __getitem__(self, numbered: tuple[int, Task]) -> Packed:
+    def __getitem__(self, numbered: tuple[int, Task]) -> PackedBatch:
         number, task = numbered
         info = get_worker_info()
         assert info is not None
