@@ -13,7 +13,16 @@ from typing import Literal
 from unisono.launch.hang.stacks import Frame, Thread
 from unisono.launch.hang.status_block import Kind, RecordedCall
 
-__all__ = ["Finding", "Mismatch", "OperationState", "Pending", "Situation", "Wait", "find_hang", "find_mismatch"]
+__all__ = [
+    "Finding",
+    "Mismatch",
+    "OperationState",
+    "OperationWait",
+    "Pending",
+    "Situation",
+    "find_hang",
+    "find_mismatch",
+]
 
 _SETTLED_NS = 1_000_000_000
 """If the collectives of ranks do not match, a rank that has been in one for this long counts as stuck."""
@@ -108,7 +117,7 @@ class Mismatch:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wait:
+class OperationWait:
     """Ranks that wait in the same operation."""
 
     name: str
@@ -140,7 +149,7 @@ class Finding:
     """Ranks that wait in vain, as far as can be seen."""
 
     mismatch: Mismatch | None
-    waits: tuple[Wait, ...]
+    waits: tuple[OperationWait, ...]
 
     @property
     def since_ns(self) -> int:
@@ -259,8 +268,8 @@ def _mismatch_of_backends(situations: Sequence[Situation]) -> Mismatch | None:
     return None
 
 
-def _find_waits(by_rank: Mapping[int, Situation], *, now_ns: int, patience_ns: int) -> list[Wait]:
-    found: dict[tuple[object, ...], Wait] = {}
+def _find_waits(by_rank: Mapping[int, Situation], *, now_ns: int, patience_ns: int) -> list[OperationWait]:
+    found: dict[tuple[object, ...], OperationWait] = {}
     for situation in by_rank.values():
         if situation.ended:
             continue
@@ -276,7 +285,7 @@ def _find_waits(by_rank: Mapping[int, Situation], *, now_ns: int, patience_ns: i
     return list(found.values())
 
 
-def _wait_in(call: RecordedCall, situation: Situation, by_rank: Mapping[int, Situation]) -> Wait:
+def _wait_in(call: RecordedCall, situation: Situation, by_rank: Mapping[int, Situation]) -> OperationWait:
     members = call.ranks or tuple(sorted(by_rank))
     if call.kind == "point-to-point":
         others = tuple(rank for rank in members if rank != situation.rank) if call.peer is None else (call.peer,)
@@ -291,7 +300,7 @@ def _wait_in(call: RecordedCall, situation: Situation, by_rank: Mapping[int, Sit
             if rank in by_rank
             and (by_rank[rank].state == "stopped" or (rank not in inside and not _passed(by_rank[rank], call)))
         )
-    return Wait(
+    return OperationWait(
         name=call.name,
         kind=call.kind,
         group=call.group,
@@ -326,7 +335,7 @@ def _passed(situation: Situation, call: RecordedCall) -> bool:
     )
 
 
-def _wait_in_backend(entry: Pending, by_rank: Mapping[int, Situation]) -> Wait:
+def _wait_in_backend(entry: Pending, by_rank: Mapping[int, Situation]) -> OperationWait:
     members = next((s.groups[entry.group] for s in by_rank.values() if entry.group in s.groups), ())
     inside = {
         rank: own
@@ -334,7 +343,7 @@ def _wait_in_backend(entry: Pending, by_rank: Mapping[int, Situation]) -> Wait:
         if not situation.ended
         and (own := next((o for o in situation.pending if _same_entry(o, entry)), None)) is not None
     }
-    return Wait(
+    return OperationWait(
         name=entry.name,
         kind="collective",
         group=entry.group,
@@ -364,7 +373,7 @@ def _same_entry(one: Pending, other: Pending) -> bool:
     return (one.group, one.sequence) == (other.group, other.sequence)
 
 
-def _excused(wait: Wait, waits: Sequence[Wait], by_rank: Mapping[int, Situation]) -> bool:
+def _excused(wait: OperationWait, waits: Sequence[OperationWait], by_rank: Mapping[int, Situation]) -> bool:
     """Return True if a send or receive may still complete: its other side computes, or waits for a rank that does.
 
     So a parameter server and a pipeline whose first stage is busy do not count as hangs.

@@ -54,7 +54,7 @@ Function = Callable[..., Any]
 
 
 @dataclass(eq=False, slots=True)
-class _Group:
+class _RecordedGroup:
     """A process group of this rank, and how many collectives were called in it."""
 
     name: str
@@ -92,9 +92,9 @@ class CallRecorder:
         self._ask, self._dump = OwnFile(ask), OwnFile(dump)
         self._inside = threading.local()
         self._texts: dict[Any, bytes] = {}
-        self._groups: dict[str, _Group] = {}
+        self._groups: dict[str, _RecordedGroup] = {}
         self._makers: dict[str, str] = {}  # by name, the line that made the group
-        self._default: _Group | None = None
+        self._default: _RecordedGroup | None = None
         self._setups: dict[str, int] = {}
         self._epoch = 0
         self._watching = False
@@ -242,7 +242,7 @@ class CallRecorder:
 
         return _leave_to_python(recorded)
 
-    def _group(self, group: Any) -> _Group | None:
+    def _group(self, group: Any) -> _RecordedGroup | None:
         """Look up a group, without keeping it alive. Return None if this rank is not in it, or there is none yet."""
         if group is None:
             if self._default is None:
@@ -250,14 +250,16 @@ class CallRecorder:
             return self._default
         return self._look_up(group)
 
-    def _look_up(self, group: Any) -> _Group | None:
+    def _look_up(self, group: Any) -> _RecordedGroup | None:
         name = getattr(group, "group_name", None)
         if not isinstance(name, str):
             return None
         known = self._groups.get(name)
         if known is None:
             ranks = tuple(sorted(self._c10d.get_process_group_ranks(group)))
-            known = self._groups[name] = _Group(name, format_ranks(ranks, separator=","), self._label_of(group, name))
+            known = self._groups[name] = _RecordedGroup(
+                name, format_ranks(ranks, separator=","), self._label_of(group, name)
+            )
         return known
 
     def _label_of(self, group: Any, name: str) -> str:
@@ -270,7 +272,7 @@ class CallRecorder:
         return f"the group made at {self._makers[name]}" if name in self._makers else ""
 
     def _describe(
-        self, signature: Signature, group: _Group, args: Any, kwargs: Any, place: tuple[str, int, str]
+        self, signature: Signature, group: _RecordedGroup, args: Any, kwargs: Any, place: tuple[str, int, str]
     ) -> bytes:
         tensors = tensor_facts(argument(args, kwargs, signature.tensors))
         peer = self._peer(signature, args, kwargs)
@@ -333,7 +335,7 @@ class CallRecorder:
                 answer = {"time_ns": time.monotonic_ns(), "status": status, "pending": pending, "groups": groups}
                 block.write_answer(answer)
 
-    def _known_groups(self) -> list[tuple[str, _Group]]:
+    def _known_groups(self) -> list[tuple[str, _RecordedGroup]]:
         for group in list(self._c10d._world.pg_group_ranks):
             self._group(group)
         return list(self._groups.items())

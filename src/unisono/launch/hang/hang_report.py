@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from unisono.launch.failure.frames import short_path
-from unisono.launch.hang.analysis import Finding, Mismatch, OperationState, Situation, Wait, detail_of
+from unisono.launch.hang.analysis import Finding, Mismatch, OperationState, OperationWait, Situation, detail_of
 from unisono.launch.hang.stacks import Frame, Thread
 from unisono.launch.hang.status_block import RecordedCall
 from unisono.text import format_duration, name_ranks
@@ -138,7 +138,7 @@ def _group(label: str, members: tuple[int, ...], ranks: int, *, folder: str, alw
     return label if everybody else f"{label} ({name_ranks(members)})"
 
 
-def _headline(wait: Wait, ranks: int, now_ns: int, *, label: bool = False, folder: str = "") -> str:
+def _headline(wait: OperationWait, ranks: int, now_ns: int, *, label: bool = False, folder: str = "") -> str:
     seconds = format_duration((now_ns - wait.since_ns) / 1e9)
     has = "has" if len(wait.waiting) == 1 else "have"
     who = f"{name_ranks(wait.waiting)} {has} waited {seconds} in {wait.name}"

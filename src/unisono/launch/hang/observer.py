@@ -36,7 +36,7 @@ _GAP_S = 5.0
 
 
 @dataclass(eq=False, slots=True)
-class _Watched:
+class _ObservedRank:
     """One rank of the current generation."""
 
     page: StatusBlock
@@ -108,7 +108,7 @@ class Observer:
         self._job = job
         self._folder = folder
         self._has_flags = has_flags
-        self._ranks: dict[int, _Watched] = {}
+        self._ranks: dict[int, _ObservedRank] = {}
         self._deadline_s = 0.0
         self._judged_s = 0.0
         self._ticked_s = 0.0
@@ -137,7 +137,7 @@ class Observer:
         page_file, dump = create(), create_dump()
         read, write = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(write, False)
-        self._ranks[rank] = _Watched(page=StatusBlock(page_file), page_file=page_file, dump=dump, ask=write)
+        self._ranks[rank] = _ObservedRank(page=StatusBlock(page_file), page_file=page_file, dump=dump, ask=write)
         return os.dup(page_file), os.dup(dump), read
 
     def started(self, rank: int, pid: int) -> None:
@@ -405,7 +405,7 @@ class Observer:
         )
 
     @staticmethod
-    def _recorded(watched: _Watched) -> dict[str, Any]:
+    def _recorded(watched: _ObservedRank) -> dict[str, Any]:
         """Return the latest answer of the rank's flight recorder, as arguments of `Situation`."""
         answer = watched.page.read_answer()
         if answer is None:

@@ -23,7 +23,7 @@ _MOST_ROWS = 24
 
 
 @dataclass(eq=False, slots=True)
-class _Row:
+class _LiveRow:
     """One row that is not final."""
 
     text: bytearray = field(default_factory=bytearray)
@@ -50,7 +50,7 @@ class LiveLines:
     def __init__(self, *, hold_s: float = 0.1, limit: int = 1 << 24) -> None:
         self._hold_s = hold_s
         self._limit = limit
-        self._rows = [_Row()]
+        self._rows = [_LiveRow()]
         self._cursor = 0
         self._climbs = False
         self._cut_off = b""
@@ -90,10 +90,10 @@ class LiveLines:
         lines = [bytes(row.text) for row in self._rows[:-1] if not _wiped(row)]
         if (last := self._rows[-1]).text and not _wiped(last):
             lines.append(bytes(last.text))
-        self._rows, self._cursor, self._climbs, self._cut_off = [_Row()], 0, False, b""
+        self._rows, self._cursor, self._climbs, self._cut_off = [_LiveRow()], 0, False, b""
         return lines
 
-    def _feed_plain(self, row: _Row, data: bytes) -> list[bytes]:
+    def _feed_plain(self, row: _LiveRow, data: bytes) -> list[bytes]:
         first, *others = data.split(b"\n")
         row.text += first
         if not others:
@@ -124,18 +124,18 @@ class LiveLines:
                 self._climbs = True
                 self._rows[self._cursor].returned |= piece.endswith(b"F")
 
-    def _write(self, row: _Row, piece: bytes) -> None:
+    def _write(self, row: _LiveRow, piece: bytes) -> None:
         if row.returned:
             row.text.clear()
             row.drawn, row.returned = True, False
         row.text += piece
 
-    def _go_down(self, row: _Row, now_s: float) -> None:
+    def _go_down(self, row: _LiveRow, now_s: float) -> None:
         row.returned = False
         row.left_s = now_s
         self._cursor += 1
         if self._cursor == len(self._rows):
-            self._rows.append(_Row())
+            self._rows.append(_LiveRow())
         else:
             self._rows[self._cursor].returned = True
 
@@ -224,5 +224,5 @@ def _cells(sign: str) -> int:
     return 2 if unicodedata.east_asian_width(sign) in "WF" else 1
 
 
-def _wiped(row: _Row) -> bool:
+def _wiped(row: _LiveRow) -> bool:
     return row.drawn and not row.text.strip()

@@ -26,7 +26,7 @@ from typing import Any
 
 import cloudpickle
 
-__all__ = ["FunctionCall", "Packed", "RankReport", "append_report", "pack", "read_reports", "unpack"]
+__all__ = ["FunctionCall", "PackedCall", "RankReport", "append_report", "pack", "read_reports", "unpack"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class FunctionCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class PackedCall:
     """A call as bytes, and the open files that the process that unpacks it must have under the same numbers."""
 
     data: bytes
@@ -55,7 +55,7 @@ class RankReport:
     """The text of the traceback, if the function raised."""
 
 
-def pack(call: FunctionCall) -> Packed:
+def pack(call: FunctionCall) -> PackedCall:
     """Turn a call into bytes. Tensors on the CPU go into shared memory, as with `torch.multiprocessing`.
 
     Raises:
@@ -73,7 +73,7 @@ def pack(call: FunctionCall) -> Packed:
     tracker: Any = resource_tracker._resource_tracker
     if tracker._fd is not None:  # it removes shared memory when all its users have ended: ranks are users too
         preparation["tracker"] = files.duplicate_for_child(tracker._fd)
-    pickler = _Pickler(body, main=main, importable=importable)
+    pickler = _CallPickler(body, main=main, importable=importable)
     context.set_spawning_popen(standing_in)
     try:
         head = pickle.dumps(preparation)
@@ -82,7 +82,7 @@ def pack(call: FunctionCall) -> Packed:
         pickler.dump((pickler.defined, pickler.lines))
     finally:
         context.set_spawning_popen(None)
-    return Packed(len(head).to_bytes(8, "big") + head + body.getvalue(), tuple(files.numbers))
+    return PackedCall(len(head).to_bytes(8, "big") + head + body.getvalue(), tuple(files.numbers))
 
 
 def unpack(data: bytes) -> FunctionCall:
@@ -117,7 +117,7 @@ def read_reports(file: int) -> list[RankReport]:
     return [RankReport(**json.loads(line)) for line in data.splitlines(keepends=True) if line.endswith(b"\n")]
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
+class _CallPickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
     """Pickles importable objects by name and others by value; notes the objects of `__main__` that it meets."""
 
     def __init__(self, file: io.BytesIO, *, main: ModuleType, importable: bool) -> None:
