@@ -24,7 +24,7 @@ __all__ = ["Carried", "CarriedStates"]
 _CPU = torch.device("cpu")
 
 
-class _Entry(NamedTuple):
+class _CarriedValue(NamedTuple):
     """The value of one virtual rank."""
 
     value: Any
@@ -33,7 +33,7 @@ class _Entry(NamedTuple):
     """How often each tensor had been written to when it was stored."""
 
     @classmethod
-    def of(cls, value: Any) -> _Entry:
+    def of(cls, value: Any) -> _CarriedValue:
         return cls(value, tuple(tensor._version for tensor in tensors_of(value)))
 
     def is_intact(self) -> bool:
@@ -73,9 +73,9 @@ class Carried:
         self._initial = initial
         self.reset_each_epoch: bool = flag("reset_each_epoch", reset_each_epoch)
         """True if values are forgotten when the batches of an epoch begin."""
-        self._entries: dict[int, _Entry] = {}
+        self._entries: dict[int, _CarriedValue] = {}
         """By virtual rank of this rank; those that had no value yet are missing."""
-        self._before: dict[int, _Entry] | None = None
+        self._before: dict[int, _CarriedValue] | None = None
         """The entries at the start of a step, while it runs."""
         self._virtual_rank: int | None = None
         """The virtual rank whose function runs; None outside of such functions."""
@@ -99,7 +99,7 @@ class Carried:
         virtual_rank = self._find()
         entry = self._entries.get(virtual_rank)
         if entry is None:
-            entry = self._entries[virtual_rank] = _Entry.of(map_tensors(self._initial(), _copied))
+            entry = self._entries[virtual_rank] = _CarriedValue.of(map_tensors(self._initial(), _copied))
         self._check(entry)
         return entry.value
 
@@ -112,7 +112,7 @@ class Carried:
             copied = map_tensors(value, _copied)
         except TypeError as error:
             raise TypeError(f"the value of a Carried holds {error}.") from None
-        self._entries[virtual_rank] = _Entry.of(copied)
+        self._entries[virtual_rank] = _CarriedValue.of(copied)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the values of all virtual ranks when the loop last asked for a batch.
@@ -127,7 +127,7 @@ class Carried:
             raise RuntimeError(_UNKNOWN)
         self._kept = {"values": dict(state["values"]), "accelerated": dict(state["accelerated"])}
         self._entries = {
-            virtual_rank: _Entry.of(_placed(value, state["accelerated"][virtual_rank], self._run.device))
+            virtual_rank: _CarriedValue.of(_placed(value, state["accelerated"][virtual_rank], self._run.device))
             for virtual_rank, value in state["values"].items()
             if virtual_rank in self._run.block
         }
@@ -158,7 +158,7 @@ class Carried:
             )
         return self._virtual_rank
 
-    def _check(self, entry: _Entry) -> None:
+    def _check(self, entry: _CarriedValue) -> None:
         if not entry.is_intact():
             raise LossError(
                 f"a tensor in the value of a Carried was written to, for virtual rank {self._virtual_rank}, so a step "

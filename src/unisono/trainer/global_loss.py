@@ -24,7 +24,13 @@ from unisono.data.batch import Share
 from unisono.errors import LossError, PeerError
 
 __all__ = [
-    "EncodedShare", "GlobalBatch", "GlobalGradients", "assemble_batch", "encode_share", "gradients_of", "rows_of",
+    "EncodedBatch",
+    "EncodedShare",
+    "GlobalGradients",
+    "assemble_batch",
+    "encode_share",
+    "gradients_of",
+    "rows_of",
     "run_backward",
 ]  # fmt: skip
 
@@ -44,7 +50,7 @@ class EncodedShare(NamedTuple):
         return self.skeleton, [torch.cat(tensors).detach().cpu() for tensors in zip(*self.parts, strict=True)]
 
 
-class GlobalBatch(NamedTuple):
+class EncodedBatch(NamedTuple):
     """The encodings of all samples of a global batch, in the order of the batch."""
 
     value: Any
@@ -99,7 +105,7 @@ def encode_share(
 def assemble_batch(
     world: World, own: Mapping[int, EncodedShare], error: Exception | None, *, size: int, virtual_ranks: int,
     device: torch.device,
-) -> GlobalBatch:  # fmt: skip
+) -> EncodedBatch:  # fmt: skip
     """Send this rank's encodings, and put those of all ranks into the order of the batch. Every rank must call it.
 
     Memory: the encodings of the global batch. Traffic: each rank sends its encodings to all others.
@@ -143,10 +149,10 @@ def assemble_batch(
             rows[virtual_rank::virtual_ranks] = tensors[k]
         rows = rows.to(device)
         whole.append(rows.requires_grad_() if rows.is_floating_point() else rows)
-    return GlobalBatch(_filled(skeleton, whole), whole)
+    return EncodedBatch(_filled(skeleton, whole), whole)
 
 
-def gradients_of(root: Tensor, whole: GlobalBatch, parameters: Sequence[Tensor]) -> GlobalGradients:
+def gradients_of(root: Tensor, whole: EncodedBatch, parameters: Sequence[Tensor]) -> GlobalGradients:
     """Return the gradients of a loss.
 
     Args:

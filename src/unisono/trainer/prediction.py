@@ -106,7 +106,7 @@ class _Chunk:
         return _Report(failure, tuple(self.sizes), self.ended, tuple(self.examples))
 
 
-class _Sink(Protocol):
+class _OutputSink(Protocol):
     """Takes the outputs, chunk by chunk."""
 
     def take(self, layout: Layout, rows: Rows) -> None:
@@ -207,7 +207,7 @@ class Predictor:
                 return
             yield layout.rebuild(rows)
 
-    def _fill(self, sink: _Sink | None, batches: Iterator[Batch], *, everywhere: bool) -> None:
+    def _fill(self, sink: _OutputSink | None, batches: Iterator[Batch], *, everywhere: bool) -> None:
         """Compute all batches, and give their outputs to this rank's sink."""
         first: _Example | None = None
         failure: Exception | None = None
@@ -333,7 +333,7 @@ class _MemorySink:
         self._chunks: list[Rows] = []
 
     def take(self, layout: Layout, rows: Rows) -> None:
-        """See `_Sink`."""
+        """See `_OutputSink`."""
         self._layout = layout
         if self._rows is None:
             self._chunks.append(rows)
@@ -345,13 +345,13 @@ class _MemorySink:
         self._done += len(next(iter(rows.values())))
 
     def finish(self) -> None:
-        """See `_Sink`."""
+        """See `_OutputSink`."""
         if self._layout is not None and self._rows is None:
             for column in self._layout.columns:
                 self._whole[column.name] = torch.cat([chunk.pop(column.name) for chunk in self._chunks])
 
     def close(self) -> None:
-        """See `_Sink`."""
+        """See `_OutputSink`."""
 
     def outputs(self) -> Any:
         """Return what was taken, in the form in which the function returns it."""
@@ -367,7 +367,7 @@ class _FileSink:
         self._file = RowsFile(path, rows=rows)
 
     def take(self, layout: Layout, rows: Rows) -> None:
-        """See `_Sink`. Raises: LossError for a type or name that the file cannot hold."""
+        """See `_OutputSink`. Raises: LossError for a type or name that the file cannot hold."""
         for column in layout.columns:
             if type_name(column.dtype) is None:
                 raise LossError(
@@ -380,12 +380,12 @@ class _FileSink:
             self._file.append(rows)
 
     def finish(self) -> None:
-        """See `_Sink`."""
+        """See `_OutputSink`."""
         with self._explained():
             self._file.finish()
 
     def close(self) -> None:
-        """See `_Sink`."""
+        """See `_OutputSink`."""
         self._file.discard()
 
     @contextmanager
