@@ -20,7 +20,7 @@ _UNLIMITED = 1 << 60
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Group:
+class _ControlGroup:
     """One control group: this process's own or one that contains it."""
 
     kills: int
@@ -37,7 +37,7 @@ class _Group:
 class MemoryCounters:
     """The kernel's counters so far. Those that cannot be read are left out."""
 
-    groups: Mapping[str, _Group] = field(default_factory=dict)
+    groups: Mapping[str, _ControlGroup] = field(default_factory=dict)
     """By folder, from this process's own group outwards."""
     kills: int | None = None
     """Processes killed for lack of memory on the whole machine."""
@@ -49,7 +49,7 @@ class MemoryCounters:
 
 def read_counters(root: Path = Path("/")) -> MemoryCounters:
     """Read the counters for this process, which cover its children too. Takes well under a millisecond."""
-    groups: dict[str, _Group] = {}
+    groups: dict[str, _ControlGroup] = {}
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -93,7 +93,7 @@ def evidence(code: int, before: MemoryCounters, after: MemoryCounters) -> str | 
     return None
 
 
-def _read_groups(mount: Path, path: str, *, version: int) -> dict[str, _Group]:
+def _read_groups(mount: Path, path: str, *, version: int) -> dict[str, _ControlGroup]:
     """Read the group at a path below a mount and the groups that contain it. In a container the path may not exist."""
     found = {}
     peak = None
@@ -109,7 +109,7 @@ def _read_groups(mount: Path, path: str, *, version: int) -> dict[str, _Group]:
         if kills is not None:
             limit = limit if limit is not None and limit < _UNLIMITED else None
             full = limit is not None and peak is not None and peak >= limit * 0.99
-            found[str(folder)] = _Group(kills=kills, refusals=refusals, limit=limit, full=full)
+            found[str(folder)] = _ControlGroup(kills=kills, refusals=refusals, limit=limit, full=full)
     return found
 
 

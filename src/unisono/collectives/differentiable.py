@@ -24,7 +24,7 @@ __all__ = ["all_gather_flat", "all_reduce", "all_to_all_flat", "attach", "reduce
 
 def all_reduce(group: Group, tensor: Tensor, op: OpName) -> Tensor:
     """Combine the tensors of all ranks. Min and max share the gradient among equal values, as `torch.amax` does."""
-    return _AllReduce.apply(group, op, tensor)  # type: ignore[no-any-return, no-untyped-call]
+    return _DifferentiableAllReduce.apply(group, op, tensor)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def reduce(group: Group, tensor: Tensor, op: OpName, dst: int) -> Tensor:
@@ -65,7 +65,7 @@ def attach(sources: Sequence[Tensor], received: Sequence[Tensor], send_back: Sen
     return _Attached.apply(send_back, list(received), anchor, *sources)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class _AllReduce(Function):
+class _DifferentiableAllReduce(Function):
     @staticmethod
     def forward(ctx: Any, group: Group, op: OpName, tensor: Tensor) -> Tensor:
         result = tensor_collectives.all_reduce(group, tensor, op)

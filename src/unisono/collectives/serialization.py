@@ -101,7 +101,7 @@ def serialize(value: Any) -> Payload:
         TypeError: A part of it cannot be pickled; the message names the part.
     """
     buffer = io.BytesIO()
-    pickler = _Pickler(buffer, value)
+    pickler = _PayloadPickler(buffer, value)
     try:
         pickler.dump(value)
     except Exception as error:  # pickling runs code of the user's classes
@@ -175,7 +175,7 @@ def _take_parameter(index: int, requires_grad: bool) -> torch.nn.Parameter:
     raise AssertionError(f"parameter {index} of a payload was looked for outside of one, {requires_grad=}")
 
 
-class _Pickler(pickle.Pickler):
+class _PayloadPickler(pickle.Pickler):
     """Pickles a value with numbers in place of tensors."""
 
     def __init__(self, file: io.BytesIO, value: Any) -> None:
@@ -249,7 +249,7 @@ def _why_not(value: Any, error: Exception) -> str:
     while len(where) < _LONGEST_PLACE:
         for key, child in children(part) or ():
             try:
-                _Pickler(io.BytesIO(), child).dump(child)
+                _PayloadPickler(io.BytesIO(), child).dump(child)
             except Exception as found:
                 part, where, error = child, step_into(where, key), found
                 break

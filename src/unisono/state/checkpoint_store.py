@@ -35,7 +35,7 @@ from unisono.state.best import BEST_LEFTOVERS, read_best, step_folder
 from unisono.state.codec import Json, render
 from unisono.state.durable_files import (
     CheckedFile,
-    Entry,
+    FileEntry,
     exchange,
     flush_folder,
     is_locked,
@@ -124,7 +124,7 @@ class CheckpointStore:
             make_folder(self.folder)
             work.mkdir()
             with locked(work):
-                entries: list[Entry] = []
+                entries: list[FileEntry] = []
                 for name, pieces in files:
                     doing = f"writing {name}"
                     entries.append(write_file(work / name, pieces))

@@ -24,7 +24,7 @@ from unisono.state.safetensors_format import FilePart
 
 __all__ = [
     "CheckedFile",
-    "Entry",
+    "FileEntry",
     "exchange",
     "flush_folder",
     "is_locked",
@@ -42,7 +42,7 @@ _CHUNK = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
+class FileEntry:
     """The expected name, size and hash of a file."""
 
     name: str
@@ -50,7 +50,7 @@ class Entry:
     sha256: str
 
 
-def write_file(path: Path, pieces: list[FilePart]) -> Entry:
+def write_file(path: Path, pieces: list[FilePart]) -> FileEntry:
     """Write a file, flush it to the disk, and return its entry.
 
     The hash is that of the bytes in memory, taken while they are written. A hash of the file would confirm a bad write,
@@ -72,7 +72,7 @@ def write_file(path: Path, pieces: list[FilePart]) -> Entry:
     found = path.stat().st_size
     if found != nbytes:
         raise OSError(errno.EIO, f"{nbytes:,} bytes were written and the file has {found:,}", str(path))
-    return Entry(name=path.name, nbytes=nbytes, sha256=sha.hexdigest())
+    return FileEntry(name=path.name, nbytes=nbytes, sha256=sha.hexdigest())
 
 
 def make_folder(folder: Path) -> None:
@@ -182,7 +182,7 @@ class CheckedFile:
         CorruptCheckpointError: The path is no file, has a wrong size or cannot be read; here and in all methods.
     """
 
-    def __init__(self, path: Path, entry: Entry) -> None:
+    def __init__(self, path: Path, entry: FileEntry) -> None:
         self._path, self._entry = path, entry
         self._sha = hashlib.sha256()
         self._left = entry.nbytes

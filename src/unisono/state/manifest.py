@@ -16,7 +16,7 @@ from typing import Any
 
 from unisono.errors import CorruptCheckpointError
 from unisono.state.codec import Json
-from unisono.state.durable_files import Entry, read_file
+from unisono.state.durable_files import FileEntry, read_file
 
 __all__ = [
     "GROUP",
@@ -48,12 +48,12 @@ class Manifest:
     """The content of a manifest, checked."""
 
     step: int
-    files: list[Entry]
+    files: list[FileEntry]
     groups: dict[str, dict[str, Any]]
     """By name, the argument `described` of `safetensors_format.read_tensors`."""
 
 
-def render_manifest(step: int, entries: list[Entry], groups: dict[str, Json]) -> bytes:
+def render_manifest(step: int, entries: list[FileEntry], groups: dict[str, Json]) -> bytes:
     """Return the manifest of a checkpoint as bytes; `groups` are the descriptions that `plan_file` returned."""
     try:
         version = importlib.metadata.version("unisono")
@@ -114,7 +114,7 @@ def parse_manifest(data: bytes, where: str, folder_name: str) -> Manifest:
         found = hashlib.sha256(json.dumps(content, indent=1).encode()).hexdigest()
         raise corrupt(f"was changed after it was written: expected sha256 {claimed}, found {found}")
     try:
-        entries = [Entry(**entry) for entry in content["files"]]
+        entries = [FileEntry(**entry) for entry in content["files"]]
         manifest = Manifest(step=content["step"], files=entries, groups=content["groups"])
         expected = {*(f"{group}{SUFFIX}" for group in manifest.groups), STATE}
         sound = all(type(entry.nbytes) is int and type(entry.sha256) is str for entry in entries)

@@ -33,7 +33,7 @@ _MOST_ROWS = 10**18
 
 
 @dataclass(slots=True)
-class _Column:
+class _FileColumn:
     """One tensor of the file."""
 
     name: str
@@ -64,7 +64,7 @@ class RowsFile:
             raise IsADirectoryError(f"{path} is a folder: give the path of a file in it")
         make_folder(path.parent)
         self._handle: int | None = _open_alone(self._part)
-        self._columns: list[_Column] = []
+        self._columns: list[_FileColumn] = []
         self._room = self._done = 0
 
     def append(self, tensors: Mapping[str, Tensor]) -> None:
@@ -135,7 +135,7 @@ class RowsFile:
             kind = type_name(tensor.dtype)
             assert kind is not None, f"{name} is {tensor.dtype}"
             shape = [*tensor.shape[1:]]
-            self._columns.append(_Column(name, kind, shape, math.prod(shape) * tensor.dtype.itemsize))
+            self._columns.append(_FileColumn(name, kind, shape, math.prod(shape) * tensor.dtype.itemsize))
         widest: dict[str, Json] = {"__metadata__": {"format": "pt"}}
         for column in self._columns:
             offsets: list[Json] = [_MOST_ROWS * 10**9] * 2

@@ -37,7 +37,7 @@ class _Kind(NamedTuple):
     constant: Any = None
 
 
-class _Entry(NamedTuple):
+class _StateEntry(NamedTuple):
     """An entry in a parameter's state, and its place in shared memory."""
 
     kind: _Kind
@@ -63,7 +63,7 @@ class SharedState:
             for piece, place in zip(sharded.pieces, sharded.places, strict=True)
             if place is parameters[piece.parameter]
         ]
-        self._entries: list[dict[str, _Entry]] = [{} for _ in parameters]
+        self._entries: list[dict[str, _StateEntry]] = [{} for _ in parameters]
         self._published: list[dict[str, Any]] = [{} for _ in parameters]
         self._seen: list[Any] = []
         """All values in the user's optimizer when it last had no new ones, for a quick check."""
@@ -193,7 +193,7 @@ class SharedState:
         segment = self._runtime.segment(offset, "optimizer state")
         for index, kinds in everyone.items():
             self._entries[index] = {
-                key: _Entry(kind, kind.constant, None) for key, kind in kinds.items() if kind.dtype is None
+                key: _StateEntry(kind, kind.constant, None) for key, kind in kinds.items() if kind.dtype is None
             }
         for index, key, kind, start in places:
             assert kind.dtype is not None
@@ -201,7 +201,7 @@ class SharedState:
             p = self._parameters[index]
             strides = dense_strides(p) if kind.what == "like" else None
             value: Any = vector.view(kind.shape) if strides is None else vector.as_strided(kind.shape, strides)
-            self._entries[index][key] = _Entry(kind, kind.constant if kind.what == "number" else value, vector)
+            self._entries[index][key] = _StateEntry(kind, kind.constant if kind.what == "number" else value, vector)
 
     def _move_in(self, index: int, place: Tensor, start: int, stop: int) -> None:
         state = self._sharded.state.get(place, {})
