@@ -391,8 +391,8 @@ def test_backends_that_cannot_work_are_refused(asked, gpus, kind, words):
         choose_backend(asked, hosts=TWO, gpus=gpus, cpu_backend=None)
 
 
-def test_seats_follow_the_ranks_also_where_hosts_alternate_and_differ_in_size():
-    seats = place_on_hosts(["b", "a", "b", "b"])
-    assert [(s.node_rank, s.local_rank, s.local_world_size) for s in seats] == [
+def test_placements_follow_the_ranks_also_where_hosts_alternate_and_differ_in_size():
+    placements = place_on_hosts(["b", "a", "b", "b"])
+    assert [(p.node_rank, p.local_rank, p.local_world_size) for p in placements] == [
         (0, 0, 3), (1, 0, 1), (0, 1, 3), (0, 2, 3),
     ]  # fmt: skip

@@ -15,37 +15,37 @@ SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_STEP_ID": "0", "SLURM_
 @pytest.mark.parametrize(
     ("environ", "expected"),
     [
-        ({}, {"launcher": "none", "rank": 0, "world_size": 1, "meeting": ""}),
+        ({}, {"launcher": "none", "rank": 0, "world_size": 1, "rendezvous_url": ""}),
         (
             {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1"},
-            {"rank": 3, "world_size": 4, "local_rank": 1, "local_world_size": 2, "node_rank": 1, "meeting": "env://"},
+            {"rank": 3, "world_size": 4, "local_rank": 1, "local_world_size": 2, "node_rank": 1, "rendezvous_url": "env://"},
         ),
-        ({"RANK": "0", "WORLD_SIZE": "1"}, {"world_size": 1, "meeting": ""}),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, {"world_size": 1, "rendezvous_url": ""}),
         (
             {**SLURM, "SLURM_NNODES": "2", "SLURM_NODEID": "1", "SLURM_LOCALID": "1",
              "SLURM_STEP_NODELIST": "gpu[003-004]", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"},
             {"launcher": "srun", "rank": 5, "world_size": 8, "local_rank": 1, "local_world_size": 4, "node_rank": 1,
-             "meeting": "tcp://gpu003:20539"},
+             "rendezvous_url": "tcp://gpu003:20539"},
         ),
-        ({**SLURM, "SLURM_NNODES": "1"}, {"meeting": "file:slurm-77.0.0", "local_world_size": 8}),
-        ({**SLURM, "MASTER_ADDR": "h", "MASTER_PORT": "9"}, {"meeting": "tcp://h:9"}),
+        ({**SLURM, "SLURM_NNODES": "1"}, {"rendezvous_url": "file:slurm-77.0.0", "local_world_size": 8}),
+        ({**SLURM, "MASTER_ADDR": "h", "MASTER_PORT": "9"}, {"rendezvous_url": "tcp://h:9"}),
         # A shell inside salloc has the job's variables but is no step: one process.
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, {"launcher": "none", "world_size": 1}),
         (
             {**MPI, "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "PMIX_NAMESPACE": "a.b@1"},
-            {"launcher": "mpirun", "rank": 1, "local_rank": 1, "meeting": "file:mpi-a-b-1-42"},
+            {"launcher": "mpirun", "rank": 1, "local_rank": 1, "rendezvous_url": "file:mpi-a-b-1-42"},
         ),
-        ({"PMI_RANK": "2", "PMI_SIZE": "3"}, {"launcher": "mpirun", "rank": 2, "meeting": "file:mpi-job-42"}),
-        ({**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "9"}, {"meeting": "tcp://h:9"}),
+        ({"PMI_RANK": "2", "PMI_SIZE": "3"}, {"launcher": "mpirun", "rank": 2, "rendezvous_url": "file:mpi-job-42"}),
+        ({**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "9"}, {"rendezvous_url": "tcp://h:9"}),
         # The number among all jobs' processes of a node is not the number of the node.
         (
             {**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_NODE_RANK": "1", "MASTER_ADDR": "h",
              "MASTER_PORT": "9"},
-            {"node_rank": 0, "seated": False},
+            {"node_rank": 0, "numbered": False},
         ),
-        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "GROUP_RANK": "1"}, {"node_rank": 1, "seated": True}),
-        ({"RANK": "1", "WORLD_SIZE": "2"}, {"seated": False}),
-        ({**SLURM, "SLURM_NODEID": "0", "SLURM_LOCALID": "1"}, {"seated": True}),
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "GROUP_RANK": "1"}, {"node_rank": 1, "numbered": True}),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, {"numbered": False}),
+        ({**SLURM, "SLURM_NODEID": "0", "SLURM_LOCALID": "1"}, {"numbered": True}),
     ],
 )  # fmt: skip
 def test_placement_is_read_from_the_launchers_environment(environ, expected):

@@ -10,24 +10,15 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from unisono.errors import LaunchError, RankMismatchError
+from unisono.job.placement import Placement
 from unisono.text import name_ranks
 from unisono.variables import CPU_BACKEND_VARIABLE
 
-__all__ = ["HostPlacement", "choose_backend", "own_gpu", "place_on_hosts"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HostPlacement:
-    """The place of a rank on its host."""
-
-    local_rank: int
-    local_world_size: int
-    node_rank: int
+__all__ = ["choose_backend", "own_gpu", "place_on_hosts"]
 
 
 def own_gpu(device: torch.device) -> str | None:
@@ -35,19 +26,28 @@ def own_gpu(device: torch.device) -> str | None:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
-def place_on_hosts(hosts: Sequence[str]) -> list[HostPlacement]:
+def place_on_hosts(hosts: Sequence[str], *, launcher: str = "none") -> list[Placement]:
     """Return the placement of each rank, given the name of its host. Hosts are numbered in order of appearance.
 
-    >>> [(s.local_rank, s.local_world_size, s.node_rank) for s in place_on_hosts(["a", "b", "a"])]
+    >>> [(p.local_rank, p.local_world_size, p.node_rank) for p in place_on_hosts(["a", "b", "a"])]
     [(0, 2, 0), (0, 1, 1), (1, 2, 0)]
     """
     numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
     sizes, taken = Counter(hosts), Counter[str]()
-    seats = []
-    for host in hosts:
-        seats.append(HostPlacement(local_rank=taken[host], local_world_size=sizes[host], node_rank=numbers[host]))
+    placements = []
+    for rank, host in enumerate(hosts):
+        placements.append(
+            Placement(
+                launcher=launcher,
+                rank=rank,
+                world_size=len(hosts),
+                local_rank=taken[host],
+                local_world_size=sizes[host],
+                node_rank=numbers[host],
+            )
+        )
         taken[host] += 1
-    return seats
+    return placements
 
 
 def choose_backend(

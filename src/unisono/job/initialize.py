@@ -130,8 +130,8 @@ def begin_job(
     meeting = rendezvous(
         init_method, store=store, rank=rank, world_size=world_size, placement=placement, timeout=timeout
     )
-    table = _Table(meeting, placement, timeout)
-    own = table.told("facts", lambda: _facts(backend, table, device))
+    ranks = _RendezvousRanks(meeting, placement, timeout)
+    own = ranks.exchange("facts", lambda: _facts(backend, ranks, device))
     name, remark = choose_backend(
         [fact["backend"] for fact in own],
         hosts=[fact["host"] for fact in own],
@@ -144,7 +144,7 @@ def begin_job(
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     _make_group(name, meeting, timeout, chosen)
-    job = replace(table.job(name, chosen), began=True)
+    job = replace(ranks.job(name, chosen), began=True)
     group = dist.group.WORLD
     assert group is not None
     remember(
@@ -190,7 +190,7 @@ def rank_device(device: str | torch.device | None, backend: str, *, local_rank: 
     return torch.device("cuda", local_rank % gpus) if device.index is None else device
 
 
-class _Table:
+class _RendezvousRanks:
     """The ranks at a rendezvous: their placement on nodes, and the values they exchange before they have a group."""
 
     def __init__(self, meeting: Rendezvous, placement: Placement, timeout: timedelta) -> None:
@@ -198,20 +198,21 @@ class _Table:
             # The script passed the rank: the launcher's numbers belong to another job.
             placement = Placement(launcher="none", rank=meeting.rank, world_size=meeting.world_size)
         self._meeting, self._timeout = meeting, timeout
-        told = self.told(
-            "node", lambda: [placement.launcher, placement.seated, placement.node_name(host_id()), host_id()]
+        told = self.exchange(
+            "node", lambda: [placement.launcher, placement.numbered, placement.node_name(host_id()), host_id()]
         )
         # Among processes that a rank started, one can have that rank's number: the launcher's belong to another job.
-        self._launcher = placement.launcher if len({launcher for launcher, *_ in told}) == 1 else "none"
-        seated = self._launcher != "none" and all(by_launcher for _, by_launcher, _, _ in told)
-        nodes = [node if seated else host for *_, node, host in told]
+        launcher = placement.launcher if len({launcher for launcher, *_ in told}) == 1 else "none"
+        numbered = launcher != "none" and all(by_launcher for _, by_launcher, _, _ in told)
+        nodes = [node if numbered else host for *_, node, host in told]
         self._num_nodes = len(set(nodes))
-        seat = place_on_hosts(nodes)[meeting.rank]
-        if seated:
-            seat = replace(seat, local_rank=placement.local_rank, node_rank=placement.node_rank)
-        self.seat = seat
+        found = place_on_hosts(nodes, launcher=launcher)[meeting.rank]
+        if numbered:
+            found = replace(found, local_rank=placement.local_rank, node_rank=placement.node_rank)
+        self.placement = found
+        """The place of this process among the ranks that have come, whatever its launcher said."""
 
-    def told(self, name: str, make: Callable[[], Any]) -> list[Any]:
+    def exchange(self, name: str, make: Callable[[], Any]) -> list[Any]:
         """Return the results of `make` on all ranks, in rank order."""
         meeting, value = self._meeting, None
         try:
@@ -229,24 +230,25 @@ class _Table:
 
     def job(self, backend: str, device: torch.device) -> Job:
         """Return the job, after its group has been made."""
+        placement = self.placement
         return Job(
-            rank=self._meeting.rank,
-            world_size=self._meeting.world_size,
-            local_rank=self.seat.local_rank,
-            local_world_size=self.seat.local_world_size,
-            node_rank=self.seat.node_rank,
+            rank=placement.rank,
+            world_size=placement.world_size,
+            local_rank=placement.local_rank,
+            local_world_size=placement.local_world_size,
+            node_rank=placement.node_rank,
             num_nodes=self._num_nodes,
             device=device,
             backend=backend,
-            launcher=self._launcher,
+            launcher=placement.launcher,
             timeout=self._timeout,
             number=next(_numbers),
         )
 
 
-def _facts(backend: str, table: _Table, device: str | torch.device | None) -> dict[str, str | None]:
+def _facts(backend: str, ranks: _RendezvousRanks, device: str | torch.device | None) -> dict[str, str | None]:
     """Return the facts about this rank on which the choice of the backend depends."""
-    chosen = rank_device(device, backend, local_rank=table.seat.local_rank)
+    chosen = rank_device(device, backend, local_rank=ranks.placement.local_rank)
     return {
         "backend": backend,
         "host": host_id(),
@@ -305,13 +307,15 @@ def _adopt(
         world_size=group.size(),
         place="the group that the script has made",
     )
-    table = _Table(meeting, own_placement(), timeout)
+    ranks = _RendezvousRanks(meeting, own_placement(), timeout)
     chosen = torch.device(
-        table.told("device", lambda: str(rank_device(device, found, local_rank=table.seat.local_rank)))[group.rank()]
+        ranks.exchange("device", lambda: str(rank_device(device, found, local_rank=ranks.placement.local_rank)))[
+            group.rank()
+        ]
     )
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-    job = table.job(found, chosen)
+    job = ranks.job(found, chosen)
     remember(ActiveJob(job=job, group=group, asked=found, where=None, store=meeting.store, hosted=False))
     return job
 

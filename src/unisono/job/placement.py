@@ -32,9 +32,9 @@ class Placement:
     """Number of processes of the job on this host."""
     node_rank: int = 0
     """Number of this host in the job."""
-    seated: bool = False
+    numbered: bool = False
     """True if the launcher set both the node and the local rank, so that ranks need not compare their hosts."""
-    meeting: str = ""
+    rendezvous_url: str = ""
     """Rendezvous of the ranks: "env://", "tcp://host:port", "file:NAME" (ranks of one host), or "" (one process)."""
 
     def __post_init__(self) -> None:
@@ -47,7 +47,7 @@ class Placement:
         The launcher's numbers take precedence over `host`, the name of the machine: a launcher may start several nodes
         on one machine.
         """
-        return f"{self.node_rank}" if self.seated else host
+        return f"{self.node_rank}" if self.numbered else host
 
 
 def detect_placement(environ: Mapping[str, str], *, parent: str) -> Placement:
@@ -75,8 +75,8 @@ def detect_placement(environ: Mapping[str, str], *, parent: str) -> Placement:
             local_rank=_integer(environ, "LOCAL_RANK", default=_integer(environ, "RANK")),
             local_world_size=_integer(environ, "LOCAL_WORLD_SIZE", default=world_size),
             node_rank=_integer(environ, "GROUP_RANK", default=0),
-            seated="LOCAL_RANK" in environ and "GROUP_RANK" in environ,
-            meeting="env://" if world_size > 1 else "",
+            numbered="LOCAL_RANK" in environ and "GROUP_RANK" in environ,
+            rendezvous_url="env://" if world_size > 1 else "",
         )
     if "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ:
         return _from_slurm(environ)
@@ -112,16 +112,16 @@ def _from_slurm(environ: Mapping[str, str]) -> Placement:
     nodes = _integer(environ, "SLURM_NNODES", default=1)
     job, step = environ.get("SLURM_JOB_ID", "0"), environ["SLURM_STEP_ID"]
     if world_size == 1:
-        meeting = ""
+        url = ""
     elif "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
-        meeting = f"tcp://{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
+        url = f"tcp://{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
     elif nodes == 1:
-        meeting = f"file:slurm-{job}.{step}.{environ.get('SLURM_RESTART_COUNT', '0')}"
+        url = f"file:slurm-{job}.{step}.{environ.get('SLURM_RESTART_COUNT', '0')}"
     else:
         hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
         # Every rank must compute the same port without communication; a job id is unique on a cluster.
         port = 20_000 + (int(re.sub(r"\D", "", job) or 0) * 7 + int(re.sub(r"\D", "", step) or 0)) % 12_000
-        meeting = f"tcp://{_first_host(hosts)}:{port}"
+        url = f"tcp://{_first_host(hosts)}:{port}"
     return Placement(
         launcher="srun",
         rank=rank,
@@ -129,8 +129,8 @@ def _from_slurm(environ: Mapping[str, str]) -> Placement:
         local_rank=_integer(environ, "SLURM_LOCALID", default=rank),
         local_world_size=_leading_count(environ.get("SLURM_STEP_TASKS_PER_NODE", ""), default=world_size // nodes),
         node_rank=_integer(environ, "SLURM_NODEID", default=0),
-        seated="SLURM_LOCALID" in environ and "SLURM_NODEID" in environ,
-        meeting=meeting,
+        numbered="SLURM_LOCALID" in environ and "SLURM_NODEID" in environ,
+        rendezvous_url=url,
     )
 
 
@@ -146,12 +146,12 @@ def _from_mpi(
     rank, world_size = _integer(environ, rank_name), _integer(environ, size_name)
     local_world_size = _integer(environ, local_size_name, default=world_size)
     if world_size == 1:
-        meeting = ""
+        url = ""
     elif "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
-        meeting = f"tcp://{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
+        url = f"tcp://{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
     elif local_world_size == world_size:
         job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid") or "job"
-        meeting = f"file:mpi-{re.sub(r'[^A-Za-z0-9]', '-', job)}-{parent}"
+        url = f"file:mpi-{re.sub(r'[^A-Za-z0-9]', '-', job)}-{parent}"
     else:
         raise ValueError(
             f"mpirun started {world_size} ranks of which {local_world_size} are on this host, and MASTER_ADDR and "
@@ -165,7 +165,7 @@ def _from_mpi(
         local_rank=_integer(environ, local_rank_name, default=rank),
         local_world_size=local_world_size,
         # mpirun does not number nodes: OMPI_COMM_WORLD_NODE_RANK is the rank among all jobs' processes of a node.
-        meeting=meeting,
+        rendezvous_url=url,
     )
 
 

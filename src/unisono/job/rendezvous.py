@@ -93,11 +93,11 @@ def rendezvous(
         return _numbered(_file_store(path, world_size), rank, world_size, place=f"file://{path}")
     if scheme in ("", "env") and world_size == 1:
         return Rendezvous(store=dist.HashStore(), rank=0, world_size=1, place="this process alone")  # type: ignore[attr-defined]
-    if scheme != "tcp" and placement.meeting.startswith("file:"):
-        path = _meeting_folder() / placement.meeting.removeprefix("file:")
+    if scheme != "tcp" and placement.rendezvous_url.startswith("file:"):
+        path = _meeting_folder() / placement.rendezvous_url.removeprefix("file:")
         atexit.register(path.unlink, missing_ok=True)  # runs after the group has ended: last in, first out
         return _numbered(_file_store(path, world_size), rank, world_size, place=f"file://{path}")
-    url = _address_of(init_method if scheme == "tcp" else placement.meeting, world_size=world_size)
+    url = _address_of(init_method if scheme == "tcp" else placement.rendezvous_url, world_size=world_size)
     place = url if url != "env://" else f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     if not _is_launchers(url):
         return _meet_at_rank_0(url, rank, world_size, place=place, timeout=timeout)
