@@ -3,64 +3,37 @@ import itertools
 import pytest
 from torch.utils.data import DistributedSampler
 
-from unisono.plan import even_range, even_steps, num_steps, rank_block, share_positions, step_size
+from unisono.plan import dealt, even_range, even_steps, num_dealt, num_steps, owner, rank_block
 
 SIZES = [(n, batch) for n in (1, 2, 3, 7, 8, 9, 16, 23, 64) for batch in (1, 2, 3, 8, 9, 64, 100)]
-
-
-@pytest.mark.parametrize(("num_samples", "batch_size"), SIZES)
-def test_steps_cover_the_epoch(num_samples, batch_size):
-    sizes = [
-        step_size(s, num_samples=num_samples, batch_size=batch_size) for s in range(num_steps(num_samples, batch_size))
-    ]
-    assert sum(sizes) == num_samples
-    assert all(size == batch_size for size in sizes[:-1])
-    assert 0 < sizes[-1] <= batch_size
-
-
-@pytest.mark.parametrize(("num_samples", "batch_size"), SIZES)
-def test_steps_after_the_last_are_empty(num_samples, batch_size):
-    steps = num_steps(num_samples, batch_size)
-    for step in (steps, steps + 1, steps + 10):
-        assert step_size(step, num_samples=num_samples, batch_size=batch_size) == 0
-        assert not share_positions(step, 0, num_samples=num_samples, batch_size=batch_size, virtual_ranks=1)
 
 
 @pytest.mark.parametrize("virtual_ranks", range(1, 10))
 @pytest.mark.parametrize(("num_samples", "batch_size"), SIZES)
 def test_virtual_ranks_share_each_position_of_an_epoch_once(num_samples, batch_size, virtual_ranks):
-    dealt = []
-    for step in range(num_steps(num_samples, batch_size)):
-        shares = [
-            share_positions(step, v, num_samples=num_samples, batch_size=batch_size, virtual_ranks=virtual_ranks)
-            for v in range(virtual_ranks)
-        ]
-        size = step_size(step, num_samples=num_samples, batch_size=batch_size)
-        assert sorted(itertools.chain(*shares)) == list(range(step * batch_size, step * batch_size + size))
+    positions = range(num_samples)
+    steps = [positions[s * batch_size : (s + 1) * batch_size] for s in range(num_steps(num_samples, batch_size))]
+    assert list(itertools.chain(*steps)) == list(positions)
+    assert all(steps)
+    for step in steps:
+        shares = [step[dealt(v, virtual_ranks)] for v in range(virtual_ranks)]
+        assert sorted(itertools.chain(*shares)) == list(step)
         # Dealt as cards are: no share is more than one longer than another, and earlier ones are the longer ones.
         lengths = [len(share) for share in shares]
         assert lengths == sorted(lengths, reverse=True)
         assert lengths[0] - lengths[-1] <= 1
-        dealt += itertools.chain(*shares)
-    assert sorted(dealt) == list(range(num_samples))
+        assert lengths == [num_dealt(len(step), v, virtual_ranks) for v in range(virtual_ranks)]
+        assert all(step[place] in shares[owner(place, virtual_ranks)] for place in range(len(step)))
 
 
 @pytest.mark.parametrize("virtual_ranks", [1, 2, 3, 4, 8])
 def test_a_virtual_rank_has_what_distributed_sampler_deals_to_a_rank(virtual_ranks):
     num_samples, batch_size = 48 * virtual_ranks, 4 * virtual_ranks
+    steps = [range(first, first + batch_size) for first in range(0, num_samples, batch_size)]
     for v in range(virtual_ranks):
-        ours = itertools.chain.from_iterable(
-            share_positions(step, v, num_samples=num_samples, batch_size=batch_size, virtual_ranks=virtual_ranks)
-            for step in range(num_steps(num_samples, batch_size))
-        )
+        ours = itertools.chain.from_iterable(step[dealt(v, virtual_ranks)] for step in steps)
         theirs = DistributedSampler(range(num_samples), num_replicas=virtual_ranks, rank=v, shuffle=False)
         assert list(ours) == list(theirs)
-
-
-@pytest.mark.parametrize("virtual_rank", [-1, 4, 5])
-def test_virtual_rank_out_of_range_is_named(virtual_rank):
-    with pytest.raises(ValueError, match=rf"virtual_rank={virtual_rank} is outside \[0, 4\)"):
-        share_positions(0, virtual_rank, num_samples=10, batch_size=8, virtual_ranks=4)
 
 
 @pytest.mark.parametrize("virtual_ranks", range(1, 40))

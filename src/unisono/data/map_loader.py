@@ -16,7 +16,7 @@ from unisono.data.dataset import map_length, whole_batches
 from unisono.data.fetch import Fetcher, Part, Task
 from unisono.data.settings import PERMUTED_TOGETHER, LoaderSettings
 from unisono.data.workers import TaskReader, warn_on_stderr
-from unisono.plan import num_steps
+from unisono.plan import dealt, num_steps
 
 __all__ = ["MapLoader", "StepSamples", "TrainerLoaderSettings"]
 
@@ -115,18 +115,16 @@ class _TrainerTasks(Iterable[Task]):
     def __init__(self, settings: TrainerLoaderSettings) -> None:
         self.steps: Iterable[StepSamples] = ()
         self._settings = settings
+        self._dealt = [(v, dealt(v, settings.virtual_ranks)) for v in settings.block]
 
     def __iter__(self) -> Iterator[Task]:
-        settings = self._settings
+        most = self._settings.micro_batch_size
         for epoch, step, samples, start in self.steps:
             parts = []
-            for virtual_rank in settings.block:
-                # The division of `share_positions`, applied to samples in their order.
-                indices = samples[virtual_rank :: settings.virtual_ranks]
-                width = settings.micro_batch_size or len(indices)
-                positions = None
-                if start is not None:
-                    positions = range(start + virtual_rank, start + len(samples), settings.virtual_ranks)
+            for virtual_rank, own_part in self._dealt:
+                indices = samples[own_part]
+                width = most or len(indices)
+                positions = None if start is None else range(start, start + len(samples))[own_part]
                 for number, first in enumerate(range(0, len(indices), width or 1)):
                     own = None if positions is None else positions[first : first + width]
                     parts.append(Part(virtual_rank, number, indices[first : first + width], own))

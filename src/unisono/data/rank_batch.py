@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unisono.data.settings import LoaderSettings
-from unisono.plan import even_range, even_steps
+from unisono.plan import dealt, even_range, even_steps
 
 __all__ = ["RankBatch", "RankLoaderSettings"]
 
@@ -46,8 +46,8 @@ class RankLoaderSettings(LoaderSettings):
         return even_range(step, num_samples=end, batch_size=self.batch_size, ranks=self.ranks, start=start)
 
     def own(self, positions: range) -> range:
-        """Return this rank's positions among those of a step, divided as by DistributedSampler."""
-        return range(positions.start + (self.rank - positions.start) % self.ranks, positions.stop, self.ranks)
+        """Return this rank's positions among those of a step, wherever in the epoch the step begins."""
+        return positions[dealt(self.rank - positions.start, self.ranks)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

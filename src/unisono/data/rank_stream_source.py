@@ -15,6 +15,7 @@ from unisono.data.dataset import read_ahead, stream_length, stream_samples, whol
 from unisono.data.rank_batch import RankBatch, RankLoaderSettings
 from unisono.data.resume_point import ResumePoint
 from unisono.errors import DataError
+from unisono.plan import owner
 
 __all__ = ["StreamSource"]
 
@@ -52,7 +53,7 @@ class _RankStream(IterableDataset[RankBatch]):
         for sample in stream_samples(self.dataset, settings, epoch=epoch):
             if read >= start:
                 # The latest sample is kept in case this rank has none of a batch.
-                if (read - 1) % settings.ranks != settings.rank:
+                if owner(read - 1, settings.ranks) != settings.rank:
                     kept.pop(read - 1, None)
                 kept[read] = sample
             read += 1

@@ -20,6 +20,7 @@ from unisono.data.dataset import read_ahead, stream_length
 from unisono.data.map_loader import TrainerLoaderSettings
 from unisono.data.workers import warn_on_stderr
 from unisono.errors import DataError
+from unisono.plan import num_dealt
 
 __all__ = ["Counts", "ShardLoader", "Steps"]
 
@@ -95,7 +96,7 @@ class ShardLoader:
                 size = sum(counts.values())
                 if ended or (settings.drop_last and size < settings.batch_size):
                     return
-                is_dealt = all(n == len(range(v, size, settings.virtual_ranks)) for v, n in counts.items())
+                is_dealt = all(n == num_dealt(size, v, settings.virtual_ranks) for v, n in counts.items())
                 yield Batch(epoch, step, size, steps[number], is_dealt)
                 step += 1
             together = min(2 * together, _MOST_AHEAD)
@@ -112,7 +113,7 @@ class _ShardStream(IterableDataset[Any]):
         settings = self.settings
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(self.epoch)
-        widths = {v: len(range(v, settings.batch_size, settings.virtual_ranks)) for v in settings.block}
+        widths = {v: num_dealt(settings.batch_size, v, settings.virtual_ranks) for v in settings.block}
         shards = {v: self._samples(v, skipped=self.first_step * width) for v, width in widths.items()}
         for step in count(self.first_step):
             shares = []

@@ -20,7 +20,7 @@ from unisono.data.dataset import read_ahead, stream_length, stream_samples, whol
 from unisono.data.map_loader import TrainerLoaderSettings
 from unisono.data.workers import warn_on_stderr
 from unisono.errors import DataError
-from unisono.plan import num_steps
+from unisono.plan import num_steps, owner
 
 __all__ = ["StreamLoader"]
 
@@ -79,7 +79,7 @@ class _TrainerStream(IterableDataset[Any]):
             kept: dict[int, list[tuple[int, Any]]] = {v: [] for v in settings.block}
             size = 0
             for sample in islice(samples, settings.batch_size):
-                virtual_rank = size % settings.virtual_ranks
+                virtual_rank = owner(size, settings.virtual_ranks)
                 if virtual_rank in kept:
                     kept[virtual_rank].append((step * settings.batch_size + size, sample))
                 size += 1

@@ -2,11 +2,12 @@
 
 from unisono.plan.keys import derive_key, derive_keys
 from unisono.plan.permutation import permute
-from unisono.plan.shares import even_range, even_steps, num_steps, rank_block, share_positions, step_size
+from unisono.plan.shares import dealt, even_range, even_steps, num_dealt, num_steps, owner, rank_block
 from unisono.plan.tree import Node, fold, merges_after, nodes_of
 
 __all__ = [
     "Node",
+    "dealt",
     "derive_key",
     "derive_keys",
     "even_range",
@@ -14,9 +15,9 @@ __all__ = [
     "fold",
     "merges_after",
     "nodes_of",
+    "num_dealt",
     "num_steps",
+    "owner",
     "permute",
     "rank_block",
-    "share_positions",
-    "step_size",
 ]

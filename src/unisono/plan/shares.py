@@ -1,4 +1,4 @@
-"""Division of work: the positions of an epoch in a step, those of a virtual rank, and the virtual ranks of a rank.
+"""Division of work: the positions of an epoch in a step, the samples of a virtual rank, and a rank's virtual ranks.
 
 All functions are arithmetic on integers. A position is an index into the epoch's order; `plan.permutation` returns the
 sample at that position.
@@ -6,7 +6,7 @@ sample at that position.
 
 from __future__ import annotations
 
-__all__ = ["even_range", "even_steps", "num_steps", "rank_block", "share_positions", "step_size"]
+__all__ = ["dealt", "even_range", "even_steps", "num_dealt", "num_steps", "owner", "rank_block"]
 
 
 def num_steps(num_samples: int, batch_size: int) -> int:
@@ -18,31 +18,36 @@ def num_steps(num_samples: int, batch_size: int) -> int:
     return -(-num_samples // batch_size)
 
 
-def step_size(step: int, *, num_samples: int, batch_size: int) -> int:
-    """Return the number of samples in one step, over all virtual ranks.
+def dealt(part: int, parts: int) -> slice:
+    """Return the slice of a step's samples, in their order, that belongs to one of several virtual ranks (or ranks).
 
-    >>> [step_size(s, num_samples=10, batch_size=4) for s in range(3)]
-    [4, 4, 2]
+    Virtual rank v has the samples v, v + V, v + 2V, … of the step. If the batch size is a multiple of V, these are over
+    the whole epoch the samples that `torch.utils.data.DistributedSampler` assigns to rank v of V.
+
+    A part is taken modulo their number: for samples from the epoch's position p on, rank r has the part r - p.
+
+    >>> [list(range(8, 16)[dealt(v, 3)]) for v in range(3)]
+    [[8, 11, 14], [9, 12, 15], [10, 13]]
     """
-    return max(0, min(batch_size, num_samples - step * batch_size))
+    return slice(part % parts, None, parts)
 
 
-def share_positions(step: int, virtual_rank: int, *, num_samples: int, batch_size: int, virtual_ranks: int) -> range:
-    """Return the positions of the epoch that one virtual rank has in one step.
+def num_dealt(num_samples: int, part: int, parts: int) -> int:
+    """Return the number of a step's samples in the slice that `dealt` returns.
 
-    Virtual rank v has positions v, v + V, v + 2V, … of the step. If batch_size is a multiple of V, these are over the
-    whole epoch the positions that `torch.utils.data.DistributedSampler` assigns to rank v of V.
-
-    Raises:
-        ValueError: `virtual_rank` is outside [0, virtual_ranks).
-
-    >>> share_positions(1, 1, num_samples=100, batch_size=8, virtual_ranks=4)
-    range(9, 16, 4)
+    >>> [num_dealt(8, v, 3) for v in range(3)]
+    [3, 3, 2]
     """
-    if not 0 <= virtual_rank < virtual_ranks:
-        raise ValueError(f"virtual_rank={virtual_rank} is outside [0, {virtual_ranks})")
-    start = step * batch_size
-    return range(start + virtual_rank, min(start + batch_size, num_samples), virtual_ranks)
+    return len(range(num_samples)[dealt(part, parts)])
+
+
+def owner(place: int, parts: int) -> int:
+    """Return the part whose slice has a sample, by the sample's place: the inverse of `dealt`.
+
+    >>> [owner(place, 3) for place in range(8)]
+    [0, 1, 2, 0, 1, 2, 0, 1]
+    """
+    return place % parts
 
 
 def rank_block(rank: int, *, world_size: int, virtual_ranks: int) -> range:

@@ -22,6 +22,7 @@ from torch import Tensor
 from unisono.collectives.world import World
 from unisono.data.batch import Share
 from unisono.errors import LossError, PeerError
+from unisono.plan import dealt
 
 __all__ = [
     "EncodedBatch",
@@ -146,7 +147,7 @@ def assemble_batch(
     for k, tensor in enumerate(first):
         rows = tensor.new_empty((size, *tensor.shape[1:]))
         for virtual_rank, (_, tensors) in shares.items():
-            rows[virtual_rank::virtual_ranks] = tensors[k]
+            rows[dealt(virtual_rank, virtual_ranks)] = tensors[k]
         rows = rows.to(device)
         whole.append(rows.requires_grad_() if rows.is_floating_point() else rows)
     return EncodedBatch(_filled(skeleton, whole), whole)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from unisono.errors import LossError
+from unisono.plan import dealt
 
 __all__ = ["Column", "Layout", "Rows", "place_rows", "read_outputs"]
 
@@ -129,10 +130,9 @@ def place_rows(
         start = done = 0
         for size in sizes:
             for virtual_rank in block:
-                target = placed[start + virtual_rank : start + size : virtual_ranks] if virtual_rank < size else None
-                if target is not None:
-                    target.copy_(part[done : done + len(target)])
-                    done += len(target)
+                target = placed[start : start + size][dealt(virtual_rank, virtual_ranks)]
+                target.copy_(part[done : done + len(target)])
+                done += len(target)
             start += size
     return placed
 

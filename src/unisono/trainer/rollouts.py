@@ -15,6 +15,7 @@ from torch import Tensor
 
 from unisono.data.batch import Batch, MicroBatch, Share
 from unisono.errors import DataError
+from unisono.plan import num_dealt
 from unisono.trainer.nested import map_tensors, tensors_of
 from unisono.trainer.virtual_rank_calls import VirtualRankCalls
 
@@ -70,7 +71,7 @@ class Rollouts:
             size, virtual_ranks = sum(counts.values()), self._calls.run.virtual_ranks
             starts = {v: sum(counts[u] for u in range(v)) for v in results}
             shares = [self._share(v, samples, starts[v], counts[v]) for v, samples in results.items()]
-            is_dealt = all(counts[v] == len(range(v, size, virtual_ranks)) for v in range(virtual_ranks))
+            is_dealt = all(counts[v] == num_dealt(size, v, virtual_ranks) for v in range(virtual_ranks))
             yield Batch(epoch, step, size, shares, is_dealt)
 
     def _share(self, virtual_rank: int, samples: Any, start: int, count: int) -> Share:
