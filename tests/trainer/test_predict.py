@@ -305,5 +305,5 @@ def test_a_file_that_cannot_be_written_is_an_error_on_all_ranks_and_leaves_the_o
     assert main[2].startswith("OSError | [Errno 27] old.safetensors cannot be written (File too large). Free space")
     for line, theirs in zip(main[:3], other[:3], strict=True):
         kind, text = line.split(" | ")
-        assert theirs == f"PeerError | rank 0 failed in trainer.predict, with {kind}: {text}"
+        assert theirs == f"PeerError | rank 0 failed in trainer.predict: {kind}: {text}"
     assert main[3] == other[3] == "old []"

@@ -299,9 +299,9 @@ def test_a_rank_that_fails_within_a_step_is_named_on_all_and_they_go_on(run_alon
     said = [text.splitlines() for text in run_alone(2, f"ENGINE = {engine!r}\n{FAILURES}")]
     differs = "RankMismatchError on_gradients made another gradient of '0.bias' on rank 1 than on rank 0."
     assert all(lines[0].startswith(differs) for lines in said)
-    assert said[0][1].startswith("PeerError rank 1 failed in on_gradients: KeyError('tables')")
+    assert said[0][1].startswith("PeerError rank 1 failed in on_gradients: KeyError: 'tables'")
     assert said[1][1] == "KeyError 'tables'"
-    assert said[0][2].startswith("PeerError rank 1 failed in encode: KeyError('z')")
+    assert said[0][2].startswith("PeerError rank 1 failed in encode: KeyError: 'z'")
     assert said[1][2] == "KeyError 'z'"
     shapes = "LossError encode returned float32 [3, 3] for virtual rank 0 and float32 [3, 2] for virtual rank 2"
     assert all(lines[3].startswith(shapes) for lines in said)

@@ -5,12 +5,13 @@ from unisono.engine.buffer_transaction import BufferTransaction
 from unisono.engine.consistency import ConsistencyCheck, StepDescription
 from unisono.engine.joint_optimizer import JointOptimizer, parts_of, trained_by
 from unisono.engine.selection import EngineFactory, EngineKind, select_engines
-from unisono.engine.step_transaction import StepTransaction
+from unisono.engine.step_transaction import STEP_UNDONE, StepTransaction
 from unisono.engine.totals import Totals
 from unisono.engine.trainable import check_trained
 from unisono.engine.weight_writes import WeightWrites
 
 __all__ = [
+    "STEP_UNDONE",
     "BufferTransaction",
     "ConsistencyCheck",
     "Engine",

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from unisono.collectives.world import World
-from unisono.engine.step_transaction import Passed
+from unisono.engine.step_transaction import STEP_UNDONE, Passed
 from unisono.errors import RankMismatchError
 from unisono.mismatch import CALL, CallDescription, Document, describe_mismatch, tell_differences
 
@@ -176,7 +176,6 @@ def raise_differences(world: World, intent: StepDescription, engine: Document = 
         or "their fingerprints differ, though the descriptions behind them look the same"
     )
     raise RankMismatchError(
-        f"ranks differ: {differences}. The step did not happen: weights and buffers keep their values from before it. "
-        "Do the same on every rank between steps, and from numbers that are equal on all ranks, such as those that "
-        "trainer.step and trainer.evaluate return."
+        f"ranks differ: {differences}. {STEP_UNDONE} Do the same on every rank between steps, and from numbers that "
+        "are equal on all ranks, such as those that trainer.step and trainer.evaluate return."
     )

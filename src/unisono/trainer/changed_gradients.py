@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from unisono.collectives.world import World
-from unisono.engine import Trained
-from unisono.errors import PeerError, RankMismatchError
+from unisono.engine import STEP_UNDONE, Trained
+from unisono.errors import RankMismatchError
+from unisono.trainer.rank_errors import gather_or_raise
 
 __all__ = ["check_gradients"]
 
@@ -28,21 +29,16 @@ def check_gradients(world: World, trained: Trained, error: Exception | None) -> 
         PeerError: The function raised an error on another rank.
         RankMismatchError: Gradients differ, on all ranks.
     """
-    own = repr(error) if error is not None else [_checksum(p.grad) for p in trained.parameters]
-    everyone = world.gather(own, "trainer.step(on_gradients=...)")
-    if error is not None:
-        raise error
+    own = [] if error is not None else [_checksum(p.grad) for p in trained.parameters]
+    everyone = gather_or_raise(
+        world, own, error, "trainer.step(on_gradients=...)", work="on_gradients", remedy=f". {STEP_UNDONE}"
+    )
     for rank, found in enumerate(everyone):
-        if isinstance(found, str):
-            raise PeerError(
-                f"rank {rank} failed in on_gradients: {found}. The step did not happen: weights and buffers keep their "
-                "values from before it."
-            )
         if found != everyone[0]:
             name = next(n for n, a, b in zip(trained.names, found, everyone[0], strict=True) if a != b)
             raise RankMismatchError(
-                f"on_gradients made another gradient of {name!r} on rank {rank} than on rank 0. The step did not "
-                "happen: weights and buffers keep their values from before it. Compute from p.grad, and from what is "
+                f"on_gradients made another gradient of {name!r} on rank {rank} than on rank 0. "
+                f"{STEP_UNDONE} Compute from p.grad, and from what is "
                 "equal on all ranks; torch's generators are set alike on all ranks before the call."
             )
 

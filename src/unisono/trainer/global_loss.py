@@ -21,8 +21,10 @@ from torch import Tensor
 
 from unisono.collectives.world import World
 from unisono.data.batch import Share
-from unisono.errors import LossError, PeerError
+from unisono.engine import STEP_UNDONE
+from unisono.errors import LossError
 from unisono.plan import dealt
+from unisono.trainer.rank_errors import gather_or_raise
 
 __all__ = [
     "EncodedBatch",
@@ -123,18 +125,11 @@ def assemble_batch(
         PeerError: Another rank could not encode its samples.
         LossError: On all ranks, if encodings do not fit together.
     """
-    message = repr(error) if error is not None else {v: share.message() for v, share in own.items()}
-    everyone = world.gather(message, "trainer.step(encode=...)")
-    if error is not None:
-        raise error
-    failed = next(((rank, found) for rank, found in enumerate(everyone) if isinstance(found, str)), None)
-    if failed is not None:
-        raise PeerError(
-            f"rank {failed[0]} failed in encode: {failed[1]}. The step did not happen: weights and buffers keep their "
-            "values from before it."
-        )
+    message = {} if error is not None else {v: share.message() for v, share in own.items()}
     shares: dict[int, tuple[Any, list[Tensor]]] = {}
-    for found in everyone:
+    for found in gather_or_raise(
+        world, message, error, "trainer.step(encode=...)", work="encode", remedy=f". {STEP_UNDONE}"
+    ):
         shares |= found
     skeleton, first = shares[0]
     for virtual_rank, (other, tensors) in sorted(shares.items()):

@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from unisono.data.batch import Batch
-from unisono.errors import DataError, LossError, PeerError
+from unisono.errors import DataError, LossError
 from unisono.job.user_function import (
     count_collectives,
     enter,
@@ -33,6 +33,7 @@ from unisono.state.safetensors_format import type_name
 from unisono.text import list_first
 from unisono.trainer.modules import evaluating, to_device
 from unisono.trainer.outputs import Layout, Rows, place_rows, read_outputs
+from unisono.trainer.rank_errors import RankError, gather_or_raise
 from unisono.trainer.run_context import RunContext
 from unisono.trainer.snapshot import Cursor
 from unisono.trainer.step import Loss
@@ -75,12 +76,9 @@ _Example: TypeAlias = tuple[Layout, tuple[int, ...]]
 """What the function returned, and for which samples."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Report:
+class _Report(NamedTuple):
     """What one rank tells the others of its part of a chunk."""
 
-    failure: tuple[str, str] | None
-    """The class of the exception that stopped this rank, and its message."""
     sizes: tuple[int, ...]
     """Samples of each batch, over all ranks."""
     ended: bool
@@ -102,8 +100,7 @@ class _Chunk:
 
     def report(self) -> _Report:
         """Return what the other ranks must know."""
-        failure = None if self.failure is None else (type(self.failure).__name__, str(self.failure))
-        return _Report(failure, tuple(self.sizes), self.ended, tuple(self.examples))
+        return _Report(tuple(self.sizes), self.ended, tuple(self.examples))
 
 
 class _OutputSink(Protocol):
@@ -276,16 +273,9 @@ class Predictor:
         Returns:
             The form of the outputs, None if there are none.
         """
-        everyone = self._run.world.gather(chunk.report(), _CALL)
-        if chunk.failure is not None:
-            raise chunk.failure
-        for rank, report in enumerate(everyone):
-            if report.failure is not None:
-                name, message = report.failure
-                alike = {"LossError": LossError, "DataError": DataError}.get(name)
-                if alike is not None:
-                    raise alike(message)
-                raise PeerError(f"rank {rank} failed in {_CALL}, with {name}: {message}")
+        everyone = gather_or_raise(
+            self._run.world, chunk.report(), chunk.failure, _CALL, work=_CALL, convert=_as_own_error
+        )
         for rank, report in enumerate(everyone):
             for example in report.examples:
                 if first is None:
@@ -397,6 +387,12 @@ class _FileSink:
                 error.errno,
                 f"{self._path} cannot be written ({error.strerror}). Free space there, or give another path",
             ) from error
+
+
+def _as_own_error(_rank: int, error: RankError) -> Exception | None:
+    """Return an error about the outputs or the data as it is: it does not depend on the rank that found it."""
+    kind = {"LossError": LossError, "DataError": DataError}.get(error.kind)
+    return None if kind is None else kind(error.message)
 
 
 def _describe_difference(first: _Example, other: _Example) -> str:

@@ -1,11 +1,61 @@
-"""Errors of work that rank 0 does for all: every rank raises one, so that none goes on or waits."""
+"""Errors of a rank that all ranks must learn of: each of them then raises one, so that none goes on or waits."""
 
 from __future__ import annotations
 
-from unisono.collectives.world import World
-from unisono.errors import CheckpointError
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
-__all__ = ["raise_on_all"]
+from unisono.collectives.world import World
+from unisono.errors import CheckpointError, PeerError
+
+__all__ = ["RankError", "gather_or_raise", "raise_on_all"]
+
+T = TypeVar("T")
+
+
+class RankError(NamedTuple):
+    """The error of a rank, as other ranks get it."""
+
+    kind: str
+    """The name of its class."""
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.message}" if self.message else self.kind
+
+
+def gather_or_raise(
+    world: World,
+    value: T,
+    error: Exception | None,
+    call: str,
+    *,
+    work: str,
+    remedy: str = "",
+    convert: Callable[[int, RankError], Exception | None] = lambda _rank, _error: None,
+) -> list[T]:
+    """Return a value of each rank, or raise the error of a rank on all ranks. Every rank must call it.
+
+    Args:
+        world: The ranks.
+        value: What the other ranks need of this one, picklable; any value if there is an error.
+        error: What this rank's work has raised. It is raised here once the others know.
+        call: The purpose of the call, for messages.
+        work: What may have failed, for messages.
+        remedy: The state after a failure or what to do, for messages.
+        convert: Makes the error that other ranks raise from the number of the failed rank and its error; where it
+            returns None, they raise PeerError.
+
+    Raises:
+        PeerError: Another rank has failed; the message has its rank and error.
+    """
+    everyone = world.gather((None if error is None else RankError(type(error).__name__, str(error)), value), call)
+    if error is not None:
+        raise error
+    for rank, (failure, _) in enumerate(everyone):
+        if failure is not None:
+            raise convert(rank, failure) or PeerError(f"rank {rank} failed in {work}: {failure}{remedy}")
+    return [each for _, each in everyone]
 
 
 def raise_on_all(world: World, error: Exception | None, call: str) -> None:
@@ -19,12 +69,9 @@ def raise_on_all(world: World, error: Exception | None, call: str) -> None:
     Raises:
         CheckpointError: Another rank has failed; the message has its rank and error.
     """
-    told = None if error is None else str(error)
-    if error is not None and not isinstance(error, CheckpointError):
-        told = f"{type(error).__name__}: {error}"
-    everyone = world.gather(told, call)
-    if error is not None:
-        raise error
-    for rank, what in enumerate(everyone):
-        if what is not None:
-            raise CheckpointError(f"rank {rank}: {what}")
+    gather_or_raise(world, None, error, call, work=call, convert=_as_checkpoint_error)
+
+
+def _as_checkpoint_error(rank: int, error: RankError) -> CheckpointError:
+    is_own = error.kind in ("CheckpointError", "CorruptCheckpointError")
+    return CheckpointError(f"rank {rank}: {error.message if is_own else error}")

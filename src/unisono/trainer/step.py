@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from unisono.data.batch import Batch
 from unisono.engine import (
+    STEP_UNDONE,
     BufferTransaction,
     ConsistencyCheck,
     Engine,
@@ -298,8 +299,8 @@ class StepRunner:
         if norm is not None and self.scaler is None and not math.isfinite(norm):
             raise NonFiniteLossError(
                 f"the norm of the gradient is {norm} at epoch {batch.epoch}, step {batch.step}, though the "
-                f"loss, {totals.loss / totals.weight:.6g}, is finite. The step did not happen: weights and buffers "
-                "keep their values from before it. Look for roots or logarithms of zero, or lower the learning rate."
+                f"loss, {totals.loss / totals.weight:.6g}, is finite. {STEP_UNDONE} Look for roots or "
+                "logarithms of zero, or lower the learning rate."
             )
         return norm
 
@@ -331,7 +332,4 @@ def _describe_bad(loss: float, where: str, bad: list[_BadShare]) -> str:
         for share in bad
     )
     culprits = culprits or "\n  each virtual rank's own loss is finite; their sum is not"
-    return (
-        f"the loss is {loss} at {where}. The step did not happen: weights and buffers keep their values from before it."
-        f"{culprits}\nLook at those samples, or lower the learning rate."
-    )
+    return f"the loss is {loss} at {where}. {STEP_UNDONE}{culprits}\nLook at those samples, or lower the learning rate."

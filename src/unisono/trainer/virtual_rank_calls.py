@@ -8,10 +8,11 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from unisono.engine import ConsistencyCheck
-from unisono.errors import DataError, PeerError
+from unisono.errors import DataError
 from unisono.job.user_function import count_collectives, enter, leave, refuse_collectives_since
 from unisono.trainer.carried import CarriedStates
 from unisono.trainer.modules import evaluating, plain_name
+from unisono.trainer.rank_errors import gather_or_raise
 from unisono.trainer.run_context import RunContext
 from unisono.trainer.step_fingerprint import intent_of_call
 
@@ -85,7 +86,7 @@ class VirtualRankCalls:
         self.compare(name, moment)
         results: dict[int, Any] = {}
         error: Exception | None = None
-        packed: T | str = ""
+        packed: Any = None  # of type T unless there is an error
         with self._carried.transaction():
             inside = enter(f"the function of {name}")
             try:
@@ -101,16 +102,11 @@ class VirtualRankCalls:
                 self._check_writes(name, before)
                 packed = pack(results)
             except Exception as raised:  # of the user's function: it is raised once the other ranks know
-                error, packed = raised, f"{type(raised).__name__}: {raised}"
+                error = raised
             finally:
                 leave(inside)
-            everyone = self._run.world.gather((error is not None, packed), name)
-            if error is not None:
-                raise error
-            for rank, (failed, told) in enumerate(everyone):
-                if failed:
-                    raise PeerError(f"rank {rank} failed in the function of {name}: {told}")
-        return results, [told for _, told in everyone]
+            everyone = gather_or_raise(self._run.world, packed, error, name, work=f"the function of {name}")
+        return results, everyone
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         for prefix, module in self._modules.items():
