@@ -1,6 +1,6 @@
 """Sums the gradients of a step over virtual ranks, together with the buffers that its forward passes change."""
 
-from unisono.engine.base import Engine, Trained
+from unisono.engine.base import Engine, Preparation, Trained
 from unisono.engine.buffer_transaction import BufferTransaction
 from unisono.engine.consistency import ConsistencyCheck, StepDescription
 from unisono.engine.joint_optimizer import JointOptimizer, parts_of, trained_by
@@ -18,6 +18,7 @@ __all__ = [
     "EngineFactory",
     "EngineKind",
     "JointOptimizer",
+    "Preparation",
     "StepDescription",
     "StepTransaction",
     "Totals",

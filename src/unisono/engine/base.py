@@ -18,7 +18,7 @@ from unisono.engine.step_transaction import StepTransaction
 from unisono.engine.totals import Totals
 from unisono.errors import LossError
 
-__all__ = ["Engine", "Trained", "refuse_sparse"]
+__all__ = ["Engine", "Preparation", "Trained", "refuse_sparse"]
 
 
 class Trained(NamedTuple):
@@ -26,6 +26,20 @@ class Trained(NamedTuple):
 
     names: tuple[str, ...]
     parameters: tuple[Tensor, ...]
+
+
+class Preparation(NamedTuple):
+    """What is done to the summed gradient of a step before the update."""
+
+    factor: float
+    """It is multiplied by this."""
+    scaler: torch.amp.GradScaler | None
+    """The scaler of a float16 step."""
+    clip: float | None
+    """The bound of its norm."""
+    change: Callable[[], None] | None
+    """Called before the norm is taken, with p.grad as the whole gradient, which it may change or replace; it does so on
+    all ranks in the same way. It costs a copy of the gradient where ranks share it."""
 
 
 class Engine(Protocol):
@@ -63,24 +77,10 @@ class Engine(Protocol):
         at the latest before `update` returns. If ranks share the weights, the others may write them from this call on.
         """
 
-    def prepare(
-        self,
-        *,
-        factor: float,
-        scaler: torch.amp.GradScaler | None,
-        clip: float | None,
-        change: Callable[[], None] | None = None,
-    ) -> float | None:
+    def prepare(self, preparation: Preparation) -> float | None:
         """Multiply the sum by a factor (at the latest in `update`), unscale it, and clip its norm to a bound.
 
         Every rank must call it. The weights are not touched yet.
-
-        Args:
-            factor: The factor.
-            scaler: The scaler of a float16 step, or None.
-            clip: The bound, or None.
-            change: Called before the norm is taken, with p.grad as the whole gradient, which it may change or replace;
-                it does so on all ranks in the same way. It costs a copy of the gradient where ranks share it.
 
         Returns:
             The norm before clipping, equal on all ranks; None without a bound.

@@ -9,7 +9,7 @@ wrapper (the idea is DDP's; Li et al., "PyTorch Distributed", VLDB 2020, section
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from unisono.collectives.world import World
 from unisono.engine.accumulation import GradientAccumulation
 from unisono.engine.all_gather_v import GroupAllGatherV
-from unisono.engine.base import Trained
+from unisono.engine.base import Preparation, Trained
 from unisono.engine.consistency import ConsistencyCheck
 from unisono.engine.node_sums import take
 from unisono.engine.norm import dense_strides
@@ -153,18 +153,9 @@ class CollectiveEngine(GradientAccumulation):
         self._launched = 0
         return totals_of(numbers[:COUNT])
 
-    def prepare(
-        self,
-        *,
-        factor: float,
-        scaler: torch.amp.GradScaler | None,
-        clip: float | None,
-        change: Callable[[], None] | None = None,
-    ) -> float | None:
+    def prepare(self, preparation: Preparation) -> float | None:
         """Multiply, unscale and clip p.grad; see `Engine`."""
-        return prepare_whole(
-            self._given.parameters, self._optimizer, factor=factor, scaler=scaler, clip=clip, change=change
-        )
+        return prepare_whole(self._given.parameters, self._optimizer, preparation)
 
     def update(self, scaler: torch.amp.GradScaler | None) -> None:
         """Write the weights; see `Engine`."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from unisono.engine.base import Trained, refuse_sparse
+from unisono.engine.base import Preparation, Trained, refuse_sparse
 from unisono.engine.node_sums import NodeSum, add, take
 from unisono.engine.sparse_tables import TableSums, check_optimizers, split_sparse
 from unisono.engine.step_transaction import StepTransaction
@@ -79,18 +79,9 @@ class LocalEngine:
             p.grad = gradient
         return totals_of(self._totals.total().tolist())
 
-    def prepare(
-        self,
-        *,
-        factor: float,
-        scaler: torch.amp.GradScaler | None,
-        clip: float | None,
-        change: Callable[[], None] | None = None,
-    ) -> float | None:
+    def prepare(self, preparation: Preparation) -> float | None:
         """Multiply, unscale and clip p.grad; see `Engine`."""
-        return prepare_whole(
-            self._given.parameters, self._optimizer, factor=factor, scaler=scaler, clip=clip, change=change
-        )
+        return prepare_whole(self._given.parameters, self._optimizer, preparation)
 
     def update(self, scaler: torch.amp.GradScaler | None) -> None:
         """Write the weights; see `Engine`."""

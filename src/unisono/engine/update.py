@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from unisono.engine.base import Preparation
 from unisono.engine.norm import block_norms, blocks_of, clip_factor, dense_strides, global_norm, in_memory_order
 
 __all__ = ["prepare_whole", "update_whole"]
 
 
-def prepare_whole(
-    parameters: Sequence[Tensor],
-    optimizer: Optimizer,
-    *,
-    factor: float,
-    scaler: torch.amp.GradScaler | None,
-    clip: float | None,
-    change: Callable[[], None] | None = None,
-) -> float | None:
+def prepare_whole(parameters: Sequence[Tensor], optimizer: Optimizer, preparation: Preparation) -> float | None:
     """Multiply, unscale and clip p.grad. Return the norm before clipping, None without a bound; see `Engine`."""
+    factor, scaler, clip, change = preparation
     if factor != 1.0 and (gradients := _values_of(parameters)):
         torch._foreach_mul_(gradients, factor)
     if scaler is not None:

@@ -22,6 +22,7 @@ from unisono.engine import (
     BufferTransaction,
     ConsistencyCheck,
     Engine,
+    Preparation,
     StepTransaction,
     Totals,
     Trained,
@@ -293,9 +294,8 @@ class StepRunner:
         change = None
         if options.on_gradients is not None:
             change = partial(self._change_gradients, options.on_gradients, batch, call)
-        norm = self._engine.prepare(
-            factor=batch.size / totals.weight, scaler=self.scaler, clip=self._clip_grad_norm, change=change
-        )
+        preparation = Preparation(batch.size / totals.weight, self.scaler, self._clip_grad_norm, change)
+        norm = self._engine.prepare(preparation)
         if norm is not None and self.scaler is None and not math.isfinite(norm):
             raise NonFiniteLossError(
                 f"the norm of the gradient is {norm} at epoch {batch.epoch}, step {batch.step}, though the "

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from unisono.engine.accumulation import GradientAccumulation
-from unisono.engine.base import Trained
+from unisono.engine.base import Preparation, Trained
 from unisono.engine.joint_optimizer import parts_of, trained_by
 from unisono.engine.node_sums import Gradients, take
 from unisono.engine.norm import (
@@ -156,15 +156,9 @@ class SharedEngine(GradientAccumulation):
         self._tables.finish(step)
         return totals
 
-    def prepare(
-        self,
-        *,
-        factor: float,
-        scaler: torch.amp.GradScaler | None,
-        clip: float | None,
-        change: Callable[[], None] | None = None,
-    ) -> float | None:
+    def prepare(self, preparation: Preparation) -> float | None:
         """Record the factor; sum now if clipping, a scaler or hooks need the sum; see `Engine`."""
+        factor, scaler, clip, change = preparation
         self._factor, self._found_inf = factor, None
         # Each rank has its own copy of all of these.
         sparse = self._tables.vectors()
