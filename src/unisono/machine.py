@@ -9,7 +9,18 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["host_id", "let_threads_finish", "resident_bytes", "usable_cores"]
+__all__ = ["host_id", "kernel_text", "let_threads_finish", "resident_bytes", "usable_cores"]
+
+
+def kernel_text(path: Path | str) -> str:
+    """Return the text of a file in which the kernel shows something, such as one in /proc.
+
+    It is empty if there is none: on another system, in another version of the kernel, in a container that hides it, or
+    for a process that has ended.
+    """
+    with suppress(OSError):
+        return Path(path).read_text(errors="replace")
+    return ""
 
 
 def host_id(*, with_network: bool = False) -> str:
@@ -21,10 +32,7 @@ def host_id(*, with_network: bool = False) -> str:
         with_network: True to distinguish the networks within the system too. Containers may have one each, and abstract
             sockets do not reach from one to another.
     """
-    try:
-        system = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:  # not Linux, or hidden in a container
-        system = socket.gethostname()
+    system = kernel_text("/proc/sys/kernel/random/boot_id").strip() or socket.gethostname()
     if not with_network:
         return system
     try:
@@ -56,11 +64,8 @@ def let_threads_finish(timeout_s: float = 1.0) -> None:
 
 def resident_bytes() -> int | None:
     """Return the bytes of main memory that this process uses, with shared pages; None if the system does not tell."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except OSError:
-        return None
-    return pages * os.sysconf("SC_PAGE_SIZE")
+    pages = kernel_text("/proc/self/statm").split()[1:2]
+    return int(pages[0]) * os.sysconf("SC_PAGE_SIZE") if pages else None
 
 
 def _all_others_sleep() -> bool:
@@ -76,10 +81,7 @@ def _all_others_sleep() -> bool:
 
 def _quota() -> float | None:
     """Return the tightest CPU quota of the version 2 control groups around this process, in cores; None without one."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return None
+    lines = kernel_text("/proc/self/cgroup").splitlines()
     root = Path("/sys/fs/cgroup")
     quotas: list[float] = []
     for path in (line.removeprefix("0::").lstrip("/") for line in lines if line.startswith("0::")):

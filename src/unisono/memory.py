@@ -13,6 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from unisono.machine import kernel_text
+
 __all__ = ["MemoryCounters", "evidence", "read_counters"]
 
 _UNLIMITED = 1 << 60
@@ -50,7 +52,7 @@ class MemoryCounters:
 def read_counters(root: Path = Path("/")) -> MemoryCounters:
     """Read the counters for this process, which cover its children too. Takes well under a millisecond."""
     groups: dict[str, _ControlGroup] = {}
-    for line in _read(root / "proc/self/cgroup").splitlines():
+    for line in kernel_text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
             for mount in ("sys/fs/cgroup", "sys/fs/cgroup/unified"):
@@ -64,7 +66,7 @@ def read_counters(root: Path = Path("/")) -> MemoryCounters:
     return MemoryCounters(
         groups=groups,
         kills=_fields(root / "proc/vmstat").get("oom_kill"),
-        machine_bytes=_kibibytes(_read(root / "proc/meminfo")),
+        machine_bytes=_kibibytes(kernel_text(root / "proc/meminfo")),
         shared_bytes=shared,
     )
 
@@ -143,20 +145,13 @@ def _size(nbytes: int) -> str:
     return f"{round(nbytes / (1 << 20))} MiB"
 
 
-def _read(file: Path) -> str:
-    # The file may be missing or not readable: another version of the kernel, or a container that hides it.
-    with suppress(OSError):
-        return file.read_text(errors="replace")
-    return ""
-
-
 def _fields(file: Path) -> dict[str, int]:
-    pairs = [line.split() for line in _read(file).splitlines()]
+    pairs = [line.split() for line in kernel_text(file).splitlines()]
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
 
 
 def _number(file: Path) -> int | None:
-    text = _read(file).strip()
+    text = kernel_text(file).strip()
     return int(text) if text.isdigit() else None
 
 

@@ -11,7 +11,8 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+
+from unisono.machine import kernel_text
 
 __all__ = ["Placement", "detect_placement", "own_placement"]
 
@@ -100,11 +101,8 @@ def own_placement() -> Placement:
 def _parent_identity() -> str:
     """Return a name of the parent process that no other process has, not even a later one with the same id."""
     parent = os.getppid()
-    try:
-        started = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:  # not Linux, or a parent that is hidden from this process
-        started = "0"
-    return f"{parent}-{started}"
+    fields = kernel_text(f"/proc/{parent}/stat").rpartition(")")[2].split()  # none if the parent is hidden
+    return f"{parent}-{fields[19] if fields else '0'}"
 
 
 def _from_slurm(environ: Mapping[str, str]) -> Placement:

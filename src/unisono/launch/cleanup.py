@@ -14,6 +14,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from unisono.machine import kernel_text
+
 __all__ = ["Leftovers", "make_scratch", "remove_scratch", "use_scratch"]
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -50,14 +52,11 @@ class Leftovers:
         if pid not in self._seen:
             self._seen.add(pid)
             self._named |= _mapped_names(pid)
-        try:
-            command = Path(f"/proc/{pid}/cmdline").read_bytes()
-        except OSError:
-            return 0.0
-        if command.partition(b"\0")[0].rpartition(b"/")[2] == b"torch_shm_manager":
+        command = kernel_text(f"/proc/{pid}/cmdline")
+        if command.partition("\0")[0].rpartition("/")[2] == "torch_shm_manager":
             self._sockets |= _bound_sockets(pid)
             return _MANAGER_S if not hurry and self._has_unknown() else 0.0
-        return _TRACKER_S if b"resource_tracker import main" in command else 0.0
+        return _TRACKER_S if "resource_tracker import main" in command else 0.0
 
     def remove(self) -> None:
         """Remove the files. Call it after the processes have ended."""
@@ -122,11 +121,7 @@ def remove_scratch(folder: str) -> None:
 
 def _mapped_names(pid: int) -> set[Path]:
     """Return the files of Python's named shared memory and semaphores that a process has mapped."""
-    try:
-        text = Path(f"/proc/{pid}/maps").read_text(errors="replace")
-    except OSError:
-        return set()
-    return {Path(name) for name in _NAMED.findall(text)}
+    return {Path(name) for name in _NAMED.findall(kernel_text(f"/proc/{pid}/maps"))}
 
 
 _NAMED = re.compile(rf"{_SHARED_MEMORY}/(?:psm_|sem\.mp-)\w+$", re.MULTILINE)
@@ -162,9 +157,8 @@ def _bound_sockets(pid: int) -> set[Path]:
                 if target.startswith("socket:["):
                     numbers.add(target[8:-1])
     found = set()
-    with suppress(OSError):
-        for line in Path("/proc/net/unix").read_text(errors="replace").splitlines():
-            fields = line.split(maxsplit=7)
-            if len(fields) == 8 and fields[6] in numbers and fields[7].startswith("/"):
-                found.add(Path(fields[7]))
+    for line in kernel_text("/proc/net/unix").splitlines():
+        fields = line.split(maxsplit=7)
+        if len(fields) == 8 and fields[6] in numbers and fields[7].startswith("/"):
+            found.add(Path(fields[7]))
     return found

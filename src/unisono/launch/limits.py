@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from unisono.errors import LaunchError
+from unisono.machine import kernel_text
 
 __all__ = ["check_open_files", "describe_failed_fork"]
 
@@ -67,12 +68,8 @@ def _limits() -> list[str]:
 
 def _pid_groups() -> list[Path]:
     """List the control groups, of either version, that can limit the number of this process's processes."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
     groups = []
-    for line in lines:
+    for line in kernel_text("/proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers in ("", "pids"):
             root = Path("/sys/fs/cgroup") / controllers

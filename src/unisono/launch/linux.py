@@ -11,9 +11,9 @@ import signal
 import time
 from collections.abc import Collection
 from contextlib import suppress
-from pathlib import Path
 
 from unisono.launch.cleanup import Leftovers
+from unisono.machine import kernel_text
 from unisono.polling import pauses
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "descendants",
     "end_descendants",
     "ends_at_once",
+    "process_status",
     "set_parent_death_signal",
     "signal_main_thread",
 ]
@@ -56,12 +57,15 @@ def descendants(root: int) -> list[int]:
 
 def ends_at_once(pid: int, signum: int) -> bool:
     """Return True if a termination signal ends the process at once: the process neither handles nor ignores it."""
-    try:
-        text = Path(f"/proc/{pid}/status").read_text(errors="replace")
-    except OSError:
-        return False
-    fields = dict(line.split(":\t", 1) for line in text.splitlines() if ":\t" in line)
-    return not any(int(fields.get(name, "0"), 16) >> (signum - 1) & 1 for name in ("SigCgt", "SigIgn"))
+    fields = process_status(pid)
+    handled = (int(fields.get(name, "0"), 16) >> (signum - 1) & 1 for name in ("SigCgt", "SigIgn"))
+    return bool(fields) and not any(handled)
+
+
+def process_status(pid: int) -> dict[str, str]:
+    """Return the fields of /proc/PID/status as texts; none if there is no such process."""
+    lines = kernel_text(f"/proc/{pid}/status").splitlines()
+    return dict(line.split(":\t", 1) for line in lines if ":\t" in line)
 
 
 def end_descendants(
@@ -125,12 +129,9 @@ def _has_children() -> bool:
 
 
 def _parent(pid: int) -> int | None:
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:
-        return None
     # The name of the program is in parentheses and may itself contain spaces and parentheses.
-    return int(text.rpartition(")")[2].split()[1])
+    fields = kernel_text(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return int(fields[1]) if fields else None
 
 
 def _prctl(option: int, value: int) -> None:

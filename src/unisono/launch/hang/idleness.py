@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from unisono.launch.hang.stacks import read_state
 from unisono.launch.linux import descendants
+from unisono.machine import kernel_text
 
 __all__ = ["Activity", "Idleness", "read_activity"]
 
@@ -118,8 +118,6 @@ def _is_active(before: Activity, now: Activity, past_s: float) -> bool:
 
 
 def _io_counts(pid: int) -> dict[str, int]:
-    try:
-        lines = Path(f"/proc/{pid}/io").read_text().splitlines()
-    except OSError:  # it has ended, or the kernel does not show it: then CPU time decides
-        return {}
+    # Empty if it has ended or the kernel does not show it: then CPU time decides.
+    lines = kernel_text(f"/proc/{pid}/io").splitlines()
     return {name: int(value) for name, _, value in (line.partition(": ") for line in lines)}

@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Literal
 
 from unisono.launch.failure.frames import library_of
-from unisono.launch.linux import descendants, signal_main_thread
+from unisono.launch.linux import descendants, process_status, signal_main_thread
 from unisono.launch.reserved_files import OwnFile
+from unisono.machine import kernel_text
 
 __all__ = [
     "ASK_SIGNAL",
@@ -256,12 +257,10 @@ def _answers(frames: list[Frame]) -> bool:
 
 def read_state(pid: int) -> ProcessState:
     """Return the state of a process; "ended" if there is no such process."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except OSError:
-        return ProcessState(state="ended", cpu_s=0.0)
-    name, _, rest = text.partition("(")[2].rpartition(")")
+    name, _, rest = kernel_text(f"/proc/{pid}/stat").partition("(")[2].rpartition(")")
     fields = rest.split()
+    if not fields:
+        return ProcessState(state="ended", cpu_s=0.0)
     cpu_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     letters: dict[str, Literal["running", "sleeping", "in the kernel", "stopped", "ended"]] = {
         "R": "running",
@@ -276,11 +275,7 @@ def read_state(pid: int) -> ProcessState:
 
 def _can_answer(pid: int) -> bool:
     """Return True if the process has the handlers and can run them."""
-    try:
-        text = Path(f"/proc/{pid}/status").read_text(errors="replace")
-    except OSError:
-        return False
-    fields = dict(line.split(":\t", 1) for line in text.splitlines() if ":\t" in line)
+    fields = process_status(pid)
     caught = int(fields.get("SigCgt", "0"), 16)
     has_handlers = all(caught >> (signum - 1) & 1 for signum in (ASK_SIGNAL, STACK_SIGNAL))
     return has_handlers and fields.get("State", "Z")[0] not in "TtZX"
