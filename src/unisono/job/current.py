@@ -13,7 +13,6 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from datetime import timedelta
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -119,9 +118,7 @@ class Job:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self.began and current_job() == self:
             _end(linger=kind is None)
 

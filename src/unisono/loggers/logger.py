@@ -21,8 +21,6 @@ from unisono.loggers.rows import Row, read_row, steps_done
 from unisono.watch.events import Event
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from typing_extensions import Self
 
 __all__ = ["Logger", "import_library"]
@@ -131,9 +129,7 @@ class Logger:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close(failed=kind is not None)
 
     def _close_at_exit(self) -> None:

@@ -10,7 +10,6 @@ import itertools
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from types import TracebackType
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch.distributed as dist
@@ -136,9 +135,7 @@ class ProgressBar(Generic[Item]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._end(settle=kind is None)
 
     def _tell(self) -> None:

@@ -19,8 +19,6 @@ from unisono.watch.plain_renderer import PlainRenderer
 from unisono.watch.renderer import EpochView, LossSum, Renderer
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from typing_extensions import Self
 
     from unisono.watch.events import Event
@@ -81,9 +79,7 @@ class Progress:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _draw(self, action: Callable[[Renderer], None]) -> None:
