@@ -36,13 +36,12 @@ from unisono.trainer.description import (
     describe_optimizers,
     describe_schedulers,
     describe_system,
-    parameter_names,
     plain,
 )
 from unisono.trainer.evaluation_history import EvaluationHistory
 from unisono.trainer.hyperparameters import given_by, settings_of
 from unisono.trainer.model_checks import check_models
-from unisono.trainer.modules import check_batch_norms, check_embeddings, plain_modules
+from unisono.trainer.modules import check_batch_norms, check_embeddings, parameter_names, plain_modules
 from unisono.trainer.resume import Resume, ResumedRun
 from unisono.trainer.run_context import RunContext
 from unisono.trainer.setup import (

@@ -21,7 +21,7 @@ from unisono.collectives.world import World
 from unisono.errors import RankMismatchError
 from unisono.mismatch import Document, tell_differences
 from unisono.state.digest import digest
-from unisono.trainer.modules import plain_name
+from unisono.trainer.modules import named_buffers, named_parameters, plain_name
 
 __all__ = [
     "PLAIN",
@@ -34,7 +34,6 @@ __all__ = [
     "describe_system",
     "describe_trained",
     "hyperparameters",
-    "parameter_names",
     "plain",
 ]
 
@@ -66,14 +65,8 @@ def check_equal_documents(world: World, document: Document) -> None:
 
 def describe_models(modules: Mapping[str, nn.Module]) -> Document:
     """Describe parameters, buffers and modes, but not values, of modules by the prefix of their names."""
-    buffers = {
-        prefix + plain_name(name): buffer
-        for prefix, module in modules.items()
-        for name, buffer in module.named_buffers()
-    }
-    parameters = {
-        prefix + plain_name(name): p for prefix, module in modules.items() for name, p in module.named_parameters()
-    }
+    buffers = named_buffers(modules)
+    parameters = named_parameters(modules)
     tables = {
         id(module.weight)
         for root in modules.values()
@@ -94,11 +87,7 @@ def describe_models(modules: Mapping[str, nn.Module]) -> Document:
 
 def describe_trained(modules: Mapping[str, nn.Module]) -> Document:
     """Describe which parameters are frozen."""
-    return {
-        f"requires_grad of {prefix + plain_name(name)!r}": p.requires_grad
-        for prefix, module in modules.items()
-        for name, p in module.named_parameters()
-    }
+    return {f"requires_grad of {name!r}": p.requires_grad for name, p in named_parameters(modules).items()}
 
 
 def describe_modes(modules: Mapping[str, nn.Module]) -> Document:
@@ -149,13 +138,6 @@ def describe_system() -> Document:
         "the version of torch": str(torch.__version__),
         "torch.get_default_dtype()": str(torch.get_default_dtype()),
         "torch.are_deterministic_algorithms_enabled()": torch.are_deterministic_algorithms_enabled(),
-    }
-
-
-def parameter_names(modules: Mapping[str, nn.Module]) -> dict[int, str]:
-    """Return the names of the models' parameters by id."""
-    return {
-        id(p): prefix + plain_name(name) for prefix, module in modules.items() for name, p in module.named_parameters()
     }
 
 

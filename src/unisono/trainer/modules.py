@@ -19,6 +19,9 @@ __all__ = [
     "foreign_parameter",
     "lone_sample",
     "lone_samples_warning",
+    "named_buffers",
+    "named_parameters",
+    "parameter_names",
     "plain_modules",
     "plain_name",
     "to_device",
@@ -41,6 +44,21 @@ def plain_modules(model: nn.Module | Mapping[str, nn.Module]) -> dict[str, nn.Mo
     """
     models = {f"{key}.": module for key, module in model.items()} if isinstance(model, Mapping) else {"": model}
     return {prefix: getattr(module, "_orig_mod", module) for prefix, module in models.items()}
+
+
+def parameter_names(modules: Mapping[str, nn.Module]) -> dict[int, str]:
+    """Return the names of the models' parameters by id."""
+    return {id(p): name for name, p in named_parameters(modules).items()}
+
+
+def named_parameters(modules: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
+    """Return the models' parameters by name."""
+    return {prefix + plain_name(name): p for prefix, module in modules.items() for name, p in module.named_parameters()}
+
+
+def named_buffers(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    """Return the models' buffers by name."""
+    return {prefix + plain_name(name): b for prefix, module in modules.items() for name, b in module.named_buffers()}
 
 
 def check_batch_norms(modules: Mapping[str, nn.Module]) -> None:

@@ -24,7 +24,7 @@ from unisono.state.policy import Checkpoints
 from unisono.trainer.description import plain
 from unisono.trainer.hyperparameters import is_scheduler
 from unisono.trainer.model_checks import unwrapped_optimizer
-from unisono.trainer.modules import plain_name
+from unisono.trainer.modules import named_buffers
 from unisono.trainer.snapshot import model_tensors, optimizer_state
 from unisono.trainer.virtual_rank_gradients import StepOptions
 
@@ -333,8 +333,7 @@ def check_equal_values(world: World, modules: Mapping[str, nn.Module], optimizer
 
 def _all_tensors(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
     """Return all tensors of the models that a checkpoint holds, and the buffers that it does not hold, by name."""
-    buffers = {prefix + plain_name(name): b for prefix, m in modules.items() for name, b in m.named_buffers()}
-    return buffers | model_tensors(modules)
+    return named_buffers(modules) | model_tensors(modules)
 
 
 def start_averages(modules: Mapping[str, nn.Module], decay: float | None) -> dict[str, AveragedModel]:

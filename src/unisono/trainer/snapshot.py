@@ -21,7 +21,7 @@ from unisono.state.codec import decode, encode
 from unisono.state.digest import same_memory
 from unisono.state.stateful import Stateful
 from unisono.trainer.hyperparameters import Hyperparameters, given_by, overruled, settings_of
-from unisono.trainer.modules import foreign_parameter, plain_name
+from unisono.trainer.modules import foreign_parameter, named_parameters, parameter_names, plain_name
 
 __all__ = [
     "Cursor",
@@ -129,7 +129,7 @@ def optimizer_state(modules: Mapping[str, nn.Module], optimizer: Optimizer) -> d
     Raises:
         ValueError: A parameter with state belongs to no model.
     """
-    names = _parameter_names(modules)
+    names = parameter_names(modules)
     state = {_name(names, p): dict(values) for p, values in optimizer.state.items() if isinstance(p, Tensor)}
     return dict(sorted(state.items()))
 
@@ -148,7 +148,7 @@ def capture(
         CheckpointError: The state of an object holds something that cannot be written without pickle.
         ValueError: An optimizer has a parameter that belongs to no model.
     """
-    names = _parameter_names(subjects.modules)
+    names = parameter_names(subjects.modules)
     settings = settings or settings_of(subjects.optimizers, subjects.others)
     optimizers, hyperparameters = {}, {}
     for key, optimizer in subjects.optimizers.items():
@@ -270,12 +270,6 @@ def facts_of(run_constants: Mapping[str, Any], cursor: Cursor) -> dict[str, Any]
     return {**run_constants, "cursor": asdict(cursor)}
 
 
-def _parameter_names(modules: Mapping[str, nn.Module]) -> dict[int, str]:
-    return {
-        id(p): prefix + plain_name(name) for prefix, module in modules.items() for name, p in module.named_parameters()
-    }
-
-
 def _name(names: Mapping[int, str], parameter: Tensor) -> str:
     name = names.get(id(parameter))
     if name is None:
@@ -338,7 +332,7 @@ def _compare_optimizers(
             f"{source} was made with another optimizer: {', '.join(kinds.values())} there, {', '.join(here.values())} "
             "here. Build the optimizer as it was, or start anew in another directory."
         )
-    names = _parameter_names(subjects.modules)
+    names = parameter_names(subjects.modules)
     own = {
         key: [[_name(names, p) for p in group["params"]] for group in optimizer.param_groups]
         for key, optimizer in subjects.optimizers.items()
@@ -355,9 +349,7 @@ def _restore_optimizer(
     modules: Mapping[str, nn.Module], optimizer: Optimizer, state: dict[str, Any], hyperparameters: list[dict[str, Any]]
 ) -> None:
     # load_state_dict would cast the state to the parameters' dtype and so lose bits.
-    parameters = {
-        prefix + plain_name(name): p for prefix, module in modules.items() for name, p in module.named_parameters()
-    }
+    parameters = named_parameters(modules)
     options = {name: group for group in hyperparameters for name in group["params"]}
     optimizer.state.clear()
     for name, values in state.items():

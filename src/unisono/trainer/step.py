@@ -38,7 +38,7 @@ from unisono.trainer.carried import CarriedStates
 from unisono.trainer.changed_gradients import check_gradients
 from unisono.trainer.closure import check_closure, needs_closure, step_with_closure
 from unisono.trainer.modes import begin_training, idle_dropout
-from unisono.trainer.modules import foreign_parameter, plain_name
+from unisono.trainer.modules import foreign_parameter, parameter_names
 from unisono.trainer.run_context import RunContext
 from unisono.trainer.step_fingerprint import StepFingerprint
 from unisono.trainer.step_result import StepResult
@@ -245,11 +245,7 @@ class StepRunner:
         before, version = self._trained.parameters, self._buffers.contents.version()
         if version == self._seen and len(parameters) == len(before) and all(map(is_, parameters, before)):
             return
-        names = {
-            id(p): prefix + plain_name(name)
-            for prefix, module in self._modules.items()
-            for name, p in module.named_parameters()
-        }
+        names = parameter_names(self._modules)
         for p in parameters:
             if id(p) not in names:
                 raise foreign_parameter(p)

@@ -23,8 +23,8 @@ from unisono.trainer.description import (
     describe_modes,
     describe_trained,
     hyperparameters,
-    parameter_names,
 )
+from unisono.trainer.modules import parameter_names
 
 __all__ = ["StepFingerprint", "intent_of_call"]
 
