@@ -8,16 +8,17 @@ steps, which they have read by then. Start reading at `ShardLoader.batches`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import count, islice
 from typing import Any
 
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import IterableDataset
 
-from unisono.data.batch import Batch, MicroBatch, Share
+from unisono.data.batch import Batch, Share
 from unisono.data.dataset import read_ahead, stream_length
 from unisono.data.map_loader import TrainerLoaderSettings
+from unisono.data.stream_loader import read_share
 from unisono.data.workers import warn_on_stderr
 from unisono.errors import DataError
 from unisono.plan import num_dealt
@@ -120,7 +121,9 @@ class _ShardStream(IterableDataset[Any]):
             for virtual_rank, samples in shards.items():
                 own = [*islice(samples, widths[virtual_rank])]
                 if own:
-                    shares.append(self._share(step, virtual_rank, own))
+                    # Numbered over all shards, as samples that are dealt in turn.
+                    numbered = [(n * settings.virtual_ranks + virtual_rank, sample) for n, sample in own]
+                    shares.append(read_share(settings, self.epoch, step, virtual_rank, numbered))
             yield shares
             if len(shares) < len(shards):
                 return
@@ -144,19 +147,6 @@ class _ShardStream(IterableDataset[Any]):
                 return
             if position >= skipped:
                 yield position, sample
-
-    def _share(self, step: int, virtual_rank: int, samples: Sequence[tuple[int, Any]]) -> Share:
-        settings = self.settings
-        width = settings.micro_batch_size or len(samples)
-        micro_batches = []
-        for part, first in enumerate(range(0, len(samples), width)):
-            positions, items = zip(*samples[first : first + width], strict=True)
-            settings.set_generators("collate", self.epoch, step, virtual_rank, part)
-            collated = (settings.collate_fn or default_collate)([*items])
-            # Numbered over all shards, as samples that are dealt in turn.
-            numbers = [position * settings.virtual_ranks + virtual_rank for position in positions]
-            micro_batches.append(MicroBatch(collated, numbers))
-        return Share(virtual_rank, micro_batches)
 
 
 def _take(steps: Iterator[list[Share]], number: int) -> Steps:

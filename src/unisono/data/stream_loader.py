@@ -9,7 +9,7 @@ before each sample. There is no shuffling, and a resume in mid-epoch reads the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count, islice
 from typing import Any
 
@@ -22,7 +22,7 @@ from unisono.data.workers import warn_on_stderr
 from unisono.errors import DataError
 from unisono.plan import num_steps, owner
 
-__all__ = ["StreamLoader"]
+__all__ = ["StreamLoader", "read_share"]
 
 
 class StreamLoader:
@@ -85,7 +85,7 @@ class _TrainerStream(IterableDataset[Any]):
                 size += 1
             dropped = settings.drop_last and size < settings.batch_size
             if step >= self.first_step and size and not dropped:
-                yield size, [self._share(step, v, own) for v, own in kept.items() if own]
+                yield size, [read_share(settings, self.epoch, step, v, own) for v, own in kept.items() if own]
             if size < settings.batch_size:
                 self._check_end(step * settings.batch_size + size)
                 return
@@ -103,12 +103,16 @@ class _TrainerStream(IterableDataset[Any]):
                 "same order each time."
             )
 
-    def _share(self, step: int, virtual_rank: int, samples: list[tuple[int, Any]]) -> Share:
-        collate = self.settings.collate_fn or default_collate
-        width = self.settings.micro_batch_size or len(samples)
-        micro_batches = []
-        for part, first in enumerate(range(0, len(samples), width)):
-            chunk = samples[first : first + width]
-            self.settings.set_generators("collate", self.epoch, step, virtual_rank, part)
-            micro_batches.append(MicroBatch(collate([s for _, s in chunk]), [p for p, _ in chunk]))
-        return Share(virtual_rank, micro_batches)
+
+def read_share(
+    settings: TrainerLoaderSettings, epoch: int, step: int, virtual_rank: int, samples: Sequence[tuple[int, Any]]
+) -> Share:
+    """Return the share that a virtual rank has of a step, from its samples and their numbers."""
+    collate = settings.collate_fn or default_collate
+    width = settings.micro_batch_size or len(samples)
+    micro_batches = []
+    for part, first in enumerate(range(0, len(samples), width)):
+        chunk = samples[first : first + width]
+        settings.set_generators("collate", epoch, step, virtual_rank, part)
+        micro_batches.append(MicroBatch(collate([s for _, s in chunk]), [p for p, _ in chunk]))
+    return Share(virtual_rank, micro_batches)
