@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import functools
 import hashlib
 import io
 import os
@@ -32,6 +33,7 @@ __all__ = [
     "make_folder",
     "read_file",
     "remedy",
+    "run_in_children",
     "write_file",
 ]
 
@@ -112,18 +114,16 @@ def exchange(first: Path, second: Path) -> bool:
 
 _held: set[int] = set()
 """Files by which this process holds locks on folders."""
-_is_forking_safe = False
 
 
-def _close_in_children() -> None:
-    """Make forked children, such as workers, close inherited locks: one that outlives the writer would keep them."""
-    global _is_forking_safe  # noqa: PLW0603  a registration with the system is for good
-    if not _is_forking_safe:
-        _is_forking_safe = True
-        os.register_at_fork(after_in_child=_release_all)
+@functools.cache  # a registration is for good
+def run_in_children(function: Callable[[], None]) -> None:
+    """Call a function in forked children, such as workers; once, however often it is given."""
+    os.register_at_fork(after_in_child=function)
 
 
 def _release_all() -> None:
+    """Close inherited locks: a child that outlives the writer would keep them."""
     for handle in _held:
         os.close(handle)
     _held.clear()
@@ -132,7 +132,7 @@ def _release_all() -> None:
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Hold a lock on a folder while its writer runs. A process id would not do: containers reuse it at each start."""
-    _close_in_children()
+    run_in_children(_release_all)
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     _held.add(handle)
     try:

@@ -18,6 +18,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from unisono.errors import CheckpointError
+from unisono.state.durable_files import run_in_children
 
 __all__ = ["DirectoryLock"]
 
@@ -27,7 +28,6 @@ _POLL_S = 0.05
 
 _holders: weakref.WeakValueDictionary[tuple[int, int], DirectoryLock] = weakref.WeakValueDictionary()
 """Locks that this process holds, by device and inode of the file."""
-_is_forking_safe = False
 
 
 class DirectoryLock:
@@ -89,7 +89,7 @@ class DirectoryLock:
         text = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": since}).encode() + b"\n"
         os.ftruncate(handle, 0)
         os.pwrite(handle, text, 0)
-        _close_in_children()
+        run_in_children(_release_all)
         self._handle, self._close, self.lost = handle, weakref.finalize(self, os.close, handle), False
         _holders[status.st_dev, status.st_ino] = self
         return warning
@@ -110,15 +110,8 @@ def _name(holder: bytes) -> str:
         return "another process"
 
 
-def _close_in_children() -> None:
-    """Make forked children close inherited lock files. The locks of their parents stay."""
-    global _is_forking_safe  # noqa: PLW0603  a registration with the system is for good
-    if not _is_forking_safe:
-        _is_forking_safe = True
-        os.register_at_fork(after_in_child=_release_all)
-
-
 def _release_all() -> None:
+    """Close inherited lock files in a forked child. The locks of its parents stay."""
     for lock in list(_holders.values()):
         lock.release()
     _holders.clear()
