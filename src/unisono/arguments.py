@@ -7,7 +7,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["choice", "flag", "real", "text", "whole"]
+__all__ = ["choice", "flag", "function", "real", "text", "whole"]
 
 
 def whole(name: str, value: Any, *, least: int | None = None, meant: str = "a whole number") -> int:
@@ -63,6 +63,21 @@ def flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{name}={value!r} must be True or False, and is a {type(value).__name__}")
     return value
+
+
+def function(name: str, value: Any, *, meant: str = "give a function") -> None:
+    """Check that an argument can be called.
+
+    Args:
+        name: The argument, for messages.
+        value: The argument.
+        meant: What to give, for messages.
+
+    Raises:
+        TypeError: The argument cannot be called.
+    """
+    if not callable(value):
+        raise TypeError(f"{name} is a {type(value).__name__}, which cannot be called: {meant}")
 
 
 def choice(name: str, value: Any, choices: Sequence[str | None]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from unisono import arguments
 from unisono.arguments import text, whole
 from unisono.data.batch import Batch
 from unisono.job.user_function import refuse_inside
@@ -141,8 +142,5 @@ def _stream(name: str) -> str:
 
 
 def _check_callable(call: str, function: Any) -> None:
-    if not callable(function):
-        raise TypeError(
-            f"the function of {call} is a {type(function).__name__}, which cannot be called: give a function of the "
-            "model, which is called for each virtual rank"
-        )
+    meant = "give a function of the model, which is called for each virtual rank"
+    arguments.function(f"the function of {call}", function, meant=meant)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from unisono.arguments import flag
+from unisono.arguments import flag, function
 from unisono.errors import LossError
 from unisono.trainer.nested import map_tensors, tensors_of
 from unisono.trainer.run_context import RunContext
@@ -65,11 +65,8 @@ class Carried:
     """
 
     def __init__(self, initial: Callable[[], Any], *, reset_each_epoch: bool = False) -> None:
-        if not callable(initial):
-            raise TypeError(
-                f"initial is a {type(initial).__name__}, which cannot be called: give a function that returns the "
-                "first value of a virtual rank, such as lambda: torch.zeros(4, 64)"
-            )
+        meant = "give a function that returns the first value of a virtual rank, such as lambda: torch.zeros(4, 64)"
+        function("initial", initial, meant=meant)
         self._initial = initial
         self.reset_each_epoch: bool = flag("reset_each_epoch", reset_each_epoch)
         """True if values are forgotten when the batches of an epoch begin."""

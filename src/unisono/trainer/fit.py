@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
+from unisono.arguments import function
 from unisono.metrics.average import Average
 from unisono.parallel.losses import loss_of
 from unisono.trainer.epoch import EpochResult
@@ -88,9 +89,8 @@ def check_fit(
             advice = f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}"
             raise TypeError(f"trainer.fit has no argument {name!r}: {advice}")
     for name in ("on_step", "on_epoch", "on_evaluation"):
-        function = getattr(callbacks, name)
-        if function is not None and not callable(function):
-            raise TypeError(f"{name} is a {type(function).__name__}, which cannot be called: give a function")
+        if getattr(callbacks, name) is not None:
+            function(name, getattr(callbacks, name))
     if metrics is not None and not isinstance(metrics, Mapping):
         raise TypeError(f'metrics is a {type(metrics).__name__}; give functions by name, as {{"accuracy": function}}')
     for name, given in (
@@ -98,14 +98,10 @@ def check_fit(
     ):  # fmt: skip
         if given is not None and validation is None:
             raise ValueError(f"{name} is given, and no data to evaluate on: give validation=dataset as well")
-    for name, function in (metrics or {}).items():
+    for name, metric in (metrics or {}).items():
         if not isinstance(name, str) or not name:
             raise TypeError(f"metrics has the key {name!r}; functions are given by names, which are strings")
-        if not callable(function):
-            raise TypeError(
-                f"metrics[{name!r}] is a {type(function).__name__}, which cannot be called: give a function of the "
-                "model and a micro-batch"
-            )
+        function(f"metrics[{name!r}]", metric, meant="give a function of the model and a micro-batch")
 
 
 def loss_alone(loss_fn: Loss) -> Loss:

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from unisono import arguments
 from unisono.arguments import flag, text, whole
 from unisono.data.map_loader import MapLoader
 from unisono.data.settings import Collate
@@ -88,24 +89,11 @@ class Inference:
             UnisonoError: Ranks no longer agree on what comes next, after a failure that one of them caught.
         """
         refuse_inside("trainer.evaluate")
-        if not callable(function):
-            raise TypeError(
-                f"the evaluated function is a {type(function).__name__}, which cannot be called: "
-                "trainer.evaluate(function, dataset) takes a function of the model and a micro-batch first"
-            )
-        flag("ema", ema)
+        batch_size = _read_arguments("trainer.evaluate", "the evaluated function", function, ema, batch_size)
         name = text("name", name)
-        if batch_size is not None:
-            batch_size = whole("batch_size", batch_size, least=1)
         started_s = time.monotonic()
         self._compare(f"trainer.evaluate(name={name!r}, ema={ema})")
-        loader = self._test_loader(
-            dataset,
-            batch_size=batch_size,
-            micro_batch_size=micro_batch_size,
-            workers=workers,
-            collate_fn=collate_fn,
-        )
+        loader = self._test_loader(dataset, batch_size, micro_batch_size, workers, collate_fn)
         models = self._averaged_model() if ema else self.model
         try:
             with evaluating(self._subjects.averages if ema else self._modules), self._carried.apart():
@@ -154,24 +142,12 @@ class Inference:
             OSError: On rank 0, if the file cannot be written.
         """
         refuse_inside("trainer.predict")
-        if not callable(function):
-            raise TypeError(
-                f"the function of trainer.predict is a {type(function).__name__}, which cannot be called: "
-                "trainer.predict(function, dataset) takes a function of the model and a micro-batch first"
-            )
+        what = "the function of trainer.predict"
+        batch_size = _read_arguments("trainer.predict", what, function, ema, batch_size)
         destination = read_destination(to)
-        flag("ema", ema)
-        if batch_size is not None:
-            batch_size = whole("batch_size", batch_size, least=1)
         self._compare(f"trainer.predict(to={os.fspath(destination)!r}, ema={ema})")
-        loader = self._test_loader(
-            dataset,
-            batch_size=batch_size,
-            micro_batch_size=micro_batch_size,
-            workers=workers,
-            collate_fn=collate_fn,
-            keep=destination != "iterator",  # the loop may read the same dataset between two batches
-        )
+        keep = destination != "iterator"  # the loop may read the same dataset between two batches
+        loader = self._test_loader(dataset, batch_size, micro_batch_size, workers, collate_fn, keep=keep)
         models = self._averaged_model() if ema else self.model
         modules = self._subjects.averages if ema else self._modules
         predictor = Predictor(self._run, function, models, modules=modules, cursor=self._cursor)
@@ -185,11 +161,11 @@ class Inference:
     def _test_loader(
         self,
         dataset: Any,
-        *,
         batch_size: int | None,
-        micro_batch_size: int | None = None,
-        workers: int = 0,
-        collate_fn: Collate | None = None,
+        micro_batch_size: int | None,
+        workers: int,
+        collate_fn: Collate | None,
+        *,
         keep: bool = True,
     ) -> Loader:
         return self._dealer.loader(
@@ -207,3 +183,11 @@ class Inference:
     def _averaged_model(self) -> Any:
         modules = [*self._averaged().values()]
         return dict(zip(self.model, modules, strict=True)) if isinstance(self.model, Mapping) else modules[0]
+
+
+def _read_arguments(call: str, what: str, function: Any, ema: Any, batch_size: Any) -> int | None:
+    """Return the batch size of a call, after checks of it and of other arguments."""
+    meant = f"{call}(function, dataset) takes a function of the model and a micro-batch first"
+    arguments.function(what, function, meant=meant)
+    flag("ema", ema)
+    return None if batch_size is None else whole("batch_size", batch_size, least=1)

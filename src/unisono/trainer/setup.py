@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from unisono.arguments import choice, flag, real, whole
+from unisono.arguments import choice, flag, function, real, whole
 from unisono.collectives.world import World
 from unisono.errors import RankMismatchError
 from unisono.plan import rank_block
@@ -135,9 +135,8 @@ def check_step_options(options: StepOptions) -> None:
         ValueError: `recompute` is given without `encode`.
     """
     for name in ("encode", "on_gradients"):
-        function = getattr(options, name)
-        if function is not None and not callable(function):
-            raise TypeError(f"{name} is a {type(function).__name__}, which cannot be called: give a function")
+        if getattr(options, name) is not None:
+            function(name, getattr(options, name))
     if options.recompute and options.encode is None:
         raise ValueError("recompute=True is for steps with encode=...: there is nothing to compute again without it")
 
