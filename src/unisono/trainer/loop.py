@@ -159,8 +159,10 @@ class Loop:
         is_new = self._exhausted == cursor.epoch
         if is_new and self._epochs is not None:
             raise ValueError(
-                f"the batches of epoch {cursor.epoch} have all been dealt: ask trainer.batches once in each round "
-                "of trainer.epochs. To train on several datasets, join them by torch.utils.data.ConcatDataset."
+                f"the batches of epoch {cursor.epoch} have all been dealt: ask for batches once in each round of "
+                "trainer.epochs. To train on several datasets, give them to trainer.batches by name, as "
+                'trainer.batches({"a": dataset, "b": other}, batch_size={"a": 16, "b": 64}), for samples of each in '
+                "every step; or join them by torch.utils.data.ConcatDataset, as one dataset whose samples are mixed."
             )
         return cursor.epoch + is_new
 
