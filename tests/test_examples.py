@@ -24,16 +24,9 @@ def test_digits_learns_resumes_and_prints_accuracy_and_digest(run_ranks, fork_ra
     assert (tmp_path / "events.jsonl").exists()
 
 
-def test_language_model_learns(run_ranks):
-    lines = run_ranks(2, EXAMPLES / "language_model.py", "--steps", 12, "--batch-size", 32).lines()
-    found = re.fullmatch(r"test loss: (\d\.\d{4})", lines[-2])
-    assert found
-    # 5.55 is what knowing nothing of 256 bytes costs.
-    assert float(found[1]) < 4.5
-    assert re.fullmatch(r"weights sha256: [0-9a-f]{64}", lines[-1])
-
-
 RECIPES = {
+    # 5.55 is what knowing nothing of 256 bytes costs.
+    "language_model": (["--steps", 12, "--batch-size", 32], r"test loss: (3|4(?=\.[0-4]))\.\d{4}"),
     "cart_pole": (["--steps", 8], r"moves in an episode: [3-9]\d\.\d"),
     "simclr": (["--epochs", 2], r"accuracy of a linear classifier: 0\.[89]\d*"),
     "clip": (["--epochs", 1], r"digits recognised by their names: 0\.\d+ \(\d+/360\)"),
