@@ -239,14 +239,60 @@ def test_logged_numbers_stand_at_the_end_of_the_row_or_below_it(plain):
         plain.evaluation(epoch, accuracy=ACCURACY)
         plain.log(epoch, f1=0.25, recall=float("nan"))
     rows = text_of(plain).splitlines()[1:]
-    assert [row.rpartition("lr 0.1")[2] for row in rows] == [
-        "   early 3.0000   warmth 5.0000",  # of the step before the last one
+    assert [row.rpartition(" s   ")[2] for row in rows] == [
+        "early 3.0000   warmth 5.0000   lr 0.1",  # of the step before the last one
         "epoch 1/2   accuracy 0.9111 (328/360)",
         "epoch 1/2   f1 0.2500   recall nan",
-        "   early 3.0000   warmth 5.0000",
+        "early 3.0000   warmth 5.0000   lr 0.1",
         "epoch 2/2   accuracy 0.9111 (328/360)",
         "epoch 2/2   f1 0.2500   recall nan",
     ]
+
+
+def test_further_values_are_means_as_the_loss_is_and_stand_behind_the_columns(plain):
+    plain.epoch(0, epochs=1, steps=5)
+    for step, (samples, accuracy, rare) in enumerate(
+        [(300, 0.5, "nan"), (100, 0.9, 4.0), (100, 0.1, "nan"), (100, 0.3, "nan"), (200, 0.5, 7.0)]
+    ):
+        values = {"accuracy": accuracy, "rare": rare, "text": "x"}
+        plain.steps(0, [step], samples=samples, step_s=6.0, values=values)
+        plain.log(0, warmth=2)
+    rows = [row.partition("accuracy ")[2] for row in text_of(plain).splitlines()]
+    assert rows == [
+        "0.6000   rare 4.0000   warmth 2.0000   lr 0.1",
+        "0.2000   rare 4.0000   warmth 2.0000   lr 0.1",  # of the steps since, and of all where those have none
+        f"{(150 + 90 + 10 + 30 + 100) / 800:.4f}   rare 6.0000   warmth 2.0000   lr 0.1",
+    ]
+    assert (
+        text_of(plain)
+        .splitlines()[-1]
+        .startswith("epoch 1/1   5/5 steps   loss 0.8123        26.7 samples/s    30.0 s   accuracy ")
+    )
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_names_of_numbers_are_clipped_and_stay_on_one_line(encoding):
+    raw = io.BytesIO()
+    script = Script(io.TextIOWrapper(raw, encoding=encoding), interactive=False)
+    script.epoch(0, epochs=1, steps=1)
+    values = {"entropy_of_attention_in_layer_1": 0.25, "entropy_of_attention_of_layer_1": 0.75, "a\nb\x1b": 1.0}
+    script.log(0, **{"norm_of_the_weights_of_layer_1": 2, "norm_of_the_weights_in_layer_1": 3})
+    script.steps(0, [0], values=values)
+    (row,) = raw.getvalue().decode(encoding).splitlines()
+    cut = "…" if encoding == "utf-8" else "~"
+    assert row.endswith(
+        f" s   entropy_o{cut}n_layer_1 0.2500   entropy_o{cut}f_layer_1 0.7500   a b  1.0000"
+        f"   norm_of_t{cut}f_layer_1 2.0000   norm_of_t{cut}n_layer_1 3.0000   lr 0.1"
+    )
+
+
+def test_further_values_of_several_optimizers_are_told_apart(plain):
+    plain.epoch(0, epochs=1)
+    for step in range(12):
+        plain.steps(0, [step], optimizer="judge", values={"real": 0.5})
+        plain.steps(0, [step], optimizer="generator", step_s=0.0, values={"real": 0.25})
+    plain("end", total_steps=12, seconds=1.2)
+    assert text_of(plain).endswith("1.2 s   judge/real 0.5000   generator/real 0.2500   lr 0.1\n")
 
 
 def test_numbers_that_are_logged_without_epochs_have_a_line(plain):

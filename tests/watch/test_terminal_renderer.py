@@ -144,6 +144,78 @@ def test_a_wide_terminal_has_room_for_all_figures(live):
     assert script.screen().text == f"{row}    8.0 s  lr 0.0003  norm 0.5000  366 MB"
 
 
+def play_values(script, values, *, epochs=2):
+    for epoch in range(epochs):
+        script.epoch(epoch)
+        if epoch == epochs - 1:
+            yield
+        for step in range(12):
+            script.steps(epoch, [step], step_s=1.0, values=values(step))
+            if epoch == epochs - 1 and step in (7, 11):
+                yield
+
+
+def test_further_values_are_columns_behind_the_loss_of_all_rows(live):
+    script = live(80)
+    moments = play_values(script, lambda step: {"accuracy": step / 10, "margin": 2.0, "f1": 1.0})
+    next(moments)
+    row = "epoch 1/5  12/12  loss 0.8123  accuracy 0.5500  +2      100 samples/s   12.0 s"
+    begun = "epoch 2/5   0/12" + " " * 55 + "━━━━━━"
+    assert script.screen().text == f"{row}\n{begun}"
+    next(moments)
+    live_row = "epoch 2/5   8/12  loss 0.8123  accuracy 0.3500  +2      100 samples/s  ━━━━━━"
+    assert script.screen().text == f"{row}\n{live_row}"
+    next(moments)
+    assert script.screen().text == f"{row}\n{row.replace('1/5', '2/5')}"
+
+
+def test_further_values_of_the_live_row_are_those_of_the_last_seconds(live):
+    script = live(80)
+    script.epoch(0, steps=100)
+    script.steps(0, range(60), step_s=1.0, values={"f1": 0.25})
+    script.steps(0, range(60, 99), step_s=1.0, values={"f1": 0.75})
+    assert "  f1 0.7500  " in script.screen().text
+    script.steps(0, [99], step_s=1.0, values={"f1": 0.75})
+    assert "  f1 0.4500  " in script.screen().text
+
+
+@pytest.mark.parametrize(("width", "shown"), [(40, 0), (60, 0), (70, 0), (80, 1), (120, 3), (160, 6), (400, 20)])
+def test_twenty_further_values_leave_the_table_whole(live, width, shown):
+    script = live(width)
+    moments = play_values(script, lambda step: {f"value {i}": i - 10.0 for i in range(20)})
+    for moment in moments:
+        assert moment is None
+        screen = script.screen()
+        rows = [line for line in screen.lines if line.startswith("epoch")]
+        assert len(rows[-1].rstrip()) <= width and len(rows) == len(screen.text.splitlines())
+        if width > 60 and " 0/12" not in rows[-1]:
+            assert re.findall(r"value (\d+) ", rows[-1]) == [str(i) for i in range(shown)]
+            assert (f"  +{20 - shown}  " in rows[-1]) == (0 < shown < 20)
+            assert "100" in rows[-1]
+    assert rows[0].replace("1/5", "2/5") == rows[1]
+
+
+def test_a_value_that_grows_wider_keeps_the_column_that_wide(live):
+    script = live(120)
+    script.epoch(0)
+    script.steps(0, range(12), values={"change": -1e-5, "f1": 0.5})
+    script.epoch(1)
+    script.steps(1, range(12), values={"change": 0.5, "f1": 0.5})
+    assert [line[31:63] for line in script.screen().text.splitlines()] == [
+        "change -1.00e-05  f1 0.5000    1",
+        "change    0.5000  f1 0.5000    1",
+    ]
+
+
+def test_logged_numbers_come_before_other_figures_of_the_row(live):
+    script = live(80)
+    script.epoch(0, epochs=1)
+    for step in range(12):
+        script.log(0, weight_norm=step)
+        script.steps(0, [step])
+    assert script.screen().text == ("epoch 1/1  12/12  loss 0.8123    1,000 samples/s    1.2 s  weight_norm 11.000")
+
+
 def test_live_look_without_known_totals(live):
     script = live(80)
     script.epoch(0, epochs=None, steps=None)

@@ -7,6 +7,7 @@ display; the clock only paces the drawing. Start reading at `Progress.handle`.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -14,9 +15,10 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Any, TextIO
 
+from unisono.text import clip
 from unisono.watch.figures import format_elapsed, format_rate, format_ratio, format_value, plural
 from unisono.watch.plain_renderer import PlainRenderer
-from unisono.watch.renderer import EpochView, LossSum, Renderer
+from unisono.watch.renderer import EpochView, Renderer, RunningSum
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
     from unisono.watch.events import Event
 
 __all__ = ["Progress"]
+
+_LONGEST_NAME = 20
+"""Characters of a name in the table; as many at both ends are kept of longer ones."""
 
 
 class Progress:
@@ -99,6 +104,13 @@ class Progress:
             return text
         encoding = self._stream.encoding or "utf-8"
         return text.encode(encoding, "backslashreplace").decode(encoding)
+
+    def _label_of(self, name: object) -> str:
+        """Return a name as it stands in the table: clipped, and on one line."""
+        label = clip("".join(sign if sign.isprintable() else " " for sign in str(name)), _LONGEST_NAME, at="middle")
+        if not label.isascii() and self._sayable("…") != "…":
+            label = label.replace("…", "~")
+        return self._sayable(label)
 
     def _advance(self, look: Renderer, event: Event) -> None:
         """Show the progress of a user loop; see `unisono.progress`."""
@@ -177,14 +189,17 @@ class Progress:
             self._leave(look)
             view = self._enter(look, event, first=step or 0, started_s=self._latest_s - (_number(event, "step_s") or 0))
         samples, loss = _whole(event, "samples") or 0, _number(event, "loss")
+        optimizer = event.get("optimizer", "")
         done = view.done + 1 if step is None else step + 1
         if done != view.done:  # not the step of another optimizer on the same batch
             view.done = done
             _count(view, samples, _number(event, "weight"))
         if loss is not None:
-            optimizer = self._sayable(str(event.get("optimizer", "")))
-            total, seen = view.losses.get(optimizer, LossSum(0.0, 0))
-            view.losses = {**view.losses, optimizer: LossSum(total + loss * samples, seen + samples)}
+            so_far = view.losses.get(optimizer) or RunningSum(self._label_of(optimizer or "loss"))
+            view.losses = {**view.losses, optimizer: so_far.plus(loss, samples)}
+        values = event.get("values")
+        if isinstance(values, Mapping):
+            view.values = self._with_values(view, values, samples, f"{optimizer}/" if optimizer else "")
         view.lr, view.grad_norm = _number(event, "lr"), _number(event, "grad_norm")
         if (memory := _whole(event, "memory")) is not None:  # only in some events
             view.memory = self._memory = memory
@@ -195,6 +210,19 @@ class Progress:
             look.rest()
         else:
             look.moved(view)
+
+    def _with_values(
+        self, view: EpochView, values: Mapping[str, Any], samples: int, prefix: str
+    ) -> dict[str, RunningSum]:
+        sums = dict(view.values)
+        for key in values:
+            mean = _number(values, key)
+            if mean is not None:
+                name = f"{prefix}{key}"
+                so_far = sums.get(name) or RunningSum(self._label_of(name))
+                # The mean of no samples is NaN, as of the tokens of one kind in a batch without any.
+                sums[name] = so_far if math.isnan(mean) else so_far.plus(mean, samples)
+        return sums
 
     def _evaluation(self, look: Renderer, event: Event) -> None:
         # The step line first: results belong to a place in the run.
@@ -212,7 +240,7 @@ class Progress:
         values = event.get("values")
         if not isinstance(values, Mapping):
             return
-        found = {self._sayable(str(n)): value for n in values if (value := _number(values, n)) is not None}
+        found = {n: (self._label_of(n), value) for n in values if (value := _number(values, n)) is not None}
         view, number = self._epoch, _whole(event, "epoch")
         stands = view is None or (view.told and view.done > view.first)
         # What is logged in every step also comes after the last one of an epoch, and needs no line of its own there.
@@ -221,7 +249,7 @@ class Progress:
             if not stands:
                 look.moved(view)
         elif found:
-            texts = [f"{name} {format_value(value)}" for name, value in found.items()]
+            texts = [f"{label} {format_value(value)}" for label, value in found.values()]
             look.evaluated("" if number is None else self._label(number), texts)
 
     def _checkpoint(self, look: Renderer, event: Event) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TextIO
 
 from unisono.watch.figures import format_clock, format_elapsed, format_rate
-from unisono.watch.renderer import EpochView, LossSum
+from unisono.watch.renderer import EpochView, RunningSum
 
 __all__ = ["PlainRenderer"]
 
@@ -23,7 +23,7 @@ class PlainRenderer:
         self._interval_s = interval_s
         self._epoch: int | None = None
         self._told_s = 0.0
-        self._losses: Mapping[str, LossSum] = {}
+        self._told: tuple[Mapping[str, RunningSum], Mapping[str, RunningSum]] = ({}, {})
 
     def header(self, parts: Sequence[str]) -> None:
         """Write one line with the figures of the run."""
@@ -41,20 +41,22 @@ class PlainRenderer:
         """Write nothing: in a file, checkpoints would be most of the lines. The event log has them."""
 
     def moved(self, epoch: EpochView) -> None:
-        """Write the state of the epoch, with the mean loss since the last line, if that line is `interval_s` old."""
+        """Write the state of the epoch, with the means since the last line, if that line is `interval_s` old."""
         now_s = self._clock()
         if epoch.number != self._epoch:
-            self._epoch, self._told_s, self._losses = epoch.number, now_s, {}
+            self._epoch, self._told_s, self._told = epoch.number, now_s, ({}, {})
         elif now_s - self._told_s >= self._interval_s and not epoch.told:
             self._told_s = now_s
             left = epoch.remaining_s(epoch.step_s)
-            loss, self._losses = epoch.loss_text(self._losses), epoch.losses
-            self._tell(epoch, loss, "" if left is None else f"{_GAP}{format_clock(math.ceil(left))} left")
+            losses, values = self._told
+            self._told = epoch.losses, epoch.values
+            tail = "" if left is None else f"{_GAP}{format_clock(math.ceil(left))} left"
+            self._tell(epoch, epoch.loss_text(losses), epoch.value_texts(values), tail)
 
     def stood(self, epoch: EpochView) -> None:
         """Write the state of the epoch."""
         self._told_s = self._clock()
-        self._tell(epoch, epoch.loss_text(), "")
+        self._tell(epoch, epoch.loss_text(), epoch.value_texts(), "")
 
     def evaluated(self, label: str, metrics: Sequence[str]) -> None:
         """Write one line with all metrics."""
@@ -72,9 +74,10 @@ class PlainRenderer:
     def close(self) -> None:
         """Do nothing: every line is already flushed."""
 
-    def _tell(self, epoch: EpochView, loss: str, tail: str) -> None:
+    def _tell(self, epoch: EpochView, loss: str, values: Sequence[tuple[str, str]], tail: str) -> None:
         epoch.told = True
         rate = "" if epoch.rate is None else f"{format_rate(epoch.rate):>7} {epoch.unit}/s"
         columns = (epoch.label, f"{epoch.steps_text()} {epoch.counted}", f"{loss:<13}", f"{rate:>17}")
-        figures = "".join(_GAP + figure for figure in epoch.figures())
+        # Behind the columns, so that those stay aligned however many values there are.
+        figures = "".join(_GAP + figure for figure in (*map(" ".join, values), *epoch.figures()))
         self.write(f"{_GAP.join(columns)}{_GAP}{format_elapsed(epoch.elapsed_s):>7}{tail}{figures}")

@@ -6,21 +6,38 @@ files, `terminal_renderer.TerminalRenderer` for terminals.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from unisono.watch.figures import format_bytes, format_value
 
-__all__ = ["EpochView", "LossSum", "Renderer"]
+__all__ = ["EpochView", "Renderer", "RunningSum"]
 
 
-class LossSum(NamedTuple):
-    """The sum of the losses of some steps of one optimizer."""
+class RunningSum(NamedTuple):
+    """The sum of a loss, or of another value that a loss function returned, over some steps."""
 
-    total: float
+    label: str
+    total: float = 0.0
     """Sum over the samples."""
-    samples: int
+    samples: int = 0
+
+    def plus(self, mean: float, samples: int) -> RunningSum:
+        """Return the sum with that of another step, from its mean."""
+        return RunningSum(self.label, self.total + mean * samples, self.samples + samples)
+
+    def mean(self, since: RunningSum | None = None) -> float:
+        """Return the mean over the samples, or over those since an earlier state, if there are any; NaN if none.
+
+        >>> later, earlier = RunningSum("loss", 30.0, 20), RunningSum("loss", 10.0, 10)
+        >>> later.mean(), later.mean(earlier), later.mean(later)
+        (1.5, 2.0, 1.5)
+        """
+        if since is None or since.samples >= self.samples:
+            return self.total / self.samples if self.samples else math.nan
+        return (self.total - since.total) / (self.samples - since.samples)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -41,8 +58,10 @@ class EpochView:
     latest_s: float
     items: float = 0.0
     """Count of items for the rate, since the epoch started here: without those before a resume."""
-    losses: Mapping[str, LossSum] = field(default_factory=dict)
+    losses: Mapping[str, RunningSum] = field(default_factory=dict)
     """Losses by optimizer, "" for a single one. Replaced at every step, never changed: renderers may keep it."""
+    values: Mapping[str, RunningSum] = field(default_factory=dict)
+    """Further values of the loss functions by name, kept like the losses."""
     later_steps: int = 0
     """Steps of the run after this epoch, if known."""
     later_s: float = 0.0
@@ -51,8 +70,8 @@ class EpochView:
     """Learning rate of the latest step, as `grad_norm` is of it; `memory` is the latest known number of bytes."""
     grad_norm: float | None = None
     memory: int | None = None
-    logged: Mapping[str, float] = field(default_factory=dict)
-    """The latest numbers that the user's loop logged."""
+    logged: Mapping[str, tuple[str, float]] = field(default_factory=dict)
+    """The latest numbers that the user's loop logged, with their labels, by name."""
     note: str = ""
     """Text to show in place of the loss."""
     counted: str = "steps"
@@ -87,34 +106,37 @@ class EpochView:
             return None
         return (self.steps - self.done + self.later_steps) * step_s + self.later_s
 
-    def loss_text(self, since: Mapping[str, LossSum] | None = None) -> str:
+    def loss_text(self, since: Mapping[str, RunningSum] | None = None) -> str:
         """Format the mean loss of the epoch's steps, or of those since an earlier state of `losses`.
 
         >>> view = EpochView(label="", number=0, steps=9, done=2, started_s=0, latest_s=0)
-        >>> view.losses = {"": LossSum(30.0, 20)}
-        >>> view.loss_text(), view.loss_text({"": LossSum(10.0, 10)}), view.loss_text(view.losses)
-        ('loss 1.5000', 'loss 2.0000', 'loss 1.5000')
+        >>> view.losses = {"": RunningSum("loss", 30.0, 20)}
+        >>> view.loss_text(), view.loss_text({"": RunningSum("loss", 10.0, 10)})
+        ('loss 1.5000', 'loss 2.0000')
         """
-        if self.note:
-            return self.note
-        texts = []
-        for name, (total, samples) in self.losses.items():
-            before = (since or {}).get(name, LossSum(0.0, 0))
-            if before.samples >= samples:
-                before = LossSum(0.0, 0)
-            if samples:
-                mean = (total - before.total) / (samples - before.samples)
-                texts.append(f"{name or 'loss'} {format_value(mean)}")
-        return "  ".join(texts)
+        losses = {name: each for name, each in self.losses.items() if each.samples}
+        return self.note or "  ".join(" ".join(pair) for pair in _means(losses, since))
+
+    def value_texts(self, since: Mapping[str, RunningSum] | None = None) -> list[tuple[str, str]]:
+        """Return labels and means of the further values, as `loss_text` does for the loss.
+
+        >>> view = EpochView(label="", number=0, steps=9, done=2, started_s=0, latest_s=0)
+        >>> view.values = {"accuracy": RunningSum("accuracy", 15.0, 20)}
+        >>> view.value_texts()
+        [('accuracy', '0.7500')]
+        """
+        return _means(self.values, since)
 
     def figures(self) -> list[str]:
-        """Format the other known figures of the latest step, the most important first."""
-        figures = [] if self.lr is None else [f"lr {self.lr:.3g}"]
+        """Format the other known figures, the most important first: what the loop logged, then those of the step."""
+        figures = [f"{label} {format_value(value)}" for label, value in self.logged.values()]
+        if self.lr is not None:
+            figures.append(f"lr {self.lr:.3g}")
         if self.grad_norm is not None:
             figures.append(f"norm {format_value(self.grad_norm)}")
         if self.memory is not None:
             figures.append(format_bytes(self.memory))
-        return figures + [f"{name} {format_value(value)}" for name, value in self.logged.items()]
+        return figures
 
     def steps_text(self) -> str:
         """Format the steps done and their total, if known, with the same width for all steps.
@@ -158,3 +180,7 @@ class Renderer(Protocol):
 
     def close(self) -> None:
         """Restore the stream."""
+
+
+def _means(sums: Mapping[str, RunningSum], since: Mapping[str, RunningSum] | None) -> list[tuple[str, str]]:
+    return [(each.label, format_value(each.mean((since or {}).get(name)))) for name, each in sums.items()]

@@ -23,7 +23,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 from unisono.watch.figures import format_clock, format_elapsed, format_rate
-from unisono.watch.renderer import EpochView, LossSum
+from unisono.watch.renderer import EpochView, RunningSum
 
 __all__ = ["TerminalRenderer"]
 
@@ -32,6 +32,9 @@ _SAVED_S = 2.0
 _WINDOW = 40
 """Number of redraws over which the live rate is computed: 6 s of short steps."""
 _BAR_WIDEST, _BAR_NARROWEST = 30, 6
+_ECHO = 3
+"""Room for the ^C that a terminal echoes: if it wrapped to the next line, the row would stay on the screen."""
+_SHORT_RATE, _TIME = len("    1,000/s"), len("  0:00:00")
 
 
 class _Mark(NamedTuple):
@@ -40,7 +43,8 @@ class _Mark(NamedTuple):
     time_s: float
     items: float
     done: int
-    losses: Mapping[str, LossSum]
+    losses: Mapping[str, RunningSum]
+    values: Mapping[str, RunningSum]
 
 
 class TerminalRenderer:
@@ -64,9 +68,13 @@ class TerminalRenderer:
         self._number: int | None = None
         self._window: deque[_Mark] = deque(maxlen=_WINDOW)
         self._indent = 0
+        self._value_widths: dict[str, int] = {}
+        """The widest text of each further value: a column stays where it is."""
+        self._values_width = 0
 
     def header(self, parts: Sequence[str]) -> None:
         """Write the figures of the run, with line breaks between them if the terminal is narrow."""
+        self._value_widths, self._values_width = {}, 0
         self._fill(Text("unisono  ", "bold"), parts, self._separator)
 
     def remark(self, text: str) -> None:
@@ -90,7 +98,7 @@ class TerminalRenderer:
         if epoch.number != self._number:
             self._number = epoch.number
             self._window.clear()
-        self._window.append(_Mark(epoch.latest_s, epoch.items, epoch.done, epoch.losses))
+        self._window.append(_Mark(epoch.latest_s, epoch.items, epoch.done, epoch.losses, epoch.values))
         self._show(self._row(epoch, now_s))
 
     def stood(self, epoch: EpochView) -> None:
@@ -99,6 +107,8 @@ class TerminalRenderer:
         steps, loss, rate, short_rate = _columns(epoch, epoch.loss_text(), epoch.rate)
         time = Text(f"  {format_elapsed(epoch.elapsed_s):>7}", "dim")
         head = Text.assemble(epoch.label, steps, loss)
+        if epoch.values:
+            head.append_text(self._values(epoch.value_texts(), head.cell_len))
         choices = [Text.assemble(head, *tail) for tail in ((rate, time), (short_rate, time), (time,), ())]
         width = self._console.width
         row = next((row for row in choices if row.cell_len <= width), choices[-1])
@@ -180,16 +190,19 @@ class TerminalRenderer:
         if epoch.steps is None:
             tail = format_clock(epoch.elapsed_s)
         note = self._saved if now_s - self._saved_s < _SAVED_S else ""
-        # Room for the ^C that a terminal echoes: if it wrapped to the next line, the row would stay on the screen.
-        width = self._console.width - 3
+        width = self._console.width - _ECHO
         head = Text.assemble(epoch.label, steps, loss)
         if head.cell_len > width:
             head = Text.assemble(epoch.label, steps)
+        if epoch.values:
+            head.append_text(self._values(epoch.value_texts(mark.values), head.cell_len))
+        elif epoch.number >= 0 and not epoch.losses and head.cell_len + self._values_width <= width:
+            head.append(" " * self._values_width)  # of the rows above
         self._tail_width = max(self._tail_width, len(tail))
         timed = Text(f"  {tail:<{self._tail_width}}", "dim")
         room = 0
         row = head
-        for extras in ((long_rate, timed), (long_rate,), (short_rate,), ()):
+        for extras in ((long_rate, timed), (short_rate, timed), (long_rate,), (short_rate,), ()):
             row = Text.assemble(head, *extras)
             room = width - row.cell_len - 2
             if room >= (_BAR_NARROWEST if epoch.steps else -2):
@@ -202,6 +215,27 @@ class TerminalRenderer:
         row = Text.assemble(row, *_fitting([note] if note else epoch.figures(), room))
         row.truncate(max(1, width), overflow="crop")
         return row
+
+    def _values(self, texts: Sequence[tuple[str, str]], used: int) -> Text:
+        """Return columns of the first values that fit, and how many do not.
+
+        They are the same in the live row and in those above it: there is room for a short rate and a time or a short
+        bar behind them.
+        """
+        room = self._console.width - _ECHO - used - _SHORT_RATE - _TIME
+        columns = Text()
+        for i, (label, text) in enumerate(texts):
+            width = self._value_widths[label] = max(self._value_widths.get(label, 6), len(text))
+            column = Text.assemble("  ", (f"{label} ", "dim"), f"{text:>{width}}")
+            rest = len(texts) - i
+            needed = columns.cell_len + column.cell_len
+            if needed + (0 if rest == 1 else len(f"  +{rest - 1}")) > room:
+                if i:
+                    columns.append(f"  +{rest}", "dim")
+                break
+            columns.append_text(column)
+        self._values_width = columns.cell_len
+        return columns
 
     def _bar(self, fraction: float, width: int) -> list[tuple[str, str]]:
         whole, half, rest = self._bar_signs
