@@ -1,11 +1,13 @@
-"""Take steps of all forms and print a digest of each: one line `name sha` each.
+"""Take steps of all forms and print a digest of each: one line `name = sha` each.
 
-`steps.py ENGINE`
+`steps.py ENGINE [FOLDER STEPS]`: with a folder, the runs are kept there, go on from there, and end after so many steps
+unless that is 0.
 """
 
 import hashlib
 import sys
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -14,8 +16,19 @@ from torch.utils.data import TensorDataset
 
 import unisono
 
-ENGINE = sys.argv[1]
+ENGINE, *KEPT = sys.argv[1:]
+FOLDER, LAST = (Path(KEPT[0]), int(KEPT[1]) or None) if KEPT else (None, None)
 N = 75
+
+
+class Said(list):
+    """What the steps of a run came to, kept with the run."""
+
+    def state_dict(self):
+        return {"said": [*self]}
+
+    def load_state_dict(self, state):
+        self[:] = state["said"]
 
 
 class Net(nn.Module):
@@ -67,6 +80,11 @@ def cross_entropy(model, batch):
     return F.cross_entropy(model(batch), batch[2], reduction="none")
 
 
+def large(model, batch):
+    """Losses whose scaled gradient overflows float16 in the first steps, until the scale is smaller."""
+    return 50 * cross_entropy(model, batch)
+
+
 def with_values(model, batch):
     scores = model(batch)
     losses = F.cross_entropy(scores, batch[2], reduction="none")
@@ -89,6 +107,10 @@ def contrast(model, encodings):
     positive = (labels[:, None] == labels).float() - torch.eye(len(z))
     losses = -(F.log_softmax(scores, 1) * positive).sum(1) / positive.sum(1).clamp(min=1)
     return {"loss": losses, "best": scores.max(1).values.detach()}
+
+
+def large_contrast(model, encodings):
+    return 30 * contrast(model, encodings)["loss"]
 
 
 def noise(model):
@@ -122,43 +144,60 @@ def several(first):
     return make
 
 
-def run(loss=cross_entropy, make=adamw, *, sparse=False, alternate=False, micro=None, options=(), **step):
+def run(name, loss=cross_entropy, make=adamw, *, sparse=False, alternate=False, micro=None, options=(), **step):
     torch.manual_seed(1)
     model = Net(sparse=sparse)
     optimizer = make(model)
     parts = optimizer if isinstance(optimizer, dict) else {None: optimizer}
     schedulers = {name: torch.optim.lr_scheduler.StepLR(each, 3, 0.5) for name, each in parts.items()}
-    options = {"scheduler": schedulers if isinstance(optimizer, dict) else schedulers[None], **dict(options)}
-    trainer = unisono.Trainer(model, optimizer, virtual_ranks=4, engine=ENGINE, progress=False, **options)
-    said = []
-    for _ in trainer.epochs(2):
+    said = Said()
+    options = {
+        "scheduler": schedulers if isinstance(optimizer, dict) else schedulers[None],
+        "engine": ENGINE,
+        "directory": FOLDER and FOLDER / name,
+        "stateful": {"said": said},
+        "autocast": None,
+        **dict(options),
+    }
+    trainer = unisono.Trainer(model, optimizer, virtual_ranks=4, progress=False, **options)
+    for _ in trainer.epochs(2, max_steps=LAST):
         for batch in trainer.batches(data(), batch_size=20, micro_batch_size=micro):
             names = parts if alternate and batch.step % 2 else [None]
-            for name in names:
-                result = trainer.step(loss, batch, optimizer=name, **step)
-                said.append((result.loss, result.grad_norm, result.learning_rates, {**result.values}))
+            for part in names:
+                result = trainer.step(loss, batch, optimizer=part, **step)
+                values = {key: (value.total, value.count) for key, value in result.values.items()}
+                skipped = "skipped" if result.skipped else "taken"
+                said.append(repr((result.loss, result.grad_norm, result.learning_rates, skipped, values)))
+    if options["autocast"] == "fp16" and LAST is None:
+        assert 2 < sum("skipped" in line for line in said) < len(said), said
     return hashlib.sha256(f"{trainer.digest()} {said}".encode()).hexdigest()
 
 
 CLIP = (("clip_grad_norm", 0.5),)
+FP16 = (("autocast", "fp16"),)
 STEPS = {
-    "values": partial(run, with_values),
-    "values of micro-batches": partial(run, with_values, micro=2),
+    "values": partial(run, loss=with_values),
+    "values of micro-batches": partial(run, loss=with_values, micro=2),
     "changed gradients": partial(run, on_gradients=noise),
     "changed gradients, clipped": partial(run, on_gradients=noise, options=CLIP),
     "changed gradients of a table": partial(run, make=several("SparseAdam"), sparse=True, on_gradients=noise),
-    "encoded": partial(run, contrast, encode=encode, options=CLIP),
-    "encoded again": partial(run, contrast, encode=encode, recompute=True, options=CLIP),
-    "encoded by micro-batches": partial(run, contrast, encode=encode, micro=3),
-    "encoded again by micro-batches": partial(run, contrast, encode=encode, recompute=True, micro=3),
-    "encoded in low precision": partial(run, contrast, encode=encode, options=(("autocast", "bf16"),)),
+    "encoded": partial(run, loss=contrast, encode=encode, options=CLIP),
+    "encoded again": partial(run, loss=contrast, encode=encode, recompute=True, options=CLIP),
+    "encoded by micro-batches": partial(run, loss=contrast, encode=encode, micro=3),
+    "encoded again by micro-batches": partial(run, loss=contrast, encode=encode, recompute=True, micro=3),
+    "encoded in low precision": partial(run, loss=contrast, encode=encode, options=(("autocast", "bf16"),)),
     "SparseAdam and AdamW": partial(run, make=several("SparseAdam"), sparse=True, options=CLIP),
     "Muon and AdamW": partial(run, make=several("Muon")),
     "together and in turn": partial(run, make=several("SparseAdam"), sparse=True, alternate=True),
+    "SparseAdam and AdamW in fp16": partial(run, loss=large, make=several("SparseAdam"), sparse=True, options=FP16),
+    "Muon and AdamW in fp16, clipped": partial(run, loss=large, make=several("Muon"), options=FP16 + CLIP),
+    "changed gradients in fp16": partial(run, loss=large, on_gradients=noise, options=FP16),
+    "encoded again in fp16": partial(run, loss=large_contrast, encode=encode, recompute=True, options=FP16),
 }
+ALONE = (("engine", "collective"),) if ENGINE == "shared" else ()
 WITHOUT_SHARING = {
-    "LBFGS": partial(run, make=lambda m: torch.optim.LBFGS(m.parameters(), lr=0.3, max_iter=4)),
-    "SAM": partial(run, make=lambda m: SAM(m.parameters(), lr=0.1), closure=True, options=CLIP),
+    "LBFGS": partial(run, make=lambda m: torch.optim.LBFGS(m.parameters(), lr=0.3, max_iter=4), options=ALONE),
+    "SAM": partial(run, make=lambda m: SAM(m.parameters(), lr=0.1), closure=True, options=CLIP + ALONE),
 }
-for name, steps in {**STEPS, **({} if ENGINE == "shared" else WITHOUT_SHARING)}.items():
-    unisono.print0(f"{name} = {steps()}")
+for name, steps in {**STEPS, **({} if ENGINE == "shared" and FOLDER is None else WITHOUT_SHARING)}.items():
+    unisono.print0(f"{name} = {steps(name)}")
