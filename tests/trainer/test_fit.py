@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+
+DAILY = Path(__file__).parent / "programs" / "daily.py"
 
 FIT = """
 validation = TensorDataset(*data[:10])
@@ -53,3 +57,22 @@ def test_a_callback_ends_the_training_and_a_resume_completes_results_and_bits(fi
     assert (resumed[0], resumed[2]) == (results, end)
     again = fit(2, "run")
     assert (again[0], again[1], again[2]) == (results, "[]", end)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(fork_python, tmp_path_factory) -> list[str]:
+    said = fork_python(DAILY, tmp_path_factory.mktemp("alone"), "auto", 0)
+    assert said[0].startswith("over 16 ") and said[3].startswith("step-000000008 ")
+    return said
+
+
+@pytest.mark.parametrize("engine", ["shared", "collective"])
+def test_predictions_best_weights_and_early_stopping_are_alike_on_four_ranks(fork_ranks, tmp_path, undisturbed, engine):
+    assert fork_ranks(4, DAILY, tmp_path, engine, 0).lines() == undisturbed
+
+
+def test_predictions_best_weights_and_early_stopping_are_alike_after_stops(fork_ranks, tmp_path, undisturbed):
+    """Stopped where an evaluation is due in mid-epoch, of which the second is the best, and before predictions."""
+    for n, engine, stop in [(4, "collective", 4), (2, "shared", 8)]:
+        assert fork_ranks(n, DAILY, tmp_path, engine, stop).lines()[0].startswith(f"over {stop} ")
+    assert fork_ranks(3, DAILY, tmp_path, "collective", 0).lines() == undisturbed

@@ -137,9 +137,9 @@ def run_epochs(
             result = trainer.step(loss_fn, batch)
             is_over = _calls(callbacks.on_step, trainer, result)
             evaluated = None
-            if validation.is_due(trainer.steps_done) and not is_over:
+            if validation.is_due(trainer.steps_done):  # also where the training ends: a resume goes on behind it
                 evaluated = validation.run(trainer)
-                is_over = _calls(callbacks.on_evaluation, trainer, evaluated)
+                is_over = _calls(callbacks.on_evaluation, trainer, evaluated) or is_over
             if is_over:
                 break
         if not is_over:
