@@ -12,7 +12,7 @@
     │                         where collectives are not allowed: in a loss function
     └── PeerError              another rank failed or did not arrive, so this one cannot continue
 
-A wrong argument raises ValueError or TypeError. All messages state the values found, with numbers, and what to do.
+A wrong argument raises ValueError or TypeError. All messages state the values found, with numbers, and a remedy.
 """
 
 from __future__ import annotations

@@ -55,12 +55,12 @@ class CallDescription(NamedTuple):
 def describe_mismatch(
     calls: Mapping[int, CallDescription], *, absent: Sequence[int] = (), remedy: str = REMEDY
 ) -> str | None:
-    """Return the error of ranks that call different things; None if their calls have one name.
+    """Return the message for ranks that make different calls; None if all calls have the same name.
 
     Args:
         calls: The call of each rank, by rank.
         absent: Ranks without a known call.
-        remedy: What to do.
+        remedy: The last sentence of the message.
 
     >>> barrier = CallDescription("barrier")
     >>> print(describe_mismatch({0: CallDescription("send"), 1: barrier, 2: barrier}))
@@ -84,12 +84,12 @@ def describe_mismatch(
 def by_value(
     texts: Mapping[int, str], *, separator: str = ", ", last: str | None = None, rarest_first: bool = False
 ) -> str:
-    """Return the different texts, each with the ranks that have it, in the order in which they come.
+    """Return the different texts, each with the ranks that have it, in order of their first appearance.
 
     Args:
         texts: The text of each rank.
-        separator: What stands between them.
-        last: What stands before the last of them instead.
+        separator: The text between two of them.
+        last: The text before the last of them. None: `separator`.
         rarest_first: True to begin with the text that the fewest ranks have.
 
     >>> by_value({0: "2 GPUs", 1: "none", 2: "2 GPUs"}), by_value({0: "a", 1: "b", 2: "a"}, rarest_first=True)

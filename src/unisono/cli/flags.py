@@ -23,7 +23,7 @@ _ELSEWHERE = {"--num-processes": "--nproc-per-node", "--ranks": "--nproc-per-nod
 
 
 class Reader(click.ParamType):  # type: ignore[type-arg]  # no parameter before click 8.2
-    """Reads a value by a function whose ValueError ends the sentence of an error message: what was expected."""
+    """Reads a value with a function. Its ValueError completes the error message: it says what was expected."""
 
     name = "text"
 

@@ -197,7 +197,7 @@ class LateCallChecker:
         self._store.compare_set(f"{self._name}/told", "", text or "ranks call different things")
 
     def _entry(self, record: _CallRecord) -> dict[str, Any]:
-        """Return the description of a call for other ranks. Calls with equal "alike" end together."""
+        """Return the description of a call for other ranks. Calls with equal "alike" complete together."""
         (template, argument), value, code, instruction = record
         call = template if argument is None else template.format(argument)
         if isinstance(value, str):

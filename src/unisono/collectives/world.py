@@ -114,11 +114,11 @@ class World:
         """Return one picklable value of each rank on rank 0, in rank order; None elsewhere. Every rank must call it.
 
         Args:
-            value: This rank's.
-            call: What the values are gathered for, alike on all ranks, for messages.
+            value: The value of this rank.
+            call: The purpose of the call, equal on all ranks, for messages.
 
         Raises:
-            RankMismatchError: Ranks gather for different things.
+            RankMismatchError: Ranks gather for different purposes.
         """
         if self.group is None:
             return [value]
@@ -139,7 +139,7 @@ class World:
         if self.rank == 0:
             try:
                 content = bytearray(make())
-            except Exception as error:  # whatever it is: it is raised once the other ranks know
+            except Exception as error:  # of any class: it is raised once the other ranks know
                 failure, content = error, bytearray(f"{type(error).__name__}: {error}".encode())
         length = torch.tensor([len(content) if failure is None else -len(content)], device=self.device)
         dist.broadcast(length, src=0, group=self.group)

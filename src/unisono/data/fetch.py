@@ -1,7 +1,7 @@
 """Reading micro-batches by sample indices, in this process or in a worker process, with the same random numbers.
 
-What a sample draws follows from (seed, epoch, sample), and what collate_fn draws from (seed, epoch, step, virtual rank,
-part). So augmentation does not depend on the worker or rank that does it. `data.sample_generators` says how.
+The random numbers of a sample depend on (seed, epoch, sample), those of collate_fn on (seed, epoch, step, virtual rank,
+part). Augmentation therefore does not depend on the worker or rank that performs it; see `data.sample_generators`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Part(NamedTuple):
 
 
 class Task(NamedTuple):
-    """What a rank reads of one step: none, one or several micro-batches."""
+    """The part of one step that a rank reads: none, one or several micro-batches."""
 
     epoch: int
     step: int

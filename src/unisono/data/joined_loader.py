@@ -99,7 +99,7 @@ class JoinedLoader:
 
 
 def _rounds(loader: MapLoader, first: int) -> Iterator[StepSamples]:
-    """Yield the batches of all passes over a dataset, one after the other, from one of them on."""
+    """Yield the batches of all passes over a dataset, in order, starting at batch number `first`."""
     start, step = divmod(first, loader.steps)
     for number in count(start):
         yield from loader.order(number, step)

@@ -110,7 +110,7 @@ class MapLoader:
 
 
 class _TrainerTasks(Iterable[Task]):
-    """What this rank fetches of each step, in order."""
+    """The part of each step that this rank fetches, in order."""
 
     def __init__(self, settings: TrainerLoaderSettings) -> None:
         self.steps: Iterable[StepSamples] = ()

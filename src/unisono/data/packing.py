@@ -17,7 +17,7 @@ from torch import Tensor
 __all__ = ["PackedBatch", "pack", "unpack"]
 
 _ALIGNMENT = 64
-"""Bytes to which each tensor is aligned, as a tensor of its own would be: bits of products may depend on it."""
+"""Bytes to which each tensor is aligned, as a separate tensor would be: bits of products may depend on it."""
 
 
 class _Slot(NamedTuple):

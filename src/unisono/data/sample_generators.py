@@ -98,7 +98,7 @@ class _Torch:
         self._twin.manual_seed(key)
 
     def settle(self, key: int) -> None:
-        # Seeded anew, since libraries read torch.initial_seed() to seed generators of their own.
+        # Seeded anew, since libraries read torch.initial_seed() to seed their own generators.
         torch.default_generator.manual_seed(key)
         self._twin.manual_seed(key)
 

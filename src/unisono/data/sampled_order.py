@@ -29,12 +29,12 @@ from unisono.state.random import kept_generators
 __all__ = ["SampledOrder", "check_samplers", "draw_order"]
 
 _NESTED = 8
-"""Samplers within samplers that are looked for."""
+"""How deep samplers within samplers are searched for."""
 _ENDLESS = 1000
-"""A sampler that yields so many times as many indices as there are samples, or as 1000 samples, is taken as endless."""
+"""A sampler is taken as endless if it yields this many indices per sample, for at least 1000 samples."""
 
 _BLOCK = 65536
-"""Indices that are taken from a sampler at a time."""
+"""Number of indices read from a sampler at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,22 +102,22 @@ def draw_order(
 ) -> SampledOrder:
     """Read the order of an epoch from one of the samplers.
 
-    The generators of torch's CPU, Python and NumPy are seeded before, and are afterwards as they were. A
-    `torch.Generator` that the sampler, or one within it, has as its attribute `generator` is seeded as well, and
-    `set_epoch` is called where it is there.
+    The CPU generator of torch and those of Python and NumPy are seeded first, and restored afterwards. A
+    `torch.Generator` in the attribute `generator` of the sampler, or of one within it, is seeded as well, and
+    `set_epoch` is called if there is one.
 
     Args:
         sampler: Yields indices, which are cut into batches of `batch_size`. None if there is a batch sampler.
         batch_sampler: Yields lists of indices; each is a batch. None if there is a sampler.
-        settings: Have the seed.
+        settings: The settings, with the seed.
         epoch: The epoch.
         num_samples: The number of samples of the dataset.
         batch_size: Samples of a batch of a sampler.
         drop_last: True to leave out the last batch of a sampler if it is smaller.
 
     Raises:
-        TypeError: What it yields are no indices, or no lists of indices.
-        DataError: It yields nothing, an index that the dataset does not have, an empty batch, or does not end; or
+        TypeError: It yields values other than indices, or than lists of indices.
+        DataError: It yields nothing, an index that the dataset does not have, or an empty batch; it does not end; or
             drop_last leaves no batch.
     """
     given = sampler if batch_sampler is None else batch_sampler

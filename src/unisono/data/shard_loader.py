@@ -1,9 +1,9 @@
-"""An iterable dataset in shards: each virtual rank reads one of its own, so that each rank reads its part alone.
+"""An iterable dataset in shards: each virtual rank reads its own shard, so a rank reads only its part of the dataset.
 
-The dataset has a method `shard(num_shards, index)`, as those of Hugging Face have. Virtual rank v of V reads shard v of
-V on whichever rank it is, so bits do not depend on the number of ranks. An epoch ends where a shard has no sample left
-for the next step. Only that shard's rank knows, so ranks tell each other how many samples they have for the next few
-steps, which they have read by then. Start reading at `ShardLoader.batches`.
+The dataset has a method `shard(num_shards, index)`, as Hugging Face datasets do. Virtual rank v of V reads shard v of
+V, whichever rank computes it, so bits do not depend on the number of ranks. An epoch ends where a shard has no sample
+left for the next step. Only that shard's rank knows this, so ranks read ahead and exchange how many samples they have
+for the next few steps. Start reading at `ShardLoader.batches`.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class ShardLoader:
     Args:
         dataset: The dataset.
         settings: The settings.
-        exchange: Called as exchange(read, describe) on every rank. Returns what `read` returns, and what `describe`
-            makes of it on each rank; if `read` fails on one rank, all raise.
+        exchange: Called as exchange(read, describe) on every rank. Returns the result of `read`, and the results of
+            `describe` for it on all ranks; if `read` fails on one rank, all raise.
         tell: Called with a sentence about a slow worker.
     """
 

@@ -89,7 +89,7 @@ class BufferTransaction:
         return bool(found)
 
     def stand_in(self) -> None:
-        """Let the next forward pass write to copies: before each one whose graph is kept until others have run."""
+        """Make the next forward pass write to copies. Call it before each pass whose graph is kept while others run."""
         for tracked in self._tracked:
             tracked.stand_in()
 

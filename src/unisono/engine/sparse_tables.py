@@ -147,7 +147,7 @@ class TableSums:
             p.grad = total
 
     def take_changed(self) -> None:
-        """Take what p.grad is now for the sums."""
+        """Replace the sums by the present p.grad."""
         self.totals = [p.grad for p in self.tables.parameters]
 
     def vectors(self) -> list[Tensor]:

@@ -84,13 +84,14 @@ class TrackedBuffer:
 
     @property
     def has_stand_in(self) -> bool:
-        """True if the module has what `stand_in` put there."""
+        """True if the module holds the copy that `stand_in` put there."""
         return self._stand_in is not None and self.current is self._stand_in
 
     def stand_in(self) -> None:
-        """Let the next forward pass write to a copy, and leave what the graphs of earlier ones have read.
+        """Make the next forward pass write to a copy, and keep the tensor that graphs of earlier passes have read.
 
-        torch's norms write running statistics without a trace, and those of one sample read them in backward.
+        torch's norm layers write running statistics without raising the tensor's version, and those of a single sample
+        read them in backward.
         """
         if self.current is not None:
             self._stand_in = self.module._buffers[self.name] = self.current.detach().clone()

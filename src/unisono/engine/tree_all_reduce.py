@@ -77,7 +77,7 @@ class AllReduce(Protocol):
         """Publish this rank's rows to the others. The rows must not be touched until `finish`."""
 
     def advance(self) -> None:
-        """Do all work that comes before the wait for the result."""
+        """Perform all the work that precedes the wait for the result."""
 
     def finish(self, step: StepTransaction) -> Tensor:
         """Wait for the sum, and return it."""

@@ -143,7 +143,7 @@ class _Server:
         listener.close()
 
     def _leave_store(self, listener: socket.socket) -> None:
-        """Go on as a child of this process, which hosts the job's store from now on.
+        """Continue in a child of this process, which hosts the job's store from now on.
 
         The store is in another process because it runs threads and the server must have none. It listens on a socket
         bound beforehand: no other process can take the port, and none outside this machine can reach it.

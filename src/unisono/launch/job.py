@@ -57,9 +57,9 @@ class LaunchJob:
     python: bool = True
     """True if the target is Python, False if it is a program to execute as it is."""
     ranks: int = 1
-    """How many processes run the program."""
+    """The number of processes that run the program."""
     run_id: str = ""
-    """Name of the job for ranks, log folders and `unisono ps`. Empty: a random one."""
+    """The name of the job for ranks, log folders and `unisono ps`. Empty: a random one."""
     role: str = "default"
     """ROLE_NAME of the ranks."""
     start_method: Literal["fork", "spawn"] = "fork"
@@ -157,7 +157,7 @@ def _check_script(script: Path) -> None:
     if source is None:
         return
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # every rank gives them too
+        warnings.simplefilter("ignore")  # every rank shows them, too
         try:
             compile(source, str(script.absolute()), "exec", dont_inherit=True)
         except ValueError as error:  # a NUL byte, for Python before 3.12
@@ -165,12 +165,12 @@ def _check_script(script: Path) -> None:
 
 
 def _check_module(name: str, *, folder: Path | None) -> None:
-    """Look for the package of a module: first in the folder, if one is given, then among installed modules."""
+    """Search for the package of a module: first in the folder, if one is given, then among installed modules."""
     if folder is not None and Path(name).is_file():
         raise LaunchError(f"{name!r} is a file, not the name of a module; leave out -m to run it as a script")
     top = name.partition(".")[0]
     found = None
-    # A module that was put into sys.modules without a spec, or an empty name.
+    # Raised for a module that was put into sys.modules without a spec, and for an empty name.
     with suppress(ValueError):
         if folder is not None and not getattr(sys.flags, "safe_path", False):
             # This process was started from elsewhere: the folder need not be on its search path.

@@ -33,7 +33,7 @@ def check_open_files(ranks: int) -> None:
 
 
 def describe_failed_fork(error: OSError) -> str:
-    """Describe why no process could be started, with the limits that can be the reason and what to do.
+    """Return the reason why no process could be started, with the limits that can be its cause and a remedy.
 
     Args:
         error: The exception of `os.fork` or `subprocess.Popen`.

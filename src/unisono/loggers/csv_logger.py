@@ -17,15 +17,15 @@ __all__ = ["CSVLogger"]
 class CSVLogger(Logger):
     """Writes a CSV file with a line for each step, and a column for each name of a number.
 
-    What belongs to one step shares its line: the loss, what `trainer.log` was given after it, an evaluation. A run that
-    is resumed goes on in the file: lines of steps that it does again are removed first. A run that starts anew does not
-    add to another's lines: an older file is renamed (metrics.csv becomes metrics.1.csv).
+    All numbers of one step are on its line: the loss, numbers that `trainer.log` got after it, an evaluation. A resumed
+    run continues in the file, after removing the lines of steps that it repeats. A run that starts from the beginning
+    does not add to the lines of another: an older file is renamed (metrics.csv becomes metrics.1.csv).
 
     Args:
         path: The file. Missing folders are created.
 
     Raises:
-        TypeError: path is no path.
+        TypeError: path is not a path.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

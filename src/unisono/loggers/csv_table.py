@@ -62,7 +62,7 @@ class CsvTable:
         self._file = path.open("r+b")
 
     def add(self, row: Row) -> None:
-        """Add numbers to the line of their step, which is that of the row before or a later one."""
+        """Add numbers to the line of their step, which is that of the previous row or a later one."""
         known = self._open.get("step") == str(row.step)
         if self._open and not known:
             self._closed.append(self._open)
@@ -75,7 +75,7 @@ class CsvTable:
             self._open[name] = repr(value)
 
     def flush(self) -> None:
-        """Write what was added.
+        """Write the lines added since the last `flush`.
 
         Raises:
             OSError: The file cannot be written.
@@ -96,11 +96,11 @@ class CsvTable:
         self._end += len(closed)
 
     def close(self) -> None:
-        """Close the file; what was added before the last `flush` is in it."""
+        """Close the file. It holds the lines that were added before the last `flush`."""
         self._file.close()
 
     def _rewrite(self, *, before: int) -> _Last:
-        """Write the file anew with this table's columns and the lines before a step. Returns what its end is like."""
+        """Rewrite the file with this table's columns and the lines before a step; return the state of its end."""
         new = self._path.with_name(f".{self._path.name}.part")
         last: dict[str, str] = {}
         with new.open("wb") as file:
@@ -117,7 +117,7 @@ class CsvTable:
 
 
 def put_aside(path: Path) -> None:
-    """Rename a file that is there: metrics.csv becomes metrics.1.csv, or the first such name that is free."""
+    """Rename a file if it exists: metrics.csv becomes metrics.1.csv, or the first such name that is free."""
     if path.exists():
         number = 1
         while (other := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():

@@ -1,8 +1,8 @@
-"""The common part of loggers: a queue of events, and a thread that writes them, so that no step waits for it.
+"""The base class of loggers: a queue of events, and a thread that writes them, so that no step waits for it.
 
-Rank 0 calls a logger with each event; on other ranks it is never called, and does nothing. The thread gathers events
-for half a second and writes them together, since each time it wakes up it takes the interpreter from the training loop.
-It is waited for when the run ends and when the process exits, also after an exception.
+Rank 0 calls a logger with each event; on other ranks it is never called. The thread gathers events for half a second
+and writes them together, since each time it wakes up it takes the interpreter from the training loop. The end of the
+run and the exit of the process wait for it, also after an exception.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ __all__ = ["Logger", "import_library"]
 
 _GATHER_S = 0.5
 _MOST_EVENTS = 20_000
-"""About 20 MB. With more, the events that come in every step are left out."""
+"""About 20 MB. With more, events of kinds that occur in every step are dropped."""
 _FREQUENT = frozenset({"step", "log", "progress"})
 _PATIENCE_S = 60.0
-"""How long the end of a run, and that of the process, wait for what is left."""
+"""How long the end of a run, and that of the process, wait for the remaining events."""
 
 
 class Logger:
-    """A listener that writes events in a thread of its own. The base class of all loggers, and of yours.
+    """A listener that writes events in its own thread. The base class of all loggers, and of yours.
 
         class Printer(unisono.loggers.Logger):
             def write(self, rows):
@@ -44,7 +44,7 @@ class Logger:
         trainer = unisono.Trainer(model, optimizer, virtual_ranks=8, listeners=[Printer()])
 
     The four methods `begin`, `resume`, `write` and `finish` are called in the thread, one at a time. If one of them
-    raises an exception, a warning tells of it, the logger is switched off, and the run goes on.
+    raises an exception, the logger is switched off with a warning, and the run continues.
     """
 
     def __init__(self) -> None:
@@ -57,31 +57,31 @@ class Logger:
         self._step = 0
 
     def begin(self, facts: Event) -> None:
-        """A run starts.
+        """Handle the start of a run.
 
         Args:
-            facts: Its event "run".
+            facts: The event "run".
         """
 
     def resume(self, step: int) -> None:
-        """The run continues from a checkpoint: what was written of later steps will come again.
+        """Handle a resume from a checkpoint: later steps, even if they have been written, are repeated.
 
         Args:
-            step: The steps that are in the checkpoint.
+            step: The number of steps in the checkpoint.
         """
 
     def write(self, rows: Sequence[Row]) -> None:
         """Write numbers, in the order of their steps; several rows may be of one step."""
 
     def finish(self, *, failed: bool) -> None:
-        """Complete what was written. It is not called if no event came.
+        """Complete the output. Not called if there was no event.
 
         Args:
             failed: True if the process ends with an exception.
         """
 
     def __call__(self, event: Event) -> None:
-        """Take an event; returns at once, but waits for all events at the end of a run."""
+        """Queue an event and return at once; at the end of a run, wait until all events are written."""
         if self._off or os.getpid() != self._owner:
             return
         with self._changed:
@@ -103,7 +103,7 @@ class Logger:
             self.flush()
 
     def flush(self, timeout_s: float = _PATIENCE_S) -> bool:
-        """Wait until all events so far are written. Returns False if they are not after `timeout_s`."""
+        """Wait until all events so far are written; return False if they are not after `timeout_s`."""
         if os.getpid() != self._owner:
             return True
         with self._changed:
@@ -112,7 +112,7 @@ class Logger:
             return self._changed.wait_for(lambda: self._off or self._written >= self._wanted, timeout_s)
 
     def close(self, *, failed: bool = False, timeout_s: float = _PATIENCE_S) -> None:
-        """Write what is left and end the thread; later events are dropped. At the exit it happens automatically."""
+        """Write the remaining events and end the thread; later events are dropped. Called automatically at exit."""
         if os.getpid() != self._owner:
             return
         with self._changed:
@@ -147,7 +147,7 @@ class Logger:
                 self._take(events)
                 if closing:
                     self.finish(failed=self._failed)
-            except Exception as error:  # a logger's failure, of whatever library, is no reason to end a run
+            except Exception as error:  # a failure of a logger, of any library, does not end a run
                 self._off = True
                 self._warn(f"is off, and the run goes on without it: {type(error).__name__}: {error}")
             with self._changed:
@@ -177,12 +177,12 @@ class Logger:
             self.write(rows)
 
     def _warn(self, message: str) -> None:
-        with suppress(OSError, ValueError):  # a standard error that is full or closed ends no run either
+        with suppress(OSError, ValueError):  # a standard error that is full or closed does not end a run either
             print(f"unisono: warning: {type(self).__name__} {message}", file=sys.stderr, flush=True)
 
 
 def import_library(module: str, *, package: str, logger: str) -> Any:
-    """Import what a logger writes with.
+    """Import the library that a logger uses.
 
     Raises:
         ModuleNotFoundError: It is not installed; the message says how to install it.

@@ -13,7 +13,7 @@ from unisono.watch.events import Event
 __all__ = ["MLflowLogger"]
 
 _FIXED = ("virtual_ranks", "seed", "parameters")
-"""Facts that stay the same for the life of a run: MLflow never changes a parameter."""
+"""Facts that never change during a run: MLflow does not allow a parameter to change."""
 _CHANGING = ("world_size", "device", "threads", "torch", "directory")
 _MOST_METRICS = 1000
 """In one request, by MLflow's limits."""
@@ -23,15 +23,15 @@ _NOT_ALLOWED = re.compile(r"[^\w\-. /]", re.ASCII)
 class MLflowLogger(Logger):
     """Writes a run of MLflow. Needs the package mlflow.
 
-    Facts about the run are its parameters and tags, as "unisono.seed". It has a client and a run of its own: MLflow's
-    active run is neither used nor changed. In names, characters that MLflow does not allow become "_".
+    Facts about the run are its parameters and tags, such as "unisono.seed". The logger has its own client and run:
+    MLflow's active run is neither used nor changed. In names, characters that MLflow does not allow become "_".
 
     Args:
         experiment: The name of the experiment, which is created if it is missing.
-        run_name: The name of the run; MLflow makes one up if it is None.
-        run_id: A run of MLflow to go on with, for runs that are resumed. MLflow keeps both values of steps that are
-            done again, and they are equal.
-        tracking_uri: The server or folder. None: what the environment says.
+        run_name: The name of the run. None: MLflow chooses one.
+        run_id: A run of MLflow to continue, for resumed runs. MLflow keeps both values of repeated steps, and they are
+            equal.
+        tracking_uri: The server or folder. None: the one that the environment sets.
         tags: Tags of a new run.
 
     Raises:
@@ -55,7 +55,7 @@ class MLflowLogger(Logger):
         self._client: Any = None
         self._is_running = False
         self.run_id: str | None = run_id
-        """The run of MLflow; None until it is there."""
+        """The run of MLflow; None until it exists."""
 
     def begin(self, facts: Event) -> None:
         """See `Logger`."""

@@ -27,12 +27,12 @@ class Row(NamedTuple):
 def read_row(event: Event, *, step: int) -> Row | None:
     """Return the numbers in an event; None if its kind has none.
 
-    A step gives "train/loss", "train/lr" and the like; an evaluation "test/accuracy", with its own name and that of the
-    metric; `trainer.log` the names that it was given.
+    A step has "train/loss", "train/lr" and so on; an evaluation "test/accuracy", with its own name and that of the
+    metric; `trainer.log` the names that it got.
 
     Args:
         event: An event of a run.
-        step: Steps that the run has done before the event, for kinds that do not tell.
+        step: The number of steps done before the event, for kinds of events without it.
 
     >>> event = {"time": 7.0, "event": "log", "epoch": 0, "total_steps": 3, "values": {"temperature": 0.5}}
     >>> read_row(event, step=0)
@@ -53,14 +53,14 @@ def read_row(event: Event, *, step: int) -> Row | None:
 
 
 def steps_done(event: Event, before: int) -> int:
-    """Return how many steps the run has done after an event. Args: before is that number before it.
+    """Return how many steps the run has done after an event, given their number before it.
 
     >>> steps_done({"event": "step", "total_steps": 4}, 3), steps_done({"event": "evaluation"}, 4)
     (4, 4)
     """
     if event.get("event") == "run":
         return 0
-    # The step of a checkpoint may be one of a while ago.
+    # A checkpoint may hold an earlier step.
     return before if event.get("event") == "checkpoint" else event.get("total_steps", before)
 
 

@@ -14,10 +14,10 @@ __all__ = ["TensorBoardLogger"]
 
 
 class TensorBoardLogger(Logger):
-    """Writes event files of TensorBoard, by torch's SummaryWriter. Needs the package tensorboard.
+    """Writes event files of TensorBoard, with torch's SummaryWriter. Needs the package tensorboard.
 
-    When a run is resumed, TensorBoard hides the steps that it does again; when another run starts in the same folder,
-    it hides those of the run before. Give each run a folder of its own to compare them.
+    When a run is resumed, TensorBoard hides the steps that it repeats; when another run starts in the same folder, it
+    hides those of the previous run. To compare runs, use a separate folder for each.
 
     Args:
         folder: The log directory.

@@ -17,9 +17,8 @@ _FACTS = ("world_size", "virtual_ranks", "seed", "parameters", "device", "thread
 class WandbLogger(Logger):
     """Writes a run of Weights & Biases. Needs the package wandb.
 
-    Steps there are those of the run, and the facts about it (seed, virtual ranks, …) are in its configuration as
-    "unisono". To go on in the same run of W&B after a resume, give it an `id`, and resume="allow"; W&B ignores the
-    steps that it has already.
+    Steps are those of the run, and facts about it (seed, virtual ranks, …) are in the configuration as "unisono". To
+    continue the same run of W&B after a resume, pass an `id` and resume="allow"; W&B ignores steps that it already has.
 
     Args:
         init: The arguments of `wandb.init`, such as project, name, config, id and mode.

@@ -111,7 +111,7 @@ class Total(Metric[float]):
         """Discard everything counted so far on this rank."""
         self._whole = 0
         self._halves: Tensor | None = None
-        """What is on an accelerator: multiples of 2**32, and the rest."""
+        """The sum on an accelerator: multiples of 2**32, and the rest."""
         self._floating: Tensor | None = None
 
     @torch.no_grad()

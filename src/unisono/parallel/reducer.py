@@ -139,7 +139,7 @@ class Reducer:
         self._finish()
 
     def shadow(self) -> tuple[int, ...]:
-        """Take part in a round of other ranks without a batch, and return the ranks of the group that had one."""
+        """Participate in a round of other ranks without a batch; return the ranks of the group that had one."""
         self._gradients.shadow = True
         try:
             self._begin(None)

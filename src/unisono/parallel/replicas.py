@@ -65,14 +65,14 @@ def replicate(
         models: A module, or a list or dict of modules, such as the two networks of a GAN. A parameter that several
             models share belongs to the first.
         group: The ranks that train together; None means all ranks of the job.
-        loader: What `unisono.data.loader` returned for the same ranks. The gradients of each backward are multiplied
-            by the loader's weight of the current batch, so that with a loss that is the mean over this rank's batch,
-            p.grad is the mean over the samples of the global batch, also if ranks have unequal shares of it. None if
-            they have equal shares, or if the loss is multiplied by the weight.
+        loader: The loader that `unisono.data.loader` returned for the same ranks. The gradients of each backward are
+            multiplied by the loader's weight of the current batch, so that with a loss that is the mean over this
+            rank's batch, p.grad is the mean over the samples of the global batch, also if ranks have unequal shares of
+            it. None if they have equal shares, or if the loss is multiplied by the weight.
         bucket_mb: The size of the messages in which gradients travel, in MiB.
         first_bucket_mb: The size of the first message of a backward: smaller, so that the transfer starts early.
-        average: False for the sum over ranks in place of the mean.
-        buffers: What to do at the end of backward with buffers that a forward pass changed. "broadcast" sets them to
+        average: False for the sum over ranks instead of the mean.
+        buffers: The treatment, at the end of backward, of buffers that a forward pass changed. "broadcast" sets them to
             those of the first rank that has a batch, "mean" to their mean (integers: as with "broadcast"); None leaves
             them unchanged.
         check: True to compare the models' names, shapes and types over ranks.
@@ -340,7 +340,7 @@ class Replicas:
             reducer.paused = paused > 0
 
     def _shadow(self) -> None:
-        """Take part in the rounds of other ranks until no rank has a batch any more. Every rank must call it."""
+        """Participate in the rounds of other ranks until no rank has a batch any more. Every rank must call it."""
 
         def follow(reducer: Reducer) -> None:
             while reducer.shadow():

@@ -120,10 +120,10 @@ class ProgressBar(Generic[Item]):
             self._tell()
 
     def show(self, **values: float) -> None:
-        """Show numbers of rank 0 beside the bar, such as `loss=0.25`. One-element tensors are numbers too.
+        """Display numbers of rank 0 beside the bar, such as `loss=0.25`. One-element tensors count as numbers.
 
         Raises:
-            TypeError: A value is no number; raised on rank 0.
+            TypeError: A value is not a number; raised on rank 0.
         """
         if self._display is not None:
             self._values |= {name: _number(value, name) for name, value in values.items()}

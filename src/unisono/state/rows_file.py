@@ -29,7 +29,7 @@ from unisono.state.safetensors_format import encode_header, type_name
 __all__ = ["RowsFile"]
 
 _MOST_ROWS = 10**18
-"""More than there are; what room the header gets is reckoned with it."""
+"""More rows than any file has. The size of the header is computed with this number."""
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class _FileColumn:
     """Of a row."""
     row_nbytes: int
     start: int = 0
-    """Where its first row lies in the file."""
+    """Position of its first row in the file."""
     spool: IO[bytes] | None = None
     """Holds its rows for now, if `start` is not known yet."""
 
@@ -152,7 +152,7 @@ class RowsFile:
 
 
 def _open_alone(path: Path) -> int:
-    """Open an empty file to write, and lock it: what a killed process has left is taken over, and no other's file."""
+    """Open an empty file for writing and lock it. Reuses a file of a killed process, never that of a live one."""
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
@@ -164,7 +164,7 @@ def _open_alone(path: Path) -> int:
                     "wait for it, or give another path"
                 ) from None
             except OSError:
-                pass  # this file system has no locks
+                pass  # the file system has no locks
             if _is_at(path, handle):
                 os.ftruncate(handle, 0)
                 return handle

@@ -1,6 +1,6 @@
 """Files with weights alone, which other programs read and write: safetensors files and those of torch.save.
 
-What is read is data only: files of torch.save are read by torch's restricted unpickler, which executes nothing. What is
+Only data is read: torch's restricted unpickler, which executes nothing, reads the files of torch.save. A file that is
 written appears under its name complete or not at all. Start reading at `read_weights` and `write_weights`.
 """
 
@@ -78,7 +78,7 @@ def _fill(file: io.FileIO, view: memoryview) -> None:
 def _unpickle(path: Path) -> Any:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what torch warns of is what it refuses then
+            warnings.simplefilter("ignore")  # torch refuses the things that it warns about here
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         # torch's message advises to execute the file, and says in one of its lines what it found.
@@ -189,7 +189,7 @@ def write_weights(path: Path, tensors: Mapping[str, Tensor], others: Mapping[str
 
 
 def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copy tensors to memory of their own: torch.save writes all of the memory that a tensor views."""
+    """Copy tensors to separate memory: torch.save writes the whole memory that a tensor views."""
     copies: dict[tuple[object, ...], Tensor] = {}
     for name, tensor in tensors.items():
         if (key := same_memory(tensor)) not in copies:

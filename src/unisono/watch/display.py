@@ -113,7 +113,7 @@ class Progress:
         return self._sayable(label)
 
     def _advance(self, look: Renderer, event: Event) -> None:
-        """Show the progress of a user loop; see `unisono.progress`."""
+        """Display the progress of a user loop; see `unisono.progress`."""
         bar = _whole(event, "bar") or 0
         view = self._bars.get(bar)
         if view is None:
@@ -236,14 +236,14 @@ class Progress:
         look.evaluated("" if number is None else self._label(number), metrics)
 
     def _log(self, look: Renderer, event: Event) -> None:
-        """Show logged numbers at the end of the epoch's row, or behind it if the row stands already."""
+        """Display logged numbers at the end of the epoch's row, or after it if the row is complete."""
         values = event.get("values")
         if not isinstance(values, Mapping):
             return
         found = {n: (self._label_of(n), value) for n in values if (value := _number(values, n)) is not None}
         view, number = self._epoch, _whole(event, "epoch")
         stands = view is None or (view.told and view.done > view.first)
-        # What is logged in every step also comes after the last one of an epoch, and needs no line of its own there.
+        # Numbers logged in every step also come after the last step of an epoch, where they need no separate line.
         if view is not None and (not stands or found.keys() <= view.logged.keys()):
             view.logged = {**view.logged, **found}
             if not stands:

@@ -1,6 +1,6 @@
 """The events of a run, one JSON object per line, and the log that writes them.
 
-An event is a flat dict: the time (`time`, Unix seconds), the kind (`event`, one of `Kind`), and the fields of the kind.
+An event is a flat dict: the time (`time`, Unix seconds), the kind (`event`, one of `Kind`), and that kind's fields.
 Each line is one write to a file opened for appending, so a killed process leaves whole lines and at most one incomplete
 last one. Only one rank has a log with sinks; on the others `EventLog()` does nothing. docs/events.md describes the
 kinds for readers. Losing a log never ends a run: see `EventLog`.
@@ -138,7 +138,7 @@ class EvaluationFields(TypedDict):
 
 
 class LogFields(TypedDict):
-    """The user's loop logged numbers of its own, by `Trainer.log`."""
+    """The user's loop logged numbers, by `Trainer.log`."""
 
     epoch: int
     """Number of the epoch, from 0; between two epochs, that of the last one."""

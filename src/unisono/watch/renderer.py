@@ -161,7 +161,7 @@ class Renderer(Protocol):
         """Write a permanent line that the user should see."""
 
     def saved(self, text: str) -> None:
-        """Show a message that need not stay."""
+        """Display a transient message."""
 
     def moved(self, epoch: EpochView) -> None:
         """Draw an epoch that started or made a step. Called for every step: must be cheap on average."""

@@ -86,7 +86,7 @@ class TerminalRenderer:
         self._keep(Text.assemble(("warning: ", "yellow"), text))
 
     def saved(self, text: str) -> None:
-        """Show the text in the live row for two seconds."""
+        """Display the text in the live row for two seconds."""
         self._saved, self._saved_s = text, self._clock()
 
     def moved(self, epoch: EpochView) -> None:

@@ -200,7 +200,7 @@ class SharedEngine(GradientAccumulation):
         return [piece for piece, _ in used], [total for _, total in used]
 
     def _let_change(self, change: Callable[[], None]) -> None:
-        """Let a function have a copy of the whole gradient, and take this rank's part of what it made of it."""
+        """Call a function that may change a copy of the whole gradient, and store this rank's part of the result."""
         runtime, step = self._runtime, self._step
         runtime.barrier("waiting for the whole gradient", step)
         given = self._rows.gradients

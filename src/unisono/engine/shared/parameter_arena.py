@@ -157,7 +157,7 @@ class SharedParameters:
 
     @contextmanager
     def writing(self) -> Iterator[Callable[[Tensor, Tensor], None]]:
-        """Let all ranks write values into tensors of the models; see `WeightWrites`. Begins and ends with a barrier.
+        """Return a context in which all ranks write weights; see `WeightWrites`. It begins and ends with a barrier.
 
         Raises:
             UnisonoError: On all ranks, if a parameter was written to since the last step. Nothing has been changed.

@@ -262,7 +262,7 @@ def _own_lines(frame: Frame, folder: str, times: str, *, marked: bool) -> list[t
 
 
 def _fold(groups: Sequence[list[tuple[str, str]]], most: int) -> Iterator[tuple[str, str]]:
-    """Leave out groups after the first one until at most `most` lines, or two groups, are left."""
+    """Yield the lines of groups; leave out groups after the first until at most `most` lines, or two groups, remain."""
     kept, left_out = list(groups), 0
     while sum(map(len, kept)) > most and len(kept) > 2:
         del kept[1]

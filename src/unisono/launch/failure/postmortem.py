@@ -36,7 +36,7 @@ class Postmortem:
     ) -> None:
         self._relay, self._generation = relay, generation
         self._verdict = verdict = generation.judge()
-        # For absent ranks that had not finished: what they did then.
+        # For absent ranks that had not finished, the remarks say what they were doing.
         missed = () if verdict.absent_finished else verdict.absent[:3]
         # Ranks that ended while they still handled an exception.
         ended = {failure.rank for failure in (verdict.cause, *verdict.same) if (failure.account or {}).get("handled")}

@@ -243,7 +243,7 @@ class CallRecorder:
         return _leave_to_python(recorded)
 
     def _group(self, group: Any) -> _RecordedGroup | None:
-        """Look up a group, without keeping it alive. Return None if this rank is not in it, or there is none yet."""
+        """Return a group, without keeping it alive; None if this rank is not in it, or it does not exist yet."""
         if group is None:
             if self._default is None:
                 self._default = self._look_up(self._c10d.GroupMember.WORLD)

@@ -1,4 +1,4 @@
-"""Observes the ranks for the agent: what each one does, which ones wait for which, and when to report it.
+"""Observes the ranks for the agent: the activity of each, which ones wait for which, and when to report it.
 
 Reads the ranks' status blocks a few times a second. Asks for a flight recorder only if its rank makes no progress or is
 not known to have met its peers, and for stacks only for a report. Never blocks the agent's loop for long: stacks are
@@ -157,7 +157,7 @@ class Observer:
         return self._deadline_s if any(watched.alive for watched in self._ranks.values()) else None
 
     def tick(self) -> list[str]:
-        """Look at the ranks if it is time, and return the reports to show."""
+        """Observe the ranks if `tick` is due, and return the reports to show."""
         now_s = time.monotonic()
         if now_s < self._deadline_s or self.next_deadline_s() is None:
             return []

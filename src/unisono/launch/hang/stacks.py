@@ -173,7 +173,7 @@ class StackRequest:
         return not self._asked
 
     def poll(self) -> bool:
-        """Look for the answer, ask the next process once it is complete, and return `done`."""
+        """Check for the answer, ask the next process once it is complete, and return `done`."""
         if self.done:
             return True
         now_s, size = time.monotonic(), os.fstat(self._dump).st_size
