@@ -1,8 +1,9 @@
-"""The state of a run at the moment when the loop last asked for a batch or an epoch, as long as it is still there.
+"""The state of a run at the moment when the loop last asked for a batch or an epoch, as long as it still exists.
 
-It is complete then: what the loop's body does before it asks again is done as a whole or not at all. So this is the
-state to save when the loop is left by break or by an error, and when the process ends. What is cheap to note is noted;
-the rest, such as weights, must not have changed since. Start reading at `AskedState.note` and `why_lost`.
+It is complete at that moment: the work of the loop's body until it asks again takes effect completely or not at all.
+This is therefore the state to save when the loop is left by break or by an error, and when the process ends. Small
+parts are noted; the rest, such as weights, must not have changed since. Start reading at `AskedState.note` and
+`why_lost`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ __all__ = ["AskedState"]
 
 
 class _Noted(NamedTuple):
-    """What is cheap to note of a state."""
+    """The parts of a state that are cheap to note."""
 
     place: Place
     settings: Hyperparameters
@@ -64,7 +65,7 @@ class AskedState:
             settings = settings_of(self._subjects.optimizers, self._subjects.others)
             writes = sum(p._version for p in self._parameters)
             self._noted = _Noted(self._cursor.place, settings, writes, len(self._history))
-        self.has_stepped = False  # only after the note is there: a signal may come between any two of these lines
+        self.has_stepped = False  # only once the note exists: a signal may come between any two of these lines
 
     @property
     def is_writing(self) -> bool:
@@ -82,7 +83,7 @@ class AskedState:
         return capture(self._subjects, facts, settings)
 
     def why_lost(self) -> str | None:
-        """Return why the state that was noted is gone; None if it is still there."""
+        """Return why the noted state no longer exists; None if it does."""
         if self.is_writing:
             return "the process ended while weights were written"
         if self.has_stepped:
@@ -105,9 +106,9 @@ class AskedState:
                 best.drop(f"{why}. Evaluate as the last thing in the body of the loop")
 
     def save_left(self) -> None:
-        """Save the state in the background, if it is still there: by break or an error the loop has ended.
+        """Save the state in the background, if it still exists, after the loop has ended by break or an error.
 
-        This runs where an exception reaches nobody, so failures are warnings, and a signal waits.
+        It runs where an exception cannot propagate, so failures are warnings, and a signal waits.
         """
         noted, self.is_leaving = self._noted, True
         try:

@@ -1,7 +1,7 @@
-"""Which checkpoint of a run is the best by a metric, from an evaluation to the record on the disk.
+"""The best checkpoint of a run by a metric, from an evaluation to the record on disk.
 
-An evaluation belongs to the checkpoint of its step. One that is better than the best so far makes a candidate, which
-is recorded once a checkpoint of that step is on the disk; until then the one before stays recorded, and so is never
+An evaluation belongs to the checkpoint of its step. If it is better than the best so far, it becomes the candidate,
+which is recorded once a checkpoint of that step is on disk. Until then the previous one stays recorded, so it is never
 pruned. Used on rank 0. Start reading at `BestCheckpoint`.
 """
 
@@ -25,7 +25,7 @@ class BestCheckpoint:
 
     Args:
         store: The checkpoints.
-        policy: Says which metric decides, if any.
+        policy: Names the metric that decides, if any.
         warn: Called with sentences for the user.
     """
 
@@ -44,9 +44,9 @@ class BestCheckpoint:
         """The step at which other weights were loaded."""
 
     def begin(self, history: EvaluationHistory, *, step: int, resumed: bool) -> None:
-        """Take up the record of a run that continues at a step.
+        """Read the record of a run that continues at a step, and correct it from the history of evaluations.
 
-        The history may know a better one than the record, if the process died before it could be recorded, or if the
+        The history may hold a better evaluation than the record: if the process died before recording it, or if the
         record was lost or is of another metric.
         """
         self._on_disk = step if resumed else None
@@ -97,7 +97,7 @@ class BestCheckpoint:
         )
 
     def drop(self, why: str) -> None:
-        """Give up the candidate, since its state is gone before it was saved."""
+        """Discard the candidate, whose state was lost before it could be saved."""
         if self._candidate is not None:
             best, self._candidate = self._candidate, None
             self._warn(
@@ -105,14 +105,14 @@ class BestCheckpoint:
             )
 
     def settle(self, error: object) -> None:
-        """Account for the end of a write, with its error or None; record a candidate that is on the disk."""
+        """Handle the end of a write, with its error or None; record a candidate that is on disk."""
         if self._in_flight is not None and error is not None:
             self._candidate = self._candidate or self._in_flight
         self._in_flight = self._writing = None
         self.record_written()
 
     def record_written(self) -> None:
-        """Record the candidate if its checkpoint is on the disk. No write may be in progress."""
+        """Record the candidate if its checkpoint is on disk. No write may be in progress."""
         if self._candidate is not None and self._candidate.step == self._on_disk:
             best, self._candidate = self._candidate, None
             try:
@@ -138,7 +138,7 @@ class BestCheckpoint:
                 self.drop("no checkpoint of it could be written")
 
     def written(self, step: int) -> None:
-        """Note that this checkpoint is on the disk, and record it if it is the best. Called before older ones go.
+        """Note that this checkpoint is on disk, and record it if it is the best. Called before older ones are removed.
 
         Raises:
             CheckpointError: It cannot be recorded.
@@ -148,7 +148,7 @@ class BestCheckpoint:
             self._record(self._in_flight)
 
     def weights_replaced(self, step: int) -> None:
-        """Note that the weights at a step are other ones now than those that were evaluated or saved there."""
+        """Note that the weights at a step are no longer those that were evaluated or saved there."""
         self.drop("other weights were loaded before the loop asked for its next batch")
         self._on_disk, self._replaced = None, step
 

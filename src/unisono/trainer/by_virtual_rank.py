@@ -21,7 +21,7 @@ __all__ = ["ByVirtualRank"]
 
 
 class ByVirtualRank:
-    """What a Trainer offers to code that works for one virtual rank after the other."""
+    """The methods of a Trainer that call code for each of its virtual ranks in turn."""
 
     _run: RunContext
     _loop: Loop
@@ -35,14 +35,14 @@ class ByVirtualRank:
     def generator(self, name: str, virtual_rank: int, *, device: str | torch.device = "cpu") -> torch.Generator:
         """Return a generator of random numbers for one virtual rank, at this place of the run.
 
-        Its seed follows from (seed, name, epoch, step, virtual rank), and from whether the step has been done: nothing
-        is saved, and every rank may ask for that of any virtual rank. The same call draws the same numbers again until
-        the next step: use another name for other numbers.
+        Its seed depends on (seed, name, epoch, step, virtual rank), and on whether the step has been done. Nothing is
+        saved, and every rank may ask for the generator of any virtual rank. Until the next step, the same call returns
+        a generator of the same numbers: use another name for other numbers.
 
         Args:
-            name: What the numbers are for, without spaces.
+            name: The purpose of the numbers, without spaces.
             virtual_rank: The virtual rank, such as one of `local_virtual_ranks`.
-            device: Where the numbers are drawn.
+            device: The device on which numbers are drawn.
 
         Raises:
             TypeError: An argument has the wrong type.
@@ -61,9 +61,9 @@ class ByVirtualRank:
     ) -> Iterator[Batch]:
         """Yield batches that a function makes for each virtual rank, such as the episodes of reinforcement learning.
 
-        They take the place of `batches`: pass them to `step`. An epoch has `steps` of them, and after a resume those
-        that are left are yielded. Each is made when the loop asks for it, with the weights of that moment. Every rank
-        must call it. Ranks send each other the numbers of their samples.
+        Use it instead of `batches`, and pass the batches to `step`. An epoch has `steps` of them; after a resume, the
+        remaining ones are yielded. Each is made when the loop asks for it, with the weights of that moment. Every rank
+        must call it. Ranks exchange their numbers of samples.
 
         Args:
             function: Called as function(model) for each virtual rank of this rank, in evaluation mode and without
@@ -95,18 +95,19 @@ class ByVirtualRank:
         return self._loop.batches(Rollouts(self._calls, function, steps=steps, micro_batch_size=micro_batch_size))
 
     def collect(self, function: Callable[[Any], Any], *, name: str = "collect") -> list[Any]:
-        """Call a function once for each virtual rank, and return on every rank what all of them returned, in order.
+        """Call a function once for each virtual rank, and return the results of all of them, in order, on every rank.
 
-        Use it for what every rank needs of all virtual ranks, such as transitions for a replay buffer or the returns of
-        test episodes. Every rank must call it. Memory and traffic: each rank sends its results to all others.
+        Use it for results of all virtual ranks that every rank needs, such as transitions for a replay buffer or the
+        returns of test episodes. Every rank must call it. Memory and traffic: each rank sends its results to all
+        others.
 
         Args:
             function: Called as function(model), like that of `rollouts`; it returns any value that can be pickled.
-            name: What its random numbers are for, without spaces. They follow from seed, name, place of the run and
-                virtual rank: a second call at the same place needs another name to draw others.
+            name: The purpose of its random numbers, without spaces. They depend on seed, name, place in the run and
+                virtual rank: a second call at the same place needs another name to draw other numbers.
 
         Returns:
-            The results, in the order of virtual ranks. Tensors may share memory with what function returned.
+            The results, in the order of virtual ranks. Tensors may share memory with the results of function.
 
         Raises:
             RuntimeError: It is called inside a loss function or an evaluated function, or torch's process group failed.
@@ -134,7 +135,7 @@ class ByVirtualRank:
 
 
 def _stream(name: str) -> str:
-    """Return a name that may stand in a key."""
+    """Return a name that can be part of a key."""
     name = text("name", name)
     if len(name.split()) != 1 or name != name.strip():
         raise ValueError(f"name={name!r} must have no spaces in it: it is a part of the key of random numbers")

@@ -1,8 +1,9 @@
-"""State of virtual ranks: what goes from the share of one batch to the next share of the same virtual rank.
+"""State that each virtual rank carries from its share of one batch to its share of the next.
 
-The hidden state of a recurrent network is such a state, or an environment in the middle of its episode. It belongs to
-the run like weights do: a step that fails puts it back, rank 0 has all of it whenever a checkpoint may be written, and
-a resume deals it out again, on any number of ranks. `Carried` is what users see; `CarriedStates` are those of a run.
+Examples are the hidden state of a recurrent network, or an environment in the middle of an episode. Like weights, it
+belongs to the run: a step that fails restores it, rank 0 has all of it whenever a checkpoint may be written, and a
+resume distributes it again, on any number of ranks. `Carried` is the class for users; `CarriedStates` are those of a
+run.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ class _CarriedValue(NamedTuple):
     """The value of one virtual rank."""
 
     value: Any
-    """Holds tensors without a graph, which nobody writes to."""
+    """Holds tensors without a graph, which must not be written to."""
     versions: tuple[int, ...]
-    """How often each tensor had been written to when it was stored."""
+    """The version of each tensor when it was stored."""
 
     @classmethod
     def of(cls, value: Any) -> _CarriedValue:
@@ -41,7 +42,7 @@ class _CarriedValue(NamedTuple):
 
 
 class Carried:
-    """A value for each virtual rank that goes from one batch to the next, such as a hidden state.
+    """A value that each virtual rank carries from one batch to the next, such as a hidden state.
 
         hidden = unisono.Carried(lambda: torch.zeros(2, 4, 64), reset_each_epoch=True)
         trainer = unisono.Trainer(model, optimizer, virtual_ranks=8, stateful={"hidden": hidden})
@@ -50,9 +51,9 @@ class Carried:
             output, hidden.value = model(batch[0], hidden.value)
             ...
 
-    Give it to one Trainer, among `stateful`. `value` may then be read and set in functions that the Trainer calls for
-    one virtual rank: loss functions, `encode`, evaluated functions, and the functions of `rollouts` and `collect`. It
-    is saved in checkpoints, and put back if a step fails. Evaluations begin with new values and do not change those of
+    Pass it to one Trainer, in `stateful`. `value` may then be read and set in functions that the Trainer calls for one
+    virtual rank: loss functions, `encode`, evaluated functions, and the functions of `rollouts` and `collect`. It is
+    saved in checkpoints, and restored if a step fails. Evaluations begin with new values and do not change those of
     training.
 
     Args:
@@ -71,27 +72,27 @@ class Carried:
         self.reset_each_epoch: bool = flag("reset_each_epoch", reset_each_epoch)
         """True if values are forgotten when the batches of an epoch begin."""
         self._entries: dict[int, _CarriedValue] = {}
-        """By virtual rank of this rank; those that had no value yet are missing."""
+        """By virtual rank of this rank; without those that have no value yet."""
         self._before: dict[int, _CarriedValue] | None = None
         """The entries at the start of a step, while it runs."""
         self._virtual_rank: int | None = None
-        """The virtual rank whose function runs; None outside of such functions."""
+        """The virtual rank whose function is running; None outside such functions."""
         self._micro_batches = 1
         self._run: RunContext | None = None
         self._kept: dict[str, Any] = {"values": {}, "accelerated": {}}
 
     @property
     def value(self) -> Any:
-        """The value of the virtual rank whose samples the running function has been given.
+        """The value of the virtual rank whose samples the running function has received.
 
-        Set it to a tensor, a number, a string, or a tuple, list or dict of such; a copy without a graph is kept. Do not
-        write to the tensors that it returns.
+        Set it to a tensor, a number, a string, or a tuple, list or dict of these; a copy without a graph is kept. Do
+        not write to the tensors that it returns.
 
         Raises:
-            RuntimeError: No function of one virtual rank is running, or its Trainer does not know this object.
+            RuntimeError: No function of one virtual rank is running, or this object was not passed to its Trainer.
             LossError: The tensors of the value have been written to; or the function is called for several
                 micro-batches of the virtual rank, of which only the first would continue the batch before.
-            TypeError: It is set to something that a checkpoint cannot hold.
+            TypeError: It is set to a value that a checkpoint cannot hold.
         """
         virtual_rank = self._find()
         entry = self._entries.get(virtual_rank)
@@ -119,7 +120,7 @@ class Carried:
         return self._kept
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over this rank's values from those of all virtual ranks."""
+        """Set this rank's values from those of all virtual ranks."""
         if self._run is None:
             raise RuntimeError(_UNKNOWN)
         self._kept = {"values": dict(state["values"]), "accelerated": dict(state["accelerated"])}
@@ -138,7 +139,7 @@ class Carried:
         self._run = run
 
     def _find(self) -> int:
-        """Return the virtual rank whose value is meant."""
+        """Return the virtual rank whose function is running."""
         if self._virtual_rank is None:
             raise RuntimeError(
                 "the value of a Carried belongs to a virtual rank, and none is being computed here: use it in a "
@@ -163,7 +164,7 @@ class Carried:
             )
 
     def _end(self) -> None:
-        """Check the value of a function that has returned, and leave its virtual rank."""
+        """Check the value after its function has returned, and end the calls for the virtual rank."""
         if self._virtual_rank in self._entries:
             self._check(self._entries[self._virtual_rank])
         self._virtual_rank = None
@@ -177,7 +178,7 @@ class CarriedStates:
         run: The constants of the run.
 
     Raises:
-        ValueError: One of the objects belongs to another Trainer, or is there under two names.
+        ValueError: One of the objects belongs to another Trainer, or has two names.
     """
 
     def __init__(self, carried: Mapping[str, Carried], run: RunContext) -> None:
@@ -189,7 +190,7 @@ class CarriedStates:
         return bool(self._carried)
 
     def begin(self, virtual_rank: int, *, micro_batches: int = 1) -> None:
-        """Prepare for calls for a virtual rank: in a step, with the values from before it."""
+        """Prepare calls for a virtual rank: in a step, with the values from before it."""
         for each in self._carried:
             each._virtual_rank, each._micro_batches = virtual_rank, micro_batches
             if each._before is None:
@@ -209,7 +210,7 @@ class CarriedStates:
             each._end()
 
     def transaction(self) -> AbstractContextManager[None]:
-        """Return a context that puts all values back if it ends with an exception."""
+        """Return a context that restores all values if it ends with an exception."""
         return self._transaction() if self._carried else nullcontext()
 
     @contextmanager
@@ -228,7 +229,7 @@ class CarriedStates:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Return a context with new values, which are forgotten at its end."""
+        """Return a context with new values, which are discarded at its end."""
         before = [each._entries for each in self._carried]
         for each in self._carried:
             each._entries = {}
@@ -245,7 +246,7 @@ class CarriedStates:
                 each._entries.clear()
 
     def keep(self) -> None:
-        """Bring the values of all ranks to rank 0, for checkpoints. Every rank must call it.
+        """Collect the values of all ranks on rank 0, for checkpoints. Every rank must call it.
 
         Traffic: each rank sends its values to rank 0.
         """
@@ -278,6 +279,6 @@ def _copied(tensor: Tensor) -> Tensor:
 
 
 def _placed(value: Any, accelerated: list[bool], device: torch.device) -> Any:
-    """Return a value with its tensors where they were, as far as `device` has an accelerator."""
+    """Return a value with its tensors on the kinds of devices where they were, if `device` is an accelerator."""
     where = iter(accelerated)
     return map_tensors(value, lambda tensor: tensor.to(device if next(where) else _CPU))

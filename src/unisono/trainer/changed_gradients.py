@@ -16,14 +16,14 @@ __all__ = ["check_gradients"]
 
 
 def check_gradients(world: World, trained: Trained, error: Exception | None) -> None:
-    """Compare the gradients that ranks have made of equal ones. Every rank must call it.
+    """Compare the gradients that `on_gradients` left on each rank. Every rank must call it.
 
     Costs one pass over the gradient and one small exchange.
 
     Args:
         world: The ranks.
         trained: The parameters.
-        error: What the function raised on this rank, if it did. It is raised here once the others know.
+        error: The exception that the function raised on this rank, if any. It is raised here once the others know.
 
     Raises:
         PeerError: The function raised an error on another rank.
@@ -44,7 +44,7 @@ def check_gradients(world: World, trained: Trained, error: Exception | None) -> 
 
 
 def _checksum(gradient: Tensor | None) -> int | None:
-    """Return a number of 64 bits that is equal for equal gradients, and hardly for others."""
+    """Return a 64-bit number that is equal for equal gradients, and almost certainly different for others."""
     if gradient is None:
         return None
     values = gradient.coalesce().values() if gradient.is_sparse else gradient

@@ -46,7 +46,7 @@ class Checkpointing:
         """False while a checkpoint is being written, and after that has failed."""
         self._last_s = time.monotonic()
         self._raised: BaseException | None = None
-        """What a listener of the event "checkpoint" raised in the writer's thread."""
+        """The exception of a listener of the event "checkpoint", raised in the writer's thread."""
 
     def find(self, resume: Resume) -> ResumedRun | None:
         """Lock the directory and return the newest good checkpoint; None without a directory.
@@ -156,7 +156,7 @@ class Checkpointing:
             )
 
     def hold_on_all(self) -> None:
-        """Do as `hold`, and raise on all ranks if rank 0 has to. Every rank must call it. One small exchange."""
+        """Call `hold`, and raise on all ranks if it raises on rank 0. Every rank must call it. One small exchange."""
         if self._store is None:
             return
         error: CheckpointError | None = None
@@ -170,7 +170,7 @@ class Checkpointing:
         """Write a checkpoint in the background if the policy asks for one now, or if it would be the best one.
 
         Raises:
-            BaseException: On rank 0, what a listener raised when an earlier checkpoint was written; nothing is saved.
+            BaseException: On rank 0, the exception of a listener from an earlier checkpoint; nothing is saved.
             CheckpointError, ValueError: On rank 0, see `save`.
         """
         self._raise_for_listener()
@@ -194,14 +194,14 @@ class Checkpointing:
         A full disk does not end a run: an earlier failure becomes a warning event, and this newer state is written.
 
         Raises:
-            BaseException: What a listener raised when an earlier checkpoint was written; nothing is saved.
+            BaseException: The exception of a listener from an earlier checkpoint; nothing is saved.
             CheckpointError: The directory is not available (see `hold`), or the state cannot be stored.
         """
         self._raise_for_listener()
         self.submit(place, capture)
 
     def submit(self, place: Place, capture: Callable[[], Snapshot]) -> None:
-        """Do as `save`, but leave what a listener raised for later."""
+        """Write a checkpoint as `save` does, but keep a listener's exception for later."""
         self.hold()
         if self._writer is not None:
             error = self._wait()

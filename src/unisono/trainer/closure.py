@@ -1,8 +1,8 @@
-"""Optimizers that look at the loss at other weights within a step, such as LBFGS and SAM.
+"""Optimizers that evaluate the loss at other weights within a step, such as LBFGS and SAM.
 
-They get a closure, as they do from a loop of plain torch. Each call of it is the loss of the global batch and its
-gradient at the weights of that moment, with the random numbers of the step. The first look of a step has been had
-already: as long as nobody has written weights the closure returns it again. All ranks see the same numbers, so their
+They get a closure, as they do from a loop of plain torch. Each call of it computes the loss of the global batch and its
+gradient at the present weights, with the random numbers of the step. The first evaluation of a step has already been
+done: until weights are written, the closure returns its result again. All ranks see the same numbers, so their
 optimizers decide the same.
 """
 
@@ -49,15 +49,15 @@ def check_closure(optimizer: Optimizer, engine: Engine, *, scaled: bool) -> None
 def step_with_closure(
     optimizer: Optimizer, trained: Trained, loss: float, evaluate: Callable[[], float], step: StepTransaction
 ) -> None:
-    """Let an optimizer perform a step with a closure.
+    """Perform an optimizer's step with a closure.
 
-    If that fails, weights and the optimizer's state are those from before, which takes memory for a copy of both.
+    If it fails, weights and the optimizer's state are restored, which takes memory for a copy of both.
 
     Args:
         optimizer: The optimizer.
         trained: The parameters.
         loss: The loss at the present weights, whose gradient p.grad is.
-        evaluate: Computes loss and gradient at the weights of the moment.
+        evaluate: Computes loss and gradient at the present weights.
         step: The step under way.
     """
     parameters = trained.parameters

@@ -1,4 +1,4 @@
-"""The short form of the loop: training and evaluation by one call, with functions that are called on the way."""
+"""The short form of the loop: training and evaluation in one call, with callbacks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Values = dict[str, Average]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Callbacks:
-    """Functions that `fit` calls with the Trainer and what has happened; True as their result ends the training."""
+    """Functions that `fit` calls with the Trainer and a result. If one returns True, the training ends."""
 
     on_step: Callable[[Any, StepResult], object] | None = None
     """After each step."""
@@ -35,12 +35,12 @@ class Callbacks:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Validation:
-    """What `fit` evaluates, and when."""
+    """The evaluations of `fit`, and when they are due."""
 
     dataset: Any
-    """None: nothing."""
+    """None: no evaluation."""
     functions: Mapping[str, Loss]
-    """What to evaluate, by name."""
+    """The functions to evaluate, by name."""
     every_steps: int | None
     """Evaluate also within an epoch, after this many steps of the run; None: after each epoch alone."""
     options: Mapping[str, Any]
@@ -127,8 +127,8 @@ def run_epochs(
         epochs: The epochs that are left.
         loss_fn: The loss function.
         make_batches: Returns the batches that are left of the current epoch.
-        validation: What to evaluate.
-        callbacks: What to call.
+        validation: The evaluations.
+        callbacks: The functions to call.
     """
     for epoch in epochs:
         evaluated: Values | None = None

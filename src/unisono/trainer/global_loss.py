@@ -1,13 +1,13 @@
 """A loss over the whole global batch: the samples of each share are encoded, and the loss sees the encodings of all.
 
-First each rank encodes its shares. Encodings travel to all ranks and are put into the order of the batch, whoever made
-them. Each rank computes the loss of all of them, and its gradient for each encoding; that of its own shares goes back
-through the encoder. What parameters get from the loss function itself, such as a temperature, counts as virtual rank
-0's. So all is as if one process had computed the batch at once.
+First each rank encodes its shares. The encodings are sent to all ranks and put into the order of the batch. Each rank
+computes the loss of all of them and the gradient of each encoding, and propagates those of its own shares back through
+the encoder. Gradients of parameters that the loss function itself uses, such as a temperature, count as virtual rank
+0's. The result is that of one process with the whole batch.
 
-With `recompute` encodings are first made without a graph and made again, share by share, with the same random numbers
-when their gradient is known: the memory is that of one micro-batch (Gao et al., "Scaling Deep Contrastive Learning
-Batch Size under Memory Limited Setup", 2021). The bits are the same.
+With `recompute`, encodings are first computed without a graph, and again, share by share and with the same random
+numbers, when their gradients are known: the memory is that of one micro-batch (Gao et al., "Scaling Deep Contrastive
+Learning Batch Size under Memory Limited Setup", 2021). The bits are the same.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class EncodedShare(NamedTuple):
     """The encodings of a virtual rank's samples."""
 
     skeleton: Any
-    """What the function returned, with a number in the place of each tensor."""
+    """The result of the function, with a number in place of each tensor."""
     parts: list[list[Tensor]]
-    """By micro-batch its tensors."""
+    """The tensors of each micro-batch."""
     new_buffers: bool
     """True if the encoder changed a buffer that no step before had changed."""
 
     def message(self) -> tuple[Any, list[Tensor]]:
-        """Return what other ranks need to know of the share."""
+        """Return the facts about the share that other ranks need."""
         return self.skeleton, [torch.cat(tensors).detach().cpu() for tensors in zip(*self.parts, strict=True)]
 
 
@@ -57,9 +57,9 @@ class EncodedBatch(NamedTuple):
     """The encodings of all samples of a global batch, in the order of the batch."""
 
     value: Any
-    """As the function returned it for some samples."""
+    """In the form in which the function returns it for some samples."""
     tensors: list[Tensor]
-    """The tensors in it; those of floating point are leaves that require a gradient."""
+    """The tensors in it; floating-point ones are leaves that require a gradient."""
 
 
 class GlobalGradients(NamedTuple):
@@ -81,13 +81,13 @@ def encode_share(
     Args:
         share: The share.
         encode: Encodes the items of a micro-batch.
-        forward: The context to do so in, by the number of samples.
+        forward: Returns the context for this, given the number of samples.
 
     Returns:
         The skeleton, and the tensors by micro-batch; see `EncodedShare`.
 
     Raises:
-        LossError: The function returned something else than tensors with a row for each sample.
+        LossError: The function returned anything other than tensors with a row for each sample.
     """
     skeletons, parts = [], []
     for micro_batch in share.micro_batches:
@@ -116,14 +116,14 @@ def assemble_batch(
     Args:
         world: The ranks.
         own: The encodings of this rank's shares, by virtual rank.
-        error: What kept this rank from making them, if anything did. It is raised here once the others know.
+        error: The exception that kept this rank from computing them, if any. It is raised here once the others know.
         size: Samples of the global batch.
         virtual_ranks: Shares of a whole batch.
-        device: Where this rank computes.
+        device: The device of this rank.
 
     Raises:
         PeerError: Another rank could not encode its samples.
-        LossError: On all ranks, if encodings do not fit together.
+        LossError: On all ranks, if encodings do not match each other.
     """
     message = {} if error is not None else {v: share.message() for v, share in own.items()}
     shares: dict[int, tuple[Any, list[Tensor]]] = {}
@@ -170,11 +170,11 @@ def run_backward(
     direct: Sequence[tuple[Tensor, Tensor]],
     inputs: Sequence[Tensor] | None,
 ) -> None:
-    """Hand gradients down to encodings, and those that parameters got from the loss function to these.
+    """Propagate gradients back from encodings, and add those that parameters got from the loss function itself.
 
     Args:
         parts: The encodings of a micro-batch.
-        gradients: The gradient of each, None where the loss does not depend on it.
+        gradients: The gradient of each; None if the loss does not depend on it.
         direct: Parameters and their gradients, with the last micro-batch of a leaf.
         inputs: The parameters to compute gradients for. None: all that lead there.
     """
@@ -205,7 +205,7 @@ def rows_of(virtual_rank: int, samples: Sequence[int], *, virtual_ranks: int) ->
 
 
 def _skeleton(value: Any, tensors: list[Tensor], samples: int) -> Any:
-    """Put tensors aside, and return what they were in with their numbers in their places."""
+    """Append the tensors to a list, and return the value with their numbers in their places."""
     if isinstance(value, Tensor):
         if not value.dim() or value.shape[0] != samples:
             raise LossError(

@@ -1,4 +1,4 @@
-"""What a Trainer computes without training: evaluations and predictions."""
+"""The methods of a Trainer that compute without training: evaluations and predictions."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ class Inference:
     ) -> Any:
         """Return the mean of a function's values over all samples of a dataset, each of which counts once.
 
-        Every rank must call it, with an equal dataset. Afterwards each module is in its mode from before. Ranks send
-        each other their sums once, at the end.
+        Every rank must call it, with an equal dataset. Afterwards the mode of each module is restored. Ranks exchange
+        their sums once, at the end.
 
         Args:
             function: Called as function(model, micro_batch), without gradients and in evaluation mode. It returns one
@@ -72,7 +72,7 @@ class Inference:
             name: The name of the result in events and on the terminal.
 
         Returns:
-            An `Average`, a float that knows its sum and count; a dict of them if the function returned a dict.
+            An `Average`, a float with its sum and count; a dict of them if the function returned a dict.
 
         Raises:
             RuntimeError: It is called inside a loss function or an evaluated function, or torch's process group failed.
@@ -118,8 +118,8 @@ class Inference:
     ) -> Any:
         """Return a function's outputs for all samples of a dataset, in its order, the same on any number of ranks.
 
-        Every rank must call it, with an equal dataset. Random numbers and modes are those of `evaluate`. Outputs travel
-        in chunks of about 64 MB.
+        Every rank must call it, with an equal dataset. Random numbers and modes are those of `evaluate`. Outputs are
+        sent in chunks of about 64 MB.
 
         Args:
             function: Called as function(model, micro_batch), without gradients and in evaluation mode. It returns a
@@ -130,7 +130,7 @@ class Inference:
             ema: Use the averaged weights.
             to: "main" returns the outputs on rank 0 and None elsewhere; "all" returns them on all ranks; the path of a
                 .safetensors file writes them there and returns the path, in the memory of a chunk; "iterator" returns
-                an iterator over the outputs of each batch, as they come. Every rank must take as many from it.
+                an iterator over the outputs of each batch, as they are computed. Every rank must take the same number.
 
         Returns:
             CPU tensors in the form in which function returns them, a path, or an iterator.

@@ -351,7 +351,7 @@ class Loop:
         self._kept = cursor.place
 
     def _begin_alone(self) -> None:
-        """Do what a loop over epochs does before the batches of an epoch, where there is none."""
+        """Prepare the batches of an epoch as a loop over epochs does, where there is none."""
         self._keeper.hold_on_all()
         if self._exhausted == self._cursor.epoch:
             self._end_epoch()

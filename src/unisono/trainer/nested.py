@@ -1,4 +1,4 @@
-"""Tensors in nested tuples, lists and dicts: what users' functions return for a virtual rank."""
+"""Tensors in nested tuples, lists and dicts, such as the results of users' functions for a virtual rank."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What a function may return as the outputs of some samples, and how the outputs of many shares become one tensor.
+"""The outputs that a function may return for some samples, and how the outputs of many shares become one tensor.
 
-The function returns a tensor whose first dimension is the samples, or a dict or tuple of such tensors: the same form
-for all micro-batches: the names, types and shapes of a row are a `Layout`. Pure: no ranks, no files.
+The function returns a tensor whose first dimension is the samples, or a dict or tuple of such tensors, in the same form
+for all micro-batches. A `Layout` has the names, types and shapes of a row. Pure: no ranks, no files.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The form of what the function returns."""
+    """The form of the outputs that the function returns."""
 
     kind: Literal["tensor", "dict", "tuple"]
     columns: tuple[Column, ...]
@@ -114,7 +114,7 @@ def place_rows(
     """Return the outputs of some batches in the order of their samples.
 
     Args:
-        column: What the rows are.
+        column: The description of the rows.
         parts: One tensor for each rank: batch by batch the rows of its virtual ranks, in their order.
         blocks: Each rank's virtual ranks.
         sizes: The samples of each batch. Virtual rank v of V has the samples v, v + V, v + 2V, … of a batch.

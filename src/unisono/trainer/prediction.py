@@ -1,8 +1,8 @@
 """Prediction: the outputs of a function for every sample of a dataset, in its order, on any number of ranks.
 
 Each rank computes its virtual ranks' shares of every batch, as in training. After a chunk of some batches, one small
-exchange tells all ranks whether a rank failed, and all of them raise; then the outputs of the chunk travel. So the
-memory on the way is that of a chunk. Start reading at `Predictor.collect`.
+exchange tells all ranks whether a rank failed, and if so all of them raise; then the outputs of the chunk are sent. The
+memory for this is that of a chunk. Start reading at `Predictor.collect`.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from unisono.trainer.step import Loss
 __all__ = ["Destination", "Predictor", "read_destination"]
 
 Destination: TypeAlias = Literal["main", "all", "iterator"] | Path
-"""Where outputs go."""
+"""The destination of outputs."""
 
 _CALL = "trainer.predict"
 _CHUNK_NBYTES = 64 << 20
-"""About how many bytes of outputs, over all ranks, are computed before they travel."""
+"""About how many bytes of outputs, over all ranks, are computed before they are sent."""
 _SHOWN = 4
 _SUFFIX = ".safetensors"
 
@@ -54,8 +54,8 @@ def read_destination(to: Any) -> Destination:
     """Read the argument `to` of `Trainer.predict`.
 
     Raises:
-        TypeError: It is neither a text nor a path.
-        ValueError: It is another text, or a path of another kind of file.
+        TypeError: It is neither a string nor a path.
+        ValueError: It is another string, or the path of another kind of file.
 
     >>> read_destination("all"), read_destination("out/test.safetensors")
     ('all', PosixPath('out/test.safetensors'))
@@ -73,11 +73,11 @@ def read_destination(to: Any) -> Destination:
 
 
 _Example: TypeAlias = tuple[Layout, tuple[int, ...]]
-"""What the function returned, and for which samples."""
+"""A form of outputs, and the samples for which the function returned it."""
 
 
 class _Report(NamedTuple):
-    """What one rank tells the others of its part of a chunk."""
+    """The report of one rank to the others about its part of a chunk."""
 
     sizes: tuple[int, ...]
     """Samples of each batch, over all ranks."""
@@ -89,31 +89,31 @@ class _Report(NamedTuple):
 
 @dataclass(slots=True)
 class _Chunk:
-    """What one rank has of some batches."""
+    """The part of some batches that one rank computes."""
 
     failure: Exception | None = None
     sizes: list[int] = field(default_factory=list)
     ended: bool = False
     examples: list[_Example] = field(default_factory=list)
     rows: dict[str, list[Tensor]] = field(default_factory=dict)
-    """Batch by batch those of this rank's virtual ranks, in their order."""
+    """The rows of this rank's virtual ranks, batch by batch and in their order."""
 
     def report(self) -> _Report:
-        """Return what the other ranks must know."""
+        """Return the report for the other ranks."""
         return _Report(tuple(self.sizes), self.ended, tuple(self.examples))
 
 
 class _OutputSink(Protocol):
-    """Takes the outputs, chunk by chunk."""
+    """Receives the outputs, chunk by chunk."""
 
     def take(self, layout: Layout, rows: Rows) -> None:
         """Take the outputs of the next samples."""
 
     def finish(self) -> None:
-        """Complete what was taken."""
+        """Complete the output."""
 
     def close(self) -> None:
-        """Release what is open; without `finish` before, drop what was taken."""
+        """Release open files; without an earlier `finish`, discard the output."""
 
 
 class Predictor:
@@ -124,7 +124,7 @@ class Predictor:
         function: Called as function(models, micro_batch); see `outputs.read_outputs` for what it returns.
         models: Its first argument.
         modules: The modules among them, which are put into evaluation mode.
-        cursor: The place of the run, for the random numbers that the loop draws afterwards.
+        cursor: The place in the run, for the random numbers that the loop draws afterwards.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Predictor:
             rows: The number of samples, None if it is not known.
 
         Raises:
-            LossError: The function returned something else than `read_outputs` takes, or not the same for all samples.
+            LossError: The function returned outputs that `read_outputs` refuses, or of different forms.
             DataError: Ranks found different numbers of samples.
             OSError: On rank 0, if the file cannot be written.
             PeerError: Another rank failed.
@@ -178,7 +178,7 @@ class Predictor:
         return sink.outputs() if isinstance(sink, _MemorySink) else None
 
     def stream(self, batches: Iterator[Batch], begin: Callable[[], None]) -> Iterator[Any]:
-        """Yield the outputs of each batch, on every rank. Every rank must ask for as many.
+        """Yield the outputs of each batch, on every rank. Every rank must ask for the same number.
 
         Between two batches, modules are in their own modes, and gradients are on.
 
@@ -198,14 +198,14 @@ class Predictor:
                     layout = self._exchange(chunk)
                     rows = None if layout is None else self._send(chunk, layout, everywhere=True)
             finally:
-                # The loop draws other numbers behind each batch.
+                # The loop draws different numbers after each batch.
                 self._run.set_generators("predict/loop", self._cursor.epoch, self._cursor.step, number)
             if layout is None or rows is None:
                 return
             yield layout.rebuild(rows)
 
     def _fill(self, sink: _OutputSink | None, batches: Iterator[Batch], *, everywhere: bool) -> None:
-        """Compute all batches, and give their outputs to this rank's sink."""
+        """Compute all batches, and pass their outputs to this rank's sink."""
         first: _Example | None = None
         failure: Exception | None = None
         most, ended = 1, False
@@ -223,7 +223,7 @@ class Predictor:
                     sink.take(layout, rows)
                 if sink is not None and ended:
                     sink.finish()
-            except Exception as error:  # whatever it is, it is raised once the other ranks know
+            except Exception as error:  # of any class: it is raised once the other ranks know
                 failure = error
         self._exchange(_Chunk(failure))
 
@@ -237,7 +237,7 @@ class Predictor:
                     chunk.ended = True
                     break
                 self._add(chunk, batch)
-        except Exception as error:  # whatever it is, it is raised once the other ranks know
+        except Exception as error:  # of any class: it is raised once the other ranks know
             chunk.failure = error
         return chunk
 
@@ -264,11 +264,11 @@ class Predictor:
                     chunk.rows.setdefault(name, []).append(tensor)
 
     def _exchange(self, chunk: _Chunk, first: _Example | None = None) -> Layout | None:
-        """Let all ranks know how the chunk went, and raise on all of them what went wrong on one.
+        """Exchange reports about the chunk, and raise on all ranks if one has failed.
 
         Args:
             chunk: This rank's part.
-            first: What the function returned in the first chunk.
+            first: The form of outputs in the first chunk.
 
         Returns:
             The form of the outputs, None if there are none.
@@ -314,7 +314,7 @@ class Predictor:
 
 
 class _MemorySink:
-    """Keeps outputs as tensors. With a known number of rows, memory is taken once."""
+    """Keeps outputs as tensors. With a known number of rows, memory is allocated once."""
 
     def __init__(self, rows: int | None) -> None:
         self._rows, self._done = rows, 0
@@ -344,7 +344,7 @@ class _MemorySink:
         """See `_OutputSink`."""
 
     def outputs(self) -> Any:
-        """Return what was taken, in the form in which the function returns it."""
+        """Return the outputs in the form in which the function returns them."""
         assert self._layout is not None, "a dataset has samples"
         return self._layout.rebuild(self._whole)
 

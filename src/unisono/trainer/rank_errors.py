@@ -1,4 +1,4 @@
-"""Errors of a rank that all ranks must learn of: each of them then raises one, so that none goes on or waits."""
+"""Errors of a rank that all ranks must learn of: each of them then raises one, so that none continues or waits."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def raise_on_all(world: World, error: Exception | None, call: str) -> None:
 
     Args:
         world: The ranks.
-        error: What this rank's work has raised. It is raised here once the others know.
+        error: The exception that this rank's work raised, if any. It is raised here once the others know.
         call: The purpose of the call, for messages.
 
     Raises:

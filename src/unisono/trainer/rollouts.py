@@ -1,8 +1,8 @@
 """Batches that a user's function makes for each virtual rank, such as the episodes of reinforcement learning.
 
-They take the place of a dataset's: an epoch has a fixed number of them, and each is made when the loop asks for it,
-with the weights of that moment. The random numbers follow from (seed, epoch, step, virtual rank), so nothing is saved,
-and a resume makes the next batch as the uninterrupted run would have made it.
+They replace the batches of a dataset: an epoch has a fixed number of them, and each is made when the loop asks for it,
+with the weights of that moment. The random numbers depend on (seed, epoch, step, virtual rank), so nothing is saved,
+and a resumed run makes the next batch as an uninterrupted run would have made it.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ class Rollouts:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What a run notes of the data of its epoch; see `LoaderSettings.identity`."""
+        """The facts about the data of its epoch that a run records; see `LoaderSettings.identity`."""
         return {"batch_size": None, "num_samples": None, "shuffle": False, "drop_last": False}
 
     def batches(self, *, epoch: int, first_step: int = 0) -> Iterator[Batch]:
         """Yield this rank's part of each batch of an epoch, starting at `first_step`. Every rank must iterate.
 
-        Ranks tell each other their numbers of samples, in one small exchange for each batch.
+        Ranks exchange their numbers of samples, in one small message for each batch.
 
         Raises:
-            DataError: The function returned something else than samples, or wrote to the model.
+            DataError: The function returned anything other than samples, or wrote to the model.
             GroupError: It called a collective.
             PeerError: It failed on another rank.
         """
@@ -110,7 +110,7 @@ def _rows(samples: Any, part: range) -> Any:
         rows = tensor.detach()[part.start : part.stop]
         if not rows.is_inference():
             return rows
-        with torch.inference_mode(False):  # what inference_mode has made cannot be used in a backward pass
+        with torch.inference_mode(False):  # tensors made in inference_mode cannot be used in a backward pass
             return rows.clone()
 
     return map_tensors(samples, cut)

@@ -1,4 +1,4 @@
-"""What a Trainer says of its run: where this rank stands, how far the run is, and what it came to."""
+"""The methods of a Trainer that report on its run: this rank, the progress of the run, and its result."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["RunStatus"]
 
 
 class RunStatus:
-    """The methods of a Trainer that look at the run, and print and log."""
+    """The methods of a Trainer that report on the run, and print and log."""
 
     _run: RunContext
     _cursor: Cursor
@@ -68,10 +68,10 @@ class RunStatus:
             print(*values, flush=True)
 
     def log(self, **values: float | Tensor) -> None:
-        """Log numbers of the loop's own as an event, at the current place of the run.
+        """Log numbers of the loop as an event, at the current place in the run.
 
         They go to events.jsonl, to listeners and to the terminal. Every rank may call it, in the loop: only the numbers
-        of rank 0 are logged, and other ranks check theirs. A tensor on a GPU is waited for, on rank 0.
+        of rank 0 are logged, and other ranks check theirs. Rank 0 waits for a tensor on a GPU.
 
         Args:
             values: Numbers, or tensors with one element, by name: trainer.log(temperature=0.5), or
@@ -79,7 +79,7 @@ class RunStatus:
 
         Raises:
             RuntimeError: It is called inside a loss function or an evaluated function.
-            TypeError: No value is given, or one is no real number.
+            TypeError: No value is given, or one is not a real number.
             ValueError: A name is empty, too long or not printable, or a tensor has several elements.
         """
         refuse_inside("trainer.log")
@@ -94,7 +94,7 @@ class RunStatus:
 
         Raises:
             CheckpointError: A tensor has no plain memory, such as a sparse or quantized one.
-            TypeError: The optimizer's state has a value that is no tensor, number, text or a container of these.
+            TypeError: The optimizer's state has a value other than a tensor, number, string or a container of these.
             ValueError: The optimizer has state for a parameter that belongs to no model.
         """
         optimizers = {

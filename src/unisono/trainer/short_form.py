@@ -1,4 +1,4 @@
-"""The training of a run by one call."""
+"""The training of a run in one call."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["ShortForm"]
 
 
 class ShortForm(Inference):
-    """The method of a Trainer that trains and evaluates by one call."""
+    """The method of a Trainer that trains and evaluates in one call."""
 
     epochs: Callable[..., Iterator[int]]
     batches: Callable[..., EpochBatches]
@@ -43,8 +43,8 @@ class ShortForm(Inference):
     ) -> list[EpochResult]:
         """Train for some epochs and evaluate after each: the short form of the loop.
 
-        Every rank must call it. A model that is in evaluation mode as a whole, as from_pretrained returns it, is put
-        into training mode. A callback gets the Trainer and what has happened, on every rank; if it returns True, on all
+        Every rank must call it. A model all of which is in evaluation mode, as from_pretrained returns it, is put into
+        training mode. A callback gets the Trainer and a result, on every rank; if it returns True, as it must on all
         ranks, the state is saved and the training ends.
 
         Args:
@@ -54,7 +54,7 @@ class ShortForm(Inference):
             epochs, max_steps: See `epochs`.
             validation: The dataset to evaluate on after each epoch. None: no evaluation.
             metrics: The functions to evaluate on it, by name. None: the loss.
-            validate_every: Evaluate within epochs, too, each time the run has done this many steps more.
+            validate_every: The number of steps of the run after which to evaluate again, also within epochs.
             on_step: Called with the result of each step.
             on_epoch: Called with the result of each epoch, after its evaluation.
             on_evaluation: Called with the values of each evaluation, by name.

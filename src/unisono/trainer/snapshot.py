@@ -59,7 +59,7 @@ class Cursor:
     drop_last: bool | None = None
     """True if that epoch leaves out a smaller last batch. None: not known yet."""
     order: str | None = None
-    """What gave that epoch its order: a hash of what a sampler yielded, or "shards". None: neither."""
+    """The source of that epoch's order: a hash of the indices that a sampler yielded, or "shards". None: neither."""
 
     loss_sum: float = 0.0
     """Sum of the losses of the current epoch's samples so far."""

@@ -50,7 +50,7 @@ _SHOWN_SAMPLES = 16
 
 
 class _Evaluation(NamedTuple):
-    """What a batch came to at the present weights."""
+    """The result of a batch at the present weights."""
 
     loss: float
     """Mean loss."""
@@ -301,7 +301,7 @@ class StepRunner:
         return norm
 
     def _change_gradients(self, function: Callable[[Any], object], batch: Batch, call: int) -> None:
-        """Let a user's function change p.grad, with random numbers that are equal on all ranks; and compare."""
+        """Call a user's function that may change p.grad, with equal random numbers on all ranks, and compare."""
         self.transaction.run_deferred()
         self._run.set_generators("gradients", batch.epoch, batch.step, call)
         inside = enter("on_gradients")

@@ -1,4 +1,4 @@
-"""What a Trainer keeps of a run and takes from others: checkpoints, weights alone, and the history of evaluations.
+"""The methods of a Trainer that save and load: checkpoints, weights alone, and the history of evaluations.
 
 These are methods of `Trainer`; the work is done in `checkpointing`, `weight_loading` and `state.weight_files`.
 """
@@ -31,7 +31,7 @@ _BEST = "best"
 
 
 class Storage:
-    """The methods of a Trainer that write and read files, and that look at the history of evaluations."""
+    """The methods of a Trainer that write and read files, and that use the history of evaluations."""
 
     directory: Path | None
     _parts: TrainerParts
@@ -39,7 +39,7 @@ class Storage:
     _log: EventLog
     _compare: Callable[[str], None]
     _unknown_metrics: set[str]
-    """Metrics of `stalled` that no evaluation had reported, of which was warned."""
+    """Metrics of `stalled` that no evaluation had reported, for which a warning was emitted."""
 
     def save(self, tag: str | None = None) -> None:
         """Save a checkpoint now; without a directory, do nothing.
@@ -99,7 +99,8 @@ class Storage:
         Raises:
             RuntimeError: It is called inside a loss function or an evaluated function.
             TypeError: An argument has the wrong type.
-            ValueError: path is empty; or the run was resumed and has not gone on yet, and path is not in its directory.
+            ValueError: path is empty; or the run was resumed, no loop has continued it yet, and path is not in its
+                directory.
             CheckpointError: On all ranks, if there is nothing to read, it is damaged or holds more than weights, or
                 names or shapes are not those of the models. Nothing has been changed.
             RankMismatchError: On all ranks, if they make different calls.
@@ -195,15 +196,15 @@ class Storage:
     ) -> bool:
         """Return True if a metric has not improved in its last `patience` evaluations.
 
-        A function of the results of `evaluate` since the start of the run, which checkpoints hold, so all ranks and a
-        resumed run decide alike. Several results of one name at one step count once. Local, and free of charge. To end
-        a run early: `if trainer.stalled("loss", patience=3): break`.
+        It depends on the results of `evaluate` since the start of the run. Checkpoints hold them, so all ranks and a
+        resumed run decide the same. Several results of one name at one step count once. No communication. To end a run
+        early: `if trainer.stalled("loss", patience=3): break`.
 
         Args:
             metric: A metric as `evaluate` reports it: its `name`, the key of a dict, or "name/key" if several
                 evaluations have that key.
             patience: The number of evaluations without improvement after which the result is True.
-            mode: "min" if smaller values are better, "max" if greater ones are.
+            mode: "min" if smaller values are better, "max" if larger ones are.
             min_delta: An improvement is a value that is better than the best so far by more than this. NaN is none.
 
         Raises:
@@ -231,10 +232,10 @@ class Storage:
         return averages
 
     def _refuse_to_overwrite(self, path: object, where: Path) -> None:
-        """Refuse to replace what a resumed run has learned, which a script does that loads at each start.
+        """Refuse to replace the weights of a resumed run, as a script would that loads weights at each start.
 
         Raises:
-            ValueError: The run was resumed, no loop has gone on with it, and the path is not in its directory.
+            ValueError: The run was resumed, no loop has continued it yet, and the path is not in its directory.
         """
         if self.directory is None or not self._loop.continues or path == _BEST:
             return

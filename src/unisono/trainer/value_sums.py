@@ -1,4 +1,4 @@
-"""Sums of named values over virtual ranks: what an evaluation averages, and what comes with a loss."""
+"""Sums of named values over virtual ranks: the values of an evaluation, and the further values of a loss."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class ValueSums:
         self._what = what
         self._sums: dict[int, dict[str, tuple[Tensor, float]]] = {}
         self._forms: set[str] = set()
-        """The forms in which values came."""
+        """The forms of the values so far."""
         self.is_empty = True
 
     def clear(self) -> None:
-        """Forget all sums."""
+        """Discard all sums."""
         self._sums, self._forms, self.is_empty = {}, set(), True
 
     def add(self, virtual_rank: int, values: Any, *, samples: int) -> None:
@@ -62,10 +62,10 @@ class ValueSums:
 
         Args:
             world: The ranks.
-            call: The call that wants to know, for messages.
+            call: The call that needs them, for messages.
 
         Raises:
-            LossError: On all ranks, if the values came in different forms.
+            LossError: On all ranks, if the values have different forms.
         """
         own: dict[int, _Sums] = {
             virtual_rank: {name: (total.item(), weight) for name, (total, weight) in sums.items()}
@@ -92,5 +92,5 @@ def _total(everyone: Mapping[int, _Sums], name: str) -> tuple[float, float]:
 
 
 def _as_number(value: Any) -> Any:
-    """Let truth values count as 0 and 1; everything else is read like a loss."""
+    """Return truth values as 0 and 1, and anything else unchanged, to be read like a loss."""
     return value.float() if isinstance(value, Tensor) and value.dtype == torch.bool else value

@@ -29,7 +29,7 @@ from unisono.trainer.snapshot import Subjects, empty_buffers, listed, model_tens
 __all__ = ["LoadedWeights", "load_weights", "match", "read_source"]
 
 _WRAPPED = "module."
-"""What DistributedDataParallel and DataParallel put before all names."""
+"""The prefix that DistributedDataParallel and DataParallel add to all names."""
 _MOST = 5
 
 
@@ -162,14 +162,14 @@ def load_weights(
 
     Args:
         world: The ranks.
-        subjects: Has the models.
+        subjects: The models, among others.
         writes: Writes into them.
         read: Reads the source, on rank 0; None stands for the weights that the models have.
-        strict: Refuse a source that has not exactly the names of the models.
+        strict: True to refuse a source that does not have exactly the names of the models.
         warn: Called with sentences for the user.
 
     Returns:
-        What was read, or None if nothing was.
+        The result, or None if nothing was read.
 
     Raises:
         CheckpointError: On all ranks, if the source cannot be read or is of another model. Nothing has been changed.
@@ -178,7 +178,7 @@ def load_weights(
     failure: Exception | None = None
 
     def describe() -> bytes:
-        """Read on rank 0, and return a description of what there is, or of the error."""
+        """Read on rank 0, and return a description of the source, or of the error."""
         nonlocal source, failure
         try:
             source = read()
