@@ -195,7 +195,7 @@ def test_a_metric_that_never_comes_is_told_of_at_the_end(tmp_path):
     trainer = make_trainer(tmp_path / "a", checkpoints=best(best="acuracy"))
     run(trainer, [1.0])
     (warning,) = warnings_of(trainer)
-    assert "no evaluation reported 'acuracy'. What they reported is 'score'." in warning
+    assert "no evaluation reported 'acuracy'. They reported 'score'." in warning
     with pytest.raises(CheckpointError, match="is recorded as the best one"):
         trainer.load("best")
     trainer = make_trainer(tmp_path / "b", checkpoints=best())

@@ -106,8 +106,8 @@ FLAGS = (
         section=_PROGRAM,
         torchruns=False,
         type=click.Choice(["gloo", "shm"]),
-        help="What moves tensors of the CPU where PROGRAM asks torch.distributed for gloo: gloo itself, or the shared "
-        "memory of this machine.  [gloo] unisono.init() takes it too, for backend auto.",
+        help="Backend for CPU tensors where PROGRAM asks torch.distributed for gloo: gloo itself, or the shared "
+        "memory of this machine.  [gloo] unisono.init() uses it, too, for backend auto.",
     ),
     Flag(
         ["--check"],
@@ -149,7 +149,7 @@ FLAGS = (
         type=Reader(reading.read_seconds),
         default="30",
         metavar="SECONDS",
-        help="Time that ranks have to end by themselves when the job is ended, before they are killed.  [30]",
+        help="Time for ranks to end on their own when the job is ended, before they are killed.  [30]",
     ),
     Flag(
         ["--signals-to-handle"],

@@ -375,7 +375,11 @@ def _check_same(
         device = rank_device(device, job.backend, local_rank=job.local_rank)
     for name, asked, there in (
         ("backend", None if backend in ("auto", life.asked) else backend, job.backend),
-        ("init_method", None if init_method == life.where else init_method, life.where or "what the launcher said"),
+        (
+            "init_method",
+            None if init_method == life.where else init_method,
+            life.where or "the address from the launcher",
+        ),
         ("rank", rank, job.rank),
         ("world_size", world_size, job.world_size),
         ("timeout", None if timeout.total_seconds() == TIMEOUT_S else timeout, job.timeout),

@@ -173,8 +173,8 @@ class BestCheckpoint:
         if not results:
             names = ", ".join(map(repr, history.names())) or "nothing"
             return (
-                f"Checkpoints(best={metric!r}) kept no best checkpoint: no evaluation reported {metric!r}. What they "
-                f"reported is {names}. A metric has the name that evaluate was given, or the key of a dict."
+                f"Checkpoints(best={metric!r}) kept no best checkpoint: no evaluation reported {metric!r}. They "
+                f"reported {names}. A metric has the name that evaluate was given, or the key of a dict."
             )
         if all(math.isnan(each.value) for each in results):
             return f"Checkpoints(best={metric!r}) kept no best checkpoint: {metric!r} was NaN in all evaluations."

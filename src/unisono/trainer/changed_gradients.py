@@ -37,9 +37,9 @@ def check_gradients(world: World, trained: Trained, error: Exception | None) -> 
         if found != everyone[0]:
             name = next(n for n, a, b in zip(trained.names, found, everyone[0], strict=True) if a != b)
             raise RankMismatchError(
-                f"on_gradients made another gradient of {name!r} on rank {rank} than on rank 0. "
-                f"{STEP_UNDONE} Compute from p.grad, and from what is "
-                "equal on all ranks; torch's generators are set alike on all ranks before the call."
+                f"on_gradients made another gradient of {name!r} on rank {rank} than on rank 0. {STEP_UNDONE} Compute "
+                "from p.grad, and from what is equal on all ranks; torch's generators are set equally on all ranks "
+                "before the call."
             )
 
 

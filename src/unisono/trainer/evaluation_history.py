@@ -58,7 +58,7 @@ class EvaluationHistory:
         return added
 
     def weights_replaced(self, step: int) -> None:
-        """Note that the weights at a step are other ones now than those that were evaluated there."""
+        """Note that the weights at a step are no longer those that were evaluated there."""
         self._results = [each._replace(step=-1) if each.step == step else each for each in self._results]
 
     def of(self, metric: str) -> list[Evaluated]:

@@ -249,7 +249,7 @@ class Loop:
                 self._is_dealing = False
 
     def _begin_batches(self, loader: _Loader) -> None:
-        """Note which data the epoch has, and begin to count its losses."""
+        """Record the data of the epoch, and begin to sum its losses."""
         cursor = self._cursor
         for key, value in {"order": None, **loader.identity}.items():
             setattr(cursor, key, value)

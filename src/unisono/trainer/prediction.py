@@ -107,7 +107,7 @@ class _OutputSink(Protocol):
     """Receives the outputs, chunk by chunk."""
 
     def take(self, layout: Layout, rows: Rows) -> None:
-        """Take the outputs of the next samples."""
+        """Receive the outputs of the next samples."""
 
     def finish(self) -> None:
         """Complete the output."""
@@ -357,7 +357,11 @@ class _FileSink:
         self._file = RowsFile(path, rows=rows)
 
     def take(self, layout: Layout, rows: Rows) -> None:
-        """See `_OutputSink`. Raises: LossError for a type or name that the file cannot hold."""
+        """Write rows; see `_OutputSink`.
+
+        Raises:
+            LossError: The file cannot hold a type or name.
+        """
         for column in layout.columns:
             if type_name(column.dtype) is None:
                 raise LossError(

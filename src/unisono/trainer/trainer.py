@@ -1,4 +1,4 @@
-"""The Trainer: the training loop stays the user's, and each step is a transaction that all ranks make or none.
+"""The Trainer: the training loop stays the user's, and each step is a transaction that happens on all ranks or on none.
 
 This file is the public interface, with `run_status`, `inference`, `short_form`, `by_virtual_rank` and `storage`. The
 work is done in the files beside it: `loop` (the order of events), `step` (one step), `evaluation`, `snapshot` (what is
@@ -57,7 +57,7 @@ class Trainer(RunStatus, ShortForm, ByVirtualRank, Storage):
 
     Args:
         model: A module, or several by name (for GANs). The loss function gets it as its first argument, not wrapped.
-        optimizer: The model's optimizer, or several by name; `step` must then name one.
+        optimizer: The model's optimizer, or several by name. A `step` then steps the one that it names, or all of them.
         virtual_ranks: The number of fixed shares of every global batch, and the largest number of ranks. It decides the
             result, so there is no default; 8 is a good choice. Checkpoints store it, and a run keeps it.
         seed: The root of all random numbers: order of samples, augmentation, dropout. It does not initialize the model.
@@ -67,7 +67,7 @@ class Trainer(RunStatus, ShortForm, ByVirtualRank, Storage):
         checkpoints: How often to save, and how many checkpoints to keep.
         scheduler: The learning-rate scheduler, which the Trainer steps; with several optimizers, schedulers by the same
             names.
-        scheduler_interval: Whether schedulers are stepped after every "step" or every "epoch".
+        scheduler_interval: "step" or "epoch": schedulers are stepped after each of these.
         clip_grad_norm: The largest global norm of the gradient. None: no clipping.
         autocast: The type to compute in where torch considers it safe, "bf16" or "fp16"; "fp16" scales the loss.
         ema_decay: The decay of a moving average of the weights, for `evaluate(..., ema=True)`. None: no average.
@@ -87,8 +87,8 @@ class Trainer(RunStatus, ShortForm, ByVirtualRank, Storage):
             for "checkpoint", which is written meanwhile, out of the loop's next call.
 
     Raises:
-        TypeError: virtual_ranks is missing, an argument has the wrong type, or a model, optimizer or scheduler is none
-            that a Trainer can use, such as ReduceLROnPlateau.
+        TypeError: virtual_ranks is missing, an argument has the wrong type, or the Trainer cannot use a model,
+            optimizer or scheduler, such as ReduceLROnPlateau.
         ValueError: An argument is out of range or contradicts another one or the environment. A model is wrapped by
             another library, is sharded, has no values yet, or has SyncBatchNorm or an embedding with max_norm. There
             are more ranks than virtual_ranks. virtual_ranks or seed are not those of the run in the directory. The
@@ -200,7 +200,7 @@ class Trainer(RunStatus, ShortForm, ByVirtualRank, Storage):
                 from there. None: no limit.
 
         Raises:
-            TypeError: epochs or max_steps is no whole number.
+            TypeError: epochs or max_steps is not a whole number.
             ValueError: epochs or max_steps is negative. From the iterator: another loop over epochs is under way, or
                 this Trainer has already done all these epochs or steps.
             CheckpointError: From the iterator, on all ranks, if the directory was released by an earlier loop and
@@ -232,7 +232,7 @@ class Trainer(RunStatus, ShortForm, ByVirtualRank, Storage):
         otherwise. `len` of the result is the number of batches that are left, where it is known. Ranks compare each
         call, by a few bytes, and each new dataset and each order of a sampler, by 1 KB from each rank.
 
-        A sampler is read as a whole here, once per epoch, with the generators of torch, Python and NumPy, and its own
+        The whole sampler is read here, once per epoch, with the generators of torch, Python and NumPy, and its own
         torch.Generator, seeded from (seed, epoch). It takes 8 bytes for each index. A resume in mid-epoch reads it
         again, but no sample.
 
@@ -334,7 +334,7 @@ class Trainer(RunStatus, ShortForm, ByVirtualRank, Storage):
         Every rank must call it. The collective engine sends the gradients as an all-reduce does; the shared engine
         sends none, since all ranks see them in memory.
 
-        NonFiniteLossError and RankMismatchError are raised on all ranks, so a loop may catch them and go on. After
+        NonFiniteLossError and RankMismatchError are raised on all ranks, so a loop may catch them and continue. After
         them, LossError, GroupError and an exception of the loss function itself, weights and buffers are those from
         before the step, unless the function wrote to a parameter. After an exception inside the optimizer, weights may
         be partly written.
@@ -356,11 +356,10 @@ class Trainer(RunStatus, ShortForm, ByVirtualRank, Storage):
             on_gradients: Called as on_gradients(model) on every rank once p.grad is the gradient of the global batch,
                 before it is clipped; it may change or replace gradients, in the same way on all ranks. Costs a copy of
                 the gradient with the shared engine, a pass over it to compare, and one small exchange.
-
             closure: True for an optimizer that computes loss and gradient at other weights within its step, such as
                 SAM: it gets a closure, as from a loop of plain torch, which computes them for the same batch with the
-                same random numbers. LBFGS gets one anyway. Buffers change by the first of these passes alone. Not with
-                the shared engine.
+                same random numbers. LBFGS gets one anyway. Only the first of these passes changes buffers. Not with the
+                shared engine.
 
         Returns:
             The mean loss as a float, with `values`, `grad_norm`, `learning_rates` and `skipped`.
@@ -370,7 +369,7 @@ class Trainer(RunStatus, ShortForm, ByVirtualRank, Storage):
                 clip_grad_norm and without "fp16", if the norm of the gradient is.
             RankMismatchError: On all ranks, if they differ in a hyperparameter such as the learning rate, in what is
                 frozen, in a mode, in the batch or in what they call.
-            LossError: The function returned something else, wrote to a parameter, or changed a buffer in a way that
+            LossError: The function returned anything else, wrote to a parameter, or changed a buffer in a way that
                 virtual ranks cannot agree on; a gradient is sparse where none can be; or all weights are zero.
             GroupError: The function called a collective.
             RuntimeError: It is called inside a loss function or an evaluated function, or torch's process group failed.
@@ -380,10 +379,11 @@ class Trainer(RunStatus, ShortForm, ByVirtualRank, Storage):
                 belongs to no model, or one that it cannot update.
             PeerError: Another rank of the host has died, failed in the step, or does not come in time; or encode or
                 on_gradients raised an exception on another rank.
-            UnisonoError: An earlier step broke off, so that ranks no longer agree on what comes next. With the shared
-                engine also: a parameter was written to between two steps, or the optimizer's state cannot be shared.
+            UnisonoError: An earlier step was interrupted, so that ranks no longer agree on the next one. With the
+                shared engine also: a parameter was written to between two steps, or the optimizer's state cannot be
+                shared.
             KeyboardInterrupt, SystemExit: Ctrl-C came while other ranks relied on this one, and the step has been done;
-                or the step failed after a signal that had been put off.
+                or the step failed after a signal that had been deferred.
         """
         refuse_inside("trainer.step")
         if not callable(loss_fn):
@@ -396,7 +396,7 @@ class Trainer(RunStatus, ShortForm, ByVirtualRank, Storage):
         return self._loop.step(loss_fn, batch, optimizer, options)
 
     def _compare(self, call: str) -> None:
-        """Check that all ranks make the same call at the same place of the run."""
+        """Check that all ranks make the same call at the same place in the run."""
         cursor = self._cursor
         intent = intent_of_call(call, epoch=cursor.epoch, step=cursor.step, total_steps=cursor.total_steps)
         self._comparison.compare(intent)
