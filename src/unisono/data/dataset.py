@@ -19,7 +19,7 @@ def map_length(dataset: Any) -> int:
     """Return the number of samples of a map-style dataset.
 
     Raises:
-        TypeError: The object is no map-style dataset.
+        TypeError: The object is not a map-style dataset.
         DataError: The dataset is empty.
     """
     if isinstance(dataset, type):

@@ -30,7 +30,7 @@ def check_joined(datasets: Any, batch_sizes: Mapping[Any, Any], **others: Any) -
         others: Arguments that are for a single dataset, by name.
 
     Raises:
-        TypeError: These are not datasets by name, or a number is no whole number.
+        TypeError: These are not datasets by name, or a number is not a whole number.
         ValueError: The names differ, a number is out of range, or another argument is given.
         DataError: A dataset is empty, or one that goes round is smaller than its batch.
     """

@@ -1,6 +1,6 @@
 """Sending micro-batches from a worker process in few pieces of shared memory.
 
-Each tensor that travels alone takes a piece of shared memory and a file descriptor, which cost more than a small tensor
+Each tensor that is sent alone takes a piece of shared memory and a file descriptor, which cost more than a small tensor
 is worth, and the micro-batches of a step are small and many. So tensors at one place of all micro-batches, such as the
 labels, travel in one piece, and no others with them: to keep the labels of a batch must not keep its images.
 """
@@ -101,7 +101,7 @@ def _is_packable(tensor: Tensor) -> bool:
 
 
 def _view(piece: Tensor, slot: _Slot) -> Tensor:
-    """Return a slot's tensor. It is no view in autograd's sense: a write to it is not one to the others."""
+    """Return a slot's tensor. It is not a view in autograd's sense: a write to it is not one to the others."""
     empty = torch.empty(0, dtype=slot.dtype)
     return empty.set_(piece.untyped_storage(), slot.offset // empty.element_size(), slot.shape, slot.strides)
 

@@ -204,7 +204,7 @@ class RankLoader:
         Setting the epoch that was just loaded keeps the place in it.
 
         Raises:
-            TypeError: The epoch is no whole number.
+            TypeError: The epoch is not a whole number.
         """
         epoch = whole("epoch", epoch)
         if epoch != self._next.epoch:
@@ -227,7 +227,7 @@ class RankLoader:
 
         Raises:
             ValueError: The state is damaged, or is of a different dataset or order.
-            TypeError: The epoch or position in the state is no whole number.
+            TypeError: The epoch or position in the state is not a whole number.
         """
         settings = self._settings
         start = read_resume_point(

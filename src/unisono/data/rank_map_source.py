@@ -67,5 +67,5 @@ class _RankTasks(Iterable[Task]):
         width = max(1, settings.batch_size // settings.ranks)
         batches = settings.order(positions, num_samples=self._num_samples, epoch=epoch, width=width)
         for step, samples in zip(self.steps(), batches, strict=True):
-            # The start position identifies the step, since step numbers begin anew after a resume.
+            # The start position identifies the step, since step numbers begin at 0 again after a resume.
             yield Task(epoch, step.start, len(step), [Part(settings.rank, 0, samples.tolist())])

@@ -28,7 +28,7 @@ def find_rank(
 
     Raises:
         ValueError: The numbers are impossible, or a variable of the launcher is invalid.
-        TypeError: An argument is no whole number.
+        TypeError: An argument is not a whole number.
     """
     rank = None if rank is None else whole("rank", rank)
     ranks = None if ranks is None else whole(name, ranks)

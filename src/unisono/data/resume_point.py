@@ -37,7 +37,7 @@ def read_resume_point(
 
     Raises:
         ValueError: The state is damaged, or belongs to a different order.
-        TypeError: The epoch or position is no whole number.
+        TypeError: The epoch or position is not a whole number.
     """
     missing = [key for key in ("epoch", "position", "seed", "num_samples", "shuffle") if key not in state]
     if missing:

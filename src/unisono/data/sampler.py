@@ -72,7 +72,7 @@ class DistributedSampler(TorchDistributedSampler[int]):
 
     Raises:
         ValueError: `rank` is outside [0, num_replicas), or `pad` and `drop_last` are both set.
-        TypeError: The dataset has no `__len__`, or an argument is no whole number.
+        TypeError: The dataset has no `__len__`, or an argument is not a whole number.
         DataError: The dataset is empty, or `drop_last` leaves no sample.
 
     >>> [list(DistributedSampler(range(8), num_replicas=3, rank=rank, shuffle=False)) for rank in range(3)]
@@ -135,7 +135,7 @@ class DistributedSampler(TorchDistributedSampler[int]):
         """Set the epoch of the next iteration. Setting the epoch that was just loaded keeps the place in it.
 
         Raises:
-            TypeError: The epoch is no whole number.
+            TypeError: The epoch is not a whole number.
         """
         epoch = whole("epoch", epoch)
         if epoch != self._cursor.epoch:
@@ -145,9 +145,9 @@ class DistributedSampler(TorchDistributedSampler[int]):
     def state_dict(self, *, consumed: int | None = None) -> dict[str, Any]:
         """Return the place in the epoch, in a form from which any number of ranks can resume.
 
-        No communication: it assumes that all ranks have come equally far, as they have after a step of synchronous
-        training. **Save that of rank 0**: if lengths differ it has the longest share, and a rank at the end of its
-        share cannot know whether the others are.
+        No communication: it assumes that all ranks have made the same progress, as they have after a step of
+        synchronous training. **Save that of rank 0**: if lengths differ it has the longest share, and a rank at the end
+        of its share cannot know whether the others are.
 
         The sampler counts the indices that it has yielded. They have all been trained on if nothing is read ahead: in a
         loop over the sampler, or over a DataLoader without workers. **A DataLoader with workers is ahead by**
@@ -168,7 +168,7 @@ class DistributedSampler(TorchDistributedSampler[int]):
             seed, num_samples (of the dataset), shuffle.
 
         Raises:
-            TypeError: `consumed` is no whole number.
+            TypeError: `consumed` is not a whole number.
             ValueError: `consumed` is more than was yielded, or negative.
         """
         cursor = self._cursor
@@ -192,12 +192,12 @@ class DistributedSampler(TorchDistributedSampler[int]):
         """Resume the next iteration at a saved place, on any number of ranks.
 
         Every rank must call it, with the same state. It sets the epoch. A finished epoch has nothing left: the next
-        iteration is empty, and the one after `set_epoch` is whole. With `pad` or `drop_last` all ranks have equally
-        many indices left.
+        iteration is empty, and the one after `set_epoch` is whole. With `pad` or `drop_last`, all ranks have the same
+        number of indices left.
 
         Raises:
             ValueError: The state is damaged, or is of a different dataset or order.
-            TypeError: The epoch or position in the state is no whole number.
+            TypeError: The epoch or position in the state is not a whole number.
         """
         point = read_resume_point(
             state_dict, seed=self.seed, num_samples=self._length, shuffle=self.shuffle, owner="sampler"

@@ -43,7 +43,7 @@ def seed_everything(seed: int, *, same: bool = False) -> LoaderSeeds:
         Generator and worker_init_fn for a torch DataLoader, always different on every rank.
 
     Raises:
-        TypeError: The seed is no whole number.
+        TypeError: The seed is not a whole number.
         ValueError: A variable that the launcher set is invalid.
     """
     seed = whole("seed", seed)

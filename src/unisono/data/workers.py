@@ -46,8 +46,8 @@ class Workers:
 
     Args:
         dataset: A `Fetcher`, or an iterable dataset.
-        tasks: The tasks for a fetcher, iterated over anew in each iteration; the processes are kept between iterations.
-            None for an iterable dataset, whose processes end with the iteration.
+        tasks: The tasks for a fetcher, iterated over again in each iteration; the processes are kept between
+            iterations. None for an iterable dataset, whose processes end with the iteration.
         number: The number of processes.
         pin_memory: Copy items into page-locked memory as they arrive.
         tell: Called with a sentence about a slow worker.
@@ -148,7 +148,7 @@ class TaskReader:
 
     Args:
         fetcher: Reads a task.
-        tasks: The tasks, iterated over anew in each iteration.
+        tasks: The tasks, iterated over again in each iteration.
         workers: The number of processes; 0 reads in this process.
         pin_memory: Copy the workers' items into page-locked memory.
         tell: Called with a sentence about a slow worker.

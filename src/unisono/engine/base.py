@@ -93,7 +93,7 @@ class Engine(Protocol):
         """
 
     def abort(self, *, alike: bool) -> bool:
-        """Discard the step, and set all p.grad to None. Other ranks may have to learn of it by other means.
+        """Discard the step, and set all p.grad to None. Other ranks may have to be notified by other means.
 
         Args:
             alike: True if all ranks discard this step for the same reason, and so at the same place. An engine may

@@ -49,7 +49,7 @@ class ConsistencyCheck(Protocol):
     """Compares what ranks are about to do.
 
     The calls of a step are `intend`, then `begin` once this rank is sure to take part, and `check` before anything that
-    depends on the other ranks. They learn nothing of a step that fails on this rank before `begin`.
+    depends on the other ranks. They are not notified of a step that fails on this rank before `begin`.
     """
 
     @property

@@ -1,7 +1,7 @@
 """Replaces gloo with another backend, without changes to the program: `unisono run --cpu-backend shm`.
 
-Wherever the program asks for gloo, or for no backend on a machine without an accelerator, the other backend makes the
-group. Its name stays the one that the program asked for, so that a comparison with "gloo" has the same result. Start
+Where the program asks for gloo, or for no backend on a machine without an accelerator, the group uses the other
+backend. It keeps the name that the program asked for, so that a comparison with "gloo" has the same result. Start
 reading at `install`.
 """
 
@@ -23,7 +23,7 @@ _BACKEND = 3
 
 
 def install(cpu_backend: str) -> None:
-    """Make `torch.distributed` use this backend where the program asks for gloo, at once or when it is imported."""
+    """Make `torch.distributed` use this backend where the program asks for gloo, now or when it is imported."""
     if cpu_backend != "gloo":
         substitution = _Substitution(cpu_backend)
         when_imported("torch.distributed.distributed_c10d", substitution.attach)
@@ -53,7 +53,7 @@ def substitute_for(asked: str, cpu_backend: str, *, accelerator: bool) -> str | 
 
 
 class _Substitution:
-    """Replaces the function with which torch makes every group."""
+    """Replaces the function with which torch creates every group."""
 
     def __init__(self, cpu_backend: str) -> None:
         self._cpu_backend = cpu_backend
@@ -84,7 +84,7 @@ class _Substitution:
         c10d._new_process_group_helper = make_group  # type: ignore[attr-defined]
 
     def _substitute(self, asked: str) -> str | None:
-        # The driver is not asked where it does not matter: a program may choose its GPUs after this.
+        # The driver is not queried needlessly, since a program may choose its GPUs later.
         accelerator = asked.lower() != "gloo" and bool(sys.modules["torch"].accelerator.is_available())
         other = substitute_for(asked, self._cpu_backend, accelerator=accelerator)
         if other is None and "gloo" in asked.lower() and not self._told:

@@ -42,11 +42,12 @@ class Leftovers:
             self.note(pid)
 
     def note(self, pid: int, *, hurry: bool = False) -> float:
-        """Note the files of a process that is to be killed or has ended; return the seconds it should live on.
+        """Note the files of a process that is to be killed or has ended; return the seconds that it should keep
+        running.
 
-        Only helpers should live on. They wait for the processes that use them to end, remove the files of those, and
-        end: Python's resource tracker, of which joblib has a copy, and torch's manager for the sharing strategy
-        "file_system". In a hurry, there is not enough time for the latter.
+        Only helpers should keep running. They wait for the processes that use them to end, remove their files, and end:
+        Python's resource tracker, of which joblib has a copy, and torch's manager for the sharing strategy
+        "file_system". With `hurry`, there is not enough time for the latter.
         """
         self._pids.add(pid)
         if pid not in self._seen:
@@ -64,7 +65,7 @@ class Leftovers:
             with suppress(OSError):
                 path.unlink(missing_ok=True)
                 path.parent.rmdir()
-        # Also that of a tensor that a DataLoader worker was about to send: its file has a name for a moment.
+        # Includes tensors that a DataLoader worker was about to send: their files have names for a moment.
         for file, maker in _tensor_files():
             if maker in self._pids:
                 with suppress(OSError):
@@ -101,7 +102,7 @@ def make_scratch() -> str:
 
 
 def use_scratch(folder: str) -> None:
-    """Make multiprocessing use the folder in this process and its children. Otherwise each leaves a folder behind."""
+    """Make multiprocessing use the folder in this process and its children, since each would leave its own behind."""
     from multiprocessing import process  # noqa: PLC0415  only ranks need it
 
     if folder:

@@ -111,7 +111,7 @@ def ask(agent: int, question: Answer, *, patience_s: float = 10.0) -> Answer | N
 
 
 def ask_all(agents: Iterable[int], question: Answer, *, patience_s: float) -> dict[int, Answer | None]:
-    """Ask several agents at once; return their answers by process id, None where one did not come in time.
+    """Ask several agents at once; return their answers by process id, None for one that did not answer in time.
 
     Agents that have ended or are another user's are left out.
     """

@@ -1,4 +1,4 @@
-"""The environment variables of a job's ranks: those of torchrun, so that scripts and libraries find what they expect.
+"""The environment variables of a job's ranks: those of torchrun, as scripts and libraries expect.
 
 Pure functions. `job_environment` is the same for all ranks and must be in place before torch is imported;
 `rank_environment` belongs to one rank, and so do its arguments (`program_arguments`).
@@ -32,7 +32,7 @@ def job_environment(
 
     Args:
         huge_pages: True to make torch put CPU tensors of 2 MB and more on huge pages. That is for programs that keep
-            freed memory, as those with a Trainer do: otherwise such a tensor comes from the system each time.
+            freed memory, as those with a Trainer do: otherwise the system allocates such a tensor each time.
 
     >>> job_environment({"HOME": "/root"}, ranks=4, cores=10)["OMP_NUM_THREADS"]
     '2'
@@ -41,8 +41,8 @@ def job_environment(
     """
     defaults = {
         "OMP_NUM_THREADS": str(max(1, cores // ranks)),
-        # All ranks are on this machine, so nothing has to be reachable from outside, and a host name that resolves
-        # to an address the machine does not have cannot stop the job. gloo, NCCL, TensorPipe (torch RPC):
+        # All ranks are on this machine, so nothing has to be reachable from outside, and a host name that resolves to
+        # an address that the machine does not have cannot stop the job. For gloo, NCCL, TensorPipe (torch RPC):
         "GLOO_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "lo",
         "TP_SOCKET_IFNAME": "lo",
@@ -72,11 +72,11 @@ def rank_environment(
 
     Args:
         port: The port of the job's store on the loopback address.
-        restarts: How often the ranks have been restarted.
+        restarts: The number of times that the ranks have been restarted.
         virtual_local_rank: True to show the rank one GPU only, as number 0, and to set LOCAL_RANK to 0.
         visible_gpus: CUDA_VISIBLE_DEVICES as the user set it, None if it is not set; used with `virtual_local_rank`.
         signals: The signals that are passed to ranks.
-        error_file: Where elastic's `@record` writes an exception.
+        error_file: The file to which elastic's `@record` writes an exception.
 
     >>> variables = rank_environment(1, ranks=4, port=29500, run_id="a")
     >>> variables["RANK"], variables["LOCAL_RANK"], variables["WORLD_SIZE"], variables["MASTER_PORT"]
@@ -100,7 +100,7 @@ def rank_environment(
         "TORCHELASTIC_RESTART_COUNT": str(restarts),
         "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
         "TORCHELASTIC_RUN_ID": run_id,
-        # Rank 0 must not listen on the port too: the job's store does.
+        # Rank 0 must not listen on the port, since the job's store does.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     if virtual_local_rank:
@@ -118,7 +118,7 @@ def program_arguments(arguments: Sequence[str], *, local_rank: str, passed: bool
 
     Args:
         local_rank: LOCAL_RANK as the rank finds it.
-        passed: True to put `--local-rank` in front, for programs that expect it.
+        passed: True to pass `--local-rank` first, for programs that expect it.
 
     >>> program_arguments(["--log", "out.${local_rank}"], local_rank="1", passed=True)
     ['--local-rank=1', '--log', 'out.1']

@@ -1,4 +1,4 @@
-"""Ends a rank as Python ends a program, without unloading torch.
+"""Ends a rank as Python ends a program, but without unloading torch.
 
 The interpreter's own shutdown unloads libraries module by module and object by object. After `import torch` that takes
 0.3 s of CPU time in each rank, for nothing, since the system frees everything at once. The steps that matter to the
@@ -46,7 +46,7 @@ class Preloaded:
     last: str = ""
     """The module that was imported last; empty if none was."""
     programs: tuple[str, ...] = ()
-    """Modules of the program among them."""
+    """The modules of the program among them."""
 
 
 def finish(code: int, preloaded: Preloaded) -> NoReturn:
@@ -112,7 +112,7 @@ def _empty_modules(preloaded: Preloaded) -> None:
     modules = [sys.modules["__main__"], *_programs_modules(preloaded)]
     if _has_finalizers():
         # The collector finalizes the layers of a file in any order. The content of a buffer is lost if the file under
-        # it goes first, so files of libraries stay until they are closed from the outside in.
+        # it is finalized first, so files of libraries are kept until they are closed from the outermost layer inwards.
         files = [file for file in _open_files() if not _is_programs(sys.modules.get(type(file).__module__))]
         # As Python does: an object that is collected together with its module still finds all names in it.
         alive = [weakref.ref(module) for module in modules]
@@ -133,7 +133,7 @@ def _empty_modules(preloaded: Preloaded) -> None:
 
 def _programs_modules(preloaded: Preloaded) -> list[ModuleType]:
     """List the modules of the program besides `__main__`, the latest import first."""
-    # Merely touching a preloaded module would copy its page of memory, and there are thousands.
+    # Merely accessing a preloaded module would copy its page of memory, and there are thousands.
     names = [*takewhile(lambda name: name != preloaded.last, reversed(sys.modules)), *preloaded.programs]
     found = [sys.modules[name] for name in names if name != "__main__"]
     return [module for module in found if _is_programs(module)]
@@ -148,7 +148,7 @@ def _is_programs(module: ModuleType | None) -> bool:
 def prepare(*, programs: bool) -> Preloaded:
     """Return the modules imported so far. Call it in the process that forks ranks.
 
-    Also keeps ranks from running the finalizers of torch's operator libraries at exit, which would take each 30 ms.
+    Also keeps ranks from running the finalizers of torch's operator libraries at exit, which would take 30 ms in each.
 
     Args:
         programs: True if modules of the program can be among them.

@@ -1,8 +1,8 @@
 """Keeps programs from hanging in torch's `destroy_process_group`.
 
 A thread of gloo releases a tensor after the call that used it, and needs the interpreter's lock for that. The main
-thread holds the lock while DDP's reducer, the group's last owner, is freed, and waits there for that thread: forever,
-if it has not released the tensor by then. So threads get time to finish before groups are destroyed.
+thread holds the lock while DDP's reducer, the group's last owner, is freed, and waits for that thread meanwhile:
+forever, if it has not released the tensor by then. Threads therefore get time to finish before groups are destroyed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["install"]
 
 
 def install() -> None:
-    """Make `destroy_process_group` wait for the threads of groups, at once or when torch.distributed is imported."""
+    """Make `destroy_process_group` wait for the threads of groups, now or when torch.distributed is imported."""
     when_imported("torch.distributed.distributed_c10d", _attach)
 
 

@@ -73,7 +73,7 @@ class LaunchJob:
     master_port: int = 0
     """Port of the job's store on the loopback address. 0: a free one."""
     max_restarts: int = 0
-    """How often all ranks may be started again after a failure."""
+    """The number of times that all ranks may be restarted after a failure."""
     shutdown_timeout_s: float = 30.0
     """Seconds between asking a rank to end and killing it: time to save, for ranks that handle the signal."""
     hang_report_s: float = 30.0
@@ -85,7 +85,7 @@ class LaunchJob:
     numa_binding: str | None = None
     """How ranks are bound to the cores near their GPU: "node", "socket", "exclusive" or "core-complex"; None: not."""
     cpu_backend: Literal["gloo", "shm"] = "gloo"
-    """The backend that makes the process groups for which the program asks for gloo."""
+    """The backend of process groups for which the program asks for gloo."""
     output: Output = field(default_factory=Output)
     """Where the output of the ranks goes."""
     has_flags: bool = True

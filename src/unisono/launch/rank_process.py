@@ -48,7 +48,7 @@ class Program:
     arguments: Sequence[str] = ()
     """The arguments that follow in `sys.argv`."""
     pass_local_rank: bool = False
-    """True if `--local-rank=N` is put in front of the arguments."""
+    """True if `--local-rank=N` is passed before the arguments."""
     numa_binding: str | None = None
     """How the rank is bound to the cores near its GPU."""
     cpu_backend: str = "gloo"
@@ -57,18 +57,18 @@ class Program:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankFiles:
-    """The open files that a rank gets from the agent, by number."""
+    """The open files that a rank receives from the agent, by number."""
 
     stdout: int
     stderr: int
     page: int
-    """Shared memory in which the rank records what it does (`launch.hang.status_block`)."""
+    """Shared memory in which the rank records its calls (`launch.hang.status_block`)."""
     dump: int
-    """Where Python's fault handler writes stacks."""
+    """The file to which Python's fault handler writes stacks."""
     ask: int
-    """A pipe: a byte asks for the collectives that are not finished."""
+    """A pipe: a byte requests the collectives that are not finished."""
     events: int | None = None
-    """Where rank 0 writes progress events."""
+    """The file to which rank 0 writes progress events."""
     stdin: int | None = None
     """The launcher's standard input, for the rank that has it."""
 
@@ -210,7 +210,7 @@ def _run(process: RankProcess) -> int:
 
 
 def _open_up(process: RankProcess) -> StatusBlock:
-    """Install the launcher's parts of a rank; return the block that shows the agent its calls and its error."""
+    """Install the launcher's parts in a rank; return the block that shows the agent its calls and its error."""
     block = StatusBlock(process.files.page)
     recording = call_recorder.install(block, ask=process.files.ask, dump=process.files.dump)
     wait_recorder.install(recording)

@@ -23,17 +23,17 @@ class Ending:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """The decision whether to start again, with the reason if not although restarts are left."""
+    """The decision whether to restart; if not although restarts are left, with the reason."""
 
     restart: bool
     reason: str = ""
 
 
 def decide(ending: Ending, before: Ending | None, *, restarts: int, max_restarts: int) -> Decision:
-    """Decide after a failure, given how the previous generation ended and how many restarts have been used.
+    """Return the decision after a failure, given how the previous generation ended and the number of restarts used.
 
-    A program that fails twice with the same error before its first collective has a mistake that no restart corrects:
-    it gets one second chance, and not all restarts.
+    A program that fails twice with the same error before its first collective has a mistake that a restart does not
+    correct: it is restarted once, and no more.
 
     >>> failed = Ending(code=1, account={"type": "ImportError", "message": "no x"}, met=False)
     >>> decide(failed, None, restarts=0, max_restarts=3)

@@ -1,8 +1,8 @@
 """The process above the fork server: it hosts the job's store, and outlives the fork server.
 
-It is the parent and subreaper of the fork server, as the agent is of this process. So any two of the three can be
-killed, and the third still reaches all processes of the job and ends them. It runs threads (the store's) and never
-forks. Start reading at `host_store`.
+It is the parent and subreaper of the fork server, as the agent is of this process. If any two of the three are killed,
+the third still reaches all processes of the job and ends them. It runs threads (the store's) and never forks. Start
+reading at `host_store`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PATIENCE_S = 6.0
 
 
 def host_store(server: int, *, agent: Channel, listener: socket.socket, scratch: str) -> NoReturn:
-    """Host the store until the fork server has ended; then end the processes it left, and this one in the same way.
+    """Host the store until the fork server has ended; then end the processes that it left, and this one the same way.
 
     Args:
         server: The process id of the fork server, a child of this process.
@@ -55,7 +55,7 @@ def host_store(server: int, *, agent: Channel, listener: socket.socket, scratch:
                 os.read(wakeups, 1024)
             else:
                 poll.unregister(file)
-                os.kill(server, signal.SIGCONT)  # one that is stopped would not notice
+                os.kill(server, signal.SIGCONT)  # a stopped one would not notice
                 deadline_s = time.monotonic() + _PATIENCE_S
     code = os.waitstatus_to_exitcode(ended[1])
     if code != 0:  # otherwise it has left nothing

@@ -1,7 +1,7 @@
 """A CSV file with a line for each step, which gets new lines and new columns.
 
 The last line stays open: numbers of its step may still come, and it is written again then. For a new column the file is
-written anew, with empty cells in older lines; that happens when the first evaluation ends, and rarely later.
+rewritten, with empty cells in older lines; that happens when the first evaluation ends, and rarely later.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class Mean(Metric[Average]):
         Raises:
             ValueError: A weight is negative or NaN (tensors are checked on the CPU alone), or the shape of weight does
                 not broadcast to that of values.
-            TypeError: The values, or the elements of a weight that is no tensor, are not real numbers.
+            TypeError: The values, or the elements of a weight that is not a tensor, are not real numbers.
         """
         values = _real(values)
         if weight is not None and not isinstance(weight, (int, float, Tensor)):

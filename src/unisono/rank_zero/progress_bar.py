@@ -54,7 +54,7 @@ def progress(
         unit: The name of the items, in the plural.
 
     Raises:
-        TypeError: `iterable` is neither iterable nor a whole number, or `total` is no whole number.
+        TypeError: `iterable` is neither iterable nor a whole number, or `total` is not a whole number.
         ValueError: `total` is negative, or is passed twice.
 
     Example:
@@ -110,7 +110,7 @@ class ProgressBar(Generic[Item]):
         """Add the number of items that this rank has done since the last call.
 
         Raises:
-            TypeError: `count` is no whole number.
+            TypeError: `count` is not a whole number.
             ValueError: `count` is negative.
         """
         if (done := whole("count", count)) < 0:

@@ -37,7 +37,7 @@ _MANY = 10
 def read_weights(path: Path, *, key: str | None = None) -> dict[str, Tensor]:
     """Return the tensors of a file by name, on the CPU. The content of the file decides on its format, not its name.
 
-    Nested dicts of a torch.save file are flattened, with a dot between the names. State of a module that is no tensor
+    Nested dicts of a torch.save file are flattened, with a dot between the names. Module state other than tensors
     (`_extra_state`) is left out.
 
     Args:

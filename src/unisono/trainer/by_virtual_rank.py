@@ -111,7 +111,7 @@ class ByVirtualRank:
 
         Raises:
             RuntimeError: It is called inside a loss function or an evaluated function, or torch's process group failed.
-            TypeError: function cannot be called, name is no string, or a result cannot be pickled.
+            TypeError: function cannot be called, name is not a string, or a result cannot be pickled.
             ValueError: name is empty or has spaces in it.
             DataError: function wrote to the model.
             GroupError: function called a collective.

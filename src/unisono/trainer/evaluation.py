@@ -28,7 +28,7 @@ def evaluate(
     exchange them once, at the end.
 
     Raises:
-        LossError: On this rank, the function returned something else than `Trainer.evaluate` allows.
+        LossError: On this rank, the function returned anything other than `Trainer.evaluate` allows.
             On all ranks, it returned a dict for some micro-batches and a single value for others.
         GroupError: On this rank, the function called a collective.
     """

@@ -1,7 +1,7 @@
 """The results of a run's evaluations, and decisions that are functions of them: early stopping, the best checkpoint.
 
 Every rank has the same history, since `evaluate` returns the same on all. It is part of a checkpoint, so that a resumed
-run decides as one that nobody stopped. Start reading at `EvaluationHistory` and `evaluations_since_improvement`.
+run decides as one that was never stopped. Start reading at `EvaluationHistory` and `evaluations_since_improvement`.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class EvaluationHistory:
     def add(self, name: str, values: Mapping[str, float], *, step: int) -> list[Evaluated]:
         """Append the results of an evaluation, by the names of its metrics, and return them.
 
-        A result that there is already of the same step is replaced: an epoch that goes on after a resume may evaluate
-        once more what it had evaluated before.
+        A result that there is already of the same step is replaced: an epoch that continues after a resume may repeat
+        evaluations.
         """
         added = [Evaluated(name, metric, step, float(value)) for metric, value in values.items()]
         for each in added:

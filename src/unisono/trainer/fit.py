@@ -78,7 +78,7 @@ def check_fit(
         known: The names of all arguments that it takes.
 
     Raises:
-        TypeError: A function cannot be called, an argument is unknown, or metrics is no dict with names as keys.
+        TypeError: A function cannot be called, an argument is unknown, or metrics is not a dict with names as keys.
         ValueError: There is no dataset to evaluate on.
     """
     if not callable(loss_fn):

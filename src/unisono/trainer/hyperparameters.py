@@ -26,7 +26,7 @@ class Hyperparameters(NamedTuple):
 
 def is_scheduler(value: object) -> bool:
     """Return True for a learning-rate scheduler of torch, whose state is a few numbers."""
-    return isinstance(value, LRScheduler | ReduceLROnPlateau)  # the latter is no LRScheduler in every torch
+    return isinstance(value, LRScheduler | ReduceLROnPlateau)  # the latter is not an LRScheduler in every torch
 
 
 def settings_of(optimizers: Mapping[str, Optimizer], others: Mapping[str, Any]) -> Hyperparameters:

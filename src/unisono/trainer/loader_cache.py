@@ -38,7 +38,8 @@ class LoaderCache:
     Args:
         run: The constants of the run.
         tell: Called with a sentence about a worker that is slow.
-        compare: Called with the name of a call before ranks exchange something, to find those that do something else.
+        compare: Called with the name of a call before ranks exchange anything, to detect ranks that make a different
+            call.
     """
 
     def __init__(self, run: RunContext, tell: Callable[[str], None], compare: Callable[[str], None]) -> None:

@@ -17,7 +17,7 @@ def check_values(values: Mapping[str, Any]) -> None:
     """Refuse names and values that cannot be logged. Looks at types and shapes only, and so never waits for a GPU.
 
     Raises:
-        TypeError: There is no value, or one is no real number.
+        TypeError: There is no value, or one is not a real number.
         ValueError: A name is empty, too long or not printable, or a tensor or array has several elements.
     """
     if not values:

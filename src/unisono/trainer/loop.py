@@ -2,9 +2,9 @@
 
 The state of a run is complete when the user's loop asks for the next batch or epoch: by then the loop has done its work
 for this step, such as updating a teacher model, and does not repeat it. So the state is saved at that point, and a save
-at the end of the process writes that state, if it is still there (`asked_state`). `step` runs one step, `snapshot` says
-what a checkpoint holds, and `checkpointing` decides when and where it is written. `trainer` has the calls of users and
-describes their arguments. Start reading at `Loop.epochs`.
+at the end of the process writes that state, if it is still there (`asked_state`). `step` runs one step, `snapshot`
+defines the contents of a checkpoint, and `checkpointing` decides when and where it is written. `trainer` has the calls
+of users and describes their arguments. Start reading at `Loop.epochs`.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class Loop:
         """Return the epoch whose batches come next.
 
         Raises:
-            ValueError: All batches of the current epoch have been dealt.
+            ValueError: All batches of the current epoch have been yielded.
         """
         cursor = self._cursor
         # Without a loop over epochs, which was left after its last batch, the next epoch begins with the first batch.
@@ -171,7 +171,7 @@ class Loop:
 
         Raises:
             ValueError: At once, if the epoch was begun with other numbers of samples, or all its batches have been
-                dealt.
+                yielded.
         """
         cursor = self._cursor
         is_new = self.next_epoch() != cursor.epoch

@@ -19,7 +19,7 @@ def check_models(model: Any) -> None:
     """Check that models are modules, and that no other library handles their gradients or parameters.
 
     Raises:
-        TypeError: A model is no module, or a key of the dict is no name.
+        TypeError: A model is not a module, or a key of the dict is not a name.
         ValueError: The dict is empty, a module is wrapped or sharded, or its parameters have no values yet.
     """
     models = model if isinstance(model, Mapping) else {"model": model}

@@ -1,7 +1,7 @@
 """Training mode and evaluation mode of models that are trained: dropout that does nothing in a model under training.
 
-Models come from `from_pretrained` in evaluation mode, and stay in it after a validation loop that calls only `eval()`.
-BatchNorm is often kept in evaluation mode on purpose, together with its weights, so it is not checked.
+`from_pretrained` returns models in evaluation mode, and they also stay in it after a validation loop that calls only
+`eval()`. BatchNorm is often kept in evaluation mode on purpose, together with its weights, so it is not checked.
 """
 
 from __future__ import annotations

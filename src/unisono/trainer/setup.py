@@ -142,7 +142,7 @@ def check_step_options(options: StepOptions) -> None:
 
 
 def no_loss_function(given: object, *, call: str) -> str:
-    """Return what is wrong with something that is given in place of a loss function and cannot be called.
+    """Return the message about a value that was passed as a loss function and cannot be called.
 
     Args:
         given: The object.
@@ -163,7 +163,7 @@ def named_optimizers(optimizer: Optimizer | Mapping[str, Optimizer]) -> dict[str
     """Return the optimizers by name, "" for a single one.
 
     Raises:
-        TypeError: An object is no optimizer, or is wrapped by another library.
+        TypeError: An object is not an optimizer, or is wrapped by another library.
         ValueError: There is none.
     """
     optimizers = dict(optimizer) if isinstance(optimizer, Mapping) else {"": optimizer}
@@ -188,7 +188,7 @@ def check_schedulers(
     """Return the schedulers by the names of their optimizers.
 
     Raises:
-        TypeError: An object is no scheduler, or is ReduceLROnPlateau.
+        TypeError: An object is not a scheduler, or is ReduceLROnPlateau.
         ValueError: A scheduler, also one among `stateful`, belongs to none of the optimizers or to another one.
     """
     schedulers = {} if scheduler is None else dict(scheduler) if isinstance(scheduler, Mapping) else {"": scheduler}
@@ -247,7 +247,7 @@ def choose_device(device: str | torch.device, modules: Mapping[str, nn.Module], 
         if index is None:
             device = torch.device("cuda", local_rank % there)
         torch.cuda.set_device(device)
-        # Algorithms that are chosen by timing or add in any order would give different bits each time.
+        # Algorithms that are chosen by timing or add in any order would have different bits each time.
         torch.backends.cudnn.benchmark = False
         torch.backends.cudnn.deterministic = True
     return device

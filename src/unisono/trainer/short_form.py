@@ -65,7 +65,7 @@ class ShortForm(Inference):
 
         Raises:
             RuntimeError: It is called inside a loss function or an evaluated function, or torch's process group failed.
-            TypeError: loss_fn, a metric or a callback cannot be called, metrics is no dict with names as keys, a
+            TypeError: loss_fn, a metric or a callback cannot be called, metrics is not a dict with names as keys, a
                 dataset is neither map-style nor iterable, or an argument has the wrong type.
             ValueError: metrics or validate_every are given without validation, a number is out of range, or as
                 described at `epochs`, `batches` and `step`.

@@ -57,8 +57,8 @@ class Storage:
         Raises:
             RuntimeError: It is called inside a loss function or an evaluated function.
             TypeError: tag is not a string.
-            ValueError: tag is no such name. Without a tag, on rank 0: an optimizer has a parameter that belongs to no
-                model.
+            ValueError: tag is not such a name. Without a tag, on rank 0: an optimizer has a parameter that belongs to
+                no model.
             CheckpointError: An object's state or a tensor cannot be stored, another job or a later Trainer of this
                 process uses the directory, or that is gone; with a tag also if the disk fails. With a tag on all ranks,
                 otherwise on rank 0.
@@ -149,7 +149,7 @@ class Storage:
         """Write the weights alone into a file that torch or other libraries read; all ranks return when it is on disk.
 
         Every rank must call it, between two steps; rank 0 writes. A file of that name is replaced, at once and as a
-        whole. Names are those of model.state_dict(); with several models they have their key in front. Memory, for
+        whole. Names are those of model.state_dict(); with several models, their key is a prefix. Memory, for
         torch.save: one copy of the weights on rank 0.
 
         Args:

@@ -71,7 +71,7 @@ class SharedState:
         self._has_numbers = False
 
     def adopt(self, optimizer: Optimizer) -> bool:
-        """Adopt state in the user's optimizer that does not come from here. Return True if there was any.
+        """Adopt state in the user's optimizer that this class did not put there. Return True if there was any.
 
         Local: the state is the same on all ranks.
         """

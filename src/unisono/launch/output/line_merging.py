@@ -1,7 +1,7 @@
 """Merges equal lines of several ranks into one, `[0-7] epoch 1 done`, and keeps the order of every rank's lines.
 
-A line waits a moment for the ranks that may still print the same. Pure: the caller passes the time. Start reading at
-`LineMerger.add`.
+A line is held for a moment, for ranks that may still print the same one. Pure: the caller passes the time. Start
+reading at `LineMerger.add`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from operator import attrgetter
 __all__ = ["LineMerger", "MergedLine"]
 
 _FURTHEST = 100
-"""How many lines back the search for an equal one goes."""
+"""The number of lines that the search for an equal one goes back."""
 _OVERHEAD = 200
 """The approximate number of bytes that a held line takes besides its text."""
 
@@ -24,7 +24,7 @@ class MergedLine:
     """One line and the ranks that printed it."""
 
     stream: int
-    """The number that the caller gives to the stream. Lines of different streams are different."""
+    """The caller's number of the stream. Lines of different streams are different."""
     line: bytes
     """The line without its end."""
     ranks: set[int]
@@ -40,9 +40,9 @@ class LineMerger:
 
     Held lines have one order, in which every rank's own lines are in order. A new line joins an equal one after the
     rank's last line; or one shortly before it, if the rank shares none of its lines from there on, so that they can be
-    moved in front of it; otherwise it goes to the end. The first lines are released when no rank can join them any
-    more: each rank that may still print (`expect`) shares a line at their end or after it. When more than `limit` bytes
-    are held, all lines are released.
+    moved in front of it; otherwise it is appended. The first lines are released when no rank can join them any more:
+    each rank that may still print (`expect`) shares a line at their end or after it. When more than `limit` bytes are
+    held, all lines are released.
 
     >>> folder = LineMerger(hold_s=0.1)
     >>> _ = folder.expect({0, 1, 2})
@@ -72,7 +72,7 @@ class LineMerger:
 
     @property
     def deadline_s(self) -> float | None:
-        """When the first line that is held back must be printed."""
+        """The time at which the first held line must be printed; None if there is none."""
         return self._folds[0].deadline_s if self._folds else None
 
     def expect(self, ranks: Collection[int]) -> list[MergedLine]:
@@ -103,7 +103,7 @@ class LineMerger:
         return self._settled()
 
     def due(self, now_s: float) -> list[MergedLine]:
-        """Release and return the lines that have been held back long enough, and those before them."""
+        """Release and return the lines that have been held long enough, and all lines before them."""
         number = 0
         while number < len(self._folds) and self._folds[number].deadline_s <= now_s:
             number += 1

@@ -71,7 +71,7 @@ def pack(call: FunctionCall) -> PackedCall:
     body, files = io.BytesIO(), _Files()
     standing_in: Any = files
     tracker: Any = resource_tracker._resource_tracker
-    if tracker._fd is not None:  # it removes shared memory when all its users have ended: ranks are users too
+    if tracker._fd is not None:  # it removes shared memory when all its users have ended, and ranks are users
         preparation["tracker"] = files.duplicate_for_child(tracker._fd)
     pickler = _CallPickler(body, main=main, importable=importable)
     context.set_spawning_popen(standing_in)
@@ -99,7 +99,7 @@ def unpack(data: bytes) -> FunctionCall:
         unpickler = pickle.Unpickler(stream)
         function, arguments = unpickler.load()
         defined, lines = unpickler.load()
-    # Objects that a rank pickles, and those that are sent to it by name, are looked up there.
+    # Objects that a rank pickles, and those sent to it by name, are looked up in `__main__`.
     vars(sys.modules["__main__"]).update(defined)
     for file, text in lines.items():  # for tracebacks; without a time, the cache does not look for the file
         linecache.cache.setdefault(file, (sum(map(len, text)), None, text, file))
@@ -118,7 +118,7 @@ def read_reports(file: int) -> list[RankReport]:
 
 
 class _CallPickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
-    """Pickles importable objects by name and others by value; notes the objects of `__main__` that it meets."""
+    """Pickles importable objects by name and others by value; records the objects of `__main__` sent by value."""
 
     def __init__(self, file: io.BytesIO, *, main: ModuleType, importable: bool) -> None:
         # Torch and multiprocessing add to the first table: tensors, connections. Pickle reads the attribute only once.
@@ -166,7 +166,7 @@ class _Files:
         self.numbers: list[int] = []
 
     def duplicate_for_child(self, number: int) -> int:
-        """Note a file and return its number there, which is the same."""
+        """Record a file and return its number in the other process, which is the same."""
         self.numbers.append(number)
         return number
 
