@@ -162,9 +162,9 @@ class Inference:
         self,
         dataset: Any,
         batch_size: int | None,
-        micro_batch_size: int | None,
-        workers: int,
-        collate_fn: Collate | None,
+        micro_batch_size: int | None = None,
+        workers: int = 0,
+        collate_fn: Collate | None = None,
         *,
         keep: bool = True,
     ) -> Loader:
