@@ -59,7 +59,7 @@ REPLICATE = [
     ({"models": nn.Linear}, TypeError, "models is the class Linear, not called: give a module"),
     ({"models": "net"}, TypeError, "models is a str: give a module, or a list or dict of modules"),
     ({"models": []}, ValueError, "no model was given"),
-    ({"models": {"net": 3}}, TypeError, "net is a int, and must be a torch.nn.Module"),
+    ({"models": {"net": 3}}, TypeError, "net is an int, and must be a torch.nn.Module"),
     ({"models": {0: nn.Linear(1, 1)}}, TypeError, "models has the key 0; models are given by names"),
     ({"models": nn.Sequential(DataParallel(nn.Linear(1, 1)))}, TypeError, "model.0 is wrapped in DataParallel, which"),
     ({"models": nn.LazyLinear(3)}, ValueError, "parameter 'weight' of model has no shape yet"),

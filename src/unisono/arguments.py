@@ -7,6 +7,8 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
+from unisono.text import a_type
+
 __all__ = ["choice", "flag", "function", "real", "text", "whole"]
 
 
@@ -24,11 +26,11 @@ def whole(name: str, value: Any, *, least: int | None = None, meant: str = "a wh
         ValueError: The argument is less than `least`.
     """
     if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name}={value!r} must be {meant}, and is a {type(value).__name__}")
+        raise TypeError(f"{name}={value!r} must be {meant}, and is {a_type(value)}")
     try:
         number = operator.index(value)
     except TypeError:  # such as an array of several numbers
-        raise TypeError(f"{name}={value!r} must be {meant}, and is a {type(value).__name__}") from None
+        raise TypeError(f"{name}={value!r} must be {meant}, and is {a_type(value)}") from None
     if least is not None and number < least:
         raise ValueError(f"{name}={number} must be at least {least}")
     return number
@@ -47,7 +49,7 @@ def real(name: str, value: Any, *, meant: str = "a number") -> float:
         ValueError: The argument is NaN.
     """
     if isinstance(value, (bool, str, bytes)) or not hasattr(value, "__float__"):
-        raise TypeError(f"{name}={value!r} must be {meant}, and is a {type(value).__name__}")
+        raise TypeError(f"{name}={value!r} must be {meant}, and is {a_type(value)}")
     number = float(value)
     if math.isnan(number):
         raise ValueError(f"{name}={number!r} must be {meant}")
@@ -61,7 +63,7 @@ def flag(name: str, value: Any) -> bool:
         TypeError: The argument is anything else, such as a string, which would always count as true.
     """
     if not isinstance(value, bool):
-        raise TypeError(f"{name}={value!r} must be True or False, and is a {type(value).__name__}")
+        raise TypeError(f"{name}={value!r} must be True or False, and is {a_type(value)}")
     return value
 
 
@@ -77,7 +79,7 @@ def function(name: str, value: Any, *, meant: str = "give a function") -> None:
         TypeError: The argument cannot be called.
     """
     if not callable(value):
-        raise TypeError(f"{name} is a {type(value).__name__}, which cannot be called: {meant}")
+        raise TypeError(f"{name} is {a_type(value)}, which cannot be called: {meant}")
 
 
 def choice(name: str, value: Any, choices: Sequence[str | None]) -> None:
@@ -98,7 +100,7 @@ def text(name: str, value: Any) -> str:
         ValueError: The argument is empty.
     """
     if not isinstance(value, str):
-        raise TypeError(f"{name}={value!r} must be a text, and is a {type(value).__name__}")
+        raise TypeError(f"{name}={value!r} must be a text, and is {a_type(value)}")
     if not value:
         raise ValueError(f"{name}={value!r} must not be empty")
     return value

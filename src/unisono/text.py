@@ -1,4 +1,4 @@
-"""Formatting of ranks, durations and long values in messages. Pure; does not import torch, for the launcher."""
+"""Formatting of ranks, types, durations and long values in messages. Pure; does not import torch, for the launcher."""
 
 from __future__ import annotations
 
@@ -6,9 +6,34 @@ import re
 from collections.abc import Collection, Iterable
 from typing import Literal
 
-__all__ = ["clip", "format_duration", "format_ranks", "list_first", "name_ranks", "parse_ranks", "without_cpp_place"]
+__all__ = [
+    "a_type",
+    "clip",
+    "format_duration",
+    "format_ranks",
+    "list_first",
+    "name_ranks",
+    "parse_ranks",
+    "without_cpp_place",
+]
 
 _CPP_PLACE = re.compile(r"^\[(?:enforce fail at )?[^\]\s]+:\d+\] (?:err == 0\. )?")
+
+# "an SGD", which is spelled, and "an Upsample", but "a OneCycleLR" and "a UniformSampler".
+_TAKES_AN = re.compile(r"[aei]|o(?!ne)|u(?:n(?!i)|p)", re.IGNORECASE)
+_SPELLED_WITH_AN = re.compile(r"[FHLMNRSX][B-DF-HJ-NP-TV-Z]")
+
+
+def a_type(value: object) -> str:
+    """Return the name of a value's type with its article.
+
+    >>> a_type(3), a_type("x"), a_type([]), a_type(None), a_type(OSError())
+    ('an int', 'a str', 'a list', 'a NoneType', 'an OSError')
+    >>> [a_type(type(name, (), {})()) for name in ("SGD", "SAM", "Upsample", "OneCycleLR", "UniformSampler")]
+    ['an SGD', 'a SAM', 'an Upsample', 'a OneCycleLR', 'a UniformSampler']
+    """
+    name = type(value).__name__
+    return f"{'an' if _TAKES_AN.match(name) or _SPELLED_WITH_AN.match(name) else 'a'} {name}"
 
 
 def format_ranks(ranks: Iterable[int], *, separator: str = ", ") -> str:

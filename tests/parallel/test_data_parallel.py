@@ -357,7 +357,7 @@ def test_models_that_cannot_be_copied():
 
 
 def test_devices_that_are_not_there():
-    with pytest.raises(TypeError, match="module is a int"):
+    with pytest.raises(TypeError, match="module is an int"):
         DataParallel(3, ["cpu"])
     with pytest.raises(TypeError, match="device_ids='cpu' must be a list"):
         DataParallel(nn.Linear(2, 2), "cpu")

@@ -99,7 +99,7 @@ def test_one_process_needs_nothing():
     ("models", "options", "error", "message"),
     [
         ("model", {}, TypeError, "models is a str: give a module, or a list or dict of modules"),
-        ([nn.Linear(1, 1), 3], {}, TypeError, "model 1 is a int, and must be a torch.nn.Module"),
+        ([nn.Linear(1, 1), 3], {}, TypeError, "model 1 is an int, and must be a torch.nn.Module"),
         ([], {}, ValueError, "no model was given"),
         (None, {"bucket_mb": 0}, ValueError, "bucket_mb=0 must be positive"),
         (None, {"first_bucket_mb": float("nan")}, ValueError, "first_bucket_mb=nan must be positive"),

@@ -135,7 +135,7 @@ def test_wrong_inputs_are_told_with_one_process_too():
         SyncBatchNorm(2)(torch.ones(4, 3))
     with pytest.raises(TypeError, match=r"takes floating-point numbers, and got torch\.int64"):
         SyncBatchNorm(2)(torch.ones(4, 2, dtype=torch.int64))
-    with pytest.raises(TypeError, match="module is a int"):
+    with pytest.raises(TypeError, match="module is an int"):
         convert_sync_batchnorm(3)
 
 

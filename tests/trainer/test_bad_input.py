@@ -208,7 +208,7 @@ def test_an_exception_in_the_loss_function_is_the_users_own_and_changes_nothing(
         ({"threads": 0}, ValueError, ["threads=0"]),
         ({"engine": "fast"}, ValueError, ["'fast'", "'auto', 'shared', 'collective'"]),
         ({"resume": "maybe"}, ValueError, ["'maybe'", "auto"]),
-        ({"listeners": [print, 3]}, TypeError, ["listeners[1] is a int", "cannot be called"]),
+        ({"listeners": [print, 3]}, TypeError, ["listeners[1] is an int", "cannot be called"]),
         ({"listeners": print}, TypeError, ["listeners is a builtin_function_or_method", "a list of functions"]),
     ],
 )

@@ -351,7 +351,7 @@ def export(path="x.pt", **options):
 REFUSED = {
     checkpoints: [
         ({"best": "accuracy"}, ValueError, "best='accuracy' needs a mode: mode=\"max\" if greater values are better"),
-        ({"best": 3, "mode": "max"}, TypeError, "best=3 must be a text, and is a int"),
+        ({"best": 3, "mode": "max"}, TypeError, "best=3 must be a text, and is an int"),
         ({"best": "", "mode": "max"}, ValueError, "best='' must not be empty"),
         ({"mode": "max"}, ValueError, "mode='max' is for the metric of best=..."),
         ({"best": "loss", "mode": "least"}, ValueError, "mode='least' must be one of 'max', 'min'"),
@@ -373,7 +373,7 @@ REFUSED = {
         ({"min_delta": NAN}, ValueError, "min_delta=nan must be"),
     ],
     load: [
-        ({"path": 3}, TypeError, "path=3 must be the path of a checkpoint or a file, and is a int"),
+        ({"path": 3}, TypeError, "path=3 must be the path of a checkpoint or a file, and is an int"),
         ({"path": ""}, ValueError, 'path="" must be the path of a checkpoint'),
         ({"strict": 1}, TypeError, "strict=1 must be True or False"),
         ({"ema": "yes"}, TypeError, "ema='yes' must be"),

@@ -94,7 +94,7 @@ def test_schedulers_of_another_optimizer_are_refused():
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(other)
     with pytest.raises(ValueError, match=r"stateful\['plateau'\], a ReduceLROnPlateau, was built with another"):
         make_trainer(stateful={"plateau": plateau})
-    with pytest.raises(TypeError, match="scheduler is a int"):
+    with pytest.raises(TypeError, match="scheduler is an int"):
         make_trainer(scheduler=lambda _: 3)
 
 

@@ -188,7 +188,7 @@ REFUSED = [
     ({"batch_sampler": [[1]], "batch_size": None, "shuffle": True}, ValueError, "shuffle=True is for the batch"),
     ({"sampler": [1, 20, 2]}, DataError, "yielded index 20 at position 1 of epoch 0, and the dataset has 20 samples"),
     ({"sampler": [1, -1]}, DataError, "yielded index -1 at position 1 of epoch 0"),
-    ({"sampler": [2**80]}, TypeError, "a int; it should yield indices"),
+    ({"sampler": [2**80]}, TypeError, "an int; it should yield indices"),
     (
         {"sampler": [[1], [2]]},
         TypeError,
@@ -199,12 +199,12 @@ REFUSED = [
     ({"sampler": [1, 2], "drop_last": True}, DataError, "fewer than batch_size=4"),
     ({"sampler": iter([1, 2])}, TypeError, "which is used up after one epoch"),
     ({"sampler": RandomSampler}, TypeError, "sampler is the class RandomSampler, not called"),
-    ({"sampler": 3}, TypeError, "sampler is a int; give an object that yields indices"),
+    ({"sampler": 3}, TypeError, "sampler is an int; give an object that yields indices"),
     ({"sampler": Endless()}, DataError, "has yielded 1000000 indices for 20 samples, and goes on"),
     ({"sampler": Failing()}, LookupError, "the sampler's own"),
     ({"sampler": DistributedSampler(DATA, 2, 0)}, ValueError, "is a DistributedSampler for 2 ranks"),
     ({"sampler": range(4), "dataset": Stream()}, TypeError, "Stream is an iterable dataset, whose samples have no"),
-    ({"batch_sampler": range(4), "batch_size": None}, TypeError, "the batch_sampler yielded 0, a int; it should yield"),
+    ({"batch_sampler": range(4), "batch_size": None}, TypeError, "the batch_sampler yielded 0, an int; it should"),
     ({"batch_sampler": [[1], []], "batch_size": None}, DataError, "yielded an empty list as batch 1"),
     (
         {"batch_sampler": [["a"]], "batch_size": None},

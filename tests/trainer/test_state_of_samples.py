@@ -184,7 +184,7 @@ TABLES = {
         ({"virtual_rank": 0.5}, TypeError, "virtual_rank=0.5 must be a whole number"),
     ],
     rollouts: [
-        ({"function": 3}, TypeError, "the function of trainer.rollouts is a int, which cannot be called"),
+        ({"function": 3}, TypeError, "the function of trainer.rollouts is an int, which cannot be called"),
         ({"steps": 0}, ValueError, "steps=0 must be at least 1"),
         ({"steps": None}, TypeError, "steps=None must be a whole number"),
         ({"micro_batch_size": 0}, ValueError, "micro_batch_size=0 must be at least 1"),

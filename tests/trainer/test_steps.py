@@ -265,7 +265,7 @@ def test_encodings_without_a_row_for_each_sample_are_refused(pair, kind):
 
 REFUSED = {
     "recompute alone": ({"recompute": True}, ValueError, "recompute=True is for steps with encode"),
-    "encode": ({"encode": 3}, TypeError, "encode is a int, which cannot be called"),
+    "encode": ({"encode": 3}, TypeError, "encode is an int, which cannot be called"),
     "on_gradients": ({"on_gradients": "clip"}, TypeError, "on_gradients is a str, which cannot be called"),
     "closure": ({"closure": 1}, TypeError, "closure=1 must be True or False"),
 }

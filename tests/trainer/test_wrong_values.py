@@ -75,8 +75,8 @@ TRAINER = [
     ({"directory": ""}, TypeError, "directory='' must be the path of a folder"),
     ({"resume": True}, ValueError, "resume=True must be one of 'auto', 'never', 'must'"),
     ({"resume": ["auto"]}, ValueError, "resume=['auto'] must be one of"),
-    ({"checkpoints": 100}, TypeError, "checkpoints=100 is a int; give unisono.Checkpoints(every_steps=100)"),
-    ({"checkpoints": 0}, TypeError, "checkpoints=0 is a int"),
+    ({"checkpoints": 100}, TypeError, "checkpoints=100 is an int; give unisono.Checkpoints(every_steps=100)"),
+    ({"checkpoints": 0}, TypeError, "checkpoints=0 is an int"),
     ({"scheduler": 0.1}, TypeError, "scheduler is a float; expected one of torch.optim.lr_scheduler"),
     ({"scheduler_interval": 1}, ValueError, "scheduler_interval=1 must be one of 'step', 'epoch'"),
     ({"clip_grad_norm": "1"}, TypeError, "clip_grad_norm='1' must be a number, and is a str"),
@@ -88,19 +88,19 @@ TRAINER = [
     ({"ema_decay": "0.9"}, TypeError, "ema_decay='0.9' must be "),
     ({"ema_decay": float("nan")}, ValueError, "ema_decay=nan must be a number"),
     ({"stateful": [nn.Linear(1, 1)]}, TypeError, 'stateful is a list; give the objects by name, as {"name": object}'),
-    ({"stateful": {"rng": 3}}, TypeError, "stateful['rng'] is a int, which has no state_dict"),
+    ({"stateful": {"rng": 3}}, TypeError, "stateful['rng'] is an int, which has no state_dict"),
     ({"device": "gpu"}, ValueError, "device='gpu' is no device that torch knows"),
-    ({"device": 0}, TypeError, "device=0 is a int"),
+    ({"device": 0}, TypeError, "device=0 is an int"),
     ({"device": "meta"}, ValueError, 'device="meta" computes nothing'),
     ({"threads": 1.5}, TypeError, "threads=1.5 must be "),
     ({"threads": None}, TypeError, "threads=None must be "),
     ({"overlap": "no"}, TypeError, "overlap='no' must be True or False, and is a str"),
     ({"engine": None}, ValueError, "engine=None must be one of 'auto', 'shared', 'collective'"),
-    ({"progress": 0}, TypeError, "progress=0 must be True or False, and is a int"),
+    ({"progress": 0}, TypeError, "progress=0 must be True or False, and is an int"),
     ({"model": nn.Linear}, TypeError, "model is the class Linear, not called"),
     ({"model": {}}, ValueError, "model is an empty dict"),
     ({"model": [nn.Linear(4, 3)]}, TypeError, "model is a list; expected a torch.nn.Module, or a dict of them by name"),
-    ({"model": {"net": 3}}, TypeError, "model['net'] is a int"),
+    ({"model": {"net": 3}}, TypeError, "model['net'] is an int"),
     ({"model": {0: nn.Linear(4, 3)}}, TypeError, "model has the key 0"),
     ({"model": nn.LazyLinear(3)}, ValueError, "'model.weight' has no size yet: run the model on one batch"),
     ({"model": nn.Linear(4, 3, device="meta")}, ValueError, "'model.weight' is on the meta device"),
@@ -124,7 +124,7 @@ EVALUATE = [
     ({"batch_size": "8"}, TypeError, "batch_size='8' must be "),
     ({"ema": "yes"}, TypeError, "ema='yes' must be "),
     ({"function": DATA}, TypeError, "the evaluated function is a TensorDataset, which cannot be called"),
-    ({"name": 3}, TypeError, "name=3 must be a text, and is a int"),
+    ({"name": 3}, TypeError, "name=3 must be a text, and is an int"),
     ({"name": None}, TypeError, "name=None must be "),
     ({"name": ""}, ValueError, "name='' must not be empty"),
 ]
@@ -162,7 +162,7 @@ FIT = [
     (
         {"metrics": {"accuracy": 3}, "validation": DATA},
         TypeError,
-        "metrics['accuracy'] is a int, which cannot be called",
+        "metrics['accuracy'] is an int, which cannot be called",
     ),
     (
         {"metrics": {1: per_sample}, "validation": DATA},
@@ -170,7 +170,7 @@ FIT = [
         "metrics has the key 1; functions are given by",
     ),
     ({"metrics": {"accuracy": per_sample}}, ValueError, "give validation=dataset as well"),
-    ({"validation": 3}, TypeError, "a int is no map-style dataset"),
+    ({"validation": 3}, TypeError, "an int is no map-style dataset"),
     ({"validation": []}, DataError, "the dataset (list) is empty"),
     ({"validation": {"test": DATA}}, TypeError, "the dataset is a dict with the keys 'test': give one of its values"),
     ({"validation": TensorDataset}, TypeError, "the dataset is the class TensorDataset, not called"),
@@ -180,7 +180,7 @@ FIT = [
         "the dataset is a dict with the keys 'train', 'test': give",
     ),
     ({"dataset": "data/train"}, TypeError, "a str is no map-style dataset"),
-    ({"loss_fn": 3}, TypeError, "loss_fn is a int, which cannot be called: trainer.fit(loss_fn, dataset, ...) takes"),
+    ({"loss_fn": 3}, TypeError, "loss_fn is an int, which cannot be called: trainer.fit(loss_fn, dataset, ...) takes"),
     ({"loss_fn": torch.ones(())}, TypeError, "loss_fn is a tensor: give trainer.fit(loss_fn, dataset, ...) the func"),
     ({"loss_fn": DATA, "dataset": per_sample}, TypeError, "loss_fn is a TensorDataset, which cannot be called"),
     ({"batch_size": "8", "validation": DATA}, TypeError, "batch_size='8' must be "),
@@ -188,7 +188,7 @@ FIT = [
     ({"workers": -1, "validation": DATA}, ValueError, "workers=-1 must be 0"),
     ({"steps": 3}, TypeError, "trainer.fit has no argument 'steps': did you mean max_steps?"),
     ({"zoo": 3}, TypeError, "trainer.fit has no argument 'zoo': it has batch_size, epochs, max_steps"),
-    ({"on_step": 3}, TypeError, "on_step is a int, which cannot be called"),
+    ({"on_step": 3}, TypeError, "on_step is an int, which cannot be called"),
     ({"validate_every": 5}, ValueError, "validate_every is given, and no data to evaluate on"),
     ({"validate_every": 0, "validation": DATA}, ValueError, "validate_every=0 must be at least 1"),
     ({"on_evaluation": print}, ValueError, "on_evaluation is given, and no data to evaluate on"),
@@ -198,7 +198,7 @@ CHECKPOINTS = [
     ({"every_steps": True}, TypeError, "every_steps=True must be "),
     ({"every_minutes": "10"}, TypeError, "every_minutes='10' must be a number, and is a str"),
     ({"every_minutes": float("nan")}, ValueError, "every_minutes=nan must be a number"),
-    ({"every_epoch": 2}, TypeError, "every_epoch=2 must be True or False, and is a int"),
+    ({"every_epoch": 2}, TypeError, "every_epoch=2 must be True or False, and is an int"),
     ({"keep": 1.0}, TypeError, "keep=1.0 must be a whole number of checkpoints, and is a float"),
 ]
 TABLES = {
@@ -325,4 +325,4 @@ def test_models_of_several_ranks_that_another_wraps_are_refused(run_alone):
         assert "'model.0' is wrapped in DistributedDataParallel" in inside
         assert "'model' is wrapped in FSDPModule" in sharded
         assert "replicate sums the gradient of 'model.weight' over ranks already" in replicated
-        assert "optimizer is a AcceleratedOptimizer, which decides itself when to step" in accelerated
+        assert "optimizer is an AcceleratedOptimizer, which decides itself when to step" in accelerated

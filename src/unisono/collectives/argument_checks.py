@@ -11,6 +11,7 @@ from torch import Tensor
 
 from unisono.collectives.call_description import describe
 from unisono.collectives.group import Group
+from unisono.text import a_type
 
 __all__ = ["GroupArgument", "check_one_for_each", "check_parts", "follows", "only_tensor"]
 
@@ -32,8 +33,8 @@ def only_tensor(value: Any, call: str) -> Tensor:
     if isinstance(value, Tensor):
         return value
     raise TypeError(
-        f"{call} with uniform=True needs a tensor on every rank, of one shape and type, and this is a "
-        f"{type(value).__qualname__}: give one, or leave uniform out"
+        f"{call} with uniform=True needs a tensor on every rank, of one shape and type, and this is "
+        f"{a_type(value)}: give one, or leave uniform out"
     )
 
 

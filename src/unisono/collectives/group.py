@@ -21,7 +21,7 @@ from unisono.collectives.check_mode import CallChecker, wanted
 from unisono.collectives.late_call_check import CallTemplate, LateCallChecker
 from unisono.errors import GroupError
 from unisono.job.current import require_group
-from unisono.text import name_ranks
+from unisono.text import a_type, name_ranks
 
 __all__ = ["SINGLE_PROCESS", "Group", "group_of", "known_group"]
 
@@ -117,7 +117,7 @@ class Group:
             ValueError: The rank is not in the group.
         """
         if type(rank) is not int:
-            raise TypeError(f"{argument}={rank!r} must be the number of a rank, not a {type(rank).__name__}")
+            raise TypeError(f"{argument}={rank!r} must be the number of a rank, not {a_type(rank)}")
         if 0 <= rank < self.size and self.ranks[rank] == rank:
             return rank
         if rank in self.ranks:

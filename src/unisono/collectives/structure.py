@@ -18,6 +18,7 @@ from torch import Tensor
 from unisono.collectives.reduce_ops import name_of
 from unisono.errors import RankMismatchError
 from unisono.mismatch import by_value
+from unisono.text import a_type
 
 __all__ = ["Leaf", "Parts", "check_concat", "children", "compare", "concatenate", "step_into", "take_apart"]
 
@@ -89,7 +90,7 @@ def _take(value: Any, place: str, leaves: list[Leaf]) -> Callable[[Any], Any]:
             if hasattr(value, "__array_interface__"):
                 raise TypeError(f"{place} is an array of numpy: make a tensor of it by torch.from_numpy()")
             raise TypeError(
-                f"{place} is a {type(value).__qualname__}, and only tensors, numbers and None, also in dicts, lists, "
+                f"{place} is {a_type(value)}, and only tensors, numbers and None, also in dicts, lists, "
                 "tuples and dataclasses, can be reduced: gather() and all_gather() take any object"
             )
         leaves.append(Leaf(place, number))

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from unisono.data.settings import LoaderSettings
 from unisono.data.workers import Workers, warn_on_stderr
 from unisono.errors import DataError
+from unisono.text import a_type
 
 __all__ = ["map_length", "read_ahead", "sampler_length", "stream_length", "stream_samples", "whole_batches"]
 
@@ -27,12 +28,12 @@ def map_length(dataset: Any) -> int:
     if isinstance(dataset, Mapping) and 0 not in dataset:
         keys = ", ".join(map(repr, list(dataset)[:4]))
         raise TypeError(
-            f"the dataset is a {type(dataset).__name__} with the keys {keys}: give one of its values, or, to "
+            f"the dataset is {a_type(dataset)} with the keys {keys}: give one of its values, or, to "
             'trainer.batches for several in one step, a batch_size for each, such as batch_size={"a": 16, "b": 64}'
         )
     if isinstance(dataset, (DataLoader, IterableDataset, str, bytes)) or not hasattr(dataset, "__getitem__"):
         raise TypeError(
-            f"a {type(dataset).__name__} is no map-style dataset: give the dataset itself, with __len__ and "
+            f"{a_type(dataset)} is no map-style dataset: give the dataset itself, with __len__ and "
             "__getitem__, or an IterableDataset; batches, order, workers and ranks are looked after here."
         )
     if not hasattr(dataset, "__len__"):

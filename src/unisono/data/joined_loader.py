@@ -17,6 +17,7 @@ from unisono.data.batch import Batch, MicroBatch, Share
 from unisono.data.dataset import map_length
 from unisono.data.map_loader import MapLoader, StepSamples
 from unisono.errors import DataError
+from unisono.text import a_type
 
 __all__ = ["JoinedLoader", "check_joined"]
 
@@ -36,8 +37,8 @@ def check_joined(datasets: Any, batch_sizes: Mapping[Any, Any], **others: Any) -
     """
     if not isinstance(datasets, Mapping) or not datasets or not all(isinstance(name, str) for name in datasets):
         raise TypeError(
-            f"batch_size is a {type(batch_sizes).__name__}, which is for several datasets by name, and dataset is a "
-            f'{type(datasets).__name__}: give {{"a": dataset, "b": other}} with {{"a": 16, "b": 64}}, or a number'
+            f"batch_size is {a_type(batch_sizes)}, which is for several datasets by name, and dataset is "
+            f'{a_type(datasets)}: give {{"a": dataset, "b": other}} with {{"a": 16, "b": 64}}, or a number'
         )
     if datasets.keys() != batch_sizes.keys():
         raise ValueError(

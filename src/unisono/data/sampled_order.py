@@ -25,6 +25,7 @@ from unisono.data.map_loader import StepSamples
 from unisono.data.settings import LoaderSettings
 from unisono.errors import DataError
 from unisono.state.random import kept_generators
+from unisono.text import a_type
 
 __all__ = ["SampledOrder", "check_samplers", "draw_order"]
 
@@ -161,7 +162,7 @@ def _joined(batch_sampler: Any, most: int) -> tuple[array[int], list[int]]:
     for number, batch in enumerate(batch_sampler):
         if (hasattr(batch, "__index__") and not hasattr(batch, "__len__")) or not isinstance(batch, Iterable):
             raise TypeError(
-                f"the batch_sampler yielded {batch!r}, a {type(batch).__name__}; it should yield lists of indices, "
+                f"the batch_sampler yielded {batch!r}, {a_type(batch)}; it should yield lists of indices, "
                 "each of which is a batch. A sampler of single indices is given as sampler=..., with a batch_size"
             )
         own = _indices(batch, "batch_sampler")
@@ -182,7 +183,7 @@ def _indices(values: Iterable[Any], name: str) -> array[int]:
         except (TypeError, OverflowError):
             found = next(value for value in block if not _is_index(value))
             raise TypeError(
-                f"the {name} yielded {found!r:.60}, a {type(found).__name__}; it should yield "
+                f"the {name} yielded {found!r:.60}, {a_type(found)}; it should yield "
                 + (
                     "indices. A sampler of lists is given as batch_sampler=..., without a batch_size"
                     if name == "sampler"
@@ -205,16 +206,16 @@ def _check_type(name: str, given: Any) -> None:
     if isinstance(given, (str, bytes, DataLoader)) or (
         not isinstance(given, Iterable) and not hasattr(given, "__getitem__")
     ):
-        raise TypeError(f"{name} is a {type(given).__name__}; give an object that yields indices, such as a Sampler")
+        raise TypeError(f"{name} is {a_type(given)}; give an object that yields indices, such as a Sampler")
     if isinstance(given, Iterator):
         raise TypeError(
-            f"{name} is a {type(given).__name__}, which is used up after one epoch: give an object whose __iter__ "
+            f"{name} is {a_type(given)}, which is used up after one epoch: give an object whose __iter__ "
             "begins anew, such as a list or a Sampler"
         )
     for each in _nested(given):
         if isinstance(each, TorchDistributedSampler) and each.num_replicas > 1:
             raise ValueError(
-                f"{name} is a {type(each).__name__} for {each.num_replicas} ranks: batches are dealt to ranks here, "
+                f"{name} is {a_type(each)} for {each.num_replicas} ranks: batches are dealt to ranks here, "
                 "so it must yield the indices of all ranks. Leave it out, or make it with num_replicas=1, rank=0."
             )
 

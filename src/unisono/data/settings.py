@@ -13,6 +13,7 @@ from torch import Tensor
 from unisono.arguments import flag, whole
 from unisono.plan import derive_key, derive_keys, permute
 from unisono.state.random import set_generators
+from unisono.text import a_type
 
 __all__ = ["PERMUTED_TOGETHER", "Collate", "LoaderSettings"]
 
@@ -55,7 +56,7 @@ class LoaderSettings:
             flag(name, getattr(self, name))
         collate: Any = self.collate_fn
         if collate is not None and not callable(collate):
-            raise TypeError(f"collate_fn is a {type(collate).__name__}; give a function of a list of samples")
+            raise TypeError(f"collate_fn is {a_type(collate)}; give a function of a list of samples")
         if self.workers < 0:
             raise ValueError(f"workers={self.workers} must be 0 (read in the training process) or more")
 

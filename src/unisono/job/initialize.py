@@ -27,6 +27,7 @@ from unisono.job.hosts import choose_backend, own_gpu, place_on_hosts
 from unisono.job.placement import Placement, own_placement
 from unisono.job.rendezvous import Rendezvous, StoreExchange, rendezvous
 from unisono.machine import host_id
+from unisono.text import a_type
 from unisono.variables import CPU_BACKEND_VARIABLE
 
 __all__ = ["begin_job", "init", "require_job"]
@@ -84,7 +85,7 @@ def init(
     if not isinstance(init_method, (str, type(None))):
         raise TypeError(f"init_method={init_method!r} must be a text: env://, tcp://host:port or file:///path")
     if store is not None and not isinstance(store, dist.Store):  # type: ignore[attr-defined]
-        raise TypeError(f"store is a {type(store).__name__}; give a store of torch.distributed, such as a TCPStore")
+        raise TypeError(f"store is {a_type(store)}; give a store of torch.distributed, such as a TCPStore")
     rank = None if rank is None else whole("rank", rank)
     world_size = None if world_size is None else whole("world_size", world_size)
     backend = backend.lower()

@@ -17,6 +17,7 @@ from torch import Tensor
 from unisono.data import RankLoader
 from unisono.engine.gradient_hooks import is_accumulated
 from unisono.parallel.gradient_bucket import Parameter
+from unisono.text import a_type
 
 __all__ = ["BatchWeights", "check_loader"]
 
@@ -100,7 +101,7 @@ def check_loader(loader: object, *, rank: int, ranks: int) -> None:
     if not isinstance(loader, RankLoader):
         given: Any = loader
         raise TypeError(
-            f"loader is a {type(given).__name__}, which has no weights: give the object that unisono.data.loader(...) "
+            f"loader is {a_type(given)}, which has no weights: give the object that unisono.data.loader(...) "
             "returned, not an iterator over it. For other data leave it out, and multiply the loss by this rank's "
             "share of the samples times the number of ranks"
         )

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from unisono.parallel.gradient_bucket import Bucket
+from unisono.text import a_type
 
 __all__ = ["CommHook", "GradBucket", "begin", "hook_and_state", "result_of"]
 
@@ -74,7 +75,7 @@ def begin(hook: CommHook, state: Any, bucket: GradBucket) -> Any:
     """
     future = hook(state, bucket)
     if not isinstance(future, torch._C.Future):
-        raise TypeError(f"comm_hook gave a {type(future).__name__}; it must give a torch.futures.Future of a tensor")
+        raise TypeError(f"comm_hook gave {a_type(future)}; it must give a torch.futures.Future of a tensor")
     return future
 
 

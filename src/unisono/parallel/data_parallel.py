@@ -23,6 +23,7 @@ from unisono.parallel.device_copies import carry, copy_to
 from unisono.parallel.losses import loss_of, read_loss
 from unisono.parallel.scatter_gather import divide, join, moved
 from unisono.parallel.sync_batch_norm import SyncBatchNorm
+from unisono.text import a_type
 
 __all__ = ["DataParallel"]
 
@@ -62,7 +63,7 @@ class DataParallel:
         dim: int = 0,
     ) -> None:
         if not isinstance(module, nn.Module):
-            raise TypeError(f"module is a {type(module).__name__}: give a torch.nn.Module")
+            raise TypeError(f"module is {a_type(module)}: give a torch.nn.Module")
         if isinstance(device_ids, int | str | torch.device):
             raise TypeError(f"device_ids={device_ids!r} must be a list, such as [{device_ids!r}]")
         if device_ids is None:

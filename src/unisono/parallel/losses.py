@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from unisono.errors import LossError
+from unisono.text import a_type
 
 __all__ = ["Sum", "WeightedSum", "further_values", "loss_of", "read_loss"]
 
@@ -109,7 +110,7 @@ def loss_of(result: Any, *, what: str = "loss function") -> Any:
     if "loss" not in result:
         names = ", ".join(repr(key) for key in result) or "none"
         raise LossError(
-            f'the {what} returned a {type(result).__name__} without the entry "loss" (entries: {names}); name the loss '
+            f'the {what} returned {a_type(result)} without the entry "loss" (entries: {names}); name the loss '
             '"loss". With a model of transformers, give it the labels.'
         )
     return result["loss"]
@@ -172,7 +173,7 @@ def _other(value: Any, samples: int) -> str:
             f"return the tensor: one loss per sample (shape [{samples}] here), or the mean as a scalar."
         )
     if isinstance(value, Mapping):
-        return f"a {type(value).__name__} in place of a value; return a tensor, or unisono.Sum(total, weight)."
+        return f"{a_type(value)} in place of a value; return a tensor, or unisono.Sum(total, weight)."
     return (
         f"{_describe(value)}; return a tensor: one loss per sample (shape [{samples}] here), the mean as a scalar, or "
         "unisono.Sum(total, weight)."

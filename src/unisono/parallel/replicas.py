@@ -32,6 +32,7 @@ from unisono.parallel.model_agreement import broadcast_values, check_given, chec
 from unisono.parallel.reducer import Reducer, ReducerSettings
 from unisono.parallel.wrappers import wrapper_of
 from unisono.state.stateful import Stateful
+from unisono.text import a_type
 
 __all__ = ["Replicas", "replicate"]
 
@@ -262,7 +263,7 @@ class Replicas:
         for thing in stateful:
             if not hasattr(thing, "state_dict") or not hasattr(thing, "load_state_dict"):
                 raise TypeError(
-                    f"join() was given a {type(thing).__name__}, and takes what has state_dict() and "
+                    f"join() was given {a_type(thing)}, and takes what has state_dict() and "
                     "load_state_dict(), such as the optimizer"
                 )
         rounds = [reducer.rounds for reducer in self._reducers]
@@ -419,7 +420,7 @@ def _named(models: Models) -> dict[str, nn.Module]:
 
 
 def _what(given: object) -> str:
-    return f"the class {given.__name__}, not called" if isinstance(given, type) else f"a {type(given).__name__}"
+    return f"the class {given.__name__}, not called" if isinstance(given, type) else a_type(given)
 
 
 def _timeout(timeout: timedelta | float | None) -> timedelta | None:

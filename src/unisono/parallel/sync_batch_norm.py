@@ -18,6 +18,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from unisono.collectives.group import group_of
 from unisono.parallel.normalize import normalize_over_ranks
+from unisono.text import a_type
 
 __all__ = ["BatchNormNd", "SyncBatchNorm", "convert_sync_batchnorm", "revert_sync_batchnorm"]
 
@@ -192,20 +193,20 @@ def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
 
 def _check_module(module: object) -> None:
     if not isinstance(module, nn.Module):
-        raise TypeError(f"module is a {type(module).__name__}: give a torch.nn.Module")
+        raise TypeError(f"module is {a_type(module)}: give a torch.nn.Module")
 
 
 def _check_convertible(name: str, layer: nn.Module) -> None:
     where = f"layer {name!r}" if name else "the layer"
     if isinstance(layer, LazyModuleMixin):
         raise TypeError(
-            f"{where} is a {type(layer).__name__} that has seen no input, so its sizes are not known. Run the model "
+            f"{where} is {a_type(layer)} that has seen no input, so its sizes are not known. Run the model "
             "once on one batch before you convert it."
         )
     if isinstance(layer, SyncBatchNorm):
         return
     if type(layer).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
         raise TypeError(
-            f"{where} is a {type(layer).__name__} with a forward of its own, which SyncBatchNorm would replace. Leave "
+            f"{where} is {a_type(layer)} with a forward of its own, which SyncBatchNorm would replace. Leave "
             f"it alone with skip=[{name!r}], or write its forward around a SyncBatchNorm."
         )

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from unisono.errors import CheckpointError, CorruptCheckpointError
+from unisono.text import a_type
 
 __all__ = ["Json", "decode", "decode_dtype", "encode", "render"]
 
@@ -239,7 +240,7 @@ def _decode(document: Json, path: tuple[object, ...], tensors: Mapping[str, Tens
 
 def _items(document: dict[str, Any], path: tuple[object, ...], tensors: Mapping[str, Tensor]) -> list[Any]:
     if not isinstance(document["items"], list):
-        raise TypeError(f"items is a {type(document['items']).__name__}, not a list")
+        raise TypeError(f"items is {a_type(document['items'])}, not a list")
     return [_decode(item, (*path, index), tensors) for index, item in enumerate(document["items"])]
 
 

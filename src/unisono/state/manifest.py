@@ -17,6 +17,7 @@ from typing import Any
 from unisono.errors import CorruptCheckpointError
 from unisono.state.codec import Json
 from unisono.state.durable_files import FileEntry, read_file
+from unisono.text import a_type
 
 __all__ = [
     "GROUP",
@@ -102,7 +103,7 @@ def parse_manifest(data: bytes, where: str, folder_name: str) -> Manifest:
     except (ValueError, RecursionError) as error:
         raise corrupt(f"is not JSON ({len(data):,} bytes: {error}): it was cut off or changed") from error
     if not isinstance(content, dict):
-        raise corrupt(f"holds a {type(content).__name__}, expected an object")
+        raise corrupt(f"holds {a_type(content)}, expected an object")
     if content.get("format") != _FORMAT:
         raise corrupt(
             f"has format {content.get('format')!r}, and this unisono reads {_FORMAT}: it is damaged, or comes from a "

@@ -24,6 +24,7 @@ from unisono.errors import CheckpointError
 from unisono.state.digest import check_storable, exact, same_memory
 from unisono.state.durable_files import flush_folder, make_folder, open_file, remedy, write_file
 from unisono.state.safetensors_format import plan_file, read_tensors
+from unisono.text import a_type
 
 __all__ = ["SUFFIXES", "read_weights", "write_weights"]
 
@@ -102,7 +103,7 @@ def _flat(content: Any, path: Path, key: str | None) -> dict[str, Tensor]:
         content = content[key]
     where = str(path) if key is None else f"{key!r} in {path}"
     if not isinstance(content, Mapping):
-        raise CheckpointError(f"{where} holds a {type(content).__name__}; expected tensors by name, a state_dict")
+        raise CheckpointError(f"{where} holds {a_type(content)}; expected tensors by name, a state_dict")
     tensors: dict[str, Tensor] = {}
     levels: list[tuple[str, Mapping[Any, Any]]] = [("", content)]
     while levels:
@@ -118,7 +119,7 @@ def _flat(content: Any, path: Path, key: str | None) -> dict[str, Tensor]:
             else:
                 advice = "" if key else f' If the weights are one of them, name it, as by key="{_guess(content)}".'
                 raise CheckpointError(
-                    f"{where} holds {prefix}{name}, a {type(value).__name__}, and not weights alone. It has "
+                    f"{where} holds {prefix}{name}, {a_type(value)}, and not weights alone. It has "
                     f"{_described(content)}.{advice}"
                 )
     return tensors
@@ -126,7 +127,7 @@ def _flat(content: Any, path: Path, key: str | None) -> dict[str, Tensor]:
 
 def _described(content: Any) -> str:
     if not isinstance(content, Mapping):
-        return f"a {type(content).__name__}"
+        return a_type(content)
     more = f", … {len(content) - _MANY} more" if len(content) > _MANY else ""
     return f"the entries {', '.join(map(repr, [*content][:_MANY]))}{more}"
 

@@ -10,6 +10,7 @@ from typing import Any
 from unisono.arguments import function
 from unisono.metrics.average import Average
 from unisono.parallel.losses import loss_of
+from unisono.text import a_type
 from unisono.trainer.epoch import EpochResult
 from unisono.trainer.loop import Loop
 from unisono.trainer.setup import no_loss_function
@@ -92,7 +93,7 @@ def check_fit(
         if getattr(callbacks, name) is not None:
             function(name, getattr(callbacks, name))
     if metrics is not None and not isinstance(metrics, Mapping):
-        raise TypeError(f'metrics is a {type(metrics).__name__}; give functions by name, as {{"accuracy": function}}')
+        raise TypeError(f'metrics is {a_type(metrics)}; give functions by name, as {{"accuracy": function}}')
     for name, given in (
         ("metrics", metrics), ("validate_every", validate_every), ("on_evaluation", callbacks.on_evaluation)
     ):  # fmt: skip

@@ -24,6 +24,7 @@ from unisono.data.batch import Share
 from unisono.engine import STEP_UNDONE
 from unisono.errors import LossError
 from unisono.plan import dealt
+from unisono.text import a_type
 from unisono.trainer.rank_errors import gather_or_raise
 
 __all__ = [
@@ -219,7 +220,7 @@ def _skeleton(value: Any, tensors: list[Tensor], samples: int) -> Any:
     if type(value) is dict and all(isinstance(key, str) for key in value):
         return {key: _skeleton(item, tensors, samples) for key, item in value.items()}
     raise LossError(
-        f"encode returned a {type(value).__name__}: return a tensor with a row for each sample, or a tuple, list or "
+        f"encode returned {a_type(value)}: return a tensor with a row for each sample, or a tuple, list or "
         "dict of such tensors."
     )
 

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from unisono.text import a_type
+
 __all__ = ["check_values", "read_values"]
 
 _LONGEST = 200
@@ -31,12 +33,12 @@ def check_values(values: Mapping[str, Any]) -> None:
         size = getattr(value, "shape", None)
         if size is not None and math.prod(size) != 1:
             raise ValueError(
-                f"trainer.log({name}=...) is a {type(value).__name__} of shape {list(size)}: log one number for each "
+                f"trainer.log({name}=...) is {a_type(value)} of shape {list(size)}: log one number for each "
                 "name, such as value.mean()"
             )
         if _is_complex(value) or isinstance(value, str | bytes) or not hasattr(value, "__float__"):
             raise TypeError(
-                f"trainer.log({name}={value!r}) is a {type(value).__name__}, which is no real number: log a number, or "
+                f"trainer.log({name}={value!r}) is {a_type(value)}, which is no real number: log a number, or "
                 "a tensor with one element"
             )
 

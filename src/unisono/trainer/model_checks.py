@@ -11,6 +11,7 @@ from unisono.engine.gradient_hooks import watchers_of
 from unisono.parallel import Replicas
 from unisono.parallel.reducer import Reducer
 from unisono.parallel.wrappers import wrapper_of
+from unisono.text import a_type
 
 __all__ = ["check_models", "unwrapped_optimizer"]
 
@@ -32,7 +33,7 @@ def check_models(model: Any) -> None:
                 "replicate, since the Trainer sums gradients over ranks, too."
             )
         if not isinstance(root, nn.Module):
-            found = f"the class {root.__name__}, not called" if isinstance(root, type) else f"a {type(root).__name__}"
+            found = f"the class {root.__name__}, not called" if isinstance(root, type) else a_type(root)
             where = "model" if root is model else f"model[{key!r}]"
             raise TypeError(f"{where} is {found}; expected a torch.nn.Module, or a dict of them by name")
         if not isinstance(key, str):

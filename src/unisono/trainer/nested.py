@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from unisono.text import a_type
+
 __all__ = ["map_tensors", "tensors_of"]
 
 _PLAIN = (type(None), bool, int, float, str, bytes)
@@ -35,7 +37,7 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if type(value) in _PLAIN:
         return value
     raise TypeError(
-        f"a {type(value).__name__}: use tensors, numbers, strings, and tuples, lists and dicts of them; "
+        f"{a_type(value)}: use tensors, numbers, strings, and tuples, lists and dicts of them; "
         "torch.as_tensor(...) makes tensors of arrays"
     )
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from unisono.errors import LossError
 from unisono.plan import dealt
+from unisono.text import a_type
 
 __all__ = ["Column", "Layout", "Rows", "place_rows", "read_outputs"]
 
@@ -95,7 +96,7 @@ def read_outputs(result: Any, *, samples: int) -> tuple[Layout, Rows]:
     if isinstance(result, Mapping):
         for name in result:
             if not isinstance(name, str) or not name:
-                raise LossError(f"{_WHAT} returned a {type(result).__name__} with the key {name!r}: use names as keys.")
+                raise LossError(f"{_WHAT} returned {a_type(result)} with the key {name!r}: use names as keys.")
         rows = {name: _read(value, samples, f" as its entry {name!r}") for name, value in result.items()}
         kind: Literal["dict", "tuple"] = "dict"
     elif isinstance(result, tuple):
@@ -169,8 +170,8 @@ def _describe(value: Any) -> str:
     if type(value).__module__ == "numpy" and hasattr(value, "shape"):
         return f"a numpy array of shape {list(value.shape)}"
     if isinstance(value, list | tuple | Mapping):
-        return f"a {type(value).__name__} of {len(value)} values"
-    return "None" if value is None else f"a {type(value).__name__}"
+        return f"{a_type(value)} of {len(value)} values"
+    return "None" if value is None else a_type(value)
 
 
 def _expected(value: Any, samples: int) -> str:

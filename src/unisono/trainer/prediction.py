@@ -30,7 +30,7 @@ from unisono.job.user_function import (
 from unisono.plan import rank_block
 from unisono.state.rows_file import RowsFile
 from unisono.state.safetensors_format import type_name
-from unisono.text import list_first
+from unisono.text import a_type, list_first
 from unisono.trainer.modules import evaluating, to_device
 from unisono.trainer.outputs import Layout, Rows, place_rows, read_outputs
 from unisono.trainer.rank_errors import RankError, gather_or_raise
@@ -63,9 +63,7 @@ def read_destination(to: Any) -> Destination:
     if isinstance(to, str) and to in ("main", "all", "iterator"):
         return to  # type: ignore[return-value]  # mypy does not narrow by `in`
     if not isinstance(to, str | os.PathLike):
-        raise TypeError(
-            f'to={to!r} is a {type(to).__name__}; give "main", "all", "iterator" or the path of a {_SUFFIX} file'
-        )
+        raise TypeError(f'to={to!r} is {a_type(to)}; give "main", "all", "iterator" or the path of a {_SUFFIX} file')
     path = Path(os.fsdecode(to))
     if path.suffix != _SUFFIX:
         raise ValueError(f'to={os.fspath(to)!r} must be "main", "all", "iterator" or a path that ends in {_SUFFIX}')

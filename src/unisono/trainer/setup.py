@@ -21,6 +21,7 @@ from unisono.errors import RankMismatchError
 from unisono.plan import rank_block
 from unisono.state.digest import digest
 from unisono.state.policy import Checkpoints
+from unisono.text import a_type
 from unisono.trainer.description import plain
 from unisono.trainer.hyperparameters import is_scheduler
 from unisono.trainer.model_checks import unwrapped_optimizer
@@ -110,21 +111,19 @@ def check_arguments(
         raise TypeError(f"directory={directory!r} must be the path of a folder, or None to keep nothing")
     if checkpoints is not None and not isinstance(checkpoints, Checkpoints):
         raise TypeError(
-            f"checkpoints={checkpoints!r} is a {type(checkpoints).__name__}; give "
+            f"checkpoints={checkpoints!r} is {a_type(checkpoints)}; give "
             "unisono.Checkpoints(every_steps=100), for example"
         )
     if not isinstance(stateful, Mapping | None):
-        raise TypeError(f'stateful is a {type(stateful).__name__}; give the objects by name, as {{"name": object}}')
+        raise TypeError(f'stateful is {a_type(stateful)}; give the objects by name, as {{"name": object}}')
     for name, each in (stateful or {}).items():
         if not hasattr(each, "state_dict") or not hasattr(each, "load_state_dict"):
-            raise TypeError(
-                f"stateful[{name!r}] is a {type(each).__name__}, which has no state_dict and load_state_dict"
-            )
+            raise TypeError(f"stateful[{name!r}] is {a_type(each)}, which has no state_dict and load_state_dict")
     if not isinstance(listeners, Sequence):
-        raise TypeError(f"listeners is a {type(listeners).__name__}; give a list of functions, each called with events")
+        raise TypeError(f"listeners is {a_type(listeners)}; give a list of functions, each called with events")
     for i, each in enumerate(listeners):
         if not callable(each):
-            raise TypeError(f"listeners[{i}] is a {type(each).__name__}, which cannot be called with an event")
+            raise TypeError(f"listeners[{i}] is {a_type(each)}, which cannot be called with an event")
 
 
 def check_step_options(options: StepOptions) -> None:
@@ -154,7 +153,7 @@ def no_loss_function(given: object, *, call: str) -> str:
             "with the model and each micro-batch"
         )
     return (
-        f"loss_fn is a {type(given).__name__}, which cannot be called: {call} takes the function first. unisono calls "
+        f"loss_fn is {a_type(given)}, which cannot be called: {call} takes the function first. unisono calls "
         "it with the model and each micro-batch"
     )
 
@@ -170,13 +169,11 @@ def named_optimizers(optimizer: Optimizer | Mapping[str, Optimizer]) -> dict[str
     for each in optimizers.values():
         if unwrapped_optimizer(each) is not None:
             raise TypeError(
-                f"optimizer is a {type(each).__name__}, which decides itself when to step: give Trainer the one in it, "
+                f"optimizer is {a_type(each)}, which decides itself when to step: give Trainer the one in it, "
                 "optimizer.optimizer"
             )
         if not isinstance(each, Optimizer):
-            raise TypeError(
-                f"optimizer is a {type(each).__name__}; expected a torch.optim.Optimizer, or a dict of them"
-            )
+            raise TypeError(f"optimizer is {a_type(each)}; expected a torch.optim.Optimizer, or a dict of them")
     if not optimizers:
         raise ValueError("Trainer was given no optimizer")
     return optimizers
@@ -194,7 +191,7 @@ def check_schedulers(
     schedulers = {} if scheduler is None else dict(scheduler) if isinstance(scheduler, Mapping) else {"": scheduler}
     for name, each in stateful.items():
         if is_scheduler(each) and not any(each.optimizer is optimizer for optimizer in optimizers.values()):
-            raise ValueError(f"stateful[{name!r}], a {type(each).__name__}, {_FOREIGN}")
+            raise ValueError(f"stateful[{name!r}], {a_type(each)}, {_FOREIGN}")
     for name, each in schedulers.items():
         if isinstance(each, ReduceLROnPlateau):
             raise TypeError(
@@ -202,9 +199,7 @@ def check_schedulers(
                 'it to Trainer as stateful={"scheduler": ...} so that it is saved.'
             )
         if not isinstance(each, LRScheduler):
-            raise TypeError(
-                f"scheduler is a {type(each).__name__}; expected one of torch.optim.lr_scheduler, or a dict of them"
-            )
+            raise TypeError(f"scheduler is {a_type(each)}; expected one of torch.optim.lr_scheduler, or a dict of them")
         if name not in optimizers:
             raise ValueError(f"scheduler {name!r} belongs to none of the optimizers {', '.join(map(repr, optimizers))}")
         if getattr(each, "optimizer", optimizers[name]) is not optimizers[name]:
@@ -227,7 +222,7 @@ def choose_device(device: str | torch.device, modules: Mapping[str, nn.Module], 
             tensors = (t for module in modules.values() for t in module.parameters())
             device = next(tensors, torch.empty(0)).device
     if not isinstance(device, (str, torch.device)):
-        raise TypeError(f'device={device!r} is a {type(device).__name__}; give "auto", "cpu" or "cuda"')
+        raise TypeError(f'device={device!r} is {a_type(device)}; give "auto", "cpu" or "cuda"')
     try:
         device = torch.device(device)
     except RuntimeError:

@@ -15,6 +15,7 @@ from unisono.errors import CheckpointError
 from unisono.job.user_function import refuse_inside
 from unisono.state.policy import check_tag
 from unisono.state.weight_files import SUFFIXES, write_weights
+from unisono.text import a_type
 from unisono.trainer.assembly import TrainerParts
 from unisono.trainer.evaluation_history import evaluations_since_improvement
 from unisono.trainer.loop import Loop
@@ -108,7 +109,7 @@ class Storage:
         """
         refuse_inside("trainer.load")
         if not isinstance(path, (str, os.PathLike)):
-            raise TypeError(f"path={path!r} must be the path of a checkpoint or a file, and is a {type(path).__name__}")
+            raise TypeError(f"path={path!r} must be the path of a checkpoint or a file, and is {a_type(path)}")
         if not os.fspath(path):
             raise ValueError('path="" must be the path of a checkpoint or a file, or "best"')
         flag("strict", strict)
@@ -167,7 +168,7 @@ class Storage:
         """
         refuse_inside("trainer.export")
         if not isinstance(path, (str, os.PathLike)):
-            raise TypeError(f"path={path!r} must be the path of a file, and is a {type(path).__name__}")
+            raise TypeError(f"path={path!r} must be the path of a file, and is {a_type(path)}")
         file = Path(os.fspath(path))
         if file.suffix not in SUFFIXES:
             raise ValueError(

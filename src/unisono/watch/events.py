@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, overload
 
+from unisono.text import a_type
+
 if TYPE_CHECKING:
     from typing_extensions import NotRequired, Self, Unpack
 
@@ -396,7 +398,7 @@ def _say(value: object) -> str:
     if isinstance(value, os.PathLike):
         return os.fsdecode(value)
     raise TypeError(
-        f"a field of an event is a {type(value).__name__}, which JSON cannot say; pass a number (`.item()` of a "
+        f"a field of an event is {a_type(value)}, which JSON cannot say; pass a number (`.item()` of a "
         f"tensor), a text, a list or a dict"
     )
 

@@ -102,7 +102,7 @@ def wrong_models() -> None:
 def wrong_arguments() -> None:
     model = nn.Linear(3, 4)
     error, message = (
-        (TypeError, "models is a int") if RANK == 1 else (PeerError, r"replicate was not done.*rank 1, with")
+        (TypeError, "models is an int") if RANK == 1 else (PeerError, r"replicate was not done.*rank 1, with")
     )
     with pytest.raises(error, match=message):
         replicate(3 if RANK == 1 else model)
@@ -114,7 +114,7 @@ def wrong_arguments() -> None:
     with pytest.raises(RankMismatchError, match=r"comm_hook='fp16_compress_hook' on rank 1"):
         replicate(model, comm_hook=fp16_compress_hook if RANK == 1 else None)
     replicas = replicate(model)
-    with pytest.raises(TypeError, match=r"join\(\) was given a int"), replicas.join(3):  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"join\(\) was given an int"), replicas.join(3):  # type: ignore[arg-type]
         pass
     model(torch.full((1, 3), RANK + 1.0)).sum().backward()
     alike(*(p.grad for p in model.parameters()))

@@ -215,7 +215,7 @@ def hooks() -> None:
         same_gradients(model, reference)
     replicas.close()
     for wrong, message in (
-        (lambda s, b: 3, "comm_hook gave a int"),
+        (lambda s, b: 3, "comm_hook gave an int"),
         (lambda s, b: _future(torch.ones(1)), "gave 1 elements"),
     ):
         model = mlp(3, 2)
