@@ -20,7 +20,7 @@ from unisono.state.policy import Checkpoints, is_due
 from unisono.state.writer import BackgroundWriter
 from unisono.trainer.best_checkpoint import BestCheckpoint
 from unisono.trainer.evaluation_history import Evaluated, EvaluationHistory
-from unisono.trainer.rank_errors import raise_on_all
+from unisono.trainer.rank_errors import raised_on_all
 from unisono.trainer.resume import Resume, ResumedRun, find
 from unisono.watch import EventLog
 
@@ -159,12 +159,8 @@ class Checkpointing:
         """Call `hold`, and raise on all ranks if it raises on rank 0. Every rank must call it. One small exchange."""
         if self._store is None:
             return
-        error: CheckpointError | None = None
-        try:
+        with raised_on_all(self._world, "Trainer beginning"):
             self.hold()
-        except CheckpointError as refused:
-            error = refused
-        raise_on_all(self._world, error, "Trainer beginning")
 
     def save_if_due(self, place: Place, capture: Callable[[], Snapshot], *, epoch_ended: bool = False) -> None:
         """Write a checkpoint in the background if the policy asks for one now, or if it would be the best one.
@@ -224,18 +220,14 @@ class Checkpointing:
         """
         if self._store is None:
             return
-        error: Exception | None = None
-        if self._writer is not None:
-            started_s = time.monotonic()
-            try:
+        with raised_on_all(self._world, "trainer.save(tag=...)"):
+            if self._writer is not None:
+                started_s = time.monotonic()
                 self.hold()
                 self._writer.join()
                 groups, document = capture()
                 info = self._store.write(place[2], groups, document, tag=tag)
                 self._emit(info, time.monotonic() - started_s)
-            except Exception as raised:  # of the user's objects or listeners, too: raised below, when all know of it
-                error = raised
-        raise_on_all(self._world, error, "trainer.save(tag=...)")
 
     def finish(self, place: Place, capture: Callable[[], Snapshot], *, retry: bool = True) -> None:
         """Write a state newer than the last checkpoint, and wait on all ranks until it is on disk.
@@ -254,17 +246,15 @@ class Checkpointing:
         """
         if self._store is None:
             return
-        error: Exception | None = None
-        if self._writer is not None:
-            try:
+        with raised_on_all(self._world, "Trainer ending"):
+            if self._writer is not None:
                 error = self._wait()
                 due = self._best is not None and self._best.needs_checkpoint(place[2])
                 if place != self._last or (retry and (error is not None or due)):
                     self.submit(place, capture)
                     error = self._wait()
-            except Exception as refused:  # also of a user's state_dict: it is raised once the other ranks know
-                error = refused
-        raise_on_all(self._world, error, "Trainer ending")
+                if error is not None:
+                    raise error
         if self._lock is not None:
             self._lock.release()
         self._raise_for_listener()

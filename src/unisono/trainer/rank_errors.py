@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
 
 from unisono.collectives.world import World
 from unisono.errors import CheckpointError, PeerError
 
-__all__ = ["RankError", "gather_or_raise", "raise_on_all"]
+__all__ = ["RankError", "gather_or_raise", "raised_on_all"]
 
 T = TypeVar("T")
 
@@ -58,17 +59,24 @@ def gather_or_raise(
     return [each for _, each in everyone]
 
 
-def raise_on_all(world: World, error: Exception | None, call: str) -> None:
-    """Raise the error of a rank on all ranks; do nothing if there is none. Every rank must call it.
+@contextmanager
+def raised_on_all(world: World, call: str) -> Iterator[None]:
+    """Make all ranks raise the error of a rank in this context. Every rank must enter it; a small exchange ends it.
+
+    The code in it may be a user's, such as a state_dict: whatever it raises, it raises once the other ranks know.
 
     Args:
         world: The ranks.
-        error: The exception that this rank's work raised, if any. It is raised here once the others know.
         call: The purpose of the call, for messages.
 
     Raises:
         CheckpointError: Another rank has failed; the message has its rank and error.
     """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:  # whatever it is, it is raised below
+        error = raised
     gather_or_raise(world, None, error, call, work=call, convert=_as_checkpoint_error)
 
 

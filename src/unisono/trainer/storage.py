@@ -20,7 +20,7 @@ from unisono.trainer.assembly import TrainerParts
 from unisono.trainer.evaluation_history import evaluations_since_improvement
 from unisono.trainer.loop import Loop
 from unisono.trainer.modules import plain_name
-from unisono.trainer.rank_errors import raise_on_all
+from unisono.trainer.rank_errors import raised_on_all
 from unisono.trainer.snapshot import extra_state, model_tensors
 from unisono.trainer.weight_loading import LoadedWeights, Source, load_weights, read_source
 from unisono.watch import EventLog
@@ -179,18 +179,14 @@ class Storage:
         parts = self._parts
         modules: Mapping[str, Any] = self._averaged() if ema else parts.modules
         self._compare(f"trainer.export({str(path)!r}, ema={ema})")
-        error: Exception | None = None
-        if parts.run.world.rank == 0:
-            try:
+        with raised_on_all(parts.run.world, "trainer.export"):
+            if parts.run.world.rank == 0:
                 others = {
                     prefix + plain_name(f"{place}._extra_state" if place else "_extra_state"): value
                     for prefix, states in extra_state(modules).items()
                     for place, value in states.items()
                 }
                 write_weights(file, model_tensors(modules), others)
-            except Exception as raised:  # of the user's modules, too: raised below, when all know of it
-                error = raised
-        raise_on_all(parts.run.world, error, "trainer.export")
 
     def stalled(
         self, metric: str, *, patience: int, mode: Literal["min", "max"] = "min", min_delta: float = 0.0

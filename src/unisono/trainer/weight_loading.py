@@ -23,7 +23,7 @@ from unisono.state.digest import same_memory
 from unisono.state.manifest import MANIFEST
 from unisono.state.weight_files import read_weights
 from unisono.trainer.modules import plain_name
-from unisono.trainer.rank_errors import raise_on_all
+from unisono.trainer.rank_errors import raised_on_all
 from unisono.trainer.snapshot import Subjects, empty_buffers, listed, model_tensors
 
 __all__ = ["LoadedWeights", "load_weights", "match", "read_source"]
@@ -203,15 +203,10 @@ def load_weights(
     empty = empty_buffers(subjects.modules)
     # A buffer that is None takes whatever the file has for it.
     unfilled = [name for name in empty if name in weights]
-    error, result = None, None
-    try:
+    with raised_on_all(world, "trainer.load comparing names"):
         taken = own | {name: weights[name] for name in unfilled}
         common, *rest = match(taken, weights, strict=strict, where=head["path"])
         result = LoadedWeights(head["path"], *rest)
-    except CheckpointError as differing:
-        error = differing
-    raise_on_all(world, error, "trainer.load comparing names")
-    assert result is not None
     for message in head["warnings"]:
         warn(message)
     with writes.writing() as write:
