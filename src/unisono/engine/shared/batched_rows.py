@@ -72,18 +72,10 @@ class _BatchedPlan:
 class BatchedRows(GradientRows[_BatchedPlan]):
     """The rows of one engine; see `GradientRows`."""
 
-    def __init__(
-        self,
-        runtime: SharedRuntime,
-        parameters: Sequence[Tensor],
-        parts: Sequence[Sequence[Shard]],
-        *,
-        widest: NodeLayout,
-    ) -> None:
-        super().__init__(runtime, parameters, parts, widest=widest)
-        self._sums = [self.place(0, piece) for piece in parts[self.rank]]
-        others = [piece for owner, pieces in enumerate(parts) if owner != self.rank for piece in pieces]
-        self._pieces, self._others = (_Pieces(pieces, self) for pieces in (parts[self.rank], others))
+    def _set_up(self, runtime: SharedRuntime, parameters: Sequence[Tensor]) -> None:
+        self._sums = [self.place(0, piece) for piece in self.parts[self.rank]]
+        others = [piece for owner, pieces in enumerate(self.parts) if owner != self.rank for piece in pieces]
+        self._pieces, self._others = (_Pieces(pieces, self) for pieces in (self.parts[self.rank], others))
 
     def put(self, i: int, index: int, gradient: Tensor | None) -> None:
         """Store the gradient for `flush`; see `GradientRows`."""

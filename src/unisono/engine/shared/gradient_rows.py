@@ -60,6 +60,7 @@ class GradientRows(ABC, Generic[_Plan]):
         self._plan: _Plan
         self._attempt = 0
         self._own: list[Gradients] = []
+        self._set_up(runtime, parameters)
 
     def start(self, layout: NodeLayout, attempt: int) -> None:
         """Begin a step. Nothing is written yet.
@@ -111,6 +112,9 @@ class GradientRows(ABC, Generic[_Plan]):
     def vector(self, row: int, index: int, start: int, stop: int) -> Tensor:
         """Return a range of a parameter's elements in a row, as a vector in memory order."""
         return self._layout.vector(self._segment, index, start, stop, base=row * self._layout.nbytes)
+
+    def _set_up(self, runtime: SharedRuntime, parameters: Sequence[Tensor]) -> None:
+        """Make what a layout has besides its rows."""
 
     @abstractmethod
     def _count_rows(self) -> int:

@@ -17,7 +17,6 @@ from torch import Tensor
 from unisono.engine.norm import in_memory_order
 from unisono.engine.shared.addition_schedule import add_up
 from unisono.engine.shared.gradient_rows import GradientRows
-from unisono.engine.shared.partition import Shard
 from unisono.engine.shared.shared_runtime import SharedRuntime
 from unisono.engine.tree_all_reduce import NodeLayout
 from unisono.plan import fold
@@ -75,15 +74,7 @@ class _PairedPlan:
 class PairedRows(GradientRows[_PairedPlan]):
     """The rows of one engine; see `GradientRows`."""
 
-    def __init__(
-        self,
-        runtime: SharedRuntime,
-        parameters: Sequence[Tensor],
-        parts: Sequence[Sequence[Shard]],
-        *,
-        widest: NodeLayout,
-    ) -> None:
-        super().__init__(runtime, parameters, parts, widest=widest)
+    def _set_up(self, runtime: SharedRuntime, parameters: Sequence[Tensor]) -> None:
         self._bounds = [
             [(start, min(start + _PIECE, p.numel())) for start in range(0, p.numel(), _PIECE)] for p in parameters
         ]
