@@ -45,6 +45,12 @@ def verdict(*situations, patience_ns=PATIENCE):
     return find_hang(situations, now_ns=NOW, patience_ns=patience_ns)
 
 
+def causes(finding):
+    """Return the ranks that others wait for and that do not wait themselves."""
+    missing = {rank for wait in finding.waits for rank in wait.missing}
+    return tuple(sorted(missing - {rank for wait in finding.waits for rank in wait.waiting}))
+
+
 def text(*situations):
     return render_finding(verdict(*situations), situations, now_ns=NOW, folder="/job")
 
@@ -64,13 +70,13 @@ def test_ranks_that_compute_are_no_hang():
 def test_a_collective_counts_after_the_patience_only():
     situations = rank(0, call(sequence=2, age_s=29)), rank(1, done())
     assert verdict(*situations) is None
-    assert verdict(*situations, patience_ns=28 * SECOND).causes == (1,)
+    assert causes(verdict(*situations, patience_ns=28 * SECOND)) == (1,)
 
 
 def test_who_waits_where_and_for_whom():
     finding = verdict(rank(0, call(sequence=2)), rank(1, done()), rank(2, call(sequence=2, age_s=35)))
     (wait,) = finding.waits
-    assert (wait.waiting, wait.missing, finding.causes) == ((0, 2), (1,), (1,))
+    assert (wait.waiting, wait.missing, causes(finding)) == ((0, 2), (1,), (1,))
     assert finding.since_ns == NOW - 40 * SECOND
 
 
@@ -83,12 +89,12 @@ def test_the_root_of_a_broadcast_that_went_on_is_not_missing():
     ahead = rank(0, done(sequence=2), age := call(sequence=3, age_s=2))
     assert age.running
     finding = verdict(ahead, rank(1, call(sequence=2)), rank(2, done(sequence=1)))
-    assert finding.causes == (2,)
+    assert causes(finding) == (2,)
 
 
 def test_an_ended_rank_is_missing():
     finding = verdict(rank(0, call(sequence=2)), rank(1, done(), exit_code=0))
-    assert finding.causes == (1,)
+    assert causes(finding) == (1,)
 
 
 def test_a_stopped_rank_is_missing_even_inside_the_collective():
@@ -111,12 +117,12 @@ def test_only_members_of_the_group_are_missing():
 
 def test_groups_entered_in_another_order_wait_for_each_other():
     finding = verdict(rank(0, call(sequence=1, group="a")), rank(1, call(sequence=1, group="b")))
-    assert finding.causes == () and len(finding.waits) == 2
+    assert causes(finding) == () and len(finding.waits) == 2
 
 
 def test_the_same_name_in_a_group_made_anew_is_another_collective():
     finding = verdict(rank(0, call(sequence=1, epoch=2)), rank(1, done(sequence=9, epoch=1)))
-    assert finding.causes == (1,)
+    assert causes(finding) == (1,)
     assert (
         verdict(rank(0, call(sequence=9, epoch=1)), rank(1, done(sequence=1, epoch=2)), patience_ns=39 * SECOND) is None
     )
@@ -124,12 +130,12 @@ def test_the_same_name_in_a_group_made_anew_is_another_collective():
 
 def test_making_a_group_waits_for_ranks_that_do_not():
     finding = verdict(rank(0, call("init_process_group", kind="setup")), rank(1))
-    assert finding.causes == (1,)
+    assert causes(finding) == (1,)
     passed = call("new_group", 2, kind="setup", running=False)
     finding = verdict(
         rank(0, call("new_group", 2, kind="setup")), rank(1, passed), rank(2, replace(passed, sequence=1))
     )
-    assert finding.causes == (2,)
+    assert causes(finding) == (2,)
 
 
 @pytest.mark.parametrize(
@@ -174,13 +180,13 @@ def test_a_pipeline_whose_first_stage_computes_is_no_hang():
 
 def test_receives_in_a_circle_are_a_hang():
     finding = verdict(rank(0, recv(2)), rank(1, recv(0)), rank(2, recv(1)), rank(3, done()))
-    assert finding.causes == () and {wait.waiting for wait in finding.waits} == {(0,), (1,), (2,)}
+    assert causes(finding) == () and {wait.waiting for wait in finding.waits} == {(0,), (1,), (2,)}
 
 
 @pytest.mark.parametrize("state", [{"exit_code": 0}, {"state": "stopped"}])
 def test_a_receive_from_a_rank_that_cannot_send_is_a_hang(state):
     finding = verdict(rank(0, recv(1)), rank(1, recv(2)), rank(2, done(), **state))
-    assert finding.causes == (2,)
+    assert causes(finding) == (2,)
 
 
 def test_a_receive_from_any_rank_is_a_hang_when_all_wait():
@@ -201,12 +207,12 @@ def test_operations_that_only_the_backend_knows_count_too():
         rank(1, done(), enqueued={"0": 6}, groups=groups),
         rank(2, done(), enqueued={"0": 9}, groups=groups),
     )
-    assert finding.waits[0].waiting == (0,) and finding.causes == (1,)
+    assert finding.waits[0].waiting == (0,) and causes(finding) == (1,)
 
 
 def test_a_rank_whose_recorder_does_not_answer_is_missing():
     finding = verdict(rank(0, done(), pending=pending(), enqueued={"0": 7}), rank(1, done()))
-    assert finding.causes == (1,)
+    assert causes(finding) == (1,)
 
 
 def test_backends_that_disagree_are_a_mismatch():

@@ -159,12 +159,6 @@ class Finding:
         return min(starts)
 
     @property
-    def causes(self) -> tuple[int, ...]:
-        """Ranks that others wait for, and that do not wait themselves; empty if they wait for each other."""
-        missing = {rank for wait in self.waits for rank in wait.missing}
-        return tuple(sorted(missing - {rank for wait in self.waits for rank in wait.waiting}))
-
-    @property
     def involved(self) -> tuple[int, ...]:
         """All ranks that wait, are waited for, or belong to the mismatch."""
         ranks = {rank for wait in self.waits for rank in (*wait.waiting, *wait.missing)}
