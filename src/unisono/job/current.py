@@ -69,7 +69,7 @@ class Job:
     @property
     def group(self) -> dist.ProcessGroup:
         """The group of all ranks, torch.distributed's default group; GroupError after the end of the job."""
-        return self._living().group
+        return self._require_active().group
 
     def end(self) -> None:
         """End the job, with its group and all subgroups. Does nothing if the job has ended already."""
@@ -82,7 +82,7 @@ class Job:
         Raises:
             GroupError: The job has ended.
         """
-        return dist.PrefixStore(name, self._living().store)  # type: ignore[attr-defined]
+        return dist.PrefixStore(name, self._require_active().store)  # type: ignore[attr-defined]
 
     def exchange(self, name: str, value: Any, *, doing: str) -> list[Any]:
         """Return one JSON value of every rank, in rank order. Every rank must call it, in the same order for a name.
@@ -111,7 +111,7 @@ class Job:
 
     def next_number(self, name: str) -> int:
         """Return how often a name was used before in this job: equal on all ranks that use it in the same order."""
-        counts = self._living().counts
+        counts = self._require_active().counts
         counts[name] += 1
         return counts[name] - 1
 
@@ -122,10 +122,10 @@ class Job:
         if self.began and current_job() == self:
             _end(linger=kind is None)
 
-    def _living(self) -> ActiveJob:
-        if current_job() != self or _life is None:
+    def _require_active(self) -> ActiveJob:
+        if current_job() != self or _active is None:
             raise GroupError("the job has ended: call unisono.init() on all ranks again")
-        return _life
+        return _active
 
 
 class NotMember(int):
@@ -151,7 +151,7 @@ class NotMember(int):
 
 @dataclass(kw_only=True, slots=True)
 class ActiveJob:
-    """A job with its group and store."""
+    """What a job in progress has beside its description, `Job`: its group and store, and the request that began it."""
 
     job: Job
     group: dist.ProcessGroup
@@ -167,31 +167,31 @@ class ActiveJob:
     counts: Counter[str] = field(default_factory=Counter)
 
 
-_life: ActiveJob | None = None
+_active: ActiveJob | None = None
 _ended_size = 1
 _registered = False
 
 
 def current_job() -> Job | None:
     """Return the job of this process; None before `init` and after the end. In a forked process: the parent's job."""
-    global _life  # noqa: PLW0603  one job per process, as torch has one default group
-    if _life is None:
+    global _active  # noqa: PLW0603  one job per process, as torch has one default group
+    if _active is None:
         return None
-    if dist.group.WORLD is not _life.group:
-        _life = None  # the script called destroy_process_group
+    if dist.group.WORLD is not _active.group:
+        _active = None  # the script called destroy_process_group
         return None
-    return _life.job
+    return _active.job
 
 
-def current_life() -> ActiveJob | None:
+def active_job() -> ActiveJob | None:
     """Return the job of this process with its group and store, or None."""
-    return None if current_job() is None else _life
+    return None if current_job() is None else _active
 
 
-def remember(life: ActiveJob) -> None:
+def set_active_job(active: ActiveJob) -> None:
     """Make a job that has begun the current one of this process, and end it at exit."""
-    global _life, _registered  # noqa: PLW0603  see current_job
-    _life = life
+    global _active, _registered  # noqa: PLW0603  see current_job
+    _active = active
     if not _registered:
         _registered = True
         atexit.register(_end_at_exit)
@@ -247,37 +247,37 @@ def refuse_lone_rank() -> None:
 
 
 def _end(*, linger: bool = True) -> None:
-    global _life, _ended_size  # noqa: PLW0603  see current_job
-    if _life is None:
+    global _active, _ended_size  # noqa: PLW0603  see current_job
+    if _active is None:
         return
-    life, _life = _life, None
-    _ended_size = life.job.world_size
+    active, _active = _active, None
+    _ended_size = active.job.world_size
     if dist.is_initialized():
         let_threads_finish()  # a thread of gloo that still holds a tensor would hang the end of a DDP model
         dist.destroy_process_group()
     # After an exception, rank 0 does not wait for the others. Python sets last_value when it prints an exception.
     if linger and getattr(sys, "last_value", None) is None:
-        _linger(life)
+        _linger(active)
 
 
-def _linger(life: ActiveJob) -> None:
+def _linger(active: ActiveJob) -> None:
     """Keep the store of rank 0's process until the other ranks have ended the job, for at most `_LINGER_S`.
 
     They may still have to read entries that rank 0 has left there, such as the end of its turn in `main_first`.
     """
-    size = life.job.world_size
-    if not life.hosted or size == 1:
+    size = active.job.world_size
+    if not active.hosted or size == 1:
         return
     try:
-        life.store.set(f"ended/{life.job.rank}", "")
-        if life.job.rank == 0:
-            wait_for(life.store, [f"ended/{rank}" for rank in range(size)], time.monotonic() + _LINGER_S)
+        active.store.set(f"ended/{active.job.rank}", "")
+        if active.job.rank == 0:
+            wait_for(active.store, [f"ended/{rank}" for rank in range(size)], time.monotonic() + _LINGER_S)
     except dist.DistError:
         return  # rank 0 has ended: no rank needs the store
 
 
 def _end_at_exit() -> None:
-    if _life is None or _life.pid != os.getpid():
+    if _active is None or _active.pid != os.getpid():
         return
     if current_job() is not None:
         _end()

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from unisono.arguments import whole
 from unisono.backend import register
 from unisono.errors import LaunchError, UnisonoError
-from unisono.job.current import ActiveJob, Job, current_job, current_life, refuse_lone_rank, remember, store_of
+from unisono.job.current import ActiveJob, Job, active_job, current_job, refuse_lone_rank, set_active_job, store_of
 from unisono.job.hosts import choose_backend, own_gpu, place_on_hosts
 from unisono.job.placement import Placement, own_placement
 from unisono.job.rendezvous import Rendezvous, StoreExchange, rendezvous
@@ -89,15 +89,15 @@ def init(
     rank = None if rank is None else whole("rank", rank)
     world_size = None if world_size is None else whole("world_size", world_size)
     backend = backend.lower()
-    life = current_life()
-    if life is not None and life.pid != os.getpid():
+    active = active_job()
+    if active is not None and active.pid != os.getpid():
         raise LaunchError(
-            f"this process was forked from rank {life.job.rank} of a job after the job had begun, and cannot use its "
+            f"this process was forked from rank {active.job.rank} of a job after the job had begun, and cannot use its "
             'group: call init() in the new process alone, or start it with the method "spawn"'
         )
-    if life is not None:
+    if active is not None:
         _check_same(
-            life,
+            active,
             backend=backend,
             init_method=init_method,
             store=store,
@@ -106,7 +106,7 @@ def init(
             timeout=limit,
             device=device,
         )
-        return replace(life.job, began=False)
+        return replace(active.job, began=False)
     if dist.is_initialized():
         return _adopt(backend, rank=rank, world_size=world_size, timeout=limit, device=device)
     return begin_job(backend, init_method, store=store, rank=rank, world_size=world_size, timeout=limit, device=device)
@@ -148,7 +148,7 @@ def begin_job(
     job = replace(ranks.job(name, chosen), began=True)
     group = dist.group.WORLD
     assert group is not None
-    remember(
+    set_active_job(
         ActiveJob(job=job, group=group, asked=backend, where=init_method, store=meeting.store, hosted=meeting.hosted)
     )
     return job
@@ -317,7 +317,7 @@ def _adopt(
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     job = ranks.job(found, chosen)
-    remember(ActiveJob(job=job, group=group, asked=found, where=None, store=meeting.store, hosted=False))
+    set_active_job(ActiveJob(job=job, group=group, asked=found, where=None, store=meeting.store, hosted=False))
     return job
 
 
@@ -360,7 +360,7 @@ def _check_meant_alone(placement: Placement) -> None:
 
 
 def _check_same(
-    life: ActiveJob,
+    active: ActiveJob,
     *,
     backend: str,
     init_method: str | None,
@@ -371,15 +371,15 @@ def _check_same(
     device: str | torch.device | None,
 ) -> None:
     """Raise ValueError for arguments that contradict the current job."""
-    job = life.job
+    job = active.job
     if device is not None:
         device = rank_device(device, job.backend, local_rank=job.local_rank)
     for name, asked, there in (
-        ("backend", None if backend in ("auto", life.asked) else backend, job.backend),
+        ("backend", None if backend in ("auto", active.asked) else backend, job.backend),
         (
             "init_method",
-            None if init_method == life.where else init_method,
-            life.where or "the address from the launcher",
+            None if init_method == active.where else init_method,
+            active.where or "the address from the launcher",
         ),
         ("rank", rank, job.rank),
         ("world_size", world_size, job.world_size),
