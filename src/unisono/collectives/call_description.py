@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import CodeType, FrameType
@@ -20,30 +19,10 @@ from torch import Tensor
 from unisono.collectives.structure import compare, kind_of, signature, take_apart
 from unisono.mismatch import CallDescription, describe_mismatch, list_ranks
 
-__all__ = [
-    "Kinds", "Members", "describe", "difference", "kinds_of", "place_of", "user_frame",
-]  # fmt: skip
+__all__ = ["Kinds", "describe", "difference", "kinds_of", "place_of", "user_frame"]
 
 Kinds = list[tuple[str, str]]
 """The places in a value and what each holds, as `collectives.structure.signature` returns them."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Members:
-    """The members of a group, as one of them sees them."""
-
-    group: str
-    """The name of the group, the same on all ranks and used once."""
-    own: int
-    """This rank. Ranks are those of the job."""
-    ranks: tuple[int, ...]
-    described: str
-    """The ranks as words, such as "ranks 0, 2"; "" for the whole job."""
-
-    @property
-    def where(self) -> str:
-        """The words after the name of a call in messages."""
-        return self.described and f" in the group of {self.described}"
 
 
 def kinds_of(value: Any, place: str = "value") -> Kinds:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from unisono.collectives.call_description import Kinds, Members, difference, place_of, user_frame
+from unisono.collectives.call_description import Kinds, difference, place_of, user_frame
 from unisono.errors import PeerError, RankMismatchError
 from unisono.job.current import current_job
 from unisono.mismatch import REMEDY, list_ranks
@@ -50,11 +50,27 @@ def wanted() -> bool:
 
 
 class CallChecker:
-    """Compares the calls of one group, in their order, over the job's store."""
+    """Compares the calls of one group, in their order, over the job's store.
 
-    def __init__(self, store: dist.Store, members: Members) -> None:  # type: ignore[name-defined]
-        self._store, self._members = store, members
-        self._name, self._own, self._ranks = members.group, members.own, members.ranks
+    Args:
+        store: The store that all ranks share.
+        group: The name of the group, the same on all ranks and used once.
+        own: This rank. Ranks are those of the job.
+        ranks: The members of the group.
+        where: The words after the name of a call in messages, such as " in the group of ranks 0, 2".
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,  # type: ignore[name-defined]
+        *,
+        group: str,
+        own: int,
+        ranks: tuple[int, ...],
+        where: str,
+    ) -> None:
+        self._store, self._where = store, where
+        self._name, self._own, self._ranks = group, own, ranks
         self._calls, self._pid = 0, os.getpid()
         self._timeout_s = _timeout_s()
         atexit.register(self._say_left)
@@ -74,7 +90,7 @@ class CallChecker:
         number, self._calls = self._calls, self._calls + 1
         page = f"{self._name}/{number}"
         text = described or (", ".join(kind for _, kind in (kinds or [])[:4]) + ", ..." * (len(kinds or []) > 4))
-        text = call + self._members.where + (text and " of ") + text
+        text = call + self._where + (text and " of ") + text
         frame = user_frame()
         entry = {"call": call, "kinds": kinds, "text": text, "where": place_of(frame.f_code, frame.f_lasti)}
         self._store.set(f"at/{self._own}", json.dumps({"page": page, "ranks": self._ranks, **entry}))

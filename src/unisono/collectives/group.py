@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unisono.collectives.call_description import Members
 from unisono.collectives.check_mode import CallChecker, wanted
 from unisono.collectives.late_call_check import CallTemplate, LateCallChecker
 from unisono.errors import GroupError
@@ -181,12 +180,12 @@ def _describe(group: dist.ProcessGroup) -> Group:
     backends = {device: name for device, name in pairs if device == "cpu" or name not in _CPU_BACKENDS}
     ranks = tuple(dist.get_process_group_ranks(group))
     own, check, late_check = group.rank(), None, None
-    described = "" if group is dist.group.WORLD else name_ranks(ranks)
-    members = Members(group=group.group_name, own=ranks[own], ranks=ranks, described=described)
+    where = "" if group is dist.group.WORLD else f" in the group of {name_ranks(ranks)}"
+    name = group.group_name
     if wanted() and len(ranks) > 1:
-        check = CallChecker(_store("unisono_check"), members)
+        check = CallChecker(_store("unisono_check"), group=name, own=ranks[own], ranks=ranks, where=where)
     if backends.get("cpu") == "gloo":
-        late_check = LateCallChecker(_store("unisono_late"), members)
+        late_check = LateCallChecker(_store("unisono_late"), group=name, own=ranks[own], ranks=ranks, where=where)
     return Group(reference=ref(group), rank=own, ranks=ranks, backends=backends, check=check, late_check=late_check)
 
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unisono.collectives.call_description import Members, difference, place_of, user_frame
+from unisono.collectives.call_description import difference, place_of, user_frame
 from unisono.collectives.reduce_ops import name_of
 from unisono.errors import RankMismatchError
 from unisono.text import without_cpp_place
@@ -55,11 +55,27 @@ tensor's type and shape, and the place in the user's code. A plain tuple, since 
 
 
 class LateCallChecker:
-    """Records the calls of one group, and compares them over the job's store when one is late."""
+    """Records the calls of one group, and compares them over the job's store when one is late.
 
-    def __init__(self, store: dist.Store, members: Members) -> None:  # type: ignore[name-defined]
-        self._store, self._members = store, members
-        self._name, self._own, self._ranks = members.group, members.own, list(members.ranks)
+    Args:
+        store: The store that all ranks share.
+        group: The name of the group, the same on all ranks and used once.
+        own: This rank. Ranks are those of the job.
+        ranks: The members of the group.
+        where: The words after the name of a call in messages, such as " in the group of ranks 0, 2".
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,  # type: ignore[name-defined]
+        *,
+        group: str,
+        own: int,
+        ranks: tuple[int, ...],
+        where: str,
+    ) -> None:
+        self._store, self._where = store, where
+        self._name, self._own, self._ranks = group, own, list(ranks)
         self._lock = threading.RLock()  # calls are counted in the order in which the backend gets them
         self._records: deque[_CallRecord] = deque(maxlen=_KEPT)
         self._count = 0
@@ -205,7 +221,7 @@ class LateCallChecker:
         else:
             dtype, shape = value
             kind, alike = f"{name_of(dtype)} {list(shape)}", [call, name_of(dtype), shape.numel()]
-        text = call + self._members.where + (kind and f" of {kind}")
+        text = call + self._where + (kind and f" of {kind}")
         kinds = [("value", kind or "not there")]
         return {"call": call, "kinds": kinds, "text": text, "where": place_of(code, instruction), "alike": alike}
 
