@@ -6,6 +6,7 @@ any object goes in; receivers need not know shapes or types in advance.
 Files, in reading order:
 
     object_collectives.py  broadcast, all_gather, gather, scatter, all_to_all
+    object_gradients.py    their backward: gradients on the way back to the ranks that sent the values
     reductions.py          all_reduce, reduce, reduce_scatter
     send_recv.py           messages between two ranks, and the barrier
     group.py               facts about a process group: its ranks, and the devices that its backend supports

@@ -16,12 +16,21 @@ from unisono.collectives import object_transport
 from unisono.collectives import tensor_collectives as tensors
 from unisono.collectives.argument_checks import GroupArgument, check_one_for_each, check_parts, follows, only_tensor
 from unisono.collectives.call_description import describe, kinds_of
-from unisono.collectives.differentiable import SendBack, all_gather_flat, all_to_all_flat, attach
+from unisono.collectives.differentiable import all_gather_flat, all_to_all_flat, attach
 from unisono.collectives.group import Group, group_of
-from unisono.collectives.object_transport import FailedSend, Received
-from unisono.collectives.serialization import FOLLOWED, NOT_FOLLOWED, Payload, serialize
+from unisono.collectives.object_gradients import (
+    attach_each,
+    check_parts_in_backward,
+    divided,
+    open_with_gradients,
+    places_of,
+    reduce_gradients,
+    replaced,
+    scatter_gradients,
+)
+from unisono.collectives.object_transport import FailedSend
+from unisono.collectives.serialization import FOLLOWED, Payload, serialize
 from unisono.collectives.structure import check_concat, concatenate
-from unisono.errors import RankMismatchError
 from unisono.text import name_ranks
 
 __all__ = ["all_gather", "all_to_all", "broadcast", "gather", "scatter"]
@@ -61,7 +70,7 @@ def broadcast(value: Any = None, src: int = 0, *, uniform: bool = False, group: 
         result = tensors.broadcast(members, tensor, root)
         if not follows(tensor):
             return result
-        return attach([tensor], [result], lambda grads: _reduced_to(members, root, grads) or [None])[0]
+        return attach([tensor], [result], lambda grads: reduce_gradients(members, root, grads) or [None])[0]
     _check(members, call, value)
     sent = _serialized(value) if members.rank == root else None
     arrived = object_transport.broadcast(members, call, sent, root, of=describe(value))
@@ -69,8 +78,8 @@ def broadcast(value: Any = None, src: int = 0, *, uniform: bool = False, group: 
     if arrived.followed and torch.is_grad_enabled():
         places = [i for i, meta in enumerate(arrived.metas) if meta.follow == FOLLOWED]
         sources = [sent.tensors[i] for i in places] if isinstance(sent, Payload) else []
-        attached = attach(sources, [received[i] for i in places], lambda grads: _reduced_to(members, root, grads))
-        received = _replaced(received, places, attached)
+        attached = attach(sources, [received[i] for i in places], lambda grads: reduce_gradients(members, root, grads))
+        received = replaced(received, places, attached)
     return arrived.open(received)
 
 
@@ -111,7 +120,7 @@ def all_gather(value: Any, *, concat: int | None = None, uniform: bool = False, 
     _check(members, call, value)
     sent = _serialized(value, concat)
     arrived = object_transport.all_gather(members, call, sent, of=describe(value))
-    values = _opened_together(members, call, arrived, [sent] * members.size)
+    values = open_with_gradients(members, call, arrived, [sent] * members.size)
     return values if concat is None else concatenate(values, concat, members.ranks, call)
 
 
@@ -165,19 +174,19 @@ def gather(
     assert isinstance(sent, Payload)
     if arrived is None and not differentiable:
         return None
-    own = _places(sent)
+    own = places_of(sent)
     sources = [sent.tensors[i] for i in own]
     if arrived is None:
-        (zero,) = attach(sources, [torch.zeros(())], lambda _: _gradients_from(members, None, root))
+        (zero,) = attach(sources, [torch.zeros(())], lambda _: scatter_gradients(members, None, root))
         return zero
     received = [one.unpack() for one in arrived]
     if differentiable and torch.is_grad_enabled():
-        places = [_places(one) for one in arrived]
+        places = [places_of(one) for one in arrived]
 
         def give_back(grads: Sequence[Tensor]) -> Sequence[Tensor]:
-            return _gradients_from(members, _divided(grads, places), root)
+            return scatter_gradients(members, divided(grads, places), root)
 
-        received = _attached(sources, received, places, give_back)
+        received = attach_each(sources, received, places, give_back)
     values = [one.open(its) for one, its in zip(arrived, received, strict=True)]
     return values if concat is None else concatenate(values, concat, members.ranks, call)
 
@@ -220,7 +229,7 @@ def scatter(
     _check(members, call, values)
     sent = _serialized_each(members, values, "values", whole=True) if members.rank == root else None
     if isinstance(sent, list) and any(payload.followed for payload in sent):
-        lacking = [rank for rank, payload in zip(members.ranks, sent, strict=True) if not _places(payload)]
+        lacking = [rank for rank, payload in zip(members.ranks, sent, strict=True) if not places_of(payload)]
         if lacking:
             sent = FailedSend(
                 ValueError(
@@ -231,15 +240,15 @@ def scatter(
     arrived = object_transport.scatter(members, call, sent, root, of=describe(values))
     received = arrived.unpack()
     if arrived.followed and torch.is_grad_enabled():
-        own = _places(arrived)
+        own = places_of(arrived)
         kept = sent if isinstance(sent, list) else []
-        sources = [payload.tensors[i] for payload in kept for i in _places(payload)]
+        sources = [payload.tensors[i] for payload in kept for i in places_of(payload)]
 
         def give_back(grads: Sequence[Tensor]) -> Sequence[Tensor]:
             back = object_transport.gather(members, "the backward of " + call, serialize(list(grads)), root)
             return [] if back is None else [grad for one in back for grad in one.open()]
 
-        received = _replaced(received, own, attach(sources, [received[i] for i in own], give_back))
+        received = replaced(received, own, attach(sources, [received[i] for i in own], give_back))
     return arrived.open(received)
 
 
@@ -283,8 +292,8 @@ def all_to_all(values: Sequence[Any] | Tensor, *, uniform: bool = False, group: 
     sent = _serialized_each(members, values, "values", whole=False)
     arrived = object_transport.all_to_all(members, call, sent, of=describe(values))
     assert isinstance(sent, list)
-    _check_parts_in_backward(members, call, arrived)
-    came = _opened_together(members, call, arrived, sent)
+    check_parts_in_backward(members, call, arrived)
+    came = open_with_gradients(members, call, arrived, sent)
     return torch.cat(came) if isinstance(values, Tensor) else came
 
 
@@ -295,50 +304,6 @@ def _check(group: Group, call: str, value: Any, *, uniform: bool = False) -> Non
             group.check.compare(f"{call} with uniform=True", kinds_of(value))
         else:
             group.check.compare(call, described=describe(value))
-
-
-def _check_parts_in_backward(group: Group, call: str, arrived: Sequence[Received]) -> None:
-    """Raise RankMismatchError on all ranks if one gets no tensor from which a backward could begin.
-
-    One more exchange, where a gradient is required and no rank sends floating-point tensors to every rank.
-    """
-    if not any(one.followed for one in arrived) or not torch.is_grad_enabled() or any(one.offered for one in arrived):
-        return
-    has_part = any(_places(one) for one in arrived)
-    everyone = object_transport.all_gather(group, f"{call}, its backward", serialize(has_part))
-    lacking = [rank for rank, one in zip(group.ranks, everyone, strict=True) if not one.open()]
-    if lacking:
-        raise RankMismatchError(
-            f"{call}: some values require a gradient, and {name_ranks(lacking)} got no floating-point tensor, so that "
-            "the others would wait for ever in the backward: detach() them"
-        )
-
-
-def _opened_together(
-    group: Group, call: str, arrived: Sequence[Received], sent: Sequence[Payload | FailedSend]
-) -> list[Any]:
-    """Return the values received from all ranks, with gradients that go back to those ranks.
-
-    `sent` has the payload for each rank. If all are one payload, the gradients of all ranks are added.
-    """
-    received = [one.unpack() for one in arrived]
-    if any(one.followed for one in arrived) and torch.is_grad_enabled():
-        places = [_places(one) for one in arrived]
-        payloads = [one for one in sent if isinstance(one, Payload)]
-        same = all(one is payloads[0] for one in payloads)
-        own = [_places(payload) for payload in payloads]
-        of_each = [[payload.tensors[i] for i in its] for payload, its in zip(payloads, own, strict=True)]
-        sources = of_each[0] if same else [tensor for those in of_each for tensor in those]
-
-        def send_back(grads: Sequence[Tensor]) -> Sequence[Tensor]:
-            leaving = [serialize(those) for those in _divided(grads, places)]
-            coming = [one.open() for one in object_transport.all_to_all(group, "the backward of " + call, leaving)]
-            if same:
-                return [sum(those[1:], those[0]) for those in zip(*coming, strict=True)]
-            return [grad for those in coming for grad in those]
-
-        received = _attached(sources, received, places, send_back)
-    return [one.open(its) for one, its in zip(arrived, received, strict=True)]
 
 
 def _all_gather_uniform(group: Group, tensor: Tensor, concat: int | None) -> Any:
@@ -372,46 +337,6 @@ def _scatter_uniform(group: Group, call: str, values: Any, root: int) -> Tensor:
     if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in (like, *sources)):
         return result
     return attach(sources, [result], lambda grads: tensors.gather(group, grads[0], root) or [])[0]
-
-
-def _gradients_from(group: Group, grads: Sequence[Sequence[Tensor]] | None, root: int) -> Sequence[Tensor]:
-    """Send each rank the gradients of the values that it has sent to one. `grads` is None on the others."""
-    sent = None if grads is None else [serialize(list(those)) for those in grads]
-    back: Sequence[Tensor] = object_transport.scatter(group, "the backward of gather", sent, root).open()
-    return back
-
-
-def _reduced_to(group: Group, root: int, grads: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return the sums of the gradients of all ranks on one; an empty list on the others."""
-    totals = [tensors.reduce(group, grad, "sum", root) for grad in grads]
-    return [total for total in totals if total is not None]
-
-
-def _places(one: Payload | Received) -> list[int]:
-    """Return the indices of the tensors that could require a gradient."""
-    return [i for i, meta in enumerate(one.metas) if meta.follow != NOT_FOLLOWED]
-
-
-def _attached(
-    sources: Sequence[Tensor], received: Sequence[Sequence[Tensor]], places: Sequence[Sequence[int]], back: SendBack
-) -> list[list[Tensor]]:
-    """Attach those tensors of each list that could require a gradient. `places` has their indices in it."""
-    flat = [tensors[i] for tensors, its in zip(received, places, strict=True) for i in its]
-    new = _divided(attach(sources, flat, back), places)
-    return [_replaced(tensors, its, those) for tensors, its, those in zip(received, places, new, strict=True)]
-
-
-def _replaced(received: Sequence[Tensor], places: Sequence[int], new: Sequence[Tensor]) -> list[Tensor]:
-    replaced = list(received)
-    for place, tensor in zip(places, new, strict=True):
-        replaced[place] = tensor
-    return replaced
-
-
-def _divided(flat: Sequence[Tensor], places: Sequence[Sequence[int]]) -> list[list[Tensor]]:
-    """Divide a list into lists of the lengths of `places`."""
-    parts = iter(flat)
-    return [[next(parts) for _ in its] for its in places]
 
 
 def _serialized(value: Any, concat: int | None = None, *, follow: bool = True) -> Payload | FailedSend:
