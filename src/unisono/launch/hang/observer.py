@@ -11,19 +11,17 @@ import linecache
 import os
 import time
 from collections.abc import Collection, Iterable
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from unisono.launch.failure.frames import short_path
-from unisono.launch.hang.analysis import Finding, Pending, Situation, find_hang, find_mismatch
-from unisono.launch.hang.call_recorder import ASK_ERROR, ASK_RECORDER, ASK_STACKS
+from unisono.launch.hang.analysis import Finding, Situation, find_hang, find_mismatch
 from unisono.launch.hang.hang_report import render_finding, render_idle, render_mismatch, summarize
 from unisono.launch.hang.idleness import Activity, Idleness, read_activity
+from unisono.launch.hang.observed_rank import ObservedRank
 from unisono.launch.hang.stacks import StackRequest, crash_text, create_dump, read_state
 from unisono.launch.hang.status_block import StatusBlock, create
 from unisono.polling import wait_until
-from unisono.text import parse_ranks
 
 __all__ = ["Observer"]
 
@@ -33,51 +31,6 @@ _JUDGING_S = 1.0
 _MOST_STACKS = 16
 _GAP_S = 5.0
 """A longer time between two ticks means that this process was stopped, and probably the ranks with it."""
-
-
-@dataclass(eq=False, slots=True)
-class _ObservedRank:
-    """One rank of the current generation."""
-
-    page: StatusBlock
-    page_file: int
-    dump: int
-    ask: int
-    """The write end of the pipe for questions."""
-    pid: int = 0
-    exit_code: int | None = None
-    mark: tuple[int, int] = (0, 0)
-    mark_s: float = 0.0
-    """When the mark last changed."""
-    asked_s: float = 0.0
-    cpu: tuple[float, float] = (0.0, 0.0)
-    """When the CPU time of the process was last read, and how much it was."""
-    load: float | None = None
-    met: bool = False
-
-    @property
-    def alive(self) -> bool:
-        return self.pid != 0 and self.exit_code is None
-
-    def ask_recorder(self, now_s: float) -> None:
-        self.asked_s = now_s
-        with suppress(BlockingIOError, BrokenPipeError):
-            os.write(self.ask, ASK_RECORDER)
-
-    def ask_stacks(self) -> None:
-        """Ask the rank's thread, if it has one, for all stacks."""
-        with suppress(BlockingIOError, BrokenPipeError):
-            os.write(self.ask, ASK_STACKS)
-
-    def ask_error(self) -> None:
-        """Ask the rank's thread which exception the main thread handles."""
-        with suppress(BlockingIOError, BrokenPipeError):
-            os.write(self.ask, ASK_ERROR)
-
-    def close(self) -> None:
-        self.page.close()
-        for file in (self.page_file, self.dump, self.ask):
-            os.close(file)
 
 
 class Observer:
@@ -108,7 +61,7 @@ class Observer:
         self._job = job
         self._folder = folder
         self._has_flags = has_flags
-        self._ranks: dict[int, _ObservedRank] = {}
+        self._ranks: dict[int, ObservedRank] = {}
         self._deadline_s = 0.0
         self._judged_s = 0.0
         self._ticked_s = 0.0
@@ -134,11 +87,11 @@ class Observer:
         if rank in self._ranks:
             self._ranks.pop(rank).close()
         self._requests.pop(rank, None)
-        page_file, dump = create(), create_dump()
+        block_file, dump = create(), create_dump()
         read, write = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(write, False)
-        self._ranks[rank] = _ObservedRank(page=StatusBlock(page_file), page_file=page_file, dump=dump, ask=write)
-        return os.dup(page_file), os.dup(dump), read
+        self._ranks[rank] = ObservedRank(block=StatusBlock(block_file), block_file=block_file, dump=dump, ask=write)
+        return os.dup(block_file), os.dup(dump), read
 
     def started(self, rank: int, pid: int) -> None:
         """Record that a rank's process has started."""
@@ -194,16 +147,16 @@ class Observer:
 
     def has_met(self, *, wait_s: float = 0.1) -> bool:
         """Return True if a collective of this generation has completed. Asks running ranks if no block shows one."""
-        if any(watched.met or watched.page.met for watched in self._ranks.values()):
+        if any(watched.met or watched.block.met for watched in self._ranks.values()):
             return True
-        asked = [watched for watched in self._ranks.values() if watched.alive and watched.page.begun]
+        asked = [watched for watched in self._ranks.values() if watched.alive and watched.block.begun]
         for watched in asked:
             watched.ask_recorder(time.monotonic())
-        return bool(asked) and wait_until(lambda: any(watched.page.met for watched in asked), wait_s)
+        return bool(asked) and wait_until(lambda: any(watched.block.met for watched in asked), wait_s)
 
     def doing(self, rank: int) -> str:
         """Return the call that a rank is in, or has made last, as words: "in all_reduce at train.py:7"."""
-        calls = self._ranks[rank].page.calls() if rank in self._ranks else []
+        calls = self._ranks[rank].block.calls() if rank in self._ranks else []
         if not calls:
             return ""
         call = next((call for call in reversed(calls) if call.running), calls[-1])
@@ -213,22 +166,22 @@ class Observer:
 
     def finished_ns(self, rank: int) -> int | None:
         """Return when a rank's program ended without an error; None if it has not. Its process may still run."""
-        return self._ranks[rank].page.finished_ns if rank in self._ranks else None
+        return self._ranks[rank].block.finished_ns if rank in self._ranks else None
 
     def left_ns(self, rank: int) -> int | None:
         """Return when a rank left its process groups, by the monotonic clock; None if it has not, or had none."""
-        return self._ranks[rank].page.left_ns if rank in self._ranks else None
+        return self._ranks[rank].block.left_ns if rank in self._ranks else None
 
     def grouped(self, rank: int) -> bool:
         """Return False if a rank is known to have neither made a process group nor begun to."""
-        if rank not in self._ranks or not self._ranks[rank].page.pid:  # not Python: it records nothing
+        if rank not in self._ranks or not self._ranks[rank].block.pid:  # not Python: it records nothing
             return True
-        page = self._ranks[rank].page
-        return page.begun > 0
+        block = self._ranks[rank].block
+        return block.begun > 0
 
     def in_call(self, rank: int) -> bool:
         """Return False if a rank's latest call of torch.distributed is known to have ended without an error."""
-        calls = self._ranks[rank].page.calls() if rank in self._ranks else []
+        calls = self._ranks[rank].block.calls() if rank in self._ranks else []
         return not calls or calls[-1].failed or any(call.running for call in calls)
 
     def ask_errors(self, ranks: Collection[int], *, wait_s: float = 0.2) -> None:
@@ -236,7 +189,7 @@ class Observer:
         asked = [self._ranks[rank] for rank in ranks if self._ranks[rank].alive]
         for watched in asked:
             watched.ask_error()
-        wait_until(lambda: all(watched.page.read_failure() is not None for watched in asked), wait_s)
+        wait_until(lambda: all(watched.block.read_failure() is not None for watched in asked), wait_s)
 
     def where(self, rank: int) -> str:
         """Return the current line of a running rank's program, as words: "at train.py:7 in save"; "" if unknown.
@@ -256,7 +209,7 @@ class Observer:
 
     def failure(self, rank: int) -> dict[str, Any] | None:
         """Return the record that a rank has written of its failure; None if there is none."""
-        return self._ranks[rank].page.read_failure() if rank in self._ranks else None
+        return self._ranks[rank].block.read_failure() if rank in self._ranks else None
 
     def crash(self, rank: int) -> str:
         """Return the stacks that a rank, or a child of it, wrote when a signal such as SIGSEGV ended it; "" if none."""
@@ -283,13 +236,13 @@ class Observer:
         for watched in self._ranks.values():
             if not watched.alive:
                 continue
-            mark = watched.page.mark
+            mark = watched.block.mark
             if mark != watched.mark:
                 watched.mark, watched.mark_s = mark, now_s
             still_s = now_s - watched.mark_s
             standing |= still_s >= _JUDGING_S
             if not watched.met:
-                watched.met = watched.page.met if mark != (0, 0) else False
+                watched.met = watched.block.met if mark != (0, 0) else False
             # If a rank uses only DDP, nothing but its flight recorder shows that it has met its peers.
             curious = mark[1] > 0 and not watched.met and now_s - watched.asked_s >= _JUDGING_S
             patience_s = self._patience_s
@@ -318,13 +271,13 @@ class Observer:
         ended = [watched.exit_code for watched in self._ranks.values() if watched.exit_code is not None]
         alive = {rank: watched for rank, watched in sorted(self._ranks.items()) if watched.alive}
         # Failures have their own report, and so have collectives that other ranks do not enter.
-        calls = (call for watched in alive.values() for call in watched.page.calls())
+        calls = (call for watched in alive.values() for call in watched.block.calls())
         if any(ended) or any(call.running and call.kind != "point-to-point" for call in calls):
             self._idleness.forget()
             return
 
         def read() -> dict[int, Activity]:
-            return {rank: read_activity(watched.pid, watched.page.mark) for rank, watched in alive.items()}
+            return {rank: read_activity(watched.pid, watched.block.mark) for rank, watched in alive.items()}
 
         self._idle = self._idleness.look(now_s, ended=len(ended), ranks=list(alive), read=read)
         if self._idle:
@@ -397,37 +350,12 @@ class Observer:
             state=state.state if state else "ended",
             exit_code=watched.exit_code,
             load=watched.load,
-            calls=tuple(watched.page.calls()),
-            main_thread=watched.page.main_thread,
+            calls=tuple(watched.block.calls()),
+            main_thread=watched.block.main_thread,
             threads=stacks.get(watched.pid, ()),
             children=tuple((pid, read_state(pid).name, found) for pid, found in stacks.items() if pid != watched.pid),
-            **self._recorded(watched),
+            **watched.recorded(),
         )
-
-    @staticmethod
-    def _recorded(watched: _ObservedRank) -> dict[str, Any]:
-        """Return the latest answer of the rank's flight recorder, as arguments of `Situation`."""
-        answer = watched.page.read_answer()
-        if answer is None:
-            return {}
-        _, told = answer
-        # An answer from before the latest call says nothing about what the rank does now.
-        fresh = told["time_ns"] / 1e9 >= watched.mark_s and watched.alive
-        return {
-            "enqueued": {group: counts["enqueued"] for group, counts in told["status"].items()},
-            "groups": {group: parse_ranks(ranks) for group, ranks in told["groups"].items()},
-            "pending": tuple(
-                Pending(
-                    group=entry["group"],
-                    sequence=entry["sequence"],
-                    name=entry["name"],
-                    tensors=entry["tensors"],
-                    point_to_point=entry["point_to_point"],
-                    since_ns=told["time_ns"] - int(entry["age_s"] * 1e9),
-                )
-                for entry in (told["pending"] if fresh else ())
-            ),
-        }
 
 
 def _poll(requests: dict[int, StackRequest]) -> bool:

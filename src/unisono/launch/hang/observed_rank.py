@@ -1,0 +1,90 @@
+"""One rank as the observer knows it: its status block, its process, and the questions that are sent to it.
+
+`launch.hang.observer` looks at all ranks and judges what they do together.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from unisono.launch.hang.analysis import Pending
+from unisono.launch.hang.call_recorder import ASK_ERROR, ASK_RECORDER, ASK_STACKS
+from unisono.launch.hang.status_block import StatusBlock
+from unisono.text import parse_ranks
+
+__all__ = ["ObservedRank"]
+
+
+@dataclass(eq=False, slots=True)
+class ObservedRank:
+    """One rank of the current generation."""
+
+    block: StatusBlock
+    block_file: int
+    dump: int
+    ask: int
+    """The write end of the pipe for questions."""
+    pid: int = 0
+    exit_code: int | None = None
+    mark: tuple[int, int] = (0, 0)
+    mark_s: float = 0.0
+    """When the mark last changed."""
+    asked_s: float = 0.0
+    cpu: tuple[float, float] = (0.0, 0.0)
+    """When the CPU time of the process was last read, and how much it was."""
+    load: float | None = None
+    met: bool = False
+
+    @property
+    def alive(self) -> bool:
+        """True while the rank's process runs."""
+        return self.pid != 0 and self.exit_code is None
+
+    def ask_recorder(self, now_s: float) -> None:
+        """Ask the rank's thread for the unfinished operations in torch's flight recorder."""
+        self.asked_s = now_s
+        with suppress(BlockingIOError, BrokenPipeError):
+            os.write(self.ask, ASK_RECORDER)
+
+    def ask_stacks(self) -> None:
+        """Ask the rank's thread, if it has one, for all stacks."""
+        with suppress(BlockingIOError, BrokenPipeError):
+            os.write(self.ask, ASK_STACKS)
+
+    def ask_error(self) -> None:
+        """Ask the rank's thread which exception the main thread handles."""
+        with suppress(BlockingIOError, BrokenPipeError):
+            os.write(self.ask, ASK_ERROR)
+
+    def close(self) -> None:
+        """Close the files."""
+        self.block.close()
+        for file in (self.block_file, self.dump, self.ask):
+            os.close(file)
+
+    def recorded(self) -> dict[str, Any]:
+        """Return the latest answer of the rank's flight recorder, as arguments of `Situation`."""
+        answer = self.block.read_answer()
+        if answer is None:
+            return {}
+        _, told = answer
+        # An answer from before the latest call says nothing about what the rank does now.
+        fresh = told["time_ns"] / 1e9 >= self.mark_s and self.alive
+        return {
+            "enqueued": {group: counts["enqueued"] for group, counts in told["status"].items()},
+            "groups": {group: parse_ranks(ranks) for group, ranks in told["groups"].items()},
+            "pending": tuple(
+                Pending(
+                    group=entry["group"],
+                    sequence=entry["sequence"],
+                    name=entry["name"],
+                    tensors=entry["tensors"],
+                    point_to_point=entry["point_to_point"],
+                    since_ns=told["time_ns"] - int(entry["age_s"] * 1e9),
+                )
+                for entry in (told["pending"] if fresh else ())
+            ),
+        }
