@@ -73,7 +73,7 @@ def function(name: str, value: Any, *, meant: str = "give a function") -> None:
     Args:
         name: The argument, for messages.
         value: The argument.
-        meant: What to give, for messages.
+        meant: The remedy, for messages.
 
     Raises:
         TypeError: The argument cannot be called.

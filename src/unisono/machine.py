@@ -13,7 +13,7 @@ __all__ = ["host_id", "kernel_text", "let_threads_finish", "resident_bytes", "us
 
 
 def kernel_text(path: Path | str) -> str:
-    """Return the text of a file in which the kernel shows something, such as one in /proc.
+    """Return the text of a kernel file, such as one in /proc.
 
     It is empty if there is none: on another system, in another version of the kernel, in a container that hides it, or
     for a process that has ended.

@@ -29,17 +29,17 @@ class Trained(NamedTuple):
 
 
 class Preparation(NamedTuple):
-    """What is done to the summed gradient of a step before the update."""
+    """The changes to the summed gradient of a step before the update."""
 
     factor: float
-    """It is multiplied by this."""
+    """The factor by which the gradient is multiplied."""
     scaler: torch.amp.GradScaler | None
     """The scaler of a float16 step."""
     clip: float | None
     """The bound of its norm."""
     change: Callable[[], None] | None
-    """Called before the norm is taken, with p.grad as the whole gradient, which it may change or replace; it does so on
-    all ranks in the same way. It costs a copy of the gradient where ranks share it."""
+    """Called before the norm is computed, with p.grad as the whole gradient. It may change or replace p.grad, in the
+    same way on all ranks. It costs a copy of the gradient where ranks share it."""
 
 
 class Engine(Protocol):

@@ -8,7 +8,7 @@ from typing import NewType
 __all__ = ["STEP_UNDONE", "Passed", "StepTransaction"]
 
 STEP_UNDONE = "The step did not happen: weights and buffers keep their values from before it."
-"""What messages say after a step that was discarded on all ranks."""
+"""The sentence in messages about a step that was discarded on all ranks."""
 
 Passed = NewType("Passed", int)
 """The number of a barrier that this rank has passed. It may then read what the other ranks wrote before the barrier."""

@@ -211,7 +211,7 @@ class _RendezvousRanks:
         if numbered:
             found = replace(found, local_rank=placement.local_rank, node_rank=placement.node_rank)
         self.placement = found
-        """The place of this process among the ranks that have come, whatever its launcher said."""
+        """The place of this process among the ranks that have joined, regardless of its launcher's variables."""
 
     def exchange(self, name: str, make: Callable[[], Any]) -> list[Any]:
         """Return the results of `make` on all ranks, in rank order."""

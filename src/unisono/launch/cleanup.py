@@ -42,8 +42,7 @@ class Leftovers:
             self.note(pid)
 
     def note(self, pid: int, *, hurry: bool = False) -> float:
-        """Note the files of a process that is to be killed or has ended; return the seconds that it should keep
-        running.
+        """Note the files of a process that is to be killed or has ended; return for how many seconds to spare it.
 
         Only helpers should keep running. They wait for the processes that use them to end, remove their files, and end:
         Python's resource tracker, of which joblib has a copy, and torch's manager for the sharing strategy

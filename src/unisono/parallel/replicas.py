@@ -70,7 +70,7 @@ def replicate(
             multiplied by the loader's weight of the current batch, so that with a loss that is the mean over this
             rank's batch, p.grad is the mean over the samples of the global batch, also if ranks have unequal shares of
             it. None if they have equal shares, or if the loss is multiplied by the weight.
-        bucket_mb: The size of the messages in which gradients travel, in MiB.
+        bucket_mb: The size of the messages in which gradients are sent, in MiB.
         first_bucket_mb: The size of the first message of a backward: smaller, so that the transfer starts early.
         average: False for the sum over ranks instead of the mean.
         buffers: The treatment, at the end of backward, of buffers that a forward pass changed. "broadcast" sets them to

@@ -1,4 +1,4 @@
-"""The numbers that `trainer.log` is given: which names and values it takes, and what goes into the event."""
+"""The arguments of `trainer.log`: the names and values that it accepts, and their values in the event."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def check_values(values: Mapping[str, Any]) -> None:
 
 
 def read_values(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return values as numbers of Python, whole ones as whole ones. A tensor of a GPU is waited for.
+    """Return values as Python numbers; integers stay integers. Waits for a tensor on a GPU.
 
     >>> read_values({"depth": 3, "rate": Tensor([0.5]), "found": True})
     {'depth': 3, 'rate': 0.5, 'found': 1}

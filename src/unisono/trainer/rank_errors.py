@@ -1,4 +1,4 @@
-"""Errors of a rank that all ranks must learn of: each of them then raises one, so that none continues or waits."""
+"""Errors of one rank that every rank raises, so that none continues or waits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class RankError(NamedTuple):
-    """The error of a rank, as other ranks get it."""
+    """The error of a rank, as sent to the other ranks."""
 
     kind: str
     """The name of its class."""
@@ -39,13 +39,13 @@ def gather_or_raise(
 
     Args:
         world: The ranks.
-        value: What the other ranks need of this one, picklable; any value if there is an error.
-        error: What this rank's work has raised. It is raised here once the others know.
+        value: The value of this rank, picklable; any value if there is an error.
+        error: The exception that this rank's work raised, if any. It is raised here once the others know.
         call: The purpose of the call, for messages.
-        work: What may have failed, for messages.
-        remedy: The state after a failure or what to do, for messages.
-        convert: Makes the error that other ranks raise from the number of the failed rank and its error; where it
-            returns None, they raise PeerError.
+        work: The work that may have failed, for messages.
+        remedy: The state after a failure or a remedy, for messages.
+        convert: Returns the exception that the other ranks raise, given the failed rank and its error; None stands for
+            PeerError.
 
     Raises:
         PeerError: Another rank has failed; the message has its rank and error.

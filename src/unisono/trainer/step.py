@@ -180,7 +180,7 @@ class StepRunner:
             intent = self._fingerprint.intent(
                 self._trained, epoch=batch.epoch, step=batch.step, call=call, options=options.describe()
             )
-            if options.encode is not None:  # before encodings travel, or a rank that does something else is waited for
+            if options.encode is not None:  # before encodings are sent, for which ranks wait
                 self._comparison.compare(intent)
             self._comparison.intend(intent)
         self._engine.start(step, self._trained, leaves=leaves)

@@ -128,7 +128,7 @@ class EpochView:
         return _means(self.values, since)
 
     def figures(self) -> list[str]:
-        """Format the other known figures, the most important first: what the loop logged, then those of the step."""
+        """Format the other known figures, the most important first: logged numbers, then figures of the step."""
         figures = [f"{label} {format_value(value)}" for label, value in self.logged.values()]
         if self.lr is not None:
             figures.append(f"lr {self.lr:.3g}")
