@@ -120,14 +120,14 @@ class AskedState:
             self.is_leaving = False
 
     def rescue(self) -> None:
-        """Save the state while the process ends; if it is lost, emit a warning."""
+        """Save the state at the end of the process or of its Trainer; if it is lost, emit a warning. Both only once."""
         noted = self._noted
         if noted is None:
             return
         self._keeper.settle()
         if not self._keeper.is_newer(self._cursor.place if self.has_stepped else noted.place):
             return
-        why = self.why_lost()
+        why, self._noted = self.why_lost(), None
         if why is None:
             self._keeper.rescue(noted.place, partial(self.capture, noted))
             return

@@ -80,10 +80,13 @@ class Checkpointing:
         self._last, self._last_s = place, time.monotonic()
         if self._store is not None and self._world.rank == 0:
             self._writer = BackgroundWriter(self._store, self._policy.keep, self._on_written)
-            assert self._lock is not None
-            self._lock.settle = self._writer.join
             self._best = BestCheckpoint(self._store, self._policy, self._warn)
             self._best.begin(history, step=place[2], resumed=resumed)
+
+    def on_taken(self, rescue: Callable[[], object]) -> None:
+        """Let a later Trainer of this process that takes the directory call a function before it reads there."""
+        assert self._lock is not None
+        self._lock.settle = rescue
 
     def report(self, history: EvaluationHistory, added: Sequence[Evaluated]) -> None:
         """Consider the results of an evaluation for the best checkpoint. Local; the same on all ranks.

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import atexit
 import math
+import os
+import threading
 import time
 import weakref
 from collections.abc import Generator, Iterator, Mapping
@@ -79,8 +81,11 @@ class Loop:
         self._keeper.begin(log, self._cursor.place, self.history, resumed=parts.source is not None)
         self._asked = AskedState(parts, log)
         self._asked.note()
+        self._dropped: weakref.finalize[[AskedState, int], Loop] | None = None
         if self._keeper.writes:
-            atexit.register(_rescue, weakref.ref(self._asked))
+            self._keeper.on_taken(self._asked.rescue)
+            atexit.register(_rescue, weakref.ref(self._asked), os.getpid())
+            self._watch_for_drop()
         self._stops = StopSignals.install(self._can_stop, self._warn) if keeps else None
 
     @property
@@ -120,6 +125,7 @@ class Loop:
         self._started_s = time.monotonic()
         cursor = self._cursor
         self._keeper.hold_on_all()
+        self._watch_for_drop()
         self._epochs, self._last_step, self._exhausted = epochs, max_steps, None
         try:
             if cursor.epoch >= epochs or self._is_over():
@@ -137,6 +143,8 @@ class Loop:
             self._keep_carried()
             self._is_asking = True
             self._keeper.finish(cursor.place, self._asked.capture, retry=not in_mid_epoch)
+            if self._dropped is not None:
+                self._dropped.detach()
             if self._keeper.best is not None and (message := self._keeper.best.told_at_end(self.history)) is not None:
                 self._warn(message)
         except GeneratorExit:
@@ -353,8 +361,18 @@ class Loop:
     def _begin_alone(self) -> None:
         """Prepare the batches of an epoch as a loop over epochs does, where there is none."""
         self._keeper.hold_on_all()
+        self._watch_for_drop()
         if self._exhausted == self._cursor.epoch:
             self._end_epoch()
+
+    def _watch_for_drop(self) -> None:
+        """Save the state that is left when this object is freed before the process ends, as in a function that returns.
+
+        What is called then keeps the state alive until there is nothing to save, and must not refer to this object.
+        """
+        if self._keeper.writes and (self._dropped is None or not self._dropped.alive):
+            self._dropped = weakref.finalize(self, _rescue_dropped, self._asked, os.getpid())
+            self._dropped.atexit = False  # the exit function below comes earlier, while listeners still take events
 
     def _end_epoch(self) -> None:
         """Advance the cursor to the next epoch."""
@@ -446,8 +464,18 @@ def _memory_in_use(device: torch.device) -> int | None:
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else resident_bytes()
 
 
-def _rescue(reference: weakref.ref[AskedState]) -> None:
+def _rescue(reference: weakref.ref[AskedState], owner: int) -> None:
     """Save the state that is left when the process ends by Ctrl-C, SIGTERM or an error."""
     asked = reference()
-    if asked is not None:
+    if asked is not None and os.getpid() == owner:
         asked.rescue()
+
+
+def _rescue_dropped(asked: AskedState, owner: int) -> None:
+    """Save the state that is left when its loop is freed; called by the garbage collector, in any thread."""
+    if os.getpid() != owner:  # a worker that was forked
+        return
+    if threading.current_thread() is threading.main_thread():
+        asked.rescue()
+    else:  # it may be the thread that writes a checkpoint, which must not wait for itself
+        threading.Thread(target=asked.rescue, name="saving a run that was dropped").start()
