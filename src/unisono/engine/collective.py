@@ -19,7 +19,7 @@ from unisono.collectives.world import World
 from unisono.engine.accumulation import GradientAccumulation
 from unisono.engine.all_gather_v import GroupAllGatherV
 from unisono.engine.base import Preparation, Trained
-from unisono.engine.consistency import ConsistencyCheck
+from unisono.engine.consistency import BROKEN, ConsistencyCheck
 from unisono.engine.node_sums import take
 from unisono.engine.norm import dense_strides
 from unisono.engine.sparse_tables import TableSums, check_optimizers, split_sparse
@@ -93,10 +93,7 @@ class CollectiveEngine(GradientAccumulation):
     def start(self, step: StepTransaction, trained: Trained, *, leaves: int) -> None:
         """Begin a step; see `Engine`."""
         if self._broken:
-            raise UnisonoError(
-                "an earlier step failed while its gradients were on their way to other ranks, so ranks no longer agree "
-                "on what comes next. End the job and start it again; it resumes from the last checkpoint."
-            )
+            raise UnisonoError(BROKEN)
         if trained is not self._given:
             self._build(trained)
         check_optimizers(self._optimizer, self._trained, self._tables.tables)
@@ -166,6 +163,8 @@ class CollectiveEngine(GradientAccumulation):
         self._streaming = False
         # Others that see this rank's number count on its buckets, whatever the error: it may have come here alone.
         self._broken = self._broken or self._launched > 0 or self._comparison.is_open
+        if self._broken:
+            self._comparison.break_off()  # or the next call, such as an evaluation, would wait for ranks in this step
         take(self._given.parameters)
         return True
 

@@ -20,16 +20,27 @@ import torch.distributed as dist
 
 from unisono.collectives.world import World
 from unisono.engine.step_transaction import STEP_UNDONE, Passed
-from unisono.errors import RankMismatchError
+from unisono.errors import RankMismatchError, UnisonoError
 from unisono.mismatch import CALL, CallDescription, Document, describe_mismatch, tell_differences
 
-__all__ = ["ConsistencyCheck", "GroupConsistencyCheck", "NoConsistencyCheck", "StepDescription", "raise_differences"]
+__all__ = [
+    "BROKEN",
+    "ConsistencyCheck",
+    "GroupConsistencyCheck",
+    "NoConsistencyCheck",
+    "StepDescription",
+    "raise_differences",
+]
 
 _TAG = 1
 """The tag of messages with fingerprints; gradients have 0."""
 _REMEDY = (
     "Nothing was changed. Every rank must call batches, step and evaluate in the same order: move them out of branches "
     "that only some ranks take."
+)
+BROKEN = (
+    "an earlier step failed while its gradients were on their way to other ranks, so ranks no longer agree on what "
+    "comes next. End the job and start it again; it resumes from the last checkpoint."
 )
 _FEW_RANKS = 4
 """Up to this many ranks send their numbers to each other; more use the backend's all-gather, for fewer messages."""
@@ -77,7 +88,11 @@ class ConsistencyCheck(Protocol):
 
         Raises:
             RankMismatchError: On all ranks, if they do not do the same.
+            UnisonoError: On this rank, after `break_off`.
         """
+
+    def break_off(self) -> None:
+        """Refuse all later calls at once: a step failed here while other ranks may rely on it. Local."""
 
 
 class NoConsistencyCheck:
@@ -97,6 +112,9 @@ class NoConsistencyCheck:
     def compare(self, intent: StepDescription) -> None:
         """Do nothing."""
 
+    def break_off(self) -> None:
+        """Do nothing."""
+
 
 class GroupConsistencyCheck:
     """Compares by messages of 8 bytes, which travel while this rank computes; see `ConsistencyCheck`."""
@@ -109,6 +127,7 @@ class GroupConsistencyCheck:
         self._peers = [r for r in range(world.size) if r != world.rank]
         self._works: list[dist.Work] = []
         self._intent: StepDescription | None = None
+        self._is_broken = False
         self.is_open = False
 
     def intend(self, intent: StepDescription) -> None:
@@ -118,6 +137,8 @@ class GroupConsistencyCheck:
     def begin(self) -> None:
         """See `ConsistencyCheck`."""
         assert self._intent is not None
+        if self._is_broken:
+            raise UnisonoError(BROKEN)
         if self.is_open:
             self._wait()  # for the numbers of a step that all ranks discarded
         self._own.fill_(self._intent.fingerprint)
@@ -145,6 +166,10 @@ class GroupConsistencyCheck:
         self.intend(intent)
         self.begin()
         self.check()
+
+    def break_off(self) -> None:
+        """See `ConsistencyCheck`."""
+        self._is_broken = True
 
     def _wait(self) -> None:
         for work in self._works:

@@ -5,7 +5,7 @@ A check costs two words and a barrier. In the shared engine the barrier is the o
 
 from __future__ import annotations
 
-from unisono.engine.consistency import StepDescription, raise_differences
+from unisono.engine.consistency import BROKEN, StepDescription, raise_differences
 from unisono.engine.shared.shared_runtime import SharedRuntime
 from unisono.engine.step_transaction import Passed, StepTransaction
 from unisono.errors import UnisonoError
@@ -34,6 +34,7 @@ class SharedConsistencyCheck:
         """Stands in for the step if the caller has none, in calls of the Trainer that are not steps."""
         self._published = 0
         self._compared = 0
+        self._is_broken = False
         self.attempt = 0
         """The number of calls that this rank has begun, including steps that failed."""
         self.is_open = False
@@ -55,6 +56,8 @@ class SharedConsistencyCheck:
             anew: True if this rank is about to move weights, which all ranks must do together.
         """
         assert self._intent is not None
+        if self._is_broken:
+            raise UnisonoError(BROKEN)
         if self.is_open:
             self._wait("waiting for ranks to give a step up", step or self._outside)  # all of them did
         if not self._counts_attempts:
@@ -103,6 +106,10 @@ class SharedConsistencyCheck:
             self.enter()
         self.begin()
         self.check("waiting for all ranks to come to a call of the Trainer")
+
+    def break_off(self) -> None:
+        """See `ConsistencyCheck`."""
+        self._is_broken = True
 
     def _wait(self, what: str, step: StepTransaction) -> Passed:
         passed = self._runtime.barrier(what, step, arrived=True)
