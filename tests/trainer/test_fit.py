@@ -15,13 +15,13 @@ seen = []
 def note(kind):
     def called(trainer, value):
         seen.append((kind, trainer.steps_done))
-        return kind == "step" and trainer.steps_done == stop
+        return kind == stopper and trainer.steps_done == stop
     return called
 
 torch.manual_seed(1)
 trainer = make_trainer(directory=folder or None)
 results = trainer.fit(
-    loss, data, batch_size=12, epochs=3, validation=validation, validate_every=4,
+    loss, data, batch_size=12, epochs=3, validation=validation, validate_every=every,
     on_step=note("step"), on_epoch=note("epoch"), on_evaluation=note("evaluation"),
 )
 say([(r.epoch, r.loss, {k: (v.total, v.count) for k, v in r.validation.items()}) for r in results])
@@ -32,8 +32,9 @@ say(trainer.steps_done, trainer.digest())
 
 @pytest.fixture
 def fit(run_alone, tmp_path):
-    def run(ranks: int, folder: str = "", stop: int = 0) -> list[str]:
-        where = f"folder, stop = {str(tmp_path / folder) if folder else ''!r}, {stop}"
+    def run(ranks: int, folder: str = "", stop: int = 0, stopper: str = "step", every: int = 4) -> list[str]:
+        values = (str(tmp_path / folder) if folder else "", stop, stopper, every)
+        where = f"folder, stop, stopper, every = {values!r}"
         first, *others = run_alone(ranks, f"{where}\n{FIT}")
         assert all(said == first for said in others)
         return first.splitlines()
@@ -76,3 +77,14 @@ def test_predictions_best_weights_and_early_stopping_are_alike_after_stops(fork_
     for n, engine, stop in [(4, "collective", 4), (2, "shared", 8)]:
         assert fork_ranks(n, DAILY, tmp_path, engine, stop).lines()[0].startswith(f"over {stop} ")
     assert fork_ranks(3, DAILY, tmp_path, "collective", 0).lines() == undisturbed
+
+
+@pytest.mark.parametrize(("stopper", "every"), [("epoch", 4), ("evaluation", 4), ("evaluation", 5)])
+def test_an_epoch_after_which_a_callback_ends_the_training_is_not_evaluated_again(fit, stopper, every):
+    """With every=5, the evaluation within the epoch is that of its end."""
+    results, seen, end = fit(1, every=every)
+    first = fit(2, "run", stop=5, stopper=stopper, every=every)
+    assert [epoch for epoch, *_ in eval(first[0])] == [0] and first[2].startswith("5 ")
+    second = fit(1, "run", stop=5, stopper=stopper, every=every)
+    assert eval(first[1]) + eval(second[1]) == eval(seen)
+    assert (second[0], second[2]) == (results, end)

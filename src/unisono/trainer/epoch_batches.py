@@ -40,6 +40,11 @@ class EpochBatches(Iterator[Batch]):
             )
         return self._left
 
+    @property
+    def left(self) -> int | None:
+        """The number of batches that are left, the same on all ranks; None if it is not known."""
+        return self._left
+
     def close(self) -> None:
         """End the iteration, as the end of a loop over it does."""
         self._batches.close()

@@ -12,6 +12,7 @@ from unisono.metrics.average import Average
 from unisono.parallel.losses import loss_of
 from unisono.text import a_type
 from unisono.trainer.epoch import EpochResult
+from unisono.trainer.epoch_batches import EpochBatches
 from unisono.trainer.loop import Loop
 from unisono.trainer.setup import no_loss_function
 from unisono.trainer.step_result import StepResult
@@ -116,7 +117,7 @@ def run_epochs(
     *,
     epochs: Iterator[int],
     loss_fn: Loss,
-    make_batches: Callable[[], Iterator[Any]],
+    make_batches: Callable[[], EpochBatches],
     validation: Validation,
     callbacks: Callbacks,
 ) -> list[EpochResult]:
@@ -134,23 +135,25 @@ def run_epochs(
     for epoch in epochs:
         evaluated: Values | None = None
         is_over = False
-        for batch in make_batches():
+        batches = make_batches()
+        for batch in batches:
             result = trainer.step(loss_fn, batch)
             is_over = _calls(callbacks.on_step, trainer, result)
             evaluated = None
             if validation.is_due(trainer.steps_done):  # also where the training ends: a resume goes on behind it
                 evaluated = validation.run(trainer)
                 is_over = _calls(callbacks.on_evaluation, trainer, evaluated) or is_over
-            if is_over:
+            # After a whole epoch and its evaluation, the next start goes on with the next epoch.
+            if is_over and (evaluated is None or batches.left != 0):
                 break
-        if not is_over:
+        if not is_over or loop.is_epoch_done:
             if evaluated is None:
                 evaluated = validation.run(trainer)
                 is_over = bool(evaluated) and _calls(callbacks.on_evaluation, trainer, evaluated)
             done = EpochResult(epoch=epoch, loss=loop.mean_loss, validation=evaluated)
             loop.add_result(done)
             is_over = _calls(callbacks.on_epoch, trainer, done) or is_over
-        if is_over:
+        if is_over and not loop.end_with_epoch():
             trainer.save()
             break
     return loop.results

@@ -115,6 +115,17 @@ class Loop:
         """True if the run was resumed after some steps, and no loop has gone on with it yet."""
         return self._first_steps > 0 and not self._turn
 
+    @property
+    def is_epoch_done(self) -> bool:
+        """True if all batches of the current epoch have been dealt."""
+        return self._exhausted == self._cursor.epoch
+
+    def end_with_epoch(self) -> bool:
+        """Let the loop over epochs end after the current one; return False if that has batches left."""
+        if self.is_epoch_done:
+            self._last_step = self._cursor.total_steps
+        return self.is_epoch_done
+
     def epochs(self, epochs: int, max_steps: int | None) -> Iterator[int]:
         """Yield the epochs that are left; see `Trainer.epochs`."""
         if self._epochs is not None:
