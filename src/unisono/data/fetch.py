@@ -7,17 +7,21 @@ part). Augmentation therefore does not depend on the worker or rank that perform
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
-from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
+from unisono.data.columns import Columns, collate_columns, collates_as_torch
 from unisono.data.sample_generators import SampleGenerators
 from unisono.data.settings import LoaderSettings
 
 __all__ = ["Fetcher", "Part", "Task"]
+
+_MOST_MISSES = 8
+"""Steps in a row whose samples cannot be collated together, after which that is not tried any more."""
 
 
 class Part(NamedTuple):
@@ -59,25 +63,36 @@ class Fetcher(Dataset[Any]):
         self._tensors, self._mapping = _whole_tensors(dataset) if settings.collate_fn is None else (None, None)
         self._reads_together = hasattr(dataset, "__getitems__") and not isinstance(dataset, Subset)
         self._generators: SampleGenerators | None = None
+        self._misses = 0
 
     def __getitem__(self, task: Task) -> list[Any]:
         """Return the results of collate_fn, one for each micro-batch."""
+        found = self.read(task)
+        return found.parts() if isinstance(found, Columns) else found
+
+    def read(self, task: Task, *, share: bool = False) -> list[Any] | Columns:
+        """Return the results of collate_fn for each micro-batch, or together.
+
+        Args:
+            task: What to read.
+            share: Put tensors into shared memory where that saves a copy.
+        """
         if self._tensors is not None:
             return [self._rows(part.indices) for part in task.parts]
         generators = self._generators
         if generators is None:  # made in the process that reads
             generators = self._generators = SampleGenerators()
-            return self._read_noting(task, generators)
+            return self._read_noting(task, generators, share)
         generators.settle(self._settings.key("step", task.epoch, task.step))
         try:
-            found = self._read(task, generators.seed if generators.has_drawn else None)
+            found = self._read(task, generators.seed if generators.has_drawn else None, share)
         except Exception:  # the dataset drew from an unseeded generator: with its own numbers it may not fail
             if not generators.moved():
                 raise
         else:
             if not generators.moved():
                 return found
-        return self._read_noting(task, generators)
+        return self._read_noting(task, generators, share)
 
     def _rows(self, indices: list[int]) -> list[Tensor]:
         assert self._tensors is not None
@@ -86,62 +101,64 @@ class Fetcher(Dataset[Any]):
             rows = self._mapping[rows]
         return [tensor[rows] for tensor in self._tensors]
 
-    def _read_noting(self, task: Task, generators: SampleGenerators) -> list[Any]:
+    def _read_noting(self, task: Task, generators: SampleGenerators, share: bool) -> list[Any] | Columns:
         """Read micro-batches with all generators seeded, and note which ones are drawn from."""
-        found = self._read(task, generators.seed_all)
+        found = self._read(task, generators.seed_all, share)
         generators.note_draws()
         return found
 
-    def _read(self, task: Task, seed: Callable[[int], None] | None) -> list[Any]:
+    def _read(self, task: Task, seed: Callable[[int], None] | None, share: bool) -> list[Any] | Columns:
         """Read micro-batches; call `seed` with a key before each sample and before samples are collated."""
-        dataset, key, keys = self.dataset, self._settings.key, self._settings.keys
-        collate = self._settings.collate_fn or _collate
+        if self._settings.collate_fn is None and self._misses < _MOST_MISSES and task.parts and collates_as_torch():
+            return self._read_together(task, seed, share)
+        collate = self._settings.collate_fn or default_collate
         found = []
         for part in task.parts:
-            if self._reads_together:
-                if seed is not None:
-                    use, owners = _owners(part)
-                    seed(key(f"{use}s", task.epoch, owners[0]))
-                samples = dataset.__getitems__(part.indices)
-            elif seed is None:
-                samples = [dataset[index] for index in part.indices]
-            else:
-                samples = []
-                use, owners = _owners(part)
-                for index, each in zip(part.indices, keys(use, task.epoch, last=owners), strict=True):
-                    seed(each)
-                    samples.append(dataset[index])
-            if seed is not None:
-                seed(key("collate", task.epoch, task.step, part.virtual_rank, part.number))
+            samples = self._samples(part, task.epoch, seed)
+            self._seed_collating(task, part, seed)
             found.append(collate(samples))
         return found
+
+    def _read_together(self, task: Task, seed: Callable[[int], None] | None, share: bool) -> list[Any] | Columns:
+        """Read micro-batches and collate them together, which draws no numbers; if that cannot be, one by one."""
+        each = [self._samples(part, task.epoch, seed) for part in task.parts]
+        samples = each[0] if len(each) == 1 else [*chain.from_iterable(each)]
+        columns = collate_columns(samples, [len(own) for own in each], share=share)
+        if columns is not None:
+            self._misses = 0
+            return columns
+        self._misses += 1
+        found = []
+        for part, own in zip(task.parts, each, strict=True):
+            self._seed_collating(task, part, seed)
+            found.append(default_collate(own))
+        return found
+
+    def _samples(self, part: Part, epoch: int, seed: Callable[[int], None] | None) -> list[Any]:
+        """Return the samples of a micro-batch; call `seed` before each."""
+        dataset = self.dataset
+        if self._reads_together:
+            if seed is not None:
+                use, owners = _owners(part)
+                seed(self._settings.key(f"{use}s", epoch, owners[0]))
+            return dataset.__getitems__(part.indices)  # type: ignore[no-any-return]
+        if seed is None:
+            return [dataset[index] for index in part.indices]
+        samples = []
+        use, owners = _owners(part)
+        for index, key in zip(part.indices, self._settings.keys(use, epoch, last=owners), strict=True):
+            seed(key)
+            samples.append(dataset[index])
+        return samples
+
+    def _seed_collating(self, task: Task, part: Part, seed: Callable[[int], None] | None) -> None:
+        if seed is not None:
+            seed(self._settings.key("collate", task.epoch, task.step, part.virtual_rank, part.number))
 
 
 def _owners(part: Part) -> tuple[str, Sequence[int]]:
     """Return what the random numbers of each sample belong to, and the name of their stream."""
     return ("sample", part.indices) if part.positions is None else ("position", part.positions)
-
-
-def _collate(samples: list[Any]) -> Any:
-    """Return what torch's default_collate returns, in less time for tuples of tensors.
-
-    Like default_collate it goes by the first sample's types.
-    """
-    if type(samples[0]) is tuple and tuple not in default_collate_fn_map:
-        try:
-            columns = [*zip(*samples, strict=True)]
-        except ValueError:
-            return default_collate(samples)  # which raises its own error for unequal lengths
-        return [_stack(column) for column in columns]
-    return default_collate(samples)
-
-
-def _stack(values: tuple[Any, ...]) -> Any:
-    first = values[0]
-    is_plain = type(first) is Tensor and first.layout is torch.strided and not first.is_nested
-    if is_plain and default_collate_fn_map[Tensor] is collate_tensor_fn:
-        return torch.stack(values)
-    return default_collate(values)  # type: ignore[arg-type]
 
 
 def _whole_tensors(dataset: Any) -> tuple[Sequence[Tensor] | None, Tensor | None]:

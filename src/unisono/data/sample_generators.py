@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import random
 import sys
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 
@@ -32,10 +33,10 @@ class SampleGenerators:
         """True if the dataset has been seen to draw from a generator."""
         return bool(self._drawn)
 
-    def seed(self, key: int) -> None:
-        """Seed the generators that the dataset has been seen to draw from."""
-        for generator in self._drawn:
-            generator.seed(key)
+    @property
+    def seed(self) -> Callable[[int], None]:
+        """A function of a key that seeds the generators that the dataset has been seen to draw from."""
+        return self._drawn[0].seed if len(self._drawn) == 1 else self._seed_drawn
 
     def settle(self, key: int) -> None:
         """Put the other generators into known states; torch's is seeded from the key."""
@@ -48,10 +49,14 @@ class SampleGenerators:
         moved = [generator.moved() for generator in self._quiet]  # all, as each look moves a generator on
         return any(moved)
 
+    def _seed_drawn(self, key: int) -> None:
+        for generator in self._drawn:
+            generator.seed(key)
+
     def seed_all(self, key: int) -> None:
         """Note the draws since the last call, and seed all generators."""
         self.note_draws()
-        self.seed(key)
+        self._seed_drawn(key)
         for generator in self._quiet:
             generator.seed(key)
             generator.expect(key)
@@ -114,9 +119,13 @@ class _Python:
         self._start = self._twin.getstate()
         self._first = self._twin.random()
         self._expected = self._first
+        self._generator: Any = random._inst
+        self._seed_words: Callable[[int], None] = super(random.Random, self._generator).seed
 
     def seed(self, key: int) -> None:
-        random.seed(key)
+        # What random.seed does with an int, without looking at its type.
+        self._seed_words(key)
+        self._generator.gauss_next = None
 
     def expect(self, key: int) -> None:
         self._twin.seed(key)
