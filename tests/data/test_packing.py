@@ -6,7 +6,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.utils.data import default_collate
 
+from unisono.data.columns import collate_columns
 from unisono.data.packing import PackedBatch, pack, unpack
 
 
@@ -44,13 +46,35 @@ def test_what_is_packed_is_unpacked(micro_batches):
 
 
 def test_labels_and_images_travel_in_two_pieces_whatever_the_number_of_micro_batches():
-    micro_batches = [[torch.randn(5, 7), torch.arange(5)] for _ in range(8)]
-    packed = pack(micro_batches)
-    assert len(packed.pieces) == 2
-    assert all(piece.is_shared() for piece in packed.pieces)
+    micro_batches = [[torch.randn(5, 700), torch.arange(5)] for _ in range(8)]
+    for pinned in (False, True):
+        packed = pack(micro_batches, pinned=pinned)
+        images, labels = packed.pieces
+        assert images.is_shared()
+        assert labels.is_shared() if pinned else type(labels) is bytes  # few bytes need no shared memory
+        found = unpack(packed)
+        assert all(tensor.data_ptr() % 64 == 0 for items in found for tensor in items)
+        assert found[0][1].untyped_storage().nbytes() == 8 * 64
+        assert same(found, micro_batches)
+
+
+def test_micro_batches_that_are_in_shared_memory_already_are_put_together():
+    micro_batches = [[torch.arange(3.0 + i).share_memory_()] for i in range(3)]
+    assert same(unpack(pack(micro_batches)), micro_batches)
+
+
+@pytest.mark.parametrize("width", [3, 4096])
+@pytest.mark.parametrize("pinned", [False, True])
+def test_columns_are_cut_up_where_they_arrive(width, pinned):
+    samples = [(torch.full((width,), float(i)), torch.tensor(i), str(i)) for i in range(11)]
+    columns = collate_columns(samples, (4, 4, 3), share=True)
+    packed = pack(columns, pinned=pinned)
+    if pinned:  # what torch's copying into page-locked memory does to tuples
+        packed = packed._replace(found=packed.found._replace(sizes=[*packed.found.sizes]))
     found = unpack(packed)
-    assert all(tensor.data_ptr() % 64 == 0 for items in found for tensor in items)
-    assert found[0][1].untyped_storage().nbytes() == 8 * 64
+    assert len(packed.pieces) == 2
+    assert same(found, [default_collate(samples[a:b]) for a, b in ((0, 4), (4, 8), (8, 11))])
+    assert all(tensor.data_ptr() % 64 == 0 for items in found for tensor in items[:2])
 
 
 def test_a_tensor_that_occurs_twice_is_one_and_a_write_is_none_to_others():

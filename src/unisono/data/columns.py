@@ -44,7 +44,7 @@ class Columns(NamedTuple):
 
     def parts(self) -> list[Any]:
         """Return the micro-batches."""
-        return _cut(self.tree, self.sizes)
+        return _cut(self.tree, tuple(self.sizes))  # torch's copying into page-locked memory makes it a list
 
 
 class Values(NamedTuple):

@@ -2,11 +2,13 @@
 
 Each tensor that is sent alone takes a piece of shared memory and a file descriptor, which cost more than a small tensor
 is worth, and the micro-batches of a step are small and many. So tensors at one place of all micro-batches, such as the
-labels, travel in one piece, and no others with them: to keep the labels of a batch must not keep its images.
+labels, travel in one piece, and no others with them: to keep the labels of a batch must not keep its images. A small
+piece travels as bytes, which is faster. Columns are cut up where they arrive.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,10 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from unisono.data.columns import ALIGNMENT, Columns
+
 __all__ = ["PackedBatch", "pack", "unpack"]
 
-_ALIGNMENT = 64
-"""Bytes to which each tensor is aligned, as a separate tensor would be: bits of products may depend on it."""
+_MOST_AS_BYTES = 32768
+"""Bytes of the largest piece that is not in shared memory: half of what fits into a pipe."""
 
 
 class _Slot(NamedTuple):
@@ -35,14 +39,18 @@ class _Slot(NamedTuple):
 class PackedBatch(NamedTuple):
     """Micro-batches, ready to be sent."""
 
-    pieces: list[Tensor]
-    """Bytes in shared memory."""
-    micro_batches: list[Any]
+    pieces: list[Tensor | bytes]
+    """Tensors of bytes in shared memory, or bytes."""
+    found: list[Any] | Columns
     """The results of collate_fn, with slots in place of tensors."""
 
 
-def pack(micro_batches: list[Any]) -> PackedBatch:
-    """Copy the tensors in lists, tuples and dicts of micro-batches into pieces of shared memory.
+def pack(found: list[Any] | Columns, *, pinned: bool = False) -> PackedBatch:
+    """Copy the tensors in lists, tuples and dicts of micro-batches, or of columns, into pieces.
+
+    Args:
+        found: The micro-batches.
+        pinned: Put all pieces into shared memory, since they are to be copied into page-locked memory on arrival.
 
     Tensors that are not dense, or do not own their memory alone, stay as they are.
 
@@ -61,32 +69,69 @@ def pack(micro_batches: list[Any]) -> PackedBatch:
                 return tensor
             place = places.setdefault(path, len(places))
             slot = slots[id(tensor)] = _Slot(place, sizes[place], tensor.dtype, tuple(tensor.shape), tensor.stride())
-            sizes[place] += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+            sizes[place] += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
             copies.append((tensor, slot))
         return slot
 
-    skeletons = [_map(each, (), Tensor, reserve) for each in micro_batches]
-    pieces = []
-    for place in range(len(places)):
-        storage = torch.UntypedStorage._new_shared(sizes[place])  # type: ignore[no-untyped-call]
-        pieces.append(torch.empty(0, dtype=torch.uint8).set_(storage))
+    skeletons = [_map(each, (), Tensor, reserve) for each in _trees(found)]
+    buffers: dict[int, Tensor] = {}
     for tensor, slot in copies:
-        _view(pieces[slot.place], slot).copy_(tensor)
-    return PackedBatch(pieces, skeletons)
+        if isinstance(found, Columns) and _is_shared(tensor):  # alone at its place
+            buffers[slot.place] = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+            continue
+        if slot.place not in buffers:
+            as_bytes = sizes[slot.place] <= _MOST_AS_BYTES and not pinned
+            buffers[slot.place] = _new_piece(sizes[slot.place], shared=not as_bytes)
+        _view(buffers[slot.place], slot).copy_(tensor)
+    pieces = [_as_sent(buffers[place]) for place in range(len(places))]
+    return PackedBatch(pieces, _with_trees(found, skeletons))
 
 
 def unpack(packed: PackedBatch) -> list[Any]:
     """Return the micro-batches, with tensors in the pieces of shared memory."""
+    pieces = [_as_received(piece) for piece in packed.pieces]
     tensors: dict[tuple[int, int], Tensor] = {}
 
     def find(slot: _Slot, path: tuple[Any, ...]) -> Tensor:
         del path
         start = slot.place, slot.offset
         if start not in tensors:
-            tensors[start] = _view(packed.pieces[slot.place], slot)
+            tensors[start] = _view(pieces[slot.place], slot)
         return tensors[start]
 
-    return [_map(each, (), _Slot, find) for each in packed.micro_batches]
+    found = _with_trees(packed.found, [_map(each, (), _Slot, find) for each in _trees(packed.found)])
+    return found.parts() if isinstance(found, Columns) else found
+
+
+def _trees(found: list[Any] | Columns) -> list[Any]:
+    return [found.tree] if isinstance(found, Columns) else found
+
+
+def _with_trees(found: list[Any] | Columns, trees: list[Any]) -> list[Any] | Columns:
+    return found._replace(tree=trees[0]) if isinstance(found, Columns) else trees
+
+
+def _new_piece(nbytes: int, *, shared: bool) -> Tensor:
+    if not shared:
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    storage = torch.UntypedStorage._new_shared(nbytes)  # type: ignore[no-untyped-call]
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+def _is_shared(tensor: Tensor) -> bool:
+    return bool(tensor.is_shared())  # type: ignore[no-untyped-call]
+
+
+def _as_sent(piece: Tensor) -> Tensor | bytes:
+    return piece if _is_shared(piece) else ctypes.string_at(piece.data_ptr(), piece.nbytes)
+
+
+def _as_received(piece: Tensor | bytes) -> Tensor:
+    if isinstance(piece, Tensor):
+        return piece
+    received = _new_piece(len(piece), shared=False)  # torch aligns it, Python would not
+    ctypes.memmove(received.data_ptr(), piece, len(piece))
+    return received
 
 
 def _is_packable(tensor: Tensor) -> bool:
@@ -101,7 +146,7 @@ def _is_packable(tensor: Tensor) -> bool:
 
 
 def _view(piece: Tensor, slot: _Slot) -> Tensor:
-    """Return a slot's tensor. It is not a view in autograd's sense: a write to it is not one to the others."""
+    """Return a slot's tensor. It is no view in autograd's sense: a write to it is not one to the others."""
     empty = torch.empty(0, dtype=slot.dtype)
     return empty.set_(piece.untyped_storage(), slot.offset // empty.element_size(), slot.shape, slot.strides)
 

@@ -70,7 +70,7 @@ class Workers:
         self._is_stream = tasks is None
         self._reading = torch.zeros(number, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
         self._loader: DataLoader[Any] = DataLoader(
-            dataset if tasks is None else _TaskNotes(dataset, self._reading),
+            dataset if tasks is None else _TaskNotes(dataset, self._reading, pinned=pin_memory),
             batch_size=None,
             sampler=None if tasks is None else self._tasks,
             num_workers=number,
@@ -210,15 +210,15 @@ class _NumberedTasks:
 class _TaskNotes(Dataset[Any]):
     """A fetcher that writes the worker's current task to shared memory: its number plus 1, and 0 between tasks."""
 
-    def __init__(self, fetcher: Fetcher, reading: Tensor) -> None:
-        self._fetcher, self._reading = fetcher, reading
+    def __init__(self, fetcher: Fetcher, reading: Tensor, *, pinned: bool) -> None:
+        self._fetcher, self._reading, self._pinned = fetcher, reading, pinned
 
     def __getitem__(self, numbered: tuple[int, Task]) -> PackedBatch:
         number, task = numbered
         info = get_worker_info()
         assert info is not None
         self._reading[info.id] = number + 1
-        packed = pack(self._fetcher[task])
+        packed = pack(self._fetcher.read(task, share=True), pinned=self._pinned)
         self._reading[info.id] = 0
         return packed
 
