@@ -2,9 +2,9 @@
 
 Shuffled anew every epoch, 20,000 samples of 256 floats, batches of 128, without workers unless a row names them.
 `TensorDataset` is torch's; the plain dataset is a class with __len__ and __getitem__ over the same tensors. The noisy
-one adds noise from torch's generator, the flipping one reverses some samples by Python's. These two pay for what a
-Trainer promises: a generator that they draw from is seeded before each sample, so that augmentation does not depend on
-which process does it. With 8 virtual ranks a batch is 8 micro-batches, each of which is collated alone.
+one adds noise from torch's generator, the flipping one reverses some samples by Python's, and the mirroring one by
+NumPy's. These three pay for what a Trainer promises: a generator that they draw from is seeded before each sample, so
+that augmentation does not depend on which process does it. With 8 virtual ranks a batch is 8 micro-batches.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
@@ -50,6 +51,18 @@ class _Flipping(_Plain):
         return (x.flip(0) if random.random() < 0.5 else x), y
 
 
+class _Mirroring(_Plain):
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        x, y = super().__getitem__(index)
+        return (x.flip(0) if np.random.rand() < 0.5 else x), y
+
+
+class _Named(_Plain):
+    def __getitem__(self, index: int) -> Any:
+        x, y = super().__getitem__(index)
+        return {"features": x, "label": y, "index": index}
+
+
 class _Case(NamedTuple):
     name: str
     kind: Callable[..., Dataset[Any]]
@@ -65,8 +78,12 @@ _CASES = (
     _Case("plain Dataset", _Plain, 1),
     _Case("plain Dataset", _Plain, 8, least=0.8),
     _Case("plain Dataset", _Plain, 8, workers=2, least=0.8),
+    _Case("Dataset of dicts", _Named, 8, least=0.8),
     _Case("noisy Dataset", _Noisy, 8, least=0.4),
+    _Case("noisy Dataset", _Noisy, 8, workers=2, least=0.4),
     _Case("flipping Dataset", _Flipping, 8, least=0.4),
+    _Case("flipping Dataset", _Flipping, 8, workers=2, least=0.4),
+    _Case("mirroring Dataset", _Mirroring, 8, least=0.4),
 )
 
 
