@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from unisono.arguments import flag
 from unisono.collectives.construction import construct_on_all
@@ -30,13 +30,11 @@ from unisono.parallel.gradient_bucket import Parameter, bytes_of_mb
 from unisono.parallel.gradient_transport import GradientTransport
 from unisono.parallel.model_agreement import broadcast_values, check_given, check_same_model, check_same_values
 from unisono.parallel.reducer import Reducer, ReducerSettings
-from unisono.parallel.wrappers import wrapper_of
+from unisono.parallel.replicated_models import Models, named_models, parameters_of, tensors_of_model
 from unisono.state.stateful import Stateful
 from unisono.text import a_type
 
 __all__ = ["Replicas", "replicate"]
-
-Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]
 
 
 def replicate(
@@ -98,7 +96,9 @@ def replicate(
     joined = require_group(group)
 
     def make() -> Replicas:
-        named = _named(models)
+        if isinstance(models, Replicas):
+            raise TypeError("models is the handle that replicate() returned: give the model itself, and once")
+        named = named_models(models)
         settings = ReducerSettings(
             bucket_nbytes=bytes_of_mb(bucket_mb, "bucket_mb"),
             first_nbytes=bytes_of_mb(first_bucket_mb, "first_bucket_mb"),
@@ -203,7 +203,7 @@ class Replicas:
             gradient_transport = GradientTransport.open(
                 self._group, [p.tensor.device for p in entries[name]], timeout=self._timeout
             )
-            tensors = _tensors(model)
+            tensors = tensors_of_model(model)
             try:
                 if self._check:
                     check_same_model(tensors, gradient_transport)
@@ -287,7 +287,7 @@ class Replicas:
         """
         self._refuse_closed()
         for reducer in self._reducers:
-            check_same_values(_tensors(reducer.model), reducer.gradient_transport)
+            check_same_values(tensors_of_model(reducer.model), reducer.gradient_transport)
 
     def close(self) -> None:
         """Stop reducing the models' gradients: they remain on each rank from now on. Every rank must call it."""
@@ -303,7 +303,7 @@ class Replicas:
         taken: set[int] = set()
         entries: dict[str, list[Parameter]] = {}
         for name, model in self._models.items():
-            entries[name] = [p for p in _parameters(model, name) if id(p.tensor) not in taken]
+            entries[name] = [p for p in parameters_of(model, name) if id(p.tensor) not in taken]
             taken.update(id(p.tensor) for p in entries[name])
             for p in entries[name]:
                 _refuse_watched(p)
@@ -376,51 +376,13 @@ class Replicas:
         if min(everyone) == max(everyone):
             return
         for reducer in self._reducers:
-            broadcast_values(_tensors(reducer.model).values(), reducer.gradient_transport, source)
+            broadcast_values(tensors_of_model(reducer.model).values(), reducer.gradient_transport, source)
         states = gradient_transport.broadcast_value(
             [thing.state_dict() for thing in stateful], source, "replicas.join()"
         )
         if gradient_transport.rank != source:
             for thing, state in zip(stateful, states, strict=True):
                 thing.load_state_dict(state)
-
-
-def _named(models: Models) -> dict[str, nn.Module]:
-    """Return the models by name, from the argument `models`.
-
-    Raises:
-        TypeError: It is not a module or a list or dict of modules, or a module is wrapped by another library.
-        ValueError: It has no module.
-    """
-    if isinstance(models, nn.Module):
-        found: dict[str, Any] = {"model": models}
-    elif isinstance(models, Mapping):
-        found = dict(models)
-    elif isinstance(models, list | tuple):
-        found = {f"model {i}": model for i, model in enumerate(models)}
-    else:
-        if isinstance(models, Replicas):
-            raise TypeError("models is the handle that replicate() returned: give the model itself, and once")
-        raise TypeError(f"models is {_what(models)}: give a module, or a list or dict of modules")
-    for name, model in found.items():
-        if not isinstance(name, str):
-            raise TypeError(f"models has the key {name!r}; models are given by names, which are strings")
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"{name} is {_what(model)}, and must be a torch.nn.Module")
-        for path, module in model.named_modules(prefix=name):
-            wrapper = wrapper_of(module, path)
-            if wrapper is not None:
-                raise TypeError(
-                    f"{path} is wrapped in {wrapper[0]}, which looks after gradients or parameters too: give replicate "
-                    f"{wrapper[1]}"
-                )
-    if not found:
-        raise ValueError("no model was given")
-    return found
-
-
-def _what(given: object) -> str:
-    return f"the class {given.__name__}, not called" if isinstance(given, type) else a_type(given)
 
 
 def _timeout(timeout: timedelta | float | None) -> timedelta | None:
@@ -443,42 +405,9 @@ def _timeout(timeout: timedelta | float | None) -> timedelta | None:
     return timeout
 
 
-def _parameters(model: nn.Module, model_name: str) -> list[Parameter]:
-    """Return the parameters that can get a gradient, each once.
-
-    Raises:
-        ValueError: A parameter is lazy or on the meta device.
-    """
-    sparse = {
-        id(module.weight)
-        for module in model.modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
-    }
-    found = []
-    for name, tensor in model.named_parameters():
-        if nn.parameter.is_lazy(tensor):
-            raise ValueError(
-                f"parameter {name!r} of {model_name} has no shape yet: run a forward pass before replicate()"
-            )
-        if tensor.is_meta:
-            raise ValueError(
-                f"parameter {name!r} of {model_name} is on the meta device: give it values before replicate()"
-            )
-        if tensor.is_floating_point() or tensor.is_complex():
-            found.append(Parameter(name, tensor, id(tensor) in sparse))
-    return found
-
-
 def _refuse_watched(parameter: Parameter) -> None:
     if any(isinstance(watcher, Reducer) for watcher in watchers_of(parameter.tensor)):
         raise ValueError(
             f"parameter {parameter.name!r} is watched by another replicate() already: close() that one first, or give "
             "all models that share parameters to one call"
         )
-
-
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and buffers by name, each once."""
-    found: dict[str, Tensor] = dict(model.named_parameters())
-    found.update(model.named_buffers())
-    return found
