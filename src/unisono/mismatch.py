@@ -13,7 +13,7 @@ from unisono.text import clip, name_ranks
 
 __all__ = [
     "CALL", "REMEDY", "CallDescription", "Document", "by_value", "describe_mismatch", "list_differences", "list_ranks",
-    "name_mismatch", "tell_differences",
+    "tell_differences",
 ]  # fmt: skip
 
 REMEDY = "Make all ranks call the same, in the same order."
@@ -74,20 +74,11 @@ def describe_mismatch(
     names = {rank: calls[rank].name for rank in sorted(calls)}
     if len({*names.values()}) < 2:
         return None
-    headline = name_mismatch(names)
+    headline = f"ranks call different things: {by_value(names)}"
     lines = [(rank, str(call)) for rank, call in calls.items()] + [(rank, "has not come there") for rank in absent]
     if not absent and {text for _, text in lines} == {*names.values()}:
         return f"{headline}. {remedy}"
     return f"{headline}:{list_ranks(lines)}\n{remedy}"
-
-
-def name_mismatch(names: Mapping[int, str], *, rarest_first: bool = False) -> str:
-    """Return the sentence on ranks that call different things, without what to do.
-
-    >>> name_mismatch({0: "all_reduce", 1: "broadcast", 2: "all_reduce"}, rarest_first=True)
-    'ranks call different things: broadcast on rank 1, all_reduce on ranks 0, 2'
-    """
-    return f"ranks call different things: {by_value(names, rarest_first=rarest_first)}"
 
 
 def by_value(

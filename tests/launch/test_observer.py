@@ -201,9 +201,7 @@ else:
         hang_report_s=1000,
         hang_abort_s=2,
     )
-    report = watch.report(
-        "ranks call different things: all_reduce on rank 0, broadcast on rank 1 (collective 2 of the group 'tp')"
-    )
+    report = watch.report("rank 1 calls broadcast where rank 0 calls all_reduce (collective 2 of the group 'tp')")
     assert f"rank 0: all_reduce(float32[4, 4], sum)  at {watch.place('all_reduce')}" in report
     assert f"rank 1: broadcast(float32[4, 4], root 0)  at {watch.place('broadcast')}" in report
     watch.until(lambda: watch.observer.abort is not None)

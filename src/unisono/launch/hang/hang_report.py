@@ -11,12 +11,10 @@ from unisono.launch.failure.frames import short_path
 from unisono.launch.hang.analysis import Finding, Mismatch, OperationState, OperationWait, Situation, detail_of
 from unisono.launch.hang.stacks import Frame, Thread
 from unisono.launch.hang.status_block import RecordedCall
-from unisono.mismatch import name_mismatch
 from unisono.text import format_duration, name_ranks
 
 __all__ = ["render_finding", "render_idle", "render_mismatch", "render_stacks", "summarize"]
 
-_MOST_CALLS = 3
 _MOST_FRAMES = 6
 _MOST_MISSING = 4
 _MOST_CHILDREN = 2
@@ -66,15 +64,31 @@ def render_mismatch(mismatch: Mismatch, *, ranks: int, folder: str) -> str:
     """Return a report of the collectives that do not match. Its first line is complete in itself."""
     whose = _group(mismatch.label, mismatch.members, ranks, folder=folder)
     whose = f" of {whose}" if whose else ""
-    operations = mismatch.operations
-    by_name = len({operation.name for operation in operations}) > 1
-    calls = {o.rank: o.name if by_name else f"{o.name}({o.detail})" for o in operations}
-    kinds = len({*calls.values()})
-    found = name_mismatch(calls, rarest_first=True) if kinds <= _MOST_CALLS else f"ranks call {kinds} different things"
-    lines = [f"{found} (collective {mismatch.sequence}{whose})"]
+    lines = [f"{_odd_ones(mismatch)} (collective {mismatch.sequence}{whose})"]
     lines += _operations(mismatch.operations, folder)
     lines.append("Every rank must call the same collectives in the same order, with equal shapes and dtypes.")
     return "\n".join(lines)
+
+
+def _odd_ones(mismatch: Mismatch) -> str:
+    """Return a sentence on the ranks whose call differs from that of most ranks or, in a tie, of the first one.
+
+    It is not that of `mismatch.describe_mismatch`, which is longer: as a headline it would be cut, and the rank at
+    fault comes first here.
+    """
+    by_name = len({operation.name for operation in mismatch.operations}) > 1
+    callers: dict[str, list[int]] = {}
+    for operation in mismatch.operations:
+        callers.setdefault(operation.name if by_name else operation.detail, []).append(operation.rank)
+    (usual, most), *odd = sorted(callers.items(), key=lambda item: (-len(item[1]), item[1]))
+    if len(odd) != 1:
+        return f"ranks call {len(callers)} different collectives in the same place"
+    (other, ranks), *_ = odd
+    call = "calls" if len(ranks) == 1 else "call"
+    usually = "calls" if len(most) == 1 else "call"
+    if not by_name:
+        other, usually = f"{mismatch.operations[0].name} with {other}", "has" if len(most) == 1 else "have"
+    return f"{name_ranks(ranks)} {call} {other} where {name_ranks(most)} {usually} {usual}"
 
 
 def render_stacks(situations: Sequence[Situation], *, now_ns: int, folder: str, full: bool = False) -> str:
