@@ -1,8 +1,10 @@
 """`unisono.spawn` does what `torch.multiprocessing.spawn` does: arguments, results, exceptions, contexts."""
 
+import errno
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import threading
 from multiprocessing import shared_memory
@@ -14,6 +16,7 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 import unisono
 from printed import printed
+from unisono.errors import LaunchError
 
 TIMEOUT_S = 60
 
@@ -125,14 +128,26 @@ def test_locks_queues_pipes_and_shared_memory_are_shared(spawning):
     queue.join_thread()
 
 
-def test_ranks_that_do_not_end_are_killed_after_the_grace_period(spawning):
+@pytest.mark.parametrize("grace_period", [0, 0.0, 0.01, 0.1])
+def test_ranks_that_do_not_end_are_killed_after_the_grace_period(spawning, grace_period):
     queue = spawning.SimpleQueue()
     context = unisono.spawn(stay, (queue, spawning.Event()), nprocs=2, join=False)
     assert sorted(queue.get() for _ in range(2)) == [0, 1]
     with pytest.raises(ProcessRaisedException, match="a bad batch"):
-        while not context.join(grace_period=0.1):
+        while not context.join(grace_period=grace_period):
             pass
     queue.close()
+
+
+def test_a_fork_that_fails_is_an_error_that_names_the_limits(monkeypatch):
+    def fail(*_, **__):
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    files = set(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    monkeypatch.setattr(subprocess, "Popen", fail)
+    with pytest.raises(LaunchError, match="no process could be started: fork failed with EAGAIN"):
+        unisono.spawn(print, nprocs=2)
+    assert len(os.listdir("/proc/self/fd")) == len(files)  # noqa: PTH208
 
 
 def test_what_cannot_be_sent_is_said_before_anything_is_started():

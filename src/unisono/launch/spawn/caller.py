@@ -24,6 +24,7 @@ from typing import IO, Any, Literal, TextIO
 
 from unisono.errors import LaunchError
 from unisono.launch.failure.root_cause import name_signal
+from unisono.launch.limits import describe_failed_fork
 from unisono.launch.spawn.function_call import FunctionCall, RankReport, pack, read_reports
 
 __all__ = ["SpawnContext", "spawn"]
@@ -33,6 +34,10 @@ _STARTER = (
     "from unisono.launch.spawn.agent_process import main; main()"
 )
 _POLL_S = 0.01
+_EXIT_S = 5.0
+"""For how long a rank that has raised an exception may take to end, before it is killed with the others."""
+_NOTICE_S = 0.5
+"""The time in which the agent notices the end of a rank, and ends the others."""
 
 
 def spawn(  # noqa: PLR0917  the signature of torch.multiprocessing.spawn
@@ -114,6 +119,10 @@ class SpawnContext:
                 pass_fds=[*passed.values(), *packed.files],
                 start_new_session=True,  # Ctrl-C is for this process alone, which passes it on once
             )
+        except OSError as error:
+            for number in (self._reports, self._events, self._lifeline):
+                os.close(number)
+            raise LaunchError(f"no process could be started: {describe_failed_fork(error)}") from error
         finally:
             for number in (content, events, caller):
                 os.close(number)
@@ -154,8 +163,7 @@ class SpawnContext:
             if not self._wait_for_news(timeout, pause_s=None if grace_period is None else _POLL_S):
                 return False
             if not self._wait_for_end(grace_period):
-                self._agent.terminate()  # it is ending the job already, so this is the second request: it kills
-                self._wait_for_end(None)
+                self._kill()
         except KeyboardInterrupt:
             self._interrupt()
             raise
@@ -187,6 +195,19 @@ class SpawnContext:
             if not self._turn(_left(deadline_s)):
                 return False
         return True
+
+    def _kill(self) -> None:
+        """Kill the ranks that are left after one has raised an exception, which stays the cause."""
+        raised = next((report for report in self._told() if report.traceback is not None), None)
+        if raised is not None and self._failure is None:
+            # The agent must see its end, or it would take the end of another rank for the cause.
+            _wait_for_exit(raised.pid, _EXIT_S)
+            self._wait_for_end(_NOTICE_S)
+        while not self._over:
+            self._agent.terminate()  # it is ending the job already, so this is the second request: it kills
+            self._wait_for_end(_NOTICE_S)
+        if raised is not None and self._failure is None:
+            self._failure = {"rank": raised.rank, "code": 1}
 
     def _turn(self, timeout_s: float | None) -> bool:
         """Read the agent's messages; return False if none came, and the agent has not ended, within that time."""
@@ -264,6 +285,20 @@ def _foreign_stream(stream: TextIO | None, original: TextIO | None, number: int)
         if stream is original and stream.fileno() == number:
             return None
     return stream
+
+
+def _wait_for_exit(pid: int, timeout_s: float) -> None:
+    """Wait until a process has ended."""
+    try:
+        process = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        poll = select.poll()
+        poll.register(process, select.POLLIN)
+        poll.poll(1000 * timeout_s)
+    finally:
+        os.close(process)
 
 
 def _pump(pipe: IO[bytes], stream: TextIO) -> None:
