@@ -68,6 +68,12 @@ class GradientState:
         """End a round: no parameter has got a gradient since."""
         self.used = [False] * len(self.parameters)
 
+    def drop_cleared(self) -> None:
+        """Forget gradients that were kept on this rank and have been set to None since, as by `zero_grad`."""
+        for i, p in enumerate(self.parameters):
+            if self.used[i] and p.tensor.grad is None:
+                self.used[i] = False
+
     def use_all(self) -> None:
         """Mark every gradient that p.grad holds now as new, except sums of earlier rounds."""
         for i, p in enumerate(self.parameters):

@@ -81,6 +81,8 @@ class Reducer:
         self._alone = alone
         self.paused = False
         """True while gradients remain on this rank (`no_sync`)."""
+        self._kept = False
+        """True if a gradient has remained on this rank since the last round."""
         self.joining = False
         """True while some ranks may have no batch (`join`)."""
         n = len(self.parameters)
@@ -156,6 +158,7 @@ class Reducer:
         if self._weights is not None:
             self._weights.added(i, kept=self.paused)
         if self.paused:
+            self._kept = True
             return
         if not self._active:
             self._begin(self._at_end)
@@ -223,6 +226,9 @@ class Reducer:
         if self._broken is not None:
             raise UnisonoError(f"{self._broken}. End the job and start it again from a checkpoint")
         self._reset()
+        if self._kept:
+            self._gradients.drop_cleared()
+            self._kept = False
         self._serial += 1
         for bucket in self._plan.travelling:
             bucket.waiting = bucket.usual
