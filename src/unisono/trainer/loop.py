@@ -9,41 +9,33 @@ of users and describes their arguments. Start reading at `Loop.epochs`.
 
 from __future__ import annotations
 
-import atexit
 import math
-import os
-import threading
 import time
-import weakref
 from collections.abc import Generator, Iterator, Mapping
 from typing import Literal
-
-import torch
 
 from unisono.data.batch import Batch
 from unisono.data.joined_loader import JoinedLoader
 from unisono.data.sampled_loader import SampledLoader
 from unisono.errors import UnisonoError
-from unisono.machine import resident_bytes
 from unisono.trainer.asked_state import AskedState
 from unisono.trainer.assembly import TrainerParts
 from unisono.trainer.checkpointing import Place
 from unisono.trainer.epoch import EpochResult
 from unisono.trainer.epoch_batches import EpochBatches
 from unisono.trainer.loader_cache import Loader
+from unisono.trainer.rescue import Rescue
 from unisono.trainer.rollouts import Rollouts
-from unisono.trainer.step import Loss, StepOptions, StepRunner
+from unisono.trainer.step import Loss, StepOptions
+from unisono.trainer.step_events import StepEvents
 from unisono.trainer.step_fingerprint import intent_of_call
 from unisono.trainer.step_result import StepResult
 from unisono.trainer.stop_signals import StopSignals
 from unisono.watch import EventLog
-from unisono.watch.events import StepFields
 
 __all__ = ["Loop"]
 
 _Loader = Loader | SampledLoader | JoinedLoader | Rollouts
-_MEASURE_S = 1.0
-"""Seconds between two readings of the memory in use."""
 
 
 class Loop:
@@ -76,16 +68,16 @@ class Loop:
         self._kept: Place | None = None
         """The place whose carried values rank 0 has."""
         self._first_steps = self._cursor.total_steps
-        self._started_s = self._step_ended_s = time.monotonic()
-        self._measured_s = -math.inf
+        self._started_s = time.monotonic()
+        self._events = StepEvents(log, parts.run.device)
         self._keeper.begin(log, self._cursor.place, self.history, resumed=parts.source is not None)
         self._asked = AskedState(parts, log)
         self._asked.note()
-        self._dropped: weakref.finalize[[AskedState, int], Loop] | None = None
+        self._rescue: Rescue | None = None
         if self._keeper.writes:
             self._keeper.on_taken(self._asked.rescue)
-            atexit.register(_rescue, weakref.ref(self._asked), os.getpid())
-            self._watch_for_drop()
+            self._rescue = Rescue(self._asked)
+            self._rescue.watch(self)
         self._stops = StopSignals.install(self._can_stop, self._warn) if keeps else None
 
     @property
@@ -136,7 +128,7 @@ class Loop:
         self._started_s = time.monotonic()
         cursor = self._cursor
         self._keeper.hold_on_all()
-        self._watch_for_drop()
+        self._watch()
         self._epochs, self._last_step, self._exhausted = epochs, max_steps, None
         try:
             if cursor.epoch >= epochs or self._is_over():
@@ -154,8 +146,8 @@ class Loop:
             self._keep_carried()
             self._is_asking = True
             self._keeper.finish(cursor.place, self._asked.capture, retry=not in_mid_epoch)
-            if self._dropped is not None:
-                self._dropped.detach()
+            if self._rescue is not None:
+                self._rescue.release()
             if self._keeper.best is not None and (message := self._keeper.best.told_at_end(self.history)) is not None:
                 self._warn(message)
         except GeneratorExit:
@@ -233,7 +225,7 @@ class Loop:
             total_steps=cursor.total_steps,
             run_steps=self._run_steps(loader.steps),
         )
-        self._step_ended_s = time.monotonic()
+        self._events.begin()
         self._is_dealing = True
         try:
             if not within_epochs:
@@ -321,7 +313,8 @@ class Loop:
         self._asked.has_stepped = True
         runner.transaction.close()
         cursor.loss_sum, cursor.loss_weight = cursor.loss_sum + result * batch.size, cursor.loss_weight + batch.size
-        self._tell(runner, batch, name, result)
+        shown = name if len(self._runners) > 1 else None
+        self._events.emit(batch, result, total_steps=cursor.total_steps, weight=runner.weight, optimizer=shown)
         if (message := runner.mode_warning(batch.epoch)) is not None:
             self._warn(message)
         return result
@@ -372,18 +365,13 @@ class Loop:
     def _begin_alone(self) -> None:
         """Prepare the batches of an epoch as a loop over epochs does, where there is none."""
         self._keeper.hold_on_all()
-        self._watch_for_drop()
+        self._watch()
         if self._exhausted == self._cursor.epoch:
             self._end_epoch()
 
-    def _watch_for_drop(self) -> None:
-        """Save the state that is left when this object is freed before the process ends, as in a function that returns.
-
-        What is called then keeps the state alive until there is nothing to save, and must not refer to this object.
-        """
-        if self._keeper.writes and (self._dropped is None or not self._dropped.alive):
-            self._dropped = weakref.finalize(self, _rescue_dropped, self._asked, os.getpid())
-            self._dropped.atexit = False  # the exit function below comes earlier, while listeners still take events
+    def _watch(self) -> None:
+        if self._rescue is not None:
+            self._rescue.watch(self)
 
     def _end_epoch(self) -> None:
         """Advance the cursor to the next epoch."""
@@ -426,32 +414,6 @@ class Loop:
         whole = cursor.total_steps - cursor.step + (epochs - cursor.epoch) * steps
         return whole if last is None else min(whole, last)
 
-    def _tell(self, runner: StepRunner, batch: Batch, name: str | None, result: StepResult) -> None:
-        """Emit the event of a step."""
-        now = time.monotonic()
-        fields: StepFields = {
-            "epoch": batch.epoch,
-            "step": batch.step,
-            "total_steps": self._cursor.total_steps,
-            "loss": result.loss,
-            "samples": batch.size,
-            "lr": result.learning_rate,
-            "step_s": round(now - self._step_ended_s, 6),
-        }
-        if runner.weight != batch.size:
-            fields["weight"] = runner.weight
-        if result.grad_norm is not None:
-            fields["grad_norm"] = result.grad_norm
-        if result.values:
-            fields["values"] = {key: float(value) for key, value in result.values.items()}
-        if name and len(self._runners) > 1:
-            fields["optimizer"] = name
-        if now - self._measured_s >= _MEASURE_S and (memory := _memory_in_use(self._run.device)) is not None:
-            self._measured_s = now
-            fields["memory"] = memory
-        self._log.emit("step", **fields)
-        self._step_ended_s = now
-
     def _is_over(self) -> bool:
         return self._last_step is not None and self._cursor.total_steps >= self._last_step
 
@@ -469,24 +431,3 @@ class Loop:
 
     def _warn(self, sentence: str) -> None:
         self._log.emit("warning", message=sentence)
-
-
-def _memory_in_use(device: torch.device) -> int | None:
-    return torch.cuda.memory_reserved(device) if device.type == "cuda" else resident_bytes()
-
-
-def _rescue(reference: weakref.ref[AskedState], owner: int) -> None:
-    """Save the state that is left when the process ends by Ctrl-C, SIGTERM or an error."""
-    asked = reference()
-    if asked is not None and os.getpid() == owner:
-        asked.rescue()
-
-
-def _rescue_dropped(asked: AskedState, owner: int) -> None:
-    """Save the state that is left when its loop is freed; called by the garbage collector, in any thread."""
-    if os.getpid() != owner:  # a worker that was forked
-        return
-    if threading.current_thread() is threading.main_thread():
-        asked.rescue()
-    else:  # it may be the thread that writes a checkpoint, which must not wait for itself
-        threading.Thread(target=asked.rescue, name="saving a run that was dropped").start()
