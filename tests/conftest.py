@@ -227,9 +227,8 @@ def nothing_left_behind() -> Iterator[None]:
     threads, environ, children = set(threading.enumerate()), dict(os.environ), _children()
     yield
     left = set(threading.enumerate()) - threads
-    for thread in left:
-        if thread.daemon:  # one of multiprocessing's queues ends a little later than its worker
-            thread.join(10)
+    for thread in left:  # one of multiprocessing's queues, or one that saves a dropped run, ends a little later
+        thread.join(10)
     running = {t.name for t in left if t.is_alive()}
     assert not running, f"threads left running: {running}"
     ignored = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}  # torch sets the latter
