@@ -11,18 +11,34 @@ from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from unisono.collectives.structure import compare, kind_of, signature, take_apart
 from unisono.mismatch import CallDescription, describe_mismatch, list_ranks
 
-__all__ = ["Kinds", "describe", "difference", "kinds_of", "place_of", "user_frame"]
+__all__ = ["ComparisonPlace", "Kinds", "describe", "difference", "kinds_of", "place_of", "user_frame"]
 
 Kinds = list[tuple[str, str]]
 """The places in a value and what each holds, as `collectives.structure.signature` returns them."""
+
+
+class ComparisonPlace(NamedTuple):
+    """The ranks of one group whose calls are compared, and the store over which that is done."""
+
+    store: dist.Store  # type: ignore[name-defined]
+    """The store that all ranks share."""
+    group: str
+    """The name of the group, the same on all ranks and used once."""
+    own: int
+    """This rank. Ranks are those of the job."""
+    ranks: tuple[int, ...]
+    """The members of the group."""
+    where: str
+    """The words after the name of a call in messages, such as " in the group of ranks 0, 2"."""
 
 
 def kinds_of(value: Any, place: str = "value") -> Kinds:

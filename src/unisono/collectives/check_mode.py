@@ -14,9 +14,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
-import torch.distributed as dist
-
-from unisono.collectives.call_description import Kinds, difference, place_of, user_frame
+from unisono.collectives.call_description import ComparisonPlace, Kinds, difference, place_of, user_frame
 from unisono.errors import PeerError, RankMismatchError
 from unisono.job.current import current_job
 from unisono.mismatch import REMEDY, list_ranks
@@ -53,24 +51,11 @@ class CallChecker:
     """Compares the calls of one group, in their order, over the job's store.
 
     Args:
-        store: The store that all ranks share.
-        group: The name of the group, the same on all ranks and used once.
-        own: This rank. Ranks are those of the job.
-        ranks: The members of the group.
-        where: The words after the name of a call in messages, such as " in the group of ranks 0, 2".
+        place: The ranks and their store.
     """
 
-    def __init__(
-        self,
-        store: dist.Store,  # type: ignore[name-defined]
-        *,
-        group: str,
-        own: int,
-        ranks: tuple[int, ...],
-        where: str,
-    ) -> None:
-        self._store, self._where = store, where
-        self._name, self._own, self._ranks = group, own, ranks
+    def __init__(self, place: ComparisonPlace) -> None:
+        self._store, self._name, self._own, self._ranks, self._where = place
         self._calls, self._pid = 0, os.getpid()
         self._timeout_s = _timeout_s()
         atexit.register(self._say_left)

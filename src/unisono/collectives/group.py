@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from unisono.collectives.call_description import ComparisonPlace
 from unisono.collectives.check_mode import CallChecker, wanted
 from unisono.collectives.late_call_check import CallTemplate, LateCallChecker
 from unisono.errors import GroupError
@@ -183,9 +184,9 @@ def _describe(group: dist.ProcessGroup) -> Group:
     where = "" if group is dist.group.WORLD else f" in the group of {name_ranks(ranks)}"
     name = group.group_name
     if wanted() and len(ranks) > 1:
-        check = CallChecker(_store("unisono_check"), group=name, own=ranks[own], ranks=ranks, where=where)
+        check = CallChecker(ComparisonPlace(_store("unisono_check"), name, ranks[own], ranks, where))
     if backends.get("cpu") == "gloo":
-        late_check = LateCallChecker(_store("unisono_late"), group=name, own=ranks[own], ranks=ranks, where=where)
+        late_check = LateCallChecker(ComparisonPlace(_store("unisono_late"), name, ranks[own], ranks, where))
     return Group(reference=ref(group), rank=own, ranks=ranks, backends=backends, check=check, late_check=late_check)
 
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from unisono.collectives.call_description import difference, place_of, user_frame
+from unisono.collectives.call_description import ComparisonPlace, difference, place_of, user_frame
 from unisono.collectives.reduce_ops import name_of
 from unisono.errors import RankMismatchError
 from unisono.text import without_cpp_place
@@ -58,24 +58,11 @@ class LateCallChecker:
     """Records the calls of one group, and compares them over the job's store when one is late.
 
     Args:
-        store: The store that all ranks share.
-        group: The name of the group, the same on all ranks and used once.
-        own: This rank. Ranks are those of the job.
-        ranks: The members of the group.
-        where: The words after the name of a call in messages, such as " in the group of ranks 0, 2".
+        place: The ranks and their store.
     """
 
-    def __init__(
-        self,
-        store: dist.Store,  # type: ignore[name-defined]
-        *,
-        group: str,
-        own: int,
-        ranks: tuple[int, ...],
-        where: str,
-    ) -> None:
-        self._store, self._where = store, where
-        self._name, self._own, self._ranks = group, own, list(ranks)
+    def __init__(self, place: ComparisonPlace) -> None:
+        self._store, self._name, self._own, self._ranks, self._where = place
         self._lock = threading.RLock()  # calls are counted in the order in which the backend gets them
         self._records: deque[_CallRecord] = deque(maxlen=_KEPT)
         self._count = 0
