@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import nn
@@ -20,13 +18,11 @@ from unisono.collectives.world import World
 from unisono.engine import (
     BufferTransaction,
     ConsistencyCheck,
-    EngineKind,
     JointOptimizer,
     WeightWrites,
     select_engines,
 )
 from unisono.job.placement import own_placement
-from unisono.state.policy import Checkpoints
 from unisono.state.stateful import Stateful
 from unisono.trainer.carried import Carried, CarriedStates
 from unisono.trainer.checkpointing import Checkpointing
@@ -42,8 +38,9 @@ from unisono.trainer.evaluation_history import EvaluationHistory
 from unisono.trainer.hyperparameters import given_by, settings_of
 from unisono.trainer.model_checks import check_models
 from unisono.trainer.modules import check_batch_norms, check_embeddings, parameter_names, plain_modules
-from unisono.trainer.resume import Resume, ResumedRun
+from unisono.trainer.resume import ResumedRun
 from unisono.trainer.run_context import RunContext
+from unisono.trainer.settings import TrainerSettings
 from unisono.trainer.setup import (
     AverageUpdates,
     check_constants,
@@ -87,26 +84,7 @@ class TrainerParts:
     """Sentences for the user about the directory and its checkpoint."""
 
 
-def assemble(
-    model: Models,
-    optimizer: Optimizer | Mapping[str, Optimizer],
-    *,
-    seed: int,
-    virtual_ranks: int,
-    directory: Path | None,
-    resume: Resume,
-    checkpoints: Checkpoints,
-    scheduler: LRScheduler | Mapping[str, LRScheduler] | None,
-    scheduler_interval: str,
-    clip_grad_norm: float | None,
-    autocast: Literal["bf16", "fp16"] | None,
-    ema_decay: float | None,
-    stateful: Mapping[str, Stateful],
-    device: str | torch.device,
-    threads: int,
-    overlap: bool,
-    engine: EngineKind,
-) -> TrainerParts:
+def assemble(model: Models, optimizer: Optimizer | Mapping[str, Optimizer], settings: TrainerSettings) -> TrainerParts:
     """Join the ranks, move the models to their device, and put all parts into the state in which the run begins.
 
     Every rank must call it with equal arguments. `Trainer` describes the arguments and the errors.
@@ -115,10 +93,10 @@ def assemble(
     modules = plain_modules(model)
     check_batch_norms(modules)
     optimizers = named_optimizers(optimizer)
-    schedulers = check_schedulers(scheduler, optimizers, stateful)
-    chosen = choose_device(device, modules, local_rank=own_placement().local_rank)
+    schedulers = check_schedulers(settings.scheduler, optimizers, settings.stateful)
+    chosen = choose_device(settings.device, modules, local_rank=own_placement().local_rank)
     if chosen.type == "cpu":
-        torch.set_num_threads(threads)
+        torch.set_num_threads(settings.threads)
         keep_freed_memory()
     compile_each_size()
     for module in modules.values():
@@ -128,45 +106,50 @@ def assemble(
     check_equal_documents(
         world,
         {
-            "seed": seed,
-            "virtual_ranks": virtual_ranks,
-            "directory": None if directory is None else str(directory),
-            "resume": resume,
-            **{f"checkpoints.{name}": plain(value) for name, value in asdict(checkpoints).items()},
-            "scheduler_interval": scheduler_interval,
-            "clip_grad_norm": plain(clip_grad_norm),
-            "autocast": autocast,
-            "ema_decay": plain(ema_decay),
-            "the names of stateful": list(stateful),
+            "seed": settings.seed,
+            "virtual_ranks": settings.virtual_ranks,
+            "directory": None if settings.directory is None else str(settings.directory),
+            "resume": settings.resume,
+            **{f"checkpoints.{name}": plain(value) for name, value in asdict(settings.checkpoints).items()},
+            "scheduler_interval": settings.scheduler_interval,
+            "clip_grad_norm": plain(settings.clip_grad_norm),
+            "autocast": settings.autocast,
+            "ema_decay": plain(settings.ema_decay),
+            "the names of stateful": list(settings.stateful),
             **{
                 f"reset_each_epoch of stateful[{name!r}]": each.reset_each_epoch
-                for name, each in stateful.items()
+                for name, each in settings.stateful.items()
                 if isinstance(each, Carried)
             },
             "the type of the device": chosen.type,
-            "threads": threads,
-            "overlap": overlap,
-            "engine": engine,
+            "threads": settings.threads,
+            "overlap": settings.overlap,
+            "engine": settings.engine,
             **describe_models(modules),
             **describe_optimizers(optimizers, parameter_names(modules)),
             **describe_schedulers(schedulers),
             **describe_system(),
         },
     )
-    if directory is not None:
+    if settings.directory is not None:
         check_storable_models(modules)
-    keeper = Checkpointing(directory, checkpoints, world)
-    found = keeper.find(resume)
+    keeper = Checkpointing(settings.directory, settings.checkpoints, world)
+    found = keeper.find(settings.resume)
     source = None if found is None else found.source
     facts = None if found is None or source is None else found.document["facts"]
-    check_constants(virtual_ranks, seed=seed, world=world, facts=facts, directory=directory)
-    check_embeddings(modules, virtual_ranks=virtual_ranks)
-    run = RunContext(seed=seed, virtual_ranks=virtual_ranks, world=world, device=chosen)
+    check_constants(settings.virtual_ranks, seed=settings.seed, world=world, facts=facts, directory=settings.directory)
+    check_embeddings(modules, virtual_ranks=settings.virtual_ranks)
+    run = RunContext(seed=settings.seed, virtual_ranks=settings.virtual_ranks, world=world, device=chosen)
     engines = select_engines(
-        engine, world, modules.values(), optimizers.values(), virtual_ranks=virtual_ranks, overlap=overlap
+        settings.engine,
+        world,
+        modules.values(),
+        optimizers.values(),
+        virtual_ranks=settings.virtual_ranks,
+        overlap=settings.overlap,
     )
-    carried = CarriedStates({name: each for name, each in stateful.items() if isinstance(each, Carried)}, run)
-    buffers = BufferTransaction(modules, world, engines.all_reduce, virtual_ranks=virtual_ranks)
+    carried = CarriedStates({name: each for name, each in settings.stateful.items() if isinstance(each, Carried)}, run)
+    buffers = BufferTransaction(modules, world, engines.all_reduce, virtual_ranks=settings.virtual_ranks)
 
     def make_runner(of_step: Mapping[str, Optimizer]) -> StepRunner:
         single = next(iter(of_step.values()))
@@ -181,16 +164,16 @@ def assemble(
             carried=carried,
             comparison=engines.comparison,
             fingerprint=StepFingerprint(of_step, modules),
-            autocast=autocast,
-            clip_grad_norm=clip_grad_norm,
+            autocast=settings.autocast,
+            clip_grad_norm=settings.clip_grad_norm,
         )
 
     runners: dict[str | None, StepRunner] = {name: make_runner({name: each}) for name, each in optimizers.items()}
     if len(optimizers) > 1:
         runners[None] = joint = make_runner(optimizers)
         joint.scaler = runners[next(iter(optimizers))].scaler
-    averages = start_averages(modules, ema_decay)
-    others: dict[str, Stateful] = {f"stateful/{name}": each for name, each in stateful.items()}
+    averages = start_averages(modules, settings.ema_decay)
+    others: dict[str, Stateful] = {f"stateful/{name}": each for name, each in settings.stateful.items()}
     others |= {f"scheduler/{name}": each for name, each in schedulers.items()}
     others |= {
         f"scaler/{name}": runner.scaler for name, runner in runners.items() if name is not None and runner.scaler
@@ -210,7 +193,7 @@ def assemble(
         check_equal_values(world, modules, optimizers)
     else:
         given, overruled = restore(subjects, found.groups, found.document, source=source)
-        cursor, history = Cursor(**found.document["facts"]["cursor"]), _history_of(found, checkpoints)
+        cursor, history = Cursor(**found.document["facts"]["cursor"]), _history_of(found, settings.checkpoints.best)
         if overruled:
             warnings.append(
                 f"these settings come from the checkpoint: {'; '.join(overruled)}. To change them in a run that goes "
@@ -235,13 +218,13 @@ def assemble(
     )
 
 
-def _history_of(found: ResumedRun, checkpoints: Checkpoints) -> EvaluationHistory:
+def _history_of(found: ResumedRun, best: str | None) -> EvaluationHistory:
     """Return the history of evaluations in a checkpoint.
 
     Raises:
         ValueError: Several evaluations in it have the metric that decides on the best checkpoint.
     """
     history = EvaluationHistory.restored(found.document["facts"].get("evaluations"))
-    if checkpoints.best is not None:
-        history.of(checkpoints.best)
+    if best is not None:
+        history.of(best)
     return history

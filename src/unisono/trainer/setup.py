@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from unisono.arguments import choice, flag, function, real, whole
+from unisono.arguments import function
 from unisono.collectives.world import World
 from unisono.errors import RankMismatchError
 from unisono.plan import rank_block
 from unisono.state.digest import digest
-from unisono.state.policy import Checkpoints
 from unisono.text import a_type
 from unisono.trainer.description import plain
 from unisono.trainer.hyperparameters import is_scheduler
@@ -30,9 +28,7 @@ from unisono.trainer.snapshot import model_tensors, optimizer_state
 from unisono.trainer.virtual_rank_gradients import StepOptions
 
 __all__ = [
-    "REQUIRED",
     "AverageUpdates",
-    "check_arguments",
     "check_constants",
     "check_equal_values",
     "check_schedulers",
@@ -52,78 +48,6 @@ _FOREIGN = (
     "was built with another optimizer than the one that Trainer was given, so it would change no learning rate here: "
     "build it from the same object."
 )
-
-
-class _Required:
-    """The default of an argument that must be given: our error explains its purpose, which Python's does not."""
-
-    def __repr__(self) -> str:
-        return "<required>"
-
-
-REQUIRED: Any = _Required()
-
-
-def check_arguments(
-    *,
-    virtual_ranks: Any,
-    seed: Any,
-    directory: Any,
-    checkpoints: Any,
-    stateful: Any,
-    listeners: Any,
-    overlap: Any,
-    progress: Any,
-    resume: Any,
-    scheduler_interval: Any,
-    clip_grad_norm: Any,
-    autocast: Any,
-    ema_decay: Any,
-    threads: Any,
-    engine: Any,
-) -> None:
-    """Check the plain arguments of a Trainer before anything is started.
-
-    Raises:
-        TypeError: virtual_ranks is missing, or an argument has the wrong type.
-        ValueError: An argument is out of range or none of the allowed values.
-    """
-    if virtual_ranks is REQUIRED or virtual_ranks is None:
-        raise TypeError(
-            "virtual_ranks is missing: the number of fixed shares of every global batch, which decides the result and "
-            "so must not depend on the number of ranks. Give virtual_ranks=8, and the same from then on: any number of "
-            "ranks up to 8 then gives the same bits, and 1, 2, 4 or 8 share the work evenly."
-        )
-    whole("virtual_ranks", virtual_ranks, least=1, meant="a whole number, such as 8")
-    whole("seed", seed)
-    whole("threads", threads, least=1)
-    choice("resume", resume, ("auto", "never", "must"))
-    choice("scheduler_interval", scheduler_interval, ("step", "epoch"))
-    choice("engine", engine, ("auto", "shared", "collective"))
-    choice("autocast", autocast, ("bf16", "fp16", None))
-    flag("overlap", overlap)
-    flag("progress", progress)
-    if clip_grad_norm is not None and not real("clip_grad_norm", clip_grad_norm) > 0:
-        raise ValueError(f"clip_grad_norm={clip_grad_norm} must be positive; None does not clip")
-    if ema_decay is not None and not 0 <= real("ema_decay", ema_decay) < 1:
-        raise ValueError(f"ema_decay={ema_decay} must be at least 0 and below 1; 0.999 is common")
-    if directory is not None and (not isinstance(directory, (str, os.PathLike)) or not os.fspath(directory)):
-        raise TypeError(f"directory={directory!r} must be the path of a folder, or None to keep nothing")
-    if checkpoints is not None and not isinstance(checkpoints, Checkpoints):
-        raise TypeError(
-            f"checkpoints={checkpoints!r} is {a_type(checkpoints)}; give "
-            "unisono.Checkpoints(every_steps=100), for example"
-        )
-    if not isinstance(stateful, Mapping | None):
-        raise TypeError(f'stateful is {a_type(stateful)}; give the objects by name, as {{"name": object}}')
-    for name, each in (stateful or {}).items():
-        if not hasattr(each, "state_dict") or not hasattr(each, "load_state_dict"):
-            raise TypeError(f"stateful[{name!r}] is {a_type(each)}, which has no state_dict and load_state_dict")
-    if not isinstance(listeners, Sequence):
-        raise TypeError(f"listeners is {a_type(listeners)}; give a list of functions, each called with events")
-    for i, each in enumerate(listeners):
-        if not callable(each):
-            raise TypeError(f"listeners[{i}] is {a_type(each)}, which cannot be called with an event")
 
 
 def check_step_options(options: StepOptions) -> None:

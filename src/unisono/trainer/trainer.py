@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -36,7 +35,8 @@ from unisono.trainer.modules import lone_samples_warning
 from unisono.trainer.resume import Resume
 from unisono.trainer.run_log import announce, open_log, warn_of_rank
 from unisono.trainer.run_status import RunStatus
-from unisono.trainer.setup import REQUIRED, check_arguments, check_step_options, no_loss_function
+from unisono.trainer.settings import REQUIRED, TrainerSettings
+from unisono.trainer.setup import check_step_options, no_loss_function
 from unisono.trainer.short_form import ShortForm
 from unisono.trainer.step import Loss, StepOptions
 from unisono.trainer.step_fingerprint import intent_of_call
@@ -126,45 +126,27 @@ class Trainer(RunStatus, ShortForm, ByVirtualRank, Storage):
         progress: bool = True,
         listeners: Sequence[Callable[[Event], None]] = (),
     ) -> None:
-        check_arguments(
+        settings = TrainerSettings.checked(
             virtual_ranks=virtual_ranks,
             seed=seed,
             directory=directory,
+            resume=resume,
             checkpoints=checkpoints,
-            stateful=stateful,
-            listeners=listeners,
-            overlap=overlap,
-            progress=progress,
-            resume=resume,
-            scheduler_interval=scheduler_interval,
-            clip_grad_norm=clip_grad_norm,
-            autocast=autocast,
-            ema_decay=ema_decay,
-            threads=threads,
-            engine=engine,
-        )
-        self.model = model
-        self.optimizer = optimizer
-        self.directory = None if directory is None else Path(directory)
-        parts = assemble(
-            model,
-            optimizer,
-            seed=int(seed),
-            virtual_ranks=int(virtual_ranks),
-            directory=self.directory,
-            resume=resume,
-            checkpoints=checkpoints or Checkpoints(),
             scheduler=scheduler,
             scheduler_interval=scheduler_interval,
             clip_grad_norm=clip_grad_norm,
             autocast=autocast,
             ema_decay=ema_decay,
-            stateful=stateful or {},
+            stateful=stateful,
             device=device,
             threads=threads,
             overlap=overlap,
             engine=engine,
+            progress=progress,
+            listeners=listeners,
         )
+        self.model, self.optimizer, self.directory = model, optimizer, settings.directory
+        parts = assemble(model, optimizer, settings)
         self._parts, self._unknown_metrics = parts, set()
         self._run, self._cursor, self._modules = parts.run, parts.cursor, parts.modules
         self._subjects, self._averages = parts.subjects, parts.averages

@@ -1,0 +1,116 @@
+"""The keyword arguments of a Trainer as one value, and their checks before anything is started."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from unisono.arguments import choice, flag, real, whole
+from unisono.engine import EngineKind
+from unisono.state.policy import Checkpoints
+from unisono.state.stateful import Stateful
+from unisono.text import a_type
+from unisono.trainer.resume import Resume
+from unisono.watch import Event
+
+__all__ = ["REQUIRED", "TrainerSettings"]
+
+
+class _Required:
+    """The default of an argument that must be given: our error explains its purpose, which Python's does not."""
+
+    def __repr__(self) -> str:
+        return "<required>"
+
+
+REQUIRED: Any = _Required()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerSettings:
+    """The arguments of a Trainer beside its models and optimizers, which describes them."""
+
+    virtual_ranks: int
+    seed: int
+    directory: Path | None
+    resume: Resume
+    checkpoints: Checkpoints
+    scheduler: LRScheduler | Mapping[str, LRScheduler] | None
+    scheduler_interval: Literal["step", "epoch"]
+    clip_grad_norm: float | None
+    autocast: Literal["bf16", "fp16"] | None
+    ema_decay: float | None
+    stateful: Mapping[str, Stateful]
+    device: str | torch.device
+    threads: int
+    overlap: bool
+    engine: EngineKind
+    progress: bool
+    listeners: Sequence[Callable[[Event], None]]
+
+    @classmethod
+    def checked(cls, *, directory: Any, checkpoints: Any, stateful: Any, **arguments: Any) -> TrainerSettings:
+        """Return the settings that a user has given.
+
+        Raises:
+            TypeError: virtual_ranks is missing, or an argument has the wrong type.
+            ValueError: An argument is out of range or none of the allowed values.
+        """
+        given = cls(directory=directory, checkpoints=checkpoints, stateful=stateful, **arguments)
+        given._check()
+        return replace(
+            given,
+            virtual_ranks=int(given.virtual_ranks),
+            seed=int(given.seed),
+            directory=None if directory is None else Path(directory),
+            checkpoints=checkpoints or Checkpoints(),
+            stateful=stateful or {},
+        )
+
+    def _check(self) -> None:
+        if self.virtual_ranks is REQUIRED or self.virtual_ranks is None:
+            raise TypeError(
+                "virtual_ranks is missing: the number of fixed shares of every global batch, which decides the result "
+                "and so must not depend on the number of ranks. Give virtual_ranks=8, and the same from then on: any "
+                "number of ranks up to 8 then gives the same bits, and 1, 2, 4 or 8 share the work evenly."
+            )
+        whole("virtual_ranks", self.virtual_ranks, least=1, meant="a whole number, such as 8")
+        whole("seed", self.seed)
+        whole("threads", self.threads, least=1)
+        choice("resume", self.resume, ("auto", "never", "must"))
+        choice("scheduler_interval", self.scheduler_interval, ("step", "epoch"))
+        choice("engine", self.engine, ("auto", "shared", "collective"))
+        choice("autocast", self.autocast, ("bf16", "fp16", None))
+        flag("overlap", self.overlap)
+        flag("progress", self.progress)
+        if self.clip_grad_norm is not None and not real("clip_grad_norm", self.clip_grad_norm) > 0:
+            raise ValueError(f"clip_grad_norm={self.clip_grad_norm} must be positive; None does not clip")
+        if self.ema_decay is not None and not 0 <= real("ema_decay", self.ema_decay) < 1:
+            raise ValueError(f"ema_decay={self.ema_decay} must be at least 0 and below 1; 0.999 is common")
+        directory: Any = self.directory
+        if directory is not None and (not isinstance(directory, (str, os.PathLike)) or not os.fspath(directory)):
+            raise TypeError(f"directory={directory!r} must be the path of a folder, or None to keep nothing")
+        checkpoints: Any = self.checkpoints
+        if checkpoints is not None and not isinstance(checkpoints, Checkpoints):
+            raise TypeError(
+                f"checkpoints={checkpoints!r} is {a_type(checkpoints)}; give "
+                "unisono.Checkpoints(every_steps=100), for example"
+            )
+        stateful: Any = self.stateful
+        if not isinstance(stateful, Mapping | None):
+            raise TypeError(f'stateful is {a_type(stateful)}; give the objects by name, as {{"name": object}}')
+        for name, each in (stateful or {}).items():
+            if not hasattr(each, "state_dict") or not hasattr(each, "load_state_dict"):
+                raise TypeError(f"stateful[{name!r}] is {a_type(each)}, which has no state_dict and load_state_dict")
+        listeners: Any = self.listeners
+        if not isinstance(listeners, Sequence):
+            raise TypeError(f"listeners is {a_type(listeners)}; give a list of functions, each called with events")
+        for i, each in enumerate(listeners):
+            if not callable(each):
+                raise TypeError(f"listeners[{i}] is {a_type(each)}, which cannot be called with an event")
