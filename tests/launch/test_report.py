@@ -199,3 +199,30 @@ def test_the_same_facts_are_given_as_json():
     assert data["cause"]["error"]["type"] == "ValueError"
     assert data["cause"]["log_files"] == ["a/stderr.log"]
     assert [failure["rank"] for failure in data["victims"]] == [0]
+
+
+def test_an_error_of_a_signal_handler_while_another_error_is_recorded_is_reported(launcher):
+    result = launcher.run_script(
+        """
+        import signal
+
+        class Note(str):
+            def __str__(self):
+                signal.raise_signal(signal.SIGUSR1)
+                return "a note"
+
+        def handler(*_):
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+            raise RuntimeError("a worker has died")
+
+        signal.signal(signal.SIGUSR1, handler)
+        error = EOFError("nothing more to read")
+        error.__notes__ = [Note()]
+        raise error  # here
+        """,
+        ranks=1,
+    )
+    assert result.returncode == 1
+    assert result.stderr.startswith("unisono: rank 0 failed: RuntimeError: a worker has died"), result.stderr
+    assert "raise error  # here" in result.stderr
+    assert "rank_process" not in result.stderr

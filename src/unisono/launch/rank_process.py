@@ -232,7 +232,11 @@ def _tell(block: StatusBlock, report: OwnFile, error: BaseException, code: int, 
     time_ns = time.monotonic_ns()
     if block.pid != os.getpid():
         return False
-    block.write_failure({**record_error(error), "printed": _shows_errors_itself()})
+    try:
+        account = record_error(error)
+    except Exception as later:  # of a signal handler of the program: torch's DataLoader raises there for a dead worker
+        account = record_error(later.with_traceback(error.__traceback__))
+    block.write_failure({**account, "printed": _shows_errors_itself()})
     if block.begun and not block.met and has_completed():  # in DDP, say: no recorded call shows it
         block.note_meeting()
     if report.is_intact:  # otherwise the program has closed it, and the end of this process shows the failure
