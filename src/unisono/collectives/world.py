@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import Any
 
@@ -25,14 +25,15 @@ from unisono.job.initialize import begin_job
 from unisono.job.placement import own_placement
 from unisono.job.ranks import local_rank, local_world_size, world_size
 from unisono.job.ranks import rank as own_rank
+from unisono.job.rejoin import begin_as_new_rank, is_new_rank
 from unisono.machine import usable_cores
 
 __all__ = ["World"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class World:
-    """The ranks of a job. With one process, every method is local."""
+    """The ranks of a job. Without a group, every method is local."""
 
     rank: int = 0
     """Global rank of this process."""
@@ -41,7 +42,7 @@ class World:
     local_rank: int = 0
     """Rank among the processes of this host."""
     group: dist.ProcessGroup | None = None
-    """The group of all ranks; None with one process."""
+    """The group of all ranks; None with one process, and on a new rank that has not joined the others yet."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     """The device from which tensors travel: this rank's GPU under nccl, otherwise the CPU."""
     waiter: PollingWait = field(default_factory=lambda: PollingWait(polls=False))
@@ -49,7 +50,7 @@ class World:
 
     @classmethod
     def connect(cls, device: torch.device, *, timeout_s: float = 1800.0) -> World:
-        """Join the ranks of this job. Every rank must call it.
+        """Join the ranks of this job. Every rank must call it. A rank that takes the place of one that died is alone.
 
         Uses the default process group of torch.distributed if it exists. Otherwise starts it, with nccl for a CUDA
         device and gloo for others, and ends it at exit. Traffic, in that case: that of `unisono.init`, over the store.
@@ -64,6 +65,9 @@ class World:
             RankMismatchError: Ranks pass different types of devices.
             ValueError: The environment contradicts itself.
         """
+        if is_new_rank():
+            job = begin_as_new_rank()
+            return cls(rank=job.rank, size=job.world_size, local_rank=job.local_rank)
         if not dist.is_initialized():
             placement = own_placement()
             if placement.world_size == 1:
@@ -82,6 +86,11 @@ class World:
             device=wire,
             waiter=PollingWait(polls=wire.type == "cpu" and local_world_size() <= usable_cores()),
         )
+
+    def renew(self, other: World) -> None:
+        """Become another world, for everybody who holds this one."""
+        for each in fields(self):
+            setattr(self, each.name, getattr(other, each.name))
 
     @property
     def timeout_s(self) -> float:
@@ -125,60 +134,65 @@ class World:
         received = gather(known_group(self.group), call, serialize(value), 0)
         return None if received is None else [one.open() for one in received]
 
-    def broadcast_bytes(self, make: Callable[[], bytes]) -> bytes:
-        """Return on every rank the bytes that `make` returns on rank 0. Every rank must call it.
+    def broadcast_bytes(self, make: Callable[[], bytes], *, source: int = 0) -> bytes:
+        """Return on every rank the bytes that `make` returns on one rank. Every rank must call it.
 
         Traffic: a broadcast of the length, in 8 bytes, and one of the bytes if there are any. Memory: twice the bytes.
 
+        Args:
+            make: Called on the rank `source` alone.
+            source: That rank.
+
         Raises:
-            PeerError: On the other ranks, if `make` raises an exception on rank 0, where it is raised then.
+            PeerError: On the other ranks, if `make` raises an exception, which that rank raises then.
         """
         if self.group is None:
             return make()
         content, failure = bytearray(), None
-        if self.rank == 0:
+        if self.rank == source:
             try:
                 content = bytearray(make())
             except Exception as error:  # of any class: it is raised once the other ranks know
                 failure, content = error, bytearray(f"{type(error).__name__}: {error}".encode())
         length = torch.tensor([len(content) if failure is None else -len(content)], device=self.device)
-        dist.broadcast(length, src=0, group=self.group)
+        dist.broadcast(length, src=source, group=self.group)
         number = int(length.item())
         if not number:
             return b""
-        sent = self._broadcast_content(content, abs(number))
+        sent = self._broadcast_content(content, abs(number), source)
         if failure is not None:
             raise failure
         if number < 0:
-            raise PeerError(f"rank 0 failed where the other ranks await what it finds: {sent.decode()}")
+            raise PeerError(f"rank {source} failed where the other ranks await what it finds: {sent.decode()}")
         return sent
 
-    def _broadcast_content(self, content: bytearray, nbytes: int) -> bytes:
-        """Return the content of rank 0 on every rank."""
-        if self.rank == 0:
+    def _broadcast_content(self, content: bytearray, nbytes: int, source: int) -> bytes:
+        """Return the content of one rank on every rank."""
+        if self.rank == source:
             buffer = torch.frombuffer(content, dtype=torch.uint8).to(self.device)
         else:
             buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        dist.broadcast(buffer, src=0, group=self.group)
-        if self.rank == 0:
+        dist.broadcast(buffer, src=source, group=self.group)
+        if self.rank == source:
             return bytes(content)
         received = buffer.cpu()
         return ctypes.string_at(received.data_ptr(), received.numel())
 
-    def broadcast_tensor(self, tensor: Tensor) -> None:
-        """Overwrite a tensor with that of rank 0. Every rank must call it, with a tensor of the same size in bytes.
+    def broadcast_tensor(self, tensor: Tensor, *, source: int = 0) -> None:
+        """Overwrite a tensor with that of one rank. Every rank must call it, with a tensor of the same size in bytes.
 
         Traffic: a broadcast of the tensor's bytes. Memory: no copy if tensors travel from the CPU, otherwise one on the
         GPU.
 
         Args:
             tensor: A contiguous tensor on the CPU.
+            source: The rank whose values all get.
         """
         if self.group is None or not tensor.numel():
             return
         plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         buffer = plain.view(-1).view(torch.uint8)
         sent = buffer.to(self.device)
-        dist.broadcast(sent, src=0, group=self.group)
-        if sent is not buffer and self.rank:
+        dist.broadcast(sent, src=source, group=self.group)
+        if sent is not buffer and self.rank != source:
             buffer.copy_(sent)

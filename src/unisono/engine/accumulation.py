@@ -88,6 +88,10 @@ class GradientAccumulation(ABC):
             self._store_node(i)
             self._sums[i].stack = []
 
+    def close(self) -> None:
+        """Release the parameters; see `Engine`."""
+        self._unhook()
+
     def _unhook(self) -> None:
         """Remove the hooks from the parameters, and drop all references to the parameters."""
         for hook in self._hooks:

@@ -92,6 +92,9 @@ class Engine(Protocol):
         Every rank must call it. Afterwards p.grad is the gradient that was applied, or None where no leaf gave one.
         """
 
+    def close(self) -> None:
+        """Release the parameters: another engine takes them. This one must not be used any more."""
+
     def abort(self, *, alike: bool) -> bool:
         """Discard the step, and set all p.grad to None. Other ranks may have to be notified by other means.
 

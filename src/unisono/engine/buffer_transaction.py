@@ -41,20 +41,25 @@ class BufferTransaction:
     def __init__(
         self, models: Mapping[str, nn.Module], world: World, make_all_reduce: MakeAllReduce, *, virtual_ranks: int
     ) -> None:
-        self._world, self._virtual_ranks, self._make_all_reduce = world, virtual_ranks, make_all_reduce
-        self._layouts = NodeLayouts(world.size, virtual_ranks=virtual_ranks)
+        self._world, self._virtual_ranks = world, virtual_ranks
         self.contents = ModelContents(models)
         self._seen = -1
         self._tracked: list[TrackedBuffer] = []
-        self._known: list[int] = []
         self._leaves = 0
         self._changes: dict[int, dict[int, Tensor]] = {}
-        self._all_reduce: AllReduce | None = None
-        self._sent: AllReduce | None = None
+        self.connect(make_all_reduce)
         self._total: Tensor | None = None
         self._parameters = WriteDetector(())
         self._damaged = False
         self._find()
+
+    def connect(self, make_all_reduce: MakeAllReduce) -> None:
+        """Sum over the ranks that there are now, which agree anew on the buffers to sum."""
+        self._make_all_reduce = make_all_reduce
+        self._layouts = NodeLayouts(self._world.size, virtual_ranks=self._virtual_ranks)
+        self._known: list[int] = []
+        self._all_reduce: AllReduce | None = None
+        self._sent: AllReduce | None = None
 
     def start(self, *, leaves: int) -> None:
         """Begin a step. Values that the user has written since the last one are the values before this step."""

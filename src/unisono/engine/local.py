@@ -87,6 +87,10 @@ class LocalEngine:
         """Write the weights; see `Engine`."""
         update_whole(self._optimizer, scaler)
 
+    def close(self) -> None:
+        """Release the parameters; see `Engine`."""
+        self._given = self._trained = Trained((), ())
+
     def abort(self, *, alike: bool) -> bool:
         """Discard the step; see `Engine`."""
         take(self._given.parameters)

@@ -54,12 +54,15 @@ class EngineFactory:
         self._world, self._modules = world, modules
         self._shared: tuple[SharedRuntime, SharedParameters, SharedConsistencyCheck] | None = None
         self._virtual_ranks, self._overlap = virtual_ranks, overlap
+        self._made: list[Engine] = []
+        self._loads: LoadStateDictHook | None = None
         self.comparison: ConsistencyCheck = NoConsistencyCheck()
         """Compares what ranks are about to do."""
         if runtime is not None:
             self.comparison = comparison = SharedConsistencyCheck(runtime, counts_attempts=shares)
             if shares:
-                self._shared = runtime, SharedParameters(runtime, LoadStateDictHook(modules)), comparison
+                self._loads = LoadStateDictHook(modules)
+                self._shared = runtime, SharedParameters(runtime, self._loads), comparison
         elif world.group is not None:
             self.comparison = GroupConsistencyCheck(world)
 
@@ -70,6 +73,18 @@ class EngineFactory:
 
     def engine(self, optimizer: Optimizer) -> Engine:
         """Make the engine of an optimizer. Every rank must call it, in the same order."""
+        made = self._make(optimizer)
+        self._made.append(made)
+        return made
+
+    def close(self) -> None:
+        """Release the models and optimizers, for another factory."""
+        for engine in self._made:
+            engine.close()
+        if self._loads is not None:
+            self._loads.remove()
+
+    def _make(self, optimizer: Optimizer) -> Engine:
         if self._world.group is None:
             return LocalEngine(optimizer, self._modules)
         virtual_ranks, overlap = self._virtual_ranks, self._overlap

@@ -69,7 +69,10 @@ class Job:
     @property
     def group(self) -> dist.ProcessGroup:
         """The group of all ranks, torch.distributed's default group; GroupError after the end of the job."""
-        return self._require_active().group
+        group = self._require_active().group
+        if group is None:
+            raise GroupError("this rank takes the place of one that died, and has not joined the others yet")
+        return group
 
     def end(self) -> None:
         """End the job, with its group and all subgroups. Does nothing if the job has ended already."""
@@ -154,7 +157,8 @@ class ActiveJob:
     """What a job in progress has beside its description, `Job`: its group and store, and the request that began it."""
 
     job: Job
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None
+    """None on a new rank that has not joined the others yet."""
     asked: str
     """The backend that was requested, which may be "auto"."""
     where: str | None
@@ -163,6 +167,8 @@ class ActiveJob:
     """The store that all ranks share, with a prefix that only this job uses."""
     hosted: bool
     """True if rank 0's process hosts the store, so that the other ranks need that process to the end."""
+    adopted: bool = False
+    """True if the script made the group."""
     pid: int = field(default_factory=os.getpid)
     counts: Counter[str] = field(default_factory=Counter)
 

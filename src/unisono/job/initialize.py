@@ -25,6 +25,8 @@ from unisono.errors import LaunchError, UnisonoError
 from unisono.job.current import ActiveJob, Job, active_job, current_job, refuse_lone_rank, set_active_job, store_of
 from unisono.job.hosts import choose_backend, own_gpu, place_on_hosts
 from unisono.job.placement import Placement, own_placement
+from unisono.job.process_group import make_group
+from unisono.job.rejoin import begin_as_new_rank, is_new_rank
 from unisono.job.rendezvous import Rendezvous, StoreExchange, rendezvous
 from unisono.machine import host_id
 from unisono.text import a_type
@@ -89,6 +91,8 @@ def init(
     rank = None if rank is None else whole("rank", rank)
     world_size = None if world_size is None else whole("world_size", world_size)
     backend = backend.lower()
+    if is_new_rank():
+        return replace(begin_as_new_rank(), began=False)
     active = active_job()
     if active is not None and active.pid != os.getpid():
         raise LaunchError(
@@ -144,7 +148,7 @@ def begin_job(
     chosen = torch.device(own[meeting.rank]["device"])
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-    _make_group(name, meeting, timeout, chosen)
+    make_group(name, meeting, timeout, chosen)
     job = replace(ranks.job(name, chosen), began=True)
     group = dist.group.WORLD
     assert group is not None
@@ -259,25 +263,6 @@ def _facts(backend: str, ranks: _RendezvousRanks, device: str | torch.device | N
     }
 
 
-def _make_group(backend: str, meeting: Rendezvous, timeout: timedelta, device: torch.device) -> None:
-    try:
-        if backend == "mpi":  # mpi numbers the ranks
-            dist.init_process_group("mpi", timeout=timeout)
-            return
-        dist.init_process_group(
-            backend,
-            store=dist.PrefixStore("default_pg", meeting.store),  # type: ignore[attr-defined]
-            rank=meeting.rank,
-            world_size=meeting.world_size,
-            timeout=timeout,
-            device_id=device if backend == "nccl" else None,
-        )
-    except (dist.DistError, RuntimeError, ValueError) as error:
-        raise LaunchError(
-            f"rank {meeting.rank} of {meeting.world_size} could not make a group by {backend!r}: {error}"
-        ) from error
-
-
 def _adopt(
     backend: str,
     *,
@@ -317,7 +302,9 @@ def _adopt(
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     job = ranks.job(found, chosen)
-    set_active_job(ActiveJob(job=job, group=group, asked=found, where=None, store=meeting.store, hosted=False))
+    set_active_job(
+        ActiveJob(job=job, group=group, asked=found, where=None, store=meeting.store, hosted=False, adopted=True)
+    )
     return job
 
 

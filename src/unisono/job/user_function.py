@@ -14,10 +14,20 @@ import torch.distributed as dist
 
 from unisono.errors import GroupError
 
-__all__ = ["count_collectives", "enter", "leave", "refuse_collective", "refuse_collectives_since", "refuse_inside"]
+__all__ = [
+    "collectives_of_user",
+    "count_collectives",
+    "enter",
+    "leave",
+    "refuse_collective",
+    "refuse_collectives_since",
+    "refuse_inside",
+]
 
 _running: ContextVar[str | None] = ContextVar("running", default=None)
 """Kind of function that runs in this thread, or None."""
+
+_calls = 0
 
 _REMEDY = (
     "It is called once for each virtual rank's samples, and ranks have different numbers of those, so they would wait "
@@ -36,12 +46,19 @@ def leave(token: Token[str | None]) -> None:
     _running.reset(token)
 
 
+def collectives_of_user() -> int:
+    """Count the calls of unisono's collectives by this process's program."""
+    return _calls
+
+
 def refuse_collective() -> None:
-    """Refuse a collective of ours that a loss function calls.
+    """Count a collective of ours, and refuse it if a loss function calls it.
 
     Raises:
         GroupError: The function of a step or an evaluation is running.
     """
+    global _calls  # noqa: PLW0603  of this process
+    _calls += 1
     what = _running.get()
     if what is not None:
         raise GroupError(f"{what} called a collective. {_REMEDY}")

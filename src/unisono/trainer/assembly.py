@@ -17,8 +17,9 @@ from torch.optim.swa_utils import AveragedModel
 from unisono.collectives.world import World
 from unisono.engine import (
     BufferTransaction,
-    ConsistencyCheck,
+    EngineFactory,
     JointOptimizer,
+    StepDescription,
     WeightWrites,
     select_engines,
 )
@@ -38,6 +39,7 @@ from unisono.trainer.evaluation_history import EvaluationHistory
 from unisono.trainer.hyperparameters import given_by, settings_of
 from unisono.trainer.model_checks import check_models
 from unisono.trainer.modules import check_batch_norms, check_embeddings, parameter_names, plain_modules
+from unisono.trainer.recovery import Position
 from unisono.trainer.resume import ResumedRun
 from unisono.trainer.run_context import RunContext
 from unisono.trainer.settings import TrainerSettings
@@ -61,12 +63,13 @@ __all__ = ["Models", "TrainerParts", "assemble"]
 Models = nn.Module | Mapping[str, nn.Module]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class TrainerParts:
     """The parts of a Trainer."""
 
     run: RunContext
-    comparison: ConsistencyCheck
+    settings: TrainerSettings
+    engines: EngineFactory
     carried: CarriedStates
     keeper: Checkpointing
     modules: dict[str, nn.Module]
@@ -75,7 +78,6 @@ class TrainerParts:
     schedulers: dict[str, LRScheduler]
     averages: dict[str, AveragedModel]
     subjects: Subjects
-    weights: WeightWrites
     cursor: Cursor
     history: EvaluationHistory
     source: str | None
@@ -83,11 +85,43 @@ class TrainerParts:
     warnings: list[str]
     """Sentences for the user about the directory and its checkpoint."""
 
+    def compare(self, intent: StepDescription) -> None:
+        """Check that all ranks are about to do the same. Every rank must call it."""
+        self.engines.comparison.compare(intent)
 
-def assemble(model: Models, optimizer: Optimizer | Mapping[str, Optimizer], settings: TrainerSettings) -> TrainerParts:
+    @property
+    def weights(self) -> WeightWrites:
+        """Writes values into the models between steps."""
+        return self.engines.weights
+
+    def connect(self) -> None:
+        """Make engines for the ranks of another process group. Every rank must call it, between two steps."""
+        run, subjects = self.run, self.subjects
+        run.world.renew(World.connect(run.device))
+        self.engines.close()
+        self.engines = _select(self.settings, run.world, subjects.modules, subjects.optimizers)
+        assert subjects.buffers is not None
+        subjects.buffers.connect(self.engines.all_reduce)
+        for runner in self.runners.values():
+            runner.connect(self.engines)
+
+
+def assemble(  # noqa: PLR0915  one thing after the other
+    model: Models,
+    optimizer: Optimizer | Mapping[str, Optimizer],
+    settings: TrainerSettings,
+    *,
+    position: Position | None = None,
+) -> TrainerParts:
     """Join the ranks, move the models to their device, and put all parts into the state in which the run begins.
 
     Every rank must call it with equal arguments. `Trainer` describes the arguments and the errors.
+
+    Args:
+        model: See `Trainer`.
+        optimizer: See `Trainer`.
+        settings: The other arguments.
+        position: Where the other ranks are, on a new rank, which is alone until it joins them.
     """
     check_models(model)
     modules = plain_modules(model)
@@ -134,20 +168,13 @@ def assemble(model: Models, optimizer: Optimizer | Mapping[str, Optimizer], sett
     if settings.directory is not None:
         check_storable_models(modules)
     keeper = Checkpointing(settings.directory, settings.checkpoints, world)
-    found = keeper.find(settings.resume)
+    found = None if position is not None else keeper.find(settings.resume)
     source = None if found is None else found.source
     facts = None if found is None or source is None else found.document["facts"]
     check_constants(settings.virtual_ranks, seed=settings.seed, world=world, facts=facts, directory=settings.directory)
     check_embeddings(modules, virtual_ranks=settings.virtual_ranks)
     run = RunContext(seed=settings.seed, virtual_ranks=settings.virtual_ranks, world=world, device=chosen)
-    engines = select_engines(
-        settings.engine,
-        world,
-        modules.values(),
-        optimizers.values(),
-        virtual_ranks=settings.virtual_ranks,
-        overlap=settings.overlap,
-    )
+    engines = _select(settings, world, modules, optimizers)
     carried = CarriedStates({name: each for name, each in settings.stateful.items() if isinstance(each, Carried)}, run)
     buffers = BufferTransaction(modules, world, engines.all_reduce, virtual_ranks=settings.virtual_ranks)
 
@@ -159,10 +186,9 @@ def assemble(model: Models, optimizer: Optimizer | Mapping[str, Optimizer], sett
             models=model,
             modules=modules,
             optimizer=stepped,
-            engine=engines.engine(stepped),
+            engines=engines,
             buffers=buffers,
             carried=carried,
-            comparison=engines.comparison,
             fingerprint=StepFingerprint(of_step, modules),
             autocast=settings.autocast,
             clip_grad_norm=settings.clip_grad_norm,
@@ -189,7 +215,9 @@ def assemble(model: Models, optimizer: Optimizer | Mapping[str, Optimizer], sett
     cursor, history = Cursor(), EvaluationHistory()
     warnings = [] if found is None else found.warnings
     given = given_by(settings_of(optimizers, others))
-    if found is None or source is None:
+    if position is not None:
+        cursor, history = position.cursor, EvaluationHistory.restored(position.evaluations)
+    elif found is None or source is None:
         check_equal_values(world, modules, optimizers)
     else:
         given, overruled = restore(subjects, found.groups, found.document, source=source)
@@ -202,7 +230,8 @@ def assemble(model: Models, optimizer: Optimizer | Mapping[str, Optimizer], sett
     subjects = replace(subjects, given=given)
     return TrainerParts(
         run=run,
-        comparison=engines.comparison,
+        settings=settings,
+        engines=engines,
         carried=carried,
         keeper=keeper,
         modules=modules,
@@ -210,11 +239,24 @@ def assemble(model: Models, optimizer: Optimizer | Mapping[str, Optimizer], sett
         schedulers=schedulers,
         averages=averages,
         subjects=subjects,
-        weights=engines.weights,
         cursor=cursor,
         history=history,
         source=source,
         warnings=warnings,
+    )
+
+
+def _select(
+    settings: TrainerSettings, world: World, modules: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]
+) -> EngineFactory:
+    """Return the factory of the run's engines. Every rank must call it."""
+    return select_engines(
+        settings.engine,
+        world,
+        modules.values(),
+        optimizers.values(),
+        virtual_ranks=settings.virtual_ranks,
+        overlap=settings.overlap,
     )
 
 

@@ -13,6 +13,7 @@ from unisono.data.batch import Batch
 from unisono.job.user_function import refuse_inside
 from unisono.plan import derive_key
 from unisono.trainer.loop import Loop
+from unisono.trainer.recovery import Recovery
 from unisono.trainer.rollouts import Rollouts
 from unisono.trainer.run_context import RunContext
 from unisono.trainer.virtual_rank_calls import VirtualRankCalls
@@ -25,6 +26,7 @@ class ByVirtualRank:
 
     _run: RunContext
     _loop: Loop
+    _recovery: Recovery
     _calls: VirtualRankCalls
 
     @property
@@ -121,17 +123,21 @@ class ByVirtualRank:
         refuse_inside("trainer.collect")
         _check_callable("trainer.collect", function)
         stream, moment = _stream(name), self._loop.moment
-        try:
-            _, everyone = self._calls.call(
-                function,
-                name=f"trainer.collect(name={name!r})",
-                stream=f"collect/{stream}",
-                moment=moment,
-                pack=lambda results: results,
-            )
-        finally:
+        call = f"trainer.collect(name={name!r})"
+
+        def compute() -> list[Any]:
+            try:
+                _, everyone = self._calls.call(
+                    function, name=call, stream=f"collect/{stream}", moment=moment, pack=lambda results: results
+                )
+            finally:
+                self._run.set_generators(f"loop/{stream}", *moment)
+            return [result for of_rank in everyone for result in of_rank.values()]
+
+        def account(_result: Any, *, counts: bool) -> None:
             self._run.set_generators(f"loop/{stream}", *moment)
-        return [result for of_rank in everyone for result in of_rank.values()]
+
+        return self._recovery.call(call, compute, account=account)
 
 
 def _stream(name: str) -> str:

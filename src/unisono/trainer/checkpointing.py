@@ -83,6 +83,28 @@ class Checkpointing:
             self._best = BestCheckpoint(self._store, self._policy, self._warn)
             self._best.begin(history, step=place[2], resumed=resumed)
 
+    def take_over(self, saved: Place) -> None:
+        """Continue in the place of a rank that has died.
+
+        Args:
+            saved: The place at which the latest checkpoint was due. It may not be complete.
+
+        Raises:
+            CheckpointError: Another job uses the directory.
+        """
+        self._last = saved
+        if self._store is not None and self._lock is not None and self._world.rank == 0:
+            self._lock.acquire()
+            self._store.clean()
+            newest = next((info.step for info in self._store.list()), 0)
+            if newest < saved[2]:
+                self._last = (-1, -1, newest)
+
+    @property
+    def last(self) -> Place:
+        """The place of the latest checkpoint, or of the start."""
+        return self._last
+
     def on_taken(self, rescue: Callable[[], object]) -> None:
         """Let a later Trainer of this process that takes the directory call a function before it reads there."""
         assert self._lock is not None

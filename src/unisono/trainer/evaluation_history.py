@@ -57,6 +57,10 @@ class EvaluationHistory:
                 self._results.append(each)
         return added
 
+    def become(self, other: EvaluationHistory) -> None:
+        """Take over the results of another history."""
+        self._results = [*other._results]
+
     def weights_replaced(self, step: int) -> None:
         """Note that the weights at a step are no longer those that were evaluated there."""
         self._results = [each._replace(step=-1) if each.step == step else each for each in self._results]

@@ -22,6 +22,7 @@ from unisono.trainer.loader_cache import Loader, LoaderCache
 from unisono.trainer.loop import Loop
 from unisono.trainer.modules import evaluating
 from unisono.trainer.prediction import Predictor, read_destination
+from unisono.trainer.recovery import Recovery
 from unisono.trainer.run_context import RunContext
 from unisono.trainer.snapshot import Cursor, Subjects
 from unisono.trainer.step import Loss
@@ -42,6 +43,7 @@ class Inference:
     _dealer: LoaderCache
     _log: EventLog
     _loop: Loop
+    _recovery: Recovery
     _compare: Callable[[str], None]
     _averaged: Callable[[], Mapping[str, nn.Module]]
 
@@ -92,17 +94,34 @@ class Inference:
         batch_size = _read_arguments("trainer.evaluate", "the evaluated function", function, ema, batch_size)
         name = text("name", name)
         started_s = time.monotonic()
-        self._compare(f"trainer.evaluate(name={name!r}, ema={ema})")
-        loader = self._test_loader(dataset, batch_size, micro_batch_size, workers, collate_fn)
-        models = self._averaged_model() if ema else self.model
-        try:
-            with evaluating(self._subjects.averages if ema else self._modules), self._carried.apart():
-                result = evaluate(self._run, self._carried, function, models, loader.batches(epoch=0))
-        finally:
+        call = f"trainer.evaluate(name={name!r}, ema={ema})"
+
+        def compute() -> Any:
+            self._compare(call)
+            self._recovery.note("evaluation", self._cursor.total_steps)
+            loader = self._test_loader(dataset, batch_size, micro_batch_size, workers, collate_fn)
+            models = self._averaged_model() if ema else self.model
+            try:
+                with evaluating(self._subjects.averages if ema else self._modules), self._carried.apart():
+                    return evaluate(self._run, self._carried, function, models, loader.batches(epoch=0))
+            finally:
+                self._run.set_generators("loop", self._cursor.epoch, self._cursor.step, 0)
+
+        def account(result: Any, *, counts: bool) -> None:
+            if counts:
+                self._note_evaluation(name, result)
             self._run.set_generators("loop", self._cursor.epoch, self._cursor.step, 0)
-        tell(self._log, result, name=name, cursor=self._cursor, seconds=time.monotonic() - started_s)
+
+        def finish() -> Any:
+            result = compute()
+            tell(self._log, result, name=name, cursor=self._cursor, seconds=time.monotonic() - started_s)
+            self._note_evaluation(name, result)
+            return result
+
+        return self._recovery.call(call, finish, account=account)
+
+    def _note_evaluation(self, name: str, result: Any) -> None:
         self._loop.note_evaluation(name, result if isinstance(result, Mapping) else {name: result})
-        return result
 
     def predict(
         self,
@@ -145,18 +164,25 @@ class Inference:
         what = "the function of trainer.predict"
         batch_size = _read_arguments("trainer.predict", what, function, ema, batch_size)
         destination = read_destination(to)
-        self._compare(f"trainer.predict(to={os.fspath(destination)!r}, ema={ema})")
-        keep = destination != "iterator"  # the loop may read the same dataset between two batches
-        loader = self._test_loader(dataset, batch_size, micro_batch_size, workers, collate_fn, keep=keep)
-        models = self._averaged_model() if ema else self.model
-        modules = self._subjects.averages if ema else self._modules
-        predictor = Predictor(self._run, function, models, modules=modules, cursor=self._cursor)
+        call = f"trainer.predict(to={os.fspath(destination)!r}, ema={ema})"
         if destination == "iterator":
-            return predictor.stream(
-                loader.batches(epoch=0), partial(self._compare, "the next batch of trainer.predict")
-            )
-        rows = loader.num_samples if isinstance(loader, MapLoader) else None
-        return predictor.collect(loader.batches(epoch=0), destination, rows=rows)
+            self._recovery.refuse("the script reads outputs from an iterator of trainer.predict, which are not kept")
+
+        def compute() -> Any:
+            self._compare(call)
+            self._recovery.note("evaluation", self._cursor.total_steps)
+            keep = destination != "iterator"  # the loop may read the same dataset between two batches
+            loader = self._test_loader(dataset, batch_size, micro_batch_size, workers, collate_fn, keep=keep)
+            models = self._averaged_model() if ema else self.model
+            modules = self._subjects.averages if ema else self._modules
+            predictor = Predictor(self._run, function, models, modules=modules, cursor=self._cursor)
+            if destination == "iterator":
+                begin = partial(self._compare, "the next batch of trainer.predict")
+                return predictor.stream(loader.batches(epoch=0), begin)
+            rows = loader.num_samples if isinstance(loader, MapLoader) else None
+            return predictor.collect(loader.batches(epoch=0), destination, rows=rows)
+
+        return self._recovery.call(call, compute, keeps=False)
 
     def _test_loader(
         self,

@@ -12,11 +12,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Generator, Iterator, Mapping
+from dataclasses import fields, replace
+from functools import partial
 from typing import Literal
 
 from unisono.data.batch import Batch
 from unisono.data.joined_loader import JoinedLoader
 from unisono.data.sampled_loader import SampledLoader
+from unisono.data.shard_loader import ShardLoader
 from unisono.errors import UnisonoError
 from unisono.trainer.asked_state import AskedState
 from unisono.trainer.assembly import TrainerParts
@@ -24,8 +27,10 @@ from unisono.trainer.checkpointing import Place
 from unisono.trainer.epoch import EpochResult
 from unisono.trainer.epoch_batches import EpochBatches
 from unisono.trainer.loader_cache import Loader
+from unisono.trainer.recovery import Recovery
 from unisono.trainer.rescue import Rescue
 from unisono.trainer.rollouts import Rollouts
+from unisono.trainer.snapshot import Cursor
 from unisono.trainer.step import Loss, StepOptions
 from unisono.trainer.step_events import StepEvents
 from unisono.trainer.step_fingerprint import intent_of_call
@@ -46,15 +51,23 @@ class Loop:
         log: Gets its events.
         scheduler_interval: The event after which learning-rate schedulers are stepped.
         keeps: True if the run has a directory: then it is saved, also when the process is ended from outside.
+        recovery: Makes the calls in which ranks need each other.
     """
 
     def __init__(
-        self, parts: TrainerParts, log: EventLog, *, scheduler_interval: Literal["step", "epoch"], keeps: bool
+        self,
+        parts: TrainerParts,
+        log: EventLog,
+        *,
+        scheduler_interval: Literal["step", "epoch"],
+        keeps: bool,
+        recovery: Recovery,
     ) -> None:
+        self._parts, self._recovery = parts, recovery
         self._run, self._keeper, self._cursor = parts.run, parts.keeper, parts.cursor
         self._modules, self._subjects, self._averages = parts.modules, parts.subjects, parts.averages
         self._runners, self._schedulers, self.history = parts.runners, parts.schedulers, parts.history
-        self._carried, self._comparison, self._keeps = parts.carried, parts.comparison, keeps
+        self._carried, self._keeps = parts.carried, keeps
         self._log, self._scheduler_interval = log, scheduler_interval
         self._batch: Batch | None = None
         self._calls = 0
@@ -67,12 +80,19 @@ class Loop:
         self._is_asking = False
         self._kept: Place | None = None
         """The place whose carried values rank 0 has."""
-        self._first_steps = self._cursor.total_steps
+        position = recovery.position
+        self.first_steps = self._cursor.total_steps if position is None else position.first_steps
+        """Steps of the run that were done when its first process began."""
+        self._note_asked()
         self._started_s = time.monotonic()
         self._events = StepEvents(log, parts.run.device)
-        self._keeper.begin(log, self._cursor.place, self.history, resumed=parts.source is not None)
+        resumed = parts.source is not None or position is not None
+        self._keeper.begin(log, self._cursor.place, self.history, resumed=resumed)
         self._asked = AskedState(parts, log)
-        self._asked.note()
+        if position is None:
+            self._asked.note()
+        else:
+            self._keeper.take_over(position.saved)
         self._rescue: Rescue | None = None
         if self._keeper.writes:
             self._keeper.on_taken(self._asked.rescue)
@@ -105,7 +125,7 @@ class Loop:
     @property
     def continues(self) -> bool:
         """True if the run was resumed after some steps, and no loop has gone on with it yet."""
-        return self._first_steps > 0 and not self._turn
+        return self.first_steps > 0 and not self._turn
 
     @property
     def is_epoch_done(self) -> bool:
@@ -127,7 +147,7 @@ class Loop:
             )
         self._started_s = time.monotonic()
         cursor = self._cursor
-        self._keeper.hold_on_all()
+        self._recovery.call("trainer.epochs", self._keeper.hold_on_all, again=True)
         self._watch()
         self._epochs, self._last_step, self._exhausted = epochs, max_steps, None
         try:
@@ -136,6 +156,7 @@ class Loop:
             while cursor.epoch < epochs and not self._is_over():
                 self._ask(epoch_ended=True)
                 self._is_asking = False
+                self._recovery.begin_epoch()
                 yield cursor.epoch
                 if self._is_over() and self._exhausted != cursor.epoch:
                     break  # In mid-epoch: the next start continues there.
@@ -145,7 +166,9 @@ class Loop:
                 self._ask(finishing=True)
             self._keep_carried()
             self._is_asking = True
-            self._keeper.finish(cursor.place, self._asked.capture, retry=not in_mid_epoch)
+            self._recovery.leave_epochs()
+            finish = partial(self._keeper.finish, cursor.place, self._asked.capture, retry=not in_mid_epoch)
+            self._recovery.call("the end of trainer.epochs", finish)
             if self._rescue is not None:
                 self._rescue.release()
             if self._keeper.best is not None and (message := self._keeper.best.told_at_end(self.history)) is not None:
@@ -155,6 +178,7 @@ class Loop:
             raise
         finally:
             self._epochs = self._last_step = None
+            self._recovery.leave_epochs()
         self._log.emit("end", total_steps=cursor.total_steps, seconds=round(time.monotonic() - self._started_s, 3))
         if self._stops is not None:
             self._stops.raise_pending()
@@ -186,6 +210,12 @@ class Loop:
         """
         cursor = self._cursor
         is_new = self.next_epoch() != cursor.epoch
+        if isinstance(loader, Rollouts | ShardLoader):
+            self._recovery.refuse("ranks make the batches of an epoch together, and a new rank cannot go on with them")
+        elif self._epochs is None and self._turn:
+            self._recovery.refuse(
+                "a new rank cannot know how far the script has come that loops without trainer.epochs"
+            )
         data = {"order": None, **loader.identity}
         before = {key: getattr(cursor, key) for key in data}
         # A value that an older version has not stored is None.
@@ -212,6 +242,7 @@ class Loop:
         within_epochs = self._epochs is not None
         if not within_epochs:
             self._begin_alone()
+            self._recovery.begin_epoch()
         self._begin_batches(loader)
         self._turn += 1
         turn = self._turn
@@ -236,6 +267,7 @@ class Loop:
                 if batch is None:
                     break
                 self._batch, self._calls = batch, 0
+                self._recovery.note("loop", cursor.total_steps)
                 self._run.set_generators("loop", batch.epoch, batch.step, 0)
                 self._is_asking = False
                 yield batch
@@ -288,6 +320,7 @@ class Loop:
             raise ValueError("step takes the batch that trainer.batches gave last, once it is in your loop")
         name = self._name(optimizer)
         runner = self._runners[name]
+        self._recovery.note("forward", self._cursor.total_steps)
         if self._keeper.best is not None and self._keeper.best.has_candidate:
             self._asked.save_evaluated(self._keeper.best)
         try:
@@ -306,18 +339,39 @@ class Loop:
                 for of_optimizer, scheduler in self._schedulers.items():
                     if name in (of_optimizer, None):
                         scheduler.step()
+        self._count_step(batch)
+        runner.transaction.close()
+        self._count_loss(batch, result)
+        self._recovery.note("loop", self._cursor.total_steps)
+        shown = name if len(self._runners) > 1 else None
+        self._events.emit(batch, result, total_steps=self._cursor.total_steps, weight=runner.weight, optimizer=shown)
+        if (message := runner.mode_warning(batch.epoch)) is not None:
+            self._warn(message)
+        return result
+
+    def account(self, batch: Batch, result: StepResult, *, counts: bool) -> None:
+        """Account for a step on the latest batch that other ranks have made.
+
+        Args:
+            batch: The batch.
+            result: The result of the step.
+            counts: False if this rank has the state from after the step.
+        """
+        if counts:
+            self._count_step(batch)
+            self._count_loss(batch, result)
+        self._run.set_generators("loop", batch.epoch, batch.step, self._calls)
+
+    def _count_step(self, batch: Batch) -> None:
         cursor = self._cursor
         if not self._calls:
             cursor.step, cursor.total_steps = batch.step + 1, cursor.total_steps + 1
         self._calls += 1
         self._asked.has_stepped = True
-        runner.transaction.close()
+
+    def _count_loss(self, batch: Batch, result: StepResult) -> None:
+        cursor = self._cursor
         cursor.loss_sum, cursor.loss_weight = cursor.loss_sum + result * batch.size, cursor.loss_weight + batch.size
-        shown = name if len(self._runners) > 1 else None
-        self._events.emit(batch, result, total_steps=cursor.total_steps, weight=runner.weight, optimizer=shown)
-        if (message := runner.mode_warning(batch.epoch)) is not None:
-            self._warn(message)
-        return result
 
     def begin_training(self, optimizer: str | None) -> None:
         """Put the models that an optimizer trains into training mode, if they are in evaluation mode as a whole."""
@@ -342,6 +396,10 @@ class Loop:
 
     def _ask(self, *, epoch_ended: bool = False, finishing: bool = False) -> None:
         """Note that the loop asks for its next batch or epoch, so that its state is complete; save and stop if due."""
+        self._recovery.ask()
+        self._note_asked()
+        if not self._recovery.is_joined:
+            return  # the state is not the run's yet
         self._keep_carried()
         self._asked.note()
         if not finishing:
@@ -351,12 +409,16 @@ class Loop:
             self._save_if_whole()
             self._stops.raise_pending()
 
+    def _note_asked(self) -> None:
+        self.asked = replace(self._cursor), len(self.history)
+        """The cursor and the number of evaluations when the loop last asked for a batch or an epoch."""
+
     def _keep_carried(self) -> None:
         """Bring the values that virtual ranks carry to rank 0, once for each place of a run that is saved."""
         cursor = self._cursor
         if not (self._carried and self._keeps) or cursor.place == self._kept:
             return
-        self._comparison.compare(
+        self._parts.compare(
             intent_of_call("trainer.batches()", epoch=cursor.epoch, step=cursor.step, total_steps=cursor.total_steps)
         )
         self._carried.keep()
@@ -364,7 +426,7 @@ class Loop:
 
     def _begin_alone(self) -> None:
         """Prepare the batches of an epoch as a loop over epochs does, where there is none."""
-        self._keeper.hold_on_all()
+        self._recovery.call("trainer.batches beginning", self._keeper.hold_on_all, again=True)
         self._watch()
         if self._exhausted == self._cursor.epoch:
             self._end_epoch()
@@ -383,10 +445,10 @@ class Loop:
     def _tell_over(self, epochs: int, max_steps: int | None) -> None:
         """Report that there is nothing to do; raise ValueError if this Trainer has done some of the steps."""
         cursor = self._cursor
-        if not cursor.total_steps or not epochs or max_steps == 0:
+        if not cursor.total_steps or not epochs or max_steps == 0 or not self._recovery.is_joined:
             return
         asked = f"epochs={epochs}" if max_steps is None else f"epochs={epochs}, max_steps={max_steps}"
-        if cursor.total_steps > self._first_steps:
+        if cursor.total_steps > self.first_steps:
             raise ValueError(
                 f"{asked} is done: this Trainer is at epoch {cursor.epoch}, after {cursor.total_steps} steps. Epochs "
                 "and steps count from the start of the run: to do as much again, ask for "
@@ -421,6 +483,35 @@ class Loop:
         """Save a state newer than the last checkpoint, while the loop waits for its next batch or epoch."""
         if self._is_asking and self._keeper.is_newer(self._cursor.place):
             self._keeper.save(self._cursor.place, self._asked.capture)
+
+    def raise_pending(self) -> None:
+        """Raise the exception of a signal that was put off."""
+        if self._stops is not None:
+            self._stops.raise_pending()
+
+    @property
+    def batch(self) -> Batch | None:
+        """The batch in the loop."""
+        return self._batch
+
+    @property
+    def calls(self) -> int:
+        """The number of steps done with it."""
+        return self._calls
+
+    def go_on(self, *, cursor: Cursor | None, calls: int) -> None:
+        """Go on after a recovery.
+
+        Args:
+            cursor: The cursor of the rank whose state this rank has got; None if it has kept its own.
+            calls: The number of steps done with the batch in the loop.
+        """
+        if cursor is not None:
+            for each in fields(cursor):
+                setattr(self._cursor, each.name, getattr(cursor, each.name))
+            self._calls = calls
+        if self._cursor.place == self.asked[0].place and not self._calls:
+            self._asked.note()  # the state is the one from when the loop asked
 
     def _can_stop(self) -> bool:
         """Return True if the run may end here without losing a state that a later end could save."""

@@ -1,24 +1,21 @@
 """The checkpoint from which a run continues: rank 0 reads it, checks it while reading, and sends it to all ranks.
 
-Tensors are sent one at a time into their final memory, so no rank holds a checkpoint twice. Only rank 0 needs the disk.
-Start reading at `find`.
+Only rank 0 needs the disk. Start reading at `find`.
 """
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import torch
 from torch import Tensor
 
 from unisono.collectives.world import World
 from unisono.errors import CheckpointError
 from unisono.state.checkpoint_store import CheckpointStore
-from unisono.state.codec import decode_dtype
 from unisono.state.durable_files import make_folder
 from unisono.state.lock import DirectoryLock
+from unisono.trainer.tensor_groups import Groups, broadcast_groups
 
 __all__ = ["Resume", "ResumedRun", "find"]
 
@@ -44,40 +41,19 @@ def find(world: World, directory: Path, store: CheckpointStore, lock: DirectoryL
         CheckpointError: On all ranks, if the directory is in use or cannot be used, if there is no checkpoint and
             resume="must", if there is one and resume="never", or if all are damaged.
     """
-    groups: dict[str, dict[str, Tensor]] = {}
 
-    def describe() -> bytes:
-        """Read the checkpoint on rank 0, and return a description of its content or of the error."""
-        nonlocal groups
+    def read() -> tuple[dict[str, Any], Groups]:
+        """Read the checkpoint on rank 0, and return a description of its content or of the error, and its tensors."""
         try:
-            head, groups = _read(directory, store, lock, resume)
+            return _read(directory, store, lock, resume)
         except CheckpointError as error:
             lock.release()
-            head = {"error": str(error)}
-        return json.dumps({**head, "tensors": {group: _table(tensors) for group, tensors in groups.items()}}).encode()
+            return {"error": str(error)}, {}
 
-    head = json.loads(world.broadcast_bytes(describe))
+    head, groups = broadcast_groups(world, read)
     if "error" in head:
         raise CheckpointError(head["error"])
-    for group, table in head["tensors"].items():
-        own = groups.setdefault(group, {})
-        for name, owner, dtype, shape in table:
-            if owner != name:
-                own[name] = own[owner]
-                continue
-            if name not in own:
-                own[name] = torch.empty(shape, dtype=decode_dtype(dtype))
-            world.broadcast_tensor(own[name])
     return ResumedRun(head["source"], groups, head["document"], head["warnings"])
-
-
-def _table(tensors: dict[str, Tensor]) -> list[tuple[str, str, str, list[int]]]:
-    """Return the name of each tensor, the name under which it is sent, dtype and shape."""
-    owners: dict[int, str] = {}
-    return [
-        (name, owners.setdefault(id(t), name), str(t.dtype).removeprefix("torch."), list(t.shape))
-        for name, t in tensors.items()
-    ]
 
 
 def _read(

@@ -11,6 +11,7 @@ from unisono.job.user_function import refuse_inside
 from unisono.state.digest import digest
 from unisono.trainer.evaluation import tell_values
 from unisono.trainer.logged_values import check_values, read_values
+from unisono.trainer.recovery import Recovery
 from unisono.trainer.run_context import RunContext
 from unisono.trainer.snapshot import Cursor, Subjects, model_tensors, optimizer_state
 from unisono.watch import EventLog
@@ -26,6 +27,7 @@ class RunStatus:
     _modules: Mapping[str, nn.Module]
     _subjects: Subjects
     _log: EventLog
+    _recovery: Recovery
 
     @property
     def rank(self) -> int:
@@ -61,6 +63,14 @@ class RunStatus:
     def steps_done(self) -> int:
         """Number of steps done since the start of the run, also those before a resume."""
         return self._cursor.total_steps
+
+    @property
+    def recovered(self) -> bool:
+        """True if this process has taken the place of a rank that died.
+
+        The state of the run is as on the other ranks. What the script keeps elsewhere began anew in this process.
+        """
+        return self._recovery.position is not None
 
     def print(self, *values: object) -> None:
         """Print on rank 0, and do nothing on the others."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -99,9 +100,10 @@ class ShortForm(Inference):
         )
         left = self.epochs(epochs, max_steps=max_steps)
         if validation is not None:
-            self._test_loader(
-                validation, batch_size=size or 32 * self._run.virtual_ranks, **shared
+            look = partial(
+                self._test_loader, validation, batch_size=size or 32 * self._run.virtual_ranks, **shared
             )  # or an error, and not after an epoch
+            self._recovery.call("trainer.fit", look, again=True)
         self._loop.begin_training(None)
         return run_epochs(
             self,

@@ -20,8 +20,7 @@ from unisono.data.batch import Batch
 from unisono.engine import (
     STEP_UNDONE,
     BufferTransaction,
-    ConsistencyCheck,
-    Engine,
+    EngineFactory,
     Preparation,
     StepTransaction,
     Totals,
@@ -81,21 +80,21 @@ class StepRunner:
         models: Any,
         modules: Mapping[str, nn.Module],
         optimizer: Optimizer,
-        engine: Engine,
+        engines: EngineFactory,
         buffers: BufferTransaction,
         carried: CarriedStates,
-        comparison: ConsistencyCheck,
         fingerprint: StepFingerprint,
         autocast: Literal["bf16", "fp16"] | None,
         clip_grad_norm: float | None,
     ) -> None:
         self._run, self._models, self._modules = run, models, modules
         self._shares = VirtualRankGradients(
-            run, models=models, modules=modules, engine=engine, buffers=buffers, carried=carried, autocast=autocast
+            run, models=models, modules=modules, buffers=buffers, carried=carried, autocast=autocast
         )
-        self._optimizer, self._engine, self._buffers = optimizer, engine, buffers
+        self._optimizer, self._buffers = optimizer, buffers
         self._needs_closure = needs_closure(optimizer)
-        self._comparison, self._fingerprint = comparison, fingerprint
+        self._fingerprint = fingerprint
+        self.connect(engines)
         self._clip_grad_norm = clip_grad_norm
         if autocast == "fp16":
             self.scaler = torch.amp.GradScaler(run.device.type)
@@ -103,8 +102,6 @@ class StepRunner:
             self.scaler.scale(torch.zeros((), dtype=torch.float32, device=run.device))
         self.weight = 0.0
         """Divisor of the last step's losses: the number of samples, or the weights that the loss function returned."""
-        self.transaction = StepTransaction()
-        """The step under way. The caller of `run` closes it, once the run's state accounts for the step."""
         self._trained = Trained((), ())
         self._seen = -1
         """Version of the models' contents when parameters were last listed."""
@@ -114,6 +111,13 @@ class StepRunner:
         self._warned = False
         self._fails_alike = False
         """True where an error comes on all ranks at the same place."""
+
+    def connect(self, engines: EngineFactory) -> None:
+        """Use the engine and the consistency check of the ranks that there are now, from the next step on."""
+        self._engine = self._shares.engine = engines.engine(self._optimizer)
+        self._comparison = engines.comparison
+        self.transaction = StepTransaction()
+        """The step under way. The caller of `run` closes it, once the run's state accounts for the step."""
 
     def run(self, loss_fn: Loss, batch: Batch, *, call: int, options: StepOptions = PLAIN_STEP) -> StepResult:
         """Perform one step and return its result, equal on all ranks.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +22,7 @@ from unisono.trainer.evaluation_history import evaluations_since_improvement
 from unisono.trainer.loop import Loop
 from unisono.trainer.modules import plain_name
 from unisono.trainer.rank_errors import raised_on_all
+from unisono.trainer.recovery import Recovery
 from unisono.trainer.snapshot import extra_state, model_tensors
 from unisono.trainer.weight_loading import LoadedWeights, Source, load_weights, read_source
 from unisono.watch import EventLog
@@ -37,6 +39,7 @@ class Storage:
     directory: Path | None
     _parts: TrainerParts
     _loop: Loop
+    _recovery: Recovery
     _log: EventLog
     _compare: Callable[[str], None]
     _unknown_metrics: set[str]
@@ -68,7 +71,12 @@ class Storage:
         refuse_inside("trainer.save")
         if tag is not None:
             tag = check_tag(tag)
-            self._compare(f"trainer.save(tag={tag!r})")
+            self._recovery.call(f"trainer.save(tag={tag!r})", partial(self._save_tagged, tag))
+        else:
+            self._recovery.call("trainer.save()", self._loop.save)
+
+    def _save_tagged(self, tag: str) -> None:
+        self._compare(f"trainer.save(tag={tag!r})")
         self._loop.save(tag)
 
     def load(
@@ -118,7 +126,7 @@ class Storage:
             text("key", key)
         where = Path(os.fspath(path))
         self._refuse_to_overwrite(path, where)
-        self._compare(f"trainer.load({str(path)!r}, strict={strict}, ema={ema}, key={key!r})")
+        call = f"trainer.load({str(path)!r}, strict={strict}, ema={ema}, key={key!r})"
         parts = self._parts
 
         def read() -> Source | None:
@@ -131,20 +139,24 @@ class Storage:
                 return None  # the present weights are the best ones, and will be saved
             return read_source(parts.keeper.best.path(), ema=ema, key=key)
 
-        loaded = load_weights(
-            parts.run.world,
-            parts.subjects,
-            parts.weights,
-            read,
-            strict=strict,
-            warn=lambda message: self._log.emit("warning", message=message),
-        )
-        if loaded is None:
-            return LoadedWeights("the present weights", [], [])
-        parts.history.weights_replaced(parts.cursor.total_steps)
-        if parts.keeper.best is not None:
-            parts.keeper.best.weights_replaced(parts.cursor.total_steps)
-        return loaded
+        def load() -> LoadedWeights:
+            self._compare(call)
+            loaded = load_weights(
+                parts.run.world,
+                parts.subjects,
+                parts.weights,
+                read,
+                strict=strict,
+                warn=lambda message: self._log.emit("warning", message=message),
+            )
+            if loaded is None:
+                return LoadedWeights("the present weights", [], [])
+            parts.history.weights_replaced(parts.cursor.total_steps)
+            if parts.keeper.best is not None:
+                parts.keeper.best.weights_replaced(parts.cursor.total_steps)
+            return loaded
+
+        return self._recovery.call(call, load)
 
     def export(self, path: str | os.PathLike[str], *, ema: bool = False) -> None:
         """Write the weights alone into a file that torch or other libraries read; all ranks return when it is on disk.
@@ -178,15 +190,20 @@ class Storage:
         flag("ema", ema)
         parts = self._parts
         modules: Mapping[str, Any] = self._averaged() if ema else parts.modules
-        self._compare(f"trainer.export({str(path)!r}, ema={ema})")
-        with raised_on_all(parts.run.world, "trainer.export"):
-            if parts.run.world.rank == 0:
-                others = {
-                    prefix + plain_name(f"{place}._extra_state" if place else "_extra_state"): value
-                    for prefix, states in extra_state(modules).items()
-                    for place, value in states.items()
-                }
-                write_weights(file, model_tensors(modules), others)
+        call = f"trainer.export({str(path)!r}, ema={ema})"
+
+        def write() -> None:
+            self._compare(call)
+            with raised_on_all(parts.run.world, "trainer.export"):
+                if parts.run.world.rank == 0:
+                    others = {
+                        prefix + plain_name(f"{place}._extra_state" if place else "_extra_state"): value
+                        for prefix, states in extra_state(modules).items()
+                        for place, value in states.items()
+                    }
+                    write_weights(file, model_tensors(modules), others)
+
+        self._recovery.call(call, write)
 
     def stalled(
         self, metric: str, *, patience: int, mode: Literal["min", "max"] = "min", min_delta: float = 0.0

@@ -32,6 +32,8 @@ from unisono.trainer.epoch_batches import EpochBatches
 from unisono.trainer.loader_cache import Loader, LoaderCache
 from unisono.trainer.loop import Loop
 from unisono.trainer.modules import lone_samples_warning
+from unisono.trainer.recoverable_run import RecoverableRun
+from unisono.trainer.recovery import Recovery
 from unisono.trainer.resume import Resume
 from unisono.trainer.run_log import announce, open_log, warn_of_rank
 from unisono.trainer.run_status import RunStatus
@@ -146,13 +148,18 @@ class Trainer(RunStatus, ShortForm, ByVirtualRank, Storage):
             listeners=listeners,
         )
         self.model, self.optimizer, self.directory = model, optimizer, settings.directory
-        parts = assemble(model, optimizer, settings)
+        self._recovery = recovery = Recovery()
+        parts = assemble(model, optimizer, settings, position=recovery.position)
         self._parts, self._unknown_metrics = parts, set()
         self._run, self._cursor, self._modules = parts.run, parts.cursor, parts.modules
         self._subjects, self._averages = parts.subjects, parts.averages
-        self._comparison, self._carried = parts.comparison, parts.carried
+        self._carried = parts.carried
         self._calls = VirtualRankCalls(
-            parts.run, carried=parts.carried, comparison=parts.comparison, modules=parts.modules, models=model
+            parts.run,
+            carried=parts.carried,
+            compare=parts.compare,
+            modules=parts.modules,
+            models=model,
         )
         self._warned = False
         self._run.set_generators("loop", self._cursor.epoch, self._cursor.step, 0)
@@ -168,7 +175,8 @@ class Trainer(RunStatus, ShortForm, ByVirtualRank, Storage):
             cursor=self._cursor,
         )
         keeps = self.directory is not None
-        self._loop = Loop(parts, self._log, scheduler_interval=scheduler_interval, keeps=keeps)
+        self._loop = Loop(parts, self._log, scheduler_interval=scheduler_interval, keeps=keeps, recovery=recovery)
+        recovery.arm(RecoverableRun(parts, self._loop, self._dealer, self._log))
 
     def epochs(self, epochs: int, *, max_steps: int | None = None) -> Iterator[int]:
         """Yield the epochs of the run that are left, and save at the end.
@@ -270,8 +278,6 @@ class Trainer(RunStatus, ShortForm, ByVirtualRank, Storage):
             batch_size = whole("batch_size", batch_size, least=1)
         is_sampled = sampler is not None or batch_sampler is not None
         kind = " with a sampler" if is_sampled else f" of {', '.join(map(repr, sizes))}" if sizes else ""
-        self._compare(f"trainer.batches(){kind}")
-        epoch = self._loop.next_epoch()
         settings: dict[str, Any] = {
             "stream": "train",
             "batch_size": batch_size,
@@ -280,15 +286,22 @@ class Trainer(RunStatus, ShortForm, ByVirtualRank, Storage):
             "collate_fn": collate_fn,
             "drop_last": drop_last,
         }
-        loader: Loader | JoinedLoader | SampledLoader
-        if sizes is not None:
-            loader = self._dealer.joined(dataset, sizes=sizes, shuffle=shuffle, **settings)
-        elif is_sampled:
-            samplers = sampler, batch_sampler
-            loader = self._dealer.sampled(dataset, samplers, epoch=epoch, **settings)
-        else:
-            loader = self._dealer.loader(dataset, shuffle=shuffle, sharded=sharded, **settings)
-        batches = self._loop.batches(loader)
+        call = f"trainer.batches(){kind}"
+
+        def begin() -> EpochBatches:
+            self._compare(call)
+            epoch = self._loop.next_epoch()
+            loader: Loader | JoinedLoader | SampledLoader
+            if sizes is not None:
+                loader = self._dealer.joined(dataset, sizes=sizes, shuffle=shuffle, **settings)
+            elif is_sampled:
+                samplers = sampler, batch_sampler
+                loader = self._dealer.sampled(dataset, samplers, epoch=epoch, **settings)
+            else:
+                loader = self._dealer.loader(dataset, shuffle=shuffle, sharded=sharded, **settings)
+            return self._loop.batches(loader)
+
+        batches = self._recovery.call(call, begin, again=True)
         warning = batch_size and lone_samples_warning(
             self._modules,
             batch_size=batch_size,
@@ -375,10 +388,14 @@ class Trainer(RunStatus, ShortForm, ByVirtualRank, Storage):
         if not is_plain:
             options = StepOptions(encode, flag("recompute", recompute), on_gradients, flag("closure", closure))
             check_step_options(options)
-        return self._loop.step(loss_fn, batch, optimizer, options)
+        return self._recovery.call(
+            "trainer.step",
+            partial(self._loop.step, loss_fn, batch, optimizer, options),
+            account=partial(self._loop.account, batch),
+        )
 
     def _compare(self, call: str) -> None:
         """Check that all ranks make the same call at the same place in the run."""
         cursor = self._cursor
         intent = intent_of_call(call, epoch=cursor.epoch, step=cursor.step, total_steps=cursor.total_steps)
-        self._comparison.compare(intent)
+        self._parts.compare(intent)

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from unisono.engine import ConsistencyCheck
+from unisono.engine import StepDescription
 from unisono.errors import DataError
 from unisono.job.user_function import count_collectives, enter, leave, refuse_collectives_since
 from unisono.trainer.carried import CarriedStates
@@ -27,7 +27,7 @@ class VirtualRankCalls:
     Args:
         run: The constants of the run.
         carried: The state of virtual ranks.
-        comparison: Compares what ranks are about to do.
+        compare: Compares what ranks are about to do.
         modules: The models by the prefix of their names.
         models: The model or the dict of models, as functions get it.
     """
@@ -37,11 +37,11 @@ class VirtualRankCalls:
         run: RunContext,
         *,
         carried: CarriedStates,
-        comparison: ConsistencyCheck,
+        compare: Callable[[StepDescription], None],
         modules: Mapping[str, nn.Module],
         models: Any,
     ) -> None:
-        self._run, self._carried, self._comparison = run, carried, comparison
+        self._run, self._carried, self._compare = run, carried, compare
         self._modules, self._models = modules, models
 
     @property
@@ -52,7 +52,7 @@ class VirtualRankCalls:
     def compare(self, call: str, moment: tuple[int, ...]) -> None:
         """Check that all ranks make the same call at the same place of the run. Every rank must call it."""
         place = dict(zip(("epoch", "step", "steps_of_batch"), moment, strict=False))
-        self._comparison.compare(intent_of_call(call, **place))
+        self._compare(intent_of_call(call, **place))
 
     def call(
         self,

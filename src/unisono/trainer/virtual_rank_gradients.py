@@ -66,13 +66,14 @@ class VirtualRankGradients:
         *,
         models: Any,
         modules: Mapping[str, nn.Module],
-        engine: Engine,
         buffers: BufferTransaction,
         carried: CarriedStates,
         autocast: Literal["bf16", "fp16"] | None,
     ) -> None:
         self._run, self._models, self._modules, self._carried = run, models, modules, carried
-        self._engine, self._buffers = engine, buffers
+        self._buffers = buffers
+        self.engine: Engine
+        """Sums the gradients; the owner of this object sets it."""
         self._autocast = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}[autocast]
         self._backward = Backward()
         self._trained = Trained((), ())
@@ -141,7 +142,7 @@ class VirtualRankGradients:
             share_weight += weight
             if micro_batch is share.micro_batches[-1]:
                 self.losses.append((share, share_loss))
-                self._engine.close_forward(
+                self.engine.close_forward(
                     share.virtual_rank,
                     share_loss,
                     share_weight,
@@ -152,7 +153,7 @@ class VirtualRankGradients:
                 self._backward.run(value.total, samples=batch.size, inputs=self._inputs)
             else:
                 self.scaler.scale(value.total / batch.size).backward(inputs=self._inputs)  # type: ignore[no-untyped-call]
-        self._engine.close_leaf(share.virtual_rank)
+        self.engine.close_leaf(share.virtual_rank)
         self._buffers.close_leaf(share.virtual_rank)
 
     def _read(self, result: Any, *, samples: int) -> tuple[WeightedSum, float]:
@@ -242,7 +243,7 @@ class VirtualRankGradients:
         for parts, where in zip(encoded.parts, rows, strict=True):
             is_last = where is rows[-1]
             if is_last:
-                self._engine.close_forward(
+                self.engine.close_forward(
                     share.virtual_rank,
                     total,
                     weight,
@@ -251,7 +252,7 @@ class VirtualRankGradients:
                 )
             direct = found.direct if share.virtual_rank == 0 and is_last else ()
             run_backward(parts, [None if g is None else g[where] for g in found.of_tensors], direct, self._inputs)
-        self._engine.close_leaf(share.virtual_rank)
+        self.engine.close_leaf(share.virtual_rank)
 
     def _forward_context(self, samples: int) -> contextlib.AbstractContextManager[Any]:
         if self._autocast is None and samples > 1:

@@ -58,8 +58,15 @@ class LoadStateDictHook:
 
     def __init__(self, modules: Iterable[nn.Module] = ()) -> None:
         self.is_shared: Callable[[Tensor], bool] = lambda _: False
-        for module in {m for root in modules for m in root.modules()}:
+        self._handles = [
             module.register_load_state_dict_pre_hook(self._before)  # type: ignore[no-untyped-call]
+            for module in {m for root in modules for m in root.modules()}
+        ]
+
+    def remove(self) -> None:
+        """Remove the hook from all modules."""
+        for handle in self._handles:
+            handle.remove()
 
     def __reduce__(self) -> tuple[type[LoadStateDictHook], tuple[()]]:
         return LoadStateDictHook, ()

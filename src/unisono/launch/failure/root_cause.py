@@ -10,6 +10,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from unisono.peer_loss import LOST_PEER
+
 __all__ = ["RankFailure", "RootCause", "exit_status", "find_root_cause", "first_failure", "name_signal"]
 
 _LEAD_NS = 50_000_000
@@ -19,31 +21,6 @@ _LATE_LEAD_NS = 500_000_000
 """How much earlier than its record a rank may have given up waiting: it closes its connections first, and on a busy
 machine the peers that see them closed may record their errors before it does."""
 
-_LOST_PEER = (
-    # gloo
-    "connectfullmesh failed",
-    "connection closed by peer",
-    "connection reset by peer",
-    "broken pipe",
-    "application timeout caused pair closure",
-    "socket closed",
-    "remote peer closed the connection",
-    # shm
-    "the group was left by rank",
-    "the process of rank",
-    "the processes of rank",
-    # the store
-    "connection was likely closed",
-    "socket has failed to connect to",
-    "client failed to connect",
-    "timed out (try=",
-    # NCCL
-    "remote process exit",
-    "remote process exited",
-    "ncclremoteerror",
-    "communicator was aborted",
-    "to avoid data inconsistency, we are taking the entire process down",
-)
 _LOST_IN_RPC = ("pipe closed", "eof: end of file")
 """RPC needs no process group."""
 _STORE_TIMEOUT = ("wait timeout", "socket timeout")
@@ -241,7 +218,7 @@ def _doubt_of(error: Mapping[str, Any], failure: RankFailure) -> int:
             return _LATE
         if _holds(text, _LOST_IN_RPC):
             return _LOST
-        if failure.grouped and (name == "DistNetworkError" or _holds(text, _LOST_PEER)):
+        if failure.grouped and (name == "DistNetworkError" or _holds(text, LOST_PEER)):
             return _LOST
     return _PERHAPS if name in _CONNECTION_TYPES or name == "DistNetworkError" else _CERTAIN
 

@@ -1,0 +1,188 @@
+"""A new process group for the ranks of a job after the launcher has replaced some of them.
+
+Ranks meet at the launcher's store, under the number of its decision. A rank that waits there looks whether a newer
+decision has made this one void. Until it joins, a new rank has a job without a group: it can be asked for its numbers,
+and its collectives are refused. Start reading at `RecoveryStore`.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from unisono import recovery_link
+from unisono.errors import PeerError
+from unisono.job.current import ActiveJob, Job, active_job, set_active_job
+from unisono.job.placement import own_placement
+from unisono.job.process_group import make_group
+from unisono.job.rendezvous import Rendezvous
+from unisono.recovery_link import RecoveryLink, Replacement
+from unisono.text import name_ranks
+
+__all__ = ["RecoveryStore", "SupersededError", "begin_as_new_rank", "is_new_rank", "rejoin", "tell_job"]
+
+_CONNECT_S = 10.0
+"""How long ranks may take to connect, once all have come: a rank that dies meanwhile is noticed no sooner."""
+_PAUSE_S = 0.0005
+
+
+class SupersededError(Exception):
+    """The launcher has replaced another rank meanwhile: ranks meet again, under the number of that decision."""
+
+
+class _JobFacts(NamedTuple):
+    """What a new rank needs to know about its job."""
+
+    backend: str
+    asked: str
+    timeout_s: float
+    launcher: str
+    device: str
+
+
+class RecoveryStore:
+    """The store at which ranks meet after a decision of the launcher.
+
+    Args:
+        link: The link to the launcher.
+        replacement: The decision.
+        timeout_s: Seconds to wait for a rank.
+        check: Called while this rank waits; may raise.
+    """
+
+    def __init__(
+        self,
+        link: RecoveryLink,
+        replacement: Replacement,
+        *,
+        timeout_s: float,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.replacement, self._link, self._timeout_s, self._check = replacement, link, timeout_s, check
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))  # type: ignore[attr-defined]
+        self.store = dist.PrefixStore(f"unisono_recovery_{replacement.number}", store)  # type: ignore[attr-defined]
+
+    def put(self, key: str, value: object) -> None:
+        """Write a value for other ranks."""
+        self.store.set(key, pickle.dumps(value))  # type: ignore[arg-type]
+
+    def read(self, keys: Collection[str], *, doing: str) -> list[Any]:
+        """Return the values that ranks have written, once all are there.
+
+        Args:
+            keys: The keys of the values. Each ends with the rank that writes it, after a slash.
+            doing: Completes "rank 1 did not …" in errors.
+
+        Raises:
+            SupersededError: The launcher has made another decision.
+            PeerError: Some ranks do not write in time.
+        """
+        deadline_s, pause_s = time.monotonic() + self._timeout_s, _PAUSE_S
+        missing = [*keys]
+        while missing := [key for key in missing if not self.store.check([key])]:
+            if self._link.replacement().number != self.replacement.number:
+                raise SupersededError
+            self._check()
+            if time.monotonic() > deadline_s:
+                ranks = [int(key.rpartition("/")[2]) for key in missing]
+                raise PeerError(
+                    f"timed out: {name_ranks(ranks)} did not {doing} within {self._timeout_s:g} s after another rank "
+                    "had died: see what it does, with `unisono stacks`"
+                )
+            time.sleep(pause_s)
+            pause_s = min(1.2 * pause_s, 0.01)
+        return [pickle.loads(self.store.get(key)) for key in keys]
+
+
+def begin_as_new_rank() -> Job:
+    """Begin the job of a new rank, without a group: wait until the other ranks have noticed that the old one has died.
+
+    Raises:
+        PeerError: They do not come in time.
+    """
+    link = recovery_link.current
+    assert link is not None
+    if (active := active_job()) is not None:
+        return active.job
+    placement = own_placement()
+    while True:
+        store = RecoveryStore(link, link.replacement(), timeout_s=1800.0)
+        survivors = [r for r in range(placement.world_size) if r not in store.replacement.ranks]
+        try:
+            facts: _JobFacts = store.read([f"job/{survivors[0]}"], doing="come to replace it")[0]
+            break
+        except SupersededError:
+            continue
+    job = Job(
+        rank=placement.rank,
+        world_size=placement.world_size,
+        local_rank=placement.local_rank,
+        local_world_size=placement.local_world_size,
+        node_rank=placement.node_rank,
+        num_nodes=1,
+        device=_own_device(torch.device(facts.device), placement.local_rank),
+        backend=facts.backend,
+        launcher=facts.launcher,
+        timeout=timedelta(seconds=facts.timeout_s),
+        number=0,
+        began=True,
+    )
+    set_active_job(ActiveJob(job=job, group=None, asked=facts.asked, where=None, store=store.store, hosted=False))
+    return job
+
+
+def tell_job(store: RecoveryStore) -> None:
+    """Tell new ranks about the job of this rank."""
+    active = active_job()
+    assert active is not None, "a Trainer without a job of its own is not armed"
+    job = active.job
+    facts = _JobFacts(job.backend, active.asked, job.timeout.total_seconds(), job.launcher, str(job.device))
+    store.put(f"job/{job.rank}", facts)
+
+
+def rejoin(store: RecoveryStore) -> None:
+    """Leave the process group of this job, if there is one, and make another. Every rank must call it.
+
+    Raises:
+        SupersededError: The launcher has made another decision.
+        PeerError: Some ranks do not come in time.
+        LaunchError: The group could not be made: a rank has died meanwhile.
+    """
+    active = active_job()
+    assert active is not None
+    job = active.job
+    if dist.is_initialized():
+        # Not the launcher's, which waits until other threads sleep, such as one that writes a checkpoint. That is for
+        # models of DDP.
+        destroy = dist.destroy_process_group
+        getattr(destroy, "__wrapped__", destroy)()
+    store.put(f"came/{job.rank}", True)
+    store.read([f"came/{rank}" for rank in range(job.world_size)], doing="come to go on")
+    meeting = Rendezvous(store=store.store, rank=job.rank, world_size=job.world_size, place="the launcher's store")
+    make_group(job.backend, meeting, timedelta(seconds=_CONNECT_S), job.device)
+    group = dist.group.WORLD
+    assert group is not None
+    dist.distributed_c10d._set_pg_timeout(job.timeout, group)
+    set_active_job(replace(active, group=group, store=store.store, hosted=False))
+
+
+def is_new_rank() -> bool:
+    """Return True if this process takes the place of a rank that died, and has not joined the others yet."""
+    link = recovery_link.current
+    if link is None or not link.is_new:
+        return False
+    active = active_job()
+    return active is None or active.group is None
+
+
+def _own_device(theirs: torch.device, local_rank: int) -> torch.device:
+    return torch.device("cuda", local_rank % torch.cuda.device_count()) if theirs.type == "cuda" else theirs

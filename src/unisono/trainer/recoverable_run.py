@@ -1,0 +1,97 @@
+"""The run of a Trainer as its recovery uses it: its place, its state, and the process group that it depends on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from unisono.collectives.world import World
+from unisono.trainer.assembly import TrainerParts
+from unisono.trainer.call_log import CallLog
+from unisono.trainer.evaluation_history import EvaluationHistory
+from unisono.trainer.loader_cache import LoaderCache
+from unisono.trainer.loop import Loop
+from unisono.trainer.recovery import Position
+from unisono.trainer.snapshot import Cursor, capture, facts_of, restore
+from unisono.trainer.tensor_groups import Groups, broadcast_groups
+from unisono.watch import EventLog
+
+__all__ = ["RecoverableRun"]
+
+
+class RecoverableRun:
+    """See `recovery.Recoverable`.
+
+    Args:
+        parts: The parts of the Trainer.
+        loop: Its loop.
+        loaders: Its loaders.
+        log: Gets an event for each recovery.
+    """
+
+    def __init__(self, parts: TrainerParts, loop: Loop, loaders: LoaderCache, log: EventLog) -> None:
+        self._parts, self._loop, self._loaders, self._log = parts, loop, loaders, log
+
+    @property
+    def world(self) -> World:
+        """The ranks."""
+        return self._parts.run.world
+
+    def position(self, log: CallLog, name: str) -> Position:
+        """Return the place of this rank, in the call of this name."""
+        loop, parts = self._loop, self._parts
+        cursor, evaluations = (parts.cursor, len(loop.history)) if log.is_outside else loop.asked
+        return Position(
+            log=log,
+            name=name,
+            cursor=cursor,
+            evaluations=loop.history.state(evaluations),
+            first_steps=loop.first_steps,
+            saved=parts.keeper.last,
+        )
+
+    def undo(self) -> str | None:
+        """Restore the state from before the call under way; return why that is not possible, if it is not."""
+        if any(runner.transaction.writing for runner in self._parts.runners.values()):
+            return "a rank died while it wrote weights that all ranks share"
+        return None
+
+    def connect(self) -> None:
+        """Make engines for the process group that there is now. Every rank must call it."""
+        self._parts.connect()
+        self._loaders.compare_again()
+
+    def send_state(self, source: int, *, wanted: bool) -> None:
+        """Send the state of one rank to those that want it. Every rank must call it."""
+        document, groups = broadcast_groups(self.world, self._capture, source=source, wanted=wanted)
+        cursor = None
+        if wanted:
+            restore(self._parts.subjects, groups, document["state"], source=f"the state of rank {source}")
+            self._restore_modes(document["modes"], document["trained"])
+            facts = document["state"]["facts"]
+            cursor = Cursor(**facts["cursor"])
+            self._loop.history.become(EvaluationHistory.restored(facts["evaluations"]))
+        self._loop.go_on(cursor=cursor, calls=document["calls"])
+
+    def has_joined(self, number: int, ranks: tuple[int, ...], seconds: float) -> None:
+        """Go on after a recovery."""
+
+    def raise_pending(self) -> None:
+        """Raise the exception of a signal that was put off."""
+        self._loop.raise_pending()
+
+    def _capture(self) -> tuple[dict[str, Any], Groups]:
+        parts, loop = self._parts, self._loop
+        constants = {"seed": parts.run.seed, "virtual_ranks": parts.run.virtual_ranks}
+        facts = {**facts_of(constants, parts.cursor), "evaluations": loop.history.state()}
+        groups, state = capture(parts.subjects, facts)
+        modes = {prefix: [m.training for m in root.modules()] for prefix, root in parts.modules.items()}
+        trained = {prefix: [p.requires_grad for p in root.parameters()] for prefix, root in parts.modules.items()}
+        return {"state": state, "modes": modes, "trained": trained, "calls": loop.calls}, groups
+
+    def _restore_modes(self, modes: dict[str, list[bool]], trained: dict[str, list[bool]]) -> None:
+        """Set what the loop may have changed on the other ranks: modes of modules, and what is frozen."""
+        for prefix, root in self._parts.modules.items():
+            for module, training in zip(root.modules(), modes[prefix], strict=True):
+                module.training = training
+            for p, requires_grad in zip(root.parameters(), trained[prefix], strict=True):
+                p.requires_grad_(requires_grad)

@@ -1,0 +1,371 @@
+"""The recovery of a run from the death of ranks, without a restart of the others.
+
+The launcher makes a new process for a rank that has died, which runs the script from its top. It goes through calls
+that the others have made without making them again (`call_log`), up to the call under way. The other ranks notice the
+death there: the call fails, and leaves the state from before it. They wait for the new rank, all make a new process
+group and engine, the new rank takes the state of another one, and the call is repeated. Of ranks that one call
+separates, since only some could finish it, the later ones take the state of the first, and the result of the call.
+Start reading at `Recovery.call`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from unisono import recovery_link
+from unisono.collectives.world import World
+from unisono.errors import PeerError, RankMismatchError, UnisonoError
+from unisono.job.current import active_job
+from unisono.job.rejoin import RecoveryStore, SupersededError, begin_as_new_rank, is_new_rank, rejoin, tell_job
+from unisono.job.user_function import collectives_of_user, count_collectives
+from unisono.peer_loss import is_peer_lost
+from unisono.recovery_link import Phase, RecoveryLink
+from unisono.trainer.call_log import CallLog, LoggedCall
+from unisono.trainer.checkpointing import Place
+from unisono.trainer.snapshot import Cursor
+
+__all__ = ["Position", "Recoverable", "Recovery"]
+
+T = TypeVar("T")
+
+_PATIENCE_S = 5.0
+"""How long a rank that has lost a peer waits for the launcher to replace it."""
+_DOUBT_S = 0.5
+"""The same after an error that need not come from a lost peer."""
+_PAUSE_S = 0.0005
+
+
+class Position(NamedTuple):
+    """Where a rank is in its run, as it tells new ranks."""
+
+    log: CallLog
+    name: str
+    """The call under way."""
+    cursor: Cursor
+    """The cursor when the loop last asked for a batch or an epoch."""
+    evaluations: Any
+    """The state of the history of evaluations at that time."""
+    first_steps: int
+    """Steps of the run that were done when its first process began."""
+    saved: Place
+    """The place of the latest checkpoint."""
+
+
+class Recoverable(Protocol):
+    """The run of a Trainer, as its recovery uses it; `RecoverableRun` is the one."""
+
+    @property
+    def world(self) -> World:
+        """The ranks."""
+
+    def position(self, log: CallLog, name: str) -> Position:
+        """Return the place of this rank, in the call of this name."""
+
+    def undo(self) -> str | None:
+        """Restore the state from before the call under way; return why that is not possible, if it is not."""
+
+    def connect(self) -> None:
+        """Make engines for the process group that there is now. Every rank must call it."""
+
+    def send_state(self, source: int, *, wanted: bool) -> None:
+        """Send the state of one rank to those that want it. Every rank must call it."""
+
+    def has_joined(self, number: int, ranks: tuple[int, ...], seconds: float) -> None:
+        """Go on after a recovery.
+
+        Args:
+            number: The decision of the launcher.
+            ranks: The ranks that are new.
+            seconds: How long this rank has waited.
+        """
+
+    def raise_pending(self) -> None:
+        """Raise the exception of a signal that was put off."""
+
+
+class _Dropped:
+    """The place of a result that is not kept."""
+
+
+class Account(Protocol):
+    """Accounts for a call that other ranks have made."""
+
+    def __call__(self, result: Any, /, *, counts: bool) -> None:
+        """See `Recovery.call`."""
+
+
+def _nothing(_result: Any, /, *, counts: bool) -> None:
+    """Account for a call that leaves no trace."""
+
+
+class Recovery:
+    """Makes the calls of a Trainer, and makes them again after ranks have been replaced."""
+
+    def __init__(self) -> None:
+        link = recovery_link.current
+        self._link: RecoveryLink | None = link
+        self._log = CallLog()
+        self._replayed: deque[LoggedCall] = deque()
+        self._run: Recoverable | None = None
+        self._joined = 0 if link is None else link.replacement().number
+        self._refused = False
+        self._within = False
+        self._name = ""
+        self._counted = (0, 0)
+        self.position: Position | None = None
+        """Where the other ranks are, on a new rank."""
+        self.is_joined = True
+        """False on a new rank that has not joined the others yet."""
+        self.recovered = 0
+        """The number of recoveries that this process has taken part in."""
+        if is_new_rank():
+            self._begin_as_new_rank()
+        elif any(self._uses()):
+            self.refuse("the script has called collectives of its own before it made the Trainer")
+
+    def arm(self, run: Recoverable) -> None:
+        """Recover this run from now on, if it can be recovered."""
+        self._run, link = run, self._link
+        if link is None or run.world.size == 1:
+            self._link = None
+            return
+        if self.is_joined:
+            active = active_job()
+            if active is None or active.adopted:
+                self.refuse("the script has made the process group itself, with torch.distributed")
+            self._counted = self._uses()
+        link.arm()
+
+    def refuse(self, reason: str) -> None:
+        """Tell the launcher why it must not replace single ranks of this job."""
+        if self._link is not None and not self._refused:
+            self._refused = True
+            self._link.refuse(reason)
+
+    def note(self, phase: Phase, step: int, virtual_rank: int = -1) -> None:
+        """Note what this rank does, for messages about its death."""
+        if self._link is not None:
+            self._link.note(phase, step, virtual_rank)
+
+    def begin_epoch(self) -> None:
+        """Note that the body of an epoch begins."""
+        if self.is_joined:
+            self._log.begin_epoch()
+
+    def ask(self) -> None:
+        """Note that the loop asks for a batch."""
+        if self.is_joined:
+            self._log.ask()
+
+    def leave_epochs(self) -> None:
+        """Note that the loop over epochs has ended."""
+        if self.is_joined:
+            self._log.leave_epochs()
+
+    def call(
+        self,
+        name: str,
+        body: Callable[[], T],
+        *,
+        again: bool = False,
+        keeps: bool = True,
+        account: Account = _nothing,
+    ) -> T:
+        """Make a call in which ranks need each other, and return its result; again after ranks have been replaced.
+
+        Every rank must make it.
+
+        Args:
+            name: The call, equal on all ranks.
+            body: Makes the call. If it fails because a rank has died, the state is the one from before.
+            again: True if a new rank makes it as well when the others have made it before, alone.
+            keeps: False if the result is too large to be kept for a new rank, which can then not go past the call.
+            account: Called with the result, as account(result, counts=…), instead of body, if other ranks have made
+                the call since the loop asked for a batch. counts is False if this rank has their state already.
+        """
+        if self._link is None or self._within:
+            return body()
+        if self._replayed:
+            return self._replay(name, body, again=again, account=account)
+        self._name = name
+        if not self.is_joined:
+            self._meet()
+        elif self._uses() != self._counted:
+            self.refuse("ranks call collectives of torch.distributed or unisono.comm between the Trainer's calls")
+        while True:
+            try:
+                with self._inside():
+                    result = body()
+                break
+            except (UnisonoError, RuntimeError) as error:
+                if not self._recovers_from(error):
+                    raise
+            if (missed := self._meet()) is not None:
+                if again or isinstance(missed.result, _Dropped):
+                    raise PeerError(f"only some ranks could finish {name} before a rank died")
+                account(missed.result, counts=False)
+                self._counted = self._uses()
+                return missed.result  # type: ignore[no-any-return]
+        self._log.add(name, None if again else result if keeps else _Dropped())
+        self._counted = self._uses()
+        return result
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        """Make calls within this one a part of it."""
+        self._within = True
+        try:
+            yield
+        finally:
+            self._within = False
+
+    def _uses(self) -> tuple[int, int]:
+        """Count the collectives of this process; `call` compares the number between two of its calls."""
+        return (0, 0) if self._link is None else (count_collectives(), collectives_of_user())
+
+    def _begin_as_new_rank(self) -> None:
+        """Wait for the other ranks, and take over the calls that they have made."""
+        assert self._link is not None
+        begin_as_new_rank()
+        self.is_joined = False
+        while True:
+            store = self._store()
+            try:
+                self.position = _first(self._positions(store))[1]
+                break
+            except SupersededError:
+                continue
+        self._log = self.position.log
+        self._replayed = deque(self._log.calls())
+
+    def _replay(self, name: str, body: Callable[[], T], *, again: bool, account: Account) -> T:
+        """Return the result of a call that the other ranks have made."""
+        logged = self._replayed.popleft()
+        if logged.name != name:
+            self._differ(f"{name} where the others have called {logged.name}")
+        if again:
+            return body()
+        if isinstance(logged.result, _Dropped):
+            self._differ(f"{name}, whose result is not kept")
+        if logged.is_recent:
+            account(logged.result, counts=True)
+        return logged.result  # type: ignore[no-any-return]
+
+    def _differ(self, what: str) -> None:
+        reason = f"a new rank that runs the script from its top comes to {what}"
+        self.refuse(reason)
+        raise RankMismatchError(f"no rank can be replaced alone: {reason}.")
+
+    def _recovers_from(self, error: Exception) -> bool:
+        """Return True if ranks have died and will be replaced, and the state is that from before the call."""
+        assert self._link is not None
+        assert self._run is not None
+        if self._refused:
+            return False
+        is_lost = is_peer_lost(error)
+        if not (is_lost or isinstance(error, UnisonoError)):
+            return False
+        if not self._is_replaced(_PATIENCE_S if is_lost else _DOUBT_S):
+            return False
+        if (obstacle := self._run.undo()) is not None:
+            self.refuse(obstacle)
+            return False
+        return True
+
+    def _is_replaced(self, patience_s: float) -> bool:
+        """Wait for a decision of the launcher that this rank has not followed yet; return False if none comes."""
+        assert self._link is not None
+        end_s, pause_s = time.monotonic() + patience_s, _PAUSE_S
+        while self._link.replacement().number == self._joined:
+            if time.monotonic() >= end_s:
+                return False
+            self._check()
+            time.sleep(pause_s)
+            pause_s = min(1.2 * pause_s, 0.01)
+        return True
+
+    def _meet(self) -> LoggedCall | None:
+        """Go on together with all ranks, new ones and old ones.
+
+        Returns:
+            The call under way, if another rank has made it, and this one has its state now.
+        """
+        assert self._link is not None
+        self._link.note("recovery", -1)
+        started_s = time.monotonic()
+        while True:
+            store = self._store()
+            try:
+                return self._meet_at(store, started_s)
+            except SupersededError:
+                continue
+            except (UnisonoError, RuntimeError) as error:
+                self._joined = store.replacement.number
+                if isinstance(error, RankMismatchError) or not self._is_replaced(_PATIENCE_S):
+                    raise
+
+    def _meet_at(self, store: RecoveryStore, started_s: float) -> LoggedCall | None:
+        run, link, name = self._run, self._link, self._name
+        assert run is not None
+        assert link is not None
+        is_new = run.world.rank in store.replacement.ranks
+        if not is_new:
+            tell_job(store)
+            store.put(f"position/{run.world.rank}", run.position(self._log, name))
+        source, position = _first(self._positions(store))
+        missed: LoggedCall | None = None
+        behind = position.log.count - self._log.count
+        if not self.is_joined and behind:
+            # The rank whose calls this one has gone through has died, and no other rank had come so far.
+            raise PeerError("another rank died before this new one had its state: it is replaced once more")
+        if behind < 0 or behind > 1:
+            raise PeerError(f"this rank has made {self._log.count} calls, and rank {source} {position.log.count}")
+        if behind:
+            missed = position.log.last
+            assert missed is not None
+        expected = position.name if missed is None else missed.name
+        if name != expected:
+            self._differ(f"{name} where the others are in {expected}")
+        rejoin(store)
+        run.connect()
+        run.send_state(source, wanted=behind > 0 or not self.is_joined)
+        run.world.gather(None, "ranks that go on after a recovery")
+        if missed is not None:
+            self._log = position.log
+        number, ranks = store.replacement
+        self.is_joined, self._joined = True, number
+        self.recovered += 1
+        link.joined(number)
+        run.has_joined(number, ranks, time.monotonic() - started_s)
+        self._counted = self._uses()
+        return missed
+
+    def _store(self) -> RecoveryStore:
+        assert self._link is not None
+        active = active_job()
+        assert active is not None
+        timeout_s = active.job.timeout.total_seconds()
+        return RecoveryStore(self._link, self._link.replacement(), timeout_s=timeout_s, check=self._check)
+
+    def _positions(self, store: RecoveryStore) -> dict[int, Position]:
+        """Return the places of the ranks that are not new."""
+        active = active_job()
+        assert active is not None
+        ranks = [r for r in range(active.job.world_size) if r not in store.replacement.ranks]
+        doing = "come to the call in which they notice it"
+        return dict(zip(ranks, store.read([f"position/{r}" for r in ranks], doing=doing), strict=True))
+
+    def _check(self) -> None:
+        """Look, while this rank waits, whether it was asked to end."""
+        if self._run is not None:
+            self._run.raise_pending()
+
+
+def _first(positions: dict[int, Position]) -> tuple[int, Position]:
+    """Return the rank that has made the most calls, and its place."""
+    rank = max(positions, key=lambda rank: (positions[rank].log.count, -rank))
+    return rank, positions[rank]
