@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
+
+from torch import Tensor
 
 __all__ = ["Batch", "MicroBatch", "Share"]
 
@@ -48,6 +50,14 @@ class Batch:
     """True if virtual rank v of V has the samples v, v + V, v + 2V, … of the batch; False if it has as many as it has
     made."""
 
+    def versions(self) -> list[int]:
+        """Return the versions of all tensors: equal later, unless one has been written to."""
+        found: list[int] = []
+        for share in self.shares:
+            for micro_batch in share.micro_batches:
+                _add_versions(micro_batch.items, found)
+        return found
+
     def __len__(self) -> int:
         return self.size
 
@@ -61,3 +71,14 @@ class Batch:
     def micro_batches(self) -> Iterator[Any]:
         """This rank's micro-batches, as collate_fn returned them."""
         return (micro_batch.items for share in self.shares for micro_batch in share.micro_batches)
+
+
+def _add_versions(value: Any, found: list[int]) -> None:
+    if isinstance(value, Tensor):
+        found.append(-1 if value.is_inference() else value._version)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            _add_versions(item, found)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            _add_versions(item, found)

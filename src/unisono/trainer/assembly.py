@@ -39,7 +39,7 @@ from unisono.trainer.evaluation_history import EvaluationHistory
 from unisono.trainer.hyperparameters import given_by, settings_of
 from unisono.trainer.model_checks import check_models
 from unisono.trainer.modules import check_batch_norms, check_embeddings, parameter_names, plain_modules
-from unisono.trainer.recovery import Position
+from unisono.trainer.recovery import Recovery
 from unisono.trainer.resume import ResumedRun
 from unisono.trainer.run_context import RunContext
 from unisono.trainer.settings import TrainerSettings
@@ -111,7 +111,7 @@ def assemble(  # noqa: PLR0915  one thing after the other
     optimizer: Optimizer | Mapping[str, Optimizer],
     settings: TrainerSettings,
     *,
-    position: Position | None = None,
+    recovery: Recovery,
 ) -> TrainerParts:
     """Join the ranks, move the models to their device, and put all parts into the state in which the run begins.
 
@@ -121,7 +121,7 @@ def assemble(  # noqa: PLR0915  one thing after the other
         model: See `Trainer`.
         optimizer: See `Trainer`.
         settings: The other arguments.
-        position: Where the other ranks are, on a new rank, which is alone until it joins them.
+        recovery: Has the place of the other ranks, on a new rank, which is alone until it joins them.
     """
     check_models(model)
     modules = plain_modules(model)
@@ -168,12 +168,15 @@ def assemble(  # noqa: PLR0915  one thing after the other
     if settings.directory is not None:
         check_storable_models(modules)
     keeper = Checkpointing(settings.directory, settings.checkpoints, world)
+    position = recovery.position
     found = None if position is not None else keeper.find(settings.resume)
     source = None if found is None else found.source
     facts = None if found is None or source is None else found.document["facts"]
     check_constants(settings.virtual_ranks, seed=settings.seed, world=world, facts=facts, directory=settings.directory)
     check_embeddings(modules, virtual_ranks=settings.virtual_ranks)
-    run = RunContext(seed=settings.seed, virtual_ranks=settings.virtual_ranks, world=world, device=chosen)
+    run = RunContext(
+        seed=settings.seed, virtual_ranks=settings.virtual_ranks, world=world, device=chosen, note=recovery.note
+    )
     engines = _select(settings, world, modules, optimizers)
     carried = CarriedStates({name: each for name, each in settings.stateful.items() if isinstance(each, Carried)}, run)
     buffers = BufferTransaction(modules, world, engines.all_reduce, virtual_ranks=settings.virtual_ranks)

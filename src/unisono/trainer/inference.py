@@ -98,7 +98,7 @@ class Inference:
 
         def compute() -> Any:
             self._compare(call)
-            self._recovery.note("evaluation", self._cursor.total_steps)
+            self._recovery.note("evaluation")
             loader = self._test_loader(dataset, batch_size, micro_batch_size, workers, collate_fn)
             models = self._averaged_model() if ema else self.model
             try:
@@ -170,7 +170,7 @@ class Inference:
 
         def compute() -> Any:
             self._compare(call)
-            self._recovery.note("evaluation", self._cursor.total_steps)
+            self._recovery.note("evaluation")
             keep = destination != "iterator"  # the loop may read the same dataset between two batches
             loader = self._test_loader(dataset, batch_size, micro_batch_size, workers, collate_fn, keep=keep)
             models = self._averaged_model() if ema else self.model

@@ -74,6 +74,8 @@ class Loop:
         self._epochs: int | None = None
         self._last_step: int | None = None
         self._turn = 0
+        self.versions: list[int] = []
+        """Versions of the tensors in the batch when it was dealt."""
         self._exhausted: int | None = None
         """The epoch whose batches have all been asked for."""
         self._is_dealing = False
@@ -267,7 +269,9 @@ class Loop:
                 if batch is None:
                     break
                 self._batch, self._calls = batch, 0
-                self._recovery.note("loop", cursor.total_steps)
+                if self._recovery.is_on:
+                    self.versions = batch.versions()
+                self._recovery.note("loop")
                 self._run.set_generators("loop", batch.epoch, batch.step, 0)
                 self._is_asking = False
                 yield batch
@@ -320,7 +324,6 @@ class Loop:
             raise ValueError("step takes the batch that trainer.batches gave last, once it is in your loop")
         name = self._name(optimizer)
         runner = self._runners[name]
-        self._recovery.note("forward", self._cursor.total_steps)
         if self._keeper.best is not None and self._keeper.best.has_candidate:
             self._asked.save_evaluated(self._keeper.best)
         try:
@@ -342,7 +345,7 @@ class Loop:
         self._count_step(batch)
         runner.transaction.close()
         self._count_loss(batch, result)
-        self._recovery.note("loop", self._cursor.total_steps)
+        self._recovery.note("loop")
         shown = name if len(self._runners) > 1 else None
         self._events.emit(batch, result, total_steps=self._cursor.total_steps, weight=runner.weight, optimizer=shown)
         if (message := runner.mode_warning(batch.epoch)) is not None:

@@ -11,6 +11,7 @@ from unisono.trainer.evaluation_history import EvaluationHistory
 from unisono.trainer.loader_cache import LoaderCache
 from unisono.trainer.loop import Loop
 from unisono.trainer.recovery import Position
+from unisono.trainer.run_log import announce_to_listeners
 from unisono.trainer.snapshot import Cursor, capture, facts_of, restore
 from unisono.trainer.tensor_groups import Groups, broadcast_groups
 from unisono.watch import EventLog
@@ -36,6 +37,11 @@ class RecoverableRun:
         """The ranks."""
         return self._parts.run.world
 
+    @property
+    def steps_done(self) -> int:
+        """Steps since the start of the run."""
+        return self._parts.cursor.total_steps
+
     def position(self, log: CallLog, name: str) -> Position:
         """Return the place of this rank, in the call of this name."""
         loop, parts = self._loop, self._parts
@@ -51,6 +57,9 @@ class RecoverableRun:
 
     def undo(self) -> str | None:
         """Restore the state from before the call under way; return why that is not possible, if it is not."""
+        batch = self._loop.batch
+        if batch is not None and batch.versions() != self._loop.versions:
+            return "the loss function writes to the tensors of its batch, which so cannot be computed again"
         if any(runner.transaction.writing for runner in self._parts.runners.values()):
             return "a rank died while it wrote weights that all ranks share"
         return None
@@ -73,7 +82,20 @@ class RecoverableRun:
         self._loop.go_on(cursor=cursor, calls=document["calls"])
 
     def has_joined(self, number: int, ranks: tuple[int, ...], seconds: float) -> None:
-        """Go on after a recovery."""
+        """Go on after a recovery; see `recovery.Recoverable`."""
+        cursor, log = self._parts.cursor, self._log
+        if log.is_muted:
+            log.is_muted = False
+            announce_to_listeners(log, self._parts)
+        log.emit(
+            "recovery",
+            number=number,
+            ranks=list(ranks),
+            epoch=cursor.epoch,
+            step=cursor.step,
+            total_steps=cursor.total_steps,
+            seconds=round(seconds, 3),
+        )
 
     def raise_pending(self) -> None:
         """Raise the exception of a signal that was put off."""

@@ -62,6 +62,10 @@ class Recoverable(Protocol):
     def world(self) -> World:
         """The ranks."""
 
+    @property
+    def steps_done(self) -> int:
+        """Steps since the start of the run."""
+
     def position(self, log: CallLog, name: str) -> Position:
         """Return the place of this rank, in the call of this name."""
 
@@ -146,10 +150,15 @@ class Recovery:
             self._refused = True
             self._link.refuse(reason)
 
-    def note(self, phase: Phase, step: int, virtual_rank: int = -1) -> None:
+    @property
+    def is_on(self) -> bool:
+        """True if ranks of this run may be replaced."""
+        return self._link is not None and not self._refused
+
+    def note(self, phase: Phase, virtual_rank: int = -1) -> None:
         """Note what this rank does, for messages about its death."""
-        if self._link is not None:
-            self._link.note(phase, step, virtual_rank)
+        if self._link is not None and self._run is not None:
+            self._link.note(phase, self._run.steps_done, virtual_rank)
 
     def begin_epoch(self) -> None:
         """Note that the body of an epoch begins."""
@@ -295,7 +304,7 @@ class Recovery:
             The call under way, if another rank has made it, and this one has its state now.
         """
         assert self._link is not None
-        self._link.note("recovery", -1)
+        self.note("recovery")
         started_s = time.monotonic()
         while True:
             store = self._store()

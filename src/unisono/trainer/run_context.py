@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,10 @@ from unisono.plan import derive_key, rank_block
 from unisono.state.random import set_generators
 
 __all__ = ["RunContext"]
+
+
+def _nothing(*_: object) -> None:
+    """Note nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,6 +30,8 @@ class RunContext:
     """The real ranks, which may be different ones after a resume."""
     device: torch.device
     """The device that this rank computes on."""
+    note: Callable[..., None] = _nothing
+    """Notes what this rank does, as note(phase, virtual rank), for messages about its death."""
 
     @property
     def block(self) -> range:

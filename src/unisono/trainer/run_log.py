@@ -7,20 +7,20 @@ Later events are emitted by other modules.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from unisono.data.workers import warn_on_stderr
+from unisono.trainer.assembly import TrainerParts
 from unisono.trainer.run_context import RunContext
-from unisono.trainer.snapshot import Cursor
 from unisono.watch import Event, EventLog, Progress
+from unisono.watch.events import RunFields
 from unisono.watch.pipe import launcher_pipe
 
-__all__ = ["announce", "open_log", "warn_of_rank"]
+__all__ = ["announce", "announce_to_listeners", "open_log", "warn_of_rank"]
 
 
 def open_log(
@@ -60,30 +60,33 @@ def warn_of_rank(log: EventLog, run: RunContext, message: str) -> None:
         warn_on_stderr(message)
 
 
-def announce(
-    log: EventLog,
-    run: RunContext,
-    *,
-    modules: Mapping[str, nn.Module],
-    directory: Path | None,
-    source: str | None,
-    warnings: Sequence[str],
-    cursor: Cursor,
-) -> None:
+def announce(log: EventLog, parts: TrainerParts) -> None:
     """Emit the events at the start of a run, or of its continuation from a checkpoint."""
-    log.emit(
-        "run",
-        version=version("unisono"),
-        world_size=run.world.size,
-        virtual_ranks=run.virtual_ranks,
-        seed=run.seed,
-        parameters=sum(p.numel() for module in modules.values() for p in module.parameters()),
-        device=str(run.device),
-        threads=torch.get_num_threads(),
-        directory=None if directory is None else str(directory),
-        torch=str(torch.__version__),
-    )
-    for message in warnings:
+    log.emit("run", **_facts(parts))
+    for message in parts.warnings:
         log.emit("warning", message=message)
-    if source is not None:
-        log.emit("resume", path=source, epoch=cursor.epoch, step=cursor.step, total_steps=cursor.total_steps)
+    cursor = parts.cursor
+    if parts.source is not None:
+        log.emit("resume", path=parts.source, epoch=cursor.epoch, step=cursor.step, total_steps=cursor.total_steps)
+
+
+def announce_to_listeners(log: EventLog, parts: TrainerParts) -> None:
+    """Send the same events to the listeners of a new rank 0, for a run that others have announced."""
+    cursor = parts.cursor
+    log.tell_listeners("run", **_facts(parts))
+    log.tell_listeners("resume", path="", epoch=cursor.epoch, step=cursor.step, total_steps=cursor.total_steps)
+
+
+def _facts(parts: TrainerParts) -> RunFields:
+    run, directory = parts.run, parts.settings.directory
+    return {
+        "version": version("unisono"),
+        "world_size": run.world.size,
+        "virtual_ranks": run.virtual_ranks,
+        "seed": run.seed,
+        "parameters": sum(p.numel() for module in parts.modules.values() for p in module.parameters()),
+        "device": str(run.device),
+        "threads": torch.get_num_threads(),
+        "directory": None if directory is None else str(directory),
+        "torch": str(torch.__version__),
+    }

@@ -156,6 +156,7 @@ class StepRunner:
                 self._buffers.put(before)
                 raise
         else:
+            self._run.note("update")
             self._engine.update(scaler)
         if scaler is not None:
             scale = scaler.get_scale()
@@ -191,6 +192,7 @@ class StepRunner:
         self._buffers.start(leaves=leaves)  # after the engine, which may move parameters
         try:
             self._shares.compute(loss_fn, batch, self._trained, restricted=self._restricted, call=call, options=options)
+            self._run.note("sum")
             self._engine.flush()
             self._buffers.launch()
             step.deferred = partial(self._run.set_generators, "loop", batch.epoch, batch.step, call + 1)

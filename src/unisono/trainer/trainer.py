@@ -149,7 +149,7 @@ class Trainer(RunStatus, ShortForm, ByVirtualRank, Storage):
         )
         self.model, self.optimizer, self.directory = model, optimizer, settings.directory
         self._recovery = recovery = Recovery()
-        parts = assemble(model, optimizer, settings, position=recovery.position)
+        parts = assemble(model, optimizer, settings, recovery=recovery)
         self._parts, self._unknown_metrics = parts, set()
         self._run, self._cursor, self._modules = parts.run, parts.cursor, parts.modules
         self._subjects, self._averages = parts.subjects, parts.averages
@@ -165,15 +165,11 @@ class Trainer(RunStatus, ShortForm, ByVirtualRank, Storage):
         self._run.set_generators("loop", self._cursor.epoch, self._cursor.step, 0)
         self._log = open_log(self.directory, is_main=self.is_main, progress=progress, listeners=listeners)
         self._dealer = LoaderCache(self._run, partial(warn_of_rank, self._log, self._run), self._compare)
-        announce(
-            self._log,
-            self._run,
-            modules=self._modules,
-            directory=self.directory,
-            source=parts.source,
-            warnings=parts.warnings,
-            cursor=self._cursor,
-        )
+        if recovery.is_joined:
+            announce(self._log, parts)
+        self._log.is_muted = not recovery.is_joined
+        if parts.carried:
+            recovery.refuse("the state that virtual ranks carry dies with the rank that computes them")
         keeps = self.directory is not None
         self._loop = Loop(parts, self._log, scheduler_interval=scheduler_interval, keeps=keeps, recovery=recovery)
         recovery.arm(RecoverableRun(parts, self._loop, self._dealer, self._log))

@@ -126,6 +126,7 @@ class VirtualRankGradients:
             items = to_device(micro_batch.items, self._run.device)
             if carried is not None:
                 carried.begin(share.virtual_rank, micro_batches=len(share.micro_batches))
+            self._run.note("forward", share.virtual_rank)
             counted = count_collectives()
             with self._forward_context(samples):
                 result = loss_fn(self._models, items)
@@ -149,6 +150,7 @@ class VirtualRankGradients:
                     new_buffers=self._buffers.new_buffers(),
                     has_values=not self.values.is_empty,
                 )
+            self._run.note("backward", share.virtual_rank)
             if self.scaler is None:
                 self._backward.run(value.total, samples=batch.size, inputs=self._inputs)
             else:

@@ -34,6 +34,7 @@ __all__ = [
     "LogFields",
     "OverFields",
     "ProgressFields",
+    "RecoveryFields",
     "ResumeFields",
     "RunFields",
     "StepFields",
@@ -42,7 +43,18 @@ __all__ = [
 ]
 
 Kind: TypeAlias = Literal[
-    "run", "resume", "epoch", "step", "evaluation", "log", "checkpoint", "warning", "over", "end", "progress"
+    "run",
+    "resume",
+    "epoch",
+    "step",
+    "evaluation",
+    "log",
+    "checkpoint",
+    "recovery",
+    "warning",
+    "over",
+    "end",
+    "progress",
 ]
 """The kinds of events."""
 
@@ -159,6 +171,23 @@ class CheckpointFields(TypedDict):
     """Seconds from its start to its last byte; training mostly continues meanwhile."""
 
 
+class RecoveryFields(TypedDict):
+    """Ranks that died have been replaced, and all go on."""
+
+    number: int
+    """Counts the recoveries of a job, from 1."""
+    ranks: Sequence[int]
+    """The ranks that have been replaced."""
+    epoch: int
+    """Epoch of the next step, from 0."""
+    step: int
+    """Next step within that epoch, from 0."""
+    total_steps: int
+    """Steps of the run done before."""
+    seconds: float
+    """Seconds from the moment when this rank noticed the loss until all go on."""
+
+
 class WarningFields(TypedDict):
     """The user should know something that does not end the run."""
 
@@ -243,6 +272,8 @@ class EventLog:
                 self.close()
                 raise
         self._silent = self._file is None and self._pipe is None and not self._listeners
+        self.is_muted = False
+        """True to drop events, except warnings."""
 
     @overload
     def emit(self, kind: Literal["run"], /, **fields: Unpack[RunFields]) -> None: ...
@@ -258,6 +289,8 @@ class EventLog:
     def emit(self, kind: Literal["log"], /, **fields: Unpack[LogFields]) -> None: ...
     @overload
     def emit(self, kind: Literal["checkpoint"], /, **fields: Unpack[CheckpointFields]) -> None: ...
+    @overload
+    def emit(self, kind: Literal["recovery"], /, **fields: Unpack[RecoveryFields]) -> None: ...
     @overload
     def emit(self, kind: Literal["warning"], /, **fields: Unpack[WarningFields]) -> None: ...
     @overload
@@ -275,7 +308,7 @@ class EventLog:
         Raises:
             TypeError: JSON cannot represent a field, such as a tensor; nothing is written then.
         """
-        if self._silent and kind != "warning":
+        if (self._silent or self.is_muted) and kind != "warning":
             return
         with self._lock:
             event = {"time": round(time.time(), 6), "event": kind, **fields}
@@ -302,6 +335,13 @@ class EventLog:
                     "warning",
                     message=f"{self._path} cannot be written ({lost.strerror}); the run goes on without this event log",
                 )
+
+    def tell_listeners(self, kind: Kind, /, **fields: Any) -> None:
+        """Send an event to the listeners in this process alone, which are new, unlike the file and the pipe."""
+        event = {"time": round(time.time(), 6), "event": kind, **fields}
+        with self._lock:
+            for listener in self._listeners:
+                listener(event)
 
     def close(self) -> None:
         """Close the sinks; later events are dropped. May be called again."""
