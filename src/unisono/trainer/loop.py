@@ -263,6 +263,8 @@ class Loop:
         try:
             if not within_epochs:
                 self._ask()
+            self._recovery.ask()
+            self._note_asked()
             batches = loader.batches(epoch=cursor.epoch, first_step=cursor.step)
             while True:
                 batch, ends_early = self._next_batch(loader, batches)
