@@ -126,6 +126,14 @@ FLAGS = (
         help="How often all ranks are started anew after a failure.  [0]",
     ),
     Flag(
+        ["--recover"],
+        section=_ENDS,
+        torchruns=False,
+        type=click.Choice(["on", "off"]),
+        default="on",
+        help="Replace a rank that dies while the others wait, if PROGRAM trains with a Trainer.  [on]",
+    ),
+    Flag(
         ["--hang-report"],
         section=_ENDS,
         torchruns=False,
@@ -311,6 +319,7 @@ def job_of(given: Mapping[str, Any], command: tuple[str, ...]) -> LaunchJob:
         virtual_local_rank=given["virtual_local_rank"],
         master_port=0 if given["standalone"] else _port(given["rdzv_endpoint"], given["master_port"]),
         max_restarts=given["max_restarts"],
+        recover=given["recover"] == "on",
         shutdown_timeout_s=given["shutdown_timeout"],
         hang_report_s=given["hang_report"],
         hang_abort_s=given["hang_abort"],

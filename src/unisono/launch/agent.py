@@ -33,6 +33,7 @@ from unisono.launch.limits import check_open_files
 from unisono.launch.linux import become_subreaper, descendants, end_descendants
 from unisono.launch.output.relay import Relay
 from unisono.launch.output.streams import wants_colour
+from unisono.launch.replacing import COMPANY_S, Replacing
 from unisono.launch.restarts import Ending, decide
 from unisono.launch.shutdown import Shutdown
 from unisono.launch.signals import describe_signal, signals_as_bytes
@@ -46,9 +47,6 @@ _PATIENCE_S = 2.0
 
 _DOUBT_S = 0.5
 """How long to wait, when all that is known is a lost connection, for the failure of the rank that closed it."""
-
-_COMPANY_S = 0.1
-"""How long to wait after an error for the same one in other ranks, which would make it an error of the program."""
 
 OnFailure = Callable[[int, int], bool]
 
@@ -104,6 +102,8 @@ class _Agent:
         self._scratch = ""
         self._restarts = 0
         self._generation: Generation | None = None
+        self._replacing: Replacing | None = None
+        self._recoveries: list[dict[str, Any]] = []
         self._ending: Ending | None = None
         self._postmortem: Postmortem | None = None
         self._shutdown: Shutdown | None = None
@@ -149,6 +149,8 @@ class _Agent:
                 self._relay.show(text)
             if generation.observer.abort and self._shutdown is None:
                 self._end_for_hang(generation.observer.abort)
+        if self._replacing is not None and self._shutdown is None and not self._replacing.tick():
+            self._on_failed()
         self._advance_shutdown()
 
     def _timeout_s(self) -> float | None:
@@ -158,6 +160,8 @@ class _Agent:
             deadlines.append(self._generation.observer.next_deadline_s())
         if self._shutdown is not None:
             deadlines.append(self._shutdown.next_s)
+        elif self._replacing is not None:
+            deadlines.append(self._replacing.next_deadline_s())
         soonest_s = min((deadline_s for deadline_s in deadlines if deadline_s is not None), default=math.inf)
         return None if soonest_s == math.inf else max(0.0, soonest_s - time.monotonic())
 
@@ -220,17 +224,36 @@ class _Agent:
         assert self._generation is not None, "a rank spoke before there was one"
         return self._generation
 
+    @property
+    def _replacements(self) -> Replacing:
+        assert self._replacing is not None, "a rank spoke before there was one"
+        return self._replacing
+
     def _start_ranks(self) -> None:
         self._generation = generation = Generation(self._job, attempt=self._restarts, relay=self._relay)
-        gpus = self._environment.get("CUDA_VISIBLE_DEVICES")
+        self._replacing = Replacing(
+            generation,
+            enabled=self._job.recover,
+            server=self._server,
+            relay=self._relay,
+            completed=self._recoveries,
+            fork=self._fork,
+        )
         for rank in range(self._job.ranks):
-            environment = generation.environment(rank, port=self._port, visible_gpus=gpus)
-            self._server.fork(rank, environment=environment, files=generation.open(rank))
+            self._fork(rank, generation.open(rank))
+
+    def _fork(self, rank: int, files: Mapping[str, int]) -> None:
+        gpus = self._environment.get("CUDA_VISIBLE_DEVICES")
+        environment = self._now.environment(rank, port=self._port, visible_gpus=gpus)
+        self._server.fork(rank, environment=environment, files=files)
 
     def _on_unstarted(self, rank: int, problem: str) -> None:
         """Handle a rank that could not be forked. No rank after it is forked."""
         self._now.running.discard(rank)
-        self._end_for_loss(f"rank {rank} could not be started, {rank} of {self._job.ranks} were: {problem}")
+        if self._replacing is not None and self._replacing.is_new(rank):
+            self._end_for_loss(f"rank {rank} could not be started in the place of one that died: {problem}")
+        else:
+            self._end_for_loss(f"rank {rank} could not be started, {rank} of {self._job.ranks} were: {problem}")
         if not self._running:
             self._on_generation_end()
 
@@ -240,14 +263,17 @@ class _Agent:
         if self._shutdown is not None or message["code"] != 0:
             self._relay.shut(message["rank"])
         self._now.ended(**message)
-        if message["code"] != 0:
+        lost = self._shutdown is None and self._replacements.left_without_joining(message["rank"])
+        if message["code"] != 0 or lost:
             self._on_failed()
         if not self._running:
             self._on_generation_end()
 
     def _on_failed(self) -> None:
-        """Handle the failure of a rank: end the others, at once or soon if the cause is sure."""
+        """Handle the failure of a rank: replace it, or end the others, at once or soon if the cause is sure."""
         shutdown = self._shutdown
+        if shutdown is None and self._replacements.take():
+            return
         if shutdown is None:
             self._shutdown = shutdown = Shutdown(code=1, failed=True, begins_s=time.monotonic() + _DOUBT_S)
         if shutdown.begins_s is None:
@@ -256,7 +282,7 @@ class _Agent:
         if verdict.sure and (verdict.cause.account is None or self._running <= self._now.failed):
             self._end_failed()
         elif verdict.sure:
-            self._shutdown = replace(shutdown, begins_s=min(shutdown.begins_s, time.monotonic() + _COMPANY_S))
+            self._shutdown = replace(shutdown, begins_s=min(shutdown.begins_s, time.monotonic() + COMPANY_S))
 
     def _end_failed(self) -> None:
         """Ask the ranks that have not failed to end; one that has failed may still be about to end."""
@@ -270,6 +296,8 @@ class _Agent:
     def _on_generation_end(self) -> None:
         """Handle the end of all ranks: start them again, or finish, with a report if they have failed."""
         shutdown, generation = self._shutdown, self._now
+        if shutdown is None:
+            self._replacements.look()
         if shutdown is None or not shutdown.failed:
             self._server.end()
             return
@@ -285,14 +313,17 @@ class _Agent:
             relay=self._relay,
             memory=self._memory,
             restarts=self._restarts,
-            remark=decision.reason,
+            recoveries=self._recoveries,
+            remarks=[reason for reason in (self._replacements.reason, decision.reason) if reason],
         )
         postmortem.write()
-        generation.observer.close()
+        generation.close()
         if decision.restart:
             self._restarts += 1
             ranks = f"all {self._job.ranks} ranks" if self._job.ranks > 1 else "it"
             used = f"restart {self._restarts} of {self._job.max_restarts}"
+            if self._replacements.reason:
+                self._relay.say(self._replacements.reason)
             self._relay.say(f"{postmortem.headline}; starting {ranks} again ({used})")
             self._shutdown = None
             self._server.sweep()
@@ -317,6 +348,7 @@ class _Agent:
             "hang": self._now.observer.report,
             "restarts": self._restarts,
             "max_restarts": self._job.max_restarts,
+            "recoveries": self._recoveries,
         }
         write_report(report, relay=self._relay, attempt=self._now.attempt)
         self._relay.say(f"ending the job: ranks still wait, and --hang-abort is {self._job.hang_abort_s:g} s")
@@ -372,6 +404,7 @@ class _Agent:
                 "ranks": job.ranks,
                 "running": len(self._running),
                 "restarts": self._restarts,
+                "recoveries": len(self._recoveries),
                 "started_s": self._started_s,
                 "directory": str(Path.cwd()),
                 "arguments": list(job.arguments),

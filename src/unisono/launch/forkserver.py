@@ -12,9 +12,9 @@ Under `--start-method spawn`, and for programs that are not Python, it imports n
 interpreter, or the program.
 
 From the agent: `start` (the program), `fork` (rank, environment; files by name), `signal` (ranks, signal, group),
-`sweep` (end the processes that ended ranks have left) and `end`. To the agent: `ready` (port, scratch, pid), `started`
-(rank, pid), `unstarted` (rank, problem), `failing` and `exited` (rank, code, time_ns), `lost` (message),
-`store lost`. Start reading at `main`.
+`clear` (end what the rank with this process group has left), `sweep` (end what all ended ranks have left) and `end`. To
+the agent: `ready` (port, scratch, pid), `started` (rank, pid), `unstarted` (rank, problem), `failing` and `exited`
+(rank, code, time_ns), `lost` (message), `store lost`. Start reading at `main`.
 """
 
 from __future__ import annotations
@@ -44,6 +44,9 @@ __all__ = ["main"]
 
 _HELD_BACK = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that a batch system or a container sends to every process. The agent decides what they mean."""
+
+_MOST_ROUNDS = 3
+"""How often the processes that a rank has left are looked for: one may be about to start another."""
 
 _DYNAMO = "torch._dynamo"
 """The module that is preloaded for programs that make an optimizer or wrap a model."""
@@ -170,6 +173,10 @@ class _Server:
         if kind == "signal":
             self._signal(message["signal"], set(message["ranks"]), group=message["group"])
             return None
+        if kind == "clear":
+            self._refused = ""
+            self._clear(message["group"])
+            return None
         if kind == "sweep":
             self._refused = ""
             end_descendants(leftovers=self._leftovers)
@@ -187,6 +194,19 @@ class _Server:
                 asked = signum not in (signal.SIGKILL, signal.SIGCONT)
                 with suppress(ProcessLookupError, PermissionError):
                     (os.killpg if group or (asked and ends_at_once(pid, signum)) else os.kill)(pid, signum)
+
+    def _clear(self, group: int) -> None:
+        """Kill what a rank that has ended has left in its process group, such as data workers."""
+        # The processes are looked up one by one: the number of a group without processes may have a new owner.
+        for _ in range(_MOST_ROUNDS):
+            left = [pid for pid in descendants(os.getpid()) if pid not in self._ranks and _group_of(pid) == group]
+            # Helpers that remove files end by themselves when the processes that use them have ended.
+            doomed = [pid for pid in left if self._leftovers.note(pid) == 0]
+            if not doomed or group in self._ranks:
+                return
+            for pid in doomed:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
 
     def _fork_rank(self, rank: int, environment: dict[str, str], files: RankFiles) -> RankProcess | None:
         # A signal for the rank waits until it has its own handlers.
@@ -263,3 +283,11 @@ class _Server:
         remove_scratch(self._scratch)
         # Unloading torch takes 0.1 s, and there is nothing here to flush.
         os._exit(0)
+
+
+def _group_of(pid: int) -> int | None:
+    """Return the process group of a process; None if it has ended."""
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return None

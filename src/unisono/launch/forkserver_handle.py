@@ -75,6 +75,7 @@ class ForkServerHandle:
             "pass_local_rank": job.pass_local_rank,
             "numa_binding": job.numa_binding,
             "cpu_backend": job.cpu_backend,
+            "recover": job.recover,
         }
         self._send("start", program=program, preload=modules_to_preload(job, source), port=job.master_port)
 
@@ -92,6 +93,10 @@ class ForkServerHandle:
             group: True to send it to the processes that they have started, too.
         """
         self._send("signal", signal=signum, ranks=sorted(ranks), group=group)
+
+    def clear(self, group: int) -> None:
+        """Request the end of the processes that the rank with this process group has left behind."""
+        self._send("clear", group=group)
 
     def sweep(self) -> None:
         """Request the end of the processes, and the removal of the files, that an attempt has left behind."""

@@ -16,6 +16,7 @@ from unisono.launch.failure.root_cause import RankFailure, RootCause, find_root_
 from unisono.launch.hang.observer import Observer
 from unisono.launch.job import LaunchJob
 from unisono.launch.output.relay import Relay
+from unisono.launch.recovery_page import RecoveryPage
 
 __all__ = ["Generation"]
 
@@ -42,14 +43,25 @@ class Generation:
         """Ranks that have been started and have not ended."""
         self.places: dict[int, str] = {}
         """By rank, where those were that had left their process groups when others failed."""
+        self.pages: dict[int, RecoveryPage] = {}
+        """By rank, what its present or last process tells about the replacement of ranks."""
+        self.overdue: set[int] = set()
+        """Ranks that were killed because they did not end after they had reported their failure."""
         self._pids: dict[int, int] = {}
         self._failures: dict[int, RankFailure] = {}
+        self._replaced: dict[int, RankFailure] = {}  # of processes that have been replaced since all went on
         self._finished: set[int] = set()
         self._ended_ns: int | None = None
 
     def open(self, rank: int) -> dict[str, int]:
-        """Open the files of a rank and return them by name. The caller sends them to the rank and closes them."""
+        """Open the files of a rank and return them by name, for a process in the place of an earlier one as well.
+
+        The caller sends them to the rank and closes them.
+        """
         page, dump, ask = self.observer.files(rank)
+        if rank in self.pages:
+            self.pages[rank].close()
+        self.pages[rank] = RecoveryPage(page)
         stdout, stderr, *events = self._relay.open(rank, attempt=self.attempt)
         self.running.add(rank)
         files = {"stdout": stdout, "stderr": stderr, "page": page, "dump": dump, "ask": ask}
@@ -97,6 +109,8 @@ class Generation:
         told = self._failures.pop(rank, None)
         if told is not None and self._ended_ns is not None and code in (-signal.SIGTERM, -signal.SIGKILL):
             code = told.code  # it was about to end and took too long
+        elif told is not None and rank in self.overdue:
+            code = told.code
         elif code in (-signal.SIGTERM, -signal.SIGKILL) and self._has_finished(rank):
             code = 0  # only its process was still there
         if code != 0:
@@ -105,6 +119,31 @@ class Generation:
         elif self._ended_ns is None:
             # Also just after peers have failed: they fail because it is gone.
             self._finished.add(rank)
+
+    def replaced(self, rank: int) -> int:
+        """Note that another process is about to take the place of one that has failed; return the id of the old one.
+
+        Its failure counts among those that `judge` compares until `forget_replaced`.
+        """
+        self._replaced.setdefault(rank, self._failures.pop(rank))
+        self.places.pop(rank, None)
+        self.overdue.discard(rank)
+        return self._pids.pop(rank)
+
+    def forget_replaced(self) -> None:
+        """Note that all ranks go on: the failures of processes that have been replaced do not matter any more."""
+        self._replaced.clear()
+
+    def blame_again(self, rank: int) -> None:
+        """Let `judge` use the latest failure of a rank, not that of a process that it has replaced."""
+        self._replaced.pop(rank, None)
+
+    def close(self) -> None:
+        """Close all files. The ranks have ended."""
+        self.observer.close()
+        for page in self.pages.values():
+            page.close()
+        self.pages.clear()
 
     def ends(self) -> None:
         """Note that the launcher begins to end the ranks: from now on they fail because of that."""
@@ -137,20 +176,25 @@ class Generation:
         """The failures of these ranks."""
         return list(self._failures.values())
 
+    @property
+    def finished(self) -> set[int]:
+        """Ranks whose program has ended without an error. Their processes may still run."""
+        # An interpreter takes some time to end, and peers notice before it has ended.
+        return self._finished | {rank for rank in self._pids.keys() - self.failed if self._has_finished(rank)}
+
     def judge(self) -> RootCause:
         """Find the cause among the failures so far. There must be at least one."""
-        # An interpreter takes some time to end, and peers notice before it has ended.
-        finished = self._finished | {rank for rank in self._pids.keys() - self.failed if self._has_finished(rank)}
-        first_ns = min(failure.time_ns for failure in self._failures.values())
-        left = {rank for rank in self.places if rank not in self._failures and self._left_before(rank, first_ns)}
-        left |= {
-            failure.rank for failure in self._failures.values() if self._was_ended_after_leaving(failure, first_ns)
-        }
+        # What happened first to a rank that was replaced may have led to all that followed.
+        failures = self._failures | self._replaced
+        finished = self.finished - failures.keys()
+        first_ns = min(failure.time_ns for failure in failures.values())
+        left = {rank for rank in self.places if rank not in failures and self._left_before(rank, first_ns)}
+        left |= {failure.rank for failure in failures.values() if self._was_ended_after_leaving(failure, first_ns)}
         return find_root_cause(
-            self._failures.values(),
+            failures.values(),
             finished=finished,
             left=left - finished,
-            running=self.running - self.failed - finished,
+            running=self.running - failures.keys() - finished,
             ended_ns=self._ended_ns,
         )
 

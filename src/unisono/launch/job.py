@@ -74,6 +74,8 @@ class LaunchJob:
     """Port of the job's store on the loopback address. 0: a free one."""
     max_restarts: int = 0
     """The number of times that all ranks may be restarted after a failure."""
+    recover: bool = True
+    """True to replace a rank that dies while the others wait, where a Trainer allows it."""
     shutdown_timeout_s: float = 30.0
     """Seconds between asking a rank to end and killing it: time to save, for ranks that handle the signal."""
     hang_report_s: float = 30.0

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import NoReturn
 
+from unisono import recovery_link
 from unisono.launch import backend_override, group_teardown, rendezvous_patch
 from unisono.launch.cleanup import use_scratch
 from unisono.launch.environment import program_arguments
@@ -27,6 +28,7 @@ from unisono.launch.hang.flight_recorder import has_completed
 from unisono.launch.hang.status_block import StatusBlock
 from unisono.launch.linux import set_parent_death_signal
 from unisono.launch.program import NoProgramError, run_main, without_frames
+from unisono.launch.recovery_page import RankLink
 from unisono.launch.reserved_files import OwnFile, move_out_of_the_way
 from unisono.machine import let_threads_finish
 
@@ -53,6 +55,8 @@ class Program:
     """How the rank is bound to the cores near its GPU."""
     cpu_backend: str = "gloo"
     """The backend that makes the process groups for which the program asks for gloo."""
+    recover: bool = False
+    """True if the launcher replaces a rank that dies, where a Trainer allows it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -219,6 +223,8 @@ def _open_up(process: RankProcess) -> StatusBlock:
     backend_override.install(process.program.cpu_backend)
     group_teardown.install()
     use_scratch(process.scratch)
+    if process.program.recover:
+        recovery_link.current = RankLink(process.files.page)
     if process.program.numa_binding is not None:
         _bind_to_gpu(process.program.numa_binding, gpu=int(os.environ["LOCAL_RANK"]))
     return block

@@ -44,6 +44,8 @@ class Circumstances:
     """How often the ranks have been restarted before this failure."""
     max_restarts: int = 0
     """How often they may be restarted."""
+    recoveries: Sequence[Mapping[str, Any]] = ()
+    """The replacements of ranks before it (`launch.replacing`)."""
     mismatch: str = ""
     """The report of collectives that did not match, if any (`launch.hang.hang_report.render_mismatch`)."""
     remarks: Sequence[str] = ()
@@ -90,6 +92,7 @@ def to_json(verdict: RootCause, circumstances: Circumstances) -> dict[str, Any]:
         "evidence": circumstances.evidence,
         "restarts": circumstances.restarts,
         "max_restarts": circumstances.max_restarts,
+        "recoveries": list(circumstances.recoveries),
         "remarks": list(circumstances.remarks),
     }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ class Postmortem:
 
     Args:
         memory: The kernel's counters at the job's start.
-        remark: Why there is no restart, if the report should contain it; otherwise "".
+        recoveries: The replacements of ranks so far (`launch.replacing`).
+        remarks: Sentences to add: why no rank was replaced, why there is no restart.
     """
 
     def __init__(
@@ -32,7 +33,8 @@ class Postmortem:
         relay: Relay,
         memory: MemoryCounters,
         restarts: int,
-        remark: str,
+        recoveries: Sequence[Mapping[str, Any]],
+        remarks: Sequence[str],
     ) -> None:
         self._relay, self._generation = relay, generation
         self._verdict = verdict = generation.judge()
@@ -40,13 +42,12 @@ class Postmortem:
         missed = () if verdict.absent_finished else verdict.absent[:3]
         # Ranks that ended while they still handled an exception.
         ended = {failure.rank for failure in (verdict.cause, *verdict.same) if (failure.account or {}).get("handled")}
-        remarks = []
+        told = []
         for rank in sorted({*missed, *ended}):
             doing, place = generation.observer.doing(rank), generation.places.get(rank, "")
             words = [doing, *([f"{place} when others had failed"] if place else [])]
-            if told := ", and ".join(filter(None, words)):
-                remarks.append(f"rank {rank} was {told}")
-        remarks += [remark] if remark else []
+            if situation := ", and ".join(filter(None, words)):
+                told.append(f"rank {rank} was {situation}")
         self._circumstances = Circumstances(
             ranks=job.ranks,
             folder=str(Path.cwd()),
@@ -55,7 +56,8 @@ class Postmortem:
             restarts=restarts,
             max_restarts=job.max_restarts,
             mismatch=generation.observer.explain() or "",
-            remarks=remarks,
+            recoveries=recoveries,
+            remarks=[*told, *remarks],
             run_id=job.run_id,
         )
 

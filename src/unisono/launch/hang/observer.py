@@ -20,7 +20,7 @@ from unisono.launch.hang.hang_report import render_finding, render_idle, render_
 from unisono.launch.hang.idleness import Activity, Idleness, read_activity
 from unisono.launch.hang.observed_rank import ObservedRank
 from unisono.launch.hang.stacks import StackRequest, crash_text, create_dump, read_state
-from unisono.launch.hang.status_block import StatusBlock, create
+from unisono.launch.hang.status_block import RecordedCall, StatusBlock, create
 from unisono.polling import wait_until
 
 __all__ = ["Observer"]
@@ -66,6 +66,7 @@ class Observer:
         self._judged_s = 0.0
         self._ticked_s = 0.0
         self._quiet_until_s = 0.0
+        self._past_ns: int | None = None
         self._next_age_ns: dict[tuple[object, ...], float] = {}
         self._reported_s = -1e9
         self._requests: dict[int, StackRequest] = {}
@@ -105,6 +106,20 @@ class Observer:
             self._ranks[rank].exit_code = code
             self._requests.pop(rank, None)
 
+    def disregard_past(self, calm_s: float) -> None:
+        """Disregard the calls so far, and how long ranks have waited: the ranks are not those that made them.
+
+        Args:
+            calm_s: Seconds in which no rank is reported, if that is longer than usual.
+        """
+        now_s = time.monotonic()
+        self._past_ns = time.monotonic_ns()
+        self._quiet_until_s = now_s + max(calm_s, self._patience_s)
+        self._next_age_ns.clear()
+        self._requests.clear()
+        self._finding, self._idle = None, ()
+        self._idleness.forget()
+
     def next_deadline_s(self) -> float | None:
         """Return when `tick` is due, by the monotonic clock; None while no rank runs."""
         return self._deadline_s if any(watched.alive for watched in self._ranks.values()) else None
@@ -140,7 +155,12 @@ class Observer:
         return self._situations(time.monotonic(), requests)
 
     def explain(self) -> str | None:
-        """Return a description of collectives that did not match; None if all did. Ranks may have ended."""
+        """Return a description of collectives that did not match; None if all did. Ranks may have ended.
+
+        Calls are counted from the start of a process, so those of replaced ranks cannot be compared.
+        """
+        if self._past_ns is not None:
+            return None
         situations = [replace(situation, pending=()) for situation in self._situations(time.monotonic(), {})]
         mismatch = find_mismatch(situations, now_ns=time.monotonic_ns(), settled_ns=-1)
         return None if mismatch is None else render_mismatch(mismatch, ranks=self._num_ranks, folder=self._folder)
@@ -350,12 +370,15 @@ class Observer:
             state=state.state if state else "ended",
             exit_code=watched.exit_code,
             load=watched.load,
-            calls=tuple(watched.block.calls()),
+            calls=tuple(call for call in watched.block.calls() if self._matters(call)),
             main_thread=watched.block.main_thread,
             threads=stacks.get(watched.pid, ()),
             children=tuple((pid, read_state(pid).name, found) for pid, found in stacks.items() if pid != watched.pid),
             **watched.recorded(),
         )
+
+    def _matters(self, call: RecordedCall) -> bool:
+        return self._past_ns is None or call.started_ns >= self._past_ns or call.kind == "setup"
 
 
 def _poll(requests: dict[int, StackRequest]) -> bool:

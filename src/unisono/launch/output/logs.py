@@ -84,8 +84,12 @@ class RunLogs:
         """Return the folder of one rank in one attempt, whether it exists or not; None without log files."""
         return self.folder / f"attempt_{attempt}" / str(rank) if self.folder else None
 
-    def open(self, rank: int, attempt: int) -> dict[str, LogFile]:
-        """Create the files of one rank and return them by stream, for the streams that have one."""
+    def open(self, rank: int, attempt: int, *, again: bool = False) -> dict[str, LogFile]:
+        """Create the files of one rank and return them by stream, for the streams that have one.
+
+        Args:
+            again: True to append to the files, for a process in the place of an earlier one.
+        """
         folder = self.rank_folder(rank, attempt)
         if folder is None:
             return {}
@@ -94,7 +98,7 @@ class RunLogs:
             folder.mkdir(parents=True, exist_ok=True)
             for stream in STREAMS:
                 if route(self._output, rank, stream).logged:
-                    files[stream] = LogFile(folder / f"{stream}.log", complain=self._complain_once)
+                    files[stream] = LogFile(folder / f"{stream}.log", complain=self._complain_once, again=again)
         except OSError as error:
             self._complain_once(folder, error)
         return files
@@ -134,15 +138,18 @@ class RunLogs:
 class LogFile:
     """A new file to which bytes are appended. Bytes that a full disk does not accept are left out, and counted.
 
+    Args:
+        again: True if the file may exist already.
+
     Raises:
         OSError: The file cannot be created, or exists already.
     """
 
-    def __init__(self, path: Path, *, complain: Callable[[Path, OSError], None]) -> None:
+    def __init__(self, path: Path, *, complain: Callable[[Path, OSError], None], again: bool = False) -> None:
         self.path = path
         self._complain = complain
         self._missing = 0
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | (0 if again else os.O_EXCL)
         self._file = os.open(path, flags, 0o666)
 
     def write(self, data: bytes) -> None:

@@ -56,6 +56,7 @@ class _Rank:
     """The log files and the last lines of one rank in one attempt."""
 
     rank: int
+    attempt: int
     logs: dict[str, LogFile]
     tail: deque[bytes] = field(default_factory=lambda: deque(maxlen=_TAIL))
 
@@ -138,11 +139,14 @@ class Relay:
     def open(self, rank: int, *, attempt: int = 0) -> list[int]:
         """Create the pipes of one rank and return the ends to write to (stdout, stderr; events for rank 0).
 
-        In a later attempt, remaining output of the rank's earlier pipes is still passed on, but goes to no log file.
+        In a later attempt, remaining output of the rank's earlier pipes is still passed on, but goes to no log file. In
+        the same attempt, another process of the rank appends to its log files.
         """
-        if rank in self._ranks:
-            _close_all(self._ranks[rank].logs.values())
-        writer = self._ranks[rank] = _Rank(rank, self._logs.open(rank, attempt))
+        earlier = self._ranks.get(rank)
+        if earlier is not None:
+            _close_all(earlier.logs.values())
+        again = earlier is not None and earlier.attempt == attempt
+        writer = self._ranks[rank] = _Rank(rank, attempt, self._logs.open(rank, attempt, again=again))
         ends = []
         for stream in (*self._streams, *([None] if rank == 0 else [])):
             read, write = os.pipe2(os.O_CLOEXEC)

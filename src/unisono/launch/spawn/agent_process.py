@@ -40,6 +40,7 @@ def main() -> None:
         start_method=facts["start_method"],
         shutdown_timeout_s=30.0,
         has_flags=False,
+        recover=False,
         files=(packed, reports, *facts["files"]),
     )
     try:

@@ -1,0 +1,179 @@
+"""What a rank and the agent tell each other about replaced ranks, in a region of the page that they share.
+
+The region lies behind the status block (`launch.hang.status_block`), in the same file. The rank writes its half and the
+agent the other one, so either may read at any time, also when the rank was killed. Start reading at `RankLink`.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+from typing import NamedTuple, get_args
+
+from unisono.recovery_link import Phase, Replacement
+from unisono.text import clip, format_ranks, parse_ranks
+
+__all__ = ["Note", "RankLink", "RecoveryPage"]
+
+_OFFSET, _SIZE = 448 << 10, 16 << 10
+"""Where the region begins in the file: behind everything that the status block writes."""
+
+# Written by the rank.
+_NOTE = struct.Struct("=qii")  # steps done, place of the phase from 1 (0: nothing noted), virtual rank
+_ARMED = struct.Struct("=Q")
+_JOINED = struct.Struct("=QQ")  # number of the decision, and when
+_LENGTH = struct.Struct("=Q")  # of the text behind it; written after the text
+_NOTE_AT, _ARMED_AT, _JOINED_AT, _REFUSAL_AT, _SAMPLES_AT = 0, 64, 128, 1024, 4096
+_LONGEST_REFUSAL, _LONGEST_SAMPLES = 2000, 3000
+
+# Written by the agent. Decisions alternate between two places, so that the latest one is always whole.
+_NUMBER = struct.Struct("=Q")
+_NEW = struct.Struct("=?")
+_NUMBER_AT, _NEW_AT, _RANKS_AT, _RANKS_SIZE = 8192, 8256, 8320, 3500
+
+_PHASES: tuple[Phase, ...] = get_args(Phase)
+_PLACES = {phase: place for place, phase in enumerate(_PHASES, 1)}
+
+
+class Note(NamedTuple):
+    """What a rank did when it noted it last."""
+
+    phase: Phase
+    step: int
+    """The steps done since the start of the run."""
+    virtual_rank: int
+    """-1: none."""
+
+
+class RankLink:
+    """The rank's end: a `RecoveryLink`. It does nothing in processes that the rank forks, such as data workers.
+
+    Args:
+        file: The file of the rank's status block. It may be closed afterwards.
+    """
+
+    def __init__(self, file: int) -> None:
+        self._region: mmap.mmap | bytearray = mmap.mmap(file, _SIZE, offset=_OFFSET)
+        self._latest = Replacement(0, ())
+        self.is_new: bool = _NEW.unpack_from(self._region, _NEW_AT)[0]
+        """True if this process takes the place of a rank that died."""
+        os.register_at_fork(after_in_child=self._part)
+
+    def arm(self) -> None:
+        """Tell the agent that a Trainer of this process survives the death of other ranks from now on."""
+        _ARMED.pack_into(self._region, _ARMED_AT, time.monotonic_ns())
+
+    def refuse(self, reason: str) -> None:
+        """Tell the agent that it must not replace single ranks of this job any more, and why."""
+        _write_text(self._region, _REFUSAL_AT, reason or "no reason was given", most=_LONGEST_REFUSAL)
+
+    def note(self, phase: Phase, step: int, virtual_rank: int = -1) -> None:
+        """Note what this rank does."""
+        _NOTE.pack_into(self._region, _NOTE_AT, step, _PLACES[phase], virtual_rank)
+
+    def note_samples(self, samples: str) -> None:
+        """Note the samples that this rank computes."""
+        _write_text(self._region, _SAMPLES_AT, samples, most=_LONGEST_SAMPLES)
+
+    def replacement(self) -> Replacement:
+        """Return the latest decision."""
+        while (number := _NUMBER.unpack_from(self._region, _NUMBER_AT)[0]) != self._latest.number:
+            ranks = _read_text(self._region, _ranks_at(number))
+            if _NUMBER.unpack_from(self._region, _NUMBER_AT)[0] == number:  # otherwise its place may have a newer one
+                self._latest = Replacement(number, parse_ranks(ranks))
+        return self._latest
+
+    def joined(self, number: int) -> None:
+        """Tell the agent that this rank and all others go on together after a decision."""
+        _JOINED.pack_into(self._region, _JOINED_AT, number, time.monotonic_ns())
+
+    def _part(self) -> None:
+        """Keep a forked process from writing into the page of its parent."""
+        self._region = bytearray(_SIZE)
+        self._latest = Replacement(0, ())
+
+
+class RecoveryPage:
+    """The agent's end, for one rank's process.
+
+    Args:
+        file: The file of the rank's status block. It may be closed afterwards.
+
+    >>> from unisono.launch.hang.status_block import create
+    >>> file = create()
+    >>> agent, rank = RecoveryPage(file), RankLink(file)
+    >>> agent.decide(1, [1, 3])
+    >>> rank.replacement()
+    Replacement(number=1, ranks=(1, 3))
+    >>> rank.note("backward", 417, 5)
+    >>> rank.joined(1)
+    >>> agent.note, agent.joined
+    (Note(phase='backward', step=417, virtual_rank=5), 1)
+    >>> agent.close()
+    >>> os.close(file)
+    """
+
+    def __init__(self, file: int) -> None:
+        self._region = mmap.mmap(file, _SIZE, offset=_OFFSET)
+
+    def close(self) -> None:
+        """Unmap the region."""
+        self._region.close()
+
+    def mark_new(self) -> None:
+        """Tell the rank that it takes the place of one that died. Call it before its process starts."""
+        _NEW.pack_into(self._region, _NEW_AT, True)
+
+    def decide(self, number: int, ranks: list[int]) -> None:
+        """Tell the rank that these ranks are new by the decision with this number."""
+        _write_text(self._region, _ranks_at(number), format_ranks(ranks, separator=","), most=_RANKS_SIZE - 8)
+        _NUMBER.pack_into(self._region, _NUMBER_AT, number)
+
+    @property
+    def armed(self) -> bool:
+        """True if the rank survives the death of others."""
+        return bool(_ARMED.unpack_from(self._region, _ARMED_AT)[0])
+
+    @property
+    def refusal(self) -> str:
+        """The reason that the rank has given against replacing ranks; "" if there is none."""
+        return _read_text(self._region, _REFUSAL_AT)
+
+    @property
+    def note(self) -> Note | None:
+        """What the rank has noted last; None before its first note."""
+        step, place, virtual_rank = _NOTE.unpack_from(self._region, _NOTE_AT)
+        return Note(_PHASES[place - 1], step, virtual_rank) if place else None
+
+    @property
+    def samples(self) -> str:
+        """The samples that the rank has noted last, as words; "" if it has noted none."""
+        return _read_text(self._region, _SAMPLES_AT)
+
+    @property
+    def joined(self) -> int:
+        """The number of the latest decision after which the rank goes on; 0: none."""
+        return int(_JOINED.unpack_from(self._region, _JOINED_AT)[0])
+
+    @property
+    def joined_ns(self) -> int:
+        """When it did, by the monotonic clock."""
+        return int(_JOINED.unpack_from(self._region, _JOINED_AT)[1])
+
+
+def _ranks_at(number: int) -> int:
+    return _RANKS_AT + number % 2 * _RANKS_SIZE
+
+
+def _write_text(region: mmap.mmap | bytearray, at: int, text: str, *, most: int) -> None:
+    data = clip(text, most, at="middle").encode(errors="backslashreplace")[:most]
+    _LENGTH.pack_into(region, at, 0)
+    region[at + _LENGTH.size : at + _LENGTH.size + len(data)] = data
+    _LENGTH.pack_into(region, at, len(data))
+
+
+def _read_text(region: mmap.mmap | bytearray, at: int) -> str:
+    length = _LENGTH.unpack_from(region, at)[0]
+    return bytes(region[at + _LENGTH.size : at + _LENGTH.size + length]).decode(errors="replace")

@@ -1,0 +1,231 @@
+"""Replaces ranks that have died while the others wait: the part of the agent that acts on `launch.recovery`.
+
+A rank that a signal has ended is replaced at once. After an exception, it waits a moment for the same one in other
+ranks, and for the end of the process. To replace means: a decision with a number is written into the pages of all
+ranks, what the dead rank has started is killed, and a new process takes its place. The recovery is over when all ranks
+have joined the latest decision. Start reading at `Replacing.take`.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+from unisono.launch.failure.root_cause import RankFailure
+from unisono.launch.forkserver_handle import ForkServerHandle
+from unisono.launch.generation import Generation
+from unisono.launch.output.relay import Relay
+from unisono.launch.recovery import Death, DeathCounts, GiveUp, Member, decide, describe_death
+from unisono.text import name_ranks
+
+__all__ = ["COMPANY_S", "Replacing"]
+
+COMPANY_S = 0.1
+"""How long to wait after an error for the same one in other ranks, which would make it an error of the program."""
+
+_LINGER_S = 5.0
+"""How long a rank may take to end after an uncaught exception before it is killed."""
+
+_POLL_S = 0.02
+"""How often pages are read while ranks join."""
+
+_CALM_S = 30.0
+"""How long ranks that wait for a new one are not called stuck."""
+
+Fork = Callable[[int, Mapping[str, int]], None]
+
+
+class Replacing:
+    """The replacements in one generation of ranks.
+
+    Args:
+        enabled: False if no rank is ever replaced.
+        completed: Gets an entry for each recovery that is over: number, ranks, what happened, seconds.
+        fork: Starts the process of a rank with its files.
+    """
+
+    def __init__(
+        self,
+        generation: Generation,
+        *,
+        enabled: bool,
+        server: ForkServerHandle,
+        relay: Relay,
+        completed: list[dict[str, Any]],
+        fork: Fork,
+    ) -> None:
+        self._generation, self._server, self._relay, self._fork = generation, server, relay, fork
+        self._enabled, self._completed = enabled, completed
+        self._number = 0
+        self._counts = DeathCounts()
+        self._deaths: dict[int, Death] = {}  # of ranks that have not been replaced
+        self._made: dict[int, int] = {}  # by rank, the number of the decision that made its present process
+        self._rounds: dict[int, int] = {}  # by rank, the round of deaths in which that was
+        self._replaced: list[Death] = []  # since all went on the last time
+        self._steps: dict[int, int] = {}  # by rank, the steps done when its last process ended
+        self._due_s: dict[int, float] = {}  # by rank that has failed, when it has waited for company
+        self._kill_s: dict[int, float] = {}  # by rank that has failed, when its process is killed
+        self._poll_s: float | None = None
+        self.reason = ""
+        """Why no rank was replaced in the end, if the user should know; otherwise ""."""
+
+    def take(self) -> bool:
+        """Handle new failures. Return False if no rank is to be replaced: then the job ends as a whole."""
+        generation, now_s = self._generation, time.monotonic()
+        if self.reason:
+            return False
+        for failure in generation.failures:
+            known = self._deaths.get(failure.rank)
+            if known is None:
+                death = self._deaths[failure.rank] = self._examine(failure)
+                again = self._rounds.get(failure.rank) == self._counts.round
+                self._counts.add(death, again=again)
+                self._due_s[failure.rank] = now_s + (0.0 if failure.code < 0 else COMPANY_S)
+            else:
+                self._deaths[failure.rank] = replace(known, failure=failure)
+        return self._act(now_s)
+
+    def tick(self) -> bool:
+        """Do what is due. Return False if no rank is to be replaced: then the job ends as a whole."""
+        now_s = time.monotonic()
+        if self._poll_s is not None and now_s >= self._poll_s:
+            self._poll_s = now_s + _POLL_S
+            self.look()
+        if now_s >= min((*self._due_s.values(), *self._kill_s.values()), default=math.inf):
+            return self._act(now_s)
+        return True
+
+    def next_deadline_s(self) -> float | None:
+        """Return when `tick` is due, by the monotonic clock; None if nothing is under way."""
+        polls = [] if self._poll_s is None else [self._poll_s]
+        return min((*self._due_s.values(), *self._kill_s.values(), *polls), default=None)
+
+    def look(self) -> None:
+        """Say that ranks have been replaced, if all have joined since."""
+        pages = self._generation.pages
+        if not self._replaced or self._deaths or any(page.joined != self._number for page in pages.values()):
+            return
+        begin_ns = min(death.failure.time_ns for death in self._replaced)
+        seconds = (max(page.joined_ns for page in pages.values()) - begin_ns) / 1e9
+        told = _describe_all(self._replaced)
+        ranks = sorted({death.failure.rank for death in self._replaced})
+        self._completed.append({"number": self._number, "ranks": ranks, "what": told, "seconds": round(seconds, 3)})
+        self._replaced.clear()
+        self._poll_s = None
+        self._counts.next_round()
+        self._generation.forget_replaced()
+        self._generation.observer.disregard_past(0.0)
+        self._relay.say(f"{told}; replaced, {seconds:.2f} s")
+
+    def is_new(self, rank: int) -> bool:
+        """Return True if the latest process of a rank took the place of another."""
+        return rank in self._made
+
+    def left_without_joining(self, rank: int) -> bool:
+        """Return True if a rank that has ended with code 0 took the place of another and never joined the others."""
+        if rank not in self._generation.finished or not self._lacks_state(rank):
+            return False
+        self.reason = f"rank {rank}, which took the place of one that died, ended before it met the others"
+        return True
+
+    def _act(self, now_s: float) -> bool:
+        generation = self._generation
+        choice = decide(self._deaths.values(), self._members(), self._counts, enabled=self._enabled)
+        if isinstance(choice, GiveUp):
+            self.reason = choice.reason
+            if choice.exhausted is not None:
+                generation.blame_again(choice.exhausted)
+            self._due_s.clear()
+            self._kill_s.clear()
+            self._poll_s = None
+            return False
+        for rank in [rank for rank, due_s in self._due_s.items() if due_s <= now_s]:
+            del self._due_s[rank]
+            if rank in generation.running:  # it has said that it fails, and is about to end
+                self._kill_s[rank] = now_s + _LINGER_S
+        gone = self._deaths.keys() - generation.running
+        if gone - self._due_s.keys():
+            self._replace(sorted(gone))
+        for rank in [rank for rank, kill_s in self._kill_s.items() if kill_s <= now_s]:
+            del self._kill_s[rank]
+            generation.overdue.add(rank)
+            self._server.signal(signal.SIGKILL, [rank], group=True)
+        return True
+
+    def _replace(self, ranks: list[int]) -> None:
+        """Start new processes for ranks whose processes have ended, and tell all ranks."""
+        generation = self._generation
+        self._number += 1
+        for rank in ranks:
+            death = self._deaths.pop(rank)
+            self._replaced.append(death)
+            self._due_s.pop(rank, None)
+            self._kill_s.pop(rank, None)
+            self._show_traceback(death.failure)
+            self._steps[rank] = death.step
+            self._made[rank], self._rounds[rank] = self._number, self._counts.round
+            self._server.clear(generation.replaced(rank))
+        new = sorted(rank for rank in self._made if rank in ranks or self._lacks_state(rank))
+        for rank in generation.running:
+            generation.pages[rank].decide(self._number, new)
+        for rank in ranks:
+            files = generation.open(rank)
+            generation.pages[rank].mark_new()
+            generation.pages[rank].decide(self._number, new)
+            self._fork(rank, files)
+        generation.observer.disregard_past(_CALM_S)
+        self._poll_s = time.monotonic() + _POLL_S
+
+    def _members(self) -> list[Member]:
+        generation = self._generation
+        return [
+            Member(
+                rank=rank,
+                armed=(page := generation.pages[rank]).armed,
+                has_state=not self._lacks_state(rank),
+                refusal=page.refusal,
+                finished=rank in generation.finished,
+            )
+            for rank in sorted((generation.running | generation.finished) - generation.failed)
+        ]
+
+    def _lacks_state(self, rank: int) -> bool:
+        """Return True if the present process of a rank is a new one that has not joined the others."""
+        return self._generation.pages[rank].joined < self._made.get(rank, 0)
+
+    def _examine(self, failure: RankFailure) -> Death:
+        rank, page = failure.rank, self._generation.pages[failure.rank]
+        note = page.note
+        step = note.step if note is not None else 0
+        if self._lacks_state(rank):  # what it knows of steps may not be the run's yet
+            step = max(step, self._steps[rank])
+        return Death(
+            failure=failure,
+            step=step,
+            note=note,
+            samples=page.samples,
+            armed=page.armed or rank in self._made,
+            refusal=page.refusal,
+        )
+
+    def _show_traceback(self, failure: RankFailure) -> None:
+        """Show the traceback of an uncaught exception, which the rank leaves to the agent."""
+        account = failure.account
+        if account is not None and failure.code > 0 and not account.get("printed"):
+            self._relay.log(failure.rank, account["traceback"])
+            lines = account["traceback"].rstrip().splitlines()
+            self._relay.show("\n".join(f"[{failure.rank}] {line}".rstrip() for line in lines))
+
+
+def _describe_all(deaths: list[Death]) -> str:
+    """Return how ranks ended, in the order of their ends: those that ended in the same way together."""
+    parts = []
+    for what, same in groupby(sorted(deaths, key=lambda death: death.failure.time_ns), key=describe_death):
+        ranks = {death.failure.rank for death in same}
+        parts.append(f"{name_ranks(ranks)} {f'were {what[4:]}' if len(ranks) > 1 and what[:4] == 'was ' else what}")
+    return ", then ".join(parts)
