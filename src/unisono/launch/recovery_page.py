@@ -10,6 +10,8 @@ import mmap
 import os
 import struct
 import time
+import weakref
+from functools import partial
 from typing import NamedTuple, get_args
 
 from unisono.recovery_link import Phase, Replacement
@@ -59,7 +61,7 @@ class RankLink:
         self._latest = Replacement(0, ())
         self.is_new: bool = _NEW.unpack_from(self._region, _NEW_AT)[0]
         """True if this process takes the place of a rank that died."""
-        os.register_at_fork(after_in_child=self._part)
+        os.register_at_fork(after_in_child=partial(_part, weakref.ref(self)))
 
     def arm(self) -> None:
         """Tell the agent that a Trainer of this process survives the death of other ranks from now on."""
@@ -89,8 +91,8 @@ class RankLink:
         """Tell the agent that this rank and all others go on together after a decision."""
         _JOINED.pack_into(self._region, _JOINED_AT, number, time.monotonic_ns())
 
-    def _part(self) -> None:
-        """Keep a forked process from writing into the page of its parent."""
+    def part(self) -> None:
+        """Keep this process, which the rank has forked, from writing into the rank's page."""
         self._region = bytearray(_SIZE)
         self._latest = Replacement(0, ())
 
@@ -163,6 +165,11 @@ class RecoveryPage:
         return int(_JOINED.unpack_from(self._region, _JOINED_AT)[1])
 
 
+def _part(link: weakref.ref[RankLink]) -> None:
+    if (found := link()) is not None:
+        found.part()
+
+
 def _ranks_at(number: int) -> int:
     return _RANKS_AT + number % 2 * _RANKS_SIZE
 
@@ -176,4 +183,4 @@ def _write_text(region: mmap.mmap | bytearray, at: int, text: str, *, most: int)
 
 def _read_text(region: mmap.mmap | bytearray, at: int) -> str:
     length = _LENGTH.unpack_from(region, at)[0]
-    return bytes(region[at + _LENGTH.size : at + _LENGTH.size + length]).decode(errors="replace")
+    return bytes(region[at + _LENGTH.size : at + _LENGTH.size + length]).decode(errors="ignore")

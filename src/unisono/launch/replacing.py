@@ -79,6 +79,7 @@ class Replacing:
         generation, now_s = self._generation, time.monotonic()
         if self.reason:
             return False
+        self.look()  # all may have joined since the last time, and one has died since
         for failure in generation.failures:
             known = self._deaths.get(failure.rank)
             if known is None:
