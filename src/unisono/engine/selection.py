@@ -71,6 +71,11 @@ class EngineFactory:
         """Writes values into the models between steps."""
         return PrivateWeights() if self._shared is None else self._shared[1]
 
+    @property
+    def shares(self) -> bool:
+        """True if ranks share the weights."""
+        return self._shared is not None
+
     def engine(self, optimizer: Optimizer) -> Engine:
         """Make the engine of an optimizer. Every rank must call it, in the same order."""
         made = self._make(optimizer)

@@ -27,7 +27,7 @@ from unisono.job.rendezvous import Rendezvous
 from unisono.recovery_link import RecoveryLink, Replacement
 from unisono.text import name_ranks
 
-__all__ = ["RecoveryStore", "SupersededError", "begin_as_new_rank", "is_new_rank", "rejoin", "tell_job"]
+__all__ = ["RecoveryStore", "SupersededError", "begin_as_new_rank", "is_new_rank", "leave_group", "rejoin", "tell_job"]
 
 _CONNECT_S = 10.0
 """How long ranks may take to connect, once all have come: a rank that dies meanwhile is noticed no sooner."""
@@ -149,8 +149,20 @@ def tell_job(store: RecoveryStore) -> None:
     store.put(f"job/{job.rank}", facts)
 
 
+def leave_group() -> None:
+    """Leave the process group of this job, if there is one. Ranks that wait for this one there notice it."""
+    active = active_job()
+    if dist.is_initialized():
+        # Not the launcher's, which waits until other threads sleep, such as one that writes a checkpoint. That is for
+        # models of DDP.
+        destroy = dist.destroy_process_group
+        getattr(destroy, "__wrapped__", destroy)()
+    if active is not None:
+        set_active_job(replace(active, group=None))
+
+
 def rejoin(store: RecoveryStore) -> None:
-    """Leave the process group of this job, if there is one, and make another. Every rank must call it.
+    """Make another process group for this job, after `leave_group`. Every rank must call it.
 
     Raises:
         SupersededError: The launcher has made another decision.
@@ -160,11 +172,6 @@ def rejoin(store: RecoveryStore) -> None:
     active = active_job()
     assert active is not None
     job = active.job
-    if dist.is_initialized():
-        # Not the launcher's, which waits until other threads sleep, such as one that writes a checkpoint. That is for
-        # models of DDP.
-        destroy = dist.destroy_process_group
-        getattr(destroy, "__wrapped__", destroy)()
     store.put(f"came/{job.rank}", True)
     store.read([f"came/{rank}" for rank in range(job.world_size)], doing="come to go on")
     meeting = Rendezvous(store=store.store, rank=job.rank, world_size=job.world_size, place="the launcher's store")

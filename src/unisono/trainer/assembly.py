@@ -94,12 +94,19 @@ class TrainerParts:
         """Writes values into the models between steps."""
         return self.engines.weights
 
-    def connect(self) -> None:
-        """Make engines for the ranks of another process group. Every rank must call it, between two steps."""
-        run, subjects = self.run, self.subjects
-        run.world.renew(World.connect(run.device))
+    def disconnect(self) -> None:
+        """Release the process group: only when nothing holds it does it close its connections, as others wait for."""
+        world = self.run.world
+        world.group = None
+        if not self.engines.shares:
+            self.connect(world)
+
+    def connect(self, world: World) -> None:
+        """Make engines for other ranks, or for this one alone. Every one of these ranks must call it."""
+        subjects = self.subjects
+        self.run.world.renew(world)
         self.engines.close()
-        self.engines = _select(self.settings, run.world, subjects.modules, subjects.optimizers)
+        self.engines = _select(self.settings, self.run.world, subjects.modules, subjects.optimizers)
         assert subjects.buffers is not None
         subjects.buffers.connect(self.engines.all_reduce)
         for runner in self.runners.values():

@@ -64,9 +64,13 @@ class RecoverableRun:
             return "a rank died while it wrote weights that all ranks share"
         return None
 
+    def disconnect(self) -> None:
+        """Release the process group."""
+        self._parts.disconnect()
+
     def connect(self) -> None:
         """Make engines for the process group that there is now. Every rank must call it."""
-        self._parts.connect()
+        self._parts.connect(World.connect(self._parts.run.device))
         self._loaders.compare_again()
 
     def send_state(self, source: int, *, wanted: bool) -> None:

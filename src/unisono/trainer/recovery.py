@@ -20,7 +20,15 @@ from unisono import recovery_link
 from unisono.collectives.world import World
 from unisono.errors import PeerError, RankMismatchError, UnisonoError
 from unisono.job.current import active_job
-from unisono.job.rejoin import RecoveryStore, SupersededError, begin_as_new_rank, is_new_rank, rejoin, tell_job
+from unisono.job.rejoin import (
+    RecoveryStore,
+    SupersededError,
+    begin_as_new_rank,
+    is_new_rank,
+    leave_group,
+    rejoin,
+    tell_job,
+)
 from unisono.job.user_function import collectives_of_user, count_collectives
 from unisono.peer_loss import is_peer_lost
 from unisono.recovery_link import Phase, RecoveryLink
@@ -71,6 +79,9 @@ class Recoverable(Protocol):
 
     def undo(self) -> str | None:
         """Restore the state from before the call under way; return why that is not possible, if it is not."""
+
+    def disconnect(self) -> None:
+        """Release the process group."""
 
     def connect(self) -> None:
         """Make engines for the process group that there is now. Every rank must call it."""
@@ -304,9 +315,12 @@ class Recovery:
             The call under way, if another rank has made it, and this one has its state now.
         """
         assert self._link is not None
+        assert self._run is not None
         self.note("recovery")
         started_s = time.monotonic()
         while True:
+            self._run.disconnect()
+            leave_group()  # at once: ranks that wait for this one in a collective do not see that another has died
             store = self._store()
             try:
                 return self._meet_at(store, started_s)
