@@ -67,8 +67,8 @@ def failed():
 
 
 def reader(dataset, **options):
-    fetcher = Fetcher(dataset, LoaderSettings(batch_size=1, seed=0, shuffle=False))
-    return TaskReader(fetcher, TASKS, workers=2, pin_memory=False, **options)
+    fetcher = Fetcher(dataset, LoaderSettings(batch_size=1, seed=0, shuffle=False, workers=2))
+    return TaskReader(fetcher, TASKS, **options)
 
 
 def test_a_slow_worker_is_waited_for_and_told_of_with_its_samples(tmp_path: Path):

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-__all__ = ["ALIGNMENT", "Columns", "collate_columns", "collates_as_torch"]
+__all__ = ["ALIGNMENT", "Columns", "collate_columns", "collates_as_torch", "empty_shared"]
 
 ALIGNMENT = 64
 """Bytes to which each tensor is aligned, as a tensor of its own would be: bits of products may depend on it."""
@@ -124,7 +124,7 @@ def _stack(values: Sequence[Tensor], sizes: tuple[int, ...], *, share: bool) -> 
     if not shape and dtype is torch.int64 and not any(map(Tensor.dim, values)):
         stacked = torch.tensor([*map(Tensor.item, values)], dtype=dtype)  # in less time than stack: labels
     elif shares_it:
-        stacked = torch.stack(values, out=_empty_shared((len(values), *shape), dtype))  # type: ignore[arg-type]
+        stacked = torch.stack(values, out=empty_shared((len(values), *shape), dtype))  # type: ignore[arg-type]
     else:
         stacked = torch.stack(values)  # type: ignore[arg-type]
     # With these dtypes, no micro-batch alone would have another one: what stack promotes them to lies between the two.
@@ -135,7 +135,8 @@ def _stack(values: Sequence[Tensor], sizes: tuple[int, ...], *, share: bool) -> 
     return stacked if shares_it else _aligned(stacked, sizes)
 
 
-def _empty_shared(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def empty_shared(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return a tensor without values in shared memory."""
     storage = torch.UntypedStorage._new_shared(math.prod(shape) * dtype.itemsize)  # type: ignore[no-untyped-call]
     return torch.empty(0, dtype=dtype).set_(storage).resize_(shape)  # resize_ makes no view, as view would
 

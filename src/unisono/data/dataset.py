@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from itertools import count
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -85,18 +84,11 @@ def stream_length(dataset: IterableDataset[Any], settings: LoaderSettings) -> in
 
 
 def stream_samples(dataset: IterableDataset[Any], settings: LoaderSettings, *, epoch: int) -> Iterator[Any]:
-    """Yield the samples of an iterable dataset; set the random generators before each."""
+    """Return an iterator over the samples of an iterable dataset, which sets the random generators before each."""
     if hasattr(dataset, "set_epoch"):
         dataset.set_epoch(epoch)
     settings.set_generators("stream", epoch)
-    samples = iter(dataset)
-    for position in count():
-        settings.set_generators("sample", epoch, position)
-        try:
-            sample = next(samples)
-        except StopIteration:
-            return
-        yield sample
+    return settings.seeded(iter(dataset), "sample", epoch)
 
 
 def read_ahead(

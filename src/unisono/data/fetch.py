@@ -59,7 +59,7 @@ class Fetcher(Dataset[Any]):
     """
 
     def __init__(self, dataset: Any, settings: LoaderSettings) -> None:
-        self.dataset, self._settings = dataset, settings
+        self.dataset, self.settings = dataset, settings
         self._tensors, self._mapping = _whole_tensors(dataset) if settings.collate_fn is None else (None, None)
         self._reads_together = hasattr(dataset, "__getitems__") and not isinstance(dataset, Subset)
         self._generators: SampleGenerators | None = None
@@ -83,7 +83,7 @@ class Fetcher(Dataset[Any]):
         if generators is None:  # made in the process that reads
             generators = self._generators = SampleGenerators()
             return self._read_noting(task, generators, share)
-        generators.settle(self._settings.key("step", task.epoch, task.step))
+        generators.settle(self.settings.key("step", task.epoch, task.step))
         try:
             found = self._read(task, generators.seed if generators.has_drawn else None, share)
         except Exception:  # the dataset drew from an unseeded generator: with its own numbers it may not fail
@@ -109,9 +109,9 @@ class Fetcher(Dataset[Any]):
 
     def _read(self, task: Task, seed: Callable[[int], None] | None, share: bool) -> list[Any] | Columns:
         """Read micro-batches; call `seed` with a key before each sample and before samples are collated."""
-        if self._settings.collate_fn is None and self._misses < _MOST_MISSES and task.parts and collates_as_torch():
+        if self.settings.collate_fn is None and self._misses < _MOST_MISSES and task.parts and collates_as_torch():
             return self._read_together(task, seed, share)
-        collate = self._settings.collate_fn or default_collate
+        collate = self.settings.collate_fn or default_collate
         found = []
         for part in task.parts:
             samples = self._samples(part, task.epoch, seed)
@@ -140,20 +140,20 @@ class Fetcher(Dataset[Any]):
         if self._reads_together:
             if seed is not None:
                 use, owners = _owners(part)
-                seed(self._settings.key(f"{use}s", epoch, owners[0]))
+                seed(self.settings.key(f"{use}s", epoch, owners[0]))
             return dataset.__getitems__(part.indices)  # type: ignore[no-any-return]
         if seed is None:
             return [dataset[index] for index in part.indices]
         samples = []
         use, owners = _owners(part)
-        for index, key in zip(part.indices, self._settings.keys(use, epoch, last=owners), strict=True):
+        for index, key in zip(part.indices, self.settings.keys(use, epoch, last=owners), strict=True):
             seed(key)
             samples.append(dataset[index])
         return samples
 
     def _seed_collating(self, task: Task, part: Part, seed: Callable[[int], None] | None) -> None:
         if seed is not None:
-            seed(self._settings.key("collate", task.epoch, task.step, part.virtual_rank, part.number))
+            seed(self.settings.key("collate", task.epoch, task.step, part.virtual_rank, part.number))
 
 
 def _owners(part: Part) -> tuple[str, Sequence[int]]:

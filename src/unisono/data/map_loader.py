@@ -71,9 +71,7 @@ class MapLoader:
         self.settings, self.length = settings, length
         fetcher = Fetcher(dataset, settings)
         self._tasks = _TrainerTasks(settings)
-        self._reader = TaskReader(
-            fetcher, self._tasks, workers=settings.workers, pin_memory=settings.pin_memory, tell=tell
-        )
+        self._reader = TaskReader(fetcher, self._tasks, tell=tell)
 
     @property
     def identity(self) -> dict[str, Any]:

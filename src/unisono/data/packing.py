@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from unisono.data.columns import ALIGNMENT, Columns
+from unisono.data.columns import ALIGNMENT, Columns, empty_shared
 
-__all__ = ["PackedBatch", "pack", "unpack"]
+__all__ = ["PackedBatch", "pack_tensors", "unpack_tensors"]
 
 _MOST_AS_BYTES = 32768
 """Bytes of the largest piece that is not in shared memory: half of what fits into a pipe."""
@@ -45,7 +45,7 @@ class PackedBatch(NamedTuple):
     """The results of collate_fn, with slots in place of tensors."""
 
 
-def pack(found: list[Any] | Columns, *, pinned: bool = False) -> PackedBatch:
+def pack_tensors(found: list[Any] | Columns, *, pinned: bool = False) -> PackedBatch:
     """Copy the tensors in lists, tuples and dicts of micro-batches, or of columns, into pieces.
 
     Args:
@@ -54,7 +54,7 @@ def pack(found: list[Any] | Columns, *, pinned: bool = False) -> PackedBatch:
 
     Tensors that are not dense, or do not own their memory alone, stay as they are.
 
-    >>> unpack(pack([[torch.tensor([1, 2]), "a"], [torch.tensor([3]), "b"]]))
+    >>> unpack_tensors(pack_tensors([[torch.tensor([1, 2]), "a"], [torch.tensor([3]), "b"]]))
     [[tensor([1, 2]), 'a'], [tensor([3]), 'b']]
     """
     places: dict[tuple[Any, ...], int] = {}
@@ -80,14 +80,15 @@ def pack(found: list[Any] | Columns, *, pinned: bool = False) -> PackedBatch:
             buffers[slot.place] = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
             continue
         if slot.place not in buffers:
-            as_bytes = sizes[slot.place] <= _MOST_AS_BYTES and not pinned
-            buffers[slot.place] = _new_piece(sizes[slot.place], shared=not as_bytes)
+            nbytes = sizes[slot.place]
+            as_bytes = nbytes <= _MOST_AS_BYTES and not pinned
+            buffers[slot.place] = _unshared(nbytes) if as_bytes else empty_shared((nbytes,), torch.uint8)
         _view(buffers[slot.place], slot).copy_(tensor)
     pieces = [_as_sent(buffers[place]) for place in range(len(places))]
     return PackedBatch(pieces, _with_trees(found, skeletons))
 
 
-def unpack(packed: PackedBatch) -> list[Any]:
+def unpack_tensors(packed: PackedBatch) -> list[Any]:
     """Return the micro-batches, with tensors in the pieces of shared memory."""
     pieces = [_as_received(piece) for piece in packed.pieces]
     tensors: dict[tuple[int, int], Tensor] = {}
@@ -111,11 +112,8 @@ def _with_trees(found: list[Any] | Columns, trees: list[Any]) -> list[Any] | Col
     return found._replace(tree=trees[0]) if isinstance(found, Columns) else trees
 
 
-def _new_piece(nbytes: int, *, shared: bool) -> Tensor:
-    if not shared:
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-    storage = torch.UntypedStorage._new_shared(nbytes)  # type: ignore[no-untyped-call]
-    return torch.empty(0, dtype=torch.uint8).set_(storage)
+def _unshared(nbytes: int) -> Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
 def _is_shared(tensor: Tensor) -> bool:
@@ -129,7 +127,7 @@ def _as_sent(piece: Tensor) -> Tensor | bytes:
 def _as_received(piece: Tensor | bytes) -> Tensor:
     if isinstance(piece, Tensor):
         return piece
-    received = _new_piece(len(piece), shared=False)  # torch aligns it, Python would not
+    received = _unshared(len(piece))  # torch aligns it, Python would not
     ctypes.memmove(received.data_ptr(), piece, len(piece))
     return received
 

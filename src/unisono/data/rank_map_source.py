@@ -28,7 +28,7 @@ class MapSource:
         self._settings = settings
         fetcher = Fetcher(dataset, settings)
         self._tasks = _RankTasks(settings, self.num_samples)
-        self._reader = TaskReader(fetcher, self._tasks, workers=settings.workers, pin_memory=settings.pin_memory)
+        self._reader = TaskReader(fetcher, self._tasks)
 
     def batches(self, start: ResumePoint) -> Iterator[RankBatch]:
         """Yield this rank's batches of an epoch, starting at a position."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -76,6 +76,16 @@ class LoaderSettings:
     def set_generators(self, use: str, *coordinates: int) -> None:
         """Set all generators for one use, such as reading a sample, at its coordinates: epoch, sample, ..."""
         set_generators(self.key(use, *coordinates))
+
+    def seeded(self, samples: Iterator[Any], use: str, *coordinates: int) -> Iterator[Any]:
+        """Yield samples; set the random generators before each, for its position after the coordinates."""
+        for position in count():
+            self.set_generators(use, *coordinates, position)
+            try:
+                sample = next(samples)
+            except StopIteration:
+                return
+            yield sample
 
     def key(self, use: str, *coordinates: int) -> int:
         """Return the key of one use, such as reading a sample, at its coordinates: epoch, sample, ..."""

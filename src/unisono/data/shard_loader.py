@@ -138,15 +138,8 @@ class _ShardStream(IterableDataset[Any]):
                 f"{type(dataset).__name__}.shard returned the dataset itself: it must return a shard and leave the "
                 "dataset as it is, since a rank reads several shards"
             )
-        samples = iter(shard)
-        for position in count():
-            settings.set_generators("shard/sample", self.epoch, virtual_rank, position)
-            try:
-                sample = next(samples)
-            except StopIteration:
-                return
-            if position >= skipped:
-                yield position, sample
+        samples = settings.seeded(iter(shard), "shard/sample", self.epoch, virtual_rank)
+        yield from islice(enumerate(samples), skipped, None)
 
 
 def _take(steps: Iterator[list[Share]], number: int) -> Steps:

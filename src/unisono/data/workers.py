@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -21,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data._utils import signal_handling
 
 from unisono.data.fetch import Fetcher, Task
-from unisono.data.packing import PackedBatch, pack, unpack
+from unisono.data.packing import PackedBatch, pack_tensors, unpack_tensors
 from unisono.errors import DataError
 from unisono.memory import evidence, read_counters
 from unisono.text import list_first
@@ -121,7 +122,7 @@ class Workers:
                     self._tell(f"waiting for worker {worker} for {waited_s:.0f} s: it is {self._describe_task(worker)}")
             task = self._tasks.unfetched.pop(place, None)
             place += 1
-            yield item if self._is_stream else (task, unpack(PackedBatch(*item)))
+            yield item if self._is_stream else (task, unpack_tensors(PackedBatch(*item)))
 
     def _describe_task(self, worker: int) -> str:
         """Describe a worker's current activity, from its note in shared memory."""
@@ -147,10 +148,8 @@ class TaskReader:
     """Fetches tasks in order, in this process or in worker processes, which are kept from epoch to epoch.
 
     Args:
-        fetcher: Reads a task.
+        fetcher: Reads a task. Its settings have the number of worker processes; with 0, this process reads.
         tasks: The tasks, iterated over again in each iteration.
-        workers: The number of processes; 0 reads in this process.
-        pin_memory: Copy the workers' items into page-locked memory.
         tell: Called with a sentence about a slow worker.
         patience_s: Seconds of waiting for a worker until it counts as slow.
     """
@@ -160,28 +159,20 @@ class TaskReader:
         fetcher: Fetcher,
         tasks: Iterable[Task],
         *,
-        workers: int,
-        pin_memory: bool,
         tell: Callable[[str], None] = warn_on_stderr,
         patience_s: float = PATIENCE_S,
     ) -> None:
-        self._fetcher, self._tasks, self._num_workers, self._pin_memory = fetcher, tasks, workers, pin_memory
-        self._tell, self._patience_s = tell, patience_s
+        self._fetcher, self._tasks = fetcher, tasks
+        self._start = partial(Workers, fetcher, tasks=tasks, tell=tell, patience_s=patience_s)
         self._workers: Workers | None = None
 
     def __iter__(self) -> Iterator[tuple[Task, list[Any]]]:
         """Return an iterator over the tasks and the micro-batches of each."""
-        if not self._num_workers:
+        settings = self._fetcher.settings
+        if not settings.workers:
             return ((task, self._fetcher[task]) for task in self._tasks)
         if self._workers is None:
-            self._workers = Workers(
-                self._fetcher,
-                tasks=self._tasks,
-                number=self._num_workers,
-                pin_memory=self._pin_memory,
-                tell=self._tell,
-                patience_s=self._patience_s,
-            )
+            self._workers = self._start(number=settings.workers, pin_memory=settings.pin_memory)
         return iter(self._workers)
 
 
@@ -218,7 +209,7 @@ class _TaskNotes(Dataset[Any]):
         info = get_worker_info()
         assert info is not None
         self._reading[info.id] = number + 1
-        packed = pack(self._fetcher.read(task, share=True), pinned=self._pinned)
+        packed = pack_tensors(self._fetcher.read(task, share=True), pinned=self._pinned)
         self._reading[info.id] = 0
         return packed
 
