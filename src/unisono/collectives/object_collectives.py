@@ -28,7 +28,7 @@ from unisono.collectives.object_gradients import (
     replaced,
     scatter_gradients,
 )
-from unisono.collectives.object_transport import FailedSend
+from unisono.collectives.object_transport import FailedSend, serialize_or_fail
 from unisono.collectives.serialization import FOLLOWED, Payload, serialize
 from unisono.collectives.structure import check_concat, concatenate
 from unisono.text import name_ranks
@@ -72,7 +72,7 @@ def broadcast(value: Any = None, src: int = 0, *, uniform: bool = False, group: 
             return result
         return attach([tensor], [result], lambda grads: reduce_gradients(members, root, grads) or [None])[0]
     _check(members, call, value)
-    sent = _serialized(value) if members.rank == root else None
+    sent = serialize_or_fail(value) if members.rank == root else None
     arrived = object_transport.broadcast(members, call, sent, root, of=describe(value))
     received = arrived.unpack()
     if arrived.followed and torch.is_grad_enabled():
@@ -118,7 +118,7 @@ def all_gather(value: Any, *, concat: int | None = None, uniform: bool = False, 
         return _all_gather_uniform(members, only_tensor(value, "all_gather"), concat)
     call = "all_gather" if concat is None else f"all_gather with concat={concat}"
     _check(members, call, value)
-    sent = _serialized(value, concat)
+    sent = serialize_or_fail(value, concat)
     arrived = object_transport.all_gather(members, call, sent, of=describe(value))
     values = open_with_gradients(members, call, arrived, [sent] * members.size)
     return values if concat is None else concatenate(values, concat, members.ranks, call)
@@ -165,7 +165,7 @@ def gather(
         parts = tensors.gather(members, tensor, root)
         return parts if concat is None or parts is None else torch.cat(parts, concat)
     _check(members, call, value)
-    root, sent = 0, _serialized(value, concat, follow=differentiable)
+    root, sent = 0, serialize_or_fail(value, concat, follow=differentiable)
     try:
         root = members.index_of(dst, "dst")
     except (TypeError, ValueError) as error:
@@ -337,19 +337,6 @@ def _scatter_uniform(group: Group, call: str, values: Any, root: int) -> Tensor:
     if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in (like, *sources)):
         return result
     return attach(sources, [result], lambda grads: tensors.gather(group, grads[0], root) or [])[0]
-
-
-def _serialized(value: Any, concat: int | None = None, *, follow: bool = True) -> Payload | FailedSend:
-    """Return the payload of a value, or the failure to send to the other ranks."""
-    try:
-        if concat is not None:
-            check_concat(value, concat)
-        if follow:
-            return serialize(value)
-        with torch.no_grad():
-            return serialize(value)
-    except (TypeError, ValueError, RecursionError) as error:
-        return FailedSend(error)
 
 
 def _serialized_each(group: Group, values: Any, name: str, *, whole: bool) -> list[Payload] | FailedSend:

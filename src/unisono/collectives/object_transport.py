@@ -39,6 +39,8 @@ from unisono.collectives.serialization import (
     serialize,
     split_tensors,
 )
+from unisono.collectives.structure import check_concat
+from unisono.collectives.tensor_collectives import all_gather_single
 from unisono.errors import PeerError, RankMismatchError
 from unisono.mismatch import CallDescription, describe_mismatch
 from unisono.plan.alignment import WIRE_NBYTES, align_up
@@ -51,11 +53,13 @@ __all__ = [
     "all_gather",
     "all_to_all",
     "broadcast",
+    "check_grad_modes",
     "gather",
     "gather_values",
     "recv",
     "scatter",
     "send",
+    "serialize_or_fail",
 ]
 
 _WASTE = 2
@@ -116,10 +120,7 @@ def all_gather(group: Group, call: str, sent: Outgoing, *, of: str = "") -> list
                     rest = own if mine and own is not None else torch.empty(size, dtype=torch.uint8, device=device)
                     dist.broadcast(rest, group.ranks[index], group=group.process_group)
                     rests[index] = rest
-    return [
-        _received(envelope, rest, sent, i == group.rank)
-        for i, (envelope, rest) in enumerate(zip(envelopes, rests, strict=True))
-    ]
+    return _all_received(group, envelopes, rests, sent)
 
 
 def gather_values(group: Group, call: str, value: Any) -> list[Any]:
@@ -135,11 +136,25 @@ def gather_values(group: Group, call: str, value: Any) -> list[Any]:
         PeerError: The value of another rank cannot be pickled.
         RankMismatchError: Ranks make different calls.
     """
+    return [received.open() for received in all_gather(group, call, serialize_or_fail(value))]
+
+
+def serialize_or_fail(value: Any, concat: int | None = None, *, follow: bool = True) -> Outgoing:
+    """Return the payload of a value, or the failure, which is raised here once the other ranks have it.
+
+    Args:
+        value: The value.
+        concat: The dimension along which its tensors are to be concatenated, which is checked.
+        follow: Propagate gradients to its tensors.
+    """
     try:
-        sent: Outgoing = serialize(value)
-    except TypeError as error:
-        sent = FailedSend(error)  # raised here once the other ranks have it
-    return [received.open() for received in all_gather(group, call, sent)]
+        check_concat(value, concat)
+        if follow:
+            return serialize(value)
+        with torch.no_grad():
+            return serialize(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        return FailedSend(error)
 
 
 def gather(group: Group, call: str, sent: Outgoing, dst: int, *, of: str = "") -> list[Received] | None:
@@ -165,12 +180,7 @@ def gather(group: Group, call: str, sent: Outgoing, dst: int, *, of: str = "") -
             for index, size in enumerate(sizes):
                 if size:
                     rests[index] = _recv(group, size, index, TAG, device)
-    if not at_dst:
-        return None
-    return [
-        _received(envelope, rest, sent, i == dst)
-        for i, (envelope, rest) in enumerate(zip(envelopes, rests, strict=True))
-    ]
+    return _all_received(group, envelopes, rests, sent) if at_dst else None
 
 
 def broadcast(group: Group, call: str, sent: Outgoing | None, src: int, *, of: str = "") -> Received:
@@ -247,16 +257,13 @@ def all_to_all(group: Group, call: str, sent: Sequence[Payload] | FailedSend, *,
     out = _to_device(b"".join(write_envelope(call, one, **flags) for one in each), group)
     raw = torch.empty_like(out)
     group.run((call, None), of, dist.all_to_all_single, raw, out)
-    envelopes = _read_all(group, call, raw)
-    _raise_failures(group, call, dict(enumerate(envelopes)), each[group.rank])
-    _check_grad_modes(group, call, envelopes)
+    own = each[group.rank]
+    envelopes = _read_all(group, call, raw, own)
     rests: list[Tensor | None] = [None] * group.size
     if any(envelope.more for envelope in envelopes) and not isinstance(sent, FailedSend):
         device = group.bytes_device(accelerated=any(envelope.accelerated for envelope in envelopes))
         parts = [
-            torch.empty(0, dtype=torch.uint8, device=device)
-            if index == group.rank
-            else _rest(envelope, payload, device)
+            None if index == group.rank else _rest(envelope, payload, device)
             for index, (envelope, payload) in enumerate(zip(mine, sent, strict=True))
         ]
         leaving = [torch.empty(0, dtype=torch.uint8, device=device) if part is None else part for part in parts]
@@ -265,11 +272,7 @@ def all_to_all(group: Group, call: str, sent: Sequence[Payload] | FailedSend, *,
         sizes = [part.numel() for part in leaving]
         dist.all_to_all_single(buffer, torch.cat(leaving), coming, sizes, group=group.process_group)
         rests = list(torch.split(buffer, coming))
-    own = each[group.rank]
-    return [
-        _received(envelope, rest, own, i == group.rank)
-        for i, (envelope, rest) in enumerate(zip(envelopes, rests, strict=True))
-    ]
+    return _all_received(group, envelopes, rests, own)
 
 
 def send(group: Group, call: str, sent: Outgoing, dst: int, tag: int) -> None:
@@ -300,19 +303,20 @@ def recv(group: Group, src: int | None, tag: int) -> Received:
 
 def _gather_envelopes(group: Group, call: str, sent: Outgoing, of: str) -> list[Envelope]:
     raw = _empty(ENVELOPE_NBYTES * group.size, group)
-    group.run((call, None), of, _all_gather_single, raw, _to_device(write_envelope(call, sent), group))
-    envelopes = _read_all(group, call, raw)
-    _raise_failures(group, call, dict(enumerate(envelopes)), sent)
-    _check_grad_modes(group, call, envelopes)
-    return envelopes
+    group.run((call, None), of, all_gather_single, raw, _to_device(write_envelope(call, sent), group))
+    return _read_all(group, call, raw, sent)
 
 
-def _read_all(group: Group, call: str, raw: Tensor) -> list[Envelope]:
+def _read_all(group: Group, call: str, raw: Tensor, sent: Outgoing) -> list[Envelope]:
+    """Return the envelopes of all ranks once they fit together. `sent` is this rank's, which may have failed."""
     content = to_bytes(raw)
-    return [
+    envelopes = [
         read_envelope(content[i * ENVELOPE_NBYTES : (i + 1) * ENVELOPE_NBYTES], call, rank)
         for i, rank in enumerate(group.ranks)
     ]
+    _raise_failures(group, call, dict(enumerate(envelopes)), sent)
+    check_grad_modes(group, call, [each.followed for each in envelopes], [each.in_grad_mode for each in envelopes])
+    return envelopes
 
 
 def _raise_failures(group: Group, call: str, envelopes: dict[int, Envelope], sent: Outgoing | None) -> None:
@@ -329,20 +333,22 @@ def _raise_failures(group: Group, call: str, envelopes: dict[int, Envelope], sen
             raise PeerError(f"{call} was not done, for it failed on rank {group.ranks[index]}, with {text}")
 
 
-def _check_grad_modes(group: Group, call: str, envelopes: Sequence[Envelope]) -> None:
-    """Raise RankMismatchError if a rank requires gradients that another would not pass on."""
-    asking = [rank for rank, envelope in zip(group.ranks, envelopes, strict=True) if envelope.followed]
-    without = [rank for rank, envelope in zip(group.ranks, envelopes, strict=True) if not envelope.in_grad_mode]
-    if asking and without:
-        raise RankMismatchError(describe_modes(call, asking, without))
+def check_grad_modes(group: Group, call: str, followed: Sequence[bool], in_grad_mode: Sequence[bool]) -> None:
+    """Raise RankMismatchError if a rank requires gradients that another would not pass on.
 
-
-def describe_modes(call: str, asking: Sequence[int], without: Sequence[int]) -> str:
-    """Return the message for ranks that require gradients that others would not pass on."""
-    return (
-        f"{call}: tensors of {name_ranks(asking)} require a gradient and {name_ranks(without)} called it under "
-        "no_grad(), so that a backward would wait for ever: call it in the same mode everywhere, or detach() them"
-    )
+    Args:
+        group: The group.
+        call: The call, for the message.
+        followed: For each rank, whether its tensors require a gradient.
+        in_grad_mode: For each rank, whether it calls in grad mode.
+    """
+    if any(followed) and not all(in_grad_mode):
+        asking = [rank for rank, follows in zip(group.ranks, followed, strict=True) if follows]
+        without = [rank for rank, enabled in zip(group.ranks, in_grad_mode, strict=True) if not enabled]
+        raise RankMismatchError(
+            f"{call}: tensors of {name_ranks(asking)} require a gradient and {name_ranks(without)} called it under "
+            "no_grad(), so that a backward would wait for ever: call it in the same mode everywhere, or detach() them"
+        )
 
 
 def _kept(sent: Outgoing, *, followed: bool = False, offered: bool = False) -> Received:
@@ -368,6 +374,11 @@ def _received(envelope: Envelope, rest: Tensor | None, sent: Outgoing | None, ow
         assert rest is not None
         data = rest[start : start + envelope.data_nbytes]
     return Received(body, data, followed=followed, offered=envelope.offered)
+
+
+def _all_received(group: Group, envelopes: list[Envelope], rests: list[Tensor | None], own: Outgoing) -> list[Received]:
+    pairs = zip(envelopes, rests, strict=True)
+    return [_received(envelope, rest, own, index == group.rank) for index, (envelope, rest) in enumerate(pairs)]
 
 
 def _rest(envelope: Envelope, payload: Payload, device: torch.device) -> Tensor | None:
@@ -414,7 +425,3 @@ def _empty(nbytes: int, group: Group) -> Tensor:
 
 def _to_device(content: bytes, group: Group) -> Tensor:
     return torch.frombuffer(bytearray(content), dtype=torch.uint8).to(group.bytes_device())
-
-
-# Torch 2.13 renamed it.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -64,13 +64,9 @@ def all_reduce(value: Any, op: Op = "sum", *, group: GroupArgument = None) -> An
     if members.size > 1:
         warn_if_dropped("comm.all_reduce")
     if isinstance(value, Tensor):
-        name = read_op(op)
-        check_dtype(value.dtype, name, "the tensor")
-        if members.check is not None:
-            members.check.compare(f"all_reduce with op {name!r}", kinds_of(value))
-        if follows(value):
-            return followed.all_reduce(members, value, name)
-        return tensor_collectives.all_reduce(members, value, name)
+        name = _checked_op(members, "all_reduce", value, op)
+        module = followed if follows(value) else tensor_collectives
+        return module.all_reduce(members, value, name)
     agreed = _agree(members, f"all_reduce with op {_written(op)}", [value], op)
     module = followed if agreed.follows else tensor_collectives
     return agreed.build(0, [module.all_reduce(members, flat, agreed.op) for flat in agreed.flats(0)])
@@ -102,13 +98,10 @@ def reduce(
     """
     members = group_of(group)
     if isinstance(value, Tensor):
-        root, name = members.index_of(dst, "dst"), read_op(op)
-        check_dtype(value.dtype, name, "the tensor")
-        if members.check is not None:
-            members.check.compare(f"reduce to rank {dst} with op {name!r}", kinds_of(value))
-        if differentiable and torch.is_grad_enabled():
-            return followed.reduce(members, value, name, root)
-        return tensor_collectives.reduce(members, value, name, root)
+        root = members.index_of(dst, "dst")
+        name = _checked_op(members, f"reduce to rank {dst}", value, op)
+        module = followed if differentiable and torch.is_grad_enabled() else tensor_collectives
+        return module.reduce(members, value, name, root)
     agreed = _agree(members, f"reduce to rank {dst} with op {_written(op)}", [value], op, dst=dst)
     root, name = members.index_of(dst, "dst"), agreed.op
     if differentiable and agreed.follows:
@@ -147,14 +140,10 @@ def reduce_scatter(values: Sequence[Any] | Tensor, op: Op = "sum", *, group: Gro
     """
     members = group_of(group)
     if isinstance(values, Tensor):
-        name = read_op(op)
         check_parts(values, members.size)
-        check_dtype(values.dtype, name, "the tensor")
-        if members.check is not None:
-            members.check.compare(f"reduce_scatter with op {name!r}", kinds_of(values))
-        if follows(values):
-            return followed.reduce_scatter(members, values, name)
-        return tensor_collectives.reduce_scatter(members, values, name)
+        name = _checked_op(members, "reduce_scatter", values, op)
+        module = followed if follows(values) else tensor_collectives
+        return module.reduce_scatter(members, values, name)
     agreed = _agree(members, f"reduce_scatter with op {_written(op)}", values, op, one_for_each=True)
     name = agreed.op
     module = followed if agreed.follows else tensor_collectives
@@ -166,6 +155,15 @@ def reduce_scatter(values: Sequence[Any] | Tensor, op: Op = "sum", *, group: Gro
         else:  # not every backend divides unequally
             results.append(module.all_reduce(members, torch.cat(parts), name).split(sizes)[members.rank])
     return agreed.build(members.rank, results)
+
+
+def _checked_op(group: Group, call: str, tensor: Tensor, op: Op) -> OpName:
+    """Return the name of the operation on a tensor; in check mode, compare it and the tensor between ranks."""
+    name = read_op(op)
+    check_dtype(tensor.dtype, name, "the tensor")
+    if group.check is not None:
+        group.check.compare(f"{call} with op {name!r}", kinds_of(tensor))
+    return name
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,11 +230,9 @@ def _agree(
         PeerError: Another rank has raised one of these.
         RankMismatchError: The structures differ, or gradients are required on some ranks and not possible on others.
     """
+    value, place = (values, "values") if one_for_each else (values[0], "value")
     if group.check is not None:
-        group.check.compare(
-            call, kinds_of(values if one_for_each else values[0], "values" if one_for_each else "value")
-        )
-    of = describe(values if one_for_each else values[0])
+        group.check.compare(call, kinds_of(value, place))
     parts: list[Parts] = []
     kinds: list[tuple[str, str]] = []
     name: OpName = "sum"
@@ -259,15 +255,13 @@ def _agree(
         sent: Outgoing = serialize((digest, numbers, follows, torch.is_grad_enabled(), accelerated))
     except (TypeError, ValueError, RecursionError) as error:
         sent = FailedSend(error)
-    heard = [one.open() for one in object_transport.all_gather(group, call, sent, of=of)]
+    heard = [one.open() for one in object_transport.all_gather(group, call, sent, of=describe(value))]
     if len({each[0] for each in heard}) > 1:
         everyone = [one.open() for one in object_transport.all_gather(group, call, serialize(kinds))]
         raise RankMismatchError(f"{call}: {compare(everyone, group.ranks)}: make the values match on all ranks")
-    asking = [rank for rank, each in zip(group.ranks, heard, strict=True) if each[2]]
-    without = [rank for rank, each in zip(group.ranks, heard, strict=True) if not each[3]]
-    if asking and without:
-        raise RankMismatchError(object_transport.describe_modes(call, asking, without))
-    return _Agreed(group, name, parts, [each[1] for each in heard], bool(asking), any(each[4] for each in heard))
+    asking = [each[2] for each in heard]
+    object_transport.check_grad_modes(group, call, asking, [each[3] for each in heard])
+    return _Agreed(group, name, parts, [each[1] for each in heard], any(asking), any(each[4] for each in heard))
 
 
 def _check_leaves(leaves: Sequence[Leaf], op: OpName) -> None:

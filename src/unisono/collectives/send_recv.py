@@ -7,14 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from unisono.collectives import object_transport
 from unisono.collectives.argument_checks import GroupArgument
 from unisono.collectives.group import Group, group_of
-from unisono.collectives.object_transport import FailedSend, Outgoing
-from unisono.collectives.serialization import serialize
 
 __all__ = ["barrier", "recv", "send"]
 
@@ -41,11 +38,7 @@ def send(value: Any, dst: int, *, tag: int = 0, group: GroupArgument = None) -> 
     members = group_of(group)
     root = _other(members, dst, "dst")
     _check_tag(tag)
-    try:
-        with torch.no_grad():
-            sent: Outgoing = serialize(value)
-    except TypeError as error:
-        sent = FailedSend(error)
+    sent = object_transport.serialize_or_fail(value, follow=False)
     object_transport.send(members, f"send to rank {dst}", sent, root, tag)
 
 

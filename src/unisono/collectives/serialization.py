@@ -8,6 +8,7 @@ and `deserialize`.
 from __future__ import annotations
 
 import io
+import math
 import pickle
 import struct
 from collections.abc import Sequence
@@ -42,10 +43,7 @@ class TensorMeta(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes of its elements."""
-        numel = 1
-        for length in self.shape:
-            numel *= length
-        return numel * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(slots=True)

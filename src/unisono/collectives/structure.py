@@ -20,7 +20,7 @@ from unisono.errors import RankMismatchError
 from unisono.mismatch import by_value
 from unisono.text import a_type
 
-__all__ = ["Leaf", "Parts", "check_concat", "children", "compare", "concatenate", "step_into", "take_apart"]
+__all__ = ["Leaf", "Parts", "check_concat", "children", "compare", "concatenate", "rebuild", "step_into", "take_apart"]
 
 _MOST_PLACES = 3
 """Places that a message names at most."""
@@ -97,33 +97,24 @@ def _take(value: Any, place: str, leaves: list[Leaf]) -> Callable[[Any], Any]:
         return next
     if isinstance(value, dict):
         found.sort(key=lambda pair: (type(pair[0]).__name__, repr(pair[0])))
-    builders = [(key, _take(child, step_into(place, key), leaves)) for key, child in found]
-    return _builder(value, builders)
+    keys = [key for key, _ in found]
+    builders = [_take(child, step_into(place, key), leaves) for key, child in found]
+    return lambda leaves: rebuild(value, keys, [build(leaves) for build in builders])
 
 
-def _builder(value: Any, builders: list[tuple[Any, Callable[[Any], Any]]]) -> Callable[[Any], Any]:
-    kind = type(value)
-    if isinstance(value, dict):
-
-        def build_dict(leaves: Any) -> Any:
-            new = copy.copy(value)  # keeps the class, the order and all else that a subclass has
-            for key, build in builders:
-                new[key] = build(leaves)
-            return new
-
-        return build_dict
-    if isinstance(value, tuple) and hasattr(kind, "_fields"):
-        return lambda leaves: kind(*[build(leaves) for _, build in builders])
+def rebuild(value: Any, keys: Sequence[Any], held: Sequence[Any]) -> Any:
+    """Return a structure like another one with other children, whose keys are those in `children`."""
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*held)
     if isinstance(value, (list, tuple)):
-        return lambda leaves: kind([build(leaves) for _, build in builders])
-
-    def build_dataclass(leaves: Any) -> Any:
-        new = copy.copy(value)  # not by __init__, which may take other arguments
-        for key, build in builders:
-            object.__setattr__(new, key[1:], build(leaves))
-        return new
-
-    return build_dataclass
+        return type(value)(held)
+    made = copy.copy(value)  # not by __init__, which may take other arguments; keeps all else that a subclass has
+    for key, child in zip(keys, held, strict=True):
+        if isinstance(value, dict):
+            made[key] = child
+        else:
+            object.__setattr__(made, key[1:], child)  # also where the dataclass is frozen
+    return made
 
 
 def _plain_number(value: Any) -> int | float | None:

@@ -21,7 +21,7 @@ from unisono.collectives.serialization import bytes_of
 __all__ = ["all_gather", "all_reduce", "all_to_all", "broadcast", "gather", "reduce", "reduce_scatter", "scatter"]
 
 # Torch 2.13 renamed them.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -95,7 +95,7 @@ def all_gather_flat(group: Group, tensor: Tensor) -> Tensor:
     if not _moves(wire):
         return torch.cat(all_gather(group, tensor))
     out = wire.new_empty((group.size * wire.shape[0], *wire.shape[1:]))
-    group.run(_ALL_GATHER, tensor, _all_gather_single, out, wire)
+    group.run(_ALL_GATHER, tensor, all_gather_single, out, wire)
     return out.to(tensor.device)
 
 

@@ -6,7 +6,6 @@ training goes through `engine`.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from unisono.collectives.framing import to_bytes
 from unisono.collectives.group import known_group
 from unisono.collectives.object_transport import gather, gather_values
 from unisono.collectives.polling_wait import PollingWait
@@ -159,24 +159,14 @@ class World:
         number = int(length.item())
         if not number:
             return b""
-        sent = self._broadcast_content(content, abs(number), source)
+        buffer = torch.frombuffer(content or bytearray(abs(number)), dtype=torch.uint8).to(self.device)
+        dist.broadcast(buffer, src=source, group=self.group)
         if failure is not None:
             raise failure
+        sent = to_bytes(buffer)
         if number < 0:
             raise PeerError(f"rank {source} failed where the other ranks await what it finds: {sent.decode()}")
         return sent
-
-    def _broadcast_content(self, content: bytearray, nbytes: int, source: int) -> bytes:
-        """Return the content of one rank on every rank."""
-        if self.rank == source:
-            buffer = torch.frombuffer(content, dtype=torch.uint8).to(self.device)
-        else:
-            buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        dist.broadcast(buffer, src=source, group=self.group)
-        if self.rank == source:
-            return bytes(content)
-        received = buffer.cpu()
-        return ctypes.string_at(received.data_ptr(), received.numel())
 
     def broadcast_tensor(self, tensor: Tensor, *, source: int = 0) -> None:
         """Overwrite a tensor with that of one rank. Every rank must call it, with a tensor of the same size in bytes.

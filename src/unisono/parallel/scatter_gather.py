@@ -6,7 +6,6 @@ except for the copies between devices, which autograd records.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from unisono.collectives.structure import children, step_into
+from unisono.collectives.structure import children, rebuild, step_into
 from unisono.parallel.device_copies import carry
 
 __all__ = ["DividedInput", "Whole", "divide", "join", "moved"]
@@ -103,7 +102,7 @@ def join(outputs: Sequence[Any], device: torch.device, *, dim: int, place: str =
         join([pairs[i][1] for pairs in held if pairs is not None], device, dim=dim, place=step_into(place, key))
         for i, (key, _) in enumerate(held[0])
     ]
-    return _rebuilt(first, [key for key, _ in held[0]], joined)
+    return rebuild(first, [key for key, _ in held[0]], joined)
 
 
 def _concatenated(outputs: Sequence[Tensor], device: torch.device, dim: int, place: str) -> Tensor:
@@ -156,28 +155,12 @@ def _mapped(value: Any, take: Callable[[Tensor], Tensor], device: torch.device) 
     held = children(value)
     if not held:
         return value
-    return _rebuilt(value, [key for key, _ in held], [_mapped(child, take, device) for _, child in held])
+    return rebuild(value, [key for key, _ in held], [_mapped(child, take, device) for _, child in held])
 
 
 def moved(value: Any, device: torch.device) -> Any:
     """Return a value with all its tensors on a device."""
     return _mapped(value, lambda tensor: tensor, device)
-
-
-def _rebuilt(value: Any, keys: Sequence[Any], held: Sequence[Any]) -> Any:
-    """Return a structure like another one, with other children."""
-    if isinstance(value, dict):
-        made = copy.copy(value)  # keeps the class and the attributes of a subclass
-        made.update(zip(keys, held, strict=True))
-        return made
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*held)
-    if isinstance(value, (list, tuple)):
-        return type(value)(held)
-    made = copy.copy(value)
-    for key, child in zip(keys, held, strict=True):
-        object.__setattr__(made, key[1:], child)  # also where the dataclass is frozen
-    return made
 
 
 def _listed(values: Sequence[Any]) -> str:
