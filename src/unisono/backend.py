@@ -7,6 +7,7 @@ uses another backend, or none.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 __all__ = ["register"]
@@ -27,14 +28,16 @@ def register() -> None:
 def _make_group(asked: Any, pg_options: Any) -> Any:
     """Make the process group that torch requests."""
     from unisono.shm.process_group import ProcessGroupShm  # noqa: PLC0415  imported when it is needed
-    from unisono.shm.segment_layout import options_of_environment  # noqa: PLC0415
+    from unisono.shm.runtime import GroupRuntime  # noqa: PLC0415
+    from unisono.shm.segment_layout import Options  # noqa: PLC0415
 
-    return ProcessGroupShm(
+    runtime = GroupRuntime(
         asked.store,
         asked.group_rank,
         asked.group_size,
         timeout=asked.timeout,
         ranks=asked.global_ranks_in_group,
         name=asked.group_id,
-        options=options_of_environment(pg_options),
+        options=Options.choose(pg_options, os.environ),
     )
+    return ProcessGroupShm(runtime)

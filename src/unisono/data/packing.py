@@ -93,8 +93,7 @@ def unpack_tensors(packed: PackedBatch) -> list[Any]:
     pieces = [_as_received(piece) for piece in packed.pieces]
     tensors: dict[tuple[int, int], Tensor] = {}
 
-    def find(slot: _Slot, path: tuple[Any, ...]) -> Tensor:
-        del path
+    def find(slot: _Slot, _: tuple[Any, ...]) -> Tensor:
         start = slot.place, slot.offset
         if start not in tensors:
             tensors[start] = _view(pieces[slot.place], slot)

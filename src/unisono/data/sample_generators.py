@@ -132,7 +132,6 @@ class _Python:
         self._expected = self._twin.random()
 
     def settle(self, key: int) -> None:
-        del key
         random.setstate(self._start)  # in half the time of seeding
         self._expected = self._first
 
@@ -156,7 +155,6 @@ class _NumPy:
             self._expected = numpy.random.RandomState(key & 0xFFFFFFFF).random_sample()
 
     def settle(self, key: int) -> None:
-        del key
         if (numpy := sys.modules.get("numpy")) is not None:
             if self._first is None:
                 self._first = numpy.random.RandomState(0).random_sample()

@@ -7,7 +7,7 @@ collectives, every rank publishes every round, and a slot that a rank has yet to
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 from torch.distributed import DistBackendError
@@ -25,9 +25,34 @@ def barrier(context: CollectiveContext, call: CollectiveFingerprint) -> Operatio
 
 def broadcast(context: CollectiveContext, flat: Tensor, call: CollectiveFingerprint) -> Operation:
     """Send the root's tensor to all ranks."""
-    slots = context.slots
-    nbytes, start, root = flat.nbytes, flat.data_ptr(), call.root
-    step = slots.slot_nbytes
+
+    def write(address: int, offset: int, count: int) -> None:
+        copy(address, flat.data_ptr() + offset, count)
+
+    return _from_root(context, flat, call, write, step=context.slots.slot_nbytes)
+
+
+def _from_root(
+    context: CollectiveContext,
+    flat: Tensor,
+    call: CollectiveFingerprint,
+    write: Callable[[int, int, int], None],
+    *,
+    step: int,
+    place: int = 0,
+) -> Operation:
+    """Send the root's pieces, each of `step` bytes at most, to the other ranks, which read theirs into `flat`.
+
+    Args:
+        context: The group.
+        flat: This rank's tensor.
+        call: The call.
+        write: Called on the root for each piece with the address of its slot, and the piece's offset and bytes.
+        step: Bytes of a piece.
+        place: Where in a slot this rank's piece is.
+    """
+    slots, root = context.slots, call.root
+    nbytes, start = flat.nbytes, flat.data_ptr()
     source = (root,)
     for offset in range(0, max(nbytes, 1), step):
         count = min(step, nbytes - offset)
@@ -38,7 +63,7 @@ def broadcast(context: CollectiveContext, flat: Tensor, call: CollectiveFingerpr
             if not offset:
                 context.write_fingerprint(call)
         if slots.rank == root:
-            copy(slots.address(root, slots.round), start + offset, count)
+            write(slots.address(root, slots.round), offset, count)
             slots.publish()
             continue
         round_ = slots.round
@@ -48,7 +73,7 @@ def broadcast(context: CollectiveContext, flat: Tensor, call: CollectiveFingerpr
             yield round_, source
         if not offset:
             context.check_fingerprints(round_, source)
-        copy(start + offset, slots.address(root, round_), count)
+        copy(start + offset, slots.address(root, round_) + place, count)
         if offset:
             slots.publish()
     return None
@@ -79,36 +104,14 @@ def scatter(
 ) -> Operation:
     """Send each rank its tensor of the root's `inputs`, which has one for each rank; elsewhere it is empty."""
     slots = context.slots
-    rank, root, others = slots.rank, call.root, slots.others
-    nbytes, start = flat.nbytes, flat.data_ptr()
     step = _part(slots.slot_nbytes, slots.size)
-    source = (root,)
-    for offset in range(0, max(nbytes, 1), step):
-        count = min(step, nbytes - offset)
-        if rank == root or not offset:
-            round_, late = slots.readers()
-            if late:
-                yield round_, late
-            if not offset:
-                context.write_fingerprint(call)
-        if rank == root:
-            address = slots.address(rank, slots.round)
-            for r in others:
-                copy(address + r * step, inputs[r].data_ptr() + offset, count)
-            slots.publish()
-            copy(start + offset, inputs[rank].data_ptr() + offset, count)
-            continue
-        round_ = slots.round
-        if not offset:
-            slots.publish()
-        if slots.missing(round_, source):
-            yield round_, source
-        if not offset:
-            context.check_fingerprints(round_, source)
-        copy(start + offset, slots.address(root, round_) + rank * step, count)
-        if offset:
-            slots.publish()
-    return None
+
+    def write(address: int, offset: int, count: int) -> None:
+        for r in slots.others:
+            copy(address + r * step, inputs[r].data_ptr() + offset, count)
+        copy(flat.data_ptr() + offset, inputs[call.root].data_ptr() + offset, count)
+
+    return _from_root(context, flat, call, write, step=step, place=slots.rank * step)
 
 
 def all_gather(

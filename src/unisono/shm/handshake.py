@@ -84,20 +84,14 @@ def handshake(
         except (UnisonoError, ValueError) as error:
             store.set(_PLACE, f"{_NONE}{error}")
             raise
-        return _receive_all(store, size=size, timeout_s=timeout_s, segment=segment, names=names, look=look)
-    return _go_there(store, rank=rank, size=size, timeout_s=timeout_s, names=names, look=look)
+        return _receive_all(store, segment, timeout_s=timeout_s, names=names, look=look)
+    return _go_there(store, rank=rank, timeout_s=timeout_s, names=names, look=look)
 
 
 def _receive_all(
-    store: Store,
-    *,
-    size: int,
-    timeout_s: float,
-    segment: Segment,
-    names: Sequence[int],
-    look: Callable[[], None],
+    store: Store, segment: Segment, *, timeout_s: float, names: Sequence[int], look: Callable[[], None]
 ) -> tuple[Segment, Peers]:
-    deadline_s = time.monotonic() + timeout_s
+    deadline_s, size = time.monotonic() + timeout_s, len(names)
     guests: dict[int, _Guest] = {}
     name = f"unisono/shm/{secrets.token_hex(16)}"
     with ExitStack() as held, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
@@ -178,9 +172,9 @@ class _Guest(NamedTuple):
 
 
 def _go_there(
-    store: Store, *, rank: int, size: int, timeout_s: float, names: Sequence[int], look: Callable[[], None]
+    store: Store, *, rank: int, timeout_s: float, names: Sequence[int], look: Callable[[], None]
 ) -> tuple[Segment, Peers]:
-    deadline_s = time.monotonic() + timeout_s
+    deadline_s, size = time.monotonic() + timeout_s, len(names)
     look_s, pauses_s = time.monotonic() + _LOOK_S, pauses(_PAUSE_S, _LONGEST_PAUSE_S)
     host_rank, own_rank = f"rank {names[0]}", f"rank {names[rank]}"
     late = (

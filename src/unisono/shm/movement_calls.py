@@ -77,15 +77,13 @@ def _list_of_root(
     return found
 
 
-def all_gather(group: GroupRuntime, opts: Any, outputs: Any, inputs: Any) -> Prepared:
+def all_gather(group: GroupRuntime, _: Any, outputs: Any, inputs: Any) -> Prepared:
     """Send every rank's tensor to all ranks, as a list; the tensors may have different sizes."""
-    del opts
     return _all_gather(group, inner(outputs), single(inputs, "all_gather"))
 
 
-def all_gather_single(group: GroupRuntime, opts: Any, output: Tensor, tensor: Tensor) -> Prepared:
+def all_gather_single(group: GroupRuntime, _: Any, output: Tensor, tensor: Tensor) -> Prepared:
     """Send every rank's tensor to all ranks, concatenated in one tensor."""
-    del opts
     numel, size = tensor.numel(), group.size
     check_numel(output, tensor, size, "all_gather")
     call = CollectiveFingerprint("all_gather", tensor.dtype, output.numel(), own=numel)
@@ -103,9 +101,8 @@ def all_gather_single_coalesced(
     return chain([all_gather_single(group, opts, *pair) for pair in pairs(outputs, inputs, "all_gather")])
 
 
-def all_gather_coalesced(group: GroupRuntime, opts: Any, outputs: Any, inputs: Sequence[Tensor]) -> Prepared:
+def all_gather_coalesced(group: GroupRuntime, _: Any, outputs: Any, inputs: Sequence[Tensor]) -> Prepared:
     """Run `all_gather` for several tensors; list r of the outputs receives those of rank r."""
-    del opts
     if len(outputs) != group.size:
         raise RuntimeError(
             f"all_gather_coalesced: output lists should be equal to world size: {len(outputs)} for {group.size}"
@@ -132,9 +129,8 @@ def _all_gather(group: GroupRuntime, outputs: list[Tensor], tensor: Tensor) -> P
     return operation, call, outputs
 
 
-def all_to_all(group: GroupRuntime, opts: Any, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Prepared:
+def all_to_all(group: GroupRuntime, _: Any, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Prepared:
     """Send rank r the r-th tensor of each rank's list."""
-    del opts
     if not inputs or not outputs:
         raise RuntimeError("all_to_all needs a tensor for each rank, in both lists")
     targets, sources, dtype = list(outputs), list(inputs), inputs[0].dtype

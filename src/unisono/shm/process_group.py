@@ -57,22 +57,12 @@ def _between(options: Any, prepare: Callable[[GroupRuntime, Any, Any, Any], Prep
 class ProcessGroupShm(dist.ProcessGroup):
     """A process group whose ranks, processes of one host, exchange data through shared memory.
 
-    See `GroupRuntime` for the arguments. Every rank of the group must create it.
+    `runtime` is this rank's part of the group. Every rank of the group must create one.
     """
 
-    def __init__(
-        self,
-        store: Any,
-        rank: int,
-        size: int,
-        *,
-        timeout: timedelta,
-        ranks: Sequence[int] = (),
-        name: str = "",
-        options: Options | None = None,
-    ) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]  # torch takes no store from subclasses
-        self._runtime = GroupRuntime(store, rank, size, timeout=timeout, ranks=ranks, name=name, options=options)
+    def __init__(self, runtime: GroupRuntime) -> None:
+        super().__init__(runtime.rank, runtime.size)  # type: ignore[call-arg]  # torch takes no store from subclasses
+        self._runtime = runtime
         self._splits = 0
 
     # Collectives that combine values
@@ -198,7 +188,7 @@ class ProcessGroupShm(dist.ProcessGroup):
         if runtime.rank not in members:
             return None
         name = group_name or f"{runtime.name}:split:{self._splits}:{members[0]}"
-        group = type(self)(
+        own = GroupRuntime(
             c10d.PrefixStore(f"{name}/", runtime.store),
             members.index(runtime.rank),
             len(members),
@@ -207,6 +197,7 @@ class ProcessGroupShm(dist.ProcessGroup):
             name=name,
             options=opts if isinstance(opts, Options) else runtime.options,
         )
+        group = type(self)(own)
         group._set_group_name(name)
         group._set_group_desc(group_desc or f"{self.group_desc}:split:{self._splits}")
         return group

@@ -57,21 +57,13 @@ class GroupRuntime:
     """
 
     def __init__(
-        self,
-        store: Any,
-        rank: int,
-        size: int,
-        *,
-        timeout: timedelta,
-        ranks: Sequence[int] = (),
-        name: str = "",
-        options: Options | None = None,
+        self, store: Any, rank: int, size: int, *, timeout: timedelta, ranks: Sequence[int], name: str, options: Options
     ) -> None:
         self.store, self.rank, self.size, self.name = store, rank, size, name
         self.group_name = name
         """The name under which torch knows the group."""
         self.timeout_s = timeout.total_seconds()
-        self.options = Options() if options is None else options
+        self.options = options
         self.ranks = list(ranks) or list(range(size))
         try:
             self._segment, self._peers = handshake(

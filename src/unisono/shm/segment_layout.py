@@ -5,7 +5,6 @@ Rank 0 decides and writes the layout to the beginning of the segment, so ranks w
 
 from __future__ import annotations
 
-import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -143,8 +142,3 @@ class SegmentLayout:
         if magic != _MAGIC:
             raise RuntimeError("rank 0 has a different version of unisono than this rank: install the same for both")
         return cls(size=size, slot_nbytes=slot_nbytes, messages_nbytes=messages_nbytes)
-
-
-def options_of_environment(given: object) -> Options:
-    """Return the options of a group, given or from this process's environment."""
-    return Options.choose(given, os.environ)
