@@ -68,8 +68,8 @@ class Buffers:
         before = self.numel
         for i in indices:
             tensor = self.tensor(i)
-            if i not in self.often and tensor is not None and not self._travels_alone(tensor):
-                self.often.append(i)
+            if i not in self.often and tensor is not None and (_fits_float32(tensor) or not self._has_mean(tensor)):
+                self.often.append(i)  # a mean of wider numbers travels alone
         self.numel = sum(self._length(t) for i in self.often if (t := self.tensor(i)) is not None)
         return self.numel != before
 
@@ -112,7 +112,7 @@ class Buffers:
         known = {i for i in self.often if summary.changed[i]}
         if source != 0:
             # The vector has no values of the source rank: only the first rank writes as the source.
-            known = {i for i in known if self._travels_as_mean(i)}
+            known = {i for i in known if (tensor := self.tensor(i)) is not None and self._has_mean(tensor)}
         self._read(total, factor=gradient_transport.size / len(summary.active), indices=known)
         rest = [i for i, changed in enumerate(summary.changed) if changed and i not in known]
         for i in rest:
@@ -158,14 +158,6 @@ class Buffers:
 
     def _has_mean(self, tensor: Tensor) -> bool:
         return self.mode == "mean" and (tensor.is_floating_point() or tensor.is_complex())
-
-    def _travels_as_mean(self, i: int) -> bool:
-        """Return True if ranks exchange the mean of a buffer."""
-        tensor = self.tensor(i)
-        return tensor is not None and self._has_mean(tensor)
-
-    def _travels_alone(self, tensor: Tensor) -> bool:
-        return self._has_mean(tensor) and not _fits_float32(tensor)
 
     def _length(self, tensor: Tensor) -> int:
         if _fits_float32(tensor):

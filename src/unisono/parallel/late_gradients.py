@@ -43,28 +43,23 @@ def reduce_late(
         if not parameter.sparse and (i in summary.late or not plan.travels(i)):
             kinds.setdefault((parameter.tensor.dtype, parameter.tensor.device), []).append(i)
     for members in kinds.values():
-        _reduce(Bucket(members, gradients.parameters), gradients, plan, gradient_transport, factor=factor)
-
-
-def _reduce(
-    bucket: Bucket, gradients: GradientState, plan: BucketPlan, gradient_transport: GradientTransport, *, factor: float
-) -> None:
-    bucket.open()
-    assert bucket.memory is not None
-    for i, view in zip(bucket.members, bucket.views, strict=True):
-        target = plan.bucket_of[i]
-        assert target is not None
-        if gradients.own(i) is None:
-            view.zero_()
-        else:
-            scale = gradients.scale_of(i)
-            view.copy_(gradients.take(i, target.dtype)).mul_(scale)
-    what = f"late gradients of {bucket.describe()}"
-    gradient_transport.wait(gradient_transport.all_reduce(bucket.memory, what), what)
-    for i, view in zip(bucket.members, bucket.views, strict=True):
-        target = plan.bucket_of[i]
-        view.mul_(factor)
-        if target is not None and plan.travels(i):
-            target.views[plan.slot[i]].add_(view)
-        else:
-            gradients.give(i, view)
+        bucket = Bucket(members, gradients.parameters)
+        bucket.open()
+        assert bucket.memory is not None
+        for i, view in zip(bucket.members, bucket.views, strict=True):
+            target = plan.bucket_of[i]
+            assert target is not None
+            if gradients.own(i) is None:
+                view.zero_()
+            else:
+                scale = gradients.scale_of(i)
+                view.copy_(gradients.take(i, target.dtype)).mul_(scale)
+        what = f"late gradients of {bucket.describe()}"
+        gradient_transport.wait(gradient_transport.all_reduce(bucket.memory, what), what)
+        for i, view in zip(bucket.members, bucket.views, strict=True):
+            target = plan.bucket_of[i]
+            view.mul_(factor)
+            if target is not None and plan.travels(i):
+                target.views[plan.slot[i]].add_(view)
+            else:
+                gradients.give(i, view)

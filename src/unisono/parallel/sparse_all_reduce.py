@@ -14,7 +14,10 @@ __all__ = ["reduce_sparse"]
 
 
 def reduce_sparse(i: int, gradients: GradientState, gradient_transport: GradientTransport, *, scale: float) -> None:
-    """Reduce the gradient of one parameter, and set p.grad to the sum. Every rank must call it.
+    """Reduce the gradient of one parameter, and set p.grad to the sum, coalesced. Every rank must call it.
+
+    The gradient is in COO layout, with the first dimension sparse. Traffic: every rank sends as many rows as the rank
+    with the most rows has.
 
     Args:
         i: The index of the parameter.
@@ -26,45 +29,31 @@ def reduce_sparse(i: int, gradients: GradientState, gradient_transport: Gradient
         UnisonoError: The gradient is dense.
     """
     parameter, gradient = gradients.parameters[i], gradients.own(i)
+    tensor = parameter.tensor
     if gradient is not None and gradient.layout == torch.strided:
         raise UnisonoError(
             f"parameter {parameter.name!r} has a dense gradient, and its module has sparse=True: use it by its module "
             "alone, or make the module with sparse=False"
         )
-    gradients.give(i, _sum_sparse(gradient, parameter.tensor, gradient_transport, scale=scale))
-
-
-def _sum_sparse(
-    gradient: Tensor | None, parameter: Tensor, gradient_transport: GradientTransport, *, scale: float
-) -> Tensor:
-    """Return the sum, coalesced, of the ranks' gradients of one parameter. Every rank must call it.
-
-    Traffic: every rank sends as many rows as the rank with the most rows has.
-
-    Args:
-        gradient: The gradient in COO layout, with the first dimension sparse; None counts as zero.
-        parameter: The parameter.
-        gradient_transport: The ranks.
-        scale: The factor for each rank's gradient.
-    """
-    row = parameter.shape[1:]
+    row = tensor.shape[1:]
     if gradient is None:
-        indices = torch.empty(0, dtype=torch.int64, device=parameter.device)
-        values = torch.empty((0, *row), dtype=parameter.dtype, device=parameter.device)
+        indices = torch.empty(0, dtype=torch.int64, device=tensor.device)
+        values = torch.empty((0, *row), dtype=tensor.dtype, device=tensor.device)
     else:
         own = gradient.detach().coalesce()
         indices, values = own.indices()[0].contiguous(), own.values().contiguous() * scale
-    counts = [torch.zeros(1, dtype=torch.int64, device=parameter.device) for _ in range(gradient_transport.size)]
-    dist.all_gather(counts, torch.tensor([len(indices)], device=parameter.device), group=gradient_transport.group)
+    counts = [torch.zeros(1, dtype=torch.int64, device=tensor.device) for _ in range(gradient_transport.size)]
+    dist.all_gather(counts, torch.tensor([len(indices)], device=tensor.device), group=gradient_transport.group)
     found = [int(count) for count in counts]
     longest = max(found)
     all_indices, all_values = (_gather_padded(part, longest, gradient_transport) for part in (indices, values))
-    return torch.sparse_coo_tensor(
+    total = torch.sparse_coo_tensor(
         torch.cat([part[:n] for part, n in zip(all_indices, found, strict=True)]).view(1, -1),
         torch.cat([part[:n] for part, n in zip(all_values, found, strict=True)]),
-        parameter.shape,
+        tensor.shape,
         check_invariants=False,
     ).coalesce()
+    gradients.give(i, total)
 
 
 def _gather_padded(part: Tensor, length: int, gradient_transport: GradientTransport) -> list[Tensor]:
