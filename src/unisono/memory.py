@@ -63,10 +63,11 @@ def read_counters(root: Path = Path("/")) -> MemoryCounters:
     with suppress(OSError):
         system = os.statvfs(root / "dev/shm")
         shared = system.f_blocks * system.f_frsize
+    total = _fields(root / "proc/meminfo").get("MemTotal:")
     return MemoryCounters(
         groups=groups,
         kills=_fields(root / "proc/vmstat").get("oom_kill"),
-        machine_bytes=_kibibytes(kernel_text(root / "proc/meminfo")),
+        machine_bytes=None if total is None else total << 10,
         shared_bytes=shared,
     )
 
@@ -147,16 +148,9 @@ def _size(nbytes: int) -> str:
 
 def _fields(file: Path) -> dict[str, int]:
     pairs = [line.split() for line in kernel_text(file).splitlines()]
-    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) > 1 and pair[1].isdigit()}
 
 
 def _number(file: Path) -> int | None:
     text = kernel_text(file).strip()
     return int(text) if text.isdigit() else None
-
-
-def _kibibytes(meminfo: str) -> int | None:
-    for line in meminfo.splitlines():
-        if line.startswith("MemTotal:"):
-            return int(line.split()[1]) << 10
-    return None

@@ -45,7 +45,7 @@ from unisono.state.durable_files import (
     write_file,
 )
 from unisono.state.manifest import GROUP, MANIFEST, STATE, SUFFIX, manifest_of, render_manifest
-from unisono.state.safetensors_format import FilePart, plan_file, read_tensors
+from unisono.state.safetensors_format import FilePart, plan_file, read_bytes, read_tensors
 
 __all__ = ["CheckpointInfo", "CheckpointStore", "Loaded"]
 
@@ -211,7 +211,7 @@ class CheckpointStore:
                 file.finish()
             return found
 
-        document = values(STATE, _read_json)
+        document = values(STATE, lambda read, nbytes: json.loads(read_bytes(read, nbytes)))
         found = {
             group: values(group + SUFFIX, partial(read_tensors, described=described))
             for group, described in manifest.groups.items()
@@ -342,13 +342,6 @@ class CheckpointStore:
             f"the checkpoint of {what} was not written to {self.folder}: {reason}, while {doing}. It needs "
             f"{needed:,} bytes and {free}. Older checkpoints are untouched. {remedy(error, self.folder)}"
         )
-
-
-def _read_json(read: Callable[[memoryview], None], nbytes: int) -> Json:
-    data = bytearray(nbytes)
-    read(memoryview(data))
-    document: Json = json.loads(data)
-    return document
 
 
 def _nbytes(piece: FilePart) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from unisono.errors import CheckpointError
 
-__all__ = ["Plain", "check_storable", "digest", "exact", "memory", "same_memory"]
+__all__ = ["Plain", "check_storable", "copy_each", "digest", "exact", "memory", "same_memory"]
 
 Plain = (
     Tensor
@@ -101,6 +101,28 @@ def same_memory(tensor: Tensor) -> tuple[object, ...]:
         return (id(tensor),)
     view = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
     return (str(tensor.device), *view, tensor.is_conj(), tensor.is_neg())
+
+
+def copy_each(
+    tensors: Mapping[str, Tensor], copies: dict[tuple[object, ...], Tensor], prefix: str = ""
+) -> dict[str, Tensor]:
+    """Copy tensors to contiguous CPU memory of their own, once per piece of memory, so that tied tensors stay tied.
+
+    Args:
+        tensors: The tensors by name.
+        copies: The copies made before, by `same_memory`; new ones are added.
+        prefix: What precedes a name in errors.
+    """
+    result: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        key = same_memory(tensor)
+        if key not in copies:
+            plain = exact(tensor, f"{prefix}{name}")
+            # `exact` returns the tensor's own memory if it is plain already.
+            shared = plain.data_ptr() == tensor.data_ptr()
+            copies[key] = plain.clone(memory_format=torch.contiguous_format) if shared else plain
+        result[name] = copies[key]
+    return result
 
 
 def memory(tensor: Tensor) -> memoryview:

@@ -21,7 +21,7 @@ from unisono.errors import CheckpointError
 from unisono.state.codec import Json, decode_dtype
 from unisono.state.digest import check_storable, memory, same_memory
 
-__all__ = ["FilePart", "encode_header", "plan_file", "read_tensors", "type_name"]
+__all__ = ["FilePart", "encode_header", "plan_file", "read_bytes", "read_tensors", "type_name"]
 
 FilePart: TypeAlias = bytes | tuple[str, Tensor]
 """A part of a file: bytes, or a tensor by name, whose memory is the part."""
@@ -139,10 +139,10 @@ def read_tensors(
     """
     if nbytes < _LENGTH_NBYTES:
         raise ValueError(f"{nbytes} bytes are too few for a header")
-    length = int.from_bytes(_bytes(read, _LENGTH_NBYTES), "little")
+    length = int.from_bytes(read_bytes(read, _LENGTH_NBYTES), "little")
     if length > nbytes - _LENGTH_NBYTES:
         raise ValueError(f"the header should have {length:,} bytes, and the file has {nbytes:,}")
-    header = json.loads(_bytes(read, length))
+    header = json.loads(read_bytes(read, length))
     entries = [(name, entry) for name, entry in header.items() if name != "__metadata__"]
     if described is None:
         entries.sort(key=lambda item: (item[1]["data_offsets"], item[0]))
@@ -173,7 +173,8 @@ def read_tensors(
     return {name: tensors[described["aliases"].get(name, name)] for name in described["names"]}
 
 
-def _bytes(read: Callable[[memoryview], None], nbytes: int) -> bytearray:
+def read_bytes(read: Callable[[memoryview], None], nbytes: int) -> bytearray:
+    """Return the next bytes of a file."""
     data = bytearray(nbytes)
     read(memoryview(data))
     return data

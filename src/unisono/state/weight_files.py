@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from unisono.errors import CheckpointError
-from unisono.state.digest import check_storable, exact, same_memory
+from unisono.state.digest import check_storable, copy_each
 from unisono.state.durable_files import flush_folder, make_folder, open_file, remedy, write_file
 from unisono.state.safetensors_format import plan_file, read_tensors
 from unisono.text import a_type
@@ -166,7 +166,8 @@ def write_weights(path: Path, tensors: Mapping[str, Tensor], others: Mapping[str
             make_folder(path.absolute().parent)
             write_file(work, pieces)
         else:
-            content = {**_copies(tensors), **(others or {})}
+            # Copies, since torch.save writes the whole memory that a tensor views.
+            content = {**copy_each(tensors, {}), **(others or {})}
             make_folder(path.absolute().parent)
             with work.open("xb") as file:
                 try:
@@ -187,12 +188,3 @@ def write_weights(path: Path, tensors: Mapping[str, Tensor], others: Mapping[str
     finally:
         if work.exists():
             work.unlink()
-
-
-def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copy tensors to separate memory: torch.save writes the whole memory that a tensor views."""
-    copies: dict[tuple[object, ...], Tensor] = {}
-    for name, tensor in tensors.items():
-        if (key := same_memory(tensor)) not in copies:
-            copies[key] = exact(tensor, name).clone()
-    return {name: copies[same_memory(tensor)] for name, tensor in tensors.items()}

@@ -20,13 +20,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-import torch
 from torch import Tensor
 
 from unisono.errors import CheckpointError
 from unisono.state.checkpoint_store import CheckpointInfo, CheckpointStore
 from unisono.state.codec import Json, render
-from unisono.state.digest import exact, same_memory
+from unisono.state.digest import copy_each
 
 __all__ = ["BackgroundWriter"]
 
@@ -69,7 +68,8 @@ class BackgroundWriter:
         error = self.wait()
         if error is not None:
             raise error
-        copies = _copy(groups)
+        made: dict[tuple[object, ...], Tensor] = {}
+        copies = {group: copy_each(tensors, made, f"{group}.") for group, tensors in groups.items()}
         document = json.loads(render(document))  # the caller's lists may change while the thread works
         self._error, self._told = None, True
         # One thread for each write, not one that waits for work: that would prevent the process from ending.
@@ -116,20 +116,3 @@ class BackgroundWriter:
             )
             failure.__cause__ = error
             self._error, self._told = failure, False
-
-
-def _copy(groups: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
-    """Copy tensors to contiguous CPU memory, once per piece of memory, so that tied tensors stay tied for the store."""
-    copies: dict[tuple[object, ...], Tensor] = {}
-    result: dict[str, dict[str, Tensor]] = {}
-    for group, tensors in groups.items():
-        result[group] = {}
-        for name, tensor in tensors.items():
-            key = same_memory(tensor)
-            if key not in copies:
-                plain = exact(tensor, f"{group}.{name}")
-                # `exact` returns the tensor's own memory if it is plain already.
-                shared = plain.numel() > 0 and plain.data_ptr() == tensor.data_ptr()
-                copies[key] = plain.clone(memory_format=torch.contiguous_format) if shared else plain
-            result[group][name] = copies[key]
-    return result

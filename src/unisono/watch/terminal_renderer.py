@@ -17,9 +17,9 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TextIO
 
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console
 from rich.live import Live
-from rich.segment import Segment
+from rich.segment import Segment, Segments
 from rich.text import Text
 
 from unisono.watch.figures import format_clock, format_elapsed, format_rate
@@ -128,7 +128,8 @@ class TerminalRenderer:
 
     def write(self, text: str) -> None:
         """Write the text above the live row, without interpreting it."""
-        self._console.print(_Raw(text), soft_wrap=True)
+        # As a segment, rich writes it unchanged: no markup, no highlighting, no wrapping, with its own colours.
+        self._console.print(Segments([Segment(text), Segment.line()]), soft_wrap=True)
 
     def close(self) -> None:
         """Erase the live row, show the cursor, and restore the standard streams."""
@@ -273,17 +274,6 @@ def _fitting(parts: Sequence[str], room: int) -> list[tuple[str, str]]:
             break
         fitting.append((f"  {part}", "dim"))
     return fitting
-
-
-class _Raw:
-    """Text that rich writes unchanged: no markup, no highlighting, no wrapping, with its own colours."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield Segment(self._text)
-        yield Segment.line()
 
 
 class _Console(Console):
