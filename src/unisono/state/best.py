@@ -16,8 +16,8 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from unisono.errors import CheckpointError, CorruptCheckpointError
-from unisono.state.durable_files import flush_folder, read_file, remedy
+from unisono.errors import CorruptCheckpointError
+from unisono.state.durable_files import failing_with_remedy, flush_folder, read_file
 
 __all__ = ["BEST_LEFTOVERS", "Best", "forget_best", "read_best", "step_folder", "write_best"]
 
@@ -80,7 +80,8 @@ def write_best(folder: Path, best: Best) -> None:
     """
     name = step_folder(best.step)
     record, link = (folder / leftover for leftover in BEST_LEFTOVERS)
-    try:
+    what = f"{folder / name} is the best checkpoint now ({best.metric}={best.value}), which cannot be recorded"
+    with failing_with_remedy(folder, what):
         with record.open("wb") as file:
             file.write(json.dumps({**asdict(best), "checkpoint": name}, indent=1).encode() + b"\n")
             file.flush()
@@ -95,11 +96,6 @@ def write_best(folder: Path, best: Best) -> None:
         else:
             link.replace(folder / _LINK)
         flush_folder(folder)
-    except OSError as error:
-        raise CheckpointError(
-            f"{folder / name} is the best checkpoint now ({best.metric}={best.value}), which cannot be recorded: "
-            f"{error}. {remedy(error, folder)}"
-        ) from error
 
 
 def forget_best(folder: Path) -> None:
@@ -108,9 +104,7 @@ def forget_best(folder: Path) -> None:
     Raises:
         CheckpointError: They cannot be removed.
     """
-    try:
+    with failing_with_remedy(folder, f"{folder / _RECORD} cannot be removed"):
         for name in (_RECORD, _LINK):
             if name == _RECORD or (folder / name).is_symlink():
                 (folder / name).unlink(missing_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"{folder / _RECORD} cannot be removed: {error}. {remedy(error, folder)}") from error

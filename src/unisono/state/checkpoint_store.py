@@ -37,6 +37,7 @@ from unisono.state.durable_files import (
     CheckedFile,
     FileEntry,
     exchange,
+    failing_with_remedy,
     flush_folder,
     is_locked,
     locked,
@@ -154,7 +155,8 @@ class CheckpointStore:
             CheckpointError: The folder cannot be read. A folder that does not exist has no checkpoints.
         """
         infos: list[CheckpointInfo] = []
-        try:
+        what = f"the checkpoints in {self.folder} cannot be listed"
+        with failing_with_remedy(self.folder, what), suppress(FileNotFoundError):
             for path in self.folder.iterdir():
                 found = _STEP.fullmatch(path.name)
                 if not found or path.name != step_folder(int(found[1])) or not path.is_dir():
@@ -162,12 +164,6 @@ class CheckpointStore:
                 with suppress(FileNotFoundError):  # pruned in the meantime
                     nbytes = sum(file.stat().st_size for file in path.iterdir())
                     infos.append(CheckpointInfo(path=path, step=int(found[1]), nbytes=nbytes))
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise CheckpointError(
-                f"the checkpoints in {self.folder} cannot be listed: {error}. {remedy(error, self.folder)}"
-            ) from error
         return sorted(infos, key=lambda info: info.step, reverse=True)
 
     def verify(self, info: CheckpointInfo) -> None:
@@ -256,7 +252,8 @@ class CheckpointStore:
             return []
         best = read_best(self.folder)
         doomed = [info for info in infos[keep:] if info.path != good.path and (best is None or info.step != best.step)]
-        try:
+        what = f"old checkpoints in {self.folder} cannot be deleted (keep={keep}, found {len(infos)})"
+        with failing_with_remedy(self.folder, what, note="The newest ones are untouched. "):
             moved = []
             for info in doomed:
                 aside = self.folder / f".tmp-{os.getpid()}-{secrets.token_hex(4)}-pruned-{info.path.name}"
@@ -266,11 +263,6 @@ class CheckpointStore:
             flush_folder(self.folder)
             for aside in moved:
                 shutil.rmtree(aside)
-        except OSError as error:
-            raise CheckpointError(
-                f"old checkpoints in {self.folder} cannot be deleted (keep={keep}, found {len(infos)}): {error}. The "
-                f"newest ones are untouched. {remedy(error, self.folder)}"
-            ) from error
         self._written.difference_update(info.path for info in doomed)
         return doomed
 
@@ -284,7 +276,7 @@ class CheckpointStore:
             CheckpointError: A leftover cannot be removed.
         """
         removed: list[Path] = []
-        try:
+        with failing_with_remedy(self.folder, f"leftovers of a dead writer in {self.folder} cannot be removed"):
             for name in BEST_LEFTOVERS:
                 (self.folder / name).unlink(missing_ok=True)
             for path in sorted(self.folder.glob(".tmp-*-*")):
@@ -298,10 +290,6 @@ class CheckpointStore:
                 else:
                     shutil.rmtree(path)
                     removed.append(path)
-        except OSError as error:
-            raise CheckpointError(
-                f"leftovers of a dead writer in {self.folder} cannot be removed: {error}. {remedy(error, self.folder)}"
-            ) from error
         return removed
 
     def _rename_durably(self, work: Path, final: Path) -> None:

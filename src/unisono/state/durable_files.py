@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
-from unisono.errors import CorruptCheckpointError
+from unisono.errors import CheckpointError, CorruptCheckpointError
 from unisono.state.digest import exact, memory
 from unisono.state.safetensors_format import FilePart
 
@@ -27,6 +27,7 @@ __all__ = [
     "CheckedFile",
     "FileEntry",
     "exchange",
+    "failing_with_remedy",
     "flush_folder",
     "is_locked",
     "locked",
@@ -173,6 +174,21 @@ def remedy(error: OSError, folder: Path) -> str:
             f"A file is where a folder must be ({error.filename or folder}): move it away, or choose another directory."
         )
     return "Look at the disk and its mount, or choose another directory."
+
+
+@contextmanager
+def failing_with_remedy(folder: Path, what: str, *, note: str = "") -> Iterator[None]:
+    """Raise CheckpointError for an OSError inside.
+
+    Args:
+        folder: The folder that is written to.
+        what: What was not done, for the message.
+        note: A sentence about what is unchanged.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{what}: {error}. {note}{remedy(error, folder)}") from error
 
 
 class CheckedFile:

@@ -46,6 +46,10 @@ class _FileColumn:
     spool: IO[bytes] | None = None
     """Holds its rows for now, if `start` is not known yet."""
 
+    def describe(self, rows: int, start: int, stop: int) -> Json:
+        """Return its entry in the header."""
+        return {"dtype": self.dtype, "shape": [rows, *self.shape], "data_offsets": [start, stop]}
+
 
 class RowsFile:
     """Writes tensors row by row into a safetensors file, and puts it in place once it is complete.
@@ -101,10 +105,7 @@ class RowsFile:
                     file.seek(end)
                     column.spool.seek(0)
                     shutil.copyfileobj(column.spool, file, 1 << 20)
-                offsets: list[Json] = [end - self._room, end - self._room + nbytes]
-                header[column.name] = {
-                    "dtype": column.dtype, "shape": [self._done, *column.shape], "data_offsets": offsets
-                }  # fmt: skip
+                header[column.name] = column.describe(self._done, end - self._room, end - self._room + nbytes)
                 end += nbytes
             file.seek(0)
             file.write(encode_header(header, room=self._room))
@@ -138,10 +139,7 @@ class RowsFile:
             self._columns.append(_FileColumn(name, kind, shape, math.prod(shape) * tensor.dtype.itemsize))
         widest: dict[str, Json] = {"__metadata__": {"format": "pt"}}
         for column in self._columns:
-            offsets: list[Json] = [_MOST_ROWS * 10**9] * 2
-            widest[column.name] = {
-                "dtype": column.dtype, "shape": [_MOST_ROWS, *column.shape], "data_offsets": offsets
-            }  # fmt: skip
+            widest[column.name] = column.describe(_MOST_ROWS, _MOST_ROWS * 10**9, _MOST_ROWS * 10**9)
         self._room = start = len(encode_header(widest))
         for index, column in enumerate(self._columns):
             if index and self._rows is None:
