@@ -134,11 +134,11 @@ def at_random_moments(folder, kills, seed):
 
 def at_every_call(folder):
     """With a file system that can exchange names, and then the writes alone without one."""
-    able = store_module.exchange
+    able = store_module.swap_names
     kills = [kills_at_every_call(folder)]
-    store_module.exchange = lambda first, second: False
+    store_module.swap_names = lambda first, second: False
     kills.append(kills_at_every_call(folder, writes_alone=True))
-    store_module.exchange = able
+    store_module.swap_names = able
     return {"kills": sum(kills)}
 
 
@@ -172,7 +172,7 @@ def kills_at_every_call(folder, *, writes_alone=False):
 
         for name in CHANGING_CALLS:
             setattr(os, name, functools.partial(wrapped, getattr(os, name)))
-        store_module.exchange = functools.partial(wrapped, store_module.exchange)
+        store_module.swap_names = functools.partial(wrapped, store_module.swap_names)
         work(report)
 
     begun = CheckpointStore(folder.with_name("begun"))

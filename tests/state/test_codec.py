@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from unisono.errors import CheckpointError, CorruptCheckpointError
-from unisono.state.codec import decode, encode, render
+from unisono.state.codec import decode, encode, to_json
 from unisono.state.safetensors_format import plan_file, read_tensors
 
 
 def through_json(value):
     document, tensors = encode(value)
-    return decode(json.loads(render(document)), tensors)
+    return decode(json.loads(to_json(document)), tensors)
 
 
 def same(a, b):
@@ -207,7 +207,7 @@ def test_a_document_nested_without_end_is_corrupt():
 def test_documents_that_would_not_read_back_equal_are_refused():
     for document in ({"a": (1, 2)}, {1: 2}, [math.nan], object(), b"x"):
         with pytest.raises(TypeError, match=r"document (is not JSON|would not come back equal)"):
-            render(document)
+            to_json(document)
 
 
 def test_a_tensor_file_is_a_plain_safetensors_file_to_others():

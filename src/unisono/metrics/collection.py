@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from unisono.collectives.group import group_of
-from unisono.metrics.metric import Metric, describe_type, exchange
+from unisono.metrics.metric import Metric, describe_type, total_over_ranks
 
 __all__ = ["Metrics"]
 
@@ -77,7 +77,7 @@ class Metrics(Mapping[str, Metric[Any]]):
             RankMismatchError: The ranks compute different metrics. Raised on all ranks.
             PeerError: Another rank cannot express what it has counted in words; that rank raises its own error.
         """
-        totals = exchange([*self._metrics.values()], group_of(group), names=[*self._metrics])
+        totals = total_over_ranks([*self._metrics.values()], group_of(group), names=[*self._metrics])
         return {name: total.local() for name, total in zip(self._metrics, totals, strict=True)}
 
     def local(self) -> dict[str, Any]:
@@ -87,7 +87,7 @@ class Metrics(Mapping[str, Metric[Any]]):
     def collect(self, group: dist.ProcessGroup | None = None) -> None:
         """Move the counts of all ranks to the first: see `Metric.collect`. Every rank must call it."""
         members = group_of(group)
-        totals = exchange([*self._metrics.values()], members, names=[*self._metrics])
+        totals = total_over_ranks([*self._metrics.values()], members, names=[*self._metrics])
         for metric, total in zip(self._metrics.values(), totals, strict=True):
             metric._take(total, members)
 

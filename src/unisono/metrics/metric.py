@@ -24,7 +24,7 @@ from unisono.collectives.serialization import serialize
 from unisono.errors import RankMismatchError
 from unisono.mismatch import by_value
 
-__all__ = ["Metric", "describe_type", "exchange"]
+__all__ = ["Metric", "describe_type", "total_over_ranks"]
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ class Metric(ABC, Generic[T]):
             RankMismatchError: The ranks compute different metrics. Raised on all ranks.
             PeerError: Another rank cannot express what it has counted in words; that rank raises its own error.
         """
-        total: Metric[T] = exchange([self], group_of(group))[0]
+        total: Metric[T] = total_over_ranks([self], group_of(group))[0]
         return total.local()
 
     @abstractmethod
@@ -68,7 +68,7 @@ class Metric(ABC, Generic[T]):
         load it into a job of any size: see `state_dict`. Arguments, cost and errors are those of `compute`.
         """
         members = group_of(group)
-        (total,) = exchange([self], members)
+        (total,) = total_over_ranks([self], members)
         self._take(total, members)
 
     @abstractmethod
@@ -128,7 +128,7 @@ class Metric(ABC, Generic[T]):
             self.reset()
 
 
-def exchange(metrics: Sequence[Metric[Any]], group: Group, names: Sequence[str] = ("",)) -> list[Metric[Any]]:
+def total_over_ranks(metrics: Sequence[Metric[Any]], group: Group, names: Sequence[str] = ("",)) -> list[Metric[Any]]:
     """Return, for each metric, a copy with the counts of all ranks. Every rank must call it.
 
     It costs one all-gather that compares the metrics, and one all-reduce for all of them together.

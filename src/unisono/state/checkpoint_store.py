@@ -32,17 +32,17 @@ from torch import Tensor
 
 from unisono.errors import CheckpointError, CorruptCheckpointError
 from unisono.state.best import BEST_LEFTOVERS, read_best, step_folder
-from unisono.state.codec import Json, render
+from unisono.state.codec import Json, to_json
 from unisono.state.durable_files import (
     CheckedFile,
     FileEntry,
-    exchange,
     failing_with_remedy,
     flush_folder,
     is_locked,
     locked,
     make_folder,
     remedy,
+    swap_names,
     write_file,
 )
 from unisono.state.manifest import GROUP, MANIFEST, STATE, SUFFIX, manifest_of, render_manifest
@@ -116,7 +116,7 @@ class CheckpointStore:
                 raise ValueError(f"group name {group!r}: use letters, digits, '_' and '-': it is part of a file's name")
             pieces, described[group] = plan_file(tensors, group)
             files.append((group + SUFFIX, pieces))
-        files.append((STATE, [render(document)]))
+        files.append((STATE, [to_json(document)]))
         needed = sum(_nbytes(piece) for _, pieces in files for piece in pieces)
 
         work = self.folder / f".tmp-{os.getpid()}-{secrets.token_hex(4)}-{final.name}"
@@ -296,11 +296,11 @@ class CheckpointStore:
         """Rename a complete checkpoint to its final name, and flush that to the disk. It exists from that moment on."""
         if final.exists() and not final.is_dir():
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(final))
-        if final.exists() and exchange(work, final):
+        if final.exists() and swap_names(work, final):
             try:
                 flush_folder(self.folder)
             except OSError:
-                exchange(work, final)
+                swap_names(work, final)
                 raise
             return  # `write` removes the old one
         aside: Path | None = None

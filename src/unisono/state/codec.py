@@ -23,7 +23,7 @@ from torch import Tensor
 from unisono.errors import CheckpointError, CorruptCheckpointError
 from unisono.text import a_type
 
-__all__ = ["Json", "decode", "decode_dtype", "encode", "render"]
+__all__ = ["Json", "decode", "decode_dtype", "encode", "to_json"]
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
@@ -60,7 +60,7 @@ def encode(value: object) -> tuple[Json, dict[str, Tensor]]:
     return _encode(value, (), tensors), tensors
 
 
-def render(document: Json) -> bytes:
+def to_json(document: Json) -> bytes:
     """Return a document as JSON text that reads back equal.
 
     Raises:

@@ -26,7 +26,6 @@ from unisono.state.safetensors_format import FilePart
 __all__ = [
     "CheckedFile",
     "FileEntry",
-    "exchange",
     "failing_with_remedy",
     "flush_folder",
     "is_locked",
@@ -35,6 +34,7 @@ __all__ = [
     "read_file",
     "remedy",
     "run_in_children",
+    "swap_names",
     "write_file",
 ]
 
@@ -100,7 +100,7 @@ def flush_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def exchange(first: Path, second: Path) -> bool:
+def swap_names(first: Path, second: Path) -> bool:
     """Swap two names in one step, so that at no moment either is missing. Return False if that is not possible here."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:  # a C library without it

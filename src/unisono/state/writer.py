@@ -24,7 +24,7 @@ from torch import Tensor
 
 from unisono.errors import CheckpointError
 from unisono.state.checkpoint_store import CheckpointInfo, CheckpointStore
-from unisono.state.codec import Json, render
+from unisono.state.codec import Json, to_json
 from unisono.state.digest import copy_each
 
 __all__ = ["BackgroundWriter"]
@@ -70,7 +70,7 @@ class BackgroundWriter:
             raise error
         made: dict[tuple[object, ...], Tensor] = {}
         copies = {group: copy_each(tensors, made, f"{group}.") for group, tensors in groups.items()}
-        document = json.loads(render(document))  # the caller's lists may change while the thread works
+        document = json.loads(to_json(document))  # the caller's lists may change while the thread works
         self._error, self._told = None, True
         # One thread for each write, not one that waits for work: that would prevent the process from ending.
         thread = threading.Thread(target=self._run, args=(step, copies, document), name=f"checkpoint of step {step}")
