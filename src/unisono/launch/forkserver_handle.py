@@ -20,7 +20,7 @@ from unisono.launch.channel import Channel
 from unisono.launch.environment import job_environment
 from unisono.launch.job import LaunchJob
 from unisono.launch.limits import describe_failed_fork
-from unisono.launch.source_scan import modules_to_preload, read_source, uses_trainer
+from unisono.launch.source_scan import modules_to_preload, program_source, uses_trainer
 from unisono.machine import usable_cores
 
 __all__ = ["LAST_S", "ForkServerHandle"]
@@ -50,7 +50,7 @@ class ForkServerHandle:
         self.pid = 0
         """The process id of the fork server; 0 until it is known."""
         ours, theirs = socket.socketpair()
-        source = read_source(job)
+        source = program_source(job)
         with theirs:
             try:
                 self._store_host = subprocess.Popen(

@@ -16,7 +16,7 @@ from pathlib import Path
 from unisono.errors import LaunchError
 from unisono.launch.gpus import usable_gpus
 from unisono.launch.job import LaunchJob
-from unisono.launch.source_scan import asks_for_nccl, read_source
+from unisono.launch.source_scan import asks_for_nccl, program_source
 
 __all__ = ["check_machine", "is_this_machine", "with_log_folder"]
 
@@ -104,7 +104,7 @@ def _is_nccl_script(job: LaunchJob, gpus: int) -> bool:
     # A backend named on the command line beats the default in the script.
     if any(name in argument for argument in job.arguments for name in ("gloo", "mpi")):
         return False
-    return asks_for_nccl(read_source(job), gpus=gpus)
+    return asks_for_nccl(program_source(job), gpus=gpus)
 
 
 def _check_port(port: int) -> None:

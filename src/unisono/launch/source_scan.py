@@ -14,13 +14,13 @@ from unisono.errors import LaunchError
 from unisono.launch.job import LaunchJob
 from unisono.launch.program import read_program
 
-__all__ = ["asks_for_nccl", "modules_to_preload", "read_source", "uses_dynamo", "uses_trainer"]
+__all__ = ["asks_for_nccl", "modules_to_preload", "program_source", "uses_dynamo", "uses_trainer"]
 
 _USERS_OF_DYNAMO = re.compile(rb"\b(optim|DistributedDataParallel|DDP|fully_shard|FSDP|accelerate|lightning)\b")
 _USERS_OF_TRAINER = re.compile(rb"\bunisono\b[\s\S]*\bTrainer\b")
 
 
-def read_source(job: LaunchJob) -> bytes:
+def program_source(job: LaunchJob) -> bytes:
     """Return the source of a job's program; empty if it cannot be found without importing anything."""
     if not job.python:
         return b""
