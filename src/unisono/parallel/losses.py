@@ -99,7 +99,7 @@ def read_loss(result: Any, *, samples: int, what: str = "loss function") -> Weig
     return WeightedSum(_widened(total, what), weight)
 
 
-def loss_of(result: Any, *, what: str = "loss function") -> Any:
+def loss_of(result: Any) -> Any:
     """Return the entry "loss" of a mapping, such as the outputs of transformers, and any other value unchanged.
 
     Raises:
@@ -110,7 +110,7 @@ def loss_of(result: Any, *, what: str = "loss function") -> Any:
     if "loss" not in result:
         names = ", ".join(repr(key) for key in result) or "none"
         raise LossError(
-            f'the {what} returned {a_type(result)} without the entry "loss" (entries: {names}); name the loss '
+            f'the loss function returned {a_type(result)} without the entry "loss" (entries: {names}); name the loss '
             '"loss". With a model of transformers, give it the labels.'
         )
     return result["loss"]

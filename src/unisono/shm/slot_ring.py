@@ -36,13 +36,11 @@ class SlotRing:
         offset: The aligned offset of the slots in the segment.
         peers: The processes of the group.
         slot_nbytes: The aligned size of a slot.
-        depth: The number of rounds for which a slot's content stays readable; more than 3.
     """
 
-    def __init__(self, segment: Segment, offset: int, peers: Peers, *, slot_nbytes: int, depth: int = DEPTH) -> None:
-        assert depth > _LOOKAHEAD
+    def __init__(self, segment: Segment, offset: int, peers: Peers, *, slot_nbytes: int) -> None:
         self.rank, self.size = peers.rank, peers.size
-        self.slot_nbytes, self._depth = slot_nbytes, depth
+        self.slot_nbytes = slot_nbytes
         self.round = 0
         """The coming round; equal to the number of rounds that this rank has published."""
         self.others = [r for r in range(self.size) if r != self.rank]
@@ -60,17 +58,14 @@ class SlotRing:
         self._segment, self._memory = segment, segment.memory
         self._headers_offset = offset + aligned(self.size**2 * SEMAPHORE_NBYTES)
         self._header_nbytes = _header_nbytes(self.size)
-        self._slots_offset = self._headers_offset + aligned(self.size * depth * self._header_nbytes)
+        self._slots_offset = self._headers_offset + aligned(self.size * DEPTH * self._header_nbytes)
         self._views: dict[torch.dtype, list[list[Tensor]]] = {}
 
     @staticmethod
-    def nbytes(size: int, *, slot_nbytes: int, depth: int = DEPTH) -> int:
+    def nbytes(size: int, *, slot_nbytes: int) -> int:
         """Return the size of the slots of a group in a segment."""
-        return (
-            aligned(size**2 * SEMAPHORE_NBYTES)
-            + aligned(size * depth * _header_nbytes(size))
-            + size * depth * slot_nbytes
-        )
+        slots = size * DEPTH
+        return aligned(size**2 * SEMAPHORE_NBYTES) + aligned(slots * _header_nbytes(size)) + slots * slot_nbytes
 
     @staticmethod
     def create(segment: Segment, offset: int, size: int) -> None:
@@ -82,25 +77,25 @@ class SlotRing:
         """Return a rank's whole slot of a round, with shape [slot_nbytes / itemsize]."""
         views = self._views.get(dtype)
         if views is None:
-            shape = (self.size, self._depth, self.slot_nbytes // dtype.itemsize)
+            shape = (self.size, DEPTH, self.slot_nbytes // dtype.itemsize)
             all_slots = self._segment.tensor(self._slots_offset, shape, dtype)
             views = self._views[dtype] = [list(of_rank.unbind()) for of_rank in all_slots.unbind()]
-        return views[rank][round_ % self._depth]
+        return views[rank][round_ % DEPTH]
 
     def address(self, rank: int, round_: int) -> int:
         """Return the address of a rank's slot of a round."""
-        place = rank * self._depth + round_ % self._depth
+        place = rank * DEPTH + round_ % DEPTH
         return self._segment.address + self._slots_offset + place * self.slot_nbytes
 
     def write_header(self, header: bytes) -> None:
         """Write this rank's header of the coming round: at most 64 bytes, and 8 for each rank."""
         assert len(header) <= self._header_nbytes
-        start = self._headers_offset + (self.rank * self._depth + self.round % self._depth) * self._header_nbytes
+        start = self._headers_offset + (self.rank * DEPTH + self.round % DEPTH) * self._header_nbytes
         self._memory[start : start + len(header)] = header
 
     def header(self, rank: int, round_: int, nbytes: int) -> bytes:
         """Return the first `nbytes` bytes of a rank's header of a round."""
-        start = self._headers_offset + (rank * self._depth + round_ % self._depth) * self._header_nbytes
+        start = self._headers_offset + (rank * DEPTH + round_ % DEPTH) * self._header_nbytes
         return self._memory[start : start + nbytes]
 
     def readers(self) -> tuple[int, list[int]]:
@@ -108,7 +103,7 @@ class SlotRing:
 
         Until then they may still be reading the slot. Without ranks the slot is free.
         """
-        round_ = self.round - self._depth + _LOOKAHEAD
+        round_ = self.round - DEPTH + _LOOKAHEAD
         return round_, self.missing(round_, self.others)
 
     def publish(self) -> int:
