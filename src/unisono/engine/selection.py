@@ -48,12 +48,13 @@ class EngineFactory:
         *,
         virtual_ranks: int,
         overlap: bool,
+        protect: bool,
         runtime: SharedRuntime | None,
         shares: bool,
     ) -> None:
         self._world, self._modules = world, modules
         self._shared: tuple[SharedRuntime, SharedParameters, SharedConsistencyCheck] | None = None
-        self._virtual_ranks, self._overlap = virtual_ranks, overlap
+        self._virtual_ranks, self._overlap, self._protect = virtual_ranks, overlap, protect
         self._made: list[Engine] = []
         self._loads: LoadStateDictHook | None = None
         self.comparison: ConsistencyCheck = NoConsistencyCheck()
@@ -94,7 +95,14 @@ class EngineFactory:
             return LocalEngine(optimizer, self._modules)
         virtual_ranks, overlap = self._virtual_ranks, self._overlap
         if self._shared is not None:
-            return SharedEngine(optimizer, self._modules, *self._shared, virtual_ranks=virtual_ranks, overlap=overlap)
+            return SharedEngine(
+                optimizer,
+                self._modules,
+                *self._shared,
+                virtual_ranks=virtual_ranks,
+                overlap=overlap,
+                protect=self._protect,
+            )
         return CollectiveEngine(
             optimizer, self._modules, self._world, self.comparison, virtual_ranks=virtual_ranks, overlap=overlap
         )
@@ -116,6 +124,7 @@ def select_engines(
     *,
     virtual_ranks: int,
     overlap: bool,
+    protect: bool = False,
 ) -> EngineFactory:
     """Select the engine of a world, and return its factory. Every rank must call it.
 
@@ -126,6 +135,7 @@ def select_engines(
     Args:
         kind: The engine to use if there are several ranks.
         overlap: If False, no gradient is taken before backward has ended.
+        protect: If True, the shared-memory engine can undo an update in which a rank dies, at a small cost.
 
     Raises:
         ValueError: On all ranks, if `kind` is "shared" and the ranks cannot share memory or the model.
@@ -161,7 +171,9 @@ def select_engines(
         # Ranks of one host compare what they do in shared memory even if they send their gradients.
         if shares or (len(hosts) == 1 and not any(why_not for _, why_not, *_ in everyone)):
             runtime = SharedRuntime(world, f"unisono/{everyone[0][3]}", [process for *_, process in everyone])
-    return EngineFactory(world, modules, virtual_ranks=virtual_ranks, overlap=overlap, runtime=runtime, shares=shares)
+    return EngineFactory(
+        world, modules, virtual_ranks=virtual_ranks, overlap=overlap, protect=protect, runtime=runtime, shares=shares
+    )
 
 
 def _obstacle() -> str | None:

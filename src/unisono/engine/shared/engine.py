@@ -9,7 +9,7 @@ one for the norm and the overflow, and one for hooks.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from operator import is_
 from typing import Any
 
@@ -44,12 +44,13 @@ from unisono.engine.shared.shared_all_gather_v import SharedAllGatherV
 from unisono.engine.shared.shared_consistency import SharedConsistencyCheck
 from unisono.engine.shared.shared_runtime import SharedRuntime
 from unisono.engine.shared.step_metadata import StepMetadata, note, unscale
+from unisono.engine.shared.update_protection import TURNS, UpdateProtection
 from unisono.engine.sparse_tables import TableSums, check_optimizers, split_sparse
-from unisono.engine.step_transaction import StepTransaction
+from unisono.engine.step_transaction import Passed, StepTransaction
 from unisono.engine.totals import Totals
 from unisono.engine.trainable import sharing_obstacle
 from unisono.engine.tree_all_reduce import NodeLayouts
-from unisono.errors import UnisonoError
+from unisono.errors import PeerError, UnisonoError
 
 __all__ = ["SharedEngine"]
 
@@ -62,7 +63,10 @@ _UNSETTLED, _LENGTH, _HOOKED = 4, 5, 6
 
 
 class SharedEngine(GradientAccumulation):
-    """Sums and applies gradients in shared memory."""
+    """Sums and applies gradients in shared memory.
+
+    With `protect`, the survivors of a rank's death can put back the state from before the step; see `repair`.
+    """
 
     divides_update = True
 
@@ -76,10 +80,16 @@ class SharedEngine(GradientAccumulation):
         *,
         virtual_ranks: int,
         overlap: bool = True,
+        protect: bool = False,
     ) -> None:
         layouts = NodeLayouts(runtime.size, virtual_ranks=virtual_ranks)
         super().__init__(optimizer, modules, layouts, rank=runtime.rank, overlap=overlap)
         self._comparison, self._runtime, self._weights = comparison, runtime, weights
+        self._protects = protect
+        self._protection: UpdateProtection | None = None
+        """None without `protect`, and before the first step."""
+        self._death: PeerError | None = None
+        """The death of a rank that was noticed at the end of a step that is committed all the same."""
         self._steps = 0
         self._hooked = False
         """True if a hook of the user runs before this step's update, on any rank."""
@@ -92,6 +102,7 @@ class SharedEngine(GradientAccumulation):
         self._addresses: list[int] = []
         # `_build` sets all of these.
         self._is_whole: bool
+        self._is_large: bool
         self._both_rows: Sequence[GradientRows[Any]]
         self._rows: GradientRows[Any]
         self._gradients: list[list[Tensor]]
@@ -101,6 +112,8 @@ class SharedEngine(GradientAccumulation):
 
     def start(self, step: StepTransaction, trained: Trained, *, leaves: int) -> None:
         """Begin a step; see `Engine`."""
+        if self._death is not None:
+            raise self._death
         if (reason := self._runtime.abort_reason) is not None:
             raise UnisonoError(
                 f"an earlier step broke off: {reason}. Ranks no longer agree on what comes next: end the "
@@ -119,7 +132,12 @@ class SharedEngine(GradientAccumulation):
         check_optimizers(self._optimizer, self._trained, self._tables.tables)
         layout = self._layouts.of(leaves)
         # With two sets of rows, those of the last step are not touched until all ranks have arrived at the end of this.
-        self._rows = self._both_rows[self._steps % len(self._both_rows)]
+        turn = self._steps
+        if self._protection is not None:
+            self._protection.attempt(self._comparison.attempt)
+            if self._is_large:
+                turn = self._protection.number
+        self._rows = self._both_rows[turn % len(self._both_rows)]
         self._rows.start(layout, self._comparison.attempt)
         self._begin(step, layout)
 
@@ -219,7 +237,11 @@ class SharedEngine(GradientAccumulation):
         """Update this rank's part, and wait for the others; see `Engine`."""
         try:
             if self._overflowed(scaler):
-                self._runtime.barrier("leaving out a step whose gradient overflowed", self._step)
+                if self._protection is not None:
+                    self._protection.leave_out()
+                self._end_update("leaving out a step whose gradient overflowed")
+                if self._protection is not None:
+                    self._protection.commit()
                 self._show_gradients()
             else:
                 run = self._apply
@@ -230,12 +252,16 @@ class SharedEngine(GradientAccumulation):
                 run()
             self._step.run_deferred()
         except BaseException as error:
+            if self._protection is not None:
+                self._protection.give_up()
             self._runtime.abort(f"rank {self._runtime.rank} failed while weights were written: {error!r}")
             raise
 
     def abort(self, *, alike: bool) -> bool:
         """Discard the step; see `Engine`. It may wait at a barrier, or make the other ranks raise."""
         self._streaming = False
+        if self._protection is not None:
+            self._protection.give_up()
         take(self._given.parameters)
         self._rows.forget()
         if not self._arrived:
@@ -246,6 +272,27 @@ class SharedEngine(GradientAccumulation):
             return True
         self._runtime.abort(f"rank {self._runtime.rank} broke off in the middle of a step")
         return False
+
+    def repair(self, dead: Collection[int]) -> bool:
+        """Put back weights and optimizer state from before the step under way, or from after it if it was committed.
+
+        A step is committed if all ranks have ended its update; `update` then returns on all survivors, also if it
+        notices a death. Every survivor must call this function, once an error has ended its step and none of them runs
+        a step any more: each puts back its own part, and the first of them those of dead ranks. Parameters and
+        `optimizer.state` can be read when it has returned on all survivors, and this engine makes no further step. If
+        a survivor dies meanwhile, the others may call it again.
+
+        Args:
+            dead: The ranks that have died.
+
+        Returns:
+            True if this rank's part, and those of dead ranks, are as they were. The run can go on only if it is True
+            on all survivors; otherwise all ranks have to start from a checkpoint.
+        """
+        if not self._protects:
+            return False
+        take(self._given.parameters)
+        return self._protection is None or self._protection.repair(dead, is_hooked=self._is_hooked())
 
     def _is_new(self, trained: Trained) -> bool:
         """Return True if these parameters, or their addresses, are not those of the last `_build`."""
@@ -281,10 +328,16 @@ class SharedEngine(GradientAccumulation):
         make: type[GradientRows[Any]] = BatchedRows
         if is_large:
             make = PairedRows if runtime.size > 2 else DirectRows
+        self._is_large = is_large
         sets = 1 if is_large else 2
-        self._both_rows = [make(runtime, parameters, parts, widest=self._layouts.widest) for _ in range(sets)]
+        # The gradients of some steps are kept, in rows that take turns, if portions are copied in turn.
+        spare = TURNS - 1 if is_large and self._protects and not whole and not tables.names else 0
+        self._both_rows = [
+            make(runtime, parameters, parts, widest=self._layouts.widest, spare=spare) for _ in range(sets)
+        ]
+        self._both_rows += [self._both_rows[0].turned(number) for number in range(spare)]
         self._rows = self._both_rows[0]
-        if len(self._both_rows) == 1 and not runtime.awaits_release:
+        if is_large and not runtime.awaits_release:
             runtime.awaits_release = True
             runtime.release_gradients()
         self._table = StepMetadata(runtime, self._layouts.widest, numels)
@@ -311,9 +364,24 @@ class SharedEngine(GradientAccumulation):
             OptimizerUpdate.make(runtime, part, Trained(names, parameters), pieces, places)
             for part in parts_of(optimizer)
         ]
+        if self._protects:
+            self._protection = self._make_protection(parts)
         if self._overlap and is_large:
             self._hook()
         give_memory_back()
+
+    def _make_protection(self, parts: Sequence[Sequence[Shard]]) -> UpdateProtection:
+        # The gradients of tables are not kept, and to copy whole tables takes longer than to update some of their rows.
+        return UpdateProtection(
+            self._runtime,
+            parts,
+            self._updates,
+            self._both_rows,
+            parameters=self._trained.parameters,
+            vectors=[self._weights.vector(p) for p in self._trained.parameters],
+            keeps_copies=not self._tables.tables.names,
+            is_whole=self._is_whole,
+        )
 
     def _check_movable(self, trained: Trained) -> None:
         """Raise ValueError on all ranks if parameters, such as ones added to the model later, cannot be shared."""
@@ -329,7 +397,7 @@ class SharedEngine(GradientAccumulation):
 
     def _wait_for_release(self) -> None:
         """Wait until rows may be written: before that, other ranks may still read the last step's gradient there."""
-        if not self._released and len(self._both_rows) == 1:
+        if not self._released and self._is_large:
             self._runtime.wait_for_release()
             self._released = True
 
@@ -378,19 +446,40 @@ class SharedEngine(GradientAccumulation):
         if self._tables.tables.names:
             gradients = [*gradients, *(self._tables.totals[i] for i in self._own_tables)]
             used = [*used, *(total is not None for total in self._tables.totals)]
+        found_inf = self._found_inf if getattr(self._optimizer, "_step_supports_amp_scaling", False) else None
+        protection = self._protection
+        if protection is not None:
+            protection.begin(used, found_inf)
         unsettled = False
         for update in self._updates:
-            supports = getattr(self._optimizer, "_step_supports_amp_scaling", False)
-            unsettled |= update.perform(gradients, used, self._found_inf if supports else None)
+            unsettled |= update.perform(gradients, used, found_inf)
+        if protection is not None:
+            protection.end(unsettled=unsettled)
         runtime.publish(_UNSETTLED, int(unsettled))
-        passed = runtime.barrier("waiting for the weights", self._step, meanwhile=self._show_gradients)
-        if any(runtime.published(_UNSETTLED, passed)):
+        passed = self._end_update("waiting for the weights")
+        if passed is not None and any(runtime.published(_UNSETTLED, passed)):
             for update in self._updates:
                 update.state.settle(update.optimizer)
-            runtime.barrier("waiting for the optimizer's state", self._step)
+            if protection is not None:
+                protection.settle()
+            self._end_update("waiting for the optimizer's state")
+            for update in self._updates:
+                update.state.keep()
+        if protection is not None:
+            protection.commit()
         for update in self._updates:
             update.state.show_numbers(update.optimizer)
         self._weights.remember()
+
+    def _end_update(self, what: str) -> Passed | None:
+        """Wait for all ranks at the end of an update. Return the barrier, or None if it broke after all ranks' ends."""
+        try:
+            return self._runtime.barrier(what, self._step, meanwhile=self._show_gradients)
+        except PeerError as error:
+            if self._protection is None or not self._protection.wait_until_committed():
+                raise
+            self._death = error
+            return None
 
     def _show_gradients(self) -> None:
         for p, gradient, used in zip(self._trained.parameters, self._rows.gradients, self._used_by_all, strict=True):

@@ -18,6 +18,9 @@ __all__ = ["FusedAdam"]
 
 _NUMBER = (float, int)
 
+_SETS = 4
+"""The number of sets of gradients that may take turns."""
+
 
 class _KernelArguments(NamedTuple):
     """The arguments of the kernel for one group, list by list, without the hyperparameters."""
@@ -55,7 +58,7 @@ class FusedAdam:
     ) -> None:
         self._places, self._members, self._state = places, members, state
         self._known: list[_Known] = []
-        """The newest is last. A small model has two sets of gradients, which take turns."""
+        """The newest is last. Several sets of gradients may take turns."""
         # The kernel takes one type at a time.
         self._is_plain = all(
             len({places[k].dtype for k in of_group}) <= 1 and all(places[k].is_floating_point() for k in of_group)
@@ -92,7 +95,7 @@ class FusedAdam:
             calls = self._calls(gradients, used, amsgrad)
             if calls is None:
                 return False
-            self._known = [*self._known[-1:], _Known(gradients, list(used), amsgrad, calls)]
+            self._known = [*self._known[1 - _SETS :], _Known(gradients, list(used), amsgrad, calls)]
         for group, call in zip(groups, calls, strict=True):
             if call is None:
                 continue

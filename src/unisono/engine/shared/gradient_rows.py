@@ -8,9 +8,10 @@ their cost: small models have `BatchedRows`, large ones `DirectRows` on two rank
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from torch import Tensor
 
@@ -20,6 +21,9 @@ from unisono.engine.shared.parameter_arena import TensorLayout
 from unisono.engine.shared.partition import Shard
 from unisono.engine.shared.shared_runtime import SharedRuntime
 from unisono.engine.tree_all_reduce import NodeLayout
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["GradientRows"]
 
@@ -37,6 +41,7 @@ class GradientRows(ABC, Generic[_Plan]):
         parameters: The parameters of the gradients.
         parts: The pieces of each rank.
         widest: The layout with all virtual ranks.
+        spare: The number of further rows, for `turned`.
     """
 
     def __init__(
@@ -46,21 +51,39 @@ class GradientRows(ABC, Generic[_Plan]):
         parts: Sequence[Sequence[Shard]],
         *,
         widest: NodeLayout,
+        spare: int = 0,
     ) -> None:
         self.rank, self.parts, self.widest = runtime.rank, parts, widest
         self.strides = [dense_strides(p) for p in parameters]
         """The strides of each parameter's gradient."""
         self._layout = TensorLayout(parameters)
-        self._segment = runtime.segment(self._count_rows() * self._layout.nbytes, "gradients")
-        self.gradients = [self._layout.whole(self._segment, i) for i in range(len(parameters))]
+        self._segment = runtime.segment((self._count_rows() + spare) * self._layout.nbytes, "gradients")
+        self._first = 0
+        """The place of the first row."""
+        self._attempt = 0
+        self._own: list[Gradients] = []
+        self._find_places()
+        self._set_up(runtime, parameters)
+
+    def _find_places(self) -> None:
+        """Find the places in the rows, once the place of the first row is known."""
+        base = self._first * self._layout.nbytes
+        self.gradients = [self._layout.whole(self._segment, i, base=base) for i in range(len(self.strides))]
         """The summed gradient of each parameter, once all ranks have summed."""
-        self.totals = [self.vector(0, *piece) for piece in parts[self.rank]]
+        self.totals = [self.vector(0, *piece) for piece in self.parts[self.rank]]
         """The same for the pieces of this rank."""
         self._plans: dict[int, _Plan] = {}
         self._plan: _Plan
-        self._attempt = 0
-        self._own: list[Gradients] = []
-        self._set_up(runtime, parameters)
+
+    def turned(self, number: int) -> Self:
+        """Return these rows with another first row: spare row `number`, which counts from 0.
+
+        So the sum of a step is still there in the next steps, if they begin with other rows.
+        """
+        turned = copy.copy(self)
+        turned._first = self._count_rows() + number
+        turned._find_places()
+        return turned
 
     def start(self, layout: NodeLayout, attempt: int) -> None:
         """Begin a step. Nothing is written yet.
@@ -106,12 +129,15 @@ class GradientRows(ABC, Generic[_Plan]):
     def place(self, row: int, piece: Shard) -> Tensor:
         """Return a piece of a row as a tensor: a vector, or for a whole parameter one of its shape."""
         if self.is_whole(piece):
-            return self._layout.whole(self._segment, piece.parameter, base=row * self._layout.nbytes)
+            return self._layout.whole(self._segment, piece.parameter, base=self._base(row))
         return self.vector(row, *piece)
 
     def vector(self, row: int, index: int, start: int, stop: int) -> Tensor:
         """Return a range of a parameter's elements in a row, as a vector in memory order."""
-        return self._layout.vector(self._segment, index, start, stop, base=row * self._layout.nbytes)
+        return self._layout.vector(self._segment, index, start, stop, base=self._base(row))
+
+    def _base(self, row: int) -> int:
+        return (row or self._first) * self._layout.nbytes
 
     def _set_up(self, runtime: SharedRuntime, parameters: Sequence[Tensor]) -> None:
         """Make what a layout has besides its rows."""

@@ -8,7 +8,7 @@ that a user or a checkpoint puts there instead is adopted before the next update
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple, NoReturn
@@ -23,7 +23,7 @@ from unisono.engine.shared.shared_runtime import SharedRuntime
 from unisono.errors import UnisonoError
 from unisono.shm.segment import ALIGNMENT, aligned
 
-__all__ = ["SharedState"]
+__all__ = ["SharedState", "StateEntry"]
 
 
 class _Kind(NamedTuple):
@@ -37,7 +37,7 @@ class _Kind(NamedTuple):
     constant: Any = None
 
 
-class _StateEntry(NamedTuple):
+class StateEntry(NamedTuple):
     """An entry in a parameter's state, and its place in shared memory."""
 
     kind: _Kind
@@ -63,10 +63,12 @@ class SharedState:
             for piece, place in zip(sharded.pieces, sharded.places, strict=True)
             if place is parameters[piece.parameter]
         ]
-        self._entries: list[dict[str, _StateEntry]] = [{} for _ in parameters]
+        self._entries: list[dict[str, StateEntry]] = [{} for _ in parameters]
         self._published: list[dict[str, Any]] = [{} for _ in parameters]
         self._seen: list[Any] = []
         """All values in the user's optimizer when it last had no new ones, for a quick check."""
+        self._former: dict[int, dict[str, Any] | None] = {}
+        """The state of parameters in the user's optimizer from before `settle`, until `keep`."""
         self._adopted: set[int] = set()
         self._has_numbers = False
 
@@ -133,6 +135,7 @@ class SharedState:
                 self._move_in(piece.parameter, place, piece.start, piece.stop)
         for index in everyone:
             published = {key: entry.value for key, entry in self._entries[index].items()}
+            self._former[index] = optimizer.state.get(self._parameters[index])
             self._published[index] = published
             if published:
                 optimizer.state[self._parameters[index]] = dict(published)
@@ -141,6 +144,22 @@ class SharedState:
         self._adopted = set()
         self._has_numbers = any(entry.kind.what == "number" for entries in self._entries for entry in entries.values())
         give_memory_back()
+
+    def keep(self) -> None:
+        """Drop what `take_back` needs. Call it once all ranks have settled."""
+        self._former = {}
+
+    def take_back(self, optimizer: Optimizer) -> None:
+        """Give the user's optimizer the state that it had before `settle`. It is then of no further use."""
+        for index, former in self._former.items():
+            if former is None:
+                optimizer.state.pop(self._parameters[index], None)
+            else:
+                optimizer.state[self._parameters[index]] = former
+
+    def entries(self, index: int) -> Mapping[str, StateEntry]:
+        """Return the entries in the state of a parameter, which all ranks see."""
+        return self._entries[index]
 
     def publish(self) -> None:
         """Copy state that this rank's optimizer has put elsewhere to shared memory. Call it before a barrier."""
@@ -193,7 +212,7 @@ class SharedState:
         segment = self._runtime.segment(offset, "optimizer state")
         for index, kinds in everyone.items():
             self._entries[index] = {
-                key: _StateEntry(kind, kind.constant, None) for key, kind in kinds.items() if kind.dtype is None
+                key: StateEntry(kind, kind.constant, None) for key, kind in kinds.items() if kind.dtype is None
             }
         for index, key, kind, start in places:
             assert kind.dtype is not None
@@ -201,7 +220,7 @@ class SharedState:
             p = self._parameters[index]
             strides = dense_strides(p) if kind.what == "like" else None
             value: Any = vector.view(kind.shape) if strides is None else vector.as_strided(kind.shape, strides)
-            self._entries[index][key] = _StateEntry(kind, kind.constant if kind.what == "number" else value, vector)
+            self._entries[index][key] = StateEntry(kind, kind.constant if kind.what == "number" else value, vector)
 
     def _move_in(self, index: int, place: Tensor, start: int, stop: int) -> None:
         state = self._sharded.state.get(place, {})

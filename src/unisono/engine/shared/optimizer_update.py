@@ -50,7 +50,7 @@ class OptimizerUpdate(NamedTuple):
         """Update the pieces; return True if there may be state that not all ranks see."""
         adopted = self.state.adopt(self.optimizer)
         own = gradients if self.numbers is None else [gradients[k] for k in self.numbers]
-        changed = self.sharded.step(self.optimizer, own, used, found_inf)
+        changed = self.sharded.step(self.optimizer.param_groups, own, used, found_inf)
         self.state.publish()
         return adopted or (changed and not self.state.is_settled())
 

@@ -84,6 +84,9 @@ class PairedRows(GradientRows[_PairedPlan]):
         for bounds in self._bounds:
             self._firsts.append(self._firsts[-1] + len(bounds))
         self._locks = _Locks(runtime, self._count_rows() * self._firsts[-1])
+
+    def _find_places(self) -> None:
+        super()._find_places()
         self._places: dict[tuple[int, int], list[Tensor]] = {}
         """The places of the pieces, by row and parameter."""
 

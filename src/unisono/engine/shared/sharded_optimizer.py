@@ -84,26 +84,30 @@ class ShardedOptimizer:
             self._fused.forget()
 
     def step(
-        self, optimizer: Optimizer, gradients: Sequence[Tensor | None], used: Sequence[bool], found_inf: Tensor | None
+        self,
+        groups: Sequence[dict[str, Any]],
+        gradients: Sequence[Tensor | None],
+        used: Sequence[bool],
+        found_inf: Tensor | None,
     ) -> bool:
         """Update the pieces of used parameters. Return True if state may have been created or deleted.
 
         Args:
-            optimizer: The user's optimizer, for its hyperparameters.
+            groups: The parameter groups of the user's optimizer, for their hyperparameters.
             gradients: The gradient of each piece.
             used: For each parameter, True if it is used.
             found_inf: For optimizers that check it and skip a step where it is 1.
         """
         if self._fused is not None and found_inf is None:
             of_pieces = [used[piece.parameter] for piece in self.pieces]
-            if self._fused.step(optimizer.param_groups, gradients, of_pieces):
+            if self._fused.step(groups, gradients, of_pieces):
                 return False
         self.forget()
         if self._is_whole or gradients is not self._gradients or used != self._used:
             self._gradients, self._used = gradients, list(used)
             for place, gradient, piece in zip(self.places, gradients, self.pieces, strict=True):
                 place.grad = gradient if used[piece.parameter] else None
-        for own, theirs in zip(self._groups, optimizer.param_groups, strict=True):
+        for own, theirs in zip(self._groups, groups, strict=True):
             params = own["params"]
             own.update(theirs)
             own["params"] = params
@@ -113,6 +117,6 @@ class ShardedOptimizer:
         if found_inf is not None:
             del self._optimizer.grad_scale, self._optimizer.found_inf
         if self._is_whole:  # some of these count their steps in the group
-            for own, theirs in zip(self._groups, optimizer.param_groups, strict=True):
+            for own, theirs in zip(self._groups, groups, strict=True):
                 theirs.update({key: value for key, value in own.items() if key != "params"})
         return True

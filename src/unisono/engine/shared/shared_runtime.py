@@ -84,7 +84,7 @@ class SharedRuntime:
     """
 
     def __init__(self, world: World, name: str, processes: Sequence[str]) -> None:
-        self.world, self.name, self._timeout_s = world, name, world.timeout_s
+        self.world, self.name, self.timeout_s = world, name, world.timeout_s
         self.rank, self.size = world.rank, world.size
         self._handshakes = 0
         barrier_nbytes = aligned(self.size**2 * SEMAPHORE_NBYTES)
@@ -115,7 +115,7 @@ class SharedRuntime:
             self._peers,
             ranks=range(self.size),
             group="of the Trainer",
-            timeout_s=self._timeout_s,
+            timeout_s=self.timeout_s,
             polls=self.size <= usable_cores(),
         )
         self._barrier = Barrier(segment, flag_nbytes, self._peers)
@@ -227,7 +227,7 @@ class SharedRuntime:
             step.run_deferred()
         begun_s = time.monotonic()
         with self._explained():
-            self._peer_wait.wait(barrier.late, barrier.wait, what, deadline_s=begun_s + self._timeout_s, polls=polls)
+            self._peer_wait.wait(barrier.late, barrier.wait, what, deadline_s=begun_s + self.timeout_s, polls=polls)
         if polls:
             polling.note(paid=time.monotonic() - begun_s <= _WORTH_POLLING_S)
         else:
@@ -251,7 +251,11 @@ class SharedRuntime:
             taken = semaphore.wait(timeout_s)
 
         with self._explained():
-            self._peer_wait.wait(late, sleep, lambda: what, deadline_s=time.monotonic() + self._timeout_s)
+            self._peer_wait.wait(late, sleep, lambda: what, deadline_s=time.monotonic() + self.timeout_s)
+
+    def dead(self) -> list[int]:
+        """List the other ranks whose process has ended."""
+        return self._peers.dead()
 
     def abort(self, reason: str) -> None:
         """Make the other ranks raise where they wait."""
@@ -285,4 +289,4 @@ class SharedRuntime:
     def _handshake(self, make: Callable[[], Segment], look: Callable[[], None]) -> tuple[Segment, Peers]:
         self._handshakes += 1
         store = self.world.store(f"{self.name}/{self._handshakes}")
-        return handshake(store, rank=self.rank, size=self.size, timeout_s=self._timeout_s, make=make, look=look)
+        return handshake(store, rank=self.rank, size=self.size, timeout_s=self.timeout_s, make=make, look=look)

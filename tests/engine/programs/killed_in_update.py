@@ -1,0 +1,266 @@
+"""Kill a rank in the middle of an update, and let the others put the state back.
+
+`killed_in_update.py CASE KIND FRACTION VICTIMS STEP FOLDER`: the victims kill themselves in the given step. KIND says
+where: "line" before a line of the engine, "operation" in the middle of an operation of torch, of which the written
+tensors are spoilt. FRACTION says how far into the update: 0 at its beginning, 1 at its end. Each survivor prints the
+step before which it stands, and whether its state is that from before this step.
+"""
+
+import hashlib
+import os
+import signal
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import TensorDataset
+
+import unisono
+from unisono.engine.selection import EngineFactory, select_engines
+from unisono.errors import UnisonoError
+from unisono.trainer import assembly
+
+CASE, KIND, FRACTION, STEP = sys.argv[1], sys.argv[2], float(sys.argv[3]), int(sys.argv[5])
+VICTIMS, FOLDER = {int(rank) for rank in sys.argv[4].split(",") if rank}, Path(sys.argv[6])
+RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+class Small(nn.Module):
+    """A scalar, one parameter that some samples use, one that none uses, an empty one, and one with turned strides."""
+
+    def __init__(self, features=6, width=20):
+        super().__init__()
+        self.first, self.last = nn.Linear(features, width), nn.Linear(width, 3)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.never, self.empty = nn.Parameter(torch.zeros(5)), nn.Parameter(torch.zeros(0))
+        self.sometimes = nn.Parameter(torch.zeros(3))
+        self.turned = nn.Parameter((torch.randn(width, width) / width).t())
+
+    def forward(self, x):
+        y = self.last(torch.tanh(torch.tanh(self.first(x)) @ self.turned)) * self.scale + self.empty.sum()
+        return y + self.sometimes if x[0, 0] > 0.5 else y
+
+
+class Large(Small):
+    """So large that ranks copy a portion in each step, and cut parameters."""
+
+    def __init__(self):
+        super().__init__(width=600)
+
+
+class One(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.only = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        return x[:, :3] * self.only
+
+
+class Lamb(optim.Optimizer):
+    """As people write it: it looks at whole parameters, puts new tensors into its state, and counts in Python."""
+
+    def __init__(self, params, lr=0.01):
+        super().__init__(params, {"lr": lr, "steps": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["steps"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    state["step"] = state.get("step", 0) + 1
+                    state["mean"] = 0.9 * state.get("mean", torch.zeros_like(p)) + 0.1 * p.grad
+                    state["trust"] = float(p.norm() / (1e-6 + state["mean"].norm()))
+                    p.sub_(state["mean"], alpha=group["lr"] * min(state["trust"], 10.0) / group["steps"])
+
+
+OPTIMIZERS = {
+    "sgd": partial(optim.SGD, lr=0.1),
+    "momentum": partial(optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adam": partial(optim.Adam, lr=0.01, amsgrad=True),
+    "adamw-fused": partial(optim.AdamW, lr=0.01, fused=True),
+    "adamw-foreach": partial(optim.AdamW, lr=0.01, foreach=True),
+    "adamw-tensor": partial(optim.AdamW, lr=torch.tensor(0.01)),
+    "nadam": optim.NAdam,
+    "radam": optim.RAdam,
+    "adamax": optim.Adamax,
+    "adagrad": optim.Adagrad,
+    "adagrad-fused": partial(optim.Adagrad, fused=True),
+    "adadelta": optim.Adadelta,
+    "rmsprop": partial(optim.RMSprop, momentum=0.9, centered=True),
+    "rprop": optim.Rprop,
+    "asgd": partial(optim.ASGD, t0=2),
+    "asgd-foreach": partial(optim.ASGD, t0=2, foreach=True),
+    "adafactor": optim.Adafactor,
+    "lamb": Lamb,
+}
+MODELS = {"small": Small, "large": Large, "one": One}
+
+
+class Killer(TorchDispatchMode):
+    """Counts the moments of an update, and kills this process at one of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.count, self.last, self.at = 0, 0, -1.0
+
+    def passes(self):
+        self.count += 1
+        return self.count > self.at >= 0
+
+    def trace(self, frame, event, _):
+        name = frame.f_code.co_filename
+        if "unisono/engine/" not in name or frame.f_code.co_name in {"late", "wait", "barrier"}:
+            return None
+        if event == "line" and self.passes():
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.trace
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if self.passes():
+            for argument, value in zip(func._schema.arguments, args, strict=False):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    for tensor in value if isinstance(value, (list, tuple)) else [value]:
+                        tensor.view(-1)[tensor.numel() // 2 :].fill_(7.0)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return func(*args, **(kwargs or {}))
+
+    def run(self, update, scaler):
+        """Run an update; the one before the last tells how many moments there are."""
+        self.count = 0
+        try:
+            if KIND == "line":
+                sys.settrace(self.trace)
+                update(scaler)
+            else:
+                with self:
+                    update(scaler)
+        finally:
+            sys.settrace(None)
+            self.last = self.count
+
+
+engines, make = [], EngineFactory.engine
+
+
+def make_engine(self, optimizer):
+    engine = make(self, optimizer)
+    engines.append(engine)
+    return engine
+
+
+EngineFactory.engine = make_engine
+assembly.select_engines = partial(select_engines, protect=True)
+
+dist.init_process_group("gloo", init_method=f"file://{FOLDER}/group", rank=RANK, world_size=SIZE)
+torch.manual_seed(0)
+parts = CASE.split("+")
+model = MODELS[parts[0]]()
+kind = parts[1]
+parameters = [(name, p) for name, p in model.named_parameters() if p.numel() or kind != "adafactor"]
+model.empty.requires_grad_(kind != "adafactor") if parts[0] != "one" else None
+if kind == "joint":
+    given = {
+        "a": optim.AdamW([p for name, p in parameters if "first" in name], lr=0.01),
+        "b": optim.SGD([p for name, p in parameters if "first" not in name], lr=0.01, momentum=0.9),
+    }
+    every = [*given.values()]
+elif kind == "muon":
+    given = {
+        "a": optim.Muon([p for name, p in parameters if p.dim() == 2], lr=0.01),
+        "b": optim.AdamW([p for name, p in parameters if p.dim() != 2], lr=0.01),
+    }
+    every = [*given.values()]
+else:
+    half = len(parameters) // 2
+    groups = [{"params": [p for _, p in parameters[half:]]}, {"params": [p for _, p in parameters[:half]]}]
+    given = OPTIMIZERS[kind](groups if half else model.parameters())
+    every = [given]
+options = {"virtual_ranks": 5}
+for extra in parts[2:]:
+    if extra == "clip":
+        options["clip_grad_norm"] = 0.1
+    elif extra == "fp16":
+        options["autocast"] = "fp16"
+    elif extra == "schedule":
+        options["scheduler"] = optim.lr_scheduler.LambdaLR(given, lambda step: 1.0 / (1 + step % 3))
+        options["scheduler_interval"] = "step"
+
+data = TensorDataset(torch.randn(200, 6), torch.arange(200) % 3)
+
+
+def loss(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def bits(value):
+    return value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def digest():
+    """The digest of all that a step may change and the survivors must have as before."""
+    sha = hashlib.sha256()
+    for p in model.parameters():
+        sha.update(bits(p))
+    for optimizer in every:
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            for key, value in sorted(optimizer.state.get(p, {}).items()):
+                sha.update(key.encode() + (bits(value) if isinstance(value, torch.Tensor) else repr(value).encode()))
+        for group in optimizer.param_groups:
+            sha.update(repr([(k, v) for k, v in sorted(group.items()) if k != "params"]).encode())
+    return sha.hexdigest()
+
+
+def meet(what):
+    """Wait for the other survivors; their barriers cannot be used any more."""
+    (FOLDER / f"{what}{RANK}").touch()
+    while not all((FOLDER / f"{what}{rank}").exists() for rank in {*range(SIZE)} - VICTIMS):
+        time.sleep(0.002)
+
+
+trainer = unisono.Trainer(model, given, engine="shared", progress=False, **options)
+killer = Killer()
+steps = 0
+before = [digest()]
+
+
+def update(plain_update, scaler):
+    if RANK in VICTIMS and steps in (STEP - 1, STEP):
+        if steps == STEP:
+            killer.at = FRACTION * killer.last
+        killer.run(plain_update, scaler)
+        if steps == STEP and FRACTION < 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+    else:
+        plain_update(scaler)
+
+
+for engine in engines:
+    engine.update = partial(update, engine.update)
+error = None
+try:
+    for _ in trainer.epochs(9):
+        for batch in trainer.batches(data, batch_size=20):
+            trainer.step(loss, batch)
+            steps += 1
+            for extra in parts[2:]:
+                if extra == "zero":
+                    given.zero_grad(set_to_none=False)
+            before.append(digest())
+except UnisonoError as raised:
+    error = raised
+assert error is not None
+meet("ended")
+repaired = all([engine.repair(VICTIMS) for engine in engines])
+meet("repaired")
+print(steps, repaired, digest() == before[steps], flush=True)
+meet("compared")
+os._exit(0)
