@@ -46,6 +46,9 @@ class BufferTransaction:
         self._seen = -1
         self._tracked: list[TrackedBuffer] = []
         self._leaves = 0
+        self._committed: list[TrackedBuffer] = []
+        self._makes = False
+        """True if the step gave a first value to buffers that were None."""
         self._changes: dict[int, dict[int, Tensor]] = {}
         self.connect(make_all_reduce)
         self._total: Tensor | None = None
@@ -66,6 +69,7 @@ class BufferTransaction:
         self._find()
         self._leaves = leaves
         self._changes, self._damaged = {}, False
+        self._committed, self._makes = [], False
         for i, tracked in enumerate(self._tracked):
             if tracked.changed() and tracked.keep():
                 # Its size has changed, or it is None now, so ranks must agree on it again.
@@ -154,6 +158,13 @@ class BufferTransaction:
             )
         assert self._total is not None
         self._apply(self._total)
+
+    def undo(self) -> bool:
+        """Restore all values from before the last `commit`, in the same step. Return False if that is not possible."""
+        for tracked in self._committed:
+            tracked.undo()
+        self._committed = []
+        return not self._makes
 
     def copy(self) -> list[Tensor | None]:
         """Return copies of all buffers, for `put`; None for those that are None."""
@@ -246,6 +257,7 @@ class BufferTransaction:
                 new.discard(i)  # a cache, which each virtual rank makes anew
         for i, kind in made.items():
             self._tracked[i].make(kind, self._device())
+        self._makes = bool(made)
         self._known = sorted({*self._known, *new})
         return bool(new)
 
@@ -298,8 +310,8 @@ class BufferTransaction:
                 assert tracked.tensor is not None
                 is_mean = tracked.tensor.is_floating_point()
                 value = value / self._leaves if is_mean else _as_whole(value, tracked.tensor.dtype)
-                tracked.put(value.view(tracked.tensor.shape))
-                tracked.keep()
+                tracked.commit(value.view(tracked.tensor.shape))
+                self._committed.append(tracked)
 
     def _width(self, i: int) -> int:
         """Return how many numbers are sent for a known buffer."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Literal
 
 import torch
@@ -82,6 +82,11 @@ class EngineFactory:
         made = self._make(optimizer)
         self._made.append(made)
         return made
+
+    def repair(self, dead: Collection[int]) -> bool:
+        """Put back the state from before a step in which ranks have died; see `SharedEngine.repair`."""
+        repaired = [each.repair(dead) for each in self._made if isinstance(each, SharedEngine)]
+        return all(repaired)
 
     def close(self) -> None:
         """Release the models and optimizers, for another factory."""

@@ -29,6 +29,7 @@ class TrackedBuffer:
         self.before: Tensor | None = None
         self.version = 0
         self._stand_in: Tensor | None = None
+        self._previous: Tensor | None = None
         self.written = False
         """True if it has been written to since the run began."""
         self._take()
@@ -71,6 +72,22 @@ class TrackedBuffer:
             self.before.copy_(self.tensor.detach())
             self.version = _version(self.tensor)
         return self.numel != numel
+
+    def commit(self, value: Tensor) -> None:
+        """Write the value after a step, and keep the one from before it for `undo`."""
+        assert self.before is not None
+        self.put(value)
+        before = self._previous
+        if before is None or before.shape != self.before.shape or before.dtype != self.before.dtype:
+            before = torch.empty_like(self.before)
+        self._previous, self.before = self.before, before
+        self.keep()
+
+    def undo(self) -> None:
+        """Restore the value from before the last `commit`, if nothing has been written since."""
+        assert self._previous is not None
+        self.put(self._previous)
+        self.keep()
 
     def put_back(self) -> None:
         """Restore the value from before the step."""

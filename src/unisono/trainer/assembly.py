@@ -69,6 +69,7 @@ class TrainerParts:
 
     run: RunContext
     settings: TrainerSettings
+    recovery: Recovery
     engines: EngineFactory
     carried: CarriedStates
     keeper: Checkpointing
@@ -106,7 +107,7 @@ class TrainerParts:
         subjects = self.subjects
         self.run.world.renew(world)
         self.engines.close()
-        self.engines = _select(self.settings, self.run.world, subjects.modules, subjects.optimizers)
+        self.engines = _select(self.settings, self.run.world, subjects.modules, subjects.optimizers, self.recovery)
         assert subjects.buffers is not None
         subjects.buffers.connect(self.engines.all_reduce)
         for runner in self.runners.values():
@@ -184,7 +185,7 @@ def assemble(  # noqa: PLR0915  one thing after the other
     run = RunContext(
         seed=settings.seed, virtual_ranks=settings.virtual_ranks, world=world, device=chosen, note=recovery.note
     )
-    engines = _select(settings, world, modules, optimizers)
+    engines = _select(settings, world, modules, optimizers, recovery)
     carried = CarriedStates({name: each for name, each in settings.stateful.items() if isinstance(each, Carried)}, run)
     buffers = BufferTransaction(modules, world, engines.all_reduce, virtual_ranks=settings.virtual_ranks)
 
@@ -241,6 +242,7 @@ def assemble(  # noqa: PLR0915  one thing after the other
     return TrainerParts(
         run=run,
         settings=settings,
+        recovery=recovery,
         engines=engines,
         carried=carried,
         keeper=keeper,
@@ -257,7 +259,11 @@ def assemble(  # noqa: PLR0915  one thing after the other
 
 
 def _select(
-    settings: TrainerSettings, world: World, modules: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]
+    settings: TrainerSettings,
+    world: World,
+    modules: Mapping[str, nn.Module],
+    optimizers: Mapping[str, Optimizer],
+    recovery: Recovery,
 ) -> EngineFactory:
     """Return the factory of the run's engines. Every rank must call it."""
     return select_engines(
@@ -267,6 +273,7 @@ def _select(
         optimizers.values(),
         virtual_ranks=settings.virtual_ranks,
         overlap=settings.overlap,
+        protect=recovery.is_on,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from unisono.collectives.world import World
@@ -60,9 +61,26 @@ class RecoverableRun:
         batch = self._loop.batch
         if batch is not None and batch.versions() != self._loop.versions:
             return "the loss function writes to the tensors of its batch, which so cannot be computed again"
-        if any(runner.transaction.writing for runner in self._parts.runners.values()):
-            return "a rank died while it wrote weights that all ranks share"
+        is_writing = any(runner.transaction.writing for runner in self._parts.runners.values())
+        if is_writing and not self._parts.engines.shares:
+            return "a rank died while this one wrote weights"
         return None
+
+    def repair(self, dead: Collection[int]) -> str | None:
+        """Put back what dead ranks were writing; return why that is not possible, if it is not."""
+        if self._parts.engines.repair(dead) and self._undo_buffers():
+            return None
+        return "a rank died while it wrote weights that all ranks share, and the state from before cannot be put back"
+
+    def _undo_buffers(self) -> bool:
+        """Put back the buffers of a step that was not committed; return False if that is not possible."""
+        buffers, is_whole = self._parts.subjects.buffers, True
+        for runner in self._parts.runners.values():
+            if runner.transaction.writing:
+                assert buffers is not None
+                is_whole = buffers.undo()
+                runner.transaction.writing = False
+        return is_whole
 
     def disconnect(self) -> None:
         """Release the process group."""

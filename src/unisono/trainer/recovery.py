@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -79,6 +79,12 @@ class Recoverable(Protocol):
 
     def undo(self) -> str | None:
         """Restore the state from before the call under way; return why that is not possible, if it is not."""
+
+    def repair(self, dead: Collection[int]) -> str | None:
+        """Put back what dead ranks were writing; return why that is not possible, if it is not.
+
+        Every rank that is not new must call it, once all of them have left the call under way.
+        """
 
     def disconnect(self) -> None:
         """Release the process group."""
@@ -353,6 +359,9 @@ class Recovery:
         expected = position.name if missed is None else missed.name
         if name != expected:
             self._differ(f"{name} where the others are in {expected}")
+        if not is_new and (obstacle := run.repair(store.replacement.ranks)) is not None:
+            self.refuse(obstacle)
+            raise PeerError(f"no rank can be replaced alone: {obstacle}")
         rejoin(store)
         run.connect()
         run.send_state(source, wanted=behind > 0 or not self.is_joined)
