@@ -264,3 +264,15 @@ def test_ranks_that_do_not_listen_are_killed(warm_launcher):
         "unisono: rank 0 did not end within 0.2 s; killed",
         "unisono: rank 1 exited with code 1: no data",
     ]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_hook_that_ends_with_0_does_not_hide_an_exception(warm_launcher, ranks):
+    source = """
+        import os, sys
+        sys.excepthook = lambda *_: os._exit(0)
+        raise ValueError("bad batch")
+    """
+    result = warm_launcher.run_script(source, ranks=ranks)
+    assert result.returncode == 1
+    assert "failed: ValueError: bad batch" in result.stderr

@@ -264,7 +264,7 @@ class _Agent:
             self._relay.shut(message["rank"])
         self._now.ended(**message)
         lost = self._shutdown is None and self._replacements.left_without_joining(message["rank"])
-        if message["code"] != 0 or lost:
+        if message["rank"] in self._now.failed or lost:
             self._on_failed()
         if not self._running:
             self._on_generation_end()

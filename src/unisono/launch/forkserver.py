@@ -198,12 +198,14 @@ class _Server:
     def _clear(self, group: int) -> None:
         """Kill what a rank that has ended has left in its process group, such as data workers."""
         # The processes are looked up one by one: the number of a group without processes may have a new owner.
+        killed: set[int] = set()
         for _ in range(_MOST_ROUNDS):
             left = [pid for pid in descendants(os.getpid()) if pid not in self._ranks and _group_of(pid) == group]
             # Helpers that remove files end by themselves when the processes that use them have ended.
-            doomed = [pid for pid in left if self._leftovers.note(pid) == 0]
+            doomed = {pid for pid in left if self._leftovers.note(pid) == 0} - killed
             if not doomed or group in self._ranks:
                 return
+            killed |= doomed
             for pid in doomed:
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)

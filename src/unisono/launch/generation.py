@@ -109,8 +109,8 @@ class Generation:
         told = self._failures.pop(rank, None)
         if told is not None and self._ended_ns is not None and code in (-signal.SIGTERM, -signal.SIGKILL):
             code = told.code  # it was about to end and took too long
-        elif told is not None and rank in self.overdue:
-            code = told.code
+        elif told is not None and (code == 0 or rank in self.overdue):
+            code = told.code  # a hook or an exit function of the program has chosen 0, or it was killed
         elif code in (-signal.SIGTERM, -signal.SIGKILL) and self._has_finished(rank):
             code = 0  # only its process was still there
         if code != 0:
