@@ -155,17 +155,24 @@ print(link.replacement().ranks, flush=True)
 
 def test_if_all_die_the_job_starts_again_as_a_whole(run):
     program = """
-if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1":
-    assert not link.is_new
-    sys.exit()
-begin()
+attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+link.arm()
 if not link.is_new:
+    assert link.replacement() == (0, ())
+    gather("there" + attempt)
+if attempt == "0":
+    wait_for(lambda: rank == 0 or link.replacement().number)
+    die() if not link.is_new else wait_for(lambda: False)
+if rank == 1 and not link.is_new:
     die()
-wait_for(lambda: False)
+join()
+# Ranks meet under this number, in a store that outlives the attempt.
+assert link.replacement().number > 1
 """
     code, _, err = run(program, "--max-restarts", "1")
     assert code == 0, err
     assert "unisono: all 3 ranks were killed by SIGKILL; starting all 3 ranks again (restart 1 of 1)" in err
+    assert "unisono: rank 1 was killed by SIGKILL; replaced, " in err
 
 
 def test_an_exception_on_one_rank_is_shown_and_the_rank_replaced(run, warm_launcher):
@@ -320,6 +327,22 @@ gather("looked")
     code, out, err = run(program)
     assert code == 0, err
     assert out == "[0-2] [True, False, True]\n"
+
+
+def test_a_rank_that_waits_for_a_new_one_is_not_called_stuck(run):
+    program = """
+from unisono.activity import Observed, Wait
+begin()
+if rank == 1:
+    time.sleep(1.8) if link.is_new else die()
+    join()
+else:
+    with Observed(Wait("step", "trainer", ranks, 9)):
+        join()
+"""
+    code, _, err = run(program, "--hang-report", "0.3", "--hang-abort", "0.6")
+    assert code == 0, err
+    assert "waited" not in err and "replaced, 1." in err
 
 
 def test_ps_counts_recoveries_and_an_interrupt_ends_ranks_that_wait(launcher):

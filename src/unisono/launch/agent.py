@@ -236,6 +236,7 @@ class _Agent:
             enabled=self._job.recover,
             server=self._server,
             relay=self._relay,
+            number=0 if self._replacing is None else self._replacing.number,
             completed=self._recoveries,
             fork=self._fork,
         )

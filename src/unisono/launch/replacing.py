@@ -45,6 +45,7 @@ class Replacing:
 
     Args:
         enabled: False if no rank is ever replaced.
+        number: The number of the last decision of earlier generations: ranks meet under that number in the job's store.
         completed: Gets an entry for each recovery that is over: number, ranks, what happened, seconds.
         fork: Starts the process of a rank with its files.
     """
@@ -56,12 +57,14 @@ class Replacing:
         enabled: bool,
         server: ForkServerHandle,
         relay: Relay,
+        number: int,
         completed: list[dict[str, Any]],
         fork: Fork,
     ) -> None:
         self._generation, self._server, self._relay, self._fork = generation, server, relay, fork
         self._enabled, self._completed = enabled, completed
-        self._number = 0
+        self.number = number
+        """The number of the latest decision."""
         self._counts = DeathCounts()
         self._deaths: dict[int, Death] = {}  # of ranks that have not been replaced
         self._made: dict[int, int] = {}  # by rank, the number of the decision that made its present process
@@ -109,13 +112,13 @@ class Replacing:
     def look(self) -> None:
         """Say that ranks have been replaced, if all have joined since."""
         pages = self._generation.pages
-        if not self._replaced or self._deaths or any(page.joined != self._number for page in pages.values()):
+        if not self._replaced or self._deaths or any(page.joined != self.number for page in pages.values()):
             return
         begin_ns = min(death.failure.time_ns for death in self._replaced)
         seconds = (max(page.joined_ns for page in pages.values()) - begin_ns) / 1e9
         told = _describe_all(self._replaced)
         ranks = sorted({death.failure.rank for death in self._replaced})
-        self._completed.append({"number": self._number, "ranks": ranks, "what": told, "seconds": round(seconds, 3)})
+        self._completed.append({"number": self.number, "ranks": ranks, "what": told, "seconds": round(seconds, 3)})
         self._replaced.clear()
         self._poll_s = None
         self._counts.next_round()
@@ -161,7 +164,7 @@ class Replacing:
     def _replace(self, ranks: list[int]) -> None:
         """Start new processes for ranks whose processes have ended, and tell all ranks."""
         generation = self._generation
-        self._number += 1
+        self.number += 1
         for rank in ranks:
             death = self._deaths.pop(rank)
             self._replaced.append(death)
@@ -169,15 +172,15 @@ class Replacing:
             self._kill_s.pop(rank, None)
             self._show_traceback(death.failure)
             self._steps[rank] = death.step
-            self._made[rank], self._rounds[rank] = self._number, self._counts.round
+            self._made[rank], self._rounds[rank] = self.number, self._counts.round
             self._server.clear(generation.replaced(rank))
         new = sorted(rank for rank in self._made if rank in ranks or self._lacks_state(rank))
         for rank in generation.running:
-            generation.pages[rank].decide(self._number, new)
+            generation.pages[rank].decide(self.number, new)
         for rank in ranks:
             files = generation.open(rank)
             generation.pages[rank].mark_new()
-            generation.pages[rank].decide(self._number, new)
+            generation.pages[rank].decide(self.number, new)
             self._fork(rank, files)
         generation.observer.disregard_past(_CALM_S)
         self._poll_s = time.monotonic() + _POLL_S
