@@ -51,6 +51,8 @@ class Death:
     """The samples that it computed, as words; "" if they are not known."""
     armed: bool = True
     """True if it survived the death of others, or took the place of a rank that did."""
+    had_state: bool = True
+    """False if it took the place of another and had not joined the others yet."""
     refusal: str = ""
 
 
@@ -179,6 +181,8 @@ def describe_death(death: Death) -> str:
 
 
 def _doing(death: Death) -> str:
+    if not death.had_state:
+        return f"before it had joined the others, at step {death.step + 1}"
     if death.note is None:
         return ""
     phase, step = death.note.phase, death.note.step
@@ -186,7 +190,7 @@ def _doing(death: Death) -> str:
         what = "the loop" if phase == "loop" else "an evaluation"
         return f"in {what}, {f'after step {step}' if step else 'before step 1'}"
     if phase == "recovery":
-        return f"while it joined the others, at step {death.step + 1}"
+        return f"while it waited for a new rank, at step {step + 1}"
     return f"in {'the ' * (phase in ('sum', 'update'))}{phase} of step {step + 1}"
 
 

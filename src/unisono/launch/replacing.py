@@ -206,7 +206,8 @@ class Replacing:
         rank, page = failure.rank, self._generation.pages[failure.rank]
         note = page.note
         step = note.step if note is not None else 0
-        if self._lacks_state(rank):  # what it knows of steps may not be the run's yet
+        had_state = not self._lacks_state(rank)
+        if not had_state:  # what it knows of steps may not be the run's yet
             step = max(step, self._steps[rank])
         return Death(
             failure=failure,
@@ -214,6 +215,7 @@ class Replacing:
             note=note,
             samples=page.samples,
             armed=page.armed or rank in self._made,
+            had_state=had_state,
             refusal=page.refusal,
         )
 
