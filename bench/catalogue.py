@@ -6,7 +6,20 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import NamedTuple
 
-from bench import checkpoint, collectives, comm, ddp, exchange, loading, permutation, replicate, shared, start, step
+from bench import (
+    checkpoint,
+    collectives,
+    comm,
+    ddp,
+    exchange,
+    loading,
+    permutation,
+    protect,
+    replicate,
+    shared,
+    start,
+    step,
+)
 from bench.measure import Effort
 from bench.rows import Row
 
@@ -35,6 +48,7 @@ BENCHMARKS: tuple[Benchmark, ...] = (
     _benchmark(ddp, "Trainer.step against DistributedDataParallel over gloo"),
     _benchmark(replicate, "unisono.parallel.replicate against DistributedDataParallel, in a loop by hand"),
     _benchmark(shared, "Trainer.step in shared memory against DDP, and against ranks that train alone"),
+    _benchmark(protect, "Trainer.step in shared memory with and without protection against a death in the update"),
     _benchmark(exchange, "the exact sum over ranks against gloo's all_reduce"),
     _benchmark(collectives, "process groups over shared memory against gloo"),
     _benchmark(comm, "unisono.comm against the raw calls of torch.distributed"),

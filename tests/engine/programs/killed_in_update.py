@@ -1,11 +1,14 @@
 """Kill a rank in the middle of an update, and let the others put the state back.
 
-`killed_in_update.py CASE KIND FRACTION VICTIMS STEP FOLDER`: the victims kill themselves in the given step. KIND says
-where: "line" before a line of the engine, "operation" in the middle of an operation of torch, of which the written
-tensors are spoilt. FRACTION says how far into the update: 0 at its beginning, 1 at its end. Each survivor prints the
-step before which it stands, and whether its state is that from before this step.
+`killed_in_update.py CASE KIND MOMENT VICTIMS STEP FOLDER`: the victims kill themselves in the given step. KIND says
+where: "line" before a line of the engine; "operation" in the middle of an operation of torch, of which the written
+tensors are spoilt; "arrival" when it has told only the first of the others that it is at the barrier for "gradients" or
+for "weights", which is MOMENT then. Otherwise MOMENT says how many such places are passed, or as 0.5 what part of those
+of the update before. Each survivor prints the number of steps that it has done, what `repair` returned, and whether its
+state is the one from after these steps.
 """
 
+import copy
 import hashlib
 import os
 import signal
@@ -26,7 +29,7 @@ from unisono.engine.selection import EngineFactory, select_engines
 from unisono.errors import UnisonoError
 from unisono.trainer import assembly
 
-CASE, KIND, FRACTION, STEP = sys.argv[1], sys.argv[2], float(sys.argv[3]), int(sys.argv[5])
+CASE, KIND, MOMENT, STEP = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[5])
 VICTIMS, FOLDER = {int(rank) for rank in sys.argv[4].split(",") if rank}, Path(sys.argv[6])
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
@@ -61,6 +64,17 @@ class One(nn.Module):
 
     def forward(self, x):
         return x[:, :3] * self.only
+
+
+class Table(nn.Module):
+    """A table whose gradient is sparse."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.last = nn.Embedding(50, 4, sparse=True), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.last(self.table((x[:, 0].abs() * 10).long().clamp(max=49)))
 
 
 class Lamb(optim.Optimizer):
@@ -102,7 +116,7 @@ OPTIMIZERS = {
     "adafactor": optim.Adafactor,
     "lamb": Lamb,
 }
-MODELS = {"small": Small, "large": Large, "one": One}
+MODELS = {"small": Small, "large": Large, "one": One, "table": Table}
 
 
 class Killer(TorchDispatchMode):
@@ -166,7 +180,8 @@ parts = CASE.split("+")
 model = MODELS[parts[0]]()
 kind = parts[1]
 parameters = [(name, p) for name, p in model.named_parameters() if p.numel() or kind != "adafactor"]
-model.empty.requires_grad_(kind != "adafactor") if parts[0] != "one" else None
+if kind == "adafactor":  # it divides by the number of elements
+    model.empty.requires_grad_(False)
 if kind == "joint":
     given = {
         "a": optim.AdamW([p for name, p in parameters if "first" in name], lr=0.01),
@@ -185,20 +200,28 @@ else:
     given = OPTIMIZERS[kind](groups if half else model.parameters())
     every = [given]
 options = {"virtual_ranks": 5}
-for extra in parts[2:]:
-    if extra == "clip":
-        options["clip_grad_norm"] = 0.1
-    elif extra == "fp16":
-        options["autocast"] = "fp16"
-    elif extra == "schedule":
-        options["scheduler"] = optim.lr_scheduler.LambdaLR(given, lambda step: 1.0 / (1 + step % 3))
-        options["scheduler_interval"] = "step"
+extras = parts[2:]
+if "clip" in extras:
+    options["clip_grad_norm"] = 0.1
+if "fp16" in extras:
+    options["autocast"] = "fp16"
+if "schedule" in extras:
+    options["scheduler"] = optim.lr_scheduler.LambdaLR(given, lambda step: 1.0 / (1 + step % 3))
+    options["scheduler_interval"] = "step"
+if "hook" in extras:
+    given.register_step_post_hook(lambda *_: None)
 
 data = TensorDataset(torch.randn(200, 6), torch.arange(200) % 3)
 
 
 def loss(model, batch):
     return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def halve(model):
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad.mul_(0.5)
 
 
 def bits(value):
@@ -232,35 +255,53 @@ steps = 0
 before = [digest()]
 
 
+def arrive_at_first():
+    """Arrive at a barrier for one of the other ranks only."""
+    engine._runtime._barrier._outgoing[0].post()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def finish(plain_finish):
+    if RANK in VICTIMS and steps == STEP and MOMENT == "gradients":
+        engine._runtime._barrier.arrive = arrive_at_first
+    return plain_finish()
+
+
 def update(plain_update, scaler):
-    if RANK in VICTIMS and steps in (STEP - 1, STEP):
+    if RANK in VICTIMS and steps == STEP and MOMENT == "weights":
+        engine._runtime._barrier.arrive = arrive_at_first
+    if RANK in VICTIMS and KIND != "arrival" and steps in (STEP - 1, STEP):
         if steps == STEP:
-            killer.at = FRACTION * killer.last
+            killer.at = float(MOMENT) * killer.last if "." in MOMENT else int(MOMENT)
         killer.run(plain_update, scaler)
-        if steps == STEP and FRACTION < 1:
+        if steps == STEP:
             os.kill(os.getpid(), signal.SIGKILL)
     else:
         plain_update(scaler)
 
 
 for engine in engines:
-    engine.update = partial(update, engine.update)
+    engine.update, engine.finish = partial(update, engine.update), partial(finish, engine.finish)
 error = None
 try:
     for _ in trainer.epochs(9):
         for batch in trainer.batches(data, batch_size=20):
-            trainer.step(loss, batch)
+            trainer.step(loss, batch, **({"on_gradients": halve} if "change" in extras else {}))
             steps += 1
-            for extra in parts[2:]:
-                if extra == "zero":
-                    given.zero_grad(set_to_none=False)
+            if "zero" in extras:
+                given.zero_grad(set_to_none=False)
+            if "freeze" in extras and steps % 3 == 0:
+                model.last.weight.requires_grad_(not model.last.weight.requires_grad)
+            if "load" in extras and steps % 4 == 3:
+                given.load_state_dict(copy.deepcopy(given.state_dict()))
             before.append(digest())
-except UnisonoError as raised:
+except (UnisonoError, RuntimeError) as raised:  # the latter from the group, through which descriptions of state go
     error = raised
 assert error is not None
 meet("ended")
-repaired = [engine.repair(VICTIMS) for engine in engines]
+results = [engine.repair(VICTIMS) for engine in engines]
+repaired = all(results)
 meet("repaired")
-print(steps, all(repaired), digest() == before[steps], flush=True)
+print(steps, repaired, digest() == before[steps], flush=True)
 meet("compared")
 os._exit(0)

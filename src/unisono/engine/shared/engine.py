@@ -274,20 +274,23 @@ class SharedEngine(GradientAccumulation):
         return False
 
     def repair(self, dead: Collection[int]) -> bool:
-        """Put back weights and optimizer state from before the step under way, or from after it if it was committed.
+        """Put back weights and optimizer state from before the step that an error has ended, after ranks have died.
 
-        A step is committed if all ranks have ended its update; `update` then returns on all survivors, also if it
-        notices a death. Every survivor must call this function, once an error has ended its step and none of them runs
-        a step any more: each puts back its own part, and the first of them those of dead ranks. Parameters and
-        `optimizer.state` can be read when it has returned on all survivors, and this engine makes no further step. If
-        a survivor dies meanwhile, the others may call it again.
+        A step is committed once all ranks have ended its update; `update` then returns on all survivors, also where it
+        notices a death, and the error comes in the next step. So either all survivors undo a step, or none.
+
+        Every survivor must call this function, after its own step has ended: each puts back its own part, and the
+        first of them those of dead ranks, too. Parameters and `optimizer.state` may be read once it has returned on
+        all survivors. This engine then makes no further step. If another rank dies before that, the remaining ones
+        must call it again.
 
         Args:
-            dead: The ranks that have died.
+            dead: All ranks that have died.
 
         Returns:
-            True if this rank's part, and those of dead ranks, are as they were. The run can go on only if it is True
-            on all survivors; otherwise all ranks have to start from a checkpoint.
+            True if the state is the one from before the step. The run can go on only if this is so on all survivors;
+            otherwise all ranks have to start from a checkpoint. It is False if a rank died in an update that cannot be
+            undone: with sparse tables, or with hooks of the user on an optimizer; and always without `protect`.
         """
         if not self._protects:
             return False
