@@ -88,8 +88,6 @@ class SharedEngine(GradientAccumulation):
         self._protects = protect
         self._protection: UpdateProtection | None = None
         """None without `protect`, and before the first step."""
-        self._death: PeerError | None = None
-        """The death of a rank that was noticed at the end of a step that is committed all the same."""
         self._steps = 0
         self._hooked = False
         """True if a hook of the user runs before this step's update, on any rank."""
@@ -112,8 +110,8 @@ class SharedEngine(GradientAccumulation):
 
     def start(self, step: StepTransaction, trained: Trained, *, leaves: int) -> None:
         """Begin a step; see `Engine`."""
-        if self._death is not None:
-            raise self._death
+        if self._runtime.loss is not None:
+            raise self._runtime.loss
         if (reason := self._runtime.abort_reason) is not None:
             raise UnisonoError(
                 f"an earlier step broke off: {reason}. Ranks no longer agree on what comes next: end the "
@@ -481,7 +479,7 @@ class SharedEngine(GradientAccumulation):
         except PeerError as error:
             if self._protection is None or not self._protection.wait_until_committed():
                 raise
-            self._death = error
+            self._runtime.loss = error
             return None
 
     def _show_gradients(self) -> None:

@@ -122,6 +122,8 @@ class SharedRuntime:
         self._release = Barrier(segment, flag_nbytes + barrier_nbytes, self._peers)
         self.awaits_release = False
         """True if an engine waits until no rank reads the last step's gradient."""
+        self.loss: PeerError | None = None
+        """The loss of a rank, noticed at the end of a step that is committed all the same: the next step raises it."""
         self._words = memoryview(segment.memory)[words_offset : words_offset + 8 * _WORDS * self.size].cast("q")
         self._polling = Backoff()
         self._numbers = cast(Iterator[Passed], count(1))
