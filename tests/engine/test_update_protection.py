@@ -52,6 +52,11 @@ def test_first_step_with_state_in_private_memory_is_undone(kill, moment):
     assert kill(2, "large+adamw-fused", "line", moment, victims=[1], step=0) == (0, True, True)
 
 
+@pytest.mark.parametrize(("case", "step"), [("small+momentum", 0), ("large+adamw-fused+load", 3)])
+def test_step_is_undone_when_survivors_have_replaced_the_optimizers_state(kill, case, step):
+    assert kill(3, case, "arrival", "state", victims=[1], step=step) == (step, True, True)
+
+
 def test_step_is_undone_if_only_some_ranks_passed_the_first_barrier(kill):
     assert kill(3, "small+adamw-fused", "arrival", "gradients", victims=[2], step=5) == (5, True, True)
 

@@ -2,10 +2,12 @@
 
 `killed_in_update.py CASE KIND MOMENT VICTIMS STEP FOLDER`: the victims kill themselves in the given step. KIND says
 where: "line" before a line of the engine; "operation" in the middle of an operation of torch, of which the written
-tensors are spoilt; "arrival" when it has told only the first of the others that it is at the barrier for "gradients" or
-for "weights", which is MOMENT then. Otherwise MOMENT says how many such places are passed, or as 0.5 what part of those
-of the update before. Each survivor prints the number of steps that it has done, what `repair` returned, and whether its
-state is the one from after these steps.
+tensors are spoilt. MOMENT says how many such places are passed, or as 0.5 what part of those of the update before. With
+"arrival", MOMENT is "gradients" or "weights", and a victim has told only the first of the other ranks that it is at the
+barrier for these; or "state", which has been moved to shared memory.
+
+Each survivor prints the number of steps that it has done, what `repair` returned, and whether its state is the one from
+after these steps.
 """
 
 import copy
@@ -270,6 +272,8 @@ def finish(plain_finish):
 def update(plain_update, scaler):
     if RANK in VICTIMS and steps == STEP and MOMENT == "weights":
         engine._runtime._barrier.arrive = arrive_at_first
+    if RANK in VICTIMS and steps == STEP and MOMENT == "state":
+        engine._protection.settle = partial(os.kill, os.getpid(), signal.SIGKILL)
     if RANK in VICTIMS and KIND != "arrival" and steps in (STEP - 1, STEP):
         if steps == STEP:
             killer.at = float(MOMENT) * killer.last if "." in MOMENT else int(MOMENT)
