@@ -16,14 +16,14 @@ PROGRAM = Path(__file__).parent / "programs" / "killed_in_update.py"
 def kill(fork_ranks, tmp_path):
     """Kill ranks in an update. Return the step of the survivors, and whether they could put the state back."""
 
-    def run(n, case, kind, moment, *, victims, step=6):
+    def run(n, case, kind, moment, *, victims, dies=(), step=6):
         folder = tmp_path / f"{case}-{kind}-{moment}-{n}-{step}"
         folder.mkdir()
         named = ",".join(map(str, victims))
         job = fork_ranks(n, PROGRAM, case, kind, moment, named, step, folder, code=None, watched=False)
-        codes = [-9 if rank in victims else 0 for rank in range(n)]
+        codes = [-9 if rank in {*victims, *dies} else 0 for rank in range(n)]
         assert job.codes == codes, f"{(case, kind, moment, n, step)}\n{job.err[-4000:]}"
-        said = {line for rank in range(n) if rank not in victims for line in job.lines(rank)}
+        said = {line for rank in range(n) if not codes[rank] for line in job.lines(rank)}
         assert len(said) == 1, f"survivors differ: {said}"
         at, repaired, equal = said.pop().split()
         return int(at), repaired == "True", equal == "True"
@@ -55,6 +55,11 @@ def test_first_step_with_state_in_private_memory_is_undone(kill, moment):
 @pytest.mark.parametrize(("case", "step"), [("small+momentum", 0), ("large+adamw-fused+load", 3)])
 def test_step_is_undone_when_survivors_have_replaced_the_optimizers_state(kill, case, step):
     assert kill(3, case, "arrival", "state", victims=[1], step=step) == (step, True, True)
+
+
+@pytest.mark.parametrize("case", ["small+adamw-fused+dies", "large+adam+dies"])
+def test_repair_in_which_another_rank_dies_is_made_again(kill, case):
+    assert kill(4, case, "operation", "0.9", victims=[3], dies=[0]) == (6, True, True)
 
 
 def test_step_is_undone_if_only_some_ranks_passed_the_first_barrier(kill):

@@ -84,9 +84,12 @@ class EngineFactory:
         return made
 
     def repair(self, dead: Collection[int]) -> bool:
-        """Put back the state from before a step in which ranks have died; see `SharedEngine.repair`."""
-        repaired = [each.repair(dead) for each in self._made if isinstance(each, SharedEngine)]
-        return all(repaired)
+        """Put back weights and optimizer state that a step has left half written; see `SharedEngine.repair`.
+
+        Engines of which each rank has its own weights leave none half written when another rank dies.
+        """
+        results = [engine.repair(dead) for engine in self._made if isinstance(engine, SharedEngine)]
+        return all(results)
 
     def close(self) -> None:
         """Release the models and optimizers, for another factory."""

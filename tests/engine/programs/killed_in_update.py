@@ -305,6 +305,16 @@ assert error is not None
 if RANK in VICTIMS:  # another victim was faster
     os.kill(os.getpid(), signal.SIGKILL)
 meet("ended")
+if "dies" in extras:
+    first = min({*range(SIZE)} - VICTIMS)
+    if first == RANK:
+        killer.count, killer.at = 0, 9
+        with killer:
+            engines[0].repair(VICTIMS)
+    assert engines[0].repair(VICTIMS)
+    while first not in engines[0]._runtime.dead():
+        time.sleep(0.002)
+    VICTIMS.add(first)
 results = [engine.repair(VICTIMS) for engine in engines]
 repaired = all(results)
 meet("repaired")

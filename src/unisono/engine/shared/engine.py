@@ -477,7 +477,11 @@ class SharedEngine(GradientAccumulation):
         try:
             return self._runtime.barrier(what, self._step, meanwhile=self._show_gradients)
         except PeerError as error:
-            if self._protection is None or not self._protection.wait_until_committed():
+            if self._protection is None:
+                raise
+            with self._runtime.observed():
+                is_committed = self._protection.wait_until_committed()
+            if not is_committed:
                 raise
             self._runtime.loss = error
             return None

@@ -188,7 +188,7 @@ class SharedRuntime:
         """
         if not arrived:
             self._barrier.arrive()
-        with Observed(self._described(2)):
+        with self.observed():
             try:
                 if meanwhile is not None:
                     meanwhile()
@@ -202,6 +202,10 @@ class SharedRuntime:
                 self.wait(self._barrier, lambda: what)
         self.barriers = passed = next(self._numbers)
         return passed
+
+    def observed(self) -> Observed:
+        """Return a context in which this rank is seen to wait at the next barrier."""
+        return Observed(self._described(2))
 
     def release_gradients(self) -> None:
         """Signal to the other ranks that this rank has begun a call, and no longer reads the last step's gradient.
