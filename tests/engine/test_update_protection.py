@@ -81,7 +81,7 @@ OPTIMIZERS = (
     "sgd", "momentum", "adam", "adamw-fused", "adamw-foreach", "adamw-tensor", "nadam", "radam", "adamax", "adagrad",
     "adagrad-fused", "adadelta", "rmsprop", "rprop", "asgd", "asgd-foreach", "adafactor", "lamb", "joint", "muon",
 )  # fmt: skip
-EXTRAS = ("", "", "+clip", "+schedule", "+fp16", "+change", "+zero", "+freeze", "+load")
+EXTRAS = ("", "", "+clip", "+schedule", "+fp16", "+fp16+overflow", "+change", "+zero", "+freeze", "+load")
 
 
 @pytest.mark.soak
@@ -106,7 +106,7 @@ def test_random_kills(kill, seed):
 @pytest.mark.parametrize(("case", "step"), [("small+adamw-fused", 0), ("large+adamw-fused", 0), ("large+momentum", 5)])
 def test_kill_before_every_line(kill, case, step):
     committed = 0
-    for number in range(0, 600, 1 if step else 2):
+    for number in range(0, 3000, 1 if step else 7):
         at, repaired, equal = kill(2, case, "line", str(number), victims=[1], step=step)
         assert (repaired, equal) == (True, True), number
         committed += at > step

@@ -217,7 +217,8 @@ data = TensorDataset(torch.randn(200, 6), torch.arange(200) % 3)
 
 
 def loss(model, batch):
-    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+    loss = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+    return loss * 300.0 if "overflow" in extras else loss
 
 
 def halve(model):
