@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import pickle
 import time
+import warnings
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from datetime import timedelta
@@ -175,10 +176,14 @@ def rejoin(store: RecoveryStore) -> None:
     store.put(f"came/{job.rank}", True)
     store.read([f"came/{rank}" for rank in range(job.world_size)], doing="come to go on")
     meeting = Rendezvous(store=store.store, rank=job.rank, world_size=job.world_size, place="the launcher's store")
+    # Part of the names of groups, which must be equal on all ranks. Torch does not set it back if a group failed.
+    dist.distributed_c10d._world.group_count = 0
     make_group(job.backend, meeting, timedelta(seconds=_CONNECT_S), job.device)
     group = dist.group.WORLD
     assert group is not None
-    dist.distributed_c10d._set_pg_timeout(job.timeout, group)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that torch knows of no timeout but those of gloo and nccl
+        dist.distributed_c10d._set_pg_timeout(job.timeout, group)
     set_active_job(replace(active, group=group, store=store.store, hosted=False))
 
 
