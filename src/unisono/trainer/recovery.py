@@ -11,6 +11,7 @@ Start reading at `Recovery.call`.
 from __future__ import annotations
 
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -300,6 +301,7 @@ class Recovery:
         if (obstacle := self._run.undo()) is not None:
             self.refuse(obstacle)
             return False
+        _release(error)
         return True
 
     def _is_replaced(self, patience_s: float) -> bool:
@@ -336,6 +338,7 @@ class Recovery:
                 self._joined = store.replacement.number
                 if isinstance(error, RankMismatchError) or not self._is_replaced(_PATIENCE_S):
                     raise
+                _release(error)
 
     def _meet_at(self, store: RecoveryStore, started_s: float) -> LoggedCall | None:
         run, link, name = self._run, self._link, self._name
@@ -395,6 +398,13 @@ class Recovery:
         """Look, while this rank waits, whether it was asked to end."""
         if self._run is not None:
             self._run.raise_pending()
+
+
+def _release(error: BaseException | None) -> None:
+    """Drop what the frames of an error hold, such as the process group: it is closed only when nothing holds it."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _first(positions: dict[int, Position]) -> tuple[int, Position]:
