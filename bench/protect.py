@@ -1,6 +1,6 @@
 """Trainer.step in shared memory on 2 ranks, with and without protection against the death of a rank in an update.
 
-With protection, each rank copies what it is about to write: all of its part of a small model, a quarter of it of a
+With protection, each rank copies what it is about to write: all of its part of a small model, an eighth of it of a
 large one, whose gradients of the last steps are kept in rows that take turns. Both sides train the same model, in two
 Trainers of the same processes, which take turns in blocks of steps. What counts is the CPU time of the rank that needed
 most of it, with its waits for the other one: on a machine that does something else too, it varies less than time does.
@@ -25,7 +25,7 @@ __all__ = ["run"]
 
 _RANKS = 2
 _GOALS = {"66k-short": 1 / 1.1, "66k": 1 / 1.1, "4m": 1 / 1.03, "25m": 1 / 1.03}
-_ROUNDS = {"25m": 60}
+_ROUNDS = {"4m": 60, "25m": 30}
 
 
 def run(effort: Effort) -> Iterator[Row]:
@@ -46,13 +46,13 @@ def _compare(effort: Effort, key: str) -> list[Row]:
             side.take()
             start_together()
             start_s = time.process_time()
-            for _ in range(max(subject.block, 4)):  # a large model copies all of itself in four steps
+            for _ in range(max(subject.block, 8)):  # a large model copies all of itself in eight steps
                 side.step()
-            return (time.process_time() - start_s) / max(subject.block, 4)
+            return (time.process_time() - start_s) / max(subject.block, 8)
 
         return run_block
 
-    pairs = slowest(alternate(in_turn(ours), in_turn(peer), rounds=effort.rounds(_ROUNDS.get(key, 150)))).scaled(1e3)
+    pairs = slowest(alternate(in_turn(ours), in_turn(peer), rounds=effort.rounds(_ROUNDS.get(key, 100)))).scaled(1e3)
     return [
         summarise(
             "protect",

@@ -89,7 +89,7 @@ EXTRAS = ("", "", "+clip", "+schedule", "+fp16", "+fp16+overflow", "+change", "+
 def test_random_kills(kill, seed):
     chance = random.Random(seed)
     for _ in range(25):
-        n, step = chance.randint(2, 4), chance.randint(1, 12)
+        n, step = chance.randint(2, 4), chance.randint(1, 20)
         kind = chance.choice(["line", "operation"])
         optimizer, model = chance.choice(OPTIMIZERS), chance.choice(["small", "large", "large"])
         extra = chance.choice(EXTRAS)

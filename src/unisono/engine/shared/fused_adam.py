@@ -18,7 +18,7 @@ __all__ = ["FusedAdam"]
 
 _NUMBER = (float, int)
 
-_SETS = 4
+_SETS = 8
 """The number of sets of gradients that may take turns."""
 
 

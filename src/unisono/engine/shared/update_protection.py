@@ -29,7 +29,7 @@ from unisono.engine.shared.update_progress import UpdateProgress
 
 __all__ = ["TURNS", "UpdateProtection"]
 
-TURNS = 4
+TURNS = 8
 """The number of steps in which a rank of a large model copies its part once."""
 
 Groups = list[dict[str, Any]]
