@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 from bench.ddp import SUBJECTS
@@ -18,7 +18,7 @@ from bench.measure import Effort, alternate
 from bench.ranks import run_ranks, slowest, start_together
 from bench.rows import Goal, Row, summarise
 from bench.sides import TrainerSide, check_equal
-from unisono.engine import select_engines
+from unisono.engine import EngineFactory, select_engines
 from unisono.trainer import assembly
 
 __all__ = ["run"]
@@ -34,9 +34,13 @@ def run(effort: Effort) -> Iterator[Row]:
         yield from run_ranks(_compare, _RANKS, effort, key)
 
 
+def _select_protected(*given: Any, **options: Any) -> EngineFactory:
+    return select_engines(*given, **{**options, "protect": True})
+
+
 def _compare(effort: Effort, key: str) -> list[Row]:
     subject = SUBJECTS[key]()
-    with patch.object(assembly, "select_engines", partial(select_engines, protect=True)):
+    with patch.object(assembly, "select_engines", _select_protected):
         ours = TrainerSide(subject, virtual_ranks=_RANKS, shares=_RANKS, engine="shared")
     peer = TrainerSide(subject, virtual_ranks=_RANKS, shares=_RANKS, engine="shared")
     check_equal(ours.step()[0], peer.step()[0], what=subject.name)

@@ -174,7 +174,7 @@ def make_engine(self, optimizer):
 
 
 EngineFactory.engine = make_engine
-assembly.select_engines = partial(select_engines, protect=True)
+assembly.select_engines = lambda *given, **options: select_engines(*given, **{**options, "protect": True})
 
 dist.init_process_group("gloo", init_method=f"file://{FOLDER}/group", rank=RANK, world_size=SIZE)
 torch.manual_seed(0)
