@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from unisono.errors import GroupError
 from unisono.job.placement import own_placement
+from unisono.job.process_group import Sockets
 from unisono.job.rendezvous import StoreExchange, wait_for
 from unisono.job.user_function import refuse_collective
 from unisono.machine import let_threads_finish
@@ -167,6 +168,8 @@ class ActiveJob:
     """The store that all ranks share, with a prefix that only this job uses."""
     hosted: bool
     """True if rank 0's process hosts the store, so that the other ranks need that process to the end."""
+    connections: Sockets = frozenset()
+    """The connections of the group."""
     adopted: bool = False
     """True if the script made the group."""
     pid: int = field(default_factory=os.getpid)

@@ -148,12 +148,20 @@ def begin_job(
     chosen = torch.device(own[meeting.rank]["device"])
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-    make_group(name, meeting, timeout, chosen)
+    connections = make_group(name, meeting, timeout, chosen)
     job = replace(ranks.job(name, chosen), began=True)
     group = dist.group.WORLD
     assert group is not None
     set_active_job(
-        ActiveJob(job=job, group=group, asked=backend, where=init_method, store=meeting.store, hosted=meeting.hosted)
+        ActiveJob(
+            job=job,
+            group=group,
+            asked=backend,
+            where=init_method,
+            store=meeting.store,
+            hosted=meeting.hosted,
+            connections=connections,
+        )
     )
     return job
 

@@ -1,8 +1,14 @@
-"""Makes torch.distributed's default group from a rendezvous."""
+"""Makes torch.distributed's default group from a rendezvous, and closes its connections."""
 
 from __future__ import annotations
 
+import os
+import socket
+import stat
+import sys
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -10,19 +16,27 @@ import torch.distributed as dist
 from unisono.errors import LaunchError
 from unisono.job.rendezvous import Rendezvous
 
-__all__ = ["make_group"]
+__all__ = ["Sockets", "close_connections", "make_group"]
 
 
-def make_group(backend: str, meeting: Rendezvous, timeout: timedelta, device: torch.device) -> None:
+Sockets = frozenset[tuple[int, int]]
+"""Open sockets of this process, each as its descriptor and its inode."""
+
+
+def make_group(backend: str, meeting: Rendezvous, timeout: timedelta, device: torch.device) -> Sockets:
     """Make the default group. Every rank must call it.
+
+    Returns:
+        The connections of the group.
 
     Raises:
         LaunchError: Torch could not make it.
     """
+    before = _open_sockets()
     try:
         if backend == "mpi":  # mpi numbers the ranks
             dist.init_process_group("mpi", timeout=timeout)
-            return
+            return frozenset()
         dist.init_process_group(
             backend,
             store=dist.PrefixStore("default_pg", meeting.store),  # type: ignore[attr-defined]
@@ -35,3 +49,26 @@ def make_group(backend: str, meeting: Rendezvous, timeout: timedelta, device: to
         raise LaunchError(
             f"rank {meeting.rank} of {meeting.world_size} could not make a group by {backend!r}: {error}"
         ) from error
+    return _open_sockets() - before
+
+
+def close_connections(sockets: Sockets) -> None:
+    """Close the connections of a group for all processes that hold them.
+
+    Data workers have inherited them, so they would stay open when this process closes its own descriptors.
+    """
+    for file, _ in sockets & _open_sockets():
+        with suppress(OSError), socket.socket(fileno=os.dup(file)) as end:  # the other end may have closed it
+            # Not the socket on which gloo listens: it aborts the process if that ends.
+            if not end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                end.shutdown(socket.SHUT_RDWR)
+
+
+def _open_sockets() -> Sockets:
+    found = []
+    for name in Path("/proc/self/fd").iterdir() if sys.platform == "linux" else ():
+        with suppress(OSError):  # the descriptor of the listing
+            status = os.fstat(int(name.name))
+            if stat.S_ISSOCK(status.st_mode):
+                found.append((int(name.name), status.st_ino))
+    return frozenset(found)

@@ -23,7 +23,7 @@ from unisono import recovery_link
 from unisono.errors import PeerError
 from unisono.job.current import ActiveJob, Job, active_job, set_active_job
 from unisono.job.placement import own_placement
-from unisono.job.process_group import make_group
+from unisono.job.process_group import close_connections, make_group
 from unisono.job.rendezvous import Rendezvous
 from unisono.recovery_link import RecoveryLink, Replacement
 from unisono.text import name_ranks
@@ -153,6 +153,8 @@ def tell_job(store: RecoveryStore) -> None:
 def leave_group() -> None:
     """Leave the process group of this job, if there is one. Ranks that wait for this one there notice it."""
     active = active_job()
+    if active is not None:
+        close_connections(active.connections)
     if dist.is_initialized():
         # Not the launcher's, which waits until other threads sleep, such as one that writes a checkpoint. That is for
         # models of DDP.
@@ -178,13 +180,13 @@ def rejoin(store: RecoveryStore) -> None:
     meeting = Rendezvous(store=store.store, rank=job.rank, world_size=job.world_size, place="the launcher's store")
     # Part of the names of groups, which must be equal on all ranks. Torch does not set it back if a group failed.
     dist.distributed_c10d._world.group_count = 0
-    make_group(job.backend, meeting, timedelta(seconds=_CONNECT_S), job.device)
+    connections = make_group(job.backend, meeting, timedelta(seconds=_CONNECT_S), job.device)
     group = dist.group.WORLD
     assert group is not None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that torch knows of no timeout but those of gloo and nccl
         dist.distributed_c10d._set_pg_timeout(job.timeout, group)
-    set_active_job(replace(active, group=group, store=store.store, hosted=False))
+    set_active_job(replace(active, group=group, store=store.store, hosted=False, connections=connections))
 
 
 def is_new_rank() -> bool:
