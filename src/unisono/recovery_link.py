@@ -29,8 +29,12 @@ class RecoveryLink(Protocol):
     is_new: bool
     """True if this process takes the place of a rank that died."""
 
-    def arm(self) -> None:
-        """Tell the launcher that a Trainer of this process survives the death of other ranks from now on."""
+    def arm(self) -> int:
+        """Tell the launcher that a Trainer of this process survives the death of other ranks from now on.
+
+        Returns:
+            How many Trainers of this process have done so.
+        """
 
     def refuse(self, reason: str) -> None:
         """Tell the launcher that it must not replace single ranks of this job any more, and why.

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,8 @@ _MOST_WITH_SAME_ERROR = 2
 
 _OWN_ENDS = ("SystemExit", "KeyboardInterrupt")
 """Exceptions by which a program, or its user, ends a rank on purpose."""
+_TERMINATED = 128 + signal.SIGTERM
+"""The exit code of a rank whose Trainer has ended it because of SIGTERM, after its step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +105,7 @@ def decide(
     survivors = [member for member in running if member.has_state]
     if not survivors or len(running) < len(members) or not all(member.armed for member in survivors):
         return GiveUp()
-    if any(_kind(death.failure) in _OWN_ENDS for death in deaths):
+    if any(_kind(death.failure) in _OWN_ENDS and death.failure.code != _TERMINATED for death in deaths):
         return GiveUp()
     refusals = [member.refusal for member in members] + [death.refusal for death in deaths]
     if refusal := next(filter(None, refusals), ""):
@@ -175,6 +178,8 @@ def describe_death(death: Death) -> str:
     """
     failure = death.failure
     kind = _kind(failure)
+    if failure.code == _TERMINATED and kind == "SystemExit":
+        kind = "SystemExit for SIGTERM"
     how = f"raised {kind}" if kind else failure.describe_end().removeprefix(f"rank {failure.rank} ")
     where = _doing(death)
     return f"{how} {where}" if where else how

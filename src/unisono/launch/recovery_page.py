@@ -59,13 +59,16 @@ class RankLink:
     def __init__(self, file: int) -> None:
         self._region: mmap.mmap | bytearray = mmap.mmap(file, _SIZE, offset=_OFFSET)
         self._latest = Replacement(0, ())
+        self._arms = 0
         self.is_new: bool = _NEW.unpack_from(self._region, _NEW_AT)[0]
         """True if this process takes the place of a rank that died."""
         os.register_at_fork(after_in_child=partial(_part, weakref.ref(self)))
 
-    def arm(self) -> None:
-        """Tell the agent that a Trainer of this process survives the death of other ranks from now on."""
+    def arm(self) -> int:
+        """Tell the agent that a Trainer of this process survives the death of others; return how many have done so."""
+        self._arms += 1
         _ARMED.pack_into(self._region, _ARMED_AT, time.monotonic_ns())
+        return self._arms
 
     def refuse(self, reason: str) -> None:
         """Tell the agent that it must not replace single ranks of this job any more, and why."""

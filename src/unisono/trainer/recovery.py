@@ -160,7 +160,8 @@ class Recovery:
             if active is None or active.adopted:
                 self.refuse("the script has made the process group itself, with torch.distributed")
             self._counted = self._uses()
-        link.arm()
+        if link.arm() > 1:
+            self.refuse("the script makes several Trainers, and a new rank would begin with the first one again")
 
     def refuse(self, reason: str) -> None:
         """Tell the launcher why it must not replace single ranks of this job."""
@@ -294,7 +295,7 @@ class Recovery:
         if self._refused:
             return False
         is_lost = is_peer_lost(error)
-        if not (is_lost or isinstance(error, UnisonoError)):
+        if not is_lost and type(error) is not UnisonoError:  # a subclass says what else went wrong
             return False
         if not self._is_replaced(_PATIENCE_S if is_lost else _DOUBT_S):
             return False
