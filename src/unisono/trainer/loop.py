@@ -14,7 +14,6 @@ import time
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import fields, replace
 from functools import partial
-from typing import Literal
 
 from unisono.data.batch import Batch
 from unisono.data.joined_loader import JoinedLoader
@@ -27,10 +26,10 @@ from unisono.trainer.checkpointing import Place
 from unisono.trainer.epoch import EpochResult
 from unisono.trainer.epoch_batches import EpochBatches
 from unisono.trainer.loader_cache import Loader
-from unisono.trainer.recovery import Recovery
+from unisono.trainer.optimizer_steps import OptimizerSteps
 from unisono.trainer.rescue import Rescue
 from unisono.trainer.rollouts import Rollouts
-from unisono.trainer.snapshot import Cursor
+from unisono.trainer.snapshot import Cursor, check_same_data
 from unisono.trainer.step import Loss, StepOptions
 from unisono.trainer.step_events import StepEvents
 from unisono.trainer.step_fingerprint import intent_of_call
@@ -49,9 +48,7 @@ class Loop:
     Args:
         parts: The parts of the run.
         log: Gets its events.
-        scheduler_interval: The event after which learning-rate schedulers are stepped.
         keeps: True if the run has a directory: then it is saved, also when the process is ended from outside.
-        recovery: Makes the calls in which ranks need each other.
     """
 
     def __init__(
@@ -59,16 +56,14 @@ class Loop:
         parts: TrainerParts,
         log: EventLog,
         *,
-        scheduler_interval: Literal["step", "epoch"],
         keeps: bool,
-        recovery: Recovery,
     ) -> None:
-        self._parts, self._recovery = parts, recovery
+        self._parts, self._recovery = parts, parts.recovery
         self._run, self._keeper, self._cursor = parts.run, parts.keeper, parts.cursor
-        self._modules, self._subjects, self._averages = parts.modules, parts.subjects, parts.averages
-        self._runners, self._schedulers, self.history = parts.runners, parts.schedulers, parts.history
+        self._subjects, self.history = parts.subjects, parts.history
+        self.optimizers = OptimizerSteps(parts)
         self._carried, self._keeps = parts.carried, keeps
-        self._log, self._scheduler_interval = log, scheduler_interval
+        self._log = log
         self._batch: Batch | None = None
         self._calls = 0
         self._epochs: int | None = None
@@ -82,7 +77,7 @@ class Loop:
         self._is_asking = False
         self._kept: Place | None = None
         """The place whose carried values rank 0 has."""
-        position = recovery.position
+        position = self._recovery.position
         self.first_steps = self._cursor.total_steps if position is None else position.first_steps
         """Steps of the run that were done when its first process began."""
         self._note_asked()
@@ -218,22 +213,8 @@ class Loop:
             self._recovery.refuse(
                 "a new rank cannot know how far the script has come that loops without trainer.epochs"
             )
-        data = {"order": None, **loader.identity}
-        before = {key: getattr(cursor, key) for key in data}
-        # A value that an older version has not stored is None.
-        unknown = [key for key in ("shuffle", "drop_last") if before[key] is None]
-        changed = [key for key, value in data.items() if before[key] != value and key not in unknown]
-        if cursor.step and changed and not is_new:
-            was, now = (
-                "rollouts"
-                if values["batch_size"] is None is values["order"]
-                else ", ".join(f"{key}={values[key]}" for key in changed)
-                for values in (before, data)
-            )
-            raise ValueError(
-                f"the run stopped in epoch {cursor.epoch} before step {cursor.step}, with {was}; the epoch cannot go "
-                f"on with {now}, or samples would be missed or seen twice. Give the same as before until it ends."
-            )
+        if cursor.step and not is_new:
+            check_same_data(cursor, {"order": None, **loader.identity})
         left = None if loader.steps is None else loader.steps - (0 if is_new else cursor.step)
         if left is not None and self._last_step is not None:
             left = max(0, min(left, self._last_step - cursor.total_steps))
@@ -324,8 +305,8 @@ class Loop:
         """Perform one step on the latest batch, and the work after it; see `Trainer.step`."""
         if batch is not self._batch:
             raise ValueError("step takes the batch that trainer.batches gave last, once it is in your loop")
-        name = self._name(optimizer)
-        runner = self._runners[name]
+        name = self.optimizers.name(optimizer)
+        runner = self.optimizers.runners[name]
         if self._keeper.best is not None and self._keeper.best.has_candidate:
             self._asked.save_evaluated(self._keeper.best)
         try:
@@ -337,18 +318,12 @@ class Loop:
                 self._stops.raise_pending()
             raise
         if not result.skipped:
-            for prefix, average in self._averages.items():
-                if runner.trains(self._modules[prefix]):
-                    average.update_parameters(self._modules[prefix])
-            if self._scheduler_interval == "step":
-                for of_optimizer, scheduler in self._schedulers.items():
-                    if name in (of_optimizer, None):
-                        scheduler.step()
+            self.optimizers.follow(name)
         self._count_step(batch)
         runner.transaction.close()
         self._count_loss(batch, result)
         self._recovery.note("loop")
-        shown = name if len(self._runners) > 1 else None
+        shown = name if len(self.optimizers.runners) > 1 else None
         self._events.emit(batch, result, total_steps=self._cursor.total_steps, weight=runner.weight, optimizer=shown)
         if (message := runner.mode_warning(batch.epoch)) is not None:
             self._warn(message)
@@ -377,10 +352,6 @@ class Loop:
     def _count_loss(self, batch: Batch, result: StepResult) -> None:
         cursor = self._cursor
         cursor.loss_sum, cursor.loss_weight = cursor.loss_sum + result * batch.size, cursor.loss_weight + batch.size
-
-    def begin_training(self, optimizer: str | None) -> None:
-        """Put the models that an optimizer trains into training mode, if they are in evaluation mode as a whole."""
-        self._runners[self._name(optimizer)].begin_training()
 
     def note_evaluation(self, name: str, values: Mapping[str, float]) -> None:
         """Add the results of an evaluation to the history, and see whether the best checkpoint is due.
@@ -443,9 +414,7 @@ class Loop:
     def _end_epoch(self) -> None:
         """Advance the cursor to the next epoch."""
         self._cursor.epoch, self._cursor.step = self._cursor.epoch + 1, 0
-        if self._scheduler_interval == "epoch":
-            for scheduler in self._schedulers.values():
-                scheduler.step()
+        self.optimizers.end_epoch()
 
     def _tell_over(self, epochs: int, max_steps: int | None) -> None:
         """Report that there is nothing to do; raise ValueError if this Trainer has done some of the steps."""
@@ -460,18 +429,6 @@ class Loop:
                 f"epochs={cursor.epoch + epochs}."
             )
         self._log.emit("over", epoch=cursor.epoch, total_steps=cursor.total_steps, epochs=epochs, max_steps=max_steps)
-
-    def _name(self, optimizer: str | None) -> str | None:
-        """Return the name under which the runner of a step is kept; None stands for all optimizers, if several."""
-        if optimizer is None and len(self._runners) == 1:
-            return next(iter(self._runners))
-        if optimizer not in self._runners:
-            names = [repr(name) for name in self._runners if name]
-            given = f"several: name one of {', '.join(names)}, or none to step all"
-            if len(self._runners) == 1:
-                given = f"one, named {names[0]}: give that name or none" if names else "one: leave the name out"
-            raise ValueError(f"optimizer={optimizer!r}, but Trainer was given {given}")
-        return optimizer
 
     def _run_steps(self, steps: int | None) -> int | None:
         """Return the number of steps at the end of the run, if each epoch has `steps` of them; None if not known."""

@@ -104,7 +104,7 @@ class ShortForm(Inference):
                 self._test_loader, validation, batch_size=size or 32 * self._run.virtual_ranks, **shared
             )  # or an error, and not after an epoch
             self._recovery.call("trainer.fit", look, again=True)
-        self._loop.begin_training(None)
+        self._loop.optimizers.begin_training(None)
         return run_epochs(
             self,
             self._loop,

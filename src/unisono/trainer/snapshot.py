@@ -27,6 +27,7 @@ __all__ = [
     "Cursor",
     "Subjects",
     "capture",
+    "check_same_data",
     "check_storable_models",
     "empty_buffers",
     "extra_state",
@@ -72,6 +73,34 @@ class Cursor:
     def place(self) -> tuple[int, int, int]:
         """Epoch, step and total steps: a different place means a different state."""
         return self.epoch, self.step, self.total_steps
+
+
+def check_same_data(cursor: Cursor, data: Mapping[str, Any]) -> None:
+    """Check that an epoch goes on with the data with which it began.
+
+    Args:
+        cursor: The place in the middle of an epoch, with its data.
+        data: The data with which it is to go on, by the same names.
+
+    Raises:
+        ValueError: They differ, so that samples would be missed or seen twice.
+    """
+    before = {key: getattr(cursor, key) for key in data}
+    # A value that an older version has not stored is None.
+    unknown = [key for key in ("shuffle", "drop_last") if before[key] is None]
+    changed = [key for key, value in data.items() if before[key] != value and key not in unknown]
+    if not changed:
+        return
+    was, now = (
+        "rollouts"
+        if values["batch_size"] is None is values["order"]
+        else ", ".join(f"{key}={values[key]}" for key in changed)
+        for values in (before, data)
+    )
+    raise ValueError(
+        f"the run stopped in epoch {cursor.epoch} before step {cursor.step}, with {was}; the epoch cannot go "
+        f"on with {now}, or samples would be missed or seen twice. Give the same as before until it ends."
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

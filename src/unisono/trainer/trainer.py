@@ -171,7 +171,7 @@ class Trainer(RunStatus, ShortForm, ByVirtualRank, Storage):
         if parts.carried:
             recovery.refuse("the state that virtual ranks carry dies with the rank that computes them")
         keeps = self.directory is not None
-        self._loop = Loop(parts, self._log, scheduler_interval=scheduler_interval, keeps=keeps, recovery=recovery)
+        self._loop = Loop(parts, self._log, keeps=keeps)
         recovery.arm(RecoverableRun(parts, self._loop, self._dealer, self._log))
 
     def epochs(self, epochs: int, *, max_steps: int | None = None) -> Iterator[int]:

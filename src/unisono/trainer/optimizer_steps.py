@@ -1,0 +1,54 @@
+"""The optimizers of a run by name: their steps, and the averages and schedules that follow them."""
+
+from __future__ import annotations
+
+from unisono.trainer.assembly import TrainerParts
+
+__all__ = ["OptimizerSteps"]
+
+
+class OptimizerSteps:
+    """The optimizers of a run.
+
+    Args:
+        parts: The parts of the run.
+    """
+
+    def __init__(self, parts: TrainerParts) -> None:
+        self.runners = parts.runners
+        """Run the steps, by the name of the optimizer; None: that of all, where there are several."""
+        self._modules, self._averages, self._schedulers = parts.modules, parts.averages, parts.schedulers
+        self._interval = parts.settings.scheduler_interval
+
+    def name(self, optimizer: str | None) -> str | None:
+        """Return the name under which the runner of a step is kept; None stands for all optimizers, if several."""
+        if optimizer is None and len(self.runners) == 1:
+            return next(iter(self.runners))
+        if optimizer not in self.runners:
+            names = [repr(name) for name in self.runners if name]
+            given = f"several: name one of {', '.join(names)}, or none to step all"
+            if len(self.runners) == 1:
+                given = f"one, named {names[0]}: give that name or none" if names else "one: leave the name out"
+            raise ValueError(f"optimizer={optimizer!r}, but Trainer was given {given}")
+        return optimizer
+
+    def follow(self, name: str | None) -> None:
+        """Update averages and schedules after a step of the optimizer with this name."""
+        runner = self.runners[name]
+        for prefix, average in self._averages.items():
+            if runner.trains(self._modules[prefix]):
+                average.update_parameters(self._modules[prefix])
+        if self._interval == "step":
+            for of_optimizer, scheduler in self._schedulers.items():
+                if name in (of_optimizer, None):
+                    scheduler.step()
+
+    def end_epoch(self) -> None:
+        """Update schedules after an epoch."""
+        if self._interval == "epoch":
+            for scheduler in self._schedulers.values():
+                scheduler.step()
+
+    def begin_training(self, optimizer: str | None) -> None:
+        """Put the models that an optimizer trains into training mode, if they are in evaluation mode as a whole."""
+        self.runners[self.name(optimizer)].begin_training()
