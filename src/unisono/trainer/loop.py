@@ -78,8 +78,10 @@ class Loop:
         self._kept: Place | None = None
         """The place whose carried values rank 0 has."""
         position = self._recovery.position
-        self.first_steps = self._cursor.total_steps if position is None else position.first_steps
-        """Steps of the run that were done when its first process began."""
+        self.began = self._cursor.place if position is None else position.began
+        """The place of the run where the first processes of the job began."""
+        # Also on a new rank: what the script draws before its loop is equal on all ranks.
+        self._run.set_generators("loop", *self.began[:2], 0)
         self._note_asked()
         self._started_s = time.monotonic()
         self._events = StepEvents(log, parts.run.device)
@@ -122,7 +124,7 @@ class Loop:
     @property
     def continues(self) -> bool:
         """True if the run was resumed after some steps, and no loop has gone on with it yet."""
-        return self.first_steps > 0 and not self._turn
+        return self.began[2] > 0 and not self._turn
 
     @property
     def is_epoch_done(self) -> bool:
@@ -154,6 +156,7 @@ class Loop:
                 self._ask(epoch_ended=True)
                 self._is_asking = False
                 self._recovery.begin_epoch()
+                self._run.set_generators("epoch", cursor.epoch)
                 yield cursor.epoch
                 if self._is_over() and self._exhausted != cursor.epoch:
                     break  # In mid-epoch: the next start continues there.
@@ -166,6 +169,7 @@ class Loop:
             self._recovery.leave_epochs()
             finish = partial(self._keeper.finish, cursor.place, self._asked.capture, retry=not in_mid_epoch)
             self._recovery.call("the end of trainer.epochs", finish)
+            self._run.set_generators("loop", cursor.epoch, cursor.step, 0)
             if self._rescue is not None:
                 self._rescue.release()
             if self._keeper.best is not None and (message := self._keeper.best.told_at_end(self.history)) is not None:
@@ -267,6 +271,7 @@ class Loop:
                 self._batch = None
                 self._ask()
             self._batch = None
+            self._run.set_generators("loop", cursor.epoch, cursor.step, 0)
             if ends_early:
                 self._save_if_whole()  # The run ends in mid-epoch: the loop's code after an epoch is not part of it.
             elif within_epochs:
@@ -422,7 +427,7 @@ class Loop:
         if not cursor.total_steps or not epochs or max_steps == 0 or not self._recovery.is_joined:
             return
         asked = f"epochs={epochs}" if max_steps is None else f"epochs={epochs}, max_steps={max_steps}"
-        if cursor.total_steps > self.first_steps:
+        if cursor.total_steps > self.began[2]:
             raise ValueError(
                 f"{asked} is done: this Trainer is at epoch {cursor.epoch}, after {cursor.total_steps} steps. Epochs "
                 "and steps count from the start of the run: to do as much again, ask for "

@@ -52,7 +52,7 @@ class RecoverableRun:
             name=name,
             cursor=cursor,
             evaluations=loop.history.state(evaluations),
-            first_steps=loop.first_steps,
+            began=loop.began,
             saved=parts.keeper.last,
         )
 

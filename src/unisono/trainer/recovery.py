@@ -58,8 +58,8 @@ class Position(NamedTuple):
     """The cursor when the loop last asked for a batch or an epoch."""
     evaluations: Any
     """The state of the history of evaluations at that time."""
-    first_steps: int
-    """Steps of the run that were done when its first process began."""
+    began: Place
+    """The place where the first processes of the job began."""
     saved: Place
     """The place of the latest checkpoint."""
 

@@ -162,7 +162,6 @@ class Trainer(RunStatus, ShortForm, ByVirtualRank, Storage):
             models=model,
         )
         self._warned = False
-        self._run.set_generators("loop", self._cursor.epoch, self._cursor.step, 0)
         self._log = open_log(self.directory, is_main=self.is_main, progress=progress, listeners=listeners)
         self._dealer = LoaderCache(self._run, partial(warn_of_rank, self._log, self._run), self._compare)
         if recovery.is_joined:
