@@ -9,7 +9,7 @@ from torch.distributed.run import get_args_parser
 
 from unisono.cli import run as command
 from unisono.cli.run import FLAGS, job_of
-from unisono.launch.job import LaunchJob, Output
+from unisono.launch.launch_job import LaunchJob, Output
 
 BOTH = frozenset({"stdout", "stderr"})
 NONE = frozenset()

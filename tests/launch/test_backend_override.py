@@ -3,7 +3,7 @@
 import pytest
 
 from unisono.launch.backend_override import substitute_for
-from unisono.launch.job import LaunchJob
+from unisono.launch.launch_job import LaunchJob
 
 
 @pytest.mark.parametrize("accelerator", [False, True])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from unisono.errors import LaunchError
-from unisono.launch.job import Output
+from unisono.launch.launch_job import Output
 from unisono.launch.output.logs import STREAMS, LogFile, RunLogs, make_run_folder, route
 
 
@@ -103,7 +103,7 @@ def test_a_full_disk_is_said_once_and_the_gap_is_marked(tmp_path):
     code = """
         import resource, sys
         from pathlib import Path
-        from unisono.launch.job import Output
+        from unisono.launch.launch_job import Output
         from unisono.launch.output.logs import RunLogs
         logs = RunLogs(Output(directory=Path(sys.argv[1])), run_id="run", complain=print)
         files = logs.open(0, 0)

@@ -7,7 +7,7 @@ import pytest
 from unisono.errors import LaunchError
 from unisono.launch import LaunchJob, preflight
 from unisono.launch.gpus import present_gpus
-from unisono.launch.job import Output
+from unisono.launch.launch_job import Output
 from unisono.launch.preflight import check_machine, is_this_machine, with_log_folder
 from unisono.launch.source_scan import asks_for_nccl
 

@@ -11,7 +11,7 @@ import pytest
 from screen import Terminal, nested_bars
 
 from printed import ranks_of
-from unisono.launch.job import Output
+from unisono.launch.launch_job import Output
 from unisono.launch.output.relay import Relay
 
 EVERYTHING = frozenset({"stdout", "stderr"})

@@ -18,7 +18,7 @@ from unisono.cli import reading
 from unisono.cli.flags import Flag, FlagCommand, Reader
 from unisono.launch import LaunchJob, check_target, run_job
 from unisono.launch.gpus import usable_gpus
-from unisono.launch.job import Output
+from unisono.launch.launch_job import Output
 from unisono.launch.preflight import check_machine, with_log_folder
 from unisono.machine import usable_cores
 from unisono.variables import CHECK_VARIABLE, CPU_BACKEND_VARIABLE

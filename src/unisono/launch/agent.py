@@ -28,7 +28,7 @@ from unisono.launch.failure.root_cause import name_signal
 from unisono.launch.forkserver_handle import LAST_S, ForkServerHandle
 from unisono.launch.generation import Generation
 from unisono.launch.hang.hang_report import render_stacks
-from unisono.launch.job import LaunchJob
+from unisono.launch.launch_job import LaunchJob
 from unisono.launch.limits import check_open_files
 from unisono.launch.linux import become_subreaper, descendants, end_descendants
 from unisono.launch.output.relay import Relay

@@ -18,7 +18,7 @@ from typing import Any
 from unisono.errors import LaunchError
 from unisono.launch.channel import Channel
 from unisono.launch.environment import job_environment
-from unisono.launch.job import LaunchJob
+from unisono.launch.launch_job import LaunchJob
 from unisono.launch.limits import describe_failed_fork
 from unisono.launch.source_scan import modules_to_preload, program_source, uses_trainer
 from unisono.machine import usable_cores

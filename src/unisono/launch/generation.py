@@ -14,7 +14,7 @@ from pathlib import Path
 from unisono.launch.environment import rank_environment
 from unisono.launch.failure.root_cause import RankFailure, RootCause, find_root_cause
 from unisono.launch.hang.observer import Observer
-from unisono.launch.job import LaunchJob
+from unisono.launch.launch_job import LaunchJob
 from unisono.launch.output.relay import Relay
 from unisono.launch.recovery_page import RecoveryPage
 

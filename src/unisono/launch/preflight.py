@@ -15,7 +15,7 @@ from pathlib import Path
 
 from unisono.errors import LaunchError
 from unisono.launch.gpus import usable_gpus
-from unisono.launch.job import LaunchJob
+from unisono.launch.launch_job import LaunchJob
 from unisono.launch.source_scan import asks_for_nccl, program_source
 
 __all__ = ["check_machine", "is_this_machine", "with_log_folder"]

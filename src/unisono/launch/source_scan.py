@@ -11,7 +11,7 @@ from pathlib import Path
 from types import CodeType
 
 from unisono.errors import LaunchError
-from unisono.launch.job import LaunchJob
+from unisono.launch.launch_job import LaunchJob
 from unisono.launch.program import read_program
 
 __all__ = ["asks_for_nccl", "modules_to_preload", "program_source", "uses_dynamo", "uses_trainer"]

@@ -9,7 +9,7 @@ from typing import Any
 
 from unisono.launch.failure.failure_report import Circumstances, headline, render, to_json
 from unisono.launch.generation import Generation
-from unisono.launch.job import LaunchJob
+from unisono.launch.launch_job import LaunchJob
 from unisono.launch.output.relay import Relay
 from unisono.memory import MemoryCounters, evidence, read_counters
 

@@ -16,7 +16,7 @@ from itertools import count
 from pathlib import Path
 
 from unisono.errors import LaunchError
-from unisono.launch.job import Output
+from unisono.launch.launch_job import Output
 
 __all__ = ["STREAMS", "LogFile", "Route", "RunLogs", "make_run_folder", "route"]
 

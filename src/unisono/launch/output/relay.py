@@ -24,7 +24,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, TextIO
 
-from unisono.launch.job import Output
+from unisono.launch.launch_job import Output
 from unisono.launch.output.event_relay import EventRelay
 from unisono.launch.output.line_merging import LineMerger, MergedLine
 from unisono.launch.output.live import LiveArea, LiveLines, plain_text

@@ -13,7 +13,7 @@ import threading
 
 from unisono.errors import LaunchError
 from unisono.launch.agent import run_job
-from unisono.launch.job import LaunchJob
+from unisono.launch.launch_job import LaunchJob
 from unisono.launch.spawn.function_call import read_reports
 
 __all__ = ["main"]

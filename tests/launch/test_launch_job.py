@@ -7,7 +7,7 @@ import pytest
 
 from unisono.errors import LaunchError
 from unisono.launch import LaunchJob, check_target
-from unisono.launch.job import Output
+from unisono.launch.launch_job import Output
 
 
 @pytest.mark.parametrize("ranks", [0, -1])
