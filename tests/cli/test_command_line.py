@@ -70,6 +70,7 @@ MISTAKES = [
     (["run", "--shutdown-timeout", "-1", "x.py"], "--shutdown-timeout '-1' is not a number of seconds"),
     (["run", "--hang-report", "nan", "x.py"], "--hang-report 'nan' is not a number of seconds"),
     (["run", "--hang-abort", "0", "x.py"], "--hang-abort 0 would end every job"),
+    (["run", "--stuck-timeout", "0", "x.py"], "--stuck-timeout 0 would kill every rank"),
     (["run", "--signals-to-handle", "SIGTRM", "x.py"], "did you mean SIGTERM?"),
     (["run", "--signals-to-handle", "SIGKILL", "x.py"], "no process can handle"),
     (["run", "--redirects", "4", "x.py"], "--redirects '4' is not a choice of streams"),

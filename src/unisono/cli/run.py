@@ -151,6 +151,14 @@ FLAGS = (
         help="End the job after such a wait.  [never]",
     ),
     Flag(
+        ["--stuck-timeout"],
+        section=_ENDS,
+        torchruns=False,
+        type=Reader(reading.read_seconds),
+        metavar="SECONDS",
+        help="Kill a rank for which others have waited so long, so that it is replaced.  [never]",
+    ),
+    Flag(
         ["--shutdown-timeout"],
         section=_ENDS,
         envvar=["PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"],
@@ -303,6 +311,8 @@ def job_of(given: Mapping[str, Any], command: tuple[str, ...]) -> LaunchJob:
     """
     if given["hang_abort"] == 0:
         raise ValueError("--hang-abort 0 would end every job: give more than 0 seconds, or leave it out")
+    if given["stuck_timeout"] == 0:
+        raise ValueError("--stuck-timeout 0 would kill every rank: give more than 0 seconds, or leave it out")
     as_path = given["run_path"]
     return LaunchJob(
         target=command[0],
@@ -323,6 +333,7 @@ def job_of(given: Mapping[str, Any], command: tuple[str, ...]) -> LaunchJob:
         shutdown_timeout_s=given["shutdown_timeout"],
         hang_report_s=given["hang_report"],
         hang_abort_s=given["hang_abort"],
+        stuck_timeout_s=given["stuck_timeout"],
         signals=given["signals_to_handle"],
         numa_binding=given["numa_binding"],
         cpu_backend=given["cpu_backend"] or "gloo",

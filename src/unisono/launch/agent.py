@@ -149,6 +149,12 @@ class _Agent:
                 self._relay.show(text)
             if generation.observer.abort and self._shutdown is None:
                 self._end_for_hang(generation.observer.abort)
+            elif self._shutdown is None and (stuck := generation.observer.take_stuck()):
+                self._relay.say(
+                    f"{name_ranks(stuck)} kept the others waiting for {self._job.stuck_timeout_s:g} s; killed "
+                    "(--stuck-timeout)"
+                )
+                self._server.signal(signal.SIGKILL, stuck, group=True)
         if self._replacing is not None and self._shutdown is None and not self._replacing.tick():
             self._on_failed()
         self._advance_shutdown()

@@ -35,6 +35,7 @@ class Generation:
             job.ranks,
             hang_report_s=job.hang_report_s,
             hang_abort_s=job.hang_abort_s,
+            stuck_s=job.stuck_timeout_s,
             job=str(job.run_id),
             folder=str(Path.cwd()),
             has_flags=job.has_flags,

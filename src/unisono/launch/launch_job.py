@@ -82,6 +82,8 @@ class LaunchJob:
     """Seconds after which ranks that wait in a collective for others are reported. 0: never."""
     hang_abort_s: float | None = None
     """Seconds after which the job is ended because of such a wait. None: never."""
+    stuck_timeout_s: float | None = None
+    """Seconds after which a rank for which others wait is killed, so that it is replaced. None: never."""
     signals: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
     """Signals that are passed to ranks, which then have `shutdown_timeout_s` to end."""
     numa_binding: str | None = None
@@ -109,8 +111,10 @@ class LaunchJob:
         for name in ("shutdown_timeout_s", "hang_report_s"):
             if not (math.isfinite(seconds := getattr(self, name)) and seconds >= 0):
                 raise ValueError(f"{name}={seconds} must be a finite number of seconds, 0 or more")
-        if self.hang_abort_s is not None and not (math.isfinite(self.hang_abort_s) and self.hang_abort_s > 0):
-            raise ValueError(f"hang_abort_s={self.hang_abort_s} must be a finite number of seconds above 0, or None")
+        for name in ("hang_abort_s", "stuck_timeout_s"):
+            limit_s: float | None = getattr(self, name)
+            if limit_s is not None and not (math.isfinite(limit_s) and limit_s > 0):
+                raise ValueError(f"{name}={limit_s} must be a finite number of seconds above 0, or None")
         if self.start_method not in ("fork", "spawn"):
             raise ValueError(f"start_method={self.start_method!r} must be 'fork' or 'spawn'")
         if self.module and not self.python:

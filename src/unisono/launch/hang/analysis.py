@@ -164,6 +164,14 @@ class Finding:
         ranks = {rank for wait in self.waits for rank in (*wait.waiting, *wait.missing)}
         return tuple(sorted(ranks | {o.rank for o in (self.mismatch.operations if self.mismatch else ())}))
 
+    @property
+    def stuck(self) -> tuple[int, ...]:
+        """The ranks that are waited for and wait for nobody themselves; empty if collectives do not match."""
+        if self.mismatch is not None:
+            return ()
+        waiting = {rank for wait in self.waits for rank in wait.waiting}
+        return tuple(sorted({rank for wait in self.waits for rank in wait.missing} - waiting))
+
     def key(self) -> tuple[object, ...]:
         """Return a key that stays the same, also if the finding goes away and comes back at the next step."""
         if self.mismatch:

@@ -22,6 +22,7 @@ from unisono.launch.hang.observed_rank import ObservedRank
 from unisono.launch.hang.stacks import StackRequest, crash_text, create_dump, read_state
 from unisono.launch.hang.status_block import RecordedCall, StatusBlock, create
 from unisono.polling import wait_until
+from unisono.text import name_ranks
 
 __all__ = ["Observer"]
 
@@ -40,6 +41,7 @@ class Observer:
         ranks: The number of ranks.
         hang_report_s: Seconds after which ranks that wait in vain are reported; 0 for never.
         hang_abort_s: Seconds after which `abort` is set; None for never.
+        stuck_s: Seconds after which `take_stuck` returns ranks for which others wait; None for never.
         job: The name of the job for `unisono stacks`.
         folder: The working directory; paths in reports are relative to it.
         has_flags: True if the job was started with flags, so that reports may name one.
@@ -51,13 +53,15 @@ class Observer:
         *,
         hang_report_s: float,
         hang_abort_s: float | None,
+        stuck_s: float | None = None,
         job: str = "",
         folder: str = "",
         has_flags: bool = True,
     ) -> None:
         self._num_ranks = ranks
         self._report_s = hang_report_s
-        self._abort_s = hang_abort_s
+        self._abort_s, self._stuck_s = hang_abort_s, stuck_s
+        self._stuck: tuple[int, ...] = ()
         self._job = job
         self._folder = folder
         self._has_flags = has_flags
@@ -235,6 +239,11 @@ class Observer:
         """Return the stacks that a rank, or a child of it, wrote when a signal such as SIGSEGV ended it; "" if none."""
         return crash_text(self._ranks[rank].dump) if rank in self._ranks else ""
 
+    def take_stuck(self) -> tuple[int, ...]:
+        """Return ranks for which others have waited for `stuck_s` since their stacks were reported; each only once."""
+        stuck, self._stuck = self._stuck, ()
+        return stuck
+
     def close(self) -> None:
         """Close all files."""
         for watched in self._ranks.values():
@@ -248,7 +257,7 @@ class Observer:
 
     @property
     def _patience_s(self) -> float:
-        return min([seconds for seconds in (self._report_s, self._abort_s) if seconds], default=0.0)
+        return min([seconds for seconds in (self._report_s, self._abort_s, self._stuck_s) if seconds], default=0.0)
 
     def _look(self, now_s: float) -> bool:
         """Read the status blocks' counters and ask flight recorders. Return True if a rank may have to be reported."""
@@ -282,6 +291,9 @@ class Observer:
         if told and self._abort_s is not None and age_ns >= self._abort_s * 1e9:
             cause = summarize(finding, ranks=self._num_ranks, now_ns=time.monotonic_ns())
             self.abort = f"{cause}, and --hang-abort is {self._abort_s:g} s"
+        elif told and self._stuck_s is not None and finding.stuck and age_ns >= self._stuck_s * 1e9:
+            self._stuck = finding.stuck
+            self._next_age_ns.clear()
         elif age_ns >= self._next_age_ns.get(key, 0.0) and not soon:
             self._next_age_ns[key] = 2 * max(age_ns, self._patience_s * 1e9)
             self._requests = self._request(finding.involved)
@@ -342,6 +354,9 @@ class Observer:
         if self._abort_s is not None:
             left_s = max(0.0, self._abort_s - (time.monotonic_ns() - finding.since_ns) / 1e9)
             return f"The job is ended in {left_s:.0f} s if nothing changes (--hang-abort)."
+        if self._stuck_s is not None and finding.stuck:
+            left_s = max(0.0, self._stuck_s - (time.monotonic_ns() - finding.since_ns) / 1e9)
+            return f"{name_ranks(finding.stuck)} will be killed in {left_s:.0f} s if nothing changes (--stuck-timeout)."
         flag = "; started with --hang-abort SECONDS, it ends by itself" if self._has_flags else ""
         return f"The job goes on. `{self._command}` shows where all ranks are; Ctrl-C ends it{flag}."
 
