@@ -1,0 +1,186 @@
+"""A rank that dies is replaced while the others wait, and the run comes to the bits of one that nobody disturbed.
+
+To look at a run alone: `unisono run -n 3 tests/trainer/programs/recovering.py JSON`. What the launcher does is tested
+in launch/test_recovery.py, and repairs of the update in engine/test_update_protection.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from unisono.state.checkpoint_store import CheckpointStore
+
+PROGRAM = Path(__file__).parent / "programs" / "recovering.py"
+KILL = "SIGKILL"
+Death = tuple[int, str, int | None, str]
+
+
+class Recovered(NamedTuple):
+    """A run that has ended well."""
+
+    replaced: list[str]
+    """What the launcher said about each recovery."""
+    new: set[int]
+    """The ranks that were new in the end."""
+    events: list[dict[str, Any]]
+    """The events of a run with a directory."""
+
+
+Train = Callable[..., Recovered]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(fork_python, tmp_path_factory) -> Callable[..., tuple[str, list[dict[str, Any]]]]:
+    """What one rank comes to that nobody disturbs, and its events; each program is run once."""
+    known: dict[str, tuple[str, list[dict[str, Any]]]] = {}
+
+    def run(**asked: object) -> tuple[str, list[dict[str, Any]]]:
+        key = json.dumps({**asked, "workers": 0, "engine": "shared"}, sort_keys=True)
+        if key not in known:
+            folder = tmp_path_factory.mktemp("undisturbed")
+            options = {**json.loads(key), "folder": str(folder), "directory": str(folder / "run")}
+            known[key] = fork_python(PROGRAM, json.dumps(options))[-1], events_of(folder / "run")
+        return known[key]
+
+    return run
+
+
+@pytest.fixture
+def train(run_ranks, undisturbed, tmp_path) -> Train:
+    """Run the program while ranks die, and compare all that its ranks come to with what one rank comes to."""
+
+    def run(n: int, *deaths: Death, fuses: object = (), directory: bool = False, **asked: Any) -> Recovered:
+        asked = {"engine": "shared", **asked}
+        disturbance = {"folder": str(tmp_path), "deaths": deaths, "fuses": fuses}
+        if directory:
+            disturbance["directory"] = str(tmp_path / "run")
+        job = run_ranks(n, PROGRAM, json.dumps({**asked, **disturbance}))
+        expected, calm = undisturbed(**asked)
+        assert [job.lines(rank)[-1] for rank in range(n)] == [expected] * n, job.err
+        died = [any(tmp_path.glob(f"died{i}*")) for i in range(len(deaths))]
+        assert all(died), f"deaths {died} did not come: {job.err}"
+        replaced = re.findall(r"unisono: (.+; replaced, [\d.]+ s)", job.err)
+        found = events_of(tmp_path / "run") if directory else []
+        if directory:
+            assert_told_once(found, calm, recoveries=len(replaced))
+        new = {int(path.suffix[1:]) for path in tmp_path.glob("recovered.*")}
+        return Recovered(replaced, new, found)
+
+    return run
+
+
+def events_of(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
+
+
+def assert_told_once(found: list[dict[str, Any]], calm: list[dict[str, Any]], *, recoveries: int) -> None:
+    """Events are those of the undisturbed run, and one for each recovery."""
+    told = ("epoch", "step", "evaluation", "end")
+    kept = ("event", "epoch", "step", "total_steps", "loss", "lr", "name", "values")
+    brief = [
+        [tuple(str(event.get(key)) for key in kept) for event in each if event["event"] in told]
+        for each in (found, calm)
+    ]
+    assert brief[0] == brief[1]
+    assert [e["number"] for e in found if e["event"] == "recovery"] == [*range(1, recoveries + 1)]
+
+
+def test_deaths_at_places_of_the_loop_change_no_bit(train):
+    deaths = [
+        (0, "begin", None, KILL),
+        (1, "loss", 1, KILL),
+        (2, "stepped", 4, "SIGSEGV"),
+        (0, "epoch", 1, KILL),
+        (1, "body", 7, "error"),
+    ]
+    found = train(3, *deaths, optimizer="sgd", clip=0.5, directory=True)
+    assert found.new == {0, 1, 2}
+    assert "rank 1 was killed by SIGKILL in forward of step 2; replaced" in found.replaced[1]
+    assert "rank 2 was killed by SIGSEGV in the loop, after step 4; replaced" in found.replaced[2]
+    assert "rank 1 raised RuntimeError in the loop, after step 7; replaced" in found.replaced[4]
+
+
+def test_deaths_while_ranks_read_and_evaluate_change_no_bit(train):
+    """With messages between the ranks, and data workers."""
+    deaths = [
+        (1, "backward of loss", 2, KILL),
+        (0, "evaluation", 4, KILL),
+        (-1, "read", 77, KILL),
+        (2, "end", 1, KILL),
+    ]
+    found = train(3, *deaths, engine="collective", workers=1, directory=True)
+    assert found.new >= {0, 1, 2}
+    assert "rank 1 was killed by SIGKILL in backward of step 3; replaced" in " ".join(found.replaced)
+
+
+@pytest.mark.parametrize(
+    "deaths",
+    [
+        [(0, "before end", 0, KILL), (1, "after begin", 2, KILL), (0, "before commit", 4, KILL)],
+        [(1, "before settle", 0, KILL), (0, "after end", 2, KILL), (1, "after commit", 4, KILL)],
+    ],
+    ids=["sgd", "adamw"],
+)
+def test_deaths_within_an_update_change_no_bit(train, request, deaths):
+    assert train(3, *deaths, optimizer=request.node.callspec.id).new == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("engine", "stages"),
+    [("shared", ["before repair", "after connect"]), ("collective", ["after rejoin", "after send_state"])],
+)
+def test_deaths_within_a_recovery_change_no_bit(train, engine, stages):
+    deaths = []
+    for i, stage in enumerate(stages):
+        deaths += [(0, "loss", 3 * i, KILL), (1, stage, 3 * i, KILL)]
+    assert train(3, *deaths, engine=engine).new == {0, 1}
+
+
+def test_deaths_between_two_steps_with_one_batch_change_no_bit(train):
+    """All but one rank die at once, in the second step, and one between the two."""
+    deaths = [(rank, "forge", 3, KILL) for rank in (0, 1, 3)] + [(2, "between", 6, KILL)]
+    found = train(4, *deaths, kind="gan", workers=1)
+    assert found.new == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    ("asked", "deaths"),
+    [
+        ({"kind": "fit"}, [(1, "evaluation", 3, KILL), (0, "stepped", 7, KILL)]),
+        ({"kind": "sampled", "max_steps": 6}, [(0, "collect", 2, KILL), (1, "loss", 5, KILL)]),
+        ({"kind": "joined"}, [(1, "backward of loss", 1, KILL)]),
+    ],
+    ids=lambda value: value.get("kind") if isinstance(value, dict) else None,
+)
+def test_deaths_in_other_forms_of_the_loop_change_no_bit(train, asked, deaths):
+    train(2, *deaths, directory=True, **asked)
+
+
+@pytest.mark.parametrize("engine", ["shared", "collective"])
+def test_a_death_in_a_checkpoint_leaves_only_whole_ones(train, fork_python, undisturbed, tmp_path, engine):
+    found = train(2, (0, "before _rename_durably", None, KILL), engine=engine, directory=True)
+    assert len(found.replaced) == 1
+    store = CheckpointStore(tmp_path / "run" / "checkpoints")
+    assert store.list()[0].step == 10
+    for info in store.list():
+        store.verify(info)
+    assert {path.name for path in store.folder.iterdir()} == {info.path.name for info in store.list()}
+    # The run can be gone on with.
+    options = {"engine": engine, "epochs": 3, "folder": str(tmp_path), "directory": str(tmp_path / "run")}
+    assert fork_python(PROGRAM, json.dumps(options))[-1] == undisturbed(epochs=3)[0]
+
+
+def test_a_run_whose_ranks_all_die_in_a_checkpoint_starts_again_from_a_whole_one(run_ranks, undisturbed, tmp_path):
+    asked = {"engine": "shared", "every_steps": 3, "pause_s": 0.05, "deaths": [(0, "before _rename_durably", 8, "all")]}
+    folders = {"folder": str(tmp_path), "directory": str(tmp_path / "run")}
+    job = run_ranks(3, PROGRAM, json.dumps({**asked, **folders}), flags=["--max-restarts", "1"])
+    assert "starting all 3 ranks again (restart 1 of 1)" in job.said
+    assert {job.lines(rank)[-1] for rank in range(3)} == {undisturbed()[0]}
+    resumed = [event["total_steps"] for event in events_of(tmp_path / "run") if event["event"] == "resume"]
+    assert resumed == [5]
