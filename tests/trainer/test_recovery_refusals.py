@@ -102,7 +102,7 @@ def test_a_batch_that_the_loss_function_has_written_to_is_not_computed_again(run
     assert not job.out
 
 
-@pytest.mark.parametrize("case", ["between", "before", "batch", "path", "late"])
+@pytest.mark.parametrize("case", ["batch", "path", pytest.param("late", marks=pytest.mark.soak)])
 def test_a_job_whose_ranks_cannot_be_replaced_starts_again_as_a_whole(run_ranks, tmp_path, case):
     (tmp_path / "died").touch()
     expected = run_ranks(2, PROGRAM, case, "shared", tmp_path).lines()
