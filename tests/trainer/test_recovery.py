@@ -1,7 +1,7 @@
 """A rank that dies is replaced while the others wait, and the run comes to the bits of one that nobody disturbed.
 
 To look at a run alone: `unisono run -n 3 tests/trainer/programs/recovering.py JSON`. What the launcher does is tested
-in launch/test_recovery.py, and repairs of the update in engine/test_update_protection.py.
+in launch/test_replaced_ranks.py, and repairs of the update in engine/test_update_protection.py.
 """
 
 from __future__ import annotations

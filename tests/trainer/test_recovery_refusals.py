@@ -98,6 +98,7 @@ def test_what_keeps_a_rank_from_being_replaced_is_said(run_ranks, tmp_path, case
 
 def test_a_batch_that_the_loss_function_has_written_to_is_not_computed_again(run_ranks, tmp_path):
     job = run_ranks(2, PROGRAM, "batch", "collective", tmp_path, code=137)
+    assert "no rank can be replaced alone: the loss function writes to the tensors of its batch" in job.said
     assert "; replaced" not in job.said
     assert not job.out
 

@@ -103,13 +103,16 @@ def decide(
         return GiveUp()
     running = [member for member in members if not member.finished]
     survivors = [member for member in running if member.has_state]
+    refusals = [member.refusal for member in members] + [death.refusal for death in deaths]
+    refusal = next(filter(None, refusals), "")
+    refused = GiveUp(f"no rank can be replaced alone: {refusal}") if refusal else None
     if not survivors or len(running) < len(members) or not all(member.armed for member in survivors):
-        return GiveUp()
+        # Ranks that wait in vain for the others may have been put in place before one of those refused.
+        return refused if refused and len(running) > len(survivors) else GiveUp()
     if any(_kind(death.failure) in _OWN_ENDS and death.failure.code != _TERMINATED for death in deaths):
         return GiveUp()
-    refusals = [member.refusal for member in members] + [death.refusal for death in deaths]
-    if refusal := next(filter(None, refusals), ""):
-        return GiveUp(f"no rank can be replaced alone: {refusal}")
+    if refused:
+        return refused
     for death in deaths:
         if reason := counts.excess(death):
             return GiveUp(reason, exhausted=death.failure.rank)

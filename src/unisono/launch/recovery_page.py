@@ -71,8 +71,9 @@ class RankLink:
         return self._arms
 
     def refuse(self, reason: str) -> None:
-        """Tell the agent that it must not replace single ranks of this job any more, and why."""
-        _write_text(self._region, _REFUSAL_AT, reason or "no reason was given", most=_LONGEST_REFUSAL)
+        """Tell the agent why it must not replace single ranks of this job any more. The first reason stays."""
+        if not _read_text(self._region, _REFUSAL_AT):
+            _write_text(self._region, _REFUSAL_AT, reason or "no reason was given", most=_LONGEST_REFUSAL)
 
     def note(self, phase: Phase, step: int, virtual_rank: int = -1) -> None:
         """Note what this rank does."""

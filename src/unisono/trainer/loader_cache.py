@@ -45,8 +45,6 @@ class LoaderCache:
     def __init__(self, run: RunContext, tell: Callable[[str], None], compare: Callable[[str], None]) -> None:
         self._run, self._tell, self._compare = run, tell, compare
         self._loaders: dict[tuple[int, int | None, bool, TrainerLoaderSettings], Loader] = {}
-        self._compared: set[int] = set()
-        """Loaders, by their ids, that ranks have compared."""
 
     def loader(
         self,
@@ -89,26 +87,18 @@ class LoaderCache:
                 loader = ShardLoader(dataset, full, exchange=self._exchange, tell=self._tell)
             else:
                 loader = (StreamLoader if stream else MapLoader)(dataset, full, tell=self._tell)
+            own = {"order": None, **loader.identity, "micro_batch_size": full.micro_batch_size}
+            check_same_data(self._run.world.gather(own, "Trainer comparing data"))
             if not keep:
-                self._check_same(loader, full)
                 return loader
             self._loaders[key] = loader
             if len(self._loaders) > _KEPT_LOADERS:
-                dropped = self._loaders.pop(next(iter(self._loaders)))
-                self._compared.discard(id(dropped))
-        loader = self._loaders[key]
-        if id(loader) not in self._compared:
-            self._check_same(loader, full)
-            self._compared.add(id(loader))
-        return loader
+                del self._loaders[next(iter(self._loaders))]
+        return self._loaders[key]
 
-    def compare_again(self) -> None:
-        """Compare each loader once more when it is asked for: a new rank has compared none."""
-        self._compared.clear()
-
-    def _check_same(self, loader: Loader, settings: TrainerLoaderSettings) -> None:
-        own = {"order": None, **loader.identity, "micro_batch_size": settings.micro_batch_size}
-        check_same_data(self._run.world.gather(own, "Trainer comparing data"))
+    def forget(self) -> None:
+        """Make each loader anew when it is asked for: ranks compare new ones, and a new rank has none."""
+        self._loaders.clear()
 
     def _exchange(self, read: Callable[[], Steps], describe: Callable[[Steps], Counts]) -> tuple[Steps, list[Counts]]:
         """Read the next steps of this rank's shards, and tell all ranks the numbers of samples."""

@@ -327,7 +327,6 @@ class Loop:
         self._count_step(batch)
         runner.transaction.close()
         self._count_loss(batch, result)
-        self._recovery.note("loop")
         shown = name if len(self.optimizers.runners) > 1 else None
         self._events.emit(batch, result, total_steps=self._cursor.total_steps, weight=runner.weight, optimizer=shown)
         if (message := runner.mode_warning(batch.epoch)) is not None:

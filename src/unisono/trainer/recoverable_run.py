@@ -89,7 +89,7 @@ class RecoverableRun:
     def connect(self) -> None:
         """Make engines for the process group that there is now. Every rank must call it."""
         self._parts.connect(World.connect(self._parts.run.device))
-        self._loaders.compare_again()
+        self._loaders.forget()
 
     def send_state(self, source: int, *, wanted: bool) -> None:
         """Send the state of one rank to those that want it. Every rank must call it."""

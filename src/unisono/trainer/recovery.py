@@ -102,7 +102,7 @@ class Recoverable(Protocol):
         Args:
             number: The decision of the launcher.
             ranks: The ranks that are new.
-            seconds: How long this rank has waited.
+            seconds: How long ranks have waited.
         """
 
     def raise_pending(self) -> None:
@@ -238,6 +238,7 @@ class Recovery:
                 account(missed.result, counts=False)
                 self._counted = self._uses()
                 return missed.result  # type: ignore[no-any-return]
+        self.note("loop")
         self._log.add(name, None if again else result if keeps else _Dropped())
         self._counted = self._uses()
         return result
@@ -369,14 +370,14 @@ class Recovery:
         rejoin(store)
         run.connect()
         run.send_state(source, wanted=behind > 0 or not self.is_joined)
-        run.world.gather(None, "ranks that go on after a recovery")
+        waited_s = max(run.world.gather(time.monotonic() - started_s, "ranks that go on after a recovery"))
         if missed is not None:
             self._log = position.log
         number, ranks = store.replacement
         self.is_joined, self._joined = True, number
         self.recovered += 1
         link.joined(number)
-        run.has_joined(number, ranks, time.monotonic() - started_s)
+        run.has_joined(number, ranks, waited_s)
         self._counted = self._uses()
         return missed
 
