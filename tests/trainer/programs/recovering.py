@@ -186,7 +186,7 @@ def deal(data):
         sampler = WeightedRandomSampler(torch.arange(1.0, len(data) + 1), 96)
         return trainer.batches(data, sampler=sampler, batch_size=24, workers=workers)
     if kind == "joined":
-        datasets = {"labelled": data, "more": more}
+        datasets = {"labelled": data, "more": Noisy(40)}
         return trainer.batches(datasets, batch_size={"labelled": 32, "more": 16}, workers=workers)
     return trainer.batches(data, batch_size=32, workers=workers)
 
@@ -259,7 +259,6 @@ surround(recovery, "rejoin")
 surround(CheckpointStore, "_rename_durably", lambda _store, _work, final: int(final.name.removeprefix("step-")))
 for moment in ("begin", "end", "settle", "commit"):
     surround(UpdateProtection, moment)
-more = Noisy(40)
 light_fuses()
 came_to = fit(Noisy(160), Noisy(60)) if ASKED.get("kind") == "fit" else train(Noisy(160), Noisy(60))
 weights = digest({name: dict(model.state_dict()) for name, model in models.items()})
