@@ -1,0 +1,34 @@
+"""A rank that keeps the others waiting is killed after a time, if the user has given one, and replaced."""
+
+import pytest
+
+
+@pytest.mark.parametrize("how", ["os.kill(os.getpid(), signal.SIGSTOP)", "lock.acquire()"])
+def test_a_stuck_rank_is_killed_and_replaced_after_its_stack_was_shown(launcher, how):
+    script = f"""
+        import os, pathlib, signal, threading, torch, unisono
+        lock, mark = threading.Lock(), pathlib.Path("mark")
+        lock.acquire()
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 4)
+        trainer = unisono.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), virtual_ranks=4, progress=False)
+        data = torch.utils.data.TensorDataset(torch.ones(40, 4))
+
+        def loss(model, batch):
+            if trainer.rank == 1 and trainer.steps_done == 3 and not mark.exists():
+                mark.touch()
+                {how}
+            return model(batch[0]).square().mean(1)
+
+        for epoch in trainer.epochs(1):
+            for batch in trainer.batches(data, batch_size=8):
+                trainer.step(loss, batch)
+        print(trainer.steps_done, trainer.recovered)
+        """
+    name = launcher.write("stuck.py", script)
+    result = launcher.run("run", "-n", "2", "--hang-report", "0.5", "--stuck-timeout", "1.5", name)
+    assert result.returncode == 0, result.stderr
+    assert sorted(line.partition("] ")[2] for line in result.stdout.splitlines()) == ["5 False", "5 True"]
+    assert "rank 1 kept the others waiting for 1.5 s; killed (--stuck-timeout)" in result.stderr
+    assert result.stderr.index("for rank 1") < result.stderr.index("killed (--stuck-timeout)")
+    assert "rank 1 was killed by SIGKILL in forward of step 4; replaced" in result.stderr
