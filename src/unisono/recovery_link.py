@@ -28,6 +28,8 @@ class RecoveryLink(Protocol):
 
     is_new: bool
     """True if this process takes the place of a rank that died."""
+    secret: bytes
+    """Known to the ranks of the job alone: by it they know each other's messages."""
 
     def arm(self) -> int:
         """Tell the launcher that a Trainer of this process survives the death of other ranks from now on.

@@ -7,6 +7,7 @@ and its collectives are refused. Start reading at `RecoveryStore`.
 
 from __future__ import annotations
 
+import hmac
 import os
 import pickle
 import time
@@ -33,6 +34,7 @@ __all__ = ["RecoveryStore", "SupersededError", "begin_as_new_rank", "is_new_rank
 _CONNECT_S = 10.0
 """How long ranks may take to connect, once all have come: a rank that dies meanwhile is noticed no sooner."""
 _PAUSE_S = 0.0005
+_SIGNATURE_SIZE = 32
 
 
 class SupersededError(Exception):
@@ -73,8 +75,9 @@ class RecoveryStore:
         self.store = dist.PrefixStore(f"unisono_recovery_{replacement.number}", store)  # type: ignore[attr-defined]
 
     def put(self, key: str, value: object) -> None:
-        """Write a value for other ranks."""
-        self.store.set(key, pickle.dumps(value))  # type: ignore[arg-type]
+        """Write a value for other ranks, with a signature: other users of the host can reach the store as well."""
+        content = pickle.dumps(value)
+        self.store.set(key, self._sign(key, content) + content)  # type: ignore[arg-type]
 
     def read(self, keys: Collection[str], *, doing: str) -> list[Any]:
         """Return the values that ranks have written, once all are there.
@@ -85,7 +88,7 @@ class RecoveryStore:
 
         Raises:
             SupersededError: The launcher has made another decision.
-            PeerError: Some ranks do not write in time.
+            PeerError: Some ranks do not write in time, or somebody else has written.
         """
         deadline_s, pause_s = time.monotonic() + self._timeout_s, _PAUSE_S
         missing = [*keys]
@@ -101,7 +104,18 @@ class RecoveryStore:
                 )
             time.sleep(pause_s)
             pause_s = min(1.2 * pause_s, 0.01)
-        return [pickle.loads(self.store.get(key)) for key in keys]
+        return [self._read(key) for key in keys]
+
+    def _read(self, key: str) -> Any:
+        value = self.store.get(key)
+        signature, content = value[:_SIGNATURE_SIZE], value[_SIGNATURE_SIZE:]
+        if not hmac.compare_digest(signature, self._sign(key, content)):
+            raise PeerError(f"the job's store has a value {key!r} that no rank of this job has written")
+        return pickle.loads(content)
+
+    def _sign(self, key: str, content: bytes) -> bytes:
+        place = f"{self.replacement.number} {key} ".encode()
+        return hmac.digest(self._link.secret, place + content, "sha256")
 
 
 def begin_as_new_rank() -> Job:

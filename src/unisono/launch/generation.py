@@ -6,6 +6,7 @@ A job has one generation, and one more after each restart. The agent's loop call
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import time
 from contextlib import suppress
@@ -44,6 +45,7 @@ class Generation:
         """Ranks that have been started and have not ended."""
         self.places: dict[int, str] = {}
         """By rank, where those were that had left their process groups when others failed."""
+        self._secret = secrets.token_bytes(32)
         self.pages: dict[int, RecoveryPage] = {}
         """By rank, what its present or last process tells about the replacement of ranks."""
         self.overdue: set[int] = set()
@@ -63,6 +65,7 @@ class Generation:
         if rank in self.pages:
             self.pages[rank].close()
         self.pages[rank] = RecoveryPage(page)
+        self.pages[rank].share(self._secret)
         stdout, stderr, *events = self._relay.open(rank, attempt=self.attempt)
         self.running.add(rank)
         files = {"stdout": stdout, "stderr": stderr, "page": page, "dump": dump, "ask": ask}

@@ -33,7 +33,8 @@ _LONGEST_REFUSAL, _LONGEST_SAMPLES = 2000, 3000
 # Written by the agent. Decisions alternate between two places, so that the latest one is always whole.
 _NUMBER = struct.Struct("=Q")
 _NEW = struct.Struct("=?")
-_NUMBER_AT, _NEW_AT, _RANKS_AT, _RANKS_SIZE = 8192, 8256, 8320, 3500
+_NUMBER_AT, _NEW_AT, _SECRET_AT, _RANKS_AT, _RANKS_SIZE = 8192, 8256, 8264, 8320, 3500
+_SECRET_SIZE = 32
 
 _PHASES: tuple[Phase, ...] = get_args(Phase)
 _PLACES = {phase: place for place, phase in enumerate(_PHASES, 1)}
@@ -62,6 +63,8 @@ class RankLink:
         self._arms = 0
         self.is_new: bool = _NEW.unpack_from(self._region, _NEW_AT)[0]
         """True if this process takes the place of a rank that died."""
+        self.secret = self._region[_SECRET_AT : _SECRET_AT + _SECRET_SIZE]
+        """Known to the ranks of the job alone."""
         os.register_at_fork(after_in_child=partial(_part, weakref.ref(self)))
 
     def arm(self) -> int:
@@ -131,6 +134,10 @@ class RecoveryPage:
     def mark_new(self) -> None:
         """Tell the rank that it takes the place of one that died. Call it before its process starts."""
         _NEW.pack_into(self._region, _NEW_AT, True)
+
+    def share(self, secret: bytes) -> None:
+        """Give the rank the secret of the job, 32 bytes. Call it before its process starts."""
+        self._region[_SECRET_AT : _SECRET_AT + _SECRET_SIZE] = secret
 
     def decide(self, number: int, ranks: list[int]) -> None:
         """Tell the rank that these ranks are new by the decision with this number."""

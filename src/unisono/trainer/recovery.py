@@ -239,7 +239,8 @@ class Recovery:
                 self._counted = self._uses()
                 return missed.result  # type: ignore[no-any-return]
         self.note("loop")
-        self._log.add(name, None if again else result if keeps else _Dropped())
+        if not self._refused:
+            self._log.add(name, None if again else result if keeps else _Dropped())
         self._counted = self._uses()
         return result
 
