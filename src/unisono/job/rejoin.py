@@ -12,6 +12,7 @@ import os
 import pickle
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from datetime import timedelta
@@ -200,7 +201,9 @@ def rejoin(store: RecoveryStore) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that torch knows of no timeout but those of gloo and nccl
         dist.distributed_c10d._set_pg_timeout(job.timeout, group)
-    set_active_job(replace(active, group=group, store=store.store, hosted=False, connections=connections))
+    # The keys of the new store are numbered from the beginning, on old and new ranks alike.
+    active = replace(active, group=group, connections=connections, store=store.store, hosted=False, counts=Counter())
+    set_active_job(active)
 
 
 def is_new_rank() -> bool:

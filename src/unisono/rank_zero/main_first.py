@@ -16,6 +16,7 @@ from unisono.errors import PeerError
 from unisono.job.current import current_job
 from unisono.job.initialize import require_job
 from unisono.job.ranks import world_size
+from unisono.job.rejoin import is_new_rank
 from unisono.job.rendezvous import wait_for
 
 __all__ = ["main_first"]
@@ -46,6 +47,10 @@ def main_first(*, local: bool = False, timeout_s: float | None = None) -> Iterat
             data = datasets.MNIST("data", download=True)
     """
     if current_job() is None and world_size() == 1:
+        _check_timeout(timeout_s)
+        yield
+        return
+    if is_new_rank():  # it takes the place of a rank that died, and the others have been here
         _check_timeout(timeout_s)
         yield
         return

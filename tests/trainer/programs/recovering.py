@@ -260,7 +260,9 @@ surround(CheckpointStore, "_rename_durably", lambda _store, _work, final: int(fi
 for moment in ("begin", "end", "settle", "commit"):
     surround(UpdateProtection, moment)
 light_fuses()
-came_to = fit(Noisy(160), Noisy(60)) if ASKED.get("kind") == "fit" else train(Noisy(160), Noisy(60))
+with unisono.main_first():  # as for files that rank 0 downloads
+    data, test = Noisy(160), Noisy(60)
+came_to = fit(data, test) if ASKED.get("kind") == "fit" else train(data, test)
 weights = digest({name: dict(model.state_dict()) for name, model in models.items()})
 rates = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
 print(trainer.digest(), weights, came_to, diary.state_dict(), rates, flush=True)
