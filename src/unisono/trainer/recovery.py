@@ -142,8 +142,6 @@ class Recovery:
         """Where the other ranks are, on a new rank."""
         self.is_joined = True
         """False on a new rank that has not joined the others yet."""
-        self.recovered = 0
-        """The number of recoveries that this process has taken part in."""
         if is_new_rank():
             self._begin_as_new_rank()
         elif any(self._uses()):
@@ -376,7 +374,6 @@ class Recovery:
             self._log = position.log
         number, ranks = store.replacement
         self.is_joined, self._joined = True, number
-        self.recovered += 1
         link.joined(number)
         run.has_joined(number, ranks, waited_s)
         self._counted = self._uses()
