@@ -1,6 +1,6 @@
-"""What a rank and its launcher tell each other about the replacement of ranks that have died.
+"""What a rank and its launcher tell each other about ranks that come in the place of dead ones, or come and go.
 
-The launcher installs its end in `current` before the program runs; without a launcher that replaces ranks it is None.
+The launcher installs its end in `current` before the program runs; without a launcher that changes ranks it is None.
 A Trainer uses it: neither side imports the other.
 """
 
@@ -8,31 +8,39 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple, Protocol
 
-__all__ = ["Phase", "RecoveryLink", "Replacement", "current"]
+__all__ = ["Membership", "Phase", "RecoveryLink", "current"]
 
-Phase = Literal["loop", "forward", "backward", "sum", "update", "evaluation", "recovery"]
-"""What a rank of a Trainer is doing; "loop" is the code of the user's loop, and reading data."""
+Phase = Literal["loop", "forward", "backward", "sum", "update", "evaluation", "recovery", "resize"]
+"""What a rank of a Trainer is doing; "loop" is the code of the user's loop, and reading data.
+
+"recovery" and "resize" are waits: for ranks in the place of dead ones, and for another number of ranks.
+"""
 
 
-class Replacement(NamedTuple):
-    """The latest decision of the launcher to replace ranks."""
+class Membership(NamedTuple):
+    """The latest decision of the launcher on who the ranks are."""
 
     number: int
     """Counts the decisions of a job. 0: there has been none."""
     ranks: tuple[int, ...]
-    """The ranks that are new: those that this decision replaces, and those of earlier ones that have not joined."""
+    """The ranks that are new: those that this decision adds, and those of earlier ones that have not joined."""
+    size: int
+    """The number of ranks."""
 
 
 class RecoveryLink(Protocol):
     """The end of one rank. All methods cost less than a microsecond, but for those that write texts."""
 
     is_new: bool
-    """True if this process takes the place of a rank that died."""
+    """True if this process takes the place of a rank that died, or is one more."""
     secret: bytes
     """Known to the ranks of the job alone: by it they know each other's messages."""
 
-    def arm(self) -> int:
+    def arm(self, virtual_ranks: int) -> int:
         """Tell the launcher that a Trainer of this process survives the death of other ranks from now on.
+
+        Args:
+            virtual_ranks: The largest number of ranks that it can have.
 
         Returns:
             How many Trainers of this process have done so.
@@ -57,8 +65,11 @@ class RecoveryLink(Protocol):
     def note_samples(self, samples: str) -> None:
         """Note the samples that this rank computes, as words, in a step that is repeated after a death."""
 
-    def replacement(self) -> Replacement:
+    def membership(self) -> Membership:
         """Return the latest decision."""
+
+    def wanted_size(self) -> int:
+        """Return the number of ranks that the launcher wants from the next step on; 0 if it wants no change."""
 
     def joined(self, number: int) -> None:
         """Tell the launcher that this rank and all others go on together after a decision."""

@@ -9,16 +9,16 @@ import torch.distributed as dist
 
 from unisono.errors import PeerError
 from unisono.job.rejoin import RecoveryStore, SupersededError
-from unisono.recovery_link import Replacement
+from unisono.recovery_link import Membership
 
 
 class Link:
     """The part of a `RecoveryLink` that a store needs."""
 
     def __init__(self, secret: bytes) -> None:
-        self.secret, self.latest = secret, Replacement(1, (2,))
+        self.secret, self.latest = secret, Membership(1, (2,), 3)
 
-    def replacement(self) -> Replacement:
+    def membership(self) -> Membership:
         return self.latest
 
 
@@ -63,6 +63,6 @@ def test_a_rank_that_does_not_come_is_named(open_store):
 def test_a_newer_decision_ends_the_wait(open_store):
     link = Link(b"a" * 32)
     store = open_store(link)
-    link.latest = Replacement(2, (1, 2))
+    link.latest = Membership(2, (1, 2), 3)
     with pytest.raises(SupersededError):
         store.read(["position/0"], doing="come")

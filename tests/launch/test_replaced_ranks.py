@@ -44,20 +44,20 @@ def gather(name):
 
 def begin(step=417):
     # Only where all have armed may one of them die.
-    link.arm()
+    link.arm(8)
     link.note("backward", step, 3)
     if not link.is_new:
         gather("begun")
 
 
 def join(least=1):
-    wait_for(lambda: link.replacement().number >= least)
+    wait_for(lambda: link.membership().number >= least)
     while True:
-        number = link.replacement().number
+        number = link.membership().number
         Path(f"at{number}.{rank}").touch()
         here = lambda: all(Path(f"at{number}.{each}").exists() for each in range(ranks))
-        wait_for(lambda: link.replacement().number != number or here())
-        if link.replacement().number == number:
+        wait_for(lambda: link.membership().number != number or here())
+        if link.membership().number == number:
             break
     link.joined(number)
 
@@ -95,7 +95,7 @@ if rank == 1 and not link.is_new:
     print("first", flush=True)
     die()
 join()
-print(os.getpid() == pid, link.is_new, *link.replacement(), flush=True)
+print(os.getpid() == pid, link.is_new, *link.membership()[:2], flush=True)
 """
     code, out, err = run(program, "--log-dir", "logs", "--rdzv-id", "a")
     assert code == 0, err
@@ -114,7 +114,7 @@ begin()
 if rank in {dying} and not link.is_new:
     die()
 join()
-wait_for(lambda: len(link.replacement().ranks) == {len(dying)})
+wait_for(lambda: len(link.membership().ranks) == {len(dying)})
 join()
 """
     code, _, err = run(program, ranks=4)
@@ -126,13 +126,13 @@ join()
 
 def test_a_replacement_that_dies_is_replaced(run):
     program = """
-if link.is_new and link.replacement().number == 1:
+if link.is_new and link.membership().number == 1:
     die(signal.SIGSEGV)
 begin()
 if rank == 0 and not link.is_new:
     die()
 join(least=2)
-print(link.replacement().number, flush=True)
+print(link.membership().number, flush=True)
 """
     code, out, err = run(program)
     assert code == 0, err
@@ -148,11 +148,11 @@ begin()
 if rank == 0 and not link.is_new:
     die()
 if rank == 2 and not link.is_new:
-    wait_for(lambda: link.replacement().number == 1)
+    wait_for(lambda: link.membership().number == 1)
     link.note("recovery", 417)
     die()
 join(least=2)
-print(link.replacement().ranks, flush=True)
+print(link.membership().ranks, flush=True)
 """
     code, out, err = run(program)
     assert code == 0, err
@@ -163,18 +163,18 @@ print(link.replacement().ranks, flush=True)
 def test_if_all_die_the_job_starts_again_as_a_whole(run):
     program = """
 attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
-link.arm()
+link.arm(8)
 if not link.is_new:
-    assert link.replacement() == (0, ())
+    assert link.membership() == (0, (), 0)
     gather("there" + attempt)
 if attempt == "0":
-    wait_for(lambda: rank == 0 or link.replacement().number)
+    wait_for(lambda: rank == 0 or link.membership().number)
     die() if not link.is_new else wait_for(lambda: False)
 if rank == 1 and not link.is_new:
     die()
 join()
 # Ranks meet under this number, in a store that outlives the attempt.
-assert link.replacement().number > 1
+assert link.membership().number > 1
 """
     code, _, err = run(program, "--max-restarts", "1")
     assert code == 0, err
@@ -213,7 +213,7 @@ def test_what_led_to_the_end_of_all_is_named(run, warm_launcher):
 begin()
 if rank == 1:
     wait_for(lambda: False) if link.is_new else die()
-wait_for(lambda: link.replacement().number)
+wait_for(lambda: link.membership().number)
 from unisono import PeerError
 raise PeerError("rank 1 is gone")
 """
@@ -230,7 +230,7 @@ raise PeerError("rank 1 is gone")
         ("begin()\nsys.exit(3) if rank == 1 else time.sleep(60)", (), 3, "rank 1 exited with code 3"),
         ("begin()\ndie(signal.SIGINT) if rank == 1 else time.sleep(60)", (), 130, "KeyboardInterrupt"),
         ("gather('here')\ndie() if rank == 1 else time.sleep(60)", (), 137, "rank 1 was killed by SIGKILL"),
-        ("link.arm() if rank else None\ngather('here')\ndie() if rank == 1 else time.sleep(60)", (), 137, "rank 1 was"),
+        ("not rank or link.arm(8)\ngather('here')\ndie() if rank == 1 else time.sleep(60)", (), 137, "rank 1 was"),
         (
             "link is None or begin()\ngather('here')\ndie() if rank == 1 else time.sleep(60)",
             ("--recover", "off"),
@@ -288,13 +288,13 @@ def test_deaths_at_one_step_have_an_end(run, warm_launcher, death, code, told):
 begin()
 link.note_samples("samples 7, 9")
 while True:
-    number = link.replacement().number
+    number = link.membership().number
     if number or link.is_new:
         join(number)
         gather(f"joined{{number}}")
     if rank == 1:
         {death}
-    wait_for(lambda: link.replacement().number != number)
+    wait_for(lambda: link.membership().number != number)
 """
     ended, _, err = run(program, "--log-dir", "logs", "--rdzv-id", "a")
     assert ended == code, err
@@ -359,7 +359,7 @@ if rank == 1 and not link.is_new:
     die()
 join()
 gather("joined")
-if rank == 1 and link.replacement().number == 1:
+if rank == 1 and link.membership().number == 1:
     wait_for(lambda: Path("go").exists())
     die()
 if rank == 1:
@@ -444,13 +444,13 @@ def test_deaths_are_counted_by_step_and_those_that_come_together_once():
 def test_a_reader_of_decisions_never_sees_one_without_its_ranks():
     file = create()
     agent, rank = RecoveryPage(file), RankLink(file)
-    assert rank.replacement() == (0, ()) and not rank.is_new and not agent.armed and agent.note is None
+    assert rank.membership() == (0, (), 0) and not rank.is_new and not agent.armed and agent.note is None
     for number in range(1, 300):
-        agent.decide(number, list(range(0, number, 2)))
-        assert rank.replacement() == (number, tuple(range(0, number, 2)))
+        agent.decide(number, list(range(0, number, 2)), size=number)
+        assert rank.membership() == (number, tuple(range(0, number, 2)), number)
     agent.mark_new()
     assert RankLink(file).is_new
-    rank.arm()
+    rank.arm(8)
     rank.refuse("x" * 10000)
     rank.note_samples("ä" * 10000)
     rank.note("update", 2**40, -1)
@@ -466,7 +466,7 @@ def test_a_process_that_a_rank_forks_does_not_write_into_its_page():
     rank.note("loop", 1)
     if (child := os.fork()) == 0:
         rank.note("update", 2)
-        rank.arm()
+        rank.arm(8)
         rank.refuse("not mine")
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0

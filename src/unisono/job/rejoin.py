@@ -27,7 +27,7 @@ from unisono.job.current import ActiveJob, Job, active_job, set_active_job
 from unisono.job.placement import own_placement
 from unisono.job.process_group import close_connections, make_group
 from unisono.job.rendezvous import Rendezvous
-from unisono.recovery_link import RecoveryLink, Replacement
+from unisono.recovery_link import Membership, RecoveryLink
 from unisono.text import name_ranks
 
 __all__ = ["RecoveryStore", "SupersededError", "begin_as_new_rank", "is_new_rank", "leave_group", "rejoin", "tell_job"]
@@ -57,7 +57,7 @@ class RecoveryStore:
 
     Args:
         link: The link to the launcher.
-        replacement: The decision.
+        membership: The decision.
         timeout_s: Seconds to wait for a rank.
         check: Called while this rank waits; may raise.
     """
@@ -65,15 +65,15 @@ class RecoveryStore:
     def __init__(
         self,
         link: RecoveryLink,
-        replacement: Replacement,
+        membership: Membership,
         *,
         timeout_s: float,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        self.replacement, self._link, self._timeout_s, self._check = replacement, link, timeout_s, check
+        self.membership, self._link, self._timeout_s, self._check = membership, link, timeout_s, check
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))  # type: ignore[attr-defined]
-        self.store = dist.PrefixStore(f"unisono_recovery_{replacement.number}", store)  # type: ignore[attr-defined]
+        self.store = dist.PrefixStore(f"unisono_recovery_{membership.number}", store)  # type: ignore[attr-defined]
 
     def put(self, key: str, value: object) -> None:
         """Write a value for other ranks, with a signature: other users of the host can reach the store as well."""
@@ -94,7 +94,7 @@ class RecoveryStore:
         deadline_s, pause_s = time.monotonic() + self._timeout_s, _PAUSE_S
         missing = [*keys]
         while missing := [key for key in missing if not self.store.check([key])]:
-            if self._link.replacement().number != self.replacement.number:
+            if self._link.membership().number != self.membership.number:
                 raise SupersededError
             self._check()
             if time.monotonic() > deadline_s:
@@ -115,7 +115,7 @@ class RecoveryStore:
         return pickle.loads(content)
 
     def _sign(self, key: str, content: bytes) -> bytes:
-        place = f"{self.replacement.number} {key} ".encode()
+        place = f"{self.membership.number} {key} ".encode()
         return hmac.digest(self._link.secret, place + content, "sha256")
 
 
@@ -131,8 +131,8 @@ def begin_as_new_rank() -> Job:
         return active.job
     placement = own_placement()
     while True:
-        store = RecoveryStore(link, link.replacement(), timeout_s=1800.0)
-        survivors = [r for r in range(placement.world_size) if r not in store.replacement.ranks]
+        store = RecoveryStore(link, link.membership(), timeout_s=1800.0)
+        survivors = [r for r in range(placement.world_size) if r not in store.membership.ranks]
         try:
             facts: _JobFacts = store.read([f"job/{survivors[0]}"], doing="come to replace it")[0]
             break

@@ -32,6 +32,8 @@ class Generation:
 
     def __init__(self, job: LaunchJob, *, attempt: int, relay: Relay) -> None:
         self._job, self._relay, self.attempt = job, relay, attempt
+        self.size = job.ranks
+        """The number of ranks."""
         self.observer = Observer(
             job.ranks,
             hang_report_s=job.hang_report_s,

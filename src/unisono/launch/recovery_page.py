@@ -1,4 +1,4 @@
-"""What a rank and the agent tell each other about replaced ranks, in a region of the page that they share.
+"""What a rank and the agent tell each other about ranks that come and go, in a region of the page that they share.
 
 The region lies behind the status block (`launch.hang.status_block`), in the same file. The rank writes its half and the
 agent the other one, so either may read at any time, also when the rank was killed. Start reading at `RankLink`.
@@ -14,7 +14,7 @@ import weakref
 from functools import partial
 from typing import NamedTuple, get_args
 
-from unisono.recovery_link import Phase, Replacement
+from unisono.recovery_link import Membership, Phase
 from unisono.text import clip, format_ranks, parse_ranks
 
 __all__ = ["Note", "RankLink", "RecoveryPage"]
@@ -24,7 +24,7 @@ _OFFSET, _SIZE = 448 << 10, 16 << 10
 
 # Written by the rank.
 _NOTE = struct.Struct("=qii")  # steps done, place of the phase from 1 (0: nothing noted), virtual rank
-_ARMED = struct.Struct("=Q")
+_ARMED = struct.Struct("=QQ")  # when, and the number of virtual ranks
 _JOINED = struct.Struct("=QQ")  # number of the decision, and when
 _LENGTH = struct.Struct("=Q")  # of the text behind it; written after the text
 _NOTE_AT, _ARMED_AT, _JOINED_AT, _REFUSAL_AT, _SAMPLES_AT = 0, 64, 128, 1024, 4096
@@ -32,8 +32,10 @@ _LONGEST_REFUSAL, _LONGEST_SAMPLES = 2000, 3000
 
 # Written by the agent. Decisions alternate between two places, so that the latest one is always whole.
 _NUMBER = struct.Struct("=Q")
+_MEMBERS = struct.Struct("=Q")  # the number of ranks; the new ones follow as a text
+_WANTED = struct.Struct("=Q")
 _NEW = struct.Struct("=?")
-_NUMBER_AT, _NEW_AT, _SECRET_AT, _RANKS_AT, _RANKS_SIZE = 8192, 8256, 8264, 8320, 3500
+_NUMBER_AT, _WANTED_AT, _NEW_AT, _SECRET_AT, _MEMBERS_AT, _MEMBERS_SIZE = 8192, 8200, 8256, 8264, 8320, 3500
 _SECRET_SIZE = 32
 
 _PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -59,18 +61,18 @@ class RankLink:
 
     def __init__(self, file: int) -> None:
         self._region: mmap.mmap | bytearray = mmap.mmap(file, _SIZE, offset=_OFFSET)
-        self._latest = Replacement(0, ())
+        self._latest = Membership(0, (), 0)
         self._arms = 0
         self.is_new: bool = _NEW.unpack_from(self._region, _NEW_AT)[0]
-        """True if this process takes the place of a rank that died."""
+        """True if this process takes the place of a rank that died, or is one more."""
         self.secret = self._region[_SECRET_AT : _SECRET_AT + _SECRET_SIZE]
         """Known to the ranks of the job alone."""
         os.register_at_fork(after_in_child=partial(_part, weakref.ref(self)))
 
-    def arm(self) -> int:
+    def arm(self, virtual_ranks: int) -> int:
         """Tell the agent that a Trainer of this process survives the death of others; return how many have done so."""
         self._arms += 1
-        _ARMED.pack_into(self._region, _ARMED_AT, time.monotonic_ns())
+        _ARMED.pack_into(self._region, _ARMED_AT, time.monotonic_ns(), virtual_ranks)
         return self._arms
 
     def refuse(self, reason: str) -> None:
@@ -86,13 +88,18 @@ class RankLink:
         """Note the samples that this rank computes."""
         _write_text(self._region, _SAMPLES_AT, samples, most=_LONGEST_SAMPLES)
 
-    def replacement(self) -> Replacement:
+    def membership(self) -> Membership:
         """Return the latest decision."""
         while (number := _NUMBER.unpack_from(self._region, _NUMBER_AT)[0]) != self._latest.number:
-            ranks = _read_text(self._region, _ranks_at(number))
+            size = _MEMBERS.unpack_from(self._region, _members_at(number))[0]
+            ranks = _read_text(self._region, _members_at(number) + _MEMBERS.size)
             if _NUMBER.unpack_from(self._region, _NUMBER_AT)[0] == number:  # otherwise its place may have a newer one
-                self._latest = Replacement(number, parse_ranks(ranks))
+                self._latest = Membership(number, parse_ranks(ranks), size)
         return self._latest
+
+    def wanted_size(self) -> int:
+        """Return the number of ranks that the agent wants from the next step on; 0 if it wants no change."""
+        return int(_WANTED.unpack_from(self._region, _WANTED_AT)[0])
 
     def joined(self, number: int) -> None:
         """Tell the agent that this rank and all others go on together after a decision."""
@@ -101,7 +108,7 @@ class RankLink:
     def part(self) -> None:
         """Keep this process, which the rank has forked, from writing into the rank's page."""
         self._region = bytearray(_SIZE)
-        self._latest = Replacement(0, ())
+        self._latest = Membership(0, (), 0)
 
 
 class RecoveryPage:
@@ -113,9 +120,9 @@ class RecoveryPage:
     >>> from unisono.launch.hang.status_block import create
     >>> file = create()
     >>> agent, rank = RecoveryPage(file), RankLink(file)
-    >>> agent.decide(1, [1, 3])
-    >>> rank.replacement()
-    Replacement(number=1, ranks=(1, 3))
+    >>> agent.decide(1, [1, 3], size=4)
+    >>> rank.membership()
+    Membership(number=1, ranks=(1, 3), size=4)
     >>> rank.note("backward", 417, 5)
     >>> rank.joined(1)
     >>> agent.note, agent.joined
@@ -132,22 +139,34 @@ class RecoveryPage:
         self._region.close()
 
     def mark_new(self) -> None:
-        """Tell the rank that it takes the place of one that died. Call it before its process starts."""
+        """Tell the rank that it takes the place of one that died, or is one more. Call it before its process starts."""
         _NEW.pack_into(self._region, _NEW_AT, True)
 
     def share(self, secret: bytes) -> None:
         """Give the rank the secret of the job, 32 bytes. Call it before its process starts."""
         self._region[_SECRET_AT : _SECRET_AT + _SECRET_SIZE] = secret
 
-    def decide(self, number: int, ranks: list[int]) -> None:
-        """Tell the rank that these ranks are new by the decision with this number."""
-        _write_text(self._region, _ranks_at(number), format_ranks(ranks, separator=","), most=_RANKS_SIZE - 8)
+    def decide(self, number: int, ranks: list[int], *, size: int) -> None:
+        """Tell the rank that these ranks are new, of `size` ranks, by the decision with this number."""
+        at = _members_at(number)
+        _MEMBERS.pack_into(self._region, at, size)
+        text = format_ranks(ranks, separator=",")
+        _write_text(self._region, at + _MEMBERS.size, text, most=_MEMBERS_SIZE - _MEMBERS.size - _LENGTH.size)
         _NUMBER.pack_into(self._region, _NUMBER_AT, number)
+
+    def want(self, size: int) -> None:
+        """Tell the rank the number of ranks that is wanted from the next step on; 0: no change is wanted."""
+        _WANTED.pack_into(self._region, _WANTED_AT, size)
 
     @property
     def armed(self) -> bool:
         """True if the rank survives the death of others."""
         return bool(_ARMED.unpack_from(self._region, _ARMED_AT)[0])
+
+    @property
+    def virtual_ranks(self) -> int:
+        """The largest number of ranks that its Trainer can have; 0 before it has one."""
+        return int(_ARMED.unpack_from(self._region, _ARMED_AT)[1])
 
     @property
     def refusal(self) -> str:
@@ -181,8 +200,8 @@ def _part(link: weakref.ref[RankLink]) -> None:
         found.part()
 
 
-def _ranks_at(number: int) -> int:
-    return _RANKS_AT + number % 2 * _RANKS_SIZE
+def _members_at(number: int) -> int:
+    return _MEMBERS_AT + number % 2 * _MEMBERS_SIZE
 
 
 def _write_text(region: mmap.mmap | bytearray, at: int, text: str, *, most: int) -> None:

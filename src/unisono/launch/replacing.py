@@ -176,11 +176,11 @@ class Replacing:
             self._server.clear(generation.replaced(rank))
         new = sorted(rank for rank in self._made if rank in ranks or self._lacks_state(rank))
         for rank in generation.running:
-            generation.pages[rank].decide(self.number, new)
+            generation.pages[rank].decide(self.number, new, size=generation.size)
         for rank in ranks:
             files = generation.open(rank)
             generation.pages[rank].mark_new()
-            generation.pages[rank].decide(self.number, new)
+            generation.pages[rank].decide(self.number, new, size=generation.size)
             self._fork(rank, files)
         generation.observer.disregard_past(_CALM_S)
         self._poll_s = time.monotonic() + _POLL_S

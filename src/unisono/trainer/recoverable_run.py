@@ -39,6 +39,11 @@ class RecoverableRun:
         return self._parts.run.world
 
     @property
+    def virtual_ranks(self) -> int:
+        """The largest number of ranks."""
+        return self._parts.run.virtual_ranks
+
+    @property
     def steps_done(self) -> int:
         """Steps since the start of the run."""
         return self._parts.cursor.total_steps

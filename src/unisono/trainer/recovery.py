@@ -72,6 +72,10 @@ class Recoverable(Protocol):
         """The ranks."""
 
     @property
+    def virtual_ranks(self) -> int:
+        """The largest number of ranks."""
+
+    @property
     def steps_done(self) -> int:
         """Steps since the start of the run."""
 
@@ -133,7 +137,7 @@ class Recovery:
         self._log = CallLog()
         self._replayed: deque[LoggedCall] = deque()
         self._run: Recoverable | None = None
-        self._joined = 0 if link is None else link.replacement().number
+        self._joined = 0 if link is None else link.membership().number
         self._refused = False
         self._within = False
         self._name = ""
@@ -158,7 +162,7 @@ class Recovery:
             if active is None or active.adopted:
                 self.refuse("the script has made the process group itself, with torch.distributed")
             self._counted = self._uses()
-        if link.arm() > 1:
+        if link.arm(run.virtual_ranks) > 1:
             self.refuse("the script makes several Trainers, and a new rank would begin with the first one again")
 
     def refuse(self, reason: str) -> None:
@@ -309,7 +313,7 @@ class Recovery:
         """Wait for a decision of the launcher that this rank has not followed yet; return False if none comes."""
         assert self._link is not None
         end_s, pause_s = time.monotonic() + patience_s, _PAUSE_S
-        while self._link.replacement().number == self._joined:
+        while self._link.membership().number == self._joined:
             if time.monotonic() >= end_s:
                 return False
             self._check()
@@ -336,7 +340,7 @@ class Recovery:
             except SupersededError:
                 continue
             except (UnisonoError, RuntimeError) as error:
-                self._joined = store.replacement.number
+                self._joined = store.membership.number
                 if isinstance(error, RankMismatchError) or not self._is_replaced(_PATIENCE_S):
                     raise
                 _release(error)
@@ -345,7 +349,7 @@ class Recovery:
         run, link, name = self._run, self._link, self._name
         assert run is not None
         assert link is not None
-        is_new = run.world.rank in store.replacement.ranks
+        is_new = run.world.rank in store.membership.ranks
         if not is_new:
             tell_job(store)
             store.put(f"position/{run.world.rank}", run.position(self._log, name))
@@ -363,7 +367,7 @@ class Recovery:
         expected = position.name if missed is None else missed.name
         if name != expected:
             self._differ(f"{name} where the others are in {expected}")
-        if not is_new and (obstacle := run.repair(store.replacement.ranks)) is not None:
+        if not is_new and (obstacle := run.repair(store.membership.ranks)) is not None:
             self.refuse(obstacle)
             raise PeerError(f"no rank can be replaced alone: {obstacle}")
         rejoin(store)
@@ -372,7 +376,7 @@ class Recovery:
         waited_s = max(run.world.gather(time.monotonic() - started_s, "ranks that go on after a recovery"))
         if missed is not None:
             self._log = position.log
-        number, ranks = store.replacement
+        number, ranks, _ = store.membership
         self.is_joined, self._joined = True, number
         link.joined(number)
         run.has_joined(number, ranks, waited_s)
@@ -384,13 +388,13 @@ class Recovery:
         active = active_job()
         assert active is not None
         timeout_s = active.job.timeout.total_seconds()
-        return RecoveryStore(self._link, self._link.replacement(), timeout_s=timeout_s, check=self._check)
+        return RecoveryStore(self._link, self._link.membership(), timeout_s=timeout_s, check=self._check)
 
     def _positions(self, store: RecoveryStore) -> dict[int, Position]:
         """Return the places of the ranks that are not new."""
         active = active_job()
         assert active is not None
-        ranks = [r for r in range(active.job.world_size) if r not in store.replacement.ranks]
+        ranks = [r for r in range(active.job.world_size) if r not in store.membership.ranks]
         doing = "come to the call in which they notice it"
         return dict(zip(ranks, store.read([f"position/{r}" for r in ranks], doing=doing), strict=True))
 
