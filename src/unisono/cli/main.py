@@ -13,6 +13,7 @@ import click
 
 from unisono.cli.ps import ps, stacks
 from unisono.cli.run import run
+from unisono.cli.scale import scale
 from unisono.errors import LaunchError
 
 __all__ = ["cli", "main"]
@@ -34,7 +35,7 @@ def cli(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for command in (run, ps, stacks):
+for command in (run, ps, stacks, scale):
     cli.add_command(command)
 
 

@@ -18,7 +18,7 @@ from unisono.launch.hang.stacks import read_state
 from unisono.text import clip
 from unisono.watch.figures import format_elapsed
 
-__all__ = ["ps", "stacks"]
+__all__ = ["find_job", "ps", "stacks"]
 
 Row = tuple[str, ...]
 
@@ -101,7 +101,7 @@ def stacks(job: str | None) -> int:
     JOB is its number or name from `unisono ps`; it may be left out if only one job is running. The job continues
     undisturbed, and no privileges are needed.
     """
-    found = _find(job)
+    found = find_job(job)
     answer = ask(found["pid"], {"ask": "stacks"})
     if answer is None:
         raise LaunchError(f"job {found['pid']} ({found['name']}) has just ended")
@@ -116,7 +116,12 @@ def _jobs() -> tuple[list[dict[str, Any]], list[int]]:
     return told, [agent for agent, answer in answers.items() if answer is None]
 
 
-def _find(job: str | None) -> dict[str, Any]:
+def find_job(job: str | None) -> dict[str, Any]:
+    """Return the facts of a running job, by its number or name; None: of the only one.
+
+    Raises:
+        LaunchError: There is no such job, or there are several.
+    """
     jobs, silent = _jobs()
     for agent in silent:
         if job == str(agent) or (job is None and not jobs):

@@ -68,6 +68,7 @@ class JoinedLoader:
     """
 
     def __init__(self, loaders: Mapping[str, MapLoader]) -> None:
+        self._loaders = loaders
         (self._name, self._leader), *followers = loaders.items()
         self._followers = dict(followers)
         self.num_samples: int = self._leader.num_samples
@@ -81,6 +82,10 @@ class JoinedLoader:
         sizes = {name: f"{each.settings.batch_size} of {each.length}" for name, each in self._followers.items()}
         others = ", ".join(f"{name} ({size})" for name, size in sizes.items())
         return {**self._leader.identity, "order": f"{self._name} with {others or 'nothing else'}"}
+
+    def divided(self, block: range) -> JoinedLoader:
+        """Return the loader of a rank with other virtual ranks."""
+        return JoinedLoader({name: each.divided(block) for name, each in self._loaders.items()})
 
     def batches(self, *, epoch: int, first_step: int = 0) -> Iterator[Batch]:
         """Yield this rank's part of each batch of an epoch, starting at `first_step`."""

@@ -7,7 +7,7 @@ is read in this process or in worker processes of torch's DataLoader, with the s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from unisono.arguments import whole
@@ -69,6 +69,7 @@ class MapLoader:
         self.steps: int = num_steps(self.num_samples, settings.batch_size)
         """Number of steps in an epoch."""
         self.settings, self.length = settings, length
+        self._dataset, self._tell = dataset, tell
         fetcher = Fetcher(dataset, settings)
         self._tasks = _TrainerTasks(settings)
         self._reader = TaskReader(fetcher, self._tasks, tell=tell)
@@ -77,6 +78,10 @@ class MapLoader:
     def identity(self) -> dict[str, Any]:
         """Settings that decide which samples are in which batch; see `LoaderSettings.identity`."""
         return self.settings.identity(self.num_samples)
+
+    def divided(self, block: range) -> MapLoader:
+        """Return the loader of a rank with other virtual ranks."""
+        return MapLoader(self._dataset, replace(self.settings, block=block), tell=self._tell)
 
     def batches(self, *, epoch: int, first_step: int = 0) -> Iterator[Batch]:
         """Yield this rank's part of each batch of an epoch, starting at `first_step`."""

@@ -44,6 +44,11 @@ class SampledLoader:
             "order": self._order.fingerprint,
         }
 
+    def divided(self, block: range) -> SampledLoader:
+        """Return the loader of a rank with other virtual ranks."""
+        loader = self._loader.divided(block)
+        return SampledLoader(loader, self._order, batch_size=self._batch_size, drop_last=self._drop_last)
+
     def batches(self, *, epoch: int, first_step: int = 0) -> Iterator[Batch]:
         """Yield this rank's part of each batch of the order's epoch, starting at `first_step`."""
         assert epoch == self._order.epoch

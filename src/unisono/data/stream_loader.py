@@ -10,6 +10,7 @@ before each sample. There is no shuffling, and a resume in mid-epoch reads the s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import count, islice
 from typing import Any
 
@@ -42,7 +43,7 @@ class StreamLoader:
         """Number of samples in an epoch; None if the dataset has no length."""
         self.steps: int | None = None if length is None else num_steps(length, settings.batch_size)
         """Number of steps in an epoch; None if the dataset has no length."""
-        self._settings = settings
+        self._settings, self._dataset = settings, dataset
         self._stream = _TrainerStream(dataset, settings)
         self._tell = tell
 
@@ -50,6 +51,10 @@ class StreamLoader:
     def identity(self) -> dict[str, Any]:
         """Settings that decide which samples are in which batch; see `LoaderSettings.identity`."""
         return self._settings.identity(self.num_samples)
+
+    def divided(self, block: range) -> StreamLoader:
+        """Return the loader of a rank with other virtual ranks."""
+        return StreamLoader(self._dataset, replace(self._settings, block=block), tell=self._tell)
 
     def batches(self, *, epoch: int, first_step: int = 0) -> Iterator[Batch]:
         """Yield this rank's part of each batch of an epoch, starting at `first_step`.

@@ -56,10 +56,17 @@ class GradientAccumulation(ABC):
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     def close_forward(
-        self, leaf: int, loss: Tensor, weight: float, *, new_buffers: bool, has_values: bool = False
+        self,
+        leaf: int,
+        loss: Tensor,
+        weight: float,
+        *,
+        new_buffers: bool,
+        has_values: bool = False,
+        wants_resize: bool = False,
     ) -> None:
         """Add a leaf's totals; if it is this rank's last leaf, let hooks take its gradients; see `Engine`."""
-        row = row_of(loss, weight, new_buffers=new_buffers, has_values=has_values)
+        row = row_of(loss, weight, new_buffers=new_buffers, has_values=has_values, wants_resize=wants_resize)
         self._totals[self._node_of(leaf)].push(leaf, row)
         self._streaming = bool(self._hooks) and leaf == self._sums[-1].node.stop - 1
 

@@ -52,7 +52,14 @@ class Engine(Protocol):
         """Begin a step over leaves 0 … leaves - 1, and set all p.grad to None."""
 
     def close_forward(
-        self, leaf: int, loss: Tensor, weight: float, *, new_buffers: bool, has_values: bool = False
+        self,
+        leaf: int,
+        loss: Tensor,
+        weight: float,
+        *,
+        new_buffers: bool,
+        has_values: bool = False,
+        wants_resize: bool = False,
     ) -> None:
         """Add the totals of a leaf, just before its last backward.
 
@@ -62,6 +69,7 @@ class Engine(Protocol):
             weight: The sum of its weights.
             new_buffers: True if it changed a buffer that no earlier step had changed.
             has_values: True if the loss function gave further values for it.
+            wants_resize: True if this rank knows that the number of ranks is to change.
         """
 
     def close_leaf(self, leaf: int) -> None:

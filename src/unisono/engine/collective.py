@@ -107,10 +107,19 @@ class CollectiveEngine(GradientAccumulation):
         take(trained.parameters)
 
     def close_forward(
-        self, leaf: int, loss: Tensor, weight: float, *, new_buffers: bool, has_values: bool = False
+        self,
+        leaf: int,
+        loss: Tensor,
+        weight: float,
+        *,
+        new_buffers: bool,
+        has_values: bool = False,
+        wants_resize: bool = False,
     ) -> None:
         """Add a leaf's totals; after this rank's last forward pass, begin the consistency check; see `Engine`."""
-        super().close_forward(leaf, loss, weight, new_buffers=new_buffers, has_values=has_values)
+        super().close_forward(
+            leaf, loss, weight, new_buffers=new_buffers, has_values=has_values, wants_resize=wants_resize
+        )
         if leaf == self._sums[-1].node.stop - 1:
             self._comparison.begin()
 

@@ -50,13 +50,21 @@ class LocalEngine:
         self._tables.begin(NodeLayout(((Node(0, leaves),),), leaves))
 
     def close_forward(
-        self, leaf: int, loss: Tensor, weight: float, *, new_buffers: bool, has_values: bool = False
+        self,
+        leaf: int,
+        loss: Tensor,
+        weight: float,
+        *,
+        new_buffers: bool,
+        has_values: bool = False,
+        wants_resize: bool = False,
     ) -> None:
         """Add a leaf's totals; see `Engine`."""
         if self._leaves == 1:
-            self._loss, self._only = loss.detach(), Totals(0.0, weight, new_buffers, has_values)
+            self._loss, self._only = loss.detach(), Totals(0.0, weight, new_buffers, has_values, wants_resize)
         else:
-            self._totals.push(leaf, row_of(loss, weight, new_buffers=new_buffers, has_values=has_values))
+            row = row_of(loss, weight, new_buffers=new_buffers, has_values=has_values, wants_resize=wants_resize)
+            self._totals.push(leaf, row)
 
     def close_leaf(self, leaf: int) -> None:
         """Add the gradients of one leaf; see `Engine`."""

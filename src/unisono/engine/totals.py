@@ -17,9 +17,9 @@ from torch import Tensor
 
 __all__ = ["COUNT", "Totals", "TotalsRow", "add_rows", "as_tensor", "rounded_sum", "row_of", "totals_of"]
 
-COUNT = 5
-"""Numbers in a row: the loss, the high and low parts of the weight, and how many leaves changed a new buffer and how
-many have further values."""
+COUNT = 6
+"""Numbers in a row: the loss, the high and low parts of the weight; and how many leaves changed a new buffer, have
+further values, and belong to a rank that knows of another number of ranks."""
 
 # A float32 counts exactly up to 2^24. Two of them, high and low part, count the tokens of any global batch.
 _WEIGHT_BASE = 4096.0
@@ -38,15 +38,20 @@ class Totals(NamedTuple):
     """True if a leaf changed a buffer that no earlier step had changed."""
     has_values: bool = False
     """True if the loss function gave further values for some leaf."""
+    wants_resize: bool = False
+    """True if a rank with a leaf knows that the number of ranks is to change."""
 
 
-def row_of(loss: Tensor, weight: float, *, new_buffers: bool, has_values: bool = False) -> TotalsRow:
+def row_of(
+    loss: Tensor, weight: float, *, new_buffers: bool, has_values: bool = False, wants_resize: bool = False
+) -> TotalsRow:
     """Return a leaf's totals as a row."""
     high = float(weight // _WEIGHT_BASE)
     low = weight - high * _WEIGHT_BASE
     if loss.device.type == "cpu":
-        return array("f", (loss.item(), high, low, new_buffers, has_values))
-    row = torch.tensor([0.0, high, low, new_buffers, has_values], dtype=torch.float32, device=loss.device)
+        return array("f", (loss.item(), high, low, new_buffers, has_values, wants_resize))
+    flags = [new_buffers, has_values, wants_resize]
+    row = torch.tensor([0.0, high, low, *flags], dtype=torch.float32, device=loss.device)
     row[0] = loss.detach()  # without waiting for the device
     return row
 
@@ -71,5 +76,5 @@ def as_tensor(row: TotalsRow) -> Tensor:
 
 def totals_of(row: Iterable[float]) -> Totals:
     """Return the totals from a sum of rows."""
-    loss, high, low, new_buffers, has_values = row
-    return Totals(loss, high * _WEIGHT_BASE + low, new_buffers > 0, has_values > 0)
+    loss, high, low, new_buffers, has_values, wants_resize = row
+    return Totals(loss, high * _WEIGHT_BASE + low, new_buffers > 0, has_values > 0, wants_resize > 0)

@@ -30,11 +30,24 @@ from unisono.job.rendezvous import Rendezvous
 from unisono.recovery_link import Membership, RecoveryLink
 from unisono.text import name_ranks
 
-__all__ = ["RecoveryStore", "SupersededError", "begin_as_new_rank", "is_new_rank", "leave_group", "rejoin", "tell_job"]
+__all__ = [
+    "RecoveryStore",
+    "SupersededError",
+    "begin_alone",
+    "begin_as_new_rank",
+    "is_new_rank",
+    "leave_group",
+    "rejoin",
+    "tell_job",
+]
 
+_TIMEOUT = timedelta(seconds=1800)
+"""The timeout of a job that a single rank begins for others."""
 _CONNECT_S = 10.0
 """How long ranks may take to connect, once all have come: a rank that dies meanwhile is noticed no sooner."""
 _PAUSE_S = 0.0005
+_WAIT_S = 0.002
+"""The same for a process that waits to become a rank, with others at work."""
 _SIGNATURE_SIZE = 32
 
 
@@ -120,7 +133,9 @@ class RecoveryStore:
 
 
 def begin_as_new_rank() -> Job:
-    """Begin the job of a new rank, without a group: wait until the other ranks have noticed that the old one has died.
+    """Begin the job of a new rank, without a group: wait until the launcher has decided that it is one of the ranks.
+
+    The others then notice it, in the call under way or before their next step.
 
     Raises:
         PeerError: They do not come in time.
@@ -130,9 +145,12 @@ def begin_as_new_rank() -> Job:
     if (active := active_job()) is not None:
         return active.job
     placement = own_placement()
+    link.note("resize", 0)
+    while placement.rank not in link.membership().ranks:
+        time.sleep(_WAIT_S)
     while True:
         store = RecoveryStore(link, link.membership(), timeout_s=1800.0)
-        survivors = [r for r in range(placement.world_size) if r not in store.membership.ranks]
+        survivors = [rank for rank in range(store.membership.size) if rank not in store.membership.ranks]
         try:
             facts: _JobFacts = store.read([f"job/{survivors[0]}"], doing="come to replace it")[0]
             break
@@ -140,9 +158,9 @@ def begin_as_new_rank() -> Job:
             continue
     job = Job(
         rank=placement.rank,
-        world_size=placement.world_size,
+        world_size=store.membership.size,
         local_rank=placement.local_rank,
-        local_world_size=placement.local_world_size,
+        local_world_size=store.membership.size,
         node_rank=placement.node_rank,
         num_nodes=1,
         device=_own_device(torch.device(facts.device), placement.local_rank),
@@ -154,6 +172,28 @@ def begin_as_new_rank() -> Job:
     )
     set_active_job(ActiveJob(job=job, group=None, asked=facts.asked, where=None, store=store.store, hosted=False))
     return job
+
+
+def begin_alone(device: torch.device) -> None:
+    """Begin the job of a single rank that has none, without a group: others are about to join it."""
+    if active_job() is not None:
+        return
+    placement = own_placement()
+    job = Job(
+        rank=0,
+        world_size=1,
+        local_rank=placement.local_rank,
+        local_world_size=1,
+        node_rank=placement.node_rank,
+        num_nodes=1,
+        device=device,
+        backend="nccl" if device.type == "cuda" else "gloo",
+        launcher=placement.launcher,
+        timeout=_TIMEOUT,
+        number=0,
+    )
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    set_active_job(ActiveJob(job=job, group=None, asked="auto", where=None, store=store, hosted=False))
 
 
 def tell_job(store: RecoveryStore) -> None:
@@ -189,9 +229,11 @@ def rejoin(store: RecoveryStore) -> None:
     """
     active = active_job()
     assert active is not None
-    job = active.job
+    size = store.membership.size
+    job = replace(active.job, world_size=size, local_world_size=size)
     store.put(f"came/{job.rank}", True)
-    store.read([f"came/{rank}" for rank in range(job.world_size)], doing="come to go on")
+    store.read([f"came/{rank}" for rank in range(size)], doing="come to go on")
+    os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(size)
     meeting = Rendezvous(store=store.store, rank=job.rank, world_size=job.world_size, place="the launcher's store")
     # Part of the names of groups, which must be equal on all ranks. Torch does not set it back if a group failed.
     dist.distributed_c10d._world.group_count = 0
@@ -202,7 +244,9 @@ def rejoin(store: RecoveryStore) -> None:
         warnings.simplefilter("ignore", UserWarning)  # that torch knows of no timeout but those of gloo and nccl
         dist.distributed_c10d._set_pg_timeout(job.timeout, group)
     # The keys of the new store are numbered from the beginning, on old and new ranks alike.
-    active = replace(active, group=group, connections=connections, store=store.store, hosted=False, counts=Counter())
+    active = replace(
+        active, job=job, group=group, connections=connections, store=store.store, hosted=False, counts=Counter()
+    )
     set_active_job(active)
 
 

@@ -35,6 +35,7 @@ from unisono.launch.output.relay import Relay
 from unisono.launch.output.streams import wants_colour
 from unisono.launch.replacing import COMPANY_S, Replacing
 from unisono.launch.restarts import Ending, decide
+from unisono.launch.scaling import Scaling
 from unisono.launch.shutdown import Shutdown
 from unisono.launch.signals import describe_signal, signals_as_bytes
 from unisono.memory import read_counters
@@ -103,6 +104,7 @@ class _Agent:
         self._restarts = 0
         self._generation: Generation | None = None
         self._replacing: Replacing | None = None
+        self._scaling: Scaling | None = None
         self._recoveries: list[dict[str, Any]] = []
         self._ending: Ending | None = None
         self._postmortem: Postmortem | None = None
@@ -157,6 +159,9 @@ class _Agent:
                 self._server.signal(signal.SIGKILL, stuck, group=True)
         if self._replacing is not None and self._shutdown is None and not self._replacing.tick():
             self._on_failed()
+        if self._scaling is not None and self._shutdown is None:
+            self._scaling.tick()
+            self._job = replace(self._job, ranks=self._now.size)  # also for a restart
         self._advance_shutdown()
 
     def _timeout_s(self) -> float | None:
@@ -166,8 +171,8 @@ class _Agent:
             deadlines.append(self._generation.observer.next_deadline_s())
         if self._shutdown is not None:
             deadlines.append(self._shutdown.next_s)
-        elif self._replacing is not None:
-            deadlines.append(self._replacing.next_deadline_s())
+        elif self._replacing is not None and self._scaling is not None:
+            deadlines += [self._replacing.next_deadline_s(), self._scaling.next_deadline_s()]
         soonest_s = min((deadline_s for deadline_s in deadlines if deadline_s is not None), default=math.inf)
         return None if soonest_s == math.inf else max(0.0, soonest_s - time.monotonic())
 
@@ -219,7 +224,8 @@ class _Agent:
                 self._now.started(**message)
             elif kind == "failing":
                 self._now.failing(**message)
-                self._on_failed()
+                if self._now.failed:
+                    self._on_failed()
             elif kind == "exited":
                 self._on_exit(message)
             else:
@@ -235,6 +241,11 @@ class _Agent:
         assert self._replacing is not None, "a rank spoke before there was one"
         return self._replacing
 
+    @property
+    def _changes(self) -> Scaling:
+        assert self._scaling is not None, "a rank spoke before there was one"
+        return self._scaling
+
     def _start_ranks(self) -> None:
         self._generation = generation = Generation(self._job, attempt=self._restarts, relay=self._relay)
         self._replacing = Replacing(
@@ -246,17 +257,24 @@ class _Agent:
             completed=self._recoveries,
             fork=self._fork,
         )
-        for rank in range(self._job.ranks):
+        self._scaling = Scaling(
+            self._job, generation, self._replacing, server=self._server, relay=self._relay, fork=self._fork
+        )
+        for rank in range(generation.size):
             self._fork(rank, generation.open(rank))
 
     def _fork(self, rank: int, files: Mapping[str, int]) -> None:
         gpus = self._environment.get("CUDA_VISIBLE_DEVICES")
-        environment = self._now.environment(rank, port=self._port, visible_gpus=gpus)
+        ranks = self._now.size if rank < self._now.size else self._changes.wanted
+        environment = self._now.environment(rank, ranks=ranks, port=self._port, visible_gpus=gpus)
         self._server.fork(rank, environment=environment, files=files)
 
     def _on_unstarted(self, rank: int, problem: str) -> None:
         """Handle a rank that could not be forked. No rank after it is forked."""
         self._now.running.discard(rank)
+        if rank >= self._now.size:
+            self._changes.give_up(f"rank {rank} could not be started: {problem}")
+            return
         if self._replacing is not None and self._replacing.is_new(rank):
             self._end_for_loss(f"rank {rank} could not be started in the place of one that died: {problem}")
         else:
@@ -270,6 +288,10 @@ class _Agent:
         if self._shutdown is not None or message["code"] != 0:
             self._relay.shut(message["rank"])
         self._now.ended(**message)
+        if message["rank"] >= self._now.size:
+            self._changes.on_exit(message["rank"], message["code"])
+        elif not any(rank < self._now.size for rank in self._running):
+            self._changes.on_members_end()
         lost = self._shutdown is None and self._replacements.left_without_joining(message["rank"])
         if message["rank"] in self._now.failed or lost:
             self._on_failed()
@@ -417,6 +439,12 @@ class _Agent:
                 "arguments": list(job.arguments),
                 **self._relay.progress,
             }
+        if kind == "scale" and type(ranks := question.get("ranks")) is int:
+            is_over = self._shutdown is not None or self._scaling is None
+            problem = "it is about to end" if is_over else self._changes.request(ranks)
+            return {"problem": problem, "ranks": job.ranks}
+        if kind == "scaling":
+            return self._changes.status if self._scaling is not None else None
         if kind == "stacks":
             situations = self._generation.observer.snapshot() if self._generation is not None else []
             full = bool(question.get("full"))

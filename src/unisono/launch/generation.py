@@ -33,7 +33,7 @@ class Generation:
     def __init__(self, job: LaunchJob, *, attempt: int, relay: Relay) -> None:
         self._job, self._relay, self.attempt = job, relay, attempt
         self.size = job.ranks
-        """The number of ranks."""
+        """The number of ranks. Processes with higher numbers are not ranks yet, or no longer."""
         self.observer = Observer(
             job.ranks,
             hang_report_s=job.hang_report_s,
@@ -75,17 +75,23 @@ class Generation:
             files["stdin"] = file
         return files | ({"events": events[0]} if events else {})
 
-    def environment(self, rank: int, *, port: int, visible_gpus: str | None) -> dict[str, str]:
+    def resize(self, size: int) -> None:
+        """Note that there is another number of ranks, whose processes have been started."""
+        self.size = size
+        self.observer.resize(size)
+
+    def environment(self, rank: int, *, ranks: int, port: int, visible_gpus: str | None) -> dict[str, str]:
         """Return the environment variables of a rank.
 
         Args:
+            ranks: The number of ranks.
             port: The port of the job's store.
             visible_gpus: CUDA_VISIBLE_DEVICES of the launcher, None if it is not set.
         """
         job, folder = self._job, self._relay.rank_folder(rank, attempt=self.attempt)
         return rank_environment(
             rank,
-            ranks=job.ranks,
+            ranks=ranks,
             port=port,
             run_id=job.run_id,
             role=job.role,
@@ -104,6 +110,8 @@ class Generation:
 
     def failing(self, rank: int, code: int, time_ns: int) -> None:
         """Note that a rank has reported its failure; its process still runs."""
+        if rank >= self.size:
+            return
         if (known := self._failures.get(rank)) is not None:  # it was about to end, and was not asked to
             time_ns = min(time_ns, known.time_ns)
         self._failures[rank] = self._describe(rank, code=code, time_ns=time_ns, reported=True)
@@ -112,6 +120,9 @@ class Generation:
         """Note that the process of a rank has ended."""
         self.running.discard(rank)
         self.observer.ended(rank, code)
+        if rank >= self.size:
+            self._pids.pop(rank, None)
+            return
         told = self._failures.pop(rank, None)
         if told is not None and self._ended_ns is not None and code in (-signal.SIGTERM, -signal.SIGKILL):
             code = told.code  # it was about to end and took too long
@@ -186,7 +197,8 @@ class Generation:
     def finished(self) -> set[int]:
         """Ranks whose program has ended without an error. Their processes may still run."""
         # An interpreter takes some time to end, and peers notice before it has ended.
-        return self._finished | {rank for rank in self._pids.keys() - self.failed if self._has_finished(rank)}
+        ended = {rank for rank in self._pids.keys() - self.failed if self._has_finished(rank)}
+        return {rank for rank in self._finished | ended if rank < self.size}
 
     def judge(self) -> RootCause:
         """Find the cause among the failures so far. There must be at least one."""

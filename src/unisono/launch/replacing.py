@@ -23,7 +23,7 @@ from unisono.launch.output.relay import Relay
 from unisono.launch.recovery import Death, DeathCounts, GiveUp, Member, decide, describe_death
 from unisono.text import name_ranks
 
-__all__ = ["COMPANY_S", "Replacing"]
+__all__ = ["COMPANY_S", "Fork", "Replacing"]
 
 COMPANY_S = 0.1
 """How long to wait after an error for the same one in other ranks, which would make it an error of the program."""
@@ -38,6 +38,7 @@ _CALM_S = 30.0
 """How long ranks that wait for a new one are not called stuck."""
 
 Fork = Callable[[int, Mapping[str, int]], None]
+"""Starts the process of a rank with its files."""
 
 
 class Replacing:
@@ -111,11 +112,11 @@ class Replacing:
 
     def look(self) -> None:
         """Say that ranks have been replaced, if all have joined since."""
-        pages = self._generation.pages
-        if not self._replaced or self._deaths or any(page.joined != self.number for page in pages.values()):
+        pages = [self._generation.pages[rank] for rank in range(self._generation.size)]
+        if not self._replaced or self._deaths or any(page.joined != self.number for page in pages):
             return
         begin_ns = min(death.failure.time_ns for death in self._replaced)
-        seconds = (max(page.joined_ns for page in pages.values()) - begin_ns) / 1e9
+        seconds = (max(page.joined_ns for page in pages) - begin_ns) / 1e9
         told = _describe_all(self._replaced)
         ranks = sorted({death.failure.rank for death in self._replaced})
         self._completed.append({"number": self.number, "ranks": ranks, "what": told, "seconds": round(seconds, 3)})
@@ -125,6 +126,22 @@ class Replacing:
         self._generation.forget_replaced()
         self._generation.observer.disregard_past(0.0)
         self._relay.say(f"{told}; replaced, {seconds:.2f} s")
+
+    def resize(self, size: int) -> None:
+        """Tell all ranks, which wait between two steps, that there are `size` ranks now."""
+        generation = self._generation
+        self.number += 1
+        for rank in range(generation.size, size):
+            self._made[rank], self._rounds[rank] = self.number, self._counts.round
+            self._steps[rank] = max(note.step for page in generation.pages.values() if (note := page.note) is not None)
+        generation.resize(size)
+        self._tell_ranks()
+
+    @property
+    def is_calm(self) -> bool:
+        """True if no rank has failed or is about to join the others."""
+        generation = self._generation
+        return not self._deaths and not generation.failed and not any(map(self._lacks_state, range(generation.size)))
 
     def is_new(self, rank: int) -> bool:
         """Return True if the latest process of a rank took the place of another."""
@@ -174,14 +191,20 @@ class Replacing:
             self._steps[rank] = death.step
             self._made[rank], self._rounds[rank] = self.number, self._counts.round
             self._server.clear(generation.replaced(rank))
-        new = sorted(rank for rank in self._made if rank in ranks or self._lacks_state(rank))
+        files = {}
+        for rank in ranks:
+            files[rank] = generation.open(rank)
+            generation.pages[rank].mark_new()
+        self._tell_ranks()
+        for rank in ranks:
+            self._fork(rank, files[rank])
+
+    def _tell_ranks(self) -> None:
+        """Write the latest decision into the pages of all ranks."""
+        generation = self._generation
+        new = [rank for rank in range(generation.size) if self._lacks_state(rank)]
         for rank in generation.running:
             generation.pages[rank].decide(self.number, new, size=generation.size)
-        for rank in ranks:
-            files = generation.open(rank)
-            generation.pages[rank].mark_new()
-            generation.pages[rank].decide(self.number, new, size=generation.size)
-            self._fork(rank, files)
         generation.observer.disregard_past(_CALM_S)
         self._poll_s = time.monotonic() + _POLL_S
 
@@ -196,6 +219,7 @@ class Replacing:
                 finished=rank in generation.finished,
             )
             for rank in sorted((generation.running | generation.finished) - generation.failed)
+            if rank < generation.size
         ]
 
     def _lacks_state(self, rank: int) -> bool:

@@ -183,7 +183,12 @@ def assemble(  # noqa: PLR0915  one thing after the other
     check_constants(settings.virtual_ranks, seed=settings.seed, world=world, facts=facts, directory=settings.directory)
     check_embeddings(modules, virtual_ranks=settings.virtual_ranks)
     run = RunContext(
-        seed=settings.seed, virtual_ranks=settings.virtual_ranks, world=world, device=chosen, note=recovery.note
+        seed=settings.seed,
+        virtual_ranks=settings.virtual_ranks,
+        world=world,
+        device=chosen,
+        note=recovery.note,
+        resizing=recovery,
     )
     engines = _select(settings, world, modules, optimizers, recovery)
     carried = CarriedStates({name: each for name, each in settings.stateful.items() if isinstance(each, Carried)}, run)

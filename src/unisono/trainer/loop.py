@@ -233,24 +233,14 @@ class Loop:
         self._begin_batches(loader)
         self._turn += 1
         turn = self._turn
-        self._log.emit(
-            "epoch",
-            epoch=cursor.epoch,
-            epochs=self._epochs,
-            steps=loader.steps,
-            first_step=cursor.step,
-            num_samples=loader.num_samples,
-            total_steps=cursor.total_steps,
-            run_steps=self._run_steps(loader.steps),
-        )
-        self._events.begin()
+        self._tell_epoch(loader)
         self._is_dealing = True
         try:
             if not within_epochs:
                 self._ask()
             self._recovery.ask()
             self._note_asked()
-            batches = loader.batches(epoch=cursor.epoch, first_step=cursor.step)
+            loader, batches = self._left(loader)
             while True:
                 batch, ends_early = self._next_batch(loader, batches)
                 if batch is None:
@@ -270,6 +260,8 @@ class Loop:
                 cursor.step = batch.step + 1  # also if the loop has not used the batch
                 self._batch = None
                 self._ask()
+                if self._recovery.resizes:
+                    loader, batches = self._left(loader)
             self._batch = None
             self._run.set_generators("loop", cursor.epoch, cursor.step, 0)
             if ends_early:
@@ -282,6 +274,32 @@ class Loop:
         finally:
             if turn == self._turn:
                 self._is_dealing = False
+
+    def _tell_epoch(self, loader: _Loader) -> None:
+        cursor = self._cursor
+        self._log.emit(
+            "epoch",
+            epoch=cursor.epoch,
+            epochs=self._epochs,
+            steps=loader.steps,
+            first_step=cursor.step,
+            num_samples=loader.num_samples,
+            total_steps=cursor.total_steps,
+            run_steps=self._run_steps(loader.steps),
+        )
+        self._events.begin()
+
+    def _left(self, loader: _Loader) -> tuple[_Loader, Iterator[Batch]]:
+        """Return the loader of this rank's part and the batches that are left, after a change of the number of ranks.
+
+        A new rank may also come while the others wait for one.
+        """
+        if self._recovery.resizes:
+            assert not isinstance(loader, Rollouts | ShardLoader)  # with those, the number of ranks never changes
+            self._recovery.resize()
+            loader = loader.divided(self._run.block)
+            check_same_data(self._cursor, {"order": None, **loader.identity})
+        return loader, loader.batches(epoch=self._cursor.epoch, first_step=self._cursor.step)
 
     def _begin_batches(self, loader: _Loader) -> None:
         """Record the data of the epoch, and begin to sum its losses."""

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+import torch
+
 from unisono.collectives.world import World
+from unisono.recovery_link import Membership
 from unisono.trainer.assembly import TrainerParts
 from unisono.trainer.call_log import CallLog
 from unisono.trainer.evaluation_history import EvaluationHistory
 from unisono.trainer.loader_cache import LoaderCache
 from unisono.trainer.loop import Loop
-from unisono.trainer.recovery import Position
+from unisono.trainer.recoverable import Position
 from unisono.trainer.run_log import announce_to_listeners
 from unisono.trainer.snapshot import Cursor, capture, facts_of, restore
 from unisono.trainer.tensor_groups import Groups, broadcast_groups
@@ -21,7 +24,7 @@ __all__ = ["RecoverableRun"]
 
 
 class RecoverableRun:
-    """See `recovery.Recoverable`.
+    """See `recoverable.Recoverable`.
 
     Args:
         parts: The parts of the Trainer.
@@ -39,6 +42,11 @@ class RecoverableRun:
         return self._parts.run.world
 
     @property
+    def device(self) -> torch.device:
+        """The device that this rank computes on."""
+        return self._parts.run.device
+
+    @property
     def virtual_ranks(self) -> int:
         """The largest number of ranks."""
         return self._parts.run.virtual_ranks
@@ -48,7 +56,7 @@ class RecoverableRun:
         """Steps since the start of the run."""
         return self._parts.cursor.total_steps
 
-    def position(self, log: CallLog, name: str) -> Position:
+    def position(self, log: CallLog, name: str, *, resizes: bool) -> Position:
         """Return the place of this rank, in the call of this name."""
         loop, parts = self._loop, self._parts
         cursor, evaluations = (parts.cursor, len(loop.history)) if log.is_outside else loop.asked
@@ -59,6 +67,7 @@ class RecoverableRun:
             evaluations=loop.history.state(evaluations),
             began=loop.began,
             saved=parts.keeper.last,
+            resizes=resizes,
         )
 
     def undo(self) -> str | None:
@@ -108,21 +117,18 @@ class RecoverableRun:
             self._loop.history.become(EvaluationHistory.restored(facts["evaluations"]))
         self._loop.go_on(cursor=cursor, calls=document["calls"])
 
-    def has_joined(self, number: int, ranks: tuple[int, ...], seconds: float) -> None:
-        """Go on after a recovery; see `recovery.Recoverable`."""
+    def has_joined(self, membership: Membership, before: int, seconds: float) -> None:
+        """Go on after a recovery; see `recoverable.Recoverable`."""
         cursor, log = self._parts.cursor, self._log
         if log.is_muted:
             log.is_muted = False
             announce_to_listeners(log, self._parts)
-        log.emit(
-            "recovery",
-            number=number,
-            ranks=list(ranks),
-            epoch=cursor.epoch,
-            step=cursor.step,
-            total_steps=cursor.total_steps,
-            seconds=round(seconds, 3),
-        )
+        number, ranks, size = membership
+        place = {"epoch": cursor.epoch, "step": cursor.step, "total_steps": cursor.total_steps}
+        if size != before:
+            log.emit("resize", number=number, ranks=size, before=before, **place, seconds=round(seconds, 3))
+        if replaced := [rank for rank in ranks if rank < before]:
+            log.emit("recovery", number=number, ranks=replaced, **place, seconds=round(seconds, 3))
 
     def raise_pending(self) -> None:
         """Raise the exception of a signal that was put off."""

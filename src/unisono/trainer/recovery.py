@@ -13,17 +13,19 @@ from __future__ import annotations
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NoReturn, TypeVar
+
+import torch.distributed as dist
 
 from unisono import recovery_link
-from unisono.collectives.world import World
 from unisono.errors import PeerError, RankMismatchError, UnisonoError
 from unisono.job.current import active_job
 from unisono.job.rejoin import (
     RecoveryStore,
     SupersededError,
+    begin_alone,
     begin_as_new_rank,
     is_new_rank,
     leave_group,
@@ -34,10 +36,9 @@ from unisono.job.user_function import collectives_of_user, count_collectives
 from unisono.peer_loss import is_peer_lost
 from unisono.recovery_link import Phase, RecoveryLink
 from unisono.trainer.call_log import CallLog, LoggedCall
-from unisono.trainer.checkpointing import Place
-from unisono.trainer.snapshot import Cursor
+from unisono.trainer.recoverable import Account, Position, Recoverable
 
-__all__ = ["Position", "Recoverable", "Recovery"]
+__all__ = ["Recovery"]
 
 T = TypeVar("T")
 
@@ -46,82 +47,15 @@ _PATIENCE_S = 5.0
 _DOUBT_S = 0.5
 """The same after an error that need not come from a lost peer."""
 _PAUSE_S = 0.0005
-
-
-class Position(NamedTuple):
-    """Where a rank is in its run, as it tells new ranks."""
-
-    log: CallLog
-    name: str
-    """The call under way."""
-    cursor: Cursor
-    """The cursor when the loop last asked for a batch or an epoch."""
-    evaluations: Any
-    """The state of the history of evaluations at that time."""
-    began: Place
-    """The place where the first processes of the job began."""
-    saved: Place
-    """The place of the latest checkpoint."""
-
-
-class Recoverable(Protocol):
-    """The run of a Trainer, as its recovery uses it; `RecoverableRun` is the one."""
-
-    @property
-    def world(self) -> World:
-        """The ranks."""
-
-    @property
-    def virtual_ranks(self) -> int:
-        """The largest number of ranks."""
-
-    @property
-    def steps_done(self) -> int:
-        """Steps since the start of the run."""
-
-    def position(self, log: CallLog, name: str) -> Position:
-        """Return the place of this rank, in the call of this name."""
-
-    def undo(self) -> str | None:
-        """Restore the state from before the call under way; return why that is not possible, if it is not."""
-
-    def repair(self, dead: Collection[int]) -> str | None:
-        """Put back what dead ranks were writing; return why that is not possible, if it is not.
-
-        Every rank that is not new must call it, once all of them have left the call under way.
-        """
-
-    def disconnect(self) -> None:
-        """Release the process group."""
-
-    def connect(self) -> None:
-        """Make engines for the process group that there is now. Every rank must call it."""
-
-    def send_state(self, source: int, *, wanted: bool) -> None:
-        """Send the state of one rank to those that want it. Every rank must call it."""
-
-    def has_joined(self, number: int, ranks: tuple[int, ...], seconds: float) -> None:
-        """Go on after a recovery.
-
-        Args:
-            number: The decision of the launcher.
-            ranks: The ranks that are new.
-            seconds: How long ranks have waited.
-        """
-
-    def raise_pending(self) -> None:
-        """Raise the exception of a signal that was put off."""
+_RESIZE = "trainer.batches, where the number of ranks changes"
 
 
 class _Dropped:
     """The place of a result that is not kept."""
 
 
-class Account(Protocol):
-    """Accounts for a call that other ranks have made."""
-
-    def __call__(self, result: Any, /, *, counts: bool) -> None:
-        """See `Recovery.call`."""
+class _DecisionError(Exception):
+    """The launcher has decided on who the ranks are, and all meet now."""
 
 
 def _nothing(_result: Any, /, *, counts: bool) -> None:
@@ -139,6 +73,7 @@ class Recovery:
         self._run: Recoverable | None = None
         self._joined = 0 if link is None else link.membership().number
         self._refused = False
+        self._resizes = False
         self._within = False
         self._name = ""
         self._counted = (0, 0)
@@ -154,12 +89,11 @@ class Recovery:
     def arm(self, run: Recoverable) -> None:
         """Recover this run from now on, if it can be recovered."""
         self._run, link = run, self._link
-        if link is None or run.world.size == 1:
-            self._link = None
+        if link is None:
             return
         if self.is_joined:
             active = active_job()
-            if active is None or active.adopted:
+            if active.adopted if active is not None else dist.is_initialized():
                 self.refuse("the script has made the process group itself, with torch.distributed")
             self._counted = self._uses()
         if link.arm(run.virtual_ranks) > 1:
@@ -175,6 +109,48 @@ class Recovery:
     def is_on(self) -> bool:
         """True if ranks of this run may be replaced."""
         return self._link is not None and not self._refused
+
+    def is_wanted(self) -> bool:
+        """Return True if the launcher wants another number of ranks; see `run_context.Resizing`."""
+        if self._link is None or self._refused or self._run is None:
+            return False
+        return self._link.wanted_size() not in (0, self._run.world.size)
+
+    def agree(self, *, is_wanted: bool) -> None:
+        """Note in a step what all ranks know of it together; see `run_context.Resizing`."""
+        self._resizes = is_wanted
+
+    @property
+    def resizes(self) -> bool:
+        """True if all ranks are to call `resize` before the loop gets its next batch."""
+        if self.is_joined:
+            return self._resizes
+        return not self._replayed and self.position is not None and self.position.name == _RESIZE
+
+    def resize(self) -> None:
+        """Go on with another number of ranks, if that is still wanted. Every rank must call it between two steps.
+
+        Raises:
+            SystemExit: This rank leaves.
+        """
+        self.call(_RESIZE, self._change_size)
+        self._resizes = False
+        self.ask()
+
+    def _change_size(self) -> None:
+        """Wait until the number of ranks is the one that the launcher wants, or it wants no other one any more.
+
+        Raises:
+            _DecisionError: The launcher has decided on who the ranks are.
+        """
+        assert self._link is not None
+        assert self._run is not None
+        self.note("resize")
+        while self._link.wanted_size() not in (0, self._run.world.size):
+            self._check()
+            if self._link.membership().number != self._joined:
+                raise _DecisionError
+            time.sleep(_PAUSE_S)
 
     def note(self, phase: Phase, virtual_rank: int = -1) -> None:
         """Note what this rank does, for messages about its death."""
@@ -231,6 +207,8 @@ class Recovery:
                 with self._inside():
                     result = body()
                 break
+            except _DecisionError:
+                pass
             except (UnisonoError, RuntimeError) as error:
                 if not self._recovers_from(error):
                     raise
@@ -296,7 +274,7 @@ class Recovery:
         """Return True if ranks have died and will be replaced, and the state is that from before the call."""
         assert self._link is not None
         assert self._run is not None
-        if self._refused:
+        if self._refused or self._run.world.size == 1:
             return False
         is_lost = is_peer_lost(error)
         if not is_lost and type(error) is not UnisonoError:  # a subclass says what else went wrong
@@ -333,6 +311,7 @@ class Recovery:
         started_s = time.monotonic()
         while True:
             self._run.disconnect()
+            begin_alone(self._run.device)
             leave_group()  # at once: ranks that wait for this one in a collective do not see that another has died
             store = self._store()
             try:
@@ -349,10 +328,13 @@ class Recovery:
         run, link, name = self._run, self._link, self._name
         assert run is not None
         assert link is not None
-        is_new = run.world.rank in store.membership.ranks
+        number, ranks, size = store.membership
+        if run.world.rank >= size:
+            self._leave()
+        is_new, before = run.world.rank in ranks, run.world.size
         if not is_new:
             tell_job(store)
-            store.put(f"position/{run.world.rank}", run.position(self._log, name))
+            store.put(f"position/{run.world.rank}", run.position(self._log, name, resizes=self._resizes))
         source, position = _first(self._positions(store))
         missed: LoggedCall | None = None
         behind = position.log.count - self._log.count
@@ -367,7 +349,8 @@ class Recovery:
         expected = position.name if missed is None else missed.name
         if name != expected:
             self._differ(f"{name} where the others are in {expected}")
-        if not is_new and (obstacle := run.repair(store.membership.ranks)) is not None:
+        dead = [rank for rank in ranks if rank < before]
+        if not is_new and (obstacle := run.repair(dead)) is not None:
             self.refuse(obstacle)
             raise PeerError(f"no rank can be replaced alone: {obstacle}")
         rejoin(store)
@@ -376,10 +359,11 @@ class Recovery:
         waited_s = max(run.world.gather(time.monotonic() - started_s, "ranks that go on after a recovery"))
         if missed is not None:
             self._log = position.log
-        number, ranks, _ = store.membership
+        if missed is not None or is_new:
+            self._resizes = position.resizes
         self.is_joined, self._joined = True, number
         link.joined(number)
-        run.has_joined(number, ranks, waited_s)
+        run.has_joined(store.membership, before, waited_s)
         self._counted = self._uses()
         return missed
 
@@ -392,11 +376,14 @@ class Recovery:
 
     def _positions(self, store: RecoveryStore) -> dict[int, Position]:
         """Return the places of the ranks that are not new."""
-        active = active_job()
-        assert active is not None
-        ranks = [r for r in range(active.job.world_size) if r not in store.membership.ranks]
+        ranks = [rank for rank in range(store.membership.size) if rank not in store.membership.ranks]
         doing = "come to the call in which they notice it"
         return dict(zip(ranks, store.read([f"position/{r}" for r in ranks], doing=doing), strict=True))
+
+    def _leave(self) -> NoReturn:
+        """End this rank, which the launcher has released: the others have its state."""
+        self._link, self._within = None, False
+        raise SystemExit(0)
 
     def _check(self) -> None:
         """Look, while this rank waits, whether it was asked to end."""

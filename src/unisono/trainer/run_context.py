@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -11,11 +12,32 @@ from unisono.collectives.world import World
 from unisono.plan import derive_key, rank_block
 from unisono.state.random import set_generators
 
-__all__ = ["RunContext"]
+__all__ = ["Resizing", "RunContext"]
 
 
 def _nothing(*_: object) -> None:
     """Note nothing."""
+
+
+class Resizing(Protocol):
+    """Changes the number of ranks between two steps."""
+
+    def is_wanted(self) -> bool:
+        """Return True if this rank knows that the number of ranks is to change."""
+
+    def agree(self, *, is_wanted: bool) -> None:
+        """Note in a step what all ranks know of it together: the number changes before the next batch, or does not."""
+
+
+class _NoResizing:
+    """That of a run whose number of ranks never changes."""
+
+    def is_wanted(self) -> bool:
+        """Return False."""
+        return False
+
+    def agree(self, *, is_wanted: bool) -> None:
+        """Do nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,11 +49,13 @@ class RunContext:
     virtual_ranks: int
     """Number of shares of every global batch, fixed for the whole run."""
     world: World
-    """The real ranks, which may be different ones after a resume."""
+    """The real ranks, which may be different ones later."""
     device: torch.device
     """The device that this rank computes on."""
     note: Callable[..., None] = _nothing
     """Notes what this rank does, as note(phase, virtual rank), for messages about its death."""
+    resizing: Resizing = field(default_factory=_NoResizing)
+    """Changes the number of ranks."""
 
     @property
     def block(self) -> range:

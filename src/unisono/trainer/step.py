@@ -198,6 +198,7 @@ class StepRunner:
             step.deferred = partial(self._run.set_generators, "loop", batch.epoch, batch.step, call + 1)
             totals = self._engine.finish()
             self._buffers.receive(step)
+            self._run.resizing.agree(is_wanted=totals.wants_resize)
             self._check(totals, batch)
             values = self._shares.values.means(self._run.world, "trainer.step") if totals.has_values else {}
             norm = self._finish_gradients(totals, batch, call, options)

@@ -149,6 +149,7 @@ class VirtualRankGradients:
                     share_weight,
                     new_buffers=self._buffers.new_buffers(),
                     has_values=not self.values.is_empty,
+                    wants_resize=self._run.resizing.is_wanted(),
                 )
             self._run.note("backward", share.virtual_rank)
             if self.scaler is None:
@@ -251,6 +252,7 @@ class VirtualRankGradients:
                     weight,
                     new_buffers=encoded.new_buffers,
                     has_values=share.virtual_rank == 0 and not self.values.is_empty,
+                    wants_resize=self._run.resizing.is_wanted(),
                 )
             direct = found.direct if share.virtual_rank == 0 and is_last else ()
             run_backward(parts, [None if g is None else g[where] for g in found.of_tensors], direct, self._inputs)

@@ -51,6 +51,7 @@ Kind: TypeAlias = Literal[
     "log",
     "checkpoint",
     "recovery",
+    "resize",
     "warning",
     "over",
     "end",
@@ -188,6 +189,25 @@ class RecoveryFields(TypedDict):
     """Seconds from the moment when this rank noticed the loss until all go on."""
 
 
+class ResizeFields(TypedDict):
+    """The number of ranks has changed between two steps, by `unisono scale`."""
+
+    number: int
+    """The number of the launcher's decision, which counts with those of recoveries, from 1."""
+    ranks: int
+    """The number of ranks from now on."""
+    before: int
+    """The number of ranks before."""
+    epoch: int
+    """Epoch of the next step, from 0."""
+    step: int
+    """Next step within that epoch, from 0."""
+    total_steps: int
+    """Steps of the run done before."""
+    seconds: float
+    """Seconds that the run has waited."""
+
+
 class WarningFields(TypedDict):
     """The user should know something that does not end the run."""
 
@@ -291,6 +311,8 @@ class EventLog:
     def emit(self, kind: Literal["checkpoint"], /, **fields: Unpack[CheckpointFields]) -> None: ...
     @overload
     def emit(self, kind: Literal["recovery"], /, **fields: Unpack[RecoveryFields]) -> None: ...
+    @overload
+    def emit(self, kind: Literal["resize"], /, **fields: Unpack[ResizeFields]) -> None: ...
     @overload
     def emit(self, kind: Literal["warning"], /, **fields: Unpack[WarningFields]) -> None: ...
     @overload

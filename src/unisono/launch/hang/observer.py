@@ -110,6 +110,10 @@ class Observer:
             self._ranks[rank].exit_code = code
             self._requests.pop(rank, None)
 
+    def resize(self, ranks: int) -> None:
+        """Observe another number of ranks; processes with higher numbers are not ranks."""
+        self._num_ranks = ranks
+
     def disregard_past(self, calm_s: float) -> None:
         """Disregard the calls so far, and how long ranks have waited: the ranks are not those that made them.
 
@@ -126,7 +130,7 @@ class Observer:
 
     def next_deadline_s(self) -> float | None:
         """Return when `tick` is due, by the monotonic clock; None while no rank runs."""
-        return self._deadline_s if any(watched.alive for watched in self._ranks.values()) else None
+        return self._deadline_s if any(watched.alive for watched in self._members.values()) else None
 
     def tick(self) -> list[str]:
         """Observe the ranks if `tick` is due, and return the reports to show."""
@@ -150,10 +154,10 @@ class Observer:
     def snapshot(self, *, wait_s: float = 0.8) -> list[Situation]:
         """Return what every rank does now, with its stacks, for `hang_report.render_stacks`. Takes up to `wait_s`."""
         self._requests.clear()
-        for watched in self._ranks.values():
+        for watched in self._members.values():
             if watched.alive:
                 watched.ask_recorder(time.monotonic())
-        requests = self._request(self._ranks)
+        requests = self._request(self._members)
         wait_until(lambda: _poll(requests), wait_s)
         linecache.checkcache()
         return self._situations(time.monotonic(), requests)
@@ -171,9 +175,9 @@ class Observer:
 
     def has_met(self, *, wait_s: float = 0.1) -> bool:
         """Return True if a collective of this generation has completed. Asks running ranks if no block shows one."""
-        if any(watched.met or watched.block.met for watched in self._ranks.values()):
+        if any(watched.met or watched.block.met for watched in self._members.values()):
             return True
-        asked = [watched for watched in self._ranks.values() if watched.alive and watched.block.begun]
+        asked = [watched for watched in self._members.values() if watched.alive and watched.block.begun]
         for watched in asked:
             watched.ask_recorder(time.monotonic())
         return bool(asked) and wait_until(lambda: any(watched.block.met for watched in asked), wait_s)
@@ -252,6 +256,11 @@ class Observer:
         self._requests.clear()
 
     @property
+    def _members(self) -> dict[int, ObservedRank]:
+        """The ranks whose files exist."""
+        return {rank: watched for rank, watched in self._ranks.items() if rank < self._num_ranks}
+
+    @property
     def _command(self) -> str:
         return f"unisono stacks {self._job}".rstrip()
 
@@ -262,7 +271,7 @@ class Observer:
     def _look(self, now_s: float) -> bool:
         """Read the status blocks' counters and ask flight recorders. Return True if a rank may have to be reported."""
         standing = False
-        for watched in self._ranks.values():
+        for watched in self._members.values():
             if not watched.alive:
                 continue
             mark = watched.block.mark
@@ -300,8 +309,9 @@ class Observer:
             self._deadline_s = now_s + _COLLECTING_TICK_S
 
     def _look_for_idle(self, now_s: float) -> None:
-        ended = [watched.exit_code for watched in self._ranks.values() if watched.exit_code is not None]
-        alive = {rank: watched for rank, watched in sorted(self._ranks.items()) if watched.alive}
+        members = self._members
+        ended = [watched.exit_code for watched in members.values() if watched.exit_code is not None]
+        alive = {rank: watched for rank, watched in sorted(members.items()) if watched.alive}
         # Failures have their own report, and so have collectives that other ranks do not enter.
         calls = (call for watched in alive.values() for call in watched.block.calls())
         if any(ended) or any(call.running and call.kind != "point-to-point" for call in calls):
@@ -369,7 +379,7 @@ class Observer:
         return found
 
     def _situations(self, now_s: float, requests: dict[int, StackRequest]) -> list[Situation]:
-        return [self._situation(rank, now_s, requests.get(rank)) for rank in sorted(self._ranks)]
+        return [self._situation(rank, now_s, requests.get(rank)) for rank in sorted(self._members)]
 
     def _situation(self, rank: int, now_s: float, request: StackRequest | None) -> Situation:
         watched = self._ranks[rank]

@@ -1,0 +1,71 @@
+"""`unisono scale`: change the number of ranks of a running job."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import click
+
+from unisono.cli.ps import find_job
+from unisono.errors import LaunchError
+from unisono.launch.control import ask
+from unisono.watch.figures import plural
+
+__all__ = ["scale"]
+
+_POLL_S = 0.05
+
+
+@click.command(short_help="Change the number of ranks of a running job.")
+@click.argument("words", metavar="[JOB] RANKS", nargs=-1, required=True)
+def scale(words: tuple[str, ...]) -> int:
+    """Change the number of ranks of a running job, between two of its steps.
+
+    JOB is its number or name from `unisono ps`; it may be left out if only one job is running. The run goes on, with
+    the same result, while further ranks start. Ends once all ranks train together.
+    """
+    *names, number = words
+    if len(names) > 1 or not number.lstrip("-").isdigit():
+        raise click.UsageError(f"give a job and a number of ranks, such as `unisono scale {words[0]} 4`")
+    ranks = int(number)
+    job = find_job(names[0] if names else None)
+    title = f"job {job['pid']} ({job['name']})"
+    if job["ranks"] == ranks:
+        click.echo(f"{title} has {plural(ranks, 'rank')} already")
+        return 0
+    answer = _ask(job, {"ask": "scale", "ranks": ranks}, title=title)
+    if answer["problem"]:
+        raise LaunchError(f"{title} keeps its {plural(job['ranks'], 'rank')}: {answer['problem']}")
+    status = _follow(job, title=title)
+    if problem := status.get("problem"):
+        raise LaunchError(f"{title} keeps its {plural(status['ranks'], 'rank')}: {problem}")
+    change = f"{status['before']} -> {plural(ranks, 'rank')} after step {status['step']}"
+    click.echo(f"{title}: {change}; the run waited {status['seconds']:.2f} s")
+    return 0
+
+
+def _follow(job: dict[str, Any], *, title: str) -> dict[str, Any]:
+    """Wait until the change is over, and return its status. The terminal shows what it waits for."""
+    shown = ""
+    while True:
+        status = _ask(job, {"ask": "scaling"}, title=title)
+        doing = {
+            "starting": "new ranks come to their Trainer",
+            "waiting": "the ranks come to the end of a step",
+            "changing": "the ranks meet",
+        }.get(status["state"], "")
+        if doing != shown and sys.stderr.isatty():
+            shown = doing
+            click.echo(f"\r\033[K{doing + ' ...' if doing else ''}", nl=False, err=True)
+        if not doing:
+            return status
+        time.sleep(_POLL_S)
+
+
+def _ask(job: dict[str, Any], question: dict[str, Any], *, title: str) -> dict[str, Any]:
+    answer = ask(job["pid"], question)
+    if answer is None:
+        raise LaunchError(f"{title} has just ended")
+    return answer

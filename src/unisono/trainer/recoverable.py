@@ -1,0 +1,94 @@
+"""What the recovery of a run needs to know of it, and what ranks that meet tell each other."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from unisono.collectives.world import World
+from unisono.recovery_link import Membership
+from unisono.trainer.call_log import CallLog
+from unisono.trainer.checkpointing import Place
+from unisono.trainer.snapshot import Cursor
+
+__all__ = ["Account", "Position", "Recoverable"]
+
+
+class Position(NamedTuple):
+    """Where a rank is in its run, as it tells new ranks."""
+
+    log: CallLog
+    name: str
+    """The call under way."""
+    cursor: Cursor
+    """The cursor when the loop last asked for a batch or an epoch."""
+    evaluations: Any
+    """The state of the history of evaluations at that time."""
+    began: Place
+    """The place where the first processes of the job began."""
+    saved: Place
+    """The place of the latest checkpoint."""
+    resizes: bool
+    """True if the number of ranks is to change before the loop gets its next batch."""
+
+
+class Recoverable(Protocol):
+    """The run of a Trainer, as its recovery uses it; `RecoverableRun` is the one."""
+
+    @property
+    def world(self) -> World:
+        """The ranks."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device that this rank computes on."""
+
+    @property
+    def virtual_ranks(self) -> int:
+        """The largest number of ranks."""
+
+    @property
+    def steps_done(self) -> int:
+        """Steps since the start of the run."""
+
+    def position(self, log: CallLog, name: str, *, resizes: bool) -> Position:
+        """Return the place of this rank, in the call of this name."""
+
+    def undo(self) -> str | None:
+        """Restore the state from before the call under way; return why that is not possible, if it is not."""
+
+    def repair(self, dead: Collection[int]) -> str | None:
+        """Put back what dead ranks were writing; return why that is not possible, if it is not.
+
+        Every rank that is not new must call it, once all of them have left the call under way.
+        """
+
+    def disconnect(self) -> None:
+        """Release the process group."""
+
+    def connect(self) -> None:
+        """Make engines for the process group that there is now. Every rank must call it."""
+
+    def send_state(self, source: int, *, wanted: bool) -> None:
+        """Send the state of one rank to those that want it. Every rank must call it."""
+
+    def has_joined(self, membership: Membership, before: int, seconds: float) -> None:
+        """Go on after a recovery.
+
+        Args:
+            membership: The decision of the launcher.
+            before: The number of ranks before.
+            seconds: How long ranks have waited.
+        """
+
+    def raise_pending(self) -> None:
+        """Raise the exception of a signal that was put off."""
+
+
+class Account(Protocol):
+    """Accounts for a call that other ranks have made."""
+
+    def __call__(self, result: Any, /, *, counts: bool) -> None:
+        """See `Recovery.call`."""
