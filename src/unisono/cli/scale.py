@@ -52,6 +52,7 @@ def _follow(job: dict[str, Any], *, title: str) -> dict[str, Any]:
     while True:
         status = _ask(job, {"ask": "scaling"}, title=title)
         doing = {
+            "ending": "ranks of the last change end",
             "starting": "new ranks come to their Trainer",
             "waiting": "the ranks come to the end of a step",
             "changing": "the ranks meet",

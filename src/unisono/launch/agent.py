@@ -431,7 +431,7 @@ class _Agent:
                 "name": Path(job.target).absolute().name,
                 "run_id": job.run_id,
                 "ranks": job.ranks,
-                "running": len(self._running),
+                "running": sum(rank < job.ranks for rank in self._running),
                 "restarts": self._restarts,
                 "recoveries": len(self._recoveries),
                 "started_s": self._started_s,

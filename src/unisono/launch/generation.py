@@ -43,6 +43,7 @@ class Generation:
             folder=str(Path.cwd()),
             has_flags=job.has_flags,
         )
+        self._wanted = 0
         self.running: set[int] = set()
         """Ranks that have been started and have not ended."""
         self.places: dict[int, str] = {}
@@ -68,12 +69,19 @@ class Generation:
             self.pages[rank].close()
         self.pages[rank] = RecoveryPage(page)
         self.pages[rank].share(self._secret)
+        self.pages[rank].want(self._wanted)
         stdout, stderr, *events = self._relay.open(rank, attempt=self.attempt)
         self.running.add(rank)
         files = {"stdout": stdout, "stderr": stderr, "page": page, "dump": dump, "ask": ask}
         if rank == self._job.stdin and (file := _own_stdin()) is not None:
             files["stdin"] = file
         return files | ({"events": events[0]} if events else {})
+
+    def want(self, size: int) -> None:
+        """Tell all ranks, also those that come later, how many there are to be; 0: no change is wanted."""
+        self._wanted = size
+        for page in self.pages.values():
+            page.want(size)
 
     def resize(self, size: int) -> None:
         """Note that there is another number of ranks, whose processes have been started."""

@@ -187,7 +187,8 @@ class Replacing:
             self._replaced.append(death)
             self._due_s.pop(rank, None)
             self._kill_s.pop(rank, None)
-            self._show_traceback(death.failure)
+            if death.failure.account is not None and death.failure.code > 0:
+                self.show_traceback(rank, death.failure.account)
             self._steps[rank] = death.step
             self._made[rank], self._rounds[rank] = self.number, self._counts.round
             self._server.clear(generation.replaced(rank))
@@ -243,13 +244,12 @@ class Replacing:
             refusal=page.refusal,
         )
 
-    def _show_traceback(self, failure: RankFailure) -> None:
+    def show_traceback(self, rank: int, account: Mapping[str, Any]) -> None:
         """Show the traceback of an uncaught exception, which the rank leaves to the agent."""
-        account = failure.account
-        if account is not None and failure.code > 0 and not account.get("printed"):
-            self._relay.log(failure.rank, account["traceback"])
+        if not account.get("printed"):
+            self._relay.log(rank, account["traceback"])
             lines = account["traceback"].rstrip().splitlines()
-            self._relay.show("\n".join(f"[{failure.rank}] {line}".rstrip() for line in lines))
+            self._relay.show("\n".join(f"[{rank}] {line}".rstrip() for line in lines))
 
 
 def _describe_all(deaths: list[Death]) -> str:

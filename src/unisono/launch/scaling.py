@@ -29,7 +29,7 @@ __all__ = ["Scaling"]
 _POLL_S = 0.005
 """How often pages are read during a change."""
 
-_State = Literal["idle", "starting", "waiting", "changing", "withdrawn"]
+_State = Literal["idle", "ending", "starting", "waiting", "changing", "withdrawn"]
 
 
 class Scaling:
@@ -72,21 +72,19 @@ class Scaling:
         """Begin to change the number of ranks; return why that is not possible, or "" if it is."""
         if problem := next(self._problems(size), ""):
             return problem
-        generation = self._generation
-        self._wanted, self._before, self._outcome, self._paused_s = size, generation.size, {}, None
-        self._state = "starting"
-        for rank in range(generation.size, size):
-            files = generation.open(rank)
-            generation.pages[rank].mark_new()
-            self._fork(rank, files)
+        self._wanted, self._before, self._outcome, self._paused_s = size, self._generation.size, {}, None
+        self._state = "ending"
+        self.tick()
         return ""
 
     def tick(self) -> None:
         """Do what is due."""
+        if self._state == "ending" and not self._outside():
+            self._state = "starting"
+            self._start()
         if self._state == "starting" and all(self._waits(rank) for rank in range(self._before, self._wanted)):
             self._state = "waiting"
-            for page in self._generation.pages.values():
-                page.want(self._wanted)
+            self._generation.want(self._wanted)
         if self._state == "waiting":
             self._look()
         if self._state == "changing":
@@ -101,6 +99,14 @@ class Scaling:
                 )
                 self._server.signal(signal.SIGKILL, late, group=True)
 
+    def _start(self) -> None:
+        """Start the processes of further ranks."""
+        self._kill_s = None
+        for rank in range(self._before, self._wanted):
+            files = self._generation.open(rank)
+            self._generation.pages[rank].mark_new()
+            self._fork(rank, files)
+
     def next_deadline_s(self) -> float | None:
         """Return when `tick` is due, by the monotonic clock; None if nothing is under way."""
         return self._kill_s if self._state == "idle" else time.monotonic() + _POLL_S
@@ -109,25 +115,26 @@ class Scaling:
         """Handle the end of a process that is not one of the ranks: one that waits to be, or has been."""
         if self._state in ("starting", "waiting") and rank in range(self._before, self._wanted):
             how = f"was killed by {name_signal(-code)}" if code < 0 else f"ended with code {code}"
+            if code > 0 and (account := self._generation.observer.failure(rank)) is not None:
+                self._replacing.show_traceback(rank, account)
+                how = f"raised {account['type'].rpartition('.')[2]}"
             self.give_up(f"rank {rank} {how} before it had joined the others")
 
     def on_members_end(self) -> None:
         """Handle the end of all ranks, so that no process waits to become one."""
-        if self._state in ("starting", "waiting"):
-            self.give_up("the run ended before")
+        self.give_up("the run has ended")
 
     def give_up(self, reason: str) -> None:
         """Leave the number of ranks as it is, if a change is under way that all ranks have not been told of."""
-        if self._state not in ("starting", "waiting"):
+        if self._state not in ("ending", "starting", "waiting"):
             return
         generation = self._generation
         self._state, self._outcome = "withdrawn", {"problem": reason}
-        for page in generation.pages.values():
-            page.want(0)
+        generation.want(0)
         if others := self._outside():
             self._server.signal(signal.SIGKILL, others, group=True)
         self._relay.say(
-            f"the job keeps its {plural(generation.size, 'rank')}, and does not get {self._wanted}: {reason}"
+            f"the job keeps its {plural(generation.size, 'rank')} and does not get {self._wanted}: {reason}"
         )
 
     def _problems(self, size: int) -> Iterator[str]:
@@ -139,11 +146,10 @@ class Scaling:
             yield "it runs with --recover off, and then its ranks do not change"
         if self._state != "idle":
             yield f"a change from {self._before} to {self._wanted} ranks is under way"
-        if leaving := self._outside():
-            yield f"{name_ranks(leaving)} of the last change {'has' if len(leaving) == 1 else 'have'} not ended yet"
-        if generation.finished or len(generation.running) < generation.size:
+        ranks = [rank for rank in range(generation.size) if rank in generation.running]
+        if generation.finished or len(ranks) < generation.size:
             yield "the run is about to end"
-        pages = [generation.pages[rank] for rank in sorted(generation.running)]
+        pages = [generation.pages[rank] for rank in ranks]
         if not all(page.armed for page in pages):
             yield "its ranks have made no Trainer so far, and the number of ranks is that of a Trainer's run"
         yield from (page.refusal for page in pages if page.refusal)
@@ -164,7 +170,7 @@ class Scaling:
         if refusal := next(filter(None, (page.refusal for page in pages)), ""):
             self.give_up(refusal)
         elif generation.finished:
-            self.give_up("the run ended before")
+            self.give_up("the run has ended")
         elif any(self._waits(rank) for rank in range(generation.size)):
             now_s = time.monotonic()
             self._paused_s = now_s if self._paused_s is None else self._paused_s
@@ -183,8 +189,7 @@ class Scaling:
             return
         assert self._paused_s is not None
         seconds = max(page.joined_ns for page in pages) / 1e9 - self._paused_s
-        for page in generation.pages.values():
-            page.want(0)
+        generation.want(0)
         self._state = "idle"
         self._outcome = {"before": self._before, "step": self._step, "seconds": round(seconds, 3)}
         self._kill_s = time.monotonic() + self._job.shutdown_timeout_s

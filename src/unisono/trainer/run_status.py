@@ -66,7 +66,7 @@ class RunStatus:
 
     @property
     def recovered(self) -> bool:
-        """True if this process has taken the place of a rank that died.
+        """True if this process has taken the place of a rank that died, or has come later by `unisono scale`.
 
         The state of the run is as on the other ranks. What the script keeps elsewhere began anew in this process.
         """

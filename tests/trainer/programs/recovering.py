@@ -1,8 +1,8 @@
 """Trains, and dies at the places that it is told: `recovering.py JSON`. Each rank prints what it has come to.
 
 A death is [rank, place, number, how]: the rank, or -1 for any; a name given to `at`, and the number there, or null for
-the first time; and "SIGKILL", another signal, "all" for a SIGKILL of all ranks, or
-"error". Each happens once in a run, whatever process comes there.
+the first time; and "SIGKILL", another signal, "all" for a SIGKILL of all ranks, "error", or "scale 4" for no death but
+a change to 4 ranks, which comes after the next step. Each happens once in a run, whatever process comes there.
 """
 
 import json
@@ -21,6 +21,7 @@ from torch.utils.data import Dataset, WeightedRandomSampler
 
 import unisono
 from unisono.engine.shared.update_protection import UpdateProtection
+from unisono.launch.control import ask, running_jobs
 from unisono.state.checkpoint_store import CheckpointStore
 from unisono.state.digest import digest
 from unisono.trainer import recovery
@@ -41,6 +42,9 @@ def at(place, number=None):
             (FOLDER / f"died{i}").touch(exist_ok=False)
         except FileExistsError:
             continue
+        if how.startswith("scale "):
+            scale(int(how.removeprefix("scale ")))
+            continue
         if how == "error":
             raise RuntimeError("a cosmic ray")
         if how == "all":
@@ -49,6 +53,16 @@ def at(place, number=None):
         else:
             os.kill(PROCESS, getattr(signal, how))  # the rank, also from one of its data workers
         time.sleep(60)
+
+
+def scale(ranks):
+    """Ask for another number of ranks, and hold this one until the others can come."""
+    for agent in running_jobs():
+        if (ask(agent, {"ask": "job"}) or {}).get("run_id") == os.environ["TORCHELASTIC_RUN_ID"]:
+            answer = ask(agent, {"ask": "scale", "ranks": ranks})
+            assert answer is not None and not answer["problem"], answer
+            while ask(agent, {"ask": "scaling"})["state"] in ("ending", "starting"):
+                time.sleep(0.005)
 
 
 def surround(owner, name, number=lambda *_, **__: trainer.steps_done):

@@ -1,0 +1,105 @@
+"""The number of ranks changes while a run goes on, which comes to the bits of one rank that nobody disturbs.
+
+To look at a run alone: `unisono run -n 2 tests/trainer/programs/recovering.py JSON`.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).parent / "programs" / "recovering.py"
+KILL = "SIGKILL"
+Event = tuple[int, str, int | None, str]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(fork_python, tmp_path_factory):
+    """What one rank comes to that nobody disturbs."""
+    known: dict[str, str] = {}
+
+    def run(**asked: object) -> str:
+        key = json.dumps({**asked, "workers": 0, "engine": "shared"}, sort_keys=True)
+        if key not in known:
+            folder = tmp_path_factory.mktemp("undisturbed")
+            known[key] = fork_python(PROGRAM, json.dumps({**json.loads(key), "folder": str(folder)}))[-1]
+        return known[key]
+
+    return run
+
+
+@pytest.fixture
+def train(run_ranks, undisturbed, tmp_path):
+    """Run the program while its number of ranks changes; return what the launcher said, and the events."""
+
+    def run(before: int, after: int, *events: Event, **asked: object) -> tuple[str, list[dict]]:
+        options = {"deaths": events, "folder": str(tmp_path), "directory": str(tmp_path / "run"), **asked}
+        job = run_ranks(before, PROGRAM, json.dumps(options))
+        expected = undisturbed(**asked)
+        came_to = {rank: lines[-1] for rank in range(6) if (lines := job.lines(rank))}
+        assert [came_to.get(rank) for rank in range(after)] == [expected] * after, job.err
+        missing = [i for i in range(len(events)) if not (tmp_path / f"died{i}").exists()]
+        assert not missing, f"these did not come: {missing}\n{job.err}"
+        return job.err, [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+
+    return run
+
+
+@pytest.mark.parametrize("engine", ["shared", "collective"])
+def test_ranks_come_and_go(train, engine):
+    changes = [(0, "stepped", 1, "scale 4"), (0, "stepped", 4, "scale 1"), (0, "stepped", 7, "scale 3")]
+    said, events = train(2, 3, *changes, engine=engine)
+    assert re.findall(r"unisono: (\d -> \d ranks? after step \d+); the run waited [\d.]+ s", said) == [
+        "2 -> 4 ranks after step 2",
+        "4 -> 1 rank after step 5",
+        "1 -> 3 ranks after step 8",
+    ]
+    told = [event for event in events if event["event"] == "resize"]
+    assert [(e["before"], e["ranks"], e["total_steps"]) for e in told] == [(2, 4, 2), (4, 1, 5), (1, 3, 8)]
+    steps = [event["total_steps"] for event in events if event["event"] == "step"]
+    assert steps == sorted(set(steps)), "a step was done twice"
+
+
+@pytest.mark.parametrize("kind", ["sampled", "joined", "gan"])
+def test_every_kind_of_batches_is_divided_anew(train, kind):
+    """With data workers; the second change comes after the last step of an epoch."""
+    epoch = 4 if kind == "sampled" else 5
+    changes = [(0, "stepped", 1, "scale 3"), (1, "stepped", epoch - 1, "scale 2")]
+    train(1, 2, *changes, engine="collective", kind=kind, workers=1)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "events"),
+    [
+        # One of the ranks dies in the step in which all agree, and one of the new ones when it meets the others.
+        (2, 4, [(0, "stepped", 2, "scale 4"), (1, "loss", 2, KILL), (3, "before rejoin", None, KILL)]),
+        # Rank 0 dies when it has let the others go.
+        (3, 2, [(1, "stepped", 2, "scale 2"), (0, "after rejoin", None, KILL)]),
+        # A rank that is to leave dies before.
+        (3, 1, [(0, "stepped", 2, "scale 1"), (2, "backward of loss", 2, KILL)]),
+    ],
+    ids=["more", "fewer", "leaving"],
+)
+def test_deaths_meanwhile_change_no_bit(train, before, after, events):
+    train(before, after, *events, engine="shared")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(60))
+def test_random_changes_and_deaths_change_no_bit(train, seed):
+    rng = random.Random(seed)
+    before, changes = rng.choice([1, 2, 3, 4]), []
+    size = before
+    for step in sorted(rng.sample(range(1, 9), rng.choice([1, 2, 3]))):
+        if (wanted := rng.choice([1, 2, 3, 4, 5])) == size:
+            continue
+        changes.append((0, "stepped", step, f"scale {wanted}"))
+        if rng.random() < 0.5 and min(size, wanted) > 1:
+            places = [("loss", step), ("stepped", step + 1), ("before rejoin", None), ("after connect", None)]
+            changes.append((rng.randrange(min(size, wanted)), *rng.choice(places), KILL))
+        size = wanted
+    train(before, size, *changes, engine=rng.choice(["shared", "collective"]), workers=rng.choice([0, 0, 1]))
