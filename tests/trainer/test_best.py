@@ -279,9 +279,9 @@ def test_a_failed_write_at_a_break_is_told_of_and_tried_again(tmp_path):
             trainer.step(loss, batch)
         folder.write_text("a file where the folder must be")
         break
-    trainer._loop._keeper.settle()
+    trainer._loop._saves._keeper.settle()
     folder.unlink()
-    trainer._loop._asked.rescue()  # what the end of the process does
+    trainer._loop._saves._asked.rescue()  # what the end of the process does
     (warning,) = warnings_of(trainer)
     assert "checkpoint not written: the checkpoint of step 2 was not written" in warning
     assert make_trainer(tmp_path).steps_done == 2

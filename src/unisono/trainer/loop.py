@@ -1,10 +1,7 @@
-"""The order of events in a run: epochs, batches and steps, the work after a step, and when the state may be saved.
+"""The order of events in a run: epochs, batches and steps, and the work after a step.
 
-The state of a run is complete when the user's loop asks for the next batch or epoch: by then the loop has done its work
-for this step, such as updating a teacher model, and does not repeat it. So the state is saved at that point, and a save
-at the end of the process writes that state, if it is still there (`asked_state`). `step` runs one step, `snapshot`
-defines the contents of a checkpoint, and `checkpointing` decides when and where it is written. `trainer` has the calls
-of users and describes their arguments. Start reading at `Loop.epochs`.
+`step` runs one step, and `save_points` saves the state of the run when the user's loop asks for the next batch or
+epoch. `trainer` has the calls of users and describes their arguments. Start reading at `Loop.epochs`.
 """
 
 from __future__ import annotations
@@ -13,28 +10,23 @@ import math
 import time
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import fields, replace
-from functools import partial
 
 from unisono.data.batch import Batch
 from unisono.data.joined_loader import JoinedLoader
 from unisono.data.sampled_loader import SampledLoader
 from unisono.data.shard_loader import ShardLoader
 from unisono.errors import UnisonoError
-from unisono.trainer.asked_state import AskedState
 from unisono.trainer.assembly import TrainerParts
-from unisono.trainer.checkpointing import Place
 from unisono.trainer.epoch import EpochResult
 from unisono.trainer.epoch_batches import EpochBatches
 from unisono.trainer.loader_cache import Loader
 from unisono.trainer.optimizer_steps import OptimizerSteps
-from unisono.trainer.rescue import Rescue
 from unisono.trainer.rollouts import Rollouts
+from unisono.trainer.save_points import SavePoints
 from unisono.trainer.snapshot import Cursor, check_same_data
 from unisono.trainer.step import Loss, StepOptions
 from unisono.trainer.step_events import StepEvents
-from unisono.trainer.step_fingerprint import intent_of_call
 from unisono.trainer.step_result import StepResult
-from unisono.trainer.stop_signals import StopSignals
 from unisono.watch import EventLog
 
 __all__ = ["Loop"]
@@ -51,19 +43,11 @@ class Loop:
         keeps: True if the run has a directory: then it is saved, also when the process is ended from outside.
     """
 
-    def __init__(
-        self,
-        parts: TrainerParts,
-        log: EventLog,
-        *,
-        keeps: bool,
-    ) -> None:
-        self._parts, self._recovery = parts, parts.recovery
-        self._run, self._keeper, self._cursor = parts.run, parts.keeper, parts.cursor
-        self._subjects, self.history = parts.subjects, parts.history
+    def __init__(self, parts: TrainerParts, log: EventLog, *, keeps: bool) -> None:
+        self._recovery, self._run, self._cursor = parts.recovery, parts.run, parts.cursor
+        self.history = parts.history
         self.optimizers = OptimizerSteps(parts)
-        self._carried, self._keeps = parts.carried, keeps
-        self._log = log
+        self._carried, self._log = parts.carried, log
         self._batch: Batch | None = None
         self._calls = 0
         self._epochs: int | None = None
@@ -74,9 +58,6 @@ class Loop:
         self._exhausted: int | None = None
         """The epoch whose batches have all been asked for."""
         self._is_dealing = False
-        self._is_asking = False
-        self._kept: Place | None = None
-        """The place whose carried values rank 0 has."""
         position = self._recovery.position
         self.began = self._cursor.place if position is None else position.began
         """The place of the run where the first processes of the job began."""
@@ -85,19 +66,9 @@ class Loop:
         self._note_asked()
         self._started_s = time.monotonic()
         self._events = StepEvents(log, parts.run.device)
-        resumed = parts.source is not None or position is not None
-        self._keeper.begin(log, self._cursor.place, self.history, resumed=resumed)
-        self._asked = AskedState(parts, log)
-        if position is None:
-            self._asked.note()
-        else:
-            self._keeper.take_over(position.saved)
-        self._rescue: Rescue | None = None
-        if self._keeper.writes:
-            self._keeper.on_taken(self._asked.rescue)
-            self._rescue = Rescue(self._asked)
-            self._rescue.watch(self)
-        self._stops = StopSignals.install(self._can_stop, self._warn) if keeps else None
+        self._saves = SavePoints(parts, log, keeps=keeps)
+        if keeps:
+            self._saves.heed_signals(self._can_stop)
 
     @property
     def mean_loss(self) -> float:
@@ -146,15 +117,14 @@ class Loop:
             )
         self._started_s = time.monotonic()
         cursor = self._cursor
-        self._recovery.call("trainer.epochs", self._keeper.hold_on_all, again=True)
-        self._watch()
+        self._saves.hold("trainer.epochs")
         self._epochs, self._last_step, self._exhausted = epochs, max_steps, None
         try:
             if cursor.epoch >= epochs or self._is_over():
                 self._tell_over(epochs, max_steps)
             while cursor.epoch < epochs and not self._is_over():
                 self._ask(epoch_ended=True)
-                self._is_asking = False
+                self._saves.is_asking = False
                 self._recovery.begin_epoch()
                 self._run.set_generators("epoch", cursor.epoch)
                 yield cursor.epoch
@@ -164,25 +134,17 @@ class Loop:
             in_mid_epoch = self._is_over() and cursor.step > 0
             if not in_mid_epoch:
                 self._ask(finishing=True)
-            self._keep_carried()
-            self._is_asking = True
-            self._recovery.leave_epochs()
-            finish = partial(self._keeper.finish, cursor.place, self._asked.capture, retry=not in_mid_epoch)
-            self._recovery.call("the end of trainer.epochs", finish)
+            self._saves.finish(in_mid_epoch=in_mid_epoch)
             self._run.set_generators("loop", cursor.epoch, cursor.step, 0)
-            if self._rescue is not None:
-                self._rescue.release()
-            if self._keeper.best is not None and (message := self._keeper.best.told_at_end(self.history)) is not None:
-                self._warn(message)
+            self._saves.release()
         except GeneratorExit:
-            self._asked.save_left()
+            self._saves.save_left()
             raise
         finally:
             self._epochs = self._last_step = None
             self._recovery.leave_epochs()
         self._log.emit("end", total_steps=cursor.total_steps, seconds=round(time.monotonic() - self._started_s, 3))
-        if self._stops is not None:
-            self._stops.raise_pending()
+        self._saves.raise_pending()
 
     def next_epoch(self) -> int:
         """Return the epoch whose batches come next.
@@ -250,7 +212,7 @@ class Loop:
                     self.versions = batch.versions()
                 self._recovery.note("loop")
                 self._run.set_generators("loop", batch.epoch, batch.step, 0)
-                self._is_asking = False
+                self._saves.is_asking = False
                 yield batch
                 if turn != self._turn:
                     raise ValueError(
@@ -265,12 +227,13 @@ class Loop:
             self._batch = None
             self._run.set_generators("loop", cursor.epoch, cursor.step, 0)
             if ends_early:
-                self._save_if_whole()  # The run ends in mid-epoch: the loop's code after an epoch is not part of it.
+                # The run ends in mid-epoch: the loop's code after an epoch is not part of it.
+                self._saves.save_if_whole()
             elif within_epochs:
                 self._exhausted = cursor.epoch
             else:
                 self._end_epoch()
-            self._is_asking = False
+            self._saves.is_asking = False
         finally:
             if turn == self._turn:
                 self._is_dealing = False
@@ -316,11 +279,11 @@ class Loop:
             # The user's function makes the batch: not for nothing, and it may change the run's state.
             if self._is_over() and self._cursor.step < loader.steps:
                 return None, True
-            self._is_asking = False
+            self._saves.is_asking = False
         try:
             batch = next(batches, None)
         except BaseException:
-            self._save_if_whole()
+            self._saves.save_if_whole()
             raise
         return (None, True) if batch is not None and self._is_over() else (batch, False)
 
@@ -330,15 +293,13 @@ class Loop:
             raise ValueError("step takes the batch that trainer.batches gave last, once it is in your loop")
         name = self.optimizers.name(optimizer)
         runner = self.optimizers.runners[name]
-        if self._keeper.best is not None and self._keeper.best.has_candidate:
-            self._asked.save_evaluated(self._keeper.best)
+        self._saves.save_evaluated()
         try:
             with self._carried.transaction():
                 result = runner.run(loss_fn, batch, call=self._calls, options=options)
         except UnisonoError:
             # A signal to all ranks has ended the others, too: this rank's signal explains more than their end.
-            if self._stops is not None:
-                self._stops.raise_pending()
+            self._saves.raise_pending()
             raise
         if not result.skipped:
             self.optimizers.follow(name)
@@ -369,69 +330,36 @@ class Loop:
         if not self._calls:
             cursor.step, cursor.total_steps = batch.step + 1, cursor.total_steps + 1
         self._calls += 1
-        self._asked.has_stepped = True
+        self._saves.note_step()
 
     def _count_loss(self, batch: Batch, result: StepResult) -> None:
         cursor = self._cursor
         cursor.loss_sum, cursor.loss_weight = cursor.loss_sum + result * batch.size, cursor.loss_weight + batch.size
 
     def note_evaluation(self, name: str, values: Mapping[str, float]) -> None:
-        """Add the results of an evaluation to the history, and see whether the best checkpoint is due.
-
-        Raises:
-            ValueError: On all ranks, if several evaluations have a metric of the name that decides.
-        """
-        self._keeper.report(self.history, self.history.add(name, values, step=self._cursor.total_steps))
+        """Add the results of an evaluation to the history; see `SavePoints.note_evaluation`."""
+        self._saves.note_evaluation(name, values)
 
     def save(self, tag: str | None = None) -> None:
-        """Save a checkpoint now, in the background or, with a tag, until it is on disk; see `Trainer.save`."""
-        self._keep_carried()
-        if tag is not None:
-            self._keeper.save_tag(tag, self._cursor.place, self._asked.capture)
-            return
-        self._keeper.save(self._cursor.place, self._asked.capture)
-        self._asked.note()
+        """Save a checkpoint now; see `Trainer.save`."""
+        self._saves.save(tag)
 
     def _ask(self, *, epoch_ended: bool = False, finishing: bool = False) -> None:
         """Note that the loop asks for its next batch or epoch, so that its state is complete; save and stop if due."""
         self._recovery.ask()
         self._note_asked()
-        if not self._recovery.is_joined:
-            return  # the state is not the run's yet
-        self._keep_carried()
-        self._asked.note()
-        if not finishing:
-            self._keeper.save_if_due(self._cursor.place, self._asked.capture, epoch_ended=epoch_ended)
-        self._is_asking = True
-        if not finishing and self._stops is not None and self._stops.is_due(is_main=self._run.world.rank == 0):
-            self._save_if_whole()
-            self._stops.raise_pending()
+        if self._recovery.is_joined:  # otherwise the state is not the run's yet
+            self._saves.ask(epoch_ended=epoch_ended, finishing=finishing)
 
     def _note_asked(self) -> None:
         self.asked = replace(self._cursor), len(self.history)
         """The cursor and the number of evaluations when the loop last asked for a batch or an epoch."""
 
-    def _keep_carried(self) -> None:
-        """Bring the values that virtual ranks carry to rank 0, once for each place of a run that is saved."""
-        cursor = self._cursor
-        if not (self._carried and self._keeps) or cursor.place == self._kept:
-            return
-        self._parts.compare(
-            intent_of_call("trainer.batches()", epoch=cursor.epoch, step=cursor.step, total_steps=cursor.total_steps)
-        )
-        self._carried.keep()
-        self._kept = cursor.place
-
     def _begin_alone(self) -> None:
         """Prepare the batches of an epoch as a loop over epochs does, where there is none."""
-        self._recovery.call("trainer.batches beginning", self._keeper.hold_on_all, again=True)
-        self._watch()
+        self._saves.hold("trainer.batches beginning")
         if self._exhausted == self._cursor.epoch:
             self._end_epoch()
-
-    def _watch(self) -> None:
-        if self._rescue is not None:
-            self._rescue.watch(self)
 
     def _end_epoch(self) -> None:
         """Advance the cursor to the next epoch."""
@@ -463,15 +391,9 @@ class Loop:
     def _is_over(self) -> bool:
         return self._last_step is not None and self._cursor.total_steps >= self._last_step
 
-    def _save_if_whole(self) -> None:
-        """Save a state newer than the last checkpoint, while the loop waits for its next batch or epoch."""
-        if self._is_asking and self._keeper.is_newer(self._cursor.place):
-            self._keeper.save(self._cursor.place, self._asked.capture)
-
     def raise_pending(self) -> None:
         """Raise the exception of a signal that was put off."""
-        if self._stops is not None:
-            self._stops.raise_pending()
+        self._saves.raise_pending()
 
     @property
     def batch(self) -> Batch | None:
@@ -495,14 +417,11 @@ class Loop:
                 setattr(self._cursor, each.name, getattr(cursor, each.name))
             self._calls = calls
         if self._cursor.place == self.asked[0].place and not self._calls:
-            self._asked.note()  # the state is the one from when the loop asked
+            self._saves.note_state()  # the state is the one from when the loop asked
 
     def _can_stop(self) -> bool:
-        """Return True if the run may end here without losing a state that a later end could save."""
-        if self._asked.is_writing or self._asked.is_leaving:
-            return False
-        is_looping = self._epochs is not None or self._is_dealing
-        return self._is_asking or not is_looping or not (self._asked.has_stepped or self._asked.unknown)
+        """Return True if a signal may end the run at once."""
+        return self._saves.can_stop(is_looping=self._epochs is not None or self._is_dealing)
 
     def _warn(self, sentence: str) -> None:
         self._log.emit("warning", message=sentence)

@@ -1,0 +1,175 @@
+"""The points of a run at which its state is complete, and what is saved there.
+
+The state is complete when the user's loop asks for the next batch or epoch: by then the loop has done its work for this
+step, such as updating a teacher model, and does not repeat it. So the state is saved at that point, and a save at the
+end of the process writes that state, if it is still there (`asked_state`). `checkpointing` decides when and where it is
+written. Start reading at `SavePoints.ask`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from unisono.trainer.asked_state import AskedState
+from unisono.trainer.assembly import TrainerParts
+from unisono.trainer.checkpointing import Place
+from unisono.trainer.rescue import Rescue
+from unisono.trainer.step_fingerprint import intent_of_call
+from unisono.trainer.stop_signals import StopSignals
+from unisono.watch import EventLog
+
+__all__ = ["SavePoints"]
+
+
+class SavePoints:
+    """Saves the state of one run where it is complete, and lets signals end the run there.
+
+    Args:
+        parts: The parts of the run.
+        log: Gets its events.
+        keeps: True if the run has a directory.
+    """
+
+    def __init__(self, parts: TrainerParts, log: EventLog, *, keeps: bool) -> None:
+        self._parts, self._recovery, self._log = parts, parts.recovery, log
+        self._keeper, self._cursor, self._history = parts.keeper, parts.cursor, parts.history
+        self._carried, self._keeps = parts.carried, keeps
+        self.is_asking = False
+        """True from when the loop asks for a batch or an epoch until it gets one."""
+        self._kept: Place | None = None
+        """The place whose carried values rank 0 has."""
+        position = self._recovery.position
+        resumed = parts.source is not None or position is not None
+        self._keeper.begin(log, self._cursor.place, self._history, resumed=resumed)
+        self._asked = AskedState(parts, log)
+        if position is None:
+            self._asked.note()
+        else:
+            self._keeper.take_over(position.saved)
+        self._rescue: Rescue | None = None
+        if self._keeper.writes:
+            self._keeper.on_taken(self._asked.rescue)
+            self._rescue = Rescue(self._asked)
+            self._rescue.watch(self)
+        self._stops: StopSignals | None = None
+
+    def heed_signals(self, can_stop: Callable[[], bool]) -> None:
+        """End the run on SIGTERM and Ctrl-C from now on, where its state can be saved.
+
+        Args:
+            can_stop: A bound method that returns True while a signal may end the run at once. It may be called at any
+                time from now on. Its object is not kept alive.
+        """
+        self._stops = StopSignals.install(can_stop, self._warn)
+
+    def hold(self, call: str) -> None:
+        """Take the directory of the run, before a loop begins. Every rank must call it.
+
+        Args:
+            call: The name of the user's call, for the recovery of a rank.
+        """
+        self._recovery.call(call, self._keeper.hold_on_all, again=True)
+        if self._rescue is not None:
+            self._rescue.watch(self)
+
+    def ask(self, *, epoch_ended: bool = False, finishing: bool = False) -> None:
+        """Note that the loop asks for its next batch or epoch, so that its state is complete; save and stop if due."""
+        self._keep_carried()
+        self._asked.note()
+        if not finishing:
+            self._keeper.save_if_due(self._cursor.place, self._asked.capture, epoch_ended=epoch_ended)
+        self.is_asking = True
+        if not finishing and self._stops is not None and self._stops.is_due(is_main=self._parts.run.world.rank == 0):
+            self.save_if_whole()
+            self._stops.raise_pending()
+
+    def save(self, tag: str | None = None) -> None:
+        """Save a checkpoint now, in the background or, with a tag, until it is on disk; see `Trainer.save`."""
+        self._keep_carried()
+        if tag is not None:
+            self._keeper.save_tag(tag, self._cursor.place, self._asked.capture)
+            return
+        self._keeper.save(self._cursor.place, self._asked.capture)
+        self._asked.note()
+
+    def save_if_whole(self) -> None:
+        """Save a state newer than the last checkpoint, while the loop waits for its next batch or epoch."""
+        if self.is_asking and self._keeper.is_newer(self._cursor.place):
+            self._keeper.save(self._cursor.place, self._asked.capture)
+
+    def save_evaluated(self) -> None:
+        """Save the state that an evaluation found to be the best one, before a step changes it."""
+        if self._keeper.best is not None and self._keeper.best.has_candidate:
+            self._asked.save_evaluated(self._keeper.best)
+
+    def save_left(self) -> None:
+        """Save the state from when the loop asked last, after it was left by break or an error."""
+        self._asked.save_left()
+
+    def finish(self, *, in_mid_epoch: bool) -> None:
+        """Save the end of a run, and wait until it is on disk. Every rank must call it.
+
+        Args:
+            in_mid_epoch: True if the run ends before its epoch does: a failed write is then not tried again.
+
+        Raises:
+            CheckpointError, BaseException: See `Checkpointing.finish`.
+        """
+        self._keep_carried()
+        self.is_asking = True
+        self._recovery.leave_epochs()
+        finish = partial(self._keeper.finish, self._cursor.place, self._asked.capture, retry=not in_mid_epoch)
+        self._recovery.call("the end of trainer.epochs", finish)
+
+    def release(self) -> None:
+        """Stop watching for the end of the process, once everything is saved; warn if no best checkpoint was found."""
+        if self._rescue is not None:
+            self._rescue.release()
+        if self._keeper.best is not None and (message := self._keeper.best.told_at_end(self._history)) is not None:
+            self._warn(message)
+
+    def note_evaluation(self, name: str, values: Mapping[str, float]) -> None:
+        """Add the results of an evaluation to the history, and see whether the best checkpoint is due.
+
+        Raises:
+            ValueError: On all ranks, if several evaluations have a metric of the name that decides.
+        """
+        self._keeper.report(self._history, self._history.add(name, values, step=self._cursor.total_steps))
+
+    def note_step(self) -> None:
+        """Note that a step was done: the state from when the loop asked last is gone."""
+        self._asked.has_stepped = True
+
+    def note_state(self) -> None:
+        """Note that the present state is the one from when the loop asked last."""
+        self._asked.note()
+
+    def can_stop(self, *, is_looping: bool) -> bool:
+        """Return True if the run may end here without losing a state that a later end could save.
+
+        Args:
+            is_looping: True while a loop over epochs or batches is under way.
+        """
+        if self._asked.is_writing or self._asked.is_leaving:
+            return False
+        return self.is_asking or not is_looping or not (self._asked.has_stepped or self._asked.unknown)
+
+    def raise_pending(self) -> None:
+        """Raise the exception of a signal that was put off."""
+        if self._stops is not None:
+            self._stops.raise_pending()
+
+    def _keep_carried(self) -> None:
+        """Bring the values that virtual ranks carry to rank 0, once for each place of a run that is saved."""
+        cursor = self._cursor
+        if not (self._carried and self._keeps) or cursor.place == self._kept:
+            return
+        self._parts.compare(
+            intent_of_call("trainer.batches()", epoch=cursor.epoch, step=cursor.step, total_steps=cursor.total_steps)
+        )
+        self._carried.keep()
+        self._kept = cursor.place
+
+    def _warn(self, sentence: str) -> None:
+        self._log.emit("warning", message=sentence)
