@@ -34,6 +34,7 @@ UNLIKE = {
     "dtypes": lambda i: X[i] if i < 20 else X[i].double(),
     "a double in the middle of a micro-batch": lambda i: X[i].double() if i == 14 else X[i],
     "int among floats": lambda i: X[i].long() if i >= 34 else X[i],
+    "a float label in the middle of a micro-batch": lambda i: torch.tensor(i + 0.5) if i == 14 else torch.tensor(i),
     "types": lambda i: (i if i < 20 else i / 2,),
     "tuples and lists": lambda i: (i, 1) if i < 20 else [i, 1],
     "lengths": lambda i: (i,) * (1 + i // 20),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import sys
+from array import array
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
@@ -78,7 +79,7 @@ def collate_columns(samples: list[Any], sizes: Sequence[int], *, share: bool = F
     try:
         return Columns(_collate(samples, own, share), own)
     # Whatever stack and tensor refuse, such as shapes that differ, default_collate refuses or knows how to do.
-    except (_NotAlikeError, RuntimeError, ValueError, TypeError, KeyError):
+    except (_NotAlikeError, RuntimeError, ValueError, TypeError, KeyError, OverflowError):
         return None
 
 
@@ -122,7 +123,8 @@ def _stack(values: Sequence[Tensor], sizes: tuple[int, ...], *, share: bool) -> 
     # Into memory of a dtype, stack would convert what it promotes otherwise.
     shares_it = share and _paddings(sizes, first.nbytes) is None and all(each.dtype == dtype for each in values)
     if not shape and dtype is torch.int64 and not any(map(Tensor.dim, values)):
-        stacked = torch.tensor([*map(Tensor.item, values)], dtype=dtype)  # in less time than stack: labels
+        # Labels, in half the time of stack; the array takes no floats. clone, for memory that is aligned and torch's.
+        stacked = torch.frombuffer(array("q", map(Tensor.item, values)), dtype=dtype).clone()
     elif shares_it:
         stacked = torch.stack(values, out=empty_shared((len(values), *shape), dtype))  # type: ignore[arg-type]
     else:

@@ -7,7 +7,7 @@ part). Augmentation therefore does not depend on the worker or rank that perform
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -121,32 +121,42 @@ class Fetcher(Dataset[Any]):
 
     def _read_together(self, task: Task, seed: Callable[[int], None] | None, share: bool) -> list[Any] | Columns:
         """Read micro-batches and collate them together, which draws no numbers; if that cannot be, one by one."""
-        each = [self._samples(part, task.epoch, seed) for part in task.parts]
-        samples = each[0] if len(each) == 1 else [*chain.from_iterable(each)]
-        columns = collate_columns(samples, [len(own) for own in each], share=share)
+        if self._reads_together:
+            each = [self._samples(part, task.epoch, seed) for part in task.parts]
+            samples, sizes = [*chain.from_iterable(each)], [len(own) for own in each]
+        else:
+            samples = self._read_each(task.parts, task.epoch, seed)
+            sizes = [len(part.indices) for part in task.parts]
+        columns = collate_columns(samples, sizes, share=share)
         if columns is not None:
             self._misses = 0
             return columns
         self._misses += 1
-        found = []
-        for part, own in zip(task.parts, each, strict=True):
+        found, remaining = [], iter(samples)
+        for part, size in zip(task.parts, sizes, strict=True):
             self._seed_collating(task, part, seed)
-            found.append(default_collate(own))
+            found.append(default_collate([*islice(remaining, size)]))
         return found
 
     def _samples(self, part: Part, epoch: int, seed: Callable[[int], None] | None) -> list[Any]:
-        """Return the samples of a micro-batch; call `seed` before each."""
+        """Return the samples of a micro-batch; call `seed` before each, or before all that are read together."""
+        if not self._reads_together:
+            return self._read_each([part], epoch, seed)
+        if seed is not None:
+            use, owners = _owners(part)
+            seed(self.settings.key(f"{use}s", epoch, owners[0]))
+        return self.dataset.__getitems__(part.indices)  # type: ignore[no-any-return]
+
+    def _read_each(self, parts: Sequence[Part], epoch: int, seed: Callable[[int], None] | None) -> list[Any]:
+        """Return the samples of some micro-batches, in order; call `seed` before each sample."""
         dataset = self.dataset
-        if self._reads_together:
-            if seed is not None:
-                use, owners = _owners(part)
-                seed(self.settings.key(f"{use}s", epoch, owners[0]))
-            return dataset.__getitems__(part.indices)  # type: ignore[no-any-return]
+        indices = [*chain.from_iterable([part.indices for part in parts])]
         if seed is None:
-            return [dataset[index] for index in part.indices]
+            return [dataset[index] for index in indices]
         samples = []
-        use, owners = _owners(part)
-        for index, key in zip(part.indices, self.settings.keys(use, epoch, last=owners), strict=True):
+        use = _owners(parts[0])[0]
+        owned = chain.from_iterable([_owners(part)[1] for part in parts])
+        for index, key in zip(indices, self.settings.keys(use, epoch, last=owned), strict=True):
             seed(key)
             samples.append(dataset[index])
         return samples

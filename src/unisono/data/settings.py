@@ -91,8 +91,8 @@ class LoaderSettings:
         """Return the key of one use, such as reading a sample, at its coordinates: epoch, sample, ..."""
         return derive_key(self.seed, f"{self.stream}/{use}", *coordinates)
 
-    def keys(self, use: str, *coordinates: int, last: Iterable[int]) -> Iterator[int]:
-        """Yield the keys of uses that differ in their last coordinate alone."""
+    def keys(self, use: str, *coordinates: int, last: Iterable[int]) -> list[int]:
+        """Return the keys of uses that differ in their last coordinate alone."""
         return derive_keys(self.seed, f"{self.stream}/{use}", *coordinates, last=last)
 
     def order(self, steps: Iterable[range], *, num_samples: int, epoch: int, width: int) -> Iterator[Tensor]:

@@ -8,7 +8,8 @@ do not depend on them.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+import struct
+from collections.abc import Iterable
 
 __all__ = ["derive_key", "derive_keys"]
 
@@ -33,15 +34,17 @@ def derive_key(seed: int, stream: str, *coordinates: int) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
-def derive_keys(seed: int, stream: str, *coordinates: int, last: Iterable[int]) -> Iterator[int]:
-    """Derive the keys of points that differ in their last coordinate alone, in a third of the time.
+def derive_keys(seed: int, stream: str, *coordinates: int, last: Iterable[int]) -> list[int]:
+    """Derive the keys of points that differ in their last coordinate alone, in less than a third of the time.
 
-    >>> list(derive_keys(0, "sample", 3, last=[5, 6])) == [derive_key(0, "sample", 3, i) for i in (5, 6)]
+    >>> derive_keys(0, "sample", 3, last=[5, 6]) == [derive_key(0, "sample", 3, i) for i in (5, 6)]
     True
     """
     text = ("%d %s " + "%d " * len(coordinates)) % (seed, stream, *coordinates)
-    common = hashlib.blake2b(text.encode(), digest_size=8)
+    copy = hashlib.blake2b(text.encode(), digest_size=8).copy
+    digests = []
     for each in last:
-        hashed = common.copy()
+        hashed = copy()
         hashed.update(b"%d" % each)
-        yield int.from_bytes(hashed.digest(), "little") >> 1
+        digests.append(hashed.digest())
+    return [number >> 1 for number in struct.unpack(f"<{len(digests)}Q", b"".join(digests))]
