@@ -63,7 +63,7 @@ class RecoveryLink(Protocol):
         """
 
     def note_samples(self, samples: str) -> None:
-        """Note the samples that this rank computes, as words, in a step that is repeated after a death."""
+        """Note the samples that this rank computes, as words, in a step that is repeated after a death; "": none."""
 
     def membership(self) -> Membership:
         """Return the latest decision."""

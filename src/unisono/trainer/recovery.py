@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
@@ -35,6 +35,7 @@ from unisono.job.rejoin import (
 from unisono.job.user_function import collectives_of_user, count_collectives
 from unisono.peer_loss import is_peer_lost
 from unisono.recovery_link import Phase, RecoveryLink
+from unisono.text import list_first
 from unisono.trainer.call_log import CallLog, LoggedCall
 from unisono.trainer.recoverable import Account, Position, Recoverable
 
@@ -47,6 +48,7 @@ _PATIENCE_S = 5.0
 _DOUBT_S = 0.5
 """The same after an error that need not come from a lost peer."""
 _PAUSE_S = 0.0005
+_MOST_SAMPLES = 16
 _RESIZE = "trainer.batches, where the number of ranks changes"
 
 
@@ -74,6 +76,8 @@ class Recovery:
         self._joined = 0 if link is None else link.membership().number
         self._refused = False
         self._resizes = False
+        self._is_again = False
+        """True in a call that is made again after a death."""
         self._within = False
         self._name = ""
         self._counted = (0, 0)
@@ -152,10 +156,13 @@ class Recovery:
                 raise _DecisionError
             time.sleep(_PAUSE_S)
 
-    def note(self, phase: Phase, virtual_rank: int = -1) -> None:
-        """Note what this rank does, for messages about its death."""
+    def note(self, phase: Phase, virtual_rank: int = -1, samples: Sequence[int] = ()) -> None:
+        """Note what this rank does, for messages about its death; with samples only in a call that is made again."""
         if self._link is not None and self._run is not None:
             self._link.note(phase, self._run.steps_done, virtual_rank)
+            if self._is_again and samples:
+                names = list_first(samples, _MOST_SAMPLES)
+                self._link.note_samples(f"sample{'s' * (len(samples) > 1)} {names}")
 
     def begin_epoch(self) -> None:
         """Note that the body of an epoch begins."""
@@ -200,6 +207,7 @@ class Recovery:
         self._name = name
         if not self.is_joined:
             self._meet()
+            self._is_again = True
         elif self._uses() != self._counted:
             self.refuse("ranks call collectives of torch.distributed or unisono.comm between the Trainer's calls")
         while True:
@@ -218,7 +226,11 @@ class Recovery:
                 account(missed.result, counts=False)
                 self._counted = self._uses()
                 return missed.result  # type: ignore[no-any-return]
+            self._is_again = True
         self.note("loop")
+        if self._is_again:
+            self._is_again = False
+            self._link.note_samples("")
         if not self._refused:
             self._log.add(name, None if again else result if keeps else _Dropped())
         self._counted = self._uses()

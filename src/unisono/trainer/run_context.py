@@ -53,7 +53,7 @@ class RunContext:
     device: torch.device
     """The device that this rank computes on."""
     note: Callable[..., None] = _nothing
-    """Notes what this rank does, as note(phase, virtual rank), for messages about its death."""
+    """Notes what this rank does, as note(phase, virtual rank, indices of samples), for messages about its death."""
     resizing: Resizing = field(default_factory=_NoResizing)
     """Changes the number of ranks."""
 

@@ -126,7 +126,7 @@ class VirtualRankGradients:
             items = to_device(micro_batch.items, self._run.device)
             if carried is not None:
                 carried.begin(share.virtual_rank, micro_batches=len(share.micro_batches))
-            self._run.note("forward", share.virtual_rank)
+            self._run.note("forward", share.virtual_rank, micro_batch.indices)
             counted = count_collectives()
             with self._forward_context(samples):
                 result = loss_fn(self._models, items)
@@ -222,6 +222,7 @@ class VirtualRankGradients:
     def _encode(self, share: Share, batch: Batch, call: int, options: StepOptions) -> EncodedShare:
         """Encode the samples of a share."""
         self._run.set_generators("model", batch.epoch, batch.step, call, share.virtual_rank)
+        self._run.note("forward", share.virtual_rank, [i for each in share.micro_batches for i in each.indices])
 
         def encode(items: Any) -> Any:
             assert options.encode is not None
