@@ -15,6 +15,7 @@ from bench import (
     loading,
     permutation,
     protect,
+    recovery,
     replicate,
     shared,
     start,
@@ -54,5 +55,6 @@ BENCHMARKS: tuple[Benchmark, ...] = (
     _benchmark(comm, "unisono.comm against the raw calls of torch.distributed"),
     _benchmark(loading, "Trainer.batches against DataLoader + DistributedSampler"),
     _benchmark(checkpoint, "Trainer.save against torch.save in the foreground"),
+    _benchmark(recovery, "a killed rank: unisono run against torchrun --max-restarts, to the next new step"),
     _benchmark(start, "unisono run against torchrun, to the first all_reduce"),
 )
