@@ -102,6 +102,11 @@ def test_a_stopped_rank_is_missing_even_inside_the_collective():
     assert finding.waits[0].missing == (1,)
 
 
+def test_a_rank_that_is_stopped_in_its_own_wait_is_stuck_and_does_not_wait():
+    finding = verdict(rank(0, call(sequence=2)), rank(1, call(sequence=2), state="stopped"))
+    assert [wait.waiting for wait in finding.waits] == [(0,)] and finding.stuck == (1,)
+
+
 def test_a_collective_that_all_are_in_gets_twice_the_time():
     situations = rank(0, call(sequence=2)), rank(1, call(sequence=2, age_s=39))
     assert verdict(*situations) is None

@@ -72,6 +72,11 @@ class Situation:
         return self.exit_code is not None or self.state == "ended"
 
     @property
+    def can_wait(self) -> bool:
+        """True if it can go on when others come; one that is stopped is waited for, also in a wait of its own."""
+        return not self.ended and self.state != "stopped"
+
+    @property
     def main(self) -> Thread | None:
         """The stack of the main thread, or the last one if it cannot be identified."""
         return next((thread for thread in self.threads if thread.ident == self.main_thread), None) or (
@@ -273,7 +278,7 @@ def _mismatch_of_backends(situations: Sequence[Situation]) -> Mismatch | None:
 def _find_waits(by_rank: Mapping[int, Situation], *, now_ns: int, patience_ns: int) -> list[OperationWait]:
     found: dict[tuple[object, ...], OperationWait] = {}
     for situation in by_rank.values():
-        if situation.ended:
+        if not situation.can_wait:
             continue
         late = [call for call in situation.calls if call.running and now_ns - call.started_ns >= patience_ns]
         for call in late:
@@ -315,8 +320,8 @@ def _wait_in(call: RecordedCall, situation: Situation, by_rank: Mapping[int, Sit
 
 
 def _same_call(situation: Situation | None, call: RecordedCall) -> RecordedCall | None:
-    """Return the same collective of another rank, if that rank is inside it now."""
-    if situation is None or situation.ended:
+    """Return the same collective of another rank, if that rank is inside it now, and not stopped there."""
+    if situation is None or not situation.can_wait:
         return None
     for own in situation.calls:
         if own.running and _alike(own, call) and (own.epoch, own.sequence) == (call.epoch, call.sequence):
@@ -342,7 +347,7 @@ def _wait_in_backend(entry: Pending, by_rank: Mapping[int, Situation]) -> Operat
     inside = {
         rank: own
         for rank, situation in by_rank.items()
-        if not situation.ended
+        if situation.can_wait
         and (own := next((o for o in situation.pending if _same_entry(o, entry)), None)) is not None
     }
     return OperationWait(
