@@ -32,3 +32,40 @@ def test_a_stuck_rank_is_killed_and_replaced_after_its_stack_was_shown(launcher,
     assert "rank 1 kept the others waiting for 1.5 s; killed (--stuck-timeout)" in result.stderr
     assert result.stderr.index("for rank 1") < result.stderr.index("killed (--stuck-timeout)")
     assert "rank 1 was killed by SIGKILL in forward of step 4; replaced" in result.stderr
+
+
+def test_a_rank_that_is_stuck_after_another_was_replaced_is_killed_too(warm_launcher):
+    script = """
+        import os, pathlib, signal, threading, torch, unisono
+        lock = threading.Lock()
+        lock.acquire()
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 4)
+        trainer = unisono.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), virtual_ranks=4, progress=False)
+        data = torch.utils.data.TensorDataset(torch.ones(80, 4))
+
+        def once(name, rank, step):
+            mark = pathlib.Path(name)
+            if trainer.rank != rank or trainer.steps_done != step or mark.exists():
+                return False
+            mark.touch()
+            return True
+
+        def loss(model, batch):
+            if once("killed", 1, 2):
+                os.kill(os.getpid(), signal.SIGKILL)
+            if once("stuck", 0, 6):
+                lock.acquire()
+            return model(batch[0]).square().mean(1)
+
+        for epoch in trainer.epochs(1):
+            for batch in trainer.batches(data, batch_size=8):
+                trainer.step(loss, batch)
+        """
+    name = warm_launcher.write("later.py", script)
+    result = warm_launcher.run(
+        "run", "-n", "2", "--hang-report", "0.5", "--stuck-timeout", "1.5", "--hang-abort", "9", name
+    )
+    assert result.returncode == 0, result.stderr
+    assert "rank 0 kept the others waiting for 1.5 s; killed (--stuck-timeout)" in result.stderr
+    assert "all ranks of the group are in it" not in result.stderr

@@ -395,7 +395,7 @@ class Observer:
             state=state.state if state else "ended",
             exit_code=watched.exit_code,
             load=watched.load,
-            calls=tuple(call for call in watched.block.calls() if self._matters(call)),
+            calls=tuple(self._comparable(call) for call in watched.block.calls() if self._matters(call)),
             main_thread=watched.block.main_thread,
             threads=stacks.get(watched.pid, ()),
             children=tuple((pid, read_state(pid).name, found) for pid, found in stacks.items() if pid != watched.pid),
@@ -404,6 +404,10 @@ class Observer:
 
     def _matters(self, call: RecordedCall) -> bool:
         return self._past_ns is None or call.started_ns >= self._past_ns or call.kind == "setup"
+
+    def _comparable(self, call: RecordedCall) -> RecordedCall:
+        """Return a call as those of other ranks are counted: one that was replaced has made fewer default groups."""
+        return call if self._past_ns is None else replace(call, epoch=0)
 
 
 def _poll(requests: dict[int, StackRequest]) -> bool:
