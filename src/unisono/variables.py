@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-__all__ = ["CHECK_VARIABLE", "CPU_BACKEND_VARIABLE", "EVENTS_VARIABLE"]
+__all__ = ["CHECK_VARIABLE", "CPU_BACKEND_VARIABLE", "DRILL_VARIABLE", "EVENTS_VARIABLE"]
 
 CHECK_VARIABLE = "UNISONO_CHECK"
 """If 1, `unisono.comm` compares calls between ranks. `unisono run --check` sets it."""
 
 CPU_BACKEND_VARIABLE = "UNISONO_CPU_BACKEND"
 """The backend that "auto" selects for ranks without GPUs: "gloo" or "shm". `unisono run --cpu-backend` sets it."""
+
+DRILL_VARIABLE = "UNISONO_DRILL"
+"""The folder in which a Trainer keeps all that it would keep elsewhere, and tells what `unisono drill` compares."""
 
 EVENTS_VARIABLE = "UNISONO_EVENTS_FD"
 """The file descriptor of the pipe to which rank 0 writes progress events, one JSON object per line."""

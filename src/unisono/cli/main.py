@@ -11,6 +11,7 @@ from typing import NoReturn
 
 import click
 
+from unisono.cli.drill import drill
 from unisono.cli.ps import ps, stacks
 from unisono.cli.run import run
 from unisono.cli.scale import scale
@@ -35,7 +36,7 @@ def cli(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for command in (run, ps, stacks, scale):
+for command in (run, drill, ps, stacks, scale):
     cli.add_command(command)
 
 

@@ -23,7 +23,7 @@ from unisono.launch.preflight import check_machine, with_log_folder
 from unisono.machine import usable_cores
 from unisono.variables import CHECK_VARIABLE, CPU_BACKEND_VARIABLE
 
-__all__ = ["FLAGS", "job_of", "run"]
+__all__ = ["FLAGS", "environment_of", "job_of", "run"]
 
 _RANKS, _PROGRAM, _ENDS, _OUTPUT, _MEETING, _IGNORED = (
     "Ranks",
@@ -296,11 +296,16 @@ def run(command: tuple[str, ...], **given: Any) -> int:
     check_machine(job, environment=os.environ)
     if job.output.directory is None and (job := with_log_folder(job)).output.directory is not None:
         click.echo(f"unisono: log files in {job.output.directory}; --log-dir chooses another folder", err=True)
-    # Without the flags, unisono.init() decides.
+    environment = {**os.environ, **environment_of(given)}
+    return run_job(job, environment=environment, stdout=sys.stdout, stderr=sys.stderr)
+
+
+def environment_of(given: Mapping[str, Any]) -> dict[str, str]:
+    """Return the variables that ranks get from the values of the flags. Without the flags, unisono.init() decides."""
     told = {CPU_BACKEND_VARIABLE: given["cpu_backend"]} if given["cpu_backend"] else {}
     if given["check"]:
         told[CHECK_VARIABLE] = "1"
-    return run_job(job, environment={**os.environ, **told}, stdout=sys.stdout, stderr=sys.stderr)
+    return told
 
 
 def job_of(given: Mapping[str, Any], command: tuple[str, ...]) -> LaunchJob:

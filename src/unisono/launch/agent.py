@@ -50,6 +50,7 @@ _DOUBT_S = 0.5
 """How long to wait, when all that is known is a lost connection, for the failure of the rank that closed it."""
 
 OnFailure = Callable[[int, int], bool]
+OnRecovery = Callable[[dict[str, Any]], None]
 
 
 def run_job(
@@ -59,6 +60,7 @@ def run_job(
     stdout: TextIO,
     stderr: TextIO,
     on_failure: OnFailure = lambda rank, code: False,
+    on_recovery: OnRecovery = lambda entry: None,
 ) -> int:
     """Run a job to its end and return the exit code of the launcher.
 
@@ -68,23 +70,33 @@ def run_job(
     Args:
         on_failure: Called with the rank that was the cause of a failure and its exit code. Returns True if it reports
             the failure itself.
+        on_recovery: Called when ranks have been replaced and all go on, with what `Replacing` tells about it.
 
     Raises:
         LaunchError: The system's limits do not allow this number of ranks, log files cannot be created, or no process
             can be started.
     """
-    return _Agent(job, environment=environment, stdout=stdout, stderr=stderr, on_failure=on_failure).run()
+    return _Agent(
+        job, environment=environment, stdout=stdout, stderr=stderr, on_failure=on_failure, on_recovery=on_recovery
+    ).run()
 
 
 class _Agent:
     """One job from start to end."""
 
     def __init__(
-        self, job: LaunchJob, *, environment: Mapping[str, str], stdout: TextIO, stderr: TextIO, on_failure: OnFailure
+        self,
+        job: LaunchJob,
+        *,
+        environment: Mapping[str, str],
+        stdout: TextIO,
+        stderr: TextIO,
+        on_failure: OnFailure,
+        on_recovery: OnRecovery,
     ) -> None:
         self._job = job = replace(job, run_id=job.run_id or secrets.token_hex(4))
         self._environment = environment
-        self._on_failure = on_failure
+        self._on_failure, self._on_recovery = on_failure, on_recovery
         # Not epoll: it refuses regular files, and the launcher's streams may be such.
         self._selector = selectors.PollSelector()
         self._relay = Relay(
@@ -254,7 +266,7 @@ class _Agent:
             server=self._server,
             relay=self._relay,
             number=0 if self._replacing is None else self._replacing.number,
-            completed=self._recoveries,
+            completed=self._on_recovered,
             fork=self._fork,
         )
         self._scaling = Scaling(
@@ -268,6 +280,10 @@ class _Agent:
         ranks = self._now.size if rank < self._now.size else self._changes.wanted
         environment = self._now.environment(rank, ranks=ranks, port=self._port, visible_gpus=gpus)
         self._server.fork(rank, environment=environment, files=files)
+
+    def _on_recovered(self, entry: dict[str, Any]) -> None:
+        self._recoveries.append(entry)
+        self._on_recovery(entry)
 
     def _on_unstarted(self, rank: int, problem: str) -> None:
         """Handle a rank that could not be forked. No rank after it is forked."""
@@ -423,7 +439,7 @@ class _Agent:
             self._server.kill()
 
     def _answer(self, question: dict[str, Any]) -> dict[str, Any] | None:
-        """Return the reply to `unisono ps` or `unisono stacks`, None to an unknown question."""
+        """Return the reply to `unisono ps`, `unisono stacks` or `unisono drill`, None to an unknown question."""
         job, kind = self._job, question.get("ask")
         if kind == "job":
             return {
@@ -450,6 +466,8 @@ class _Agent:
             full = bool(question.get("full"))
             folder = str(Path.cwd())
             return {"text": render_stacks(situations, now_ns=time.monotonic_ns(), folder=folder, full=full)}
+        if kind == "ranks":
+            return {"ranks": self._generation.describe_ranks() if self._generation is not None else []}
         return None
 
     def _conclude(self) -> int:

@@ -11,6 +11,7 @@ import signal
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from unisono.launch.environment import rank_environment
 from unisono.launch.failure.root_cause import RankFailure, RootCause, find_root_cause
@@ -190,6 +191,14 @@ class Generation:
             if account is not None and account.get("handled"):
                 self._failures[rank] = self._describe(rank, code=1, time_ns=left_ns, reported=True)
             self.places[rank] = self.observer.where(rank)
+
+    def describe_ranks(self) -> list[dict[str, Any]]:
+        """Return each rank that runs: its process, and what it tells about the replacement of ranks."""
+        return [
+            {"rank": rank, "pid": self._pids[rank], "armed": page.armed, "refusal": page.refusal}
+            for rank, page in sorted(self.pages.items())
+            if rank in self.running and rank in self._pids
+        ]
 
     @property
     def failed(self) -> set[int]:

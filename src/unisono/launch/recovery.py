@@ -58,6 +58,16 @@ class Death:
     """False if it took the place of another and had not joined the others yet."""
     refusal: str = ""
 
+    def facts(self) -> dict[str, Any]:
+        """Return what is known of it, for programs: rank, how it ended, phase ("" if not known), steps done, time."""
+        return {
+            "rank": self.failure.rank,
+            "how": _how(self.failure),
+            "phase": self.note.phase if self.note is not None and self.had_state else "",
+            "step": self.step,
+            "time_ns": self.failure.time_ns,
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class Replace:
@@ -179,13 +189,15 @@ def describe_death(death: Death) -> str:
     >>> describe_death(Death(failure=killed, step=417, note=Note("backward", 417, 3)))
     'was killed by SIGKILL in backward of step 418'
     """
-    failure = death.failure
+    where = _doing(death)
+    return f"{_how(death.failure)} {where}" if where else _how(death.failure)
+
+
+def _how(failure: RankFailure) -> str:
     kind = _kind(failure)
     if failure.code == _TERMINATED and kind == "SystemExit":
         kind = "SystemExit for SIGTERM"
-    how = f"raised {kind}" if kind else failure.describe_end().removeprefix(f"rank {failure.rank} ")
-    where = _doing(death)
-    return f"{how} {where}" if where else how
+    return f"raised {kind}" if kind else failure.describe_end().removeprefix(f"rank {failure.rank} ")
 
 
 def _doing(death: Death) -> str:

@@ -47,7 +47,8 @@ class Replacing:
     Args:
         enabled: False if no rank is ever replaced.
         number: The number of the last decision of earlier generations: ranks meet under that number in the job's store.
-        completed: Gets an entry for each recovery that is over: number, ranks, what happened, seconds.
+        completed: Called with an entry for each recovery that is over: number, ranks, what happened, seconds, and each
+            death with times by the monotonic clock.
         fork: Starts the process of a rank with its files.
     """
 
@@ -59,7 +60,7 @@ class Replacing:
         server: ForkServerHandle,
         relay: Relay,
         number: int,
-        completed: list[dict[str, Any]],
+        completed: Callable[[dict[str, Any]], None],
         fork: Fork,
     ) -> None:
         self._generation, self._server, self._relay, self._fork = generation, server, relay, fork
@@ -71,6 +72,7 @@ class Replacing:
         self._made: dict[int, int] = {}  # by rank, the number of the decision that made its present process
         self._rounds: dict[int, int] = {}  # by rank, the round of deaths in which that was
         self._replaced: list[Death] = []  # since all went on the last time
+        self._decided_ns = 0  # when the first of these was to be replaced
         self._steps: dict[int, int] = {}  # by rank, the steps done when its last process ended
         self._due_s: dict[int, float] = {}  # by rank that has failed, when it has waited for company
         self._kill_s: dict[int, float] = {}  # by rank that has failed, when its process is killed
@@ -119,7 +121,16 @@ class Replacing:
         seconds = (max(page.joined_ns for page in pages) - begin_ns) / 1e9
         told = _describe_all(self._replaced)
         ranks = sorted({death.failure.rank for death in self._replaced})
-        self._completed.append({"number": self.number, "ranks": ranks, "what": told, "seconds": round(seconds, 3)})
+        self._completed(
+            {
+                "number": self.number,
+                "ranks": ranks,
+                "what": told,
+                "seconds": round(seconds, 3),
+                "deaths": [death.facts() for death in self._replaced],
+                "decided_ns": self._decided_ns,
+            }
+        )
         self._replaced.clear()
         self._poll_s = None
         self._counts.next_round()
@@ -182,6 +193,8 @@ class Replacing:
         """Start new processes for ranks whose processes have ended, and tell all ranks."""
         generation = self._generation
         self.number += 1
+        if not self._replaced:
+            self._decided_ns = time.monotonic_ns()
         for rank in ranks:
             death = self._deaths.pop(rank)
             self._replaced.append(death)

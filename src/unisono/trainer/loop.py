@@ -144,6 +144,7 @@ class Loop:
             self._epochs = self._last_step = None
             self._recovery.leave_epochs()
         self._log.emit("end", total_steps=cursor.total_steps, seconds=round(time.monotonic() - self._started_s, 3))
+        self._saves.tell_drill()
         self._saves.raise_pending()
 
     def next_epoch(self) -> int:

@@ -74,13 +74,14 @@ class Recoverable(Protocol):
     def send_state(self, source: int, *, wanted: bool) -> None:
         """Send the state of one rank to those that want it. Every rank must call it."""
 
-    def has_joined(self, membership: Membership, before: int, seconds: float) -> None:
+    def has_joined(self, membership: Membership, before: int, seconds: float, call: str) -> None:
         """Go on after a recovery.
 
         Args:
             membership: The decision of the launcher.
             before: The number of ranks before.
             seconds: How long ranks have waited.
+            call: The call that is made again.
         """
 
     def raise_pending(self) -> None:

@@ -117,7 +117,7 @@ class RecoverableRun:
             self._loop.history.become(EvaluationHistory.restored(facts["evaluations"]))
         self._loop.go_on(cursor=cursor, calls=document["calls"])
 
-    def has_joined(self, membership: Membership, before: int, seconds: float) -> None:
+    def has_joined(self, membership: Membership, before: int, seconds: float, call: str) -> None:
         """Go on after a recovery; see `recoverable.Recoverable`."""
         cursor, log = self._parts.cursor, self._log
         if log.is_muted:
@@ -128,7 +128,7 @@ class RecoverableRun:
         if size != before:
             log.emit("resize", number=number, ranks=size, before=before, **place, seconds=round(seconds, 3))
         if replaced := [rank for rank in ranks if rank < before]:
-            log.emit("recovery", number=number, ranks=replaced, **place, seconds=round(seconds, 3))
+            log.emit("recovery", number=number, ranks=replaced, **place, seconds=round(seconds, 3), call=call)
 
     def raise_pending(self) -> None:
         """Raise the exception of a signal that was put off."""

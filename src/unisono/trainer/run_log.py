@@ -24,19 +24,24 @@ __all__ = ["announce", "announce_to_listeners", "open_log", "warn_of_rank"]
 
 
 def open_log(
-    directory: Path | None, *, is_main: bool, progress: bool, listeners: Sequence[Callable[[Event], None]] = ()
+    path: Path | None, *, is_main: bool, progress: bool, listeners: Sequence[Callable[[Event], None]] = ()
 ) -> EventLog:
     """Open the event log of a run on rank 0; on other ranks, one that drops everything.
 
     The launcher draws the progress if it passed a pipe (UNISONO_EVENTS_FD), otherwise this process does, on standard
     error. Without progress, only warnings are written there.
 
+    Args:
+        path: The file of the run's events; None for none.
+        is_main: True on rank 0.
+        progress: True to show the run.
+        listeners: Functions that get each event.
+
     Raises:
-        OSError: The log in the directory cannot be opened.
+        OSError: The file cannot be opened.
     """
     if not is_main:
         return EventLog()
-    path = None if directory is None else directory / "events.jsonl"
     if not progress:
         return EventLog(path, listeners=listeners, warned=_write_warning)
     fd = launcher_pipe()

@@ -14,6 +14,7 @@ from functools import partial
 from unisono.trainer.asked_state import AskedState
 from unisono.trainer.assembly import TrainerParts
 from unisono.trainer.checkpointing import Place
+from unisono.trainer.drilled import tell_end
 from unisono.trainer.rescue import Rescue
 from unisono.trainer.step_fingerprint import intent_of_call
 from unisono.trainer.stop_signals import StopSignals
@@ -53,6 +54,12 @@ class SavePoints:
             self._rescue = Rescue(self._asked)
             self._rescue.watch(self)
         self._stops: StopSignals | None = None
+
+    def tell_drill(self) -> None:
+        """Tell the state at the end of the run, if that is one of `unisono drill`."""
+        parts, folder = self._parts, self._parts.settings.drill
+        if folder is not None and self._recovery.is_joined:
+            tell_end(folder, parts.subjects, rank=parts.run.world.rank, total_steps=self._cursor.total_steps)
 
     def heed_signals(self, can_stop: Callable[[], bool]) -> None:
         """End the run on SIGTERM and Ctrl-C from now on, where its state can be saved.

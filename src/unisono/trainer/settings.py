@@ -16,6 +16,7 @@ from unisono.engine import EngineKind
 from unisono.state.policy import Checkpoints
 from unisono.state.stateful import Stateful
 from unisono.text import a_type
+from unisono.trainer.drilled import own_drill
 from unisono.trainer.resume import Resume
 from unisono.watch import Event
 
@@ -53,6 +54,8 @@ class TrainerSettings:
     engine: EngineKind
     progress: bool
     listeners: Sequence[Callable[[Event], None]]
+    drill: Path | None = None
+    """The folder of the run of `unisono drill` that this is; None: it is none."""
 
     @classmethod
     def checked(cls, *, directory: Any, checkpoints: Any, stateful: Any, **arguments: Any) -> TrainerSettings:
@@ -64,6 +67,9 @@ class TrainerSettings:
         """
         given = cls(directory=directory, checkpoints=checkpoints, stateful=stateful, **arguments)
         given._check()
+        drill = own_drill()
+        if drill is not None and directory is not None:  # never the user's: its run must stay as it is
+            directory = drill / "directories" / Path(directory).resolve().name
         return replace(
             given,
             virtual_ranks=int(given.virtual_ranks),
@@ -71,7 +77,16 @@ class TrainerSettings:
             directory=None if directory is None else Path(directory),
             checkpoints=checkpoints or Checkpoints(),
             stateful=stateful or {},
+            # There is nothing to resume in a drill.
+            resume="auto" if drill is not None and given.resume == "must" else given.resume,
+            drill=drill,
         )
+
+    @property
+    def events(self) -> Path | None:
+        """The file to which the events of the run are written; None for none."""
+        folder = self.directory if self.drill is None else self.drill
+        return None if folder is None else folder / "events.jsonl"
 
     def _check(self) -> None:
         if self.virtual_ranks is REQUIRED or self.virtual_ranks is None:

@@ -187,6 +187,8 @@ class RecoveryFields(TypedDict):
     """Steps of the run done before."""
     seconds: float
     """Seconds from the moment when this rank noticed the loss until all go on."""
+    call: str
+    """The call that was under way, and is made again: "trainer.step", for example."""
 
 
 class ResizeFields(TypedDict):
