@@ -36,6 +36,12 @@ class RecoveryLink(Protocol):
     secret: bytes
     """Known to the ranks of the job alone: by it they know each other's messages."""
 
+    def await_rank(self) -> None:
+        """Wait until this process has a rank, if it is a spare one. Then the launcher's variables are that rank's.
+
+        The process ends here if the job is over before.
+        """
+
     def arm(self, virtual_ranks: int) -> int:
         """Tell the launcher that a Trainer of this process survives the death of other ranks from now on.
 

@@ -160,6 +160,8 @@ def _row(job: dict[str, Any]) -> tuple[str, ...]:
     ranks = str(job["ranks"]) if job["running"] == job["ranks"] else f"{job['running']} of {job['ranks']}"
     if count := job.get("recoveries"):
         ranks += f" ({count} recover{'y' if count == 1 else 'ies'})"
+    if spares := job.get("spares"):
+        ranks += f" + {spares} spare"
     step = "-" if job["step"] is None else f"{job['step']}" + (f"/{job['steps']}" if job.get("steps") else "")
     loss = job.get("loss")
     told = f"{loss:.4g}" if isinstance(loss, float | int) else str(loss or "-")

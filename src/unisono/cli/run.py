@@ -134,6 +134,15 @@ FLAGS = (
         help="Replace a rank that dies while the others wait, if PROGRAM trains with a Trainer.  [on]",
     ),
     Flag(
+        ["--spares"],
+        section=_ENDS,
+        torchruns=False,
+        type=Reader(reading.read_count),
+        default="0",
+        metavar="N",
+        help="Keep N processes that have run PROGRAM up to its Trainer: one takes the place of a rank that dies.  [0]",
+    ),
+    Flag(
         ["--hang-report"],
         section=_ENDS,
         torchruns=False,
@@ -335,6 +344,7 @@ def job_of(given: Mapping[str, Any], command: tuple[str, ...]) -> LaunchJob:
         master_port=0 if given["standalone"] else _port(given["rdzv_endpoint"], given["master_port"]),
         max_restarts=given["max_restarts"],
         recover=given["recover"] == "on",
+        spares=given["spares"],
         shutdown_timeout_s=given["shutdown_timeout"],
         hang_report_s=given["hang_report"],
         hang_abort_s=given["hang_abort"],

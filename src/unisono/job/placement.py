@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from unisono import recovery_link
 from unisono.machine import kernel_text
 
 __all__ = ["Placement", "detect_placement", "own_placement"]
@@ -92,9 +93,13 @@ def detect_placement(environ: Mapping[str, str], *, parent: str) -> Placement:
 def own_placement() -> Placement:
     """Return the placement of this process, by its environment. No communication, and no other rank need call it.
 
+    A spare process of the launcher waits here until it has a rank.
+
     Raises:
         ValueError: As `detect_placement`.
     """
+    if recovery_link.current is not None:
+        recovery_link.current.await_rank()
     return detect_placement(os.environ, parent=_parent_identity())
 
 

@@ -38,6 +38,7 @@ from unisono.launch.restarts import Ending, decide
 from unisono.launch.scaling import Scaling
 from unisono.launch.shutdown import Shutdown
 from unisono.launch.signals import describe_signal, signals_as_bytes
+from unisono.launch.spares import Spares
 from unisono.memory import read_counters
 from unisono.text import name_ranks
 
@@ -117,6 +118,7 @@ class _Agent:
         self._generation: Generation | None = None
         self._replacing: Replacing | None = None
         self._scaling: Scaling | None = None
+        self._spares: Spares | None = None
         self._recoveries: list[dict[str, Any]] = []
         self._ending: Ending | None = None
         self._postmortem: Postmortem | None = None
@@ -124,7 +126,7 @@ class _Agent:
 
     def run(self) -> int:
         """Run the job and return its exit code."""
-        check_open_files(self._job.ranks)
+        check_open_files(self._job.ranks, spares=self._job.spares)
         become_subreaper()
         with ExitStack() as stack:
             signals = stack.enter_context(signals_as_bytes(self._job.signals))
@@ -174,6 +176,8 @@ class _Agent:
         if self._scaling is not None and self._shutdown is None:
             self._scaling.tick()
             self._job = replace(self._job, ranks=self._now.size)  # also for a restart
+        if self._spares is not None and self._shutdown is None:
+            self._spares.tick(is_calm=self._replacements.is_calm)
         self._advance_shutdown()
 
     def _timeout_s(self) -> float | None:
@@ -183,8 +187,9 @@ class _Agent:
             deadlines.append(self._generation.observer.next_deadline_s())
         if self._shutdown is not None:
             deadlines.append(self._shutdown.next_s)
-        elif self._replacing is not None and self._scaling is not None:
-            deadlines += [self._replacing.next_deadline_s(), self._scaling.next_deadline_s()]
+        elif self._replacing is not None and self._scaling is not None and self._spares is not None:
+            parts = (self._replacing, self._scaling, self._spares)
+            deadlines += [part.next_deadline_s() for part in parts]
         soonest_s = min((deadline_s for deadline_s in deadlines if deadline_s is not None), default=math.inf)
         return None if soonest_s == math.inf else max(0.0, soonest_s - time.monotonic())
 
@@ -222,6 +227,12 @@ class _Agent:
     def _on_message(self) -> None:
         for message, _ in self._server.channel.receive():
             kind = message.pop("type")
+            if "rank" in message and (rank := self._server.rank_of(message["rank"])) is None:
+                if self._spares is not None:
+                    self._spares.on_message(kind, message)
+                continue
+            if "rank" in message:
+                message["rank"] = rank
             if kind == "ready":
                 self._port, self._scratch, self._server.pid = message["port"], message["scratch"], message["pid"]
                 self._relay.notice("")
@@ -260,6 +271,15 @@ class _Agent:
 
     def _start_ranks(self) -> None:
         self._generation = generation = Generation(self._job, attempt=self._restarts, relay=self._relay)
+        self._spares = Spares(
+            self._job.spares,
+            generation,
+            stdin=self._job.stdin,
+            server=self._server,
+            relay=self._relay,
+            selector=self._selector,
+            environment=self._environment_of,
+        )
         self._replacing = Replacing(
             generation,
             enabled=self._job.recover,
@@ -268,6 +288,7 @@ class _Agent:
             number=0 if self._replacing is None else self._replacing.number,
             completed=self._on_recovered,
             fork=self._fork,
+            spares=self._spares,
         )
         self._scaling = Scaling(
             self._job, generation, self._replacing, server=self._server, relay=self._relay, fork=self._fork
@@ -276,10 +297,17 @@ class _Agent:
             self._fork(rank, generation.open(rank))
 
     def _fork(self, rank: int, files: Mapping[str, int]) -> None:
+        self._server.fork(rank, environment=self._environment_of(rank), files=files)
+
+    def _environment_of(self, rank: int | None) -> dict[str, str]:
         gpus = self._environment.get("CUDA_VISIBLE_DEVICES")
-        ranks = self._now.size if rank < self._now.size else self._changes.wanted
-        environment = self._now.environment(rank, ranks=ranks, port=self._port, visible_gpus=gpus)
-        self._server.fork(rank, environment=environment, files=files)
+        size = self._now.size
+        ranks = size if rank is None or rank < size else self._changes.wanted
+        return self._now.environment(rank, ranks=ranks, port=self._port, visible_gpus=gpus)
+
+    def _end_spares(self) -> None:
+        if self._spares is not None:
+            self._spares.end()
 
     def _on_recovered(self, entry: dict[str, Any]) -> None:
         self._recoveries.append(entry)
@@ -341,6 +369,7 @@ class _Agent:
     def _on_generation_end(self) -> None:
         """Handle the end of all ranks: start them again, or finish, with a report if they have failed."""
         shutdown, generation = self._shutdown, self._now
+        self._end_spares()
         if shutdown is None:
             self._replacements.look()
         if shutdown is None or not shutdown.failed:
@@ -416,6 +445,7 @@ class _Agent:
 
     def _begin_shutdown(self, shutdown: Shutdown, signum: int, ranks: Iterable[int]) -> None:
         self._shutdown = replace(shutdown, begins_s=None, deadline_s=time.monotonic() + self._job.shutdown_timeout_s)
+        self._end_spares()
         if self._generation is None:
             self._server.kill()
             return
@@ -430,6 +460,7 @@ class _Agent:
     def _kill(self) -> None:
         assert self._shutdown is not None
         deadline_s = time.monotonic() + LAST_S
+        self._end_spares()
         self._shutdown = replace(self._shutdown, killed=True, begins_s=None, waited_for_s=None, deadline_s=deadline_s)
         if self._generation is not None:
             self._server.resume()
@@ -450,6 +481,7 @@ class _Agent:
                 "running": sum(rank < job.ranks for rank in self._running),
                 "restarts": self._restarts,
                 "recoveries": len(self._recoveries),
+                "spares": 0 if self._spares is None else self._spares.ready,
                 "started_s": self._started_s,
                 "directory": str(Path.cwd()),
                 "arguments": list(job.arguments),

@@ -14,7 +14,8 @@ interpreter, or the program.
 From the agent: `start` (the program), `fork` (rank, environment; files by name), `signal` (ranks, signal, group),
 `clear` (end what the rank with this process group has left), `sweep` (end what all ended ranks have left) and `end`. To
 the agent: `ready` (port, scratch, pid), `started` (rank, pid), `unstarted` (rank, problem), `failing` and `exited`
-(rank, code, time_ns), `lost` (message), `store lost`. Start reading at `main`.
+(rank, code, time_ns), `lost` (message), `store lost`. A spare process has a number in the place of a rank, which it
+keeps when it becomes one: `launch.forkserver_handle` knows which rank a number stands for. Start reading at `main`.
 """
 
 from __future__ import annotations
@@ -180,6 +181,7 @@ class _Server:
         if kind == "sweep":
             self._refused = ""
             end_descendants(leftovers=self._leftovers)
+            self._ranks.clear()  # spare processes may have run until now, and nobody waits for their ends
             return None
         if kind == "end":
             self._end()
@@ -232,7 +234,7 @@ class _Server:
             return None
         self._give_up()
         files = files.moved()
-        if files.events is not None:
+        if files.events is not None and files.grant is None:
             environment = {**environment, EVENTS_VARIABLE: str(files.events)}
         settle(parent=server, files=files, environment=environment)
         process = RankProcess(

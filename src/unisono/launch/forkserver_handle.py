@@ -1,7 +1,8 @@
 """The fork server of a job as the agent sees it: its start, the requests to it, and its end.
 
 There are two processes. The one that is started here hosts the job's store (`launch.store_process`) and forks the
-fork server, which it outlives. Messages come from the fork server; `launch.forkserver` lists them.
+fork server, which it outlives. Messages come from the fork server; `launch.forkserver` lists them. They name processes
+by number: that of a rank, unless the process was a spare one.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ __all__ = ["LAST_S", "ForkServerHandle"]
 
 LAST_S = 10.0
 """How long the fork server may take, after ranks have been killed, to say that they have ended, and then to end."""
+
+_FIRST_SPARE = 1 << 20
+"""Numbers of spare processes are above this one, those of ranks below."""
 
 # The folder that `-c` puts in front of the search path would let a user's file hide a module that torch needs.
 _SERVER = (
@@ -66,6 +70,8 @@ class ForkServerHandle:
                 ours.close()
                 raise LaunchError(f"no process could be started: {describe_failed_fork(error)}") from error
         self.channel = Channel(ours)
+        self._numbers: dict[int, int] = {}  # by rank, where the number of its process is another one
+        self._spares = 0
         program = {
             "target": job.target,
             "module": job.module,
@@ -81,10 +87,29 @@ class ForkServerHandle:
 
     def fork(self, rank: int, *, environment: Mapping[str, str], files: Mapping[str, int]) -> None:
         """Request the start of a rank, and close its files in this process."""
-        message = {"type": "fork", "rank": rank, "environment": environment, "names": [*files]}
-        self.channel.send(message, [*files.values()])
-        for file in files.values():
-            os.close(file)
+        self._numbers.pop(rank, None)
+        self._fork(rank, environment, files)
+
+    def fork_spare(self, *, environment: Mapping[str, str], files: Mapping[str, int]) -> int:
+        """Request the start of a process without a rank, and close its files here; return its number."""
+        self._spares += 1
+        number = _FIRST_SPARE + self._spares
+        self._fork(number, environment, files)
+        return number
+
+    def assign(self, number: int, rank: int) -> None:
+        """Let a spare process stand for a rank from now on."""
+        self._numbers[rank] = number
+
+    def rank_of(self, number: int) -> int | None:
+        """Return the rank of a process by its number; None for a spare one."""
+        if number < _FIRST_SPARE:
+            return number
+        return next((rank for rank, each in self._numbers.items() if each == number), None)
+
+    def end_spare(self, number: int) -> None:
+        """Kill a spare process and what it has started."""
+        self._send("signal", signal=signal.SIGKILL, ranks=[number], group=True)
 
     def signal(self, signum: int, ranks: Iterable[int], *, group: bool) -> None:
         """Send a signal to ranks.
@@ -92,7 +117,8 @@ class ForkServerHandle:
         Args:
             group: True to send it to the processes that they have started, too.
         """
-        self._send("signal", signal=signum, ranks=sorted(ranks), group=group)
+        numbers = sorted(self._numbers.get(rank, rank) for rank in ranks)
+        self._send("signal", signal=signum, ranks=numbers, group=group)
 
     def clear(self, group: int) -> None:
         """Request the end of the processes that the rank with this process group has left behind."""
@@ -134,6 +160,12 @@ class ForkServerHandle:
         except subprocess.TimeoutExpired:
             self._store_host.kill()
             self._store_host.wait()
+
+    def _fork(self, number: int, environment: Mapping[str, str], files: Mapping[str, int]) -> None:
+        message = {"type": "fork", "rank": number, "environment": environment, "names": [*files]}
+        self.channel.send(message, [*files.values()])
+        for file in files.values():
+            os.close(file)
 
     def _send(self, kind: str, **fields: Any) -> None:
         self.channel.send({"type": kind, **fields})

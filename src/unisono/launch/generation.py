@@ -9,12 +9,14 @@ import os
 import secrets
 import signal
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from unisono.launch.environment import rank_environment
 from unisono.launch.failure.root_cause import RankFailure, RootCause, find_root_cause
+from unisono.launch.hang.observed_rank import ObservedRank
 from unisono.launch.hang.observer import Observer
 from unisono.launch.launch_job import LaunchJob
 from unisono.launch.output.relay import Relay
@@ -89,17 +91,43 @@ class Generation:
         self.size = size
         self.observer.resize(size)
 
-    def environment(self, rank: int, *, ranks: int, port: int, visible_gpus: str | None) -> dict[str, str]:
+    def open_spare(self) -> tuple[ObservedRank, RecoveryPage, dict[str, int]]:
+        """Open the files of a process that has no rank yet; return both ends: what is kept here, and files by name."""
+        watched, (page, dump, ask) = ObservedRank.opened()
+        own = RecoveryPage(page)
+        own.share(self._secret)
+        own.mark_new()
+        return watched, own, {"page": page, "dump": dump, "ask": ask}
+
+    def adopt(self, rank: int, watched: ObservedRank, page: RecoveryPage, pipes: Sequence[int]) -> None:
+        """Let a process that was opened by `open_spare` be the process of a rank.
+
+        Args:
+            pipes: The ends to read from of its pipes: stdout, stderr, and events for rank 0.
+        """
+        self.observer.adopt(rank, watched)
+        self.pages[rank].close()
+        self.pages[rank] = page
+        page.want(self._wanted)
+        self._relay.adopt(rank, pipes, attempt=self.attempt)
+        self.running.add(rank)
+        if watched.pid:
+            self.started(rank, watched.pid)
+
+    def environment(self, rank: int | None, *, ranks: int, port: int, visible_gpus: str | None) -> dict[str, str]:
         """Return the environment variables of a rank.
 
         Args:
+            rank: None for a process that has no rank yet: its variables name a rank that does not exist.
             ranks: The number of ranks.
             port: The port of the job's store.
             visible_gpus: CUDA_VISIBLE_DEVICES of the launcher, None if it is not set.
         """
-        job, folder = self._job, self._relay.rank_folder(rank, attempt=self.attempt)
+        job, folder = self._job, None
+        if rank is not None:
+            folder = self._relay.rank_folder(rank, attempt=self.attempt)
         return rank_environment(
-            rank,
+            ranks if rank is None else rank,
             ranks=ranks,
             port=port,
             run_id=job.run_id,

@@ -76,6 +76,8 @@ class LaunchJob:
     """The number of times that all ranks may be restarted after a failure."""
     recover: bool = True
     """True to replace a rank that dies while the others wait, where a Trainer allows it."""
+    spares: int = 0
+    """The number of processes that wait at the script's Trainer to take the place of a rank that dies."""
     shutdown_timeout_s: float = 30.0
     """Seconds between asking a rank to end and killing it: time to save, for ranks that handle the signal."""
     hang_report_s: float = 30.0
@@ -128,8 +130,34 @@ class LaunchJob:
             raise ValueError(f"cpu_backend={self.cpu_backend!r} must be 'gloo' or 'shm'")
         if self.cpu_backend != "gloo" and not self.python:
             raise ValueError(f"--cpu-backend {self.cpu_backend} changes torch within ranks: leave out --no-python")
+        if self.spares:
+            self._check_spares()
         if self.output.directory is not None and ("/" in self.run_id or self.run_id in (".", "..")):
             raise ValueError(f"run_id={self.run_id!r} cannot be the name of a log folder: leave out '/', '.' and '..'")
+
+    def _check_spares(self) -> None:
+        """Refuse spare processes where none could take the place of a rank."""
+        if self.spares < 0:
+            raise ValueError(f"spares={self.spares} must be 0 or more")
+        names = (
+            ("--recover off", not self.recover, "replaces no rank"),
+            ("--no-python", not self.python, "runs a program without a Trainer, and nothing in it is replaced"),
+            ("--virtual-local-rank", self.virtual_local_rank, "shows a process its GPU before it has a rank"),
+            ("--numa-binding", self.numa_binding is not None, "binds a process to its GPU before it has a rank"),
+            ("--pass-local-rank", self.pass_local_rank, "tells a process its rank before it has one"),
+            (
+                "${local_rank}",
+                any("${local_rank}" in each for each in self.arguments),
+                "is known only once there is a rank",
+            ),
+        )
+        for name, is_given, what in names:
+            if is_given:
+                raise ValueError(f"--spares {self.spares} and {name} exclude each other, which {what}: leave one out")
+        if self.ranks == 1:
+            raise ValueError(
+                f"--spares {self.spares} is for two ranks or more: a single one has nobody to replace it from"
+            )
 
 
 def check_target(job: LaunchJob) -> None:

@@ -13,22 +13,24 @@ from unisono.machine import kernel_text
 __all__ = ["check_open_files", "describe_failed_fork"]
 
 
-def check_open_files(ranks: int) -> None:
+def check_open_files(ranks: int, *, spares: int = 0) -> None:
     """Check that the launcher may open the files that the ranks of a job need.
 
     Args:
         ranks: The number of ranks.
+        spares: The number of spare processes, which need as many each.
 
     Raises:
         LaunchError: The limit is lower.
     """
     per_rank, ours = 8, 48  # pipes, pages and log files of a rank; files of the interpreter and the agent
-    needed = per_rank * ranks + ours
+    needed = per_rank * (ranks + spares) + ours
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit != resource.RLIM_INFINITY and needed > limit:
+        what, in_all = (f"{ranks} ranks and {spares} spare ones", " in all") if spares else (f"{ranks} ranks", "")
         raise LaunchError(
-            f"{ranks} ranks need {needed} open files, and the limit is {limit}; "
-            f"raise it with `ulimit -n {needed}`, or start at most {max(1, (limit - ours) // per_rank)} ranks"
+            f"{what} need {needed} open files, and the limit is {limit}; raise it with `ulimit -n {needed}`, or start "
+            f"at most {max(1, (limit - ours) // per_rank)} ranks{in_all}"
         )
 
 

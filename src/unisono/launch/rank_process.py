@@ -30,6 +30,7 @@ from unisono.launch.linux import set_parent_death_signal
 from unisono.launch.program import NoProgramError, run_main, without_frames
 from unisono.launch.recovery_page import RankLink
 from unisono.launch.reserved_files import OwnFile, move_out_of_the_way
+from unisono.launch.spare_process import RankGrant
 from unisono.machine import let_threads_finish
 
 __all__ = ["Program", "RankFiles", "RankProcess", "execute", "main", "run_program", "settle"]
@@ -75,12 +76,15 @@ class RankFiles:
     """The file to which rank 0 writes progress events."""
     stdin: int | None = None
     """The launcher's standard input, for the rank that has it."""
+    grant: int | None = None
+    """In a spare process, the socket over which it is told its rank (`launch.spare_process`)."""
 
     def moved(self) -> RankFiles:
         """Move the files that stay open in the rank to high numbers, out of the program's way."""
         events = None if self.events is None else move_out_of_the_way(self.events)
         block, dump, ask = map(move_out_of_the_way, (self.page, self.dump, self.ask))
-        return replace(self, page=block, dump=dump, ask=ask, events=events)
+        grant = None if self.grant is None else move_out_of_the_way(self.grant)
+        return replace(self, page=block, dump=dump, ask=ask, events=events, grant=grant)
 
     def close(self) -> None:
         """Close all of these files in this process."""
@@ -94,6 +98,7 @@ class RankProcess:
     """The facts that a rank needs about itself after the fork."""
 
     rank: int
+    """The number by which the fork server knows this process: its rank, or that of a spare process."""
     program: Program
     report: int
     """An open pipe to the fork server: one line `rank code nanoseconds` when the program fails."""
@@ -160,7 +165,8 @@ def main() -> None:
     facts = json.loads(sys.argv[1])
     files = RankFiles(**facts["files"])
     process = RankProcess(**{**facts, "program": Program(**facts["program"]), "files": files, "preloaded": Preloaded()})
-    for file in (files.page, files.dump, files.ask, process.report):
+    grant = () if files.grant is None else (files.grant,)
+    for file in (files.page, files.dump, files.ask, process.report, *grant):
         os.set_inheritable(file, False)
     run_program(process)
 
@@ -224,7 +230,8 @@ def _open_up(process: RankProcess) -> StatusBlock:
     group_teardown.install()
     use_scratch(process.scratch)
     if process.program.recover:
-        recovery_link.current = RankLink(process.files.page)
+        grant = None if process.files.grant is None else RankGrant(process.files.grant, events=process.files.events)
+        recovery_link.current = RankLink(process.files.page, take_rank=None if grant is None else grant.take)
     if process.program.numa_binding is not None:
         _bind_to_gpu(process.program.numa_binding, gpu=int(os.environ["LOCAL_RANK"]))
     return block

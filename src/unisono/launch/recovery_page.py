@@ -11,6 +11,7 @@ import os
 import struct
 import time
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple, get_args
 
@@ -57,10 +58,12 @@ class RankLink:
 
     Args:
         file: The file of the rank's status block. It may be closed afterwards.
+        take_rank: Waits until this process has a rank, if it is a spare one; called once.
     """
 
-    def __init__(self, file: int) -> None:
+    def __init__(self, file: int, *, take_rank: Callable[[], None] | None = None) -> None:
         self._region: mmap.mmap | bytearray = mmap.mmap(file, _SIZE, offset=_OFFSET)
+        self._take_rank = take_rank
         self._latest = Membership(0, (), 0)
         self._arms = 0
         self.is_new: bool = _NEW.unpack_from(self._region, _NEW_AT)[0]
@@ -68,6 +71,12 @@ class RankLink:
         self.secret = self._region[_SECRET_AT : _SECRET_AT + _SECRET_SIZE]
         """Known to the ranks of the job alone."""
         os.register_at_fork(after_in_child=partial(_part, weakref.ref(self)))
+
+    def await_rank(self) -> None:
+        """Wait until this process has a rank, if it is a spare one."""
+        if self._take_rank is not None:
+            self._take_rank()
+            self._take_rank = None
 
     def arm(self, virtual_ranks: int) -> int:
         """Tell the agent that a Trainer of this process survives the death of others; return how many have done so."""
@@ -108,6 +117,7 @@ class RankLink:
     def part(self) -> None:
         """Keep this process, which the rank has forked, from writing into the rank's page."""
         self._region = bytearray(_SIZE)
+        self._take_rank = None
         self._latest = Membership(0, (), 0)
 
 

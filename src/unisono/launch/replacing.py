@@ -13,6 +13,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -21,6 +22,7 @@ from unisono.launch.forkserver_handle import ForkServerHandle
 from unisono.launch.generation import Generation
 from unisono.launch.output.relay import Relay
 from unisono.launch.recovery import Death, DeathCounts, GiveUp, Member, decide, describe_death
+from unisono.launch.spares import Spares
 from unisono.text import name_ranks
 
 __all__ = ["COMPANY_S", "Fork", "Replacing"]
@@ -50,6 +52,7 @@ class Replacing:
         completed: Called with an entry for each recovery that is over: number, ranks, what happened, seconds, and each
             death with times by the monotonic clock.
         fork: Starts the process of a rank with its files.
+        spares: Processes that can take the place of a rank at once.
     """
 
     def __init__(
@@ -62,8 +65,10 @@ class Replacing:
         number: int,
         completed: Callable[[dict[str, Any]], None],
         fork: Fork,
+        spares: Spares,
     ) -> None:
         self._generation, self._server, self._relay, self._fork = generation, server, relay, fork
+        self._spares = spares
         self._enabled, self._completed = enabled, completed
         self.number = number
         """The number of the latest decision."""
@@ -73,6 +78,7 @@ class Replacing:
         self._rounds: dict[int, int] = {}  # by rank, the round of deaths in which that was
         self._replaced: list[Death] = []  # since all went on the last time
         self._decided_ns = 0  # when the first of these was to be replaced
+        self._by_spare: list[bool] = []  # for each of these, whether a spare process took the place
         self._steps: dict[int, int] = {}  # by rank, the steps done when its last process ended
         self._due_s: dict[int, float] = {}  # by rank that has failed, when it has waited for company
         self._kill_s: dict[int, float] = {}  # by rank that has failed, when its process is killed
@@ -129,14 +135,17 @@ class Replacing:
                 "seconds": round(seconds, 3),
                 "deaths": [death.facts() for death in self._replaced],
                 "decided_ns": self._decided_ns,
+                "spares": sum(self._by_spare),
             }
         )
+        how = _describe_spares(self._by_spare)
         self._replaced.clear()
+        self._by_spare.clear()
         self._poll_s = None
         self._counts.next_round()
         self._generation.forget_replaced()
         self._generation.observer.disregard_past(0.0)
-        self._relay.say(f"{told}; replaced, {seconds:.2f} s")
+        self._relay.say(f"{told}; replaced{how}, {seconds:.2f} s")
 
     def resize(self, size: int) -> None:
         """Tell all ranks, which wait between two steps, that there are `size` ranks now."""
@@ -205,13 +214,10 @@ class Replacing:
             self._steps[rank] = death.step
             self._made[rank], self._rounds[rank] = self.number, self._counts.round
             self._server.clear(generation.replaced(rank))
-        files = {}
-        for rank in ranks:
-            files[rank] = generation.open(rank)
-            generation.pages[rank].mark_new()
+        begins = [self._fill(rank) for rank in ranks]
         self._tell_ranks()
-        for rank in ranks:
-            self._fork(rank, files[rank])
+        for begin in begins:
+            begin()
 
     def _tell_ranks(self) -> None:
         """Write the latest decision into the pages of all ranks."""
@@ -221,6 +227,16 @@ class Replacing:
             generation.pages[rank].decide(self.number, new, size=generation.size)
         generation.observer.disregard_past(_CALM_S)
         self._poll_s = time.monotonic() + _POLL_S
+
+    def _fill(self, rank: int) -> Callable[[], None]:
+        """Open the files of the next process of a rank; return what begins it, once it can read who the ranks are."""
+        spare = self._spares.take(rank)
+        self._by_spare.append(spare is not None)
+        if spare is not None:
+            return partial(self._spares.grant, spare, rank)
+        files = self._generation.open(rank)
+        self._generation.pages[rank].mark_new()
+        return partial(self._fork, rank, files)
 
     def _members(self) -> list[Member]:
         generation = self._generation
@@ -263,6 +279,18 @@ class Replacing:
             self._relay.log(rank, account["traceback"])
             lines = account["traceback"].rstrip().splitlines()
             self._relay.show("\n".join(f"[{rank}] {line}".rstrip() for line in lines))
+
+
+def _describe_spares(by_spare: list[bool]) -> str:
+    """Return how many of the new processes were spare ones, in words.
+
+    >>> _describe_spares([True]), _describe_spares([True, False]), _describe_spares([False])
+    (' by a spare', ', 1 of 2 by a spare', '')
+    """
+    if not any(by_spare):
+        return ""
+    spares = "a spare" if sum(by_spare) == 1 else "spares"
+    return f" by {spares}" if all(by_spare) else f", {sum(by_spare)} of {len(by_spare)} by {spares}"
 
 
 def _describe_all(deaths: list[Death]) -> str:

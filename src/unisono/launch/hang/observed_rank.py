@@ -12,7 +12,8 @@ from typing import Any
 
 from unisono.launch.hang.analysis import Pending
 from unisono.launch.hang.call_recorder import ASK_ERROR, ASK_RECORDER, ASK_STACKS
-from unisono.launch.hang.status_block import StatusBlock
+from unisono.launch.hang.stacks import create_dump
+from unisono.launch.hang.status_block import StatusBlock, create
 from unisono.text import parse_ranks
 
 __all__ = ["ObservedRank"]
@@ -37,6 +38,20 @@ class ObservedRank:
     """When the CPU time of the process was last read, and how much it was."""
     load: float | None = None
     met: bool = False
+
+    @classmethod
+    def opened(cls) -> tuple[ObservedRank, tuple[int, int, int]]:
+        """Create the status block, the file for stacks and the pipe for questions of a process.
+
+        Returns:
+            The rank, and numbers for its process (status block, dump, read end of the pipe), which the caller closes
+            after passing on.
+        """
+        block_file, dump = create(), create_dump()
+        read, write = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(write, False)
+        watched = cls(block=StatusBlock(block_file), block_file=block_file, dump=dump, ask=write)
+        return watched, (os.dup(block_file), os.dup(dump), read)
 
     @property
     def alive(self) -> bool:

@@ -8,7 +8,6 @@ collected over several turns. Start reading at `Observer.tick`.
 from __future__ import annotations
 
 import linecache
-import os
 import time
 from collections.abc import Collection, Iterable
 from dataclasses import replace
@@ -19,8 +18,8 @@ from unisono.launch.hang.analysis import Finding, Situation, find_hang, find_mis
 from unisono.launch.hang.hang_report import render_finding, render_idle, render_mismatch, summarize
 from unisono.launch.hang.idleness import Activity, Idleness, read_activity
 from unisono.launch.hang.observed_rank import ObservedRank
-from unisono.launch.hang.stacks import StackRequest, crash_text, create_dump, read_state
-from unisono.launch.hang.status_block import RecordedCall, StatusBlock, create
+from unisono.launch.hang.stacks import StackRequest, crash_text, read_state
+from unisono.launch.hang.status_block import RecordedCall
 from unisono.polling import wait_until
 from unisono.text import name_ranks
 
@@ -89,14 +88,16 @@ class Observer:
         Returns:
             Numbers for the rank (status block, dump, read end of the pipe), which the caller closes after passing on.
         """
+        watched, files = ObservedRank.opened()
+        self.adopt(rank, watched)
+        return files
+
+    def adopt(self, rank: int, watched: ObservedRank) -> None:
+        """Observe another process as a rank, in place of an earlier one."""
         if rank in self._ranks:
             self._ranks.pop(rank).close()
         self._requests.pop(rank, None)
-        block_file, dump = create(), create_dump()
-        read, write = os.pipe2(os.O_CLOEXEC)
-        os.set_blocking(write, False)
-        self._ranks[rank] = ObservedRank(block=StatusBlock(block_file), block_file=block_file, dump=dump, ask=write)
-        return os.dup(block_file), os.dup(dump), read
+        self._ranks[rank] = watched
 
     def started(self, rank: int, pid: int) -> None:
         """Record that a rank's process has started."""

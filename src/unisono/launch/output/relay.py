@@ -15,7 +15,7 @@ import sys
 import termios
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -142,23 +142,30 @@ class Relay:
         In a later attempt, remaining output of the rank's earlier pipes is still passed on, but goes to no log file. In
         the same attempt, another process of the rank appends to its log files.
         """
+        reads, ends = zip(*(os.pipe2(os.O_CLOEXEC) for _ in range(3 if rank == 0 else 2)), strict=True)
+        self.adopt(rank, reads, attempt=attempt)
+        return [*ends]
+
+    def adopt(self, rank: int, reads: Sequence[int], *, attempt: int = 0) -> None:
+        """Pass on what the process of a rank writes, from now on and so far.
+
+        Args:
+            reads: The ends to read from of its pipes (stdout, stderr; events for rank 0). They are closed by the relay.
+            attempt: As for `open`.
+        """
         earlier = self._ranks.get(rank)
         if earlier is not None:
             _close_all(earlier.logs.values())
         again = earlier is not None and earlier.attempt == attempt
         writer = self._ranks[rank] = _Rank(rank, attempt, self._logs.open(rank, attempt, again=again))
-        ends = []
-        for stream in (*self._streams, *([None] if rank == 0 else [])):
-            read, write = os.pipe2(os.O_CLOEXEC)
+        for read, stream in zip(reads, (*self._streams, *([None] if rank == 0 else [])), strict=True):
             os.set_blocking(read, False)
             name = STREAMS[stream.number] if stream else ""
             way = route(self._output, rank, name)
             self._pipes.append(pipe := _Pipe(read, writer, attempt, stream, way, writer.logs.get(name)))
             if self._reading:
                 self._selector.register(read, selectors.EVENT_READ, partial(self._read, pipe))
-            ends.append(write)
         self._expect()
-        return ends
 
     def drain(self, ranks: Collection[int]) -> None:
         """Pass on at once the remaining output of ranks that have ended.
