@@ -369,7 +369,8 @@ class _Agent:
     def _on_generation_end(self) -> None:
         """Handle the end of all ranks: start them again, or finish, with a report if they have failed."""
         shutdown, generation = self._shutdown, self._now
-        self._end_spares()
+        if self._spares is not None:
+            self._spares.close()
         if shutdown is None:
             self._replacements.look()
         if shutdown is None or not shutdown.failed:

@@ -85,6 +85,7 @@ class Spares:
         self._count, self._generation, self._stdin = count, generation, stdin
         self._server, self._relay, self._selector, self._environment = server, relay, selector, environment
         self._spares: dict[int, Spare] = {}  # by number
+        self._granted: dict[int, Spare] = {}  # those that have a rank, until they have read that
         self._due_s = 0.0
         self._failures = 0
         self._is_over = count == 0
@@ -127,7 +128,8 @@ class Spares:
         if rank == self._stdin or not usable:
             return None
         spare = min(usable, key=lambda spare: (not spare.is_ready, spare.number))
-        self._forget(spare)
+        self._due_s = time.monotonic()
+        self._granted[spare.number] = self._spares.pop(spare.number)
         self._server.assign(spare.number, rank)
         if rank != 0:
             os.close(spare.pipes.pop())
@@ -136,8 +138,9 @@ class Spares:
 
     def grant(self, spare: Spare, rank: int) -> None:
         """Let a process that was taken go on as its rank."""
-        # If it has ended meanwhile, the fork server is about to say so.
-        with spare.grant, suppress(BrokenPipeError, ConnectionResetError):
+        # If it has ended meanwhile, the fork server is about to say so. The socket stays open until the process has
+        # read this: otherwise, what the process says meanwhile would break the connection.
+        with suppress(BrokenPipeError, ConnectionResetError):
             spare.grant.sendall(encode_grant(self._environment(rank), events=rank == 0))
 
     def on_message(self, kind: str, message: Mapping[str, Any]) -> None:
@@ -162,6 +165,14 @@ class Spares:
             self._server.end_spare(spare.number)
             spare.close()
 
+    def close(self) -> None:
+        """End all spare processes. The ranks have ended."""
+        self.end()
+        for spare in self._granted.values():
+            self._selector.unregister(spare.grant)
+            spare.grant.close()
+        self._granted.clear()
+
     def _make(self) -> None:
         watched, page, files = self._generation.open_spare()
         ours, theirs = socket.socketpair()
@@ -175,6 +186,8 @@ class Spares:
         self._selector.register(ours, selectors.EVENT_READ, partial(self._on_ready, spare))
 
     def _on_ready(self, spare: Spare) -> None:
+        if spare.grant.fileno() < 0:  # another message of the same turn has told of its end
+            return
         with suppress(ConnectionResetError):
             if spare.grant.recv(1):
                 spare.is_ready = True
@@ -182,6 +195,8 @@ class Spares:
                 return
         spare.is_failing = True
         self._selector.unregister(spare.grant)
+        if self._granted.pop(spare.number, None):
+            spare.grant.close()
 
     def _drop(self, spare: Spare, how: str) -> None:
         """Forget a process that has ended by itself, and say how."""
