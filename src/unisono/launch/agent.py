@@ -188,8 +188,7 @@ class _Agent:
         if self._shutdown is not None:
             deadlines.append(self._shutdown.next_s)
         elif self._replacing is not None and self._scaling is not None and self._spares is not None:
-            parts = (self._replacing, self._scaling, self._spares)
-            deadlines += [part.next_deadline_s() for part in parts]
+            deadlines += [part.next_deadline_s() for part in (self._replacing, self._scaling, self._spares)]
         soonest_s = min((deadline_s for deadline_s in deadlines if deadline_s is not None), default=math.inf)
         return None if soonest_s == math.inf else max(0.0, soonest_s - time.monotonic())
 
@@ -227,12 +226,11 @@ class _Agent:
     def _on_message(self) -> None:
         for message, _ in self._server.channel.receive():
             kind = message.pop("type")
-            if "rank" in message and (rank := self._server.rank_of(message["rank"])) is None:
-                if self._spares is not None:
-                    self._spares.on_message(kind, message)
-                continue
-            if "rank" in message:
+            if "rank" in message and (rank := self._server.rank_of(message["rank"])) is not None:
                 message["rank"] = rank
+            elif "rank" in message and self._spares is not None:
+                self._spares.on_message(kind, message)
+                continue
             if kind == "ready":
                 self._port, self._scratch, self._server.pid = message["port"], message["scratch"], message["pid"]
                 self._relay.notice("")
@@ -301,8 +299,7 @@ class _Agent:
 
     def _environment_of(self, rank: int | None) -> dict[str, str]:
         gpus = self._environment.get("CUDA_VISIBLE_DEVICES")
-        size = self._now.size
-        ranks = size if rank is None or rank < size else self._changes.wanted
+        ranks = self._now.size if rank is None or rank < self._now.size else self._changes.wanted
         return self._now.environment(rank, ranks=ranks, port=self._port, visible_gpus=gpus)
 
     def _end_spares(self) -> None:
