@@ -15,6 +15,7 @@ import pytest
 PROGRAM = Path(__file__).parent / "programs" / "recovering.py"
 KILL = "SIGKILL"
 Event = tuple[int, str, int | None, str]
+Told = tuple[str, list[dict]]
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +37,11 @@ def undisturbed(fork_python, tmp_path_factory):
 def train(run_ranks, undisturbed, tmp_path):
     """Run the program while its number of ranks changes; return what the launcher said, and the events."""
 
-    def run(before: int, after: int, *events: Event, **asked: object) -> tuple[str, list[dict]]:
+    def run(
+        before: int, after: int, *events: Event, flags: tuple[str, ...] = (), **asked: object
+    ) -> tuple[str, list[dict]]:
         options = {"deaths": events, "folder": str(tmp_path), "directory": str(tmp_path / "run"), **asked}
-        job = run_ranks(before, PROGRAM, json.dumps(options))
+        job = run_ranks(before, PROGRAM, json.dumps(options), flags=flags)
         expected = undisturbed(**asked)
         came_to = {rank: lines[-1] for rank in range(6) if (lines := job.lines(rank))}
         assert [came_to.get(rank) for rank in range(after)] == [expected] * after, job.err
@@ -86,6 +89,12 @@ def test_every_kind_of_batches_is_divided_anew(train, kind):
 )
 def test_deaths_meanwhile_change_no_bit(train, before, after, events):
     train(before, after, *events, engine="shared")
+
+
+def test_a_spare_takes_the_place_of_a_rank_that_came_later(train):
+    events = [(0, "stepped", 1, "scale 4"), (3, "loss", 4, KILL), (0, "stepped", 6, "scale 1")]
+    said, _ = train(2, 1, *events, flags=("--spares", "1"), engine="shared", pause_s=0.1)
+    assert "rank 3 was killed by SIGKILL in forward of step 5; replaced" in said
 
 
 @pytest.mark.soak

@@ -17,9 +17,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, TextIO
 
+from unisono.launch.answers import describe_job, describe_stacks
 from unisono.launch.channel import Message
 from unisono.launch.cleanup import remove_scratch
 from unisono.launch.control import Control
@@ -27,7 +27,6 @@ from unisono.launch.failure.postmortem import Postmortem, write_report
 from unisono.launch.failure.root_cause import name_signal
 from unisono.launch.forkserver_handle import LAST_S, ForkServerHandle
 from unisono.launch.generation import Generation
-from unisono.launch.hang.hang_report import render_stacks
 from unisono.launch.launch_job import LaunchJob
 from unisono.launch.limits import check_open_files
 from unisono.launch.linux import become_subreaper, descendants, end_descendants
@@ -95,7 +94,7 @@ class _Agent:
         on_failure: OnFailure,
         on_recovery: OnRecovery,
     ) -> None:
-        self._job = job = replace(job, run_id=job.run_id or secrets.token_hex(4))
+        self._job = self._asked = job = replace(job, run_id=job.run_id or secrets.token_hex(4))
         self._environment = environment
         self._on_failure, self._on_recovery = on_failure, on_recovery
         # Not epoll: it refuses regular files, and the launcher's streams may be such.
@@ -175,7 +174,8 @@ class _Agent:
             self._on_failed()
         if self._scaling is not None and self._shutdown is None:
             self._scaling.tick()
-            self._job = replace(self._job, ranks=self._now.size)  # also for a restart
+            if (size := self._now.size) != self._job.ranks:  # also for a restart
+                self._job = replace(self._asked, ranks=size, spares=self._asked.spares if size > 1 else 0)
         if self._spares is not None and self._shutdown is None:
             self._spares.tick(is_calm=self._replacements.is_calm)
         self._advance_shutdown()
@@ -471,20 +471,9 @@ class _Agent:
         """Return the reply to `unisono ps`, `unisono stacks` or `unisono drill`, None to an unknown question."""
         job, kind = self._job, question.get("ask")
         if kind == "job":
-            return {
-                "pid": os.getpid(),
-                "name": Path(job.target).absolute().name,
-                "run_id": job.run_id,
-                "ranks": job.ranks,
-                "running": sum(rank < job.ranks for rank in self._running),
-                "restarts": self._restarts,
-                "recoveries": len(self._recoveries),
-                "spares": 0 if self._spares is None else self._spares.ready,
-                "started_s": self._started_s,
-                "directory": str(Path.cwd()),
-                "arguments": list(job.arguments),
-                **self._relay.progress,
-            }
+            facts = {"restarts": self._restarts, "recoveries": len(self._recoveries), "started_s": self._started_s}
+            spares = 0 if self._spares is None else self._spares.ready
+            return describe_job(job, running=self._running, facts={**facts, "spares": spares, **self._relay.progress})
         if kind == "scale" and type(ranks := question.get("ranks")) is int:
             is_over = self._shutdown is not None or self._scaling is None
             problem = "it is about to end" if is_over else self._changes.request(ranks)
@@ -492,10 +481,7 @@ class _Agent:
         if kind == "scaling":
             return self._changes.status if self._scaling is not None else None
         if kind == "stacks":
-            situations = self._generation.observer.snapshot() if self._generation is not None else []
-            full = bool(question.get("full"))
-            folder = str(Path.cwd())
-            return {"text": render_stacks(situations, now_ns=time.monotonic_ns(), folder=folder, full=full)}
+            return describe_stacks(self._generation, full=bool(question.get("full")))
         if kind == "ranks":
             return {"ranks": self._generation.describe_ranks() if self._generation is not None else []}
         return None
