@@ -56,8 +56,8 @@ def run(effort: Effort) -> Iterator[Row]:
         pairs = alternate(ours, peer, rounds=effort.rounds(5), warmup=0)
         yield summarise(
             "recovery",
-            f"{_RANKS} ranks, {engine} engine{', one spare rank' if spares else ''}, from a kill to the next new step; torchrun came back by itself in "
-            f"{sum(back)} of {len(back)}",
+            f"{_RANKS} ranks, {engine} engine{', one spare' if spares else ''}, from a kill to the next new step; "
+            f"torchrun came back by itself in {sum(back)} of {len(back)}",
             **pairs._asdict(),
             peer_name="torchrun --max-restarts, DDP",
             unit="s",

@@ -37,9 +37,7 @@ def undisturbed(fork_python, tmp_path_factory):
 def train(run_ranks, undisturbed, tmp_path):
     """Run the program while its number of ranks changes; return what the launcher said, and the events."""
 
-    def run(
-        before: int, after: int, *events: Event, flags: tuple[str, ...] = (), **asked: object
-    ) -> tuple[str, list[dict]]:
+    def run(before: int, after: int, *events: Event, flags: tuple[str, ...] = (), **asked: object) -> Told:
         options = {"deaths": events, "folder": str(tmp_path), "directory": str(tmp_path / "run"), **asked}
         job = run_ranks(before, PROGRAM, json.dumps(options), flags=flags)
         expected = undisturbed(**asked)
