@@ -46,6 +46,7 @@ _PASSED = (
     "cpu_backend",
     "check",
     "shutdown_timeout",
+    "spares",
 )
 """The flags of `unisono run` that mean the same here."""
 

@@ -144,7 +144,7 @@ class Replacing:
         self._poll_s = None
         self._counts.next_round()
         self._generation.forget_replaced()
-        self._generation.observer.disregard_past(0.0)
+        self._generation.observer.disregard_past(0.0, until_ns=min(page.joined_ns for page in pages))
         self._relay.say(f"{told}; replaced{how}, {seconds:.2f} s")
 
     def resize(self, size: int) -> None:

@@ -193,7 +193,7 @@ class Scaling:
         self._state = "idle"
         self._outcome = {"before": self._before, "step": self._step, "seconds": round(seconds, 3)}
         self._kill_s = time.monotonic() + self._job.shutdown_timeout_s
-        generation.observer.disregard_past(0.0)
+        generation.observer.disregard_past(0.0, until_ns=min(page.joined_ns for page in pages))
         self._relay.say(
             f"{self._before} -> {plural(self._wanted, 'rank')} after step {self._step}; the run waited {seconds:.2f} s"
         )

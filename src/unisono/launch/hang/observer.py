@@ -115,14 +115,15 @@ class Observer:
         """Observe another number of ranks; processes with higher numbers are not ranks."""
         self._num_ranks = ranks
 
-    def disregard_past(self, calm_s: float) -> None:
-        """Disregard the calls so far, and how long ranks have waited: the ranks are not those that made them.
+    def disregard_past(self, calm_s: float, *, until_ns: int | None = None) -> None:
+        """Disregard earlier calls, and how long ranks have waited: the ranks are not those that made them.
 
         Args:
             calm_s: Seconds in which no rank is reported, if that is longer than usual.
+            until_ns: When the ranks went on together, by the monotonic clock. None: now.
         """
         now_s = time.monotonic()
-        self._past_ns = time.monotonic_ns()
+        self._past_ns = time.monotonic_ns() if until_ns is None else until_ns
         self._quiet_until_s = now_s + max(calm_s, self._patience_s)
         self._next_age_ns.clear()
         self._requests.clear()
