@@ -12,6 +12,7 @@ from unisono.recovery_link import Membership
 from unisono.trainer.call_log import CallLog
 from unisono.trainer.checkpointing import Place
 from unisono.trainer.snapshot import Cursor
+from unisono.watch import Event
 
 __all__ = ["Account", "Position", "Recoverable"]
 
@@ -30,6 +31,8 @@ class Position(NamedTuple):
     """The place where the first processes of the job began."""
     saved: Place
     """The place of the latest checkpoint."""
+    told: Event | None
+    """The latest event about a call of all ranks."""
     resizes: bool
     """True if the number of ranks is to change before the loop gets its next batch."""
 
@@ -74,14 +77,17 @@ class Recoverable(Protocol):
     def send_state(self, source: int, *, wanted: bool) -> None:
         """Send the state of one rank to those that want it. Every rank must call it."""
 
-    def has_joined(self, membership: Membership, before: int, seconds: float, call: str) -> None:
+    def has_joined(
+        self, membership: Membership, before: int, seconds: float, position: Position, *, took: bool
+    ) -> None:
         """Go on after a recovery.
 
         Args:
             membership: The decision of the launcher.
             before: The number of ranks before.
             seconds: How long ranks have waited.
-            call: The call that is made again.
+            position: The place of the rank with the most calls.
+            took: True if this rank has got the state of that one.
         """
 
     def raise_pending(self) -> None:

@@ -67,6 +67,7 @@ class RecoverableRun:
             evaluations=loop.history.state(evaluations),
             began=loop.began,
             saved=parts.keeper.last,
+            told=self._log.latest,
             resizes=resizes,
         )
 
@@ -117,18 +118,22 @@ class RecoverableRun:
             self._loop.history.become(EvaluationHistory.restored(facts["evaluations"]))
         self._loop.go_on(cursor=cursor, calls=document["calls"])
 
-    def has_joined(self, membership: Membership, before: int, seconds: float, call: str) -> None:
+    def has_joined(
+        self, membership: Membership, before: int, seconds: float, position: Position, *, took: bool
+    ) -> None:
         """Go on after a recovery; see `recoverable.Recoverable`."""
         cursor, log = self._parts.cursor, self._log
         if log.is_muted:
             log.is_muted = False
             announce_to_listeners(log, self._parts)
+        if took:
+            log.go_on(position.told)
         number, ranks, size = membership
         place = {"epoch": cursor.epoch, "step": cursor.step, "total_steps": cursor.total_steps}
         if size != before:
             log.emit("resize", number=number, ranks=size, before=before, **place, seconds=round(seconds, 3))
         if replaced := [rank for rank in ranks if rank < before]:
-            log.emit("recovery", number=number, ranks=replaced, **place, seconds=round(seconds, 3), call=call)
+            log.emit("recovery", number=number, ranks=replaced, **place, seconds=round(seconds, 3), call=position.name)
 
     def raise_pending(self) -> None:
         """Raise the exception of a signal that was put off."""

@@ -375,7 +375,7 @@ class Recovery:
             self._resizes = position.resizes
         self.is_joined, self._joined = True, number
         link.joined(number)
-        run.has_joined(store.membership, before, waited_s, position.name)
+        run.has_joined(store.membership, before, waited_s, position, took=missed is not None or is_new)
         self._counted = self._uses()
         return missed
 

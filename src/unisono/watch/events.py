@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, overload
 
 from unisono.text import a_type
+from unisono.watch.continuation import SHARED, content_of, is_missing, last_shared
 
 if TYPE_CHECKING:
     from typing_extensions import NotRequired, Self, Unpack
@@ -296,6 +297,26 @@ class EventLog:
         self._silent = self._file is None and self._pipe is None and not self._listeners
         self.is_muted = False
         """True to drop events, except warnings."""
+        self.latest: Event | None = None
+        """The latest event about a call of all ranks, also if it was dropped."""
+        self._told: str | None = None
+        """What the next such event says, if it has been told already."""
+
+    def go_on(self, latest: Event | None) -> None:
+        """Go on after ranks have been replaced: tell what is missing, and nothing twice.
+
+        Args:
+            latest: The latest event about a call of all ranks on the rank whose state this one has got.
+        """
+        found = self.latest
+        if found is None and self._path is not None:
+            found = last_shared(self._path)
+        if latest is not None and (found is not None or self._path is not None) and is_missing(latest, found):
+            kind: Any = latest["event"]
+            self.emit(kind, **{key: each for key, each in latest.items() if key not in ("time", "event")})
+        elif found is not None and (latest is None or content_of(found) != content_of(latest)):
+            self._told = content_of(found)
+        self.latest = latest
 
     @overload
     def emit(self, kind: Literal["run"], /, **fields: Unpack[RunFields]) -> None: ...
@@ -332,10 +353,15 @@ class EventLog:
         Raises:
             TypeError: JSON cannot represent a field, such as a tensor; nothing is written then.
         """
-        if (self._silent or self.is_muted) and kind != "warning":
+        is_shared = kind in SHARED
+        if (self._silent or self.is_muted) and kind != "warning" and not is_shared:
             return
         with self._lock:
             event = {"time": round(time.time(), 6), "event": kind, **fields}
+            if is_shared:
+                self.latest, told, self._told = event, self._told, None
+                if self._silent or self.is_muted or (told is not None and content_of(event) == told):
+                    return
             lost: OSError | None = None
             if self._file is not None or self._pipe is not None:
                 line = _line(event)
