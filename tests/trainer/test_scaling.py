@@ -90,8 +90,9 @@ def test_deaths_meanwhile_change_no_bit(train, before, after, events):
 
 
 def test_a_spare_takes_the_place_of_a_rank_that_came_later(train):
-    events = [(0, "stepped", 1, "scale 4"), (3, "loss", 4, KILL), (0, "stepped", 6, "scale 1")]
-    said, _ = train(2, 1, *events, flags=("--spares", "1"), engine="shared", pause_s=0.1)
+    """It also knows of a change that is under way: rank 1 dies in the step in which the ranks agree on the last one."""
+    events = [(0, "stepped", 1, "scale 4"), (3, "loss", 4, KILL), (0, "stepped", 7, "scale 3"), (1, "loss", 7, KILL)]
+    said, _ = train(2, 3, *events, flags=("--spares", "1"), engine="shared", pause_s=0.15)
     assert "rank 3 was killed by SIGKILL in forward of step 5; replaced" in said
 
 
