@@ -11,6 +11,7 @@ the case says how often it did by itself. That bits stay is tested, and not meas
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import subprocess
@@ -18,8 +19,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
-from os import kill
 from pathlib import Path
 
 from bench.errors import CannotRun
@@ -80,23 +81,26 @@ class _Run:
             try:
                 self._wait(folder, _BEFORE, _TIMEOUT_S)
                 time.sleep(rng.uniform(0.0, 0.05))
-                victim = rng.choice(sorted(int(path.suffix[1:]) for path in Path(folder).glob("steps.*")))
+                victim = rng.choice(sorted(_processes(folder)))
                 killed_s = time.monotonic()
-                kill(victim, signal.SIGKILL)
+                os.kill(victim, signal.SIGKILL)
+                old = _processes(folder)
                 before = max(step for at_s, step in _steps(folder) if at_s <= killed_s)
-                if self._wait(folder, before + 1, _PATIENCE_S, fails=False):
-                    return self._first(folder, before) - killed_s, True
+                if self._wait(folder, before + 1, _PATIENCE_S, without=old, fails=False):
+                    return self._first(folder, before, old) - killed_s, True
                 self._end(process)
-                restarted_s = time.monotonic()
+                old, restarted_s = _processes(folder), time.monotonic()
                 process = self._start(folder)
-                self._wait(folder, before + 1, _TIMEOUT_S)
-                return self._first(folder, before) - restarted_s, False
+                self._wait(folder, before + 1, _TIMEOUT_S, without=old)
+                return self._first(folder, before, old) - restarted_s, False
             finally:
                 self._end(process)
 
     def _start(self, folder: str) -> subprocess.Popen[bytes]:
         command = [*self._command, self._script, folder, *self._arguments]
-        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        # Where this variable is set and no bytecode is cached, each start of ours would compile all that it imports.
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
         process.terminate()
@@ -105,9 +109,11 @@ class _Run:
         process.kill()
         process.wait()
 
-    def _wait(self, folder: str, step: int, patience_s: float, *, fails: bool = True) -> bool:
+    def _wait(
+        self, folder: str, step: int, patience_s: float, *, without: AbstractSet[int] = frozenset(), fails: bool = True
+    ) -> bool:
         deadline_s = time.monotonic() + patience_s
-        while max((done for _, done in _steps(folder)), default=0) < step:
+        while max((done for _, done in _steps(folder, without)), default=0) < step:
             if time.monotonic() > deadline_s:
                 if fails:
                     raise CannotRun(f"`{' '.join(self._command)}` did not come to step {step} in {patience_s:g} s")
@@ -115,14 +121,24 @@ class _Run:
             time.sleep(0.05)
         return True
 
-    def _first(self, folder: str, before: int) -> float:
-        return min(at_s for at_s, step in _steps(folder) if step > before)
+    def _first(self, folder: str, before: int, old: AbstractSet[int]) -> float:
+        """Return when the first step after the death was done.
+
+        A step that was committed before it may be written down by others only after it: a step counts from the first
+        one that a new process has taken part in.
+        """
+        first = min(step for _, step in _steps(folder, old) if step > before)
+        return min(at_s for at_s, step in _steps(folder) if step >= first)
 
 
-def _steps(folder: str) -> list[tuple[float, int]]:
-    """Return when each rank had done which step."""
+def _processes(folder: str) -> set[int]:
+    return {int(path.suffix[1:]) for path in Path(folder).glob("steps.*")}
+
+
+def _steps(folder: str, without: AbstractSet[int] = frozenset()) -> list[tuple[float, int]]:
+    """Return when each rank had done which step, without those of some processes."""
     found = []
-    for path in Path(folder).glob("steps.*"):
+    for path in (Path(folder, f"steps.{pid}") for pid in _processes(folder) - without):
         for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
             if line.endswith("\n"):
                 at_s, step = line.split()
