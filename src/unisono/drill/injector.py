@@ -181,7 +181,7 @@ class Injector:
     def _follow_change(self, resize: Resize) -> float:
         """Follow a change of the number of ranks, and return after how many seconds to look again."""
         status = self._process.resizing()
-        if status["state"] in ("starting", "waiting", "changing"):
+        if status["state"] not in ("idle", "withdrawn"):
             if time.time() > resize.time_s + self._patience_s:
                 raise DrillFailedError(
                     f"{self._patience_s:.0f} s after {resize.change.ranks} ranks were asked for, the change is not over"
