@@ -74,8 +74,15 @@ class Recoverable(Protocol):
     def connect(self) -> None:
         """Make engines for the process group that there is now. Every rank must call it."""
 
-    def send_state(self, source: int, *, wanted: bool) -> None:
-        """Send the state of one rank to those that want it. Every rank must call it."""
+    def send_state(self, source: int, *, wanted: bool, keeps_objects: bool) -> None:
+        """Send the state of one rank to those that want it. Every rank must call it.
+
+        Args:
+            source: The rank that sends.
+            wanted: True if this rank takes the state.
+            keeps_objects: True if the loop of this rank has changed its `stateful` objects as far as it has come; that
+                of the other one may have come further since the call.
+        """
 
     def has_joined(
         self, membership: Membership, before: int, seconds: float, position: Position, *, took: bool

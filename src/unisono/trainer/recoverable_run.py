@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -106,12 +107,20 @@ class RecoverableRun:
         self._parts.connect(World.connect(self._parts.run.device))
         self._loaders.forget()
 
-    def send_state(self, source: int, *, wanted: bool) -> None:
-        """Send the state of one rank to those that want it. Every rank must call it."""
+    def send_state(self, source: int, *, wanted: bool, keeps_objects: bool) -> None:
+        """Send the state of one rank to those that want it; see `recoverable.Recoverable`."""
         document, groups = broadcast_groups(self.world, self._capture, source=source, wanted=wanted)
         cursor = None
         if wanted:
+            objects = self._parts.subjects.others if keeps_objects else {}
+            own = {
+                name: (each, deepcopy(each.state_dict()))
+                for name, each in objects.items()
+                if name.startswith("stateful/")
+            }
             restore(self._parts.subjects, groups, document["state"], source=f"the state of rank {source}")
+            for each, state in own.values():
+                each.load_state_dict(state)
             self._restore_modes(document["modes"], document["trained"])
             facts = document["state"]["facts"]
             cursor = Cursor(**facts["cursor"])

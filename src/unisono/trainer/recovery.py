@@ -367,7 +367,7 @@ class Recovery:
             raise PeerError(f"no rank can be replaced alone: {obstacle}")
         rejoin(store)
         run.connect()
-        run.send_state(source, wanted=behind > 0 or not self.is_joined)
+        run.send_state(source, wanted=behind > 0 or not self.is_joined, keeps_objects=self.is_joined)
         waited_s = max(run.world.gather(time.monotonic() - started_s, "ranks that go on after a recovery"))
         if missed is not None:
             self._log = position.log
