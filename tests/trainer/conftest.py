@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -119,5 +120,21 @@ def run_alone(fork_ranks):
         job = fork_ranks(n, f"{PREAMBLE}\n{start}\n{script}", code=None, watched=False)
         assert job.codes == [(codes or {}).get(rank, 0) for rank in range(n)], f"{job.out}\n{job.err[-4000:]}"
         return ["".join(f"{line}\n" for line in job.lines(rank)) for rank in range(n)]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def undisturbed(fork_python, tmp_path_factory):
+    """What one rank of recovering.py comes to that nobody disturbs; each program is run once."""
+    program = Path(__file__).parent / "programs" / "recovering.py"
+    known: dict[str, str] = {}
+
+    def run(**asked: object) -> str:
+        key = json.dumps({**asked, "workers": 0, "engine": "shared"}, sort_keys=True)
+        if key not in known:
+            folder = tmp_path_factory.mktemp("undisturbed")
+            known[key] = fork_python(program, json.dumps({**json.loads(key), "folder": str(folder)}))[-1]
+        return known[key]
 
     return run

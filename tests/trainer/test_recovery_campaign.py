@@ -65,21 +65,6 @@ def drawn(seed: int) -> Case:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(fork_python, tmp_path_factory):
-    """What one rank comes to that nobody disturbs."""
-    known: dict[str, str] = {}
-
-    def run(asked: dict[str, Any]) -> str:
-        key = json.dumps({**asked, "workers": 0, "engine": "shared"}, sort_keys=True)
-        if key not in known:
-            folder = tmp_path_factory.mktemp("undisturbed")
-            known[key] = fork_python(PROGRAM, json.dumps({**json.loads(key), "folder": str(folder)}))[-1]
-        return known[key]
-
-    return run
-
-
-@pytest.fixture(scope="module")
 def waits_s(request):
     """How long ranks waited in each recovery; the median is shown at the end."""
     found: list[float] = []
@@ -100,5 +85,5 @@ def test_random_deaths_change_no_bit(run_ranks, undisturbed, waits_s, tmp_path, 
     if disturbance["with_directory"]:
         options["directory"] = str(tmp_path / "run")
     job = run_ranks(ranks, PROGRAM, json.dumps(options))
-    assert [job.lines(rank)[-1] for rank in range(ranks)] == [undisturbed(asked)] * ranks, job.err
+    assert [job.lines(rank)[-1] for rank in range(ranks)] == [undisturbed(**asked)] * ranks, job.err
     waits_s += [float(wait) for wait in re.findall(r"replaced, ([\d.]+) s", job.err)]

@@ -18,21 +18,6 @@ Event = tuple[int, str, int | None, str]
 Told = tuple[str, list[dict]]
 
 
-@pytest.fixture(scope="module")
-def undisturbed(fork_python, tmp_path_factory):
-    """What one rank comes to that nobody disturbs."""
-    known: dict[str, str] = {}
-
-    def run(**asked: object) -> str:
-        key = json.dumps({**asked, "workers": 0, "engine": "shared"}, sort_keys=True)
-        if key not in known:
-            folder = tmp_path_factory.mktemp("undisturbed")
-            known[key] = fork_python(PROGRAM, json.dumps({**json.loads(key), "folder": str(folder)}))[-1]
-        return known[key]
-
-    return run
-
-
 @pytest.fixture
 def train(run_ranks, undisturbed, tmp_path):
     """Run the program while its number of ranks changes; return what the launcher said, and the events."""

@@ -32,12 +32,11 @@ from unisono.launch.limits import check_open_files
 from unisono.launch.linux import become_subreaper, descendants, end_descendants
 from unisono.launch.output.relay import Relay
 from unisono.launch.output.streams import wants_colour
-from unisono.launch.replacing import COMPANY_S, Replacing
+from unisono.launch.rank_changes import RankChanges
+from unisono.launch.replacing import COMPANY_S
 from unisono.launch.restarts import Ending, decide
-from unisono.launch.scaling import Scaling
 from unisono.launch.shutdown import Shutdown
 from unisono.launch.signals import describe_signal, signals_as_bytes
-from unisono.launch.spares import Spares
 from unisono.memory import read_counters
 from unisono.text import name_ranks
 
@@ -115,9 +114,7 @@ class _Agent:
         self._scratch = ""
         self._restarts = 0
         self._generation: Generation | None = None
-        self._replacing: Replacing | None = None
-        self._scaling: Scaling | None = None
-        self._spares: Spares | None = None
+        self._changes: RankChanges | None = None
         self._recoveries: list[dict[str, Any]] = []
         self._ending: Ending | None = None
         self._postmortem: Postmortem | None = None
@@ -170,14 +167,11 @@ class _Agent:
                     "(--stuck-timeout)"
                 )
                 self._server.signal(signal.SIGKILL, stuck, group=True)
-        if self._replacing is not None and self._shutdown is None and not self._replacing.tick():
-            self._on_failed()
-        if self._scaling is not None and self._shutdown is None:
-            self._scaling.tick()
+        if self._changes is not None and self._shutdown is None:
+            if not self._changes.tick():
+                self._on_failed()
             if (size := self._now.size) != self._job.ranks:  # also for a restart
                 self._job = replace(self._asked, ranks=size, spares=self._asked.spares if size > 1 else 0)
-        if self._spares is not None and self._shutdown is None:
-            self._spares.tick(is_calm=self._replacements.is_calm)
         self._advance_shutdown()
 
     def _timeout_s(self) -> float | None:
@@ -187,8 +181,8 @@ class _Agent:
             deadlines.append(self._generation.observer.next_deadline_s())
         if self._shutdown is not None:
             deadlines.append(self._shutdown.next_s)
-        elif self._replacing is not None and self._scaling is not None and self._spares is not None:
-            deadlines += [part.next_deadline_s() for part in (self._replacing, self._scaling, self._spares)]
+        elif self._changes is not None:
+            deadlines.append(self._changes.next_deadline_s())
         soonest_s = min((deadline_s for deadline_s in deadlines if deadline_s is not None), default=math.inf)
         return None if soonest_s == math.inf else max(0.0, soonest_s - time.monotonic())
 
@@ -228,8 +222,8 @@ class _Agent:
             kind = message.pop("type")
             if "rank" in message and (rank := self._server.rank_of(message["rank"])) is not None:
                 message["rank"] = rank
-            elif "rank" in message and self._spares is not None:
-                self._spares.on_message(kind, message)
+            elif "rank" in message and self._changes is not None:
+                self._changes.spares.on_message(kind, message)
                 continue
             if kind == "ready":
                 self._port, self._scratch, self._server.pid = message["port"], message["scratch"], message["pid"]
@@ -258,53 +252,28 @@ class _Agent:
         return self._generation
 
     @property
-    def _replacements(self) -> Replacing:
-        assert self._replacing is not None, "a rank spoke before there was one"
-        return self._replacing
-
-    @property
-    def _changes(self) -> Scaling:
-        assert self._scaling is not None, "a rank spoke before there was one"
-        return self._scaling
+    def _ranks(self) -> RankChanges:
+        assert self._changes is not None, "a rank spoke before there was one"
+        return self._changes
 
     def _start_ranks(self) -> None:
         self._generation = generation = Generation(self._job, attempt=self._restarts, relay=self._relay)
-        self._spares = Spares(
-            self._job.spares,
+        self._changes = RankChanges(
+            self._job,
             generation,
-            stdin=self._job.stdin,
             server=self._server,
             relay=self._relay,
             selector=self._selector,
-            environment=self._environment_of,
-        )
-        self._replacing = Replacing(
-            generation,
-            enabled=self._job.recover,
-            server=self._server,
-            relay=self._relay,
-            number=0 if self._replacing is None else self._replacing.number,
+            number=0 if self._changes is None else self._changes.replacing.number,
             completed=self._on_recovered,
-            fork=self._fork,
-            spares=self._spares,
+            port=self._port,
+            visible_gpus=self._environment.get("CUDA_VISIBLE_DEVICES"),
         )
-        self._scaling = Scaling(
-            self._job, generation, self._replacing, server=self._server, relay=self._relay, fork=self._fork
-        )
-        for rank in range(generation.size):
-            self._fork(rank, generation.open(rank))
-
-    def _fork(self, rank: int, files: Mapping[str, int]) -> None:
-        self._server.fork(rank, environment=self._environment_of(rank), files=files)
-
-    def _environment_of(self, rank: int | None) -> dict[str, str]:
-        gpus = self._environment.get("CUDA_VISIBLE_DEVICES")
-        ranks = self._now.size if rank is None or rank < self._now.size else self._changes.wanted
-        return self._now.environment(rank, ranks=ranks, port=self._port, visible_gpus=gpus)
+        self._changes.start()
 
     def _end_spares(self) -> None:
-        if self._spares is not None:
-            self._spares.end()
+        if self._changes is not None:
+            self._changes.spares.end()
 
     def _on_recovered(self, entry: dict[str, Any]) -> None:
         self._recoveries.append(entry)
@@ -314,9 +283,9 @@ class _Agent:
         """Handle a rank that could not be forked. No rank after it is forked."""
         self._now.running.discard(rank)
         if rank >= self._now.size:
-            self._changes.give_up(f"rank {rank} could not be started: {problem}")
+            self._ranks.scaling.give_up(f"rank {rank} could not be started: {problem}")
             return
-        if self._replacing is not None and self._replacing.is_new(rank):
+        if self._ranks.replacing.is_new(rank):
             self._end_for_loss(f"rank {rank} could not be started in the place of one that died: {problem}")
         else:
             self._end_for_loss(f"rank {rank} could not be started, {rank} of {self._job.ranks} were: {problem}")
@@ -329,11 +298,8 @@ class _Agent:
         if self._shutdown is not None or message["code"] != 0:
             self._relay.shut(message["rank"])
         self._now.ended(**message)
-        if message["rank"] >= self._now.size:
-            self._changes.on_exit(message["rank"], message["code"])
-        elif not any(rank < self._now.size for rank in self._running):
-            self._changes.on_members_end()
-        lost = self._shutdown is None and self._replacements.left_without_joining(message["rank"])
+        self._ranks.on_exit(message["rank"], message["code"])
+        lost = self._shutdown is None and self._ranks.replacing.left_without_joining(message["rank"])
         if message["rank"] in self._now.failed or lost:
             self._on_failed()
         if not self._running:
@@ -342,7 +308,7 @@ class _Agent:
     def _on_failed(self) -> None:
         """Handle the failure of a rank: replace it, or end the others, at once or soon if the cause is sure."""
         shutdown = self._shutdown
-        if shutdown is None and self._replacements.take():
+        if shutdown is None and self._ranks.replacing.take():
             return
         if shutdown is None:
             self._shutdown = shutdown = Shutdown(code=1, failed=True, begins_s=time.monotonic() + _DOUBT_S)
@@ -366,10 +332,10 @@ class _Agent:
     def _on_generation_end(self) -> None:
         """Handle the end of all ranks: start them again, or finish, with a report if they have failed."""
         shutdown, generation = self._shutdown, self._now
-        if self._spares is not None:
-            self._spares.close()
+        replacing = self._ranks.replacing
+        self._ranks.spares.close()
         if shutdown is None:
-            self._replacements.look()
+            replacing.look()
         if shutdown is None or not shutdown.failed:
             self._server.end()
             return
@@ -386,7 +352,7 @@ class _Agent:
             memory=self._memory,
             restarts=self._restarts,
             recoveries=self._recoveries,
-            remarks=[reason for reason in (self._replacements.reason, decision.reason) if reason],
+            remarks=[reason for reason in (replacing.reason, decision.reason) if reason],
         )
         postmortem.write()
         generation.close()
@@ -394,8 +360,8 @@ class _Agent:
             self._restarts += 1
             ranks = f"all {self._job.ranks} ranks" if self._job.ranks > 1 else "it"
             used = f"restart {self._restarts} of {self._job.max_restarts}"
-            if self._replacements.reason:
-                self._relay.say(self._replacements.reason)
+            if replacing.reason:
+                self._relay.say(replacing.reason)
             self._relay.say(f"{postmortem.headline}; starting {ranks} again ({used})")
             self._shutdown = None
             self._server.sweep()
@@ -472,14 +438,14 @@ class _Agent:
         job, kind = self._job, question.get("ask")
         if kind == "job":
             facts = {"restarts": self._restarts, "recoveries": len(self._recoveries), "started_s": self._started_s}
-            spares = 0 if self._spares is None else self._spares.ready
+            spares = 0 if self._changes is None else self._changes.spares.ready
             return describe_job(job, running=self._running, facts={**facts, "spares": spares, **self._relay.progress})
         if kind == "scale" and type(ranks := question.get("ranks")) is int:
-            is_over = self._shutdown is not None or self._scaling is None
-            problem = "it is about to end" if is_over else self._changes.request(ranks)
+            is_over = self._shutdown is not None or self._changes is None
+            problem = "it is about to end" if is_over else self._ranks.scaling.request(ranks)
             return {"problem": problem, "ranks": job.ranks}
         if kind == "scaling":
-            return self._changes.status if self._scaling is not None else None
+            return self._changes.scaling.status if self._changes is not None else None
         if kind == "stacks":
             return describe_stacks(self._generation, full=bool(question.get("full")))
         if kind == "ranks":

@@ -6,12 +6,13 @@ Steps and evaluations are made by all ranks together, so each rank knows the lat
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-__all__ = ["SHARED", "content_of", "is_missing", "last_shared"]
+__all__ = ["SHARED", "content_of", "finite", "is_missing", "last_shared"]
 
 SHARED = ("step", "evaluation")
 """The kinds of events that are about calls of all ranks."""
@@ -28,7 +29,7 @@ def content_of(event: Mapping[str, Any]) -> str:
     '{"event": "step", "loss": "nan"}'
     """
     said = {key: value for key, value in event.items() if key not in _MEASURED}
-    return json.dumps(_finite(said), sort_keys=True, default=str)
+    return json.dumps(finite(said), sort_keys=True, default=str)
 
 
 def is_missing(latest: Mapping[str, Any], found: Mapping[str, Any] | None) -> bool:
@@ -63,11 +64,12 @@ def last_shared(path: Path) -> dict[str, Any] | None:
     return None
 
 
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return float(value) if value - value == 0 else str(float(value))
+def finite(value: Any) -> Any:
+    """Replace floats that JSON cannot represent by their names."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(float(value))
     if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
     return value

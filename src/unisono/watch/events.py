@@ -9,7 +9,6 @@ kinds for readers. Losing a log never ends a run: see `EventLog`.
 from __future__ import annotations
 
 import json
-import math
 import os
 import stat
 import threading
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, overload
 
 from unisono.text import a_type
-from unisono.watch.continuation import SHARED, content_of, is_missing, last_shared
+from unisono.watch.continuation import SHARED, content_of, finite, is_missing, last_shared
 
 if TYPE_CHECKING:
     from typing_extensions import NotRequired, Self, Unpack
@@ -469,19 +468,8 @@ def _line(event: Event) -> bytes:
     try:
         text = _encode(event)
     except ValueError:
-        text = _encode(_finite(event))
+        text = _encode(finite(event))
     return text.encode("ascii") + b"\n"
-
-
-def _finite(value: Any) -> Any:
-    """Replace floats that JSON cannot represent by their names."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(float(value))
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return value
 
 
 def _say(value: object) -> str:

@@ -1,0 +1,102 @@
+"""Who the ranks of a generation are: their first processes, those in the place of dead ones, and another number.
+
+The agent's loop calls. Three parts do the work: `Replacing`, `Spares` and `Scaling`. Start reading at
+`RankChanges.tick`.
+"""
+
+from __future__ import annotations
+
+import selectors
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from unisono.launch.forkserver_handle import ForkServerHandle
+from unisono.launch.generation import Generation
+from unisono.launch.launch_job import LaunchJob
+from unisono.launch.output.relay import Relay
+from unisono.launch.replacing import Replacing
+from unisono.launch.scaling import Scaling
+from unisono.launch.spares import Spares
+
+__all__ = ["RankChanges"]
+
+
+class RankChanges:
+    """The changes of ranks in one generation.
+
+    Args:
+        number: The number of the last decision of earlier generations.
+        completed: See `Replacing`.
+        port: The port of the job's store.
+        visible_gpus: CUDA_VISIBLE_DEVICES of the launcher; None if it is not set.
+    """
+
+    def __init__(
+        self,
+        job: LaunchJob,
+        generation: Generation,
+        *,
+        server: ForkServerHandle,
+        relay: Relay,
+        selector: selectors.BaseSelector,
+        number: int,
+        completed: Callable[[dict[str, Any]], None],
+        port: int,
+        visible_gpus: str | None,
+    ) -> None:
+        self._generation, self._server = generation, server
+        self._port, self._visible_gpus = port, visible_gpus
+        self.spares = Spares(
+            job.spares,
+            generation,
+            stdin=job.stdin,
+            server=server,
+            relay=relay,
+            selector=selector,
+            environment=self._environment,
+        )
+        self.replacing = Replacing(
+            generation,
+            enabled=job.recover,
+            server=server,
+            relay=relay,
+            number=number,
+            completed=completed,
+            fork=self._fork,
+            spares=self.spares,
+        )
+        self.scaling = Scaling(job, generation, self.replacing, server=server, relay=relay, fork=self._fork)
+
+    def start(self) -> None:
+        """Start the processes of all ranks."""
+        for rank in range(self._generation.size):
+            self._fork(rank, self._generation.open(rank))
+
+    def tick(self) -> bool:
+        """Do what is due. Return False if no rank that has died is to be replaced: then the job ends as a whole."""
+        if not self.replacing.tick():
+            return False
+        self.scaling.tick()
+        self.spares.tick(is_calm=self.replacing.is_calm)
+        return True
+
+    def next_deadline_s(self) -> float | None:
+        """Return when `tick` is due, by the monotonic clock; None if nothing is under way."""
+        deadlines = [part.next_deadline_s() for part in (self.replacing, self.scaling, self.spares)]
+        return min((deadline_s for deadline_s in deadlines if deadline_s is not None), default=None)
+
+    def on_exit(self, rank: int, code: int) -> None:
+        """Handle the end of a process that matters for the number of ranks; the generation knows it already."""
+        generation = self._generation
+        if rank >= generation.size:
+            self.scaling.on_exit(rank, code)
+        elif not any(each < generation.size for each in generation.running):
+            self.scaling.on_members_end()
+
+    def _fork(self, rank: int, files: Mapping[str, int]) -> None:
+        self._server.fork(rank, environment=self._environment(rank), files=files)
+
+    def _environment(self, rank: int | None) -> dict[str, str]:
+        generation = self._generation
+        ranks = generation.size if rank is None or rank < generation.size else self.scaling.wanted
+        return generation.environment(rank, ranks=ranks, port=self._port, visible_gpus=self._visible_gpus)
