@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
@@ -156,13 +156,13 @@ class Recovery:
                 raise _DecisionError
             time.sleep(_PAUSE_S)
 
-    def note(self, phase: Phase, virtual_rank: int = -1, samples: Sequence[int] = ()) -> None:
+    def note(self, phase: Phase, virtual_rank: int = -1, samples: Iterable[int] = ()) -> None:
         """Note what this rank does, for messages about its death; with samples only in a call that is made again."""
         if self._link is not None and self._run is not None:
             self._link.note(phase, self._run.steps_done, virtual_rank)
-            if self._is_again and samples:
-                names = list_first(samples, _MOST_SAMPLES)
-                self._link.note_samples(f"sample{'s' * (len(samples) > 1)} {names}")
+            if self._is_again and (known := list(samples)):
+                names = list_first(known, _MOST_SAMPLES)
+                self._link.note_samples(f"sample{'s' * (len(known) > 1)} {names}")
 
     def begin_epoch(self) -> None:
         """Note that the body of an epoch begins."""

@@ -222,7 +222,7 @@ class VirtualRankGradients:
     def _encode(self, share: Share, batch: Batch, call: int, options: StepOptions) -> EncodedShare:
         """Encode the samples of a share."""
         self._run.set_generators("model", batch.epoch, batch.step, call, share.virtual_rank)
-        self._run.note("forward", share.virtual_rank, [i for each in share.micro_batches for i in each.indices])
+        self._run.note("forward", share.virtual_rank, (i for each in share.micro_batches for i in each.indices))
 
         def encode(items: Any) -> Any:
             assert options.encode is not None
