@@ -37,6 +37,7 @@ def _forward(model, leaf):
 
 
 def _step(model, buffers, leaves):
+    buffers.find()
     buffers.start(leaves=leaves)
     found = []
     for leaf in range(leaves):

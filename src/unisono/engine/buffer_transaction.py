@@ -31,7 +31,8 @@ __all__ = ["BufferTransaction"]
 class BufferTransaction:
     """The buffers of a model over one step.
 
-    The calls are `start`, then for each leaf `close_leaf`, then `launch`, `receive`, and `commit` or `roll_back`.
+    The calls are `find` and `start`, then for each leaf `close_leaf`, then `launch`, `receive`, and `commit` or
+    `roll_back`.
 
     Args:
         models: Modules, by the prefix of their names.
@@ -54,7 +55,7 @@ class BufferTransaction:
         self._total: Tensor | None = None
         self._parameters = WriteDetector(())
         self._damaged = False
-        self._find()
+        self.find()
 
     def connect(self, make_all_reduce: MakeAllReduce) -> None:
         """Sum over the ranks that there are now, which agree anew on the buffers to sum."""
@@ -66,7 +67,6 @@ class BufferTransaction:
 
     def start(self, *, leaves: int) -> None:
         """Begin a step. Values that the user has written since the last one are the values before this step."""
-        self._find()
         self._leaves = leaves
         self._changes, self._damaged = {}, False
         self._committed, self._makes = [], False
@@ -91,6 +91,8 @@ class BufferTransaction:
             self._check_parameters()
         if self.contents.has_new_buffers():
             self._refuse_new_buffers()
+        if not self._tracked:
+            return False
         known = set(self._known)
         found = [t for i, t in enumerate(self._tracked) if i not in known and t.changed()]
         for tracked in found:
@@ -168,7 +170,6 @@ class BufferTransaction:
 
     def copy(self) -> list[Tensor | None]:
         """Return copies of all buffers, for `put`; None for those that are None."""
-        self._find()
         return [None if t.current is None else t.current.detach().clone() for t in self._tracked]
 
     def put(self, values: list[Tensor | None]) -> None:
@@ -209,11 +210,11 @@ class BufferTransaction:
                 tracked.module._buffers[tracked.name] = value.to(self._device(), copy=True)
             tracked.keep()
 
-    def _find(self) -> None:
-        """Track the buffers that the models have now."""
+    def find(self) -> int:
+        """Track the buffers that the models have now, and return the version of the models' contents."""
         version = self.contents.version()
         if version == self._seen:
-            return
+            return version
         self._seen = version
         before = {(id(t.module), t.name): t for t in self._tracked}
         known = {id(self._tracked[i]) for i in self._known}
@@ -225,6 +226,7 @@ class BufferTransaction:
         self._known = [i for i, tracked in enumerate(self._tracked) if id(tracked) in known]
         self._all_reduce = None
         self._parameters = WriteDetector(self.contents.parameters())
+        return version
 
     def _agree(self) -> bool:
         """Agree with all ranks on which buffers to sum. Return True if there are more than before.

@@ -11,9 +11,8 @@ shared, `GroupConsistencyCheck` sends them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NoReturn, Protocol
+from typing import NamedTuple, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -46,8 +45,7 @@ _FEW_RANKS = 4
 """Up to this many ranks send their numbers to each other; more use the backend's all-gather, for fewer messages."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepDescription:
+class StepDescription(NamedTuple):
     """The operation that a rank is about to perform."""
 
     fingerprint: int

@@ -33,9 +33,8 @@ class LocalEngine:
         self._leaves = 0
         self._gradients = NodeSum(Node(0, 0), add=add)
         self._totals = NodeSum(Node(0, 0), add=add_rows)
-        self._loss: Tensor | None = None
-        self._only = Totals(0.0, 0.0, new_buffers=False)
-        """The totals of a single leaf, but for the loss."""
+        self._only: tuple[Tensor, float, bool, bool, bool] | None = None
+        """The totals of a single leaf, with its loss still on the device."""
 
     def start(self, step: StepTransaction, trained: Trained, *, leaves: int) -> None:
         """Begin a step; see `Engine`."""
@@ -44,10 +43,12 @@ class LocalEngine:
             self._given, self._tables = trained, TableSums(tables)
         check_optimizers(self._optimizer, self._trained, self._tables.tables)
         self._step, self._leaves = step, leaves
-        self._gradients = NodeSum(Node(0, leaves), add=add)
-        self._totals = NodeSum(Node(0, leaves), add=add_rows)
+        if leaves > 1:
+            self._gradients = NodeSum(Node(0, leaves), add=add)
+            self._totals = NodeSum(Node(0, leaves), add=add_rows)
         take(trained.parameters)
-        self._tables.begin(NodeLayout(((Node(0, leaves),),), leaves))
+        if self._tables.tables.names:
+            self._tables.begin(NodeLayout(((Node(0, leaves),),), leaves))
 
     def close_forward(
         self,
@@ -61,7 +62,7 @@ class LocalEngine:
     ) -> None:
         """Add a leaf's totals; see `Engine`."""
         if self._leaves == 1:
-            self._loss, self._only = loss.detach(), Totals(0.0, weight, new_buffers, has_values, wants_resize)
+            self._only = loss, weight, new_buffers, has_values, wants_resize
         else:
             row = row_of(loss, weight, new_buffers=new_buffers, has_values=has_values, wants_resize=wants_resize)
             self._totals.push(leaf, row)
@@ -81,8 +82,9 @@ class LocalEngine:
         self._step.run_deferred()
         self._tables.finish(self._step)
         if self._leaves == 1:
-            assert self._loss is not None
-            return self._only._replace(loss=self._loss.item())
+            assert self._only is not None
+            loss, weight, *flags = self._only
+            return Totals(loss.item(), weight, *flags)
         for p, gradient in zip(self._trained.parameters, self._gradients.total(), strict=True):
             p.grad = gradient
         return totals_of(self._totals.total().tolist())

@@ -49,7 +49,7 @@ class ModelContents:
 
     def has_new_buffers(self) -> bool:
         """Return True if the modules have more or fewer buffers in total than at the last check."""
-        return sum(map(len, self._buffers)) != self._num_buffers
+        return any(self._without_buffers) or sum(map(len, self._with_buffers)) != self._num_buffers
 
     def modules(self) -> dict[str, nn.Module]:
         """Return all modules by name. A module that occurs twice has its first name."""
@@ -61,7 +61,7 @@ class ModelContents:
 
     def _is_as_it_was(self) -> bool:
         present = [*chain.from_iterable(map(dict.values, self._members))]
-        if len(present) != len(self._present) or not all(map(is_, present, self._present)):
+        if len(present) != len(self._present) or any(self._empty) or not all(map(is_, present, self._present)):
             return False
         names = [*chain.from_iterable(self._named_buffers)]
         return names == self._buffer_names and [*map(len, self._named_buffers)] == self._buffer_counts
@@ -75,16 +75,19 @@ class ModelContents:
                 if seen.setdefault(id(module), path) == path:
                     self._modules[path] = module
         # A scripted module has no dicts there, and its members cannot be replaced.
-        self._members: list[dict[str, Any]] = [
+        members = [
             members
             for module in self._modules.values()
             for members in (module._modules, module._parameters)
             if isinstance(members, dict)
         ]
+        self._members: list[dict[str, Any]] = [each for each in members if each]
+        self._empty = [each for each in members if not each]
         self._present = [*chain.from_iterable(map(dict.values, self._members))]
-        self._buffers = [module._buffers for module in self._modules.values()]
-        self._num_buffers = sum(map(len, self._buffers))
-        # One that is registered where there was none changes the total, or the names where there were some.
-        self._named_buffers = [buffers for buffers in self._buffers if isinstance(buffers, dict) and buffers]
+        buffers = [module._buffers for module in self._modules.values()]
+        self._with_buffers = [each for each in buffers if each]
+        self._without_buffers = [each for each in buffers if not each]
+        self._num_buffers = sum(map(len, self._with_buffers))
+        self._named_buffers = [each for each in self._with_buffers if isinstance(each, dict)]
         self._buffer_names = [*chain.from_iterable(self._named_buffers)]
         self._buffer_counts = [*map(len, self._named_buffers)]

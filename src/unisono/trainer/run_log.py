@@ -24,7 +24,12 @@ __all__ = ["announce", "announce_to_listeners", "open_log", "warn_of_rank"]
 
 
 def open_log(
-    path: Path | None, *, is_main: bool, progress: bool, listeners: Sequence[Callable[[Event], None]] = ()
+    path: Path | None,
+    *,
+    is_main: bool,
+    progress: bool,
+    listeners: Sequence[Callable[[Event], None]] = (),
+    continues: bool = True,
 ) -> EventLog:
     """Open the event log of a run on rank 0; on other ranks, one that drops everything.
 
@@ -36,18 +41,19 @@ def open_log(
         is_main: True on rank 0.
         progress: True to show the run.
         listeners: Functions that get each event.
+        continues: True if another rank may go on with the log, in the place of one that died.
 
     Raises:
         OSError: The file cannot be opened.
     """
     if not is_main:
-        return EventLog()
+        return EventLog(continues=continues)
     if not progress:
-        return EventLog(path, listeners=listeners, warned=_write_warning)
+        return EventLog(path, listeners=listeners, warned=_write_warning, continues=continues)
     fd = launcher_pipe()
     if fd is not None:
-        return EventLog(path, fd=fd, listeners=listeners)
-    return EventLog(path, listeners=[Progress(sys.stderr).handle, *listeners])
+        return EventLog(path, fd=fd, listeners=listeners, continues=continues)
+    return EventLog(path, listeners=[Progress(sys.stderr).handle, *listeners], continues=continues)
 
 
 def _write_warning(event: Event) -> None:

@@ -148,9 +148,13 @@ class StepRunner:
         rates = tuple([float(group["lr"]) for group in self._optimizer.param_groups])
         scaler, skipped = self._shares.scaler, False
         if options.closure:
-            again = partial(self._evaluate, loss_fn, batch, call, options, keeps_buffers=False)
+
+            def again() -> float:
+                self._buffers.find()  # what the loss function has made of the models' contents
+                return self._evaluate(loss_fn, batch, call, options, keeps_buffers=False).loss
+
             try:
-                step_with_closure(self._optimizer, self._trained, found.loss, lambda: again().loss, self.transaction)
+                step_with_closure(self._optimizer, self._trained, found.loss, again, self.transaction)
             except BaseException:
                 assert before is not None
                 self._buffers.put(before)
@@ -249,7 +253,7 @@ class StepRunner:
     def _find_trained(self) -> None:
         """List the parameters to train; users may freeze, unfreeze and add parameters between steps."""
         parameters = [p for group in self._optimizer.param_groups for p in group["params"] if p.requires_grad]
-        before, version = self._trained.parameters, self._buffers.contents.version()
+        before, version = self._trained.parameters, self._buffers.find()
         if version == self._seen and len(parameters) == len(before) and all(map(is_, parameters, before)):
             return
         names = parameter_names(self._modules)

@@ -49,6 +49,9 @@ class StepEvents:
             optimizer: The name of the optimizer, if there are several.
         """
         now = time.monotonic()
+        if not self._log.hears("step"):
+            self._step_ended_s = now
+            return
         fields: StepFields = {
             "epoch": batch.epoch,
             "step": batch.step,

@@ -162,7 +162,13 @@ class Trainer(RunStatus, ShortForm, ByVirtualRank, Storage):
             models=model,
         )
         self._warned = False
-        self._log = open_log(settings.events, is_main=self.is_main, progress=progress, listeners=listeners)
+        self._log = open_log(
+            settings.events,
+            is_main=self.is_main,
+            progress=progress,
+            listeners=listeners,
+            continues=recovery.is_on,
+        )
         self._dealer = LoaderCache(self._run, partial(warn_of_rank, self._log, self._run), self._compare)
         if recovery.is_joined:
             announce(self._log, parts)

@@ -57,6 +57,9 @@ class StepOptions(NamedTuple):
 PLAIN_STEP = StepOptions()
 
 
+_NO_CONTEXT = contextlib.nullcontext()
+
+
 class VirtualRankGradients:
     """Computes the gradients of this rank's shares, and hands them to the engine."""
 
@@ -161,8 +164,8 @@ class VirtualRankGradients:
 
     def _read(self, result: Any, *, samples: int) -> tuple[WeightedSum, float]:
         """Read what the loss function returned. Raises LossError for a loss that cannot be trained on."""
-        value = read_loss(loss_of(result), samples=samples)
-        weight = value.weight_number()
+        value = read_loss(result if isinstance(result, Tensor) else loss_of(result), samples=samples)
+        weight = value.weight if type(value.weight) is float else value.weight_number()
         if value.total.device != self._run.device:
             raise LossError(
                 f"the loss lies on {value.total.device} and this rank computes on {self._run.device}: return it on "
@@ -261,7 +264,7 @@ class VirtualRankGradients:
 
     def _forward_context(self, samples: int) -> contextlib.AbstractContextManager[Any]:
         if self._autocast is None and samples > 1:
-            return contextlib.nullcontext()
+            return _NO_CONTEXT
         stack = contextlib.ExitStack()
         if self._autocast is not None:
             stack.enter_context(torch.autocast(self._run.device.type, dtype=self._autocast))

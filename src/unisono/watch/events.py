@@ -267,6 +267,7 @@ class EventLog:
         fd: A blocking descriptor. It is duplicated, so the caller keeps (and closes) its own.
         listeners: Called in order with the dict, under the lock; their exceptions propagate out of `emit`.
         warned: Called in the same way, after them, with warnings only.
+        continues: False if no other process ever goes on with this log, so that `latest` need not be kept.
 
     Raises:
         OSError: The file cannot be opened, or fd is not open.
@@ -279,11 +280,13 @@ class EventLog:
         fd: int | None = None,
         listeners: Sequence[Callable[[Event], None]] = (),
         warned: Callable[[Event], None] | None = None,
+        continues: bool = True,
     ) -> None:
         # Reentrant: a listener, or a signal handler that runs inside `emit`, may emit too.
         self._lock = threading.RLock()
         self._listeners = tuple(listeners)
         self._warned = warned
+        self._continues = continues
         self._path = path
         self._file = None if path is None else _open_log(path)
         self._pipe: int | None = None
@@ -316,6 +319,10 @@ class EventLog:
         elif found is not None and (latest is None or content_of(found) != content_of(latest)):
             self._told = content_of(found)
         self.latest = latest
+
+    def hears(self, kind: Kind, /) -> bool:
+        """Return True if an event of this kind is told or kept; otherwise there is no need to make it."""
+        return not (self._silent or self.is_muted) or kind == "warning" or (self._continues and kind in SHARED)
 
     @overload
     def emit(self, kind: Literal["run"], /, **fields: Unpack[RunFields]) -> None: ...
@@ -352,12 +359,11 @@ class EventLog:
         Raises:
             TypeError: JSON cannot represent a field, such as a tensor; nothing is written then.
         """
-        is_shared = kind in SHARED
-        if (self._silent or self.is_muted) and kind != "warning" and not is_shared:
+        if not self.hears(kind):
             return
         with self._lock:
             event = {"time": round(time.time(), 6), "event": kind, **fields}
-            if is_shared:
+            if self._continues and kind in SHARED:
                 self.latest, told, self._told = event, self._told, None
                 if self._silent or self.is_muted or (told is not None and content_of(event) == told):
                     return
