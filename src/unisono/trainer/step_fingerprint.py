@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from hashlib import blake2b
+from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
 
@@ -63,7 +64,7 @@ class StepFingerprint:
             call: Counts the steps taken with its batch before.
             options: How the step differs from a plain one.
         """
-        values = [value for group in self._groups() for value in group.values()]
+        values = [*chain.from_iterable(map(dict.values, self._groups()))]
         modes = list(map(_mode_of, self._members))
         if (
             trained is not self._trained

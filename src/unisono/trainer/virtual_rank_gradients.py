@@ -124,12 +124,13 @@ class VirtualRankGradients:
         """Compute the gradient of one virtual rank's share, divided by the size of the global batch."""
         share_loss, share_weight = None, 0.0
         carried = self._carried if self._carried else None
+        note, values = self._run.note, self.values
         for micro_batch in share.micro_batches:
             samples = len(micro_batch.indices)
             items = to_device(micro_batch.items, self._run.device)
             if carried is not None:
                 carried.begin(share.virtual_rank, micro_batches=len(share.micro_batches))
-            self._run.note("forward", share.virtual_rank, micro_batch.indices)
+            note("forward", share.virtual_rank, micro_batch.indices)
             counted = count_collectives()
             with self._forward_context(samples):
                 result = loss_fn(self._models, items)
@@ -138,7 +139,7 @@ class VirtualRankGradients:
                 carried.end()
             value, weight = self._read(result, samples=samples)
             if type(result) is dict and (further := further_values(result)):
-                self.values.add(share.virtual_rank, further, samples=samples)
+                values.add(share.virtual_rank, further, samples=samples)
             total = value.total.detach()
             if total.dtype != torch.float32:
                 total = total.float()
@@ -151,10 +152,10 @@ class VirtualRankGradients:
                     share_loss,
                     share_weight,
                     new_buffers=self._buffers.new_buffers(),
-                    has_values=not self.values.is_empty,
+                    has_values=not values.is_empty,
                     wants_resize=self._run.resizing.is_wanted(),
                 )
-            self._run.note("backward", share.virtual_rank)
+            note("backward", share.virtual_rank)
             if self.scaler is None:
                 self._backward.run(value.total, samples=batch.size, inputs=self._inputs)
             else:
