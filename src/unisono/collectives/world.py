@@ -28,7 +28,7 @@ from unisono.job.ranks import rank as own_rank
 from unisono.job.rejoin import begin_as_new_rank, is_new_rank
 from unisono.machine import usable_cores
 
-__all__ = ["World"]
+__all__ = ["World", "as_bytes"]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -180,9 +180,14 @@ class World:
         """
         if self.group is None or not tensor.numel():
             return
-        plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        buffer = plain.view(-1).view(torch.uint8)
+        buffer = as_bytes(tensor)
         sent = buffer.to(self.device)
         dist.broadcast(sent, src=source, group=self.group)
         if sent is not buffer and self.rank != source:
             buffer.copy_(sent)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes of a contiguous tensor, as a vector that shares its memory."""
+    plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return plain.view(-1).view(torch.uint8)

@@ -20,8 +20,8 @@ from unisono.text import name_ranks
 
 __all__ = ["PeerWait", "let_others_run"]
 
-_SLICE_S = 0.05
-"""The longest sleep without a check of the peers."""
+_SLICE_S = 0.01
+"""The longest sleep without a check of the peers, and so the longest time until a death is noticed."""
 _POLL_S = 0.003
 """How long to poll if each rank has a core. Longer waits are for a rank that computes."""
 _TRIES = 3

@@ -1,18 +1,23 @@
 """Sends the state of a run, as `snapshot.capture` describes it, from one rank to the others.
 
-Tensors are sent one at a time into their final memory, so no rank holds the state twice.
+Large tensors are sent one at a time into their final memory, so no rank holds the state twice. Small ones share
+messages, since a message takes longer than their bytes.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from unisono.collectives.world import World
+from unisono.collectives.world import World, as_bytes
+from unisono.plan.alignment import WIRE_NBYTES, align_up
+from unisono.plan.bucketing import Item, group_by_size
 from unisono.state.codec import decode_dtype
 
 __all__ = ["Groups", "broadcast_groups"]
@@ -20,13 +25,17 @@ __all__ = ["Groups", "broadcast_groups"]
 Groups = dict[str, dict[str, Tensor]]
 """Tensors by group and name, such as "model" and "layer.weight"."""
 
+_MESSAGE_NBYTES = 1 << 20
+"""The most bytes of several tensors in one message."""
+
 
 def broadcast_groups(
     world: World, make: Callable[[], tuple[dict[str, Any], Groups]], *, source: int = 0, wanted: bool = True
 ) -> tuple[dict[str, Any], Groups]:
     """Return on every rank the document and the tensors that `make` returns on one rank. Every rank must call it.
 
-    Memory: the tensors, once on each rank that wants them. Traffic: a broadcast of the document and of each tensor.
+    Memory: the tensors, once on each rank that wants them, and a message of up to 1 MB. Traffic: a broadcast of the
+    document, of each large tensor and of each message.
 
     Args:
         world: The ranks.
@@ -45,23 +54,57 @@ def broadcast_groups(
 
     head = json.loads(world.broadcast_bytes(describe, source=source))
     is_source = world.group is None or world.rank == source
+    sent = [
+        _Sent(group, name, decode_dtype(dtype), shape)
+        for group, table in head["tensors"].items()
+        for name, owner, dtype, shape in table
+        if owner == name
+    ]
     received: Groups = {}
-    for group, table in head["tensors"].items():
-        own = received.setdefault(group, {})
-        for name, owner, dtype, shape in table:
-            if owner != name:
-                if owner in own:
-                    own[name] = own[owner]
-                continue
-            if is_source:
-                tensor = groups[group][name]
-                world.broadcast_tensor(tensor.detach().cpu().contiguous(), source=source)
-            else:
-                tensor = torch.empty(shape, dtype=decode_dtype(dtype))
-                world.broadcast_tensor(tensor, source=source)
-            if wanted:
-                own[name] = tensor
-    return head["document"], received
+    sizes = [Item(align_up(each.nbytes, WIRE_NBYTES)) for each in sent]
+    for numbers in group_by_size(sizes, limit_nbytes=_MESSAGE_NBYTES):
+        together = [sent[number] for number in numbers]
+        if is_source:
+            tensors = [groups[each.group][each.name].detach().cpu().contiguous() for each in together]
+        else:
+            tensors = [torch.empty(each.shape, dtype=each.dtype) for each in together]
+        _broadcast(world, tensors, source=source, is_source=is_source)
+        if wanted:
+            for each, tensor in zip(together, tensors, strict=True):
+                received.setdefault(each.group, {})[each.name] = tensor
+    return head["document"], {
+        group: {name: received[group][owner] for name, owner, *_ in table if owner in received.get(group, {})}
+        for group, table in head["tensors"].items()
+    }
+
+
+class _Sent(NamedTuple):
+    """A tensor that is sent."""
+
+    group: str
+    name: str
+    dtype: torch.dtype
+    shape: list[int]
+
+    @property
+    def nbytes(self) -> int:
+        return self.dtype.itemsize * math.prod(self.shape)
+
+
+def _broadcast(world: World, tensors: list[Tensor], *, source: int, is_source: bool) -> None:
+    """Overwrite contiguous tensors on the CPU with those of one rank, in one message."""
+    if len(tensors) == 1:
+        world.broadcast_tensor(tensors[0], source=source)
+        return
+    parts = [as_bytes(tensor) for tensor in tensors]
+    starts = [*accumulate((align_up(part.numel(), WIRE_NBYTES) for part in parts), initial=0)]
+    message = torch.empty(starts.pop(), dtype=torch.uint8)
+    places = [message[start : start + part.numel()] for start, part in zip(starts, parts, strict=True)]
+    if is_source:
+        torch._foreach_copy_(places, parts)
+    world.broadcast_tensor(message, source=source)
+    if not is_source:
+        torch._foreach_copy_(parts, places)
 
 
 def _table(tensors: dict[str, Tensor]) -> list[tuple[str, str, str, list[int]]]:
