@@ -324,8 +324,9 @@ class Recovery:
         while True:
             self._run.disconnect()
             begin_alone(self._run.device)
-            leave_group()  # at once: ranks that wait for this one in a collective do not see that another has died
             store = self._store()
+            self._tell_new_ranks(store)  # first, since they need it, and to leave a group takes 10 ms
+            leave_group()  # before any wait: ranks that wait for this one there do not see that another has died
             try:
                 return self._meet_at(store, started_s)
             except SupersededError:
@@ -336,6 +337,14 @@ class Recovery:
                     raise
                 _release(error)
 
+    def _tell_new_ranks(self, store: RecoveryStore) -> None:
+        """Tell them about the job and the place of this rank, unless it is new itself or leaves."""
+        run, (_, ranks, size) = self._run, store.membership
+        assert run is not None
+        if run.world.rank < size and run.world.rank not in ranks:
+            tell_job(store)
+            store.put(f"position/{run.world.rank}", run.position(self._log, self._name, resizes=self._resizes))
+
     def _meet_at(self, store: RecoveryStore, started_s: float) -> LoggedCall | None:
         run, link, name = self._run, self._link, self._name
         assert run is not None
@@ -344,9 +353,6 @@ class Recovery:
         if run.world.rank >= size:
             self._leave()
         is_new, before = run.world.rank in ranks, run.world.size
-        if not is_new:
-            tell_job(store)
-            store.put(f"position/{run.world.rank}", run.position(self._log, name, resizes=self._resizes))
         source, position = _first(self._positions(store))
         missed: LoggedCall | None = None
         behind = position.log.count - self._log.count
