@@ -194,6 +194,8 @@ class Checkpointing:
             BaseException: On rank 0, the exception of a listener from an earlier checkpoint; nothing is saved.
             CheckpointError, ValueError: On rank 0, see `save`.
         """
+        if self._writer is None and self._best is None:
+            return
         self._raise_for_listener()
         if self._best is not None and self._best.has_candidate:
             if self._best.needs_checkpoint(place[2]):

@@ -87,6 +87,7 @@ class SharedEngine(GradientAccumulation):
         layouts = NodeLayouts(runtime.size, virtual_ranks=virtual_ranks)
         super().__init__(optimizer, modules, layouts, rank=runtime.rank, overlap=overlap)
         self._comparison, self._runtime, self._weights = comparison, runtime, weights
+        self._optimizers = parts_of(optimizer)
         self._protects = protect
         self._protection: UpdateProtection | None = None
         """None without `protect`, and before the first step."""
@@ -245,7 +246,7 @@ class SharedEngine(GradientAccumulation):
                 self._show_gradients()
             else:
                 run = self._apply
-                for optimizer in reversed(parts_of(self._optimizer)):
+                for optimizer in reversed(self._optimizers):
                     optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers look for
                     if self._is_hooked():
                         run = with_hooks(optimizer, run)
@@ -432,14 +433,14 @@ class SharedEngine(GradientAccumulation):
         return bool(self._found_inf.item()) and not getattr(self._optimizer, "_step_supports_amp_scaling", False)
 
     def _has_pre_hooks(self) -> bool:
-        return bool(_global_optimizer_pre_hooks) or any(map(_pre_hooks_of, parts_of(self._optimizer)))
+        return bool(_global_optimizer_pre_hooks) or any(map(_pre_hooks_of, self._optimizers))
 
     def _is_hooked(self) -> bool:
         """Return True if hooks of the user run before or after the optimizer's step."""
         return (
             self._has_pre_hooks()
             or bool(_global_optimizer_post_hooks)
-            or any(map(_post_hooks_of, parts_of(self._optimizer)))
+            or any(map(_post_hooks_of, self._optimizers))
         )
 
     def _apply(self) -> None:
