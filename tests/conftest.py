@@ -33,6 +33,11 @@ from printed import ranks_of
 
 torch.set_num_threads(1)
 
+# Where the environment forbids to cache bytecode, as a container's often does, each of the thousands of processes would
+# compile all that it imports of unisono: in most tests that takes longer than anything else.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 # Whoever starts the tests in the background, or under nohup, has these ignored, and so would every job: a job keeps
 # ignoring what it finds ignored.
 _HANDLERS = {
