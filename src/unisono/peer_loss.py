@@ -30,7 +30,9 @@ LOST_PEER = (
     "remote process exit",
     "remote process exited",
     "ncclremoteerror",
+    "ncclsystemerror",
     "communicator was aborted",
+    "communicator encountered error set by processgroupnccl",
     "to avoid data inconsistency, we are taking the entire process down",
 )
 """Words in the messages of torch, in lower case."""
@@ -42,6 +44,8 @@ def is_peer_lost(error: BaseException) -> bool:
     """Return True if another rank's end may be the cause of an error that a collective has raised.
 
     >>> is_peer_lost(RuntimeError("[/gloo/transport/tcp/pair.cc:540] Connection closed by peer [127.0.0.1]:45678"))
+    True
+    >>> is_peer_lost(RuntimeError("NCCL communicator was aborted on rank 1."))
     True
     >>> is_peer_lost(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     False

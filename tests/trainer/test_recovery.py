@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from unisono.state.checkpoint_store import CheckpointStore
 
@@ -41,7 +43,8 @@ def undisturbed(fork_python, tmp_path_factory) -> Callable[..., tuple[str, list[
     known: dict[str, tuple[str, list[dict[str, Any]]]] = {}
 
     def run(**asked: object) -> tuple[str, list[dict[str, Any]]]:
-        key = json.dumps({**asked, "workers": 0, "engine": "shared"}, sort_keys=True)
+        own = {"workers": 0, "engine": "shared", "backend": None, "stuck": None}
+        key = json.dumps({**asked, **own}, sort_keys=True)
         if key not in known:
             folder = tmp_path_factory.mktemp("undisturbed")
             options = {**json.loads(key), "folder": str(folder), "directory": str(folder / "run")}
@@ -140,6 +143,47 @@ def test_deaths_within_a_recovery_change_no_bit(train, engine, stages):
     for i, stage in enumerate(stages):
         deaths += [(0, "loss", 3 * i, KILL), (1, stage, 3 * i, KILL)]
     assert train(3, *deaths, engine=engine).new == {0, 1}
+
+
+@pytest.mark.parametrize("engine", ["shared", "collective"])
+def test_deaths_in_a_group_of_the_backend_shm_change_no_bit(train, engine):
+    """The group is that of the script's own `unisono.init("shm")`."""
+    deaths = [(0, "loss", 2, KILL), (1, "after rejoin", 2, KILL), (2, "evaluation", 4, KILL)]
+    deaths += [(0, "before launch", 6, KILL) if engine == "collective" else (0, "after begin", 6, KILL)]
+    assert train(3, *deaths, engine=engine, backend="shm").new == {0, 1, 2}
+
+
+def test_ranks_are_freed_from_operations_that_would_wait_for_a_dead_rank_for_ever(train, tmp_path):
+    """As with NCCL: no error, and sums without a meaning; see programs/unending_backend.py."""
+    deaths = [(1, "before launch", 2, KILL), (0, "before launch", 5, KILL), (0, "after rejoin", 5, KILL)]
+    train(3, *deaths, engine="collective", backend="unending")
+    waited = {path.name.split(".")[1] for path in tmp_path.glob("freed.*")}
+    assert waited, "nobody waited in an operation"
+    survivor = (tmp_path / "process.2").read_text()
+    assert len([*tmp_path.glob(f"aborted.{survivor}.*")]) >= 2, "a group after a recovery is watched as well"
+
+
+def test_a_rank_that_cannot_be_freed_is_replaced_as_well(train):
+    found = train(3, (1, "before launch", 2, KILL), engine="collective", backend="unending", stuck=0)
+    assert found.new == {0, 1}
+    assert "rank 0 was killed by SIGABRT" in found.replaced[0]
+
+
+@pytest.mark.skipif(
+    not dist.is_nccl_available() or torch.cuda.device_count() < 2,
+    reason="NCCL needs a GPU for each rank: this needs a torch for CUDA and 2 GPUs",
+)
+@pytest.mark.parametrize(
+    "deaths",
+    [
+        [(1, "backward of loss", 2, KILL), (0, "backward of loss", 6, KILL)],
+        [(1, "before launch", 2, KILL), (0, "after launch", 6, KILL)],
+        [(1, "loss", 2, KILL), (1, "after rejoin", 2, KILL), (0, "evaluation", 4, KILL)],
+    ],
+    ids=["backward", "sum", "recovery"],
+)
+def test_deaths_with_a_gpu_for_each_rank_change_no_bit(train, deaths):
+    train(2, *deaths, engine="collective", backend="nccl", device="cuda")
 
 
 def test_deaths_between_two_steps_with_one_batch_change_no_bit(train):

@@ -42,6 +42,7 @@ from unisono.collectives.serialization import (
 from unisono.collectives.structure import check_concat
 from unisono.collectives.tensor_collectives import all_gather_single
 from unisono.errors import PeerError, RankMismatchError
+from unisono.job.current import confirm_group
 from unisono.mismatch import CallDescription, describe_mismatch
 from unisono.plan.alignment import WIRE_NBYTES, align_up
 from unisono.text import name_ranks
@@ -191,7 +192,7 @@ def broadcast(group: Group, call: str, sent: Outgoing | None, src: int, *, of: s
     at_src = group.rank == src
     raw = _to_device(write_envelope(call, sent), group) if sent is not None else _empty(ENVELOPE_NBYTES, group)
     group.run((call, None), of, dist.broadcast, raw, group.ranks[src])
-    envelope = read_envelope(to_bytes(raw), call, group.ranks[src])
+    envelope = read_envelope(_arrived(raw), call, group.ranks[src])
     _raise_failures(group, call, {src: envelope}, sent)
     rest = None
     if envelope.rest_nbytes:
@@ -223,7 +224,7 @@ def scatter(
         flags = {"accelerated": fast, "followed": followed}
         raws = [_to_device(write_envelope(call, one, padded=padded, **flags), group) for one in each]
     group.run((call, None), of, dist.scatter, raw, raws, src=group.ranks[src])
-    envelope = read_envelope(to_bytes(raw), call, group.ranks[src])
+    envelope = read_envelope(_arrived(raw), call, group.ranks[src])
     _raise_failures(group, call, {src: envelope}, own)
     device = group.bytes_device(accelerated=envelope.accelerated)
     rest: Tensor | None = None
@@ -292,7 +293,7 @@ def recv(group: Group, src: int | None, tag: int) -> Received:
     source = dist.recv(raw, None if src is None else group.ranks[src], group=group.process_group, tag=tag)
     found = group.ranks.index(source)
     call = f"send to rank {group.own}"
-    envelope = read_envelope(to_bytes(raw), call, source)
+    envelope = read_envelope(_arrived(raw), call, source)
     _raise_failures(group, call, {found: envelope}, None)
     rest = None
     if envelope.rest_nbytes:
@@ -309,7 +310,7 @@ def _gather_envelopes(group: Group, call: str, sent: Outgoing, of: str) -> list[
 
 def _read_all(group: Group, call: str, raw: Tensor, sent: Outgoing) -> list[Envelope]:
     """Return the envelopes of all ranks once they fit together. `sent` is this rank's, which may have failed."""
-    content = to_bytes(raw)
+    content = _arrived(raw)
     envelopes = [
         read_envelope(content[i * ENVELOPE_NBYTES : (i + 1) * ENVELOPE_NBYTES], call, rank)
         for i, rank in enumerate(group.ranks)
@@ -366,14 +367,21 @@ def _received(envelope: Envelope, rest: Tensor | None, sent: Outgoing | None, ow
     body, start = envelope.body, 0
     if not envelope.body_here:
         assert rest is not None
-        body, start = to_bytes(rest[: envelope.body_nbytes]), align_up(envelope.body_nbytes, WIRE_NBYTES)
+        body, start = _arrived(rest[: envelope.body_nbytes]), align_up(envelope.body_nbytes, WIRE_NBYTES)
     data = None
     if envelope.data_nbytes and envelope.data_here:
         data = torch.frombuffer(bytearray(envelope.data), dtype=torch.uint8)
     elif envelope.data_nbytes:
         assert rest is not None
+        confirm_group()
         data = rest[start : start + envelope.data_nbytes]
     return Received(body, data, followed=followed, offered=envelope.offered)
+
+
+def _arrived(raw: Tensor) -> bytes:
+    """Return what has come over a group, as bytes."""
+    confirm_group()
+    return to_bytes(raw)
 
 
 def _all_received(group: Group, envelopes: list[Envelope], rests: list[Tensor | None], own: Outgoing) -> list[Received]:

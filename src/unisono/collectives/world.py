@@ -21,6 +21,7 @@ from unisono.collectives.object_transport import gather, gather_values
 from unisono.collectives.polling_wait import PollingWait
 from unisono.collectives.serialization import serialize
 from unisono.errors import PeerError
+from unisono.job.current import confirm_group
 from unisono.job.initialize import begin_job
 from unisono.job.placement import own_placement
 from unisono.job.ranks import local_rank, local_world_size, world_size
@@ -156,11 +157,13 @@ class World:
                 failure, content = error, bytearray(f"{type(error).__name__}: {error}".encode())
         length = torch.tensor([len(content) if failure is None else -len(content)], device=self.device)
         dist.broadcast(length, src=source, group=self.group)
+        confirm_group()
         number = int(length.item())
         if not number:
             return b""
         buffer = torch.frombuffer(content or bytearray(abs(number)), dtype=torch.uint8).to(self.device)
         dist.broadcast(buffer, src=source, group=self.group)
+        confirm_group()
         if failure is not None:
             raise failure
         sent = to_bytes(buffer)
@@ -183,6 +186,7 @@ class World:
         buffer = as_bytes(tensor)
         sent = buffer.to(self.device)
         dist.broadcast(sent, src=source, group=self.group)
+        confirm_group()
         if sent is not buffer and self.rank != source:
             buffer.copy_(sent)
 

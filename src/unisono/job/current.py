@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from unisono.errors import GroupError
+from unisono.job.group_watch import GroupWatch
 from unisono.job.placement import own_placement
 from unisono.job.process_group import Sockets
 from unisono.job.rendezvous import StoreExchange, wait_for
@@ -172,6 +173,8 @@ class ActiveJob:
     """The connections of the group."""
     adopted: bool = False
     """True if the script made the group."""
+    watch: GroupWatch | None = None
+    """Aborts the group when a rank has died, if its operations would wait for that rank for ever."""
     pid: int = field(default_factory=os.getpid)
     counts: Counter[str] = field(default_factory=Counter)
 
@@ -195,6 +198,24 @@ def current_job() -> Job | None:
 def active_job() -> ActiveJob | None:
     """Return the job of this process with its group and store, or None."""
     return None if current_job() is None else _active
+
+
+def confirm_group() -> None:
+    """Check that the group of this job was not aborted before all that has been started on it has ended.
+
+    To be called before anything that came over the group is used. With backends whose operations fail when a rank has
+    died, it does nothing.
+
+    Raises:
+        PeerError: The group was aborted: the launcher replaces a rank.
+    """
+    if _active is not None and _active.watch is not None:
+        _active.watch.confirm()
+
+
+def is_cut_off() -> bool:
+    """Return True if the group of this job was aborted since a rank has died."""
+    return _active is not None and _active.watch is not None and _active.watch.is_aborted
 
 
 def set_active_job(active: ActiveJob) -> None:
@@ -261,6 +282,8 @@ def _end(*, linger: bool = True) -> None:
         return
     active, _active = _active, None
     _ended_size = active.job.world_size
+    if active.watch is not None:
+        active.watch.stop()
     if dist.is_initialized():
         let_threads_finish()  # a thread of gloo that still holds a tensor would hang the end of a DDP model
         dist.destroy_process_group()

@@ -19,10 +19,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from unisono import recovery_link
 from unisono.arguments import whole
 from unisono.backend import register
 from unisono.errors import LaunchError, UnisonoError
 from unisono.job.current import ActiveJob, Job, active_job, current_job, refuse_lone_rank, set_active_job, store_of
+from unisono.job.group_watch import start_watch
 from unisono.job.hosts import choose_backend, own_gpu, place_on_hosts
 from unisono.job.placement import Placement, own_placement
 from unisono.job.process_group import make_group
@@ -148,6 +150,7 @@ def begin_job(
     chosen = torch.device(own[meeting.rank]["device"])
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
+    number = 0 if recovery_link.current is None else recovery_link.current.membership().number
     connections = make_group(name, meeting, timeout, chosen)
     job = replace(ranks.job(name, chosen), began=True)
     group = dist.group.WORLD
@@ -161,6 +164,7 @@ def begin_job(
             store=meeting.store,
             hosted=meeting.hosted,
             connections=connections,
+            watch=start_watch(chosen, number=number),
         )
     )
     return job

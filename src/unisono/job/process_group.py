@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from unisono.errors import LaunchError
+from unisono.job.group_watch import abort_is_survived
 from unisono.job.rendezvous import Rendezvous
 
 __all__ = ["Sockets", "close_connections", "make_group"]
@@ -37,14 +38,15 @@ def make_group(backend: str, meeting: Rendezvous, timeout: timedelta, device: to
         if backend == "mpi":  # mpi numbers the ranks
             dist.init_process_group("mpi", timeout=timeout)
             return frozenset()
-        dist.init_process_group(
-            backend,
-            store=dist.PrefixStore("default_pg", meeting.store),  # type: ignore[attr-defined]
-            rank=meeting.rank,
-            world_size=meeting.world_size,
-            timeout=timeout,
-            device_id=device if backend == "nccl" else None,
-        )
+        with abort_is_survived(backend):
+            dist.init_process_group(
+                backend,
+                store=dist.PrefixStore("default_pg", meeting.store),  # type: ignore[attr-defined]
+                rank=meeting.rank,
+                world_size=meeting.world_size,
+                timeout=timeout,
+                device_id=device if backend == "nccl" else None,
+            )
     except (dist.DistError, RuntimeError, ValueError) as error:
         raise LaunchError(
             f"rank {meeting.rank} of {meeting.world_size} could not make a group by {backend!r}: {error}"

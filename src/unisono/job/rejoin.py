@@ -24,6 +24,7 @@ import torch.distributed as dist
 from unisono import recovery_link
 from unisono.errors import PeerError
 from unisono.job.current import ActiveJob, Job, active_job, set_active_job
+from unisono.job.group_watch import start_watch, waits_for_the_dead
 from unisono.job.placement import own_placement
 from unisono.job.process_group import close_connections, make_group
 from unisono.job.rendezvous import Rendezvous
@@ -156,6 +157,9 @@ def begin_as_new_rank() -> Job:
             break
         except SupersededError:
             continue
+    device = _own_device(torch.device(facts.device), placement.local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     job = Job(
         rank=placement.rank,
         world_size=store.membership.size,
@@ -163,7 +167,7 @@ def begin_as_new_rank() -> Job:
         local_world_size=store.membership.size,
         node_rank=placement.node_rank,
         num_nodes=1,
-        device=_own_device(torch.device(facts.device), placement.local_rank),
+        device=device,
         backend=facts.backend,
         launcher=facts.launcher,
         timeout=timedelta(seconds=facts.timeout_s),
@@ -208,6 +212,10 @@ def tell_job(store: RecoveryStore) -> None:
 def leave_group() -> None:
     """Leave the process group of this job, if there is one. Ranks that wait for this one there notice it."""
     active = active_job()
+    if active is not None and active.watch is not None:
+        active.watch.stop(aborts=True)
+    if dist.is_initialized() and waits_for_the_dead(str(dist.get_backend_config(dist.group.WORLD))):
+        dist.distributed_c10d._abort_process_group()  # to destroy it would wait for a dead rank
     if active is not None:
         close_connections(active.connections)
     if dist.is_initialized():
@@ -216,7 +224,7 @@ def leave_group() -> None:
         destroy = dist.destroy_process_group
         getattr(destroy, "__wrapped__", destroy)()
     if active is not None:
-        set_active_job(replace(active, group=None))
+        set_active_job(replace(active, group=None, watch=None))
 
 
 def rejoin(store: RecoveryStore) -> None:
@@ -245,7 +253,14 @@ def rejoin(store: RecoveryStore) -> None:
         dist.distributed_c10d._set_pg_timeout(job.timeout, group)
     # The keys of the new store are numbered from the beginning, on old and new ranks alike.
     active = replace(
-        active, job=job, group=group, connections=connections, store=store.store, hosted=False, counts=Counter()
+        active,
+        job=job,
+        group=group,
+        connections=connections,
+        store=store.store,
+        hosted=False,
+        counts=Counter(),
+        watch=start_watch(job.device, number=store.membership.number),
     )
     set_active_job(active)
 

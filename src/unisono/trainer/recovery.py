@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from unisono import recovery_link
 from unisono.errors import PeerError, RankMismatchError, UnisonoError
-from unisono.job.current import active_job
+from unisono.job.current import active_job, is_cut_off
 from unisono.job.rejoin import (
     RecoveryStore,
     SupersededError,
@@ -217,7 +217,7 @@ class Recovery:
                 break
             except _DecisionError:
                 pass
-            except (UnisonoError, RuntimeError) as error:
+            except Exception as error:  # of any class, from values that came over a group that was aborted
                 if not self._recovers_from(error):
                     raise
             if (missed := self._meet()) is not None:
@@ -288,7 +288,7 @@ class Recovery:
         assert self._run is not None
         if self._refused or self._run.world.size == 1:
             return False
-        is_lost = is_peer_lost(error)
+        is_lost = is_cut_off() or (isinstance(error, (UnisonoError, RuntimeError)) and is_peer_lost(error))
         if not is_lost and type(error) is not UnisonoError:  # a subclass says what else went wrong
             return False
         if not self._is_replaced(_PATIENCE_S if is_lost else _DOUBT_S):
@@ -331,9 +331,10 @@ class Recovery:
                 return self._meet_at(store, started_s)
             except SupersededError:
                 continue
-            except (UnisonoError, RuntimeError) as error:
+            except Exception as error:  # of any class, as in `call`
+                is_own = not isinstance(error, (UnisonoError, RuntimeError)) or isinstance(error, RankMismatchError)
                 self._joined = store.membership.number
-                if isinstance(error, RankMismatchError) or not self._is_replaced(_PATIENCE_S):
+                if (is_own and not is_cut_off()) or not self._is_replaced(_PATIENCE_S):
                     raise
                 _release(error)
 

@@ -30,6 +30,7 @@ from unisono.engine import (
     trained_by,
 )
 from unisono.errors import LossError, NonFiniteLossError
+from unisono.job.current import confirm_group
 from unisono.job.user_function import count_collectives, enter, leave, refuse_collectives_since
 from unisono.metrics.average import Average
 from unisono.text import list_first
@@ -202,6 +203,7 @@ class StepRunner:
             step.deferred = partial(self._run.set_generators, "loop", batch.epoch, batch.step, call + 1)
             totals = self._engine.finish()
             self._buffers.receive(step)
+            confirm_group()
             self._run.resizing.agree(is_wanted=totals.wants_resize)
             self._check(totals, batch)
             values = self._shares.values.means(self._run.world, "trainer.step") if totals.has_values else {}

@@ -21,6 +21,8 @@ from torch.utils.data import Dataset, WeightedRandomSampler
 
 import unisono
 from unisono.engine.shared.update_protection import UpdateProtection
+from unisono.engine.tree_all_reduce import TreeAllReduce
+from unisono.job import group_watch
 from unisono.launch.control import ask, running_jobs
 from unisono.state.checkpoint_store import CheckpointStore
 from unisono.state.digest import digest
@@ -156,7 +158,7 @@ def forge(models, batch):
 def accuracy(model, batch):
     at("evaluation", trainer.steps_done)
     x, y = first_of(batch)
-    return (model(x).argmax(1) == y).float() + 0.001 * torch.randn(len(y))
+    return (model(x).argmax(1) == y).float() + 0.001 * torch.randn(len(y), device=y.device)
 
 
 def shape(models, batch):
@@ -169,11 +171,27 @@ def play(model):
     return float(torch.randn(()) + model(torch.randn(2, 16)).sum())
 
 
+def make_group():
+    """Begin the job with the backend that is asked for, if one is: otherwise the Trainer does."""
+    if (backend := ASKED.get("backend")) is None:
+        return
+    if backend == "unending":
+        from unending_backend import register
+
+        register()
+        os.environ["UNENDING_FOLDER"] = str(FOLDER)
+    unisono.init(backend, device=ASKED.get("device"))
+    if ASKED.get("stuck") == RANK and torch.distributed.is_initialized():  # a new rank has no group yet
+        torch.distributed.group.WORLD.hangs = True
+        group_watch._ABORT_S = 0.2
+
+
 def make_trainer():
     torch.manual_seed(0)
     common = {
         "virtual_ranks": 8,
         "engine": ASKED["engine"],
+        "device": ASKED.get("device", "auto"),
         "directory": ASKED.get("directory"),
         "checkpoints": unisono.Checkpoints(every_steps=ASKED.get("every_steps", 5), keep=20),
         "stateful": {"diary": diary},
@@ -266,10 +284,13 @@ def light_fuses():
             threading.Thread(target=explode_later, args=(delay_s,), daemon=True).start()
 
 
+make_group()
 models, optimizers, trainer = make_trainer()
 for stage in ("repair", "connect", "send_state", "has_joined"):
     surround(RecoverableRun, stage)
 surround(recovery, "rejoin")
+for stage in ("launch", "advance", "finish"):
+    surround(TreeAllReduce, stage)
 surround(CheckpointStore, "_rename_durably", lambda _store, _work, final: int(final.name.removeprefix("step-")))
 for moment in ("begin", "end", "settle", "commit"):
     surround(UpdateProtection, moment)

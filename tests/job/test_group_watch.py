@@ -1,0 +1,61 @@
+"""A group whose operations would wait for the dead is watched where ranks are replaced, and nowhere else.
+
+How ranks are freed is tested in trainer/test_recovery.py. The backend "unending" treats a rank's death as NCCL does.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+PROGRAMS = Path(__file__).parents[1] / "trainer" / "programs"
+SCRIPT = f"""
+import os, sys, threading, time
+sys.path.insert(0, {str(PROGRAMS)!r})
+import torch.distributed as dist
+import unending_backend
+import unisono
+from unisono.job import group_watch
+
+NAMES = {{"1": "teardown", "0": "survives", None: "torch's own"}}
+unending_backend.register()
+
+def say(backend, end):
+    job = unisono.init(backend)
+    made = NAMES[getattr(dist.group.WORLD, "settings", None)]
+    later = NAMES[os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING")]
+    watched = [t.name for t in threading.enumerate() if t.name == "unisono group watch"]
+    unisono.comm.barrier()
+    end(job)
+    left = [t.name for t in threading.enumerate() if t.name == "unisono group watch"]
+    print(backend, made, later, len(watched), len(left), flush=True)
+"""
+ENDS = """
+say("unending", lambda job: job.end())
+say("gloo", lambda job: job.end())
+"""
+FAILS = """
+group_watch._PATIENCE_S = 0.2
+job = unisono.init("unending")
+unisono.comm.barrier()
+if job.rank == 1:
+    dist.group.WORLD.error = "TIMEOUT"
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "made"), [([], ["survives", "1"]), (["--recover", "off"], ["teardown", "0"])], ids=["on", "off"]
+)
+def test_a_group_is_watched_until_its_job_ends(run_ranks, flags, made):
+    job = run_ranks(2, SCRIPT + ENDS, flags=flags)
+    settings, watches = made
+    expected = [f"unending {settings} teardown {watches} 0", "gloo torch's own teardown 0 0"]
+    assert job.lines(0) == job.lines(1) == expected
+
+
+def test_a_process_ends_when_its_group_fails_though_no_rank_has_died(run_ranks):
+    job = run_ranks(2, SCRIPT + FAILS, code=None)
+    assert job.code != 0
+    assert "rank 1 ends, since its process group has failed (TIMEOUT), and no other rank has died" in job.said
