@@ -54,8 +54,11 @@ def waits_for_the_dead(backends: str) -> bool:
 
     >>> waits_for_the_dead("nccl"), waits_for_the_dead("cpu:gloo,cuda:nccl"), waits_for_the_dead("cpu:gloo,cuda:gloo")
     (True, True, False)
+    >>> waits_for_the_dead("cpu:shm,cuda:nccl")  # torch then makes a group of shm alone
+    False
     """
-    return any(pair.rpartition(":")[2] in UNENDING for pair in backends.split(","))
+    names = {pair.rpartition(":")[2] for pair in backends.split(",")}
+    return not names.isdisjoint(UNENDING) and "shm" not in names
 
 
 def next_action(*, joined: int, decided: int, failed_s: float | None) -> Literal["wait", "abort", "end"]:
