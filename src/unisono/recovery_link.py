@@ -42,11 +42,12 @@ class RecoveryLink(Protocol):
         The process ends here if the job is over before.
         """
 
-    def arm(self, virtual_ranks: int) -> int:
+    def arm(self, virtual_ranks: int, *, gpus: int = 0) -> int:
         """Tell the launcher that a Trainer of this process survives the death of other ranks from now on.
 
         Args:
             virtual_ranks: The largest number of ranks that it can have.
+            gpus: The number of GPUs if each rank needs one; 0: ranks need none, or can share one.
 
         Returns:
             How many Trainers of this process have done so.

@@ -95,6 +95,13 @@ def test_a_run_gets_as_many_ranks_as_it_can_have(launcher, start):
     assert "rank 3 left the run and did not end within 1 s; killed" in err
 
 
+def test_a_run_whose_ranks_need_a_gpu_each_gets_no_more_ranks_than_gpus(start):
+    has_gpus = "    from unisono.trainer.recoverable_run import RecoverableRun as run; run.gpus = 2"
+    job = start(has_gpus + TRAIN, "-n", "2")
+    assert finds(lambda: ((control.ask(job.pid, {"ask": "job"}) or {}).get("step") or 0) > 2)
+    assert call(job.pid, 3).endswith("3 ranks are too many for 2 GPUs, of which each rank needs one with NCCL")
+
+
 def test_what_is_no_run_of_a_trainer_keeps_its_ranks(start):
     plain = start("import time; time.sleep(60)", "-n", "2")
     kept = start(TRAIN, "-n", "2", "--recover", "off")

@@ -25,7 +25,7 @@ _OFFSET, _SIZE = 448 << 10, 16 << 10
 
 # Written by the rank.
 _NOTE = struct.Struct("=qii")  # steps done, place of the phase from 1 (0: nothing noted), virtual rank
-_ARMED = struct.Struct("=QQ")  # when, and the number of virtual ranks
+_ARMED = struct.Struct("=QQQ")  # when, the number of virtual ranks, and that of GPUs if each rank needs one
 _JOINED = struct.Struct("=QQ")  # number of the decision, and when
 _LENGTH = struct.Struct("=Q")  # of the text behind it; written after the text
 _NOTE_AT, _ARMED_AT, _JOINED_AT, _REFUSAL_AT, _SAMPLES_AT = 0, 64, 128, 1024, 4096
@@ -78,10 +78,10 @@ class RankLink:
             self._take_rank()
             self._take_rank = None
 
-    def arm(self, virtual_ranks: int) -> int:
+    def arm(self, virtual_ranks: int, *, gpus: int = 0) -> int:
         """Tell the agent that a Trainer of this process survives the death of others; return how many have done so."""
         self._arms += 1
-        _ARMED.pack_into(self._region, _ARMED_AT, time.monotonic_ns(), virtual_ranks)
+        _ARMED.pack_into(self._region, _ARMED_AT, time.monotonic_ns(), virtual_ranks, gpus)
         return self._arms
 
     def refuse(self, reason: str) -> None:
@@ -177,6 +177,11 @@ class RecoveryPage:
     def virtual_ranks(self) -> int:
         """The largest number of ranks that its Trainer can have; 0 before it has one."""
         return int(_ARMED.unpack_from(self._region, _ARMED_AT)[1])
+
+    @property
+    def gpus(self) -> int:
+        """The number of GPUs if each rank needs one; 0: ranks need none, or can share one."""
+        return int(_ARMED.unpack_from(self._region, _ARMED_AT)[2])
 
     @property
     def refusal(self) -> str:

@@ -156,6 +156,9 @@ class Scaling:
         most = min((page.virtual_ranks for page in pages), default=0)
         if size > most:
             yield f"{size} ranks are too many for {plural(most, 'virtual rank')}, of which each rank needs one"
+        gpus = min((page.gpus for page in pages if page.gpus), default=size)
+        if size > gpus:
+            yield f"{size} ranks are too many for {plural(gpus, 'GPU')}, of which each rank needs one with NCCL"
         if job.stdin is not None and job.stdin >= size:
             yield f"rank {job.stdin} reads the terminal (--stdin), and would leave"
         try:

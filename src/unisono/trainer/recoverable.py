@@ -53,6 +53,10 @@ class Recoverable(Protocol):
         """The largest number of ranks."""
 
     @property
+    def gpus(self) -> int:
+        """The number of GPUs if each rank needs one; 0: ranks need none, or can share one."""
+
+    @property
     def steps_done(self) -> int:
         """Steps since the start of the run."""
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from unisono.collectives.world import World
+from unisono.job.current import active_job
 from unisono.recovery_link import Membership
 from unisono.trainer.assembly import TrainerParts
 from unisono.trainer.call_log import CallLog
@@ -51,6 +52,16 @@ class RecoverableRun:
     def virtual_ranks(self) -> int:
         """The largest number of ranks."""
         return self._parts.run.virtual_ranks
+
+    @property
+    def gpus(self) -> int:
+        """The number of GPUs if each rank needs one, as with NCCL; otherwise 0."""
+        if self.device.type != "cuda":
+            return 0
+        active, seen = active_job(), torch.cuda.device_count()
+        if active is not None and "nccl" not in active.job.backend:
+            return 0
+        return seen if seen >= self.world.size else 0  # otherwise each rank sees some of them alone
 
     @property
     def steps_done(self) -> int:

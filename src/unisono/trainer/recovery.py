@@ -100,7 +100,7 @@ class Recovery:
             if active.adopted if active is not None else dist.is_initialized():
                 self.refuse("the script has made the process group itself, with torch.distributed")
             self._counted = self._uses()
-        if link.arm(run.virtual_ranks) > 1:
+        if link.arm(run.virtual_ranks, gpus=run.gpus) > 1:
             self.refuse("the script makes several Trainers, and a new rank would begin with the first one again")
 
     def refuse(self, reason: str) -> None:
