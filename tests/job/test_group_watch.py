@@ -44,6 +44,25 @@ if job.rank == 1:
 time.sleep(60)
 """
 
+TRAINS = """
+import signal
+import torch
+
+unisono.init("unending")
+model = torch.nn.Linear(4, 1)
+options = {"virtual_ranks": 2, "engine": "collective", "progress": False}
+trainer = unisono.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+data = torch.utils.data.TensorDataset(torch.ones(8, 4))
+for epoch in trainer.epochs(1):
+    for batch in trainer.batches(data, batch_size=4):
+        trainer.step(lambda model, x: model(x[0]).square().squeeze(1), batch)
+        if trainer.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        total = torch.ones(3)
+        dist.all_reduce(total)
+        print("the total is", total.tolist(), flush=True)
+"""
+
 
 @pytest.mark.parametrize(
     ("flags", "made"), [([], ["survives", "1"]), (["--recover", "off"], ["teardown", "0"])], ids=["on", "off"]
@@ -53,6 +72,14 @@ def test_a_group_is_watched_until_its_job_ends(run_ranks, flags, made):
     settings, watches = made
     expected = [f"unending {settings} teardown {watches} 0", "gloo torch's own teardown 0 0"]
     assert job.lines(0) == job.lines(1) == expected
+
+
+def test_no_script_gets_a_result_of_its_own_collective_that_was_aborted(run_ranks):
+    job = run_ranks(2, SCRIPT + TRAINS, code=None)
+    assert job.code != 0
+    assert "the total is" not in job.out
+    assert "rank 0 ends, since its process group was aborted in a collective of the script" in job.said
+    assert "no rank can be replaced alone: ranks call collectives of torch.distributed or unisono.comm" in job.said
 
 
 def test_a_process_ends_when_its_group_fails_though_no_rank_has_died(run_ranks):

@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -211,6 +212,12 @@ def confirm_group() -> None:
     """
     if _active is not None and _active.watch is not None:
         _active.watch.confirm()
+
+
+def guard_group(is_guarded: Callable[[], bool]) -> None:
+    """Let the group of this job be aborted, where that is needed, if `is_guarded` returns True; see `GroupWatch`."""
+    if _active is not None and _active.watch is not None:
+        _active.watch.is_guarded = is_guarded
 
 
 def is_cut_off() -> bool:

@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ from unisono import recovery_link
 from unisono.errors import PeerError
 from unisono.recovery_link import RecoveryLink
 
-__all__ = ["GroupWatch", "abort_is_survived", "next_action", "start_watch", "waits_for_the_dead"]
+__all__ = ["BETWEEN_CALLS", "GroupWatch", "abort_is_survived", "next_action", "start_watch", "waits_for_the_dead"]
 
 UNENDING = frozenset({"nccl"})
 """Backends whose operations wait for a dead rank for ever."""
@@ -34,6 +34,9 @@ _ABORT_S = 60.0
 """How long an abort may take: it waits for the GPU, and has been known not to end."""
 _PATIENCE_S = 5.0
 """How long a group may report an error before the process ends: the launcher may be about to replace a rank."""
+
+BETWEEN_CALLS = "ranks call collectives of torch.distributed or unisono.comm between the Trainer's calls"
+"""Why no rank of a job can be replaced alone."""
 
 _SETTINGS = {
     # 1 and 3 end the process when its group is aborted, and 2 aborts the group where nobody knows of it.
@@ -132,6 +135,11 @@ class GroupWatch:
         self._failed_s: float | None = None
         self._ended = threading.Event()
         self._aborted = False
+        self.is_guarded: Callable[[], bool] = lambda: False
+        """Returns True if nothing that comes over the group is used before `confirm`, as the script might do.
+
+        Otherwise this process ends where it would abort the group, and no rank is replaced alone.
+        """
         self._thread = threading.Thread(target=self._run, name="unisono group watch", daemon=True)
         self._thread.start()
 
@@ -171,8 +179,15 @@ class GroupWatch:
             if action == "end":
                 self._end(f"has failed ({self._error()}), and no other rank has died")
             if action == "abort":
+                self._end_unless_guarded()
                 self._abort()
+                self._end_unless_guarded()  # the script may have begun an operation just before the abort
                 return
+
+    def _end_unless_guarded(self) -> None:
+        if not self.is_guarded():
+            self._link.refuse(BETWEEN_CALLS)
+            self._end("was aborted in a collective of the script, whose result would be wrong: another rank has died")
 
     def _is_current(self) -> bool:
         """Return False if the script has ended the group."""

@@ -78,7 +78,7 @@ def refuse_inside(name: str) -> None:
 def count_collectives() -> int:
     """Count this process's calls of collectives in all its groups. Takes half a microsecond."""
     count = 0
-    for group in dist.distributed_c10d._world.pg_map:
+    for group in tuple(dist.distributed_c10d._world.pg_map):  # a copy, since a thread of `GroupWatch` calls this, too
         try:
             count += group._get_sequence_number_for_group()  # type: ignore[attr-defined]
         except RuntimeError:  # the backend does not count, such as mpi

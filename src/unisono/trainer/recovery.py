@@ -21,7 +21,8 @@ import torch.distributed as dist
 
 from unisono import recovery_link
 from unisono.errors import PeerError, RankMismatchError, UnisonoError
-from unisono.job.current import active_job, is_cut_off
+from unisono.job.current import active_job, guard_group, is_cut_off
+from unisono.job.group_watch import BETWEEN_CALLS
 from unisono.job.rejoin import (
     RecoveryStore,
     SupersededError,
@@ -78,7 +79,7 @@ class Recovery:
         self._resizes = False
         self._is_again = False
         """True in a call that is made again after a death."""
-        self._within = False
+        self._within = self._is_calling = False
         self._name = ""
         self._counted = (0, 0)
         self.position: Position | None = None
@@ -100,6 +101,7 @@ class Recovery:
             if active.adopted if active is not None else dist.is_initialized():
                 self.refuse("the script has made the process group itself, with torch.distributed")
             self._counted = self._uses()
+            guard_group(self._is_guarded)
         if link.arm(run.virtual_ranks, gpus=run.gpus) > 1:
             self.refuse("the script makes several Trainers, and a new rank would begin with the first one again")
 
@@ -204,12 +206,21 @@ class Recovery:
             return body()
         if self._replayed:
             return self._replay(name, body, again=again, account=account)
+        self._is_calling = True
+        try:
+            return self._make(name, body, again=again, keeps=keeps, account=account)
+        finally:
+            self._is_calling = False
+
+    def _make(self, name: str, body: Callable[[], T], *, again: bool, keeps: bool, account: Account) -> T:
+        """Make a call that other ranks have not made."""
+        assert self._link is not None
         self._name = name
         if not self.is_joined:
             self._meet()
             self._is_again = True
         elif self._uses() != self._counted:
-            self.refuse("ranks call collectives of torch.distributed or unisono.comm between the Trainer's calls")
+            self.refuse(BETWEEN_CALLS)
         while True:
             try:
                 with self._inside():
@@ -248,6 +259,13 @@ class Recovery:
     def _uses(self) -> tuple[int, int]:
         """Count the collectives of this process; `call` compares the number between two of its calls."""
         return (0, 0) if self._link is None else (count_collectives(), collectives_of_user())
+
+    def _is_guarded(self) -> bool:
+        """Return True if nothing has come over the group since the last call that nobody has confirmed.
+
+        Called in the thread of a `GroupWatch`.
+        """
+        return self._is_calling or self._uses() == self._counted
 
     def _begin_as_new_rank(self) -> None:
         """Wait for the other ranks, and take over the calls that they have made."""
@@ -373,6 +391,7 @@ class Recovery:
             self.refuse(obstacle)
             raise PeerError(f"no rank can be replaced alone: {obstacle}")
         rejoin(store)
+        guard_group(self._is_guarded)
         run.connect()
         run.send_state(source, wanted=behind > 0 or not self.is_joined, keeps_objects=self.is_joined)
         waited_s = max(run.world.gather(time.monotonic() - started_s, "ranks that go on after a recovery"))
