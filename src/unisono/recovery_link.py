@@ -75,6 +75,9 @@ class RecoveryLink(Protocol):
     def membership(self) -> Membership:
         """Return the latest decision."""
 
+    def settled(self) -> int:
+        """Return the number of the latest decision that `membership` returns on all ranks, or a newer one."""
+
     def wanted_size(self) -> int:
         """Return the number of ranks that the launcher wants from the next step on; 0 if it wants no change."""
 

@@ -63,6 +63,43 @@ for epoch in trainer.epochs(1):
         print("the total is", total.tolist(), flush=True)
 """
 
+DECIDES = """
+from unisono import recovery_link
+from unisono.errors import PeerError
+from unisono.job.current import confirm_group, guard_group
+from unisono.recovery_link import Membership
+
+class Link:
+    is_new = False
+    latest, known_to_all = Membership(3, (), 1), 3
+
+    def membership(self):
+        return self.latest
+
+    def settled(self):
+        return self.known_to_all
+
+    def await_rank(self):
+        pass
+
+recovery_link.current = link = Link()
+unisono.init("unending", store=dist.HashStore(), rank=0, world_size=1)
+group = dist.group.WORLD
+guard_group(lambda: True)
+confirm_group()
+link.latest = Membership(4, (1,), 2)
+time.sleep(0.2)
+print("aborted before all can know:", group.is_aborted)
+try:
+    confirm_group()
+except PeerError:
+    print("not confirmed")
+link.known_to_all = 4
+while not group.is_aborted:
+    time.sleep(0.01)
+print("aborted")
+"""
+
 
 @pytest.mark.parametrize(
     ("flags", "made"), [([], ["survives", "1"]), (["--recover", "off"], ["teardown", "0"])], ids=["on", "off"]
@@ -72,6 +109,11 @@ def test_a_group_is_watched_until_its_job_ends(run_ranks, flags, made):
     settings, watches = made
     expected = [f"unending {settings} teardown {watches} 0", "gloo torch's own teardown 0 0"]
     assert job.lines(0) == job.lines(1) == expected
+
+
+def test_a_rank_aborts_once_all_can_know_and_confirms_nothing_from_then_on(fork_ranks):
+    job = fork_ranks(1, SCRIPT + DECIDES)
+    assert job.lines() == ["aborted before all can know: False", "not confirmed", "aborted"]
 
 
 def test_no_script_gets_a_result_of_its_own_collective_that_was_aborted(run_ranks):

@@ -202,13 +202,13 @@ def active_job() -> ActiveJob | None:
 
 
 def confirm_group() -> None:
-    """Check that the group of this job was not aborted before all that has been started on it has ended.
+    """Check that no rank had aborted the group of this job before all that has been started on it has ended.
 
     To be called before anything that came over the group is used. With backends whose operations fail when a rank has
     died, it does nothing.
 
     Raises:
-        PeerError: The group was aborted: the launcher replaces a rank.
+        PeerError: A rank may have: the launcher replaces one.
     """
     if _active is not None and _active.watch is not None:
         _active.watch.confirm()
@@ -221,8 +221,8 @@ def guard_group(is_guarded: Callable[[], bool]) -> None:
 
 
 def is_cut_off() -> bool:
-    """Return True if the group of this job was aborted since a rank has died."""
-    return _active is not None and _active.watch is not None and _active.watch.is_aborted
+    """Return True if ranks abort the group of this job, since the launcher has made a decision."""
+    return _active is not None and _active.watch is not None and _active.watch.is_cut_off
 
 
 def set_active_job(active: ActiveJob) -> None:

@@ -3,7 +3,11 @@
 Operations of gloo and shm fail when a peer is gone. Those of NCCL run on the GPU: the rank waits in a synchronization
 with it, in C++, for a kernel that never ends. So a thread looks for a decision of the launcher that this rank has not
 followed, and then aborts the group, which ends its kernels. The synchronization returns, without an error and with any
-values: nobody may use what has come over such a group before `GroupWatch.confirm`. Start reading at `next_action`.
+values: nobody may use what has come over such a group before `GroupWatch.confirm`.
+
+An aborted kernel also tells its peers that it has sent what it has not. So a rank's sum may be wrong before that rank
+has aborted anything itself, and none may abort before all can know: the launcher writes a decision into the pages of
+all ranks first, and then tells all of them that it has. Start reading at `next_action`.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ UNENDING = frozenset({"nccl"})
 """Backends whose operations wait for a dead rank for ever."""
 
 _PAUSE_S = 0.02
+_SHORT_PAUSE_S = 0.0005
 _ABORT_S = 60.0
 """How long an abort may take: it waits for the GPU, and has been known not to end."""
 _PATIENCE_S = 5.0
@@ -64,29 +69,33 @@ def waits_for_the_dead(backends: str) -> bool:
     return not names.isdisjoint(UNENDING) and "shm" not in names
 
 
-def next_action(*, joined: int, decided: int, failed_s: float | None) -> Literal["wait", "abort", "end"]:
+def next_action(*, joined: int, settled: int, failed_s: float | None) -> Literal["wait", "abort", "end"]:
     """Return what to do about a group.
 
     Args:
         joined: The number of the decision after which the group was made.
-        decided: The number of the launcher's latest decision.
+        settled: The number of the latest decision that all ranks can know.
         failed_s: How long ago the group reported an error, as after its timeout; None: it has reported none.
 
     Returns:
         "abort" to free this rank, which then meets the others; "end" to end this process, as torch does by default.
 
-    >>> next_action(joined=2, decided=2, failed_s=None)
+    >>> next_action(joined=2, settled=2, failed_s=None)
     'wait'
-    >>> next_action(joined=2, decided=3, failed_s=None)
+    >>> next_action(joined=2, settled=3, failed_s=None)
     'abort'
-    >>> next_action(joined=2, decided=2, failed_s=1.0)  # a rank may have died: the launcher decides soon
+    >>> next_action(joined=2, settled=2, failed_s=1.0)  # a rank may have died: the launcher decides soon
     'wait'
-    >>> next_action(joined=2, decided=2, failed_s=6.0)
+    >>> next_action(joined=2, settled=2, failed_s=6.0)
     'end'
     """
-    if decided != joined:
+    if settled > joined:
         return "abort"
     return "end" if failed_s is not None and failed_s > _PATIENCE_S else "wait"
+
+
+def _is_unending(group: dist.ProcessGroup) -> bool:
+    return waits_for_the_dead(str(dist.get_backend_config(group)))
 
 
 @contextmanager
@@ -115,7 +124,7 @@ def start_watch(device: torch.device, *, number: int) -> GroupWatch | None:
         number: The number of the decision after which the group was made.
     """
     link, group = recovery_link.current, dist.group.WORLD
-    if link is None or group is None or not waits_for_the_dead(str(dist.get_backend_config(group))):
+    if link is None or group is None or not _is_unending(group):
         return None
     return GroupWatch(group, device, link=link, number=number)
 
@@ -144,26 +153,26 @@ class GroupWatch:
         self._thread.start()
 
     @property
-    def is_aborted(self) -> bool:
-        """True from the moment before the group is aborted: what comes over it from then on has no meaning."""
-        return self._aborted
+    def is_cut_off(self) -> bool:
+        """True if any rank of the group may have aborted it: what comes over it from then on has no meaning."""
+        return self._link.membership().number > self._number
 
     def confirm(self) -> None:
-        """Wait for the operations of the group that have been started, and check that they were not aborted.
+        """Wait for the operations of the group that have been started, and check that no rank has aborted them.
 
         Raises:
-            PeerError: The group was aborted: what has come over it may be anything.
+            PeerError: A rank may have: what has come over the group may be anything.
         """
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
-        if self._aborted:  # set before the abort begins, so what has ended before this line has ended well
+        if self.is_cut_off:  # on all ranks before any rank aborts, so what has ended before this line has ended well
             raise PeerError("the process group was aborted, since the launcher replaces a rank of this job")
 
     def stop(self, *, aborts: bool = False) -> None:
         """End the thread.
 
         Args:
-            aborts: True to abort the group, if the thread has not done so.
+            aborts: True to abort the group, if the thread has not done so. There must be a newer decision.
         """
         self._ended.set()
         self._thread.join()
@@ -174,7 +183,7 @@ class GroupWatch:
     def _run(self) -> None:
         while not self._ended.wait(_PAUSE_S) and self._is_current():
             action = next_action(
-                joined=self._number, decided=self._link.membership().number, failed_s=self._seconds_since_failure()
+                joined=self._number, settled=self._link.settled(), failed_s=self._seconds_since_failure()
             )
             if action == "end":
                 self._end(f"has failed ({self._error()}), and no other rank has died")
@@ -196,10 +205,16 @@ class GroupWatch:
     def _abort(self) -> None:
         """Abort the group; end this process if that does not succeed, so that it is replaced as well."""
         self._aborted = True
-        group, done = self._group, threading.Event()
+        while self._link.settled() <= self._number:
+            time.sleep(_SHORT_PAUSE_S)
+        done = threading.Event()
+        # Subgroups, too: to end them would wait for a dead rank as well.
+        groups = [each for each in tuple(dist.distributed_c10d._world.pg_map) if _is_unending(each)]
 
         def abort() -> None:
-            group.abort()  # not torch's _abort_process_group, which changes what the main thread reads meanwhile
+            for group in groups:
+                group.abort()  # not torch's _abort_process_group, which changes what the main thread reads meanwhile
+            groups.clear()
             done.set()
 
         threading.Thread(target=abort, name="unisono group abort", daemon=True).start()

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from unisono import recovery_link
 from unisono.errors import PeerError
 from unisono.job.current import ActiveJob, Job, active_job, set_active_job
-from unisono.job.group_watch import start_watch, waits_for_the_dead
+from unisono.job.group_watch import start_watch
 from unisono.job.placement import own_placement
 from unisono.job.process_group import close_connections, make_group
 from unisono.job.rendezvous import Rendezvous
@@ -213,9 +213,7 @@ def leave_group() -> None:
     """Leave the process group of this job, if there is one. Ranks that wait for this one there notice it."""
     active = active_job()
     if active is not None and active.watch is not None:
-        active.watch.stop(aborts=True)
-    if dist.is_initialized() and waits_for_the_dead(str(dist.get_backend_config(dist.group.WORLD))):
-        dist.distributed_c10d._abort_process_group()  # to destroy it would wait for a dead rank
+        active.watch.stop(aborts=True)  # otherwise the end of the group would wait for a dead rank
     if active is not None:
         close_connections(active.connections)
     if dist.is_initialized():

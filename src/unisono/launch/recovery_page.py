@@ -35,8 +35,10 @@ _LONGEST_REFUSAL, _LONGEST_SAMPLES = 2000, 3000
 _NUMBER = struct.Struct("=Q")
 _MEMBERS = struct.Struct("=Q")  # the number of ranks; the new ones follow as a text
 _WANTED = struct.Struct("=Q")
+_SETTLED = struct.Struct("=Q")  # the number of the latest decision that is in the pages of all ranks
 _NEW = struct.Struct("=?")
-_NUMBER_AT, _WANTED_AT, _NEW_AT, _SECRET_AT, _MEMBERS_AT, _MEMBERS_SIZE = 8192, 8200, 8256, 8264, 8320, 3500
+_NUMBER_AT, _WANTED_AT, _SETTLED_AT, _NEW_AT, _SECRET_AT, _MEMBERS_AT = 8192, 8200, 8208, 8256, 8264, 8320
+_MEMBERS_SIZE = 3500
 _SECRET_SIZE = 32
 
 _PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -106,6 +108,10 @@ class RankLink:
                 self._latest = Membership(number, parse_ranks(ranks), size)
         return self._latest
 
+    def settled(self) -> int:
+        """Return the number of the latest decision that `membership` returns on all ranks, or a newer one."""
+        return int(_SETTLED.unpack_from(self._region, _SETTLED_AT)[0])
+
     def wanted_size(self) -> int:
         """Return the number of ranks that the agent wants from the next step on; 0 if it wants no change."""
         return int(_WANTED.unpack_from(self._region, _WANTED_AT)[0])
@@ -133,6 +139,11 @@ class RecoveryPage:
     >>> agent.decide(1, [1, 3], size=4)
     >>> rank.membership()
     Membership(number=1, ranks=(1, 3), size=4)
+    >>> rank.settled()
+    0
+    >>> agent.settle(1)
+    >>> rank.settled()
+    1
     >>> rank.note("backward", 417, 5)
     >>> rank.joined(1)
     >>> agent.note, agent.joined
@@ -163,6 +174,10 @@ class RecoveryPage:
         text = format_ranks(ranks, separator=",")
         _write_text(self._region, at + _MEMBERS.size, text, most=_MEMBERS_SIZE - _MEMBERS.size - _LENGTH.size)
         _NUMBER.pack_into(self._region, _NUMBER_AT, number)
+
+    def settle(self, number: int) -> None:
+        """Tell the rank that all ranks have been told of the decision with this number."""
+        _SETTLED.pack_into(self._region, _SETTLED_AT, number)
 
     def want(self, size: int) -> None:
         """Tell the rank the number of ranks that is wanted from the next step on; 0: no change is wanted."""

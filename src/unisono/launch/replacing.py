@@ -225,6 +225,8 @@ class Replacing:
         new = [rank for rank in range(generation.size) if self._lacks_state(rank)]
         for rank in generation.running:
             generation.pages[rank].decide(self.number, new, size=generation.size)
+        for rank in generation.running:
+            generation.pages[rank].settle(self.number)
         generation.observer.disregard_past(_CALM_S)
         self._poll_s = time.monotonic() + _POLL_S
 

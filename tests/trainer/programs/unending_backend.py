@@ -1,7 +1,8 @@
 """A backend for the CPU that treats a rank whose peer has died as NCCL does; for programs of tests.
 
-An operation that cannot end waits until the group is aborted, in silence. Then it returns without an error, and leaves
-what has been in its tensors. Operations that are begun after that are refused. All else is the backend shm.
+An operation that cannot end waits in silence until the group is aborted, on this rank or on another one. Then it
+returns without an error, and leaves what has been in its tensors. Operations that are begun after an abort on this rank
+are refused. All else is the backend shm.
 """
 
 import os
@@ -16,6 +17,7 @@ from unisono.job import group_watch
 from unisono.shm.process_group import ProcessGroupShm
 from unisono.shm.runtime import GroupRuntime
 from unisono.shm.segment_layout import Options
+from unisono.shm.work import Work
 
 NAME = "unending"
 
@@ -37,8 +39,9 @@ class Unending(dist.Work):
         if self._work is not None:
             try:
                 return self._work.wait()
-            except dist.DistBackendError:
-                pass
+            except dist.DistBackendError as error:
+                if "was left by rank" in str(error):
+                    return True
         while not self._group.is_aborted:
             time.sleep(0.001)
         self._group.note("freed")
@@ -53,8 +56,10 @@ def unending(name):
             raise dist.DistBackendError(f"NCCL communicator was aborted on rank {self.rank()}.")
         try:
             work = method(self, *args, **options)
-        except dist.DistBackendError:
-            work = None
+        except dist.DistBackendError as error:
+            work = Work() if "was left by rank" in str(error) else None
+            if work is not None:
+                work.finish()
         return Unending(self, work)
 
     return call
