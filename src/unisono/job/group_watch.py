@@ -33,8 +33,10 @@ __all__ = ["BETWEEN_CALLS", "GroupWatch", "abort_is_survived", "next_action", "s
 UNENDING = frozenset({"nccl"})
 """Backends whose operations wait for a dead rank for ever."""
 
-_PAUSE_S = 0.02
+_PAUSE_S = 0.05
 _SHORT_PAUSE_S = 0.0005
+_LOOK_S = 1.0
+"""How often the group is asked whether it has failed."""
 _ABORT_S = 60.0
 """How long an abort may take: it waits for the GPU, and has been known not to end."""
 _PATIENCE_S = 5.0
@@ -141,6 +143,7 @@ class GroupWatch:
 
     def __init__(self, group: Any, device: torch.device, *, link: RecoveryLink, number: int) -> None:
         self._group, self._device, self._link, self._number = group, device, link, number
+        self._look_s = 0.0
         self._failed_s: float | None = None
         self._ended = threading.Event()
         self._aborted = False
@@ -222,9 +225,12 @@ class GroupWatch:
             self._end(f"could not be aborted within {_ABORT_S:g} s after another rank had died")
 
     def _seconds_since_failure(self) -> float | None:
-        if self._failed_s is None and self._error() != "SUCCESS":
-            self._failed_s = time.monotonic()
-        return None if self._failed_s is None else time.monotonic() - self._failed_s
+        now_s = time.monotonic()
+        if self._failed_s is None and now_s >= self._look_s:
+            self._look_s = now_s + _LOOK_S
+            if self._error() != "SUCCESS":
+                self._failed_s = now_s
+        return None if self._failed_s is None else now_s - self._failed_s
 
     def _error(self) -> str:
         name: str = self._group._get_backend(self._device).get_error().name
