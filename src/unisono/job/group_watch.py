@@ -233,8 +233,9 @@ class GroupWatch:
         return None if self._failed_s is None else now_s - self._failed_s
 
     def _error(self) -> str:
-        name: str = self._group._get_backend(self._device).get_error().name
-        return name
+        backend = self._group._get_backend(self._device)
+        error = getattr(backend, "wrapped_pg", backend).get_error()  # wrapped by TORCH_DISTRIBUTED_DEBUG=DETAIL
+        return str(error.name)
 
     def _end(self, what: str) -> None:
         """End this process as torch would have: values of an operation that has failed must not be used."""
