@@ -24,6 +24,7 @@ from unisono.engine.tracked_buffer import BufferKind, TrackedBuffer
 from unisono.engine.tree_all_reduce import AllReduce, MakeAllReduce, NodeLayout, NodeLayouts
 from unisono.engine.write_detection import WriteDetector
 from unisono.errors import CheckpointError, LossError
+from unisono.job.current import confirm_group
 
 __all__ = ["BufferTransaction"]
 
@@ -152,6 +153,7 @@ class BufferTransaction:
             if self._world.group is not None:
                 self._send()
                 self.receive(step)
+                confirm_group()
         if not self._known:
             return
         if self._world.group is None:
