@@ -160,7 +160,7 @@ def test_deaths_in_a_group_of_the_backend_shm_change_no_bit(train, engine, death
 
 def test_ranks_are_freed_from_operations_that_would_wait_for_a_dead_rank_for_ever(train, tmp_path):
     """As with NCCL: no error, and sums without a meaning; see programs/unending_backend.py."""
-    deaths = [(1, "before launch", 2, KILL), (0, "before launch", 5, KILL), (0, "after rejoin", 5, KILL)]
+    deaths = [(1, "after _agree", 0, KILL), (0, "before launch", 5, KILL), (0, "after rejoin", 5, KILL)]
     train(3, *deaths, engine="collective", backend="unending")
     waited = {path.name.split(".")[1] for path in tmp_path.glob("freed.*")}
     assert waited, "nobody waited in an operation"

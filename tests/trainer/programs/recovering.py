@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, WeightedRandomSampler
 
 import unisono
+from unisono.engine.buffer_transaction import BufferTransaction
 from unisono.engine.shared.update_protection import UpdateProtection
 from unisono.engine.tree_all_reduce import TreeAllReduce
 from unisono.job import group_watch
@@ -291,6 +292,7 @@ for stage in ("repair", "connect", "send_state", "has_joined"):
 surround(recovery, "rejoin")
 for stage in ("launch", "advance", "finish"):
     surround(TreeAllReduce, stage)
+surround(BufferTransaction, "_agree")
 surround(CheckpointStore, "_rename_durably", lambda _store, _work, final: int(final.name.removeprefix("step-")))
 for moment in ("begin", "end", "settle", "commit"):
     surround(UpdateProtection, moment)
