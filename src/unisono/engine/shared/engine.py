@@ -437,11 +437,7 @@ class SharedEngine(GradientAccumulation):
 
     def _is_hooked(self) -> bool:
         """Return True if hooks of the user run before or after the optimizer's step."""
-        return (
-            self._has_pre_hooks()
-            or bool(_global_optimizer_post_hooks)
-            or any(map(_post_hooks_of, self._optimizers))
-        )
+        return self._has_pre_hooks() or bool(_global_optimizer_post_hooks) or any(map(_post_hooks_of, self._optimizers))
 
     def _apply(self) -> None:
         """Perform the `step` of all optimizers, on all ranks together."""
