@@ -13,13 +13,15 @@ __all__ = ["CallLog", "LoggedCall"]
 
 
 class LoggedCall(NamedTuple):
-    """A call that has returned."""
+    """A call that has ended."""
 
     name: str
     """The call, such as "trainer.step"."""
     result: Any
     is_recent: bool = False
     """True if the loop has not asked for another batch or epoch since then."""
+    has_failed: bool = False
+    """True if it has raised an exception, which the script has caught."""
 
 
 class CallLog:
@@ -56,6 +58,10 @@ class CallLog:
         self.count += 1
         self.last = LoggedCall(name, result)
         self._current.append(self.last)
+
+    def add_failed(self, name: str) -> None:
+        """Add a call that has raised an exception, which has changed nothing and is not counted."""
+        self._current.append(LoggedCall(name, None, has_failed=True))
 
     def begin_epoch(self) -> None:
         """Note that the body of an epoch begins."""

@@ -230,6 +230,8 @@ class Recovery:
                 pass
             except Exception as error:  # of any class, from values that came over a group that was aborted
                 if not self._recovers_from(error):
+                    self._log.add_failed(name)
+                    self._counted = self._uses()
                     raise
             if (missed := self._meet()) is not None:
                 if again or isinstance(missed.result, _Dropped):
@@ -287,6 +289,8 @@ class Recovery:
         logged = self._replayed.popleft()
         if logged.name != name:
             self._differ(f"{name} where the others have called {logged.name}")
+        if logged.has_failed:
+            self._differ(f"{name}, which has failed in the others")
         if again:
             return body()
         if isinstance(logged.result, _Dropped):
