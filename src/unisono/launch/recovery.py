@@ -58,6 +58,11 @@ class Death:
     """False if it took the place of another and had not joined the others yet."""
     refusal: str = ""
 
+    @property
+    def was_asked(self) -> bool:
+        """True if its Trainer has ended it because of SIGTERM."""
+        return self.failure.code == _TERMINATED and _kind(self.failure) == "SystemExit"
+
     def facts(self) -> dict[str, Any]:
         """Return what is known of it, for programs: rank, how it ended, phase ("" if not known), steps done, time."""
         return {
@@ -119,7 +124,7 @@ def decide(
     if not survivors or len(running) < len(members) or not all(member.armed for member in survivors):
         # Ranks that wait in vain for the others may have been put in place before one of those refused.
         return refused if refused and len(running) > len(survivors) else GiveUp()
-    if any(_kind(death.failure) in _OWN_ENDS and death.failure.code != _TERMINATED for death in deaths):
+    if any(_kind(death.failure) in _OWN_ENDS and not death.was_asked for death in deaths):
         return GiveUp()
     if refused:
         return refused

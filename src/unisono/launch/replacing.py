@@ -209,7 +209,7 @@ class Replacing:
             self._replaced.append(death)
             self._due_s.pop(rank, None)
             self._kill_s.pop(rank, None)
-            if death.failure.account is not None and death.failure.code > 0:
+            if death.failure.account is not None and death.failure.code > 0 and not death.was_asked:
                 self.show_traceback(rank, death.failure.account)
             self._steps[rank] = death.step
             self._made[rank], self._rounds[rank] = self.number, self._counts.round
