@@ -36,21 +36,21 @@ class RecoveryLink(Protocol):
     secret: bytes
     """Known to the ranks of the job alone: by it they know each other's messages."""
 
+    is_armed: bool
+    """True if a Trainer of this process survives the death of other ranks."""
+
     def await_rank(self) -> None:
         """Wait until this process has a rank, if it is a spare one. Then the launcher's variables are that rank's.
 
         The process ends here if the job is over before.
         """
 
-    def arm(self, virtual_ranks: int, *, gpus: int = 0) -> int:
+    def arm(self, virtual_ranks: int, *, gpus: int = 0) -> None:
         """Tell the launcher that a Trainer of this process survives the death of other ranks from now on.
 
         Args:
             virtual_ranks: The largest number of ranks that it can have.
             gpus: The number of GPUs if each rank needs one; 0: ranks need none, or can share one.
-
-        Returns:
-            How many Trainers of this process have done so.
         """
 
     def refuse(self, reason: str) -> None:

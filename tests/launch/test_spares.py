@@ -122,6 +122,40 @@ def test_a_spare_that_is_ended_is_made_again(run_ranks, here):
     assert "replaced by a spare" in job.said
 
 
+def test_there_are_spares_again_after_a_restart_of_all_ranks(run_ranks, here):
+    inside = """if step == 2 and once(f"there.{rank}"):
+            Path(f"pid.{rank}").write_text(str(os.getpid()))
+            await_spares()
+            while rank == 1 or not Path("pid.1").exists():
+                time.sleep(0.01)
+            for path in Path().glob("made.*"):
+                path.unlink()
+            os.kill(int(Path("pid.1").read_text()), signal.SIGKILL)
+            die()
+        if step == 3 and once(f"again.{rank}"):
+            await_spares()
+            if rank == 1:
+                die()"""
+    job = run_ranks(2, script(inside), flags=("--spares", "1", "--max-restarts", "1"))
+    assert job.said.count("starting all 2 ranks again (restart 1 of 1)") == 1
+    assert "unisono: rank 1 was killed by SIGKILL in the loop, after step 3; replaced by a spare, 0." in job.said
+
+
+def test_a_spare_that_is_a_new_interpreter_takes_the_place_of_a_rank(run_ranks, here):
+    inside = """if step == 3 and once(f"there.{rank}"):
+            await_spares()
+            if rank == 0:
+                die()"""
+    # What children of a rank inherit: nothing of the launcher's.
+    before = """from unisono.variables import EVENTS_VARIABLE
+if EVENTS_VARIABLE in os.environ:
+    print("inherited", os.get_inheritable(int(os.environ[EVENTS_VARIABLE])), flush=True)"""
+    job = run_ranks(2, script(inside, before=before), flags=("--spares", "1", "--start-method", "spawn"))
+    assert job.sha() == run_ranks(1, script()).sha()
+    assert "rank 0 was killed by SIGKILL in the loop, after step 3; replaced by a spare, " in job.said
+    assert "inherited False" in job.lines(0) and "inherited True" not in job.out
+
+
 def test_spares_that_fail_are_told_and_come_to_an_end(run_ranks, here):
     before = """if is_spare:
     Path(f"failed.{os.getpid()}").touch()

@@ -165,9 +165,9 @@ def main() -> None:
     facts = json.loads(sys.argv[1])
     files = RankFiles(**facts["files"])
     process = RankProcess(**{**facts, "program": Program(**facts["program"]), "files": files, "preloaded": Preloaded()})
-    grant = () if files.grant is None else (files.grant,)
-    for file in (files.page, files.dump, files.ask, process.report, *grant):
-        os.set_inheritable(file, False)
+    for file in (files.page, files.dump, files.ask, files.events, files.grant, process.report):
+        if file is not None:
+            os.set_inheritable(file, False)
     run_program(process)
 
 

@@ -67,7 +67,7 @@ class RankLink:
         self._region: mmap.mmap | bytearray = mmap.mmap(file, _SIZE, offset=_OFFSET)
         self._take_rank = take_rank
         self._latest = Membership(0, (), 0)
-        self._arms = 0
+        self.is_armed = False
         self.is_new: bool = _NEW.unpack_from(self._region, _NEW_AT)[0]
         """True if this process takes the place of a rank that died, or is one more."""
         self.secret = self._region[_SECRET_AT : _SECRET_AT + _SECRET_SIZE]
@@ -80,11 +80,10 @@ class RankLink:
             self._take_rank()
             self._take_rank = None
 
-    def arm(self, virtual_ranks: int, *, gpus: int = 0) -> int:
-        """Tell the agent that a Trainer of this process survives the death of others; return how many have done so."""
-        self._arms += 1
+    def arm(self, virtual_ranks: int, *, gpus: int = 0) -> None:
+        """Tell the agent that a Trainer of this process survives the death of others."""
+        self.is_armed = True
         _ARMED.pack_into(self._region, _ARMED_AT, time.monotonic_ns(), virtual_ranks, gpus)
-        return self._arms
 
     def refuse(self, reason: str) -> None:
         """Tell the agent why it must not replace single ranks of this job any more. The first reason stays."""

@@ -86,6 +86,8 @@ class Recovery:
         """Where the other ranks are, on a new rank."""
         self.is_joined = True
         """False on a new rank that has not joined the others yet."""
+        if link is not None and link.is_armed:
+            self.refuse("the script makes several Trainers, and a new rank would begin with the first one again")
         if is_new_rank():
             self._begin_as_new_rank()
         elif any(self._uses()):
@@ -102,8 +104,7 @@ class Recovery:
                 self.refuse("the script has made the process group itself, with torch.distributed")
             self._counted = self._uses()
             guard_group(self._is_guarded)
-        if link.arm(run.virtual_ranks, gpus=run.gpus) > 1:
-            self.refuse("the script makes several Trainers, and a new rank would begin with the first one again")
+        link.arm(run.virtual_ranks, gpus=run.gpus)
 
     def refuse(self, reason: str) -> None:
         """Tell the launcher why it must not replace single ranks of this job."""
