@@ -81,6 +81,9 @@ class RecoveryLink(Protocol):
     def wanted_size(self) -> int:
         """Return the number of ranks that the launcher wants from the next step on; 0 if it wants no change."""
 
+    def job_ends(self) -> bool:
+        """Return True if the launcher ends all ranks, so that a signal was not meant for this one alone."""
+
     def joined(self, number: int) -> None:
         """Tell the launcher that this rank and all others go on together after a decision."""
 

@@ -188,3 +188,63 @@ def test_a_rank_that_is_asked_to_end_is_replaced(run_ranks, tmp_path, engine, en
     assert job.said.count("; replaced") == 1 and "Traceback" not in job.said
     assert (job.lines(ending)[0] == "left 143") == keeps
     assert job.sha() == calm.sha()
+
+
+LATE = """
+import os, signal, sys, threading, time
+from pathlib import Path
+import torch, unisono
+from torch import nn
+from torch.utils.data import TensorDataset
+from unisono.launch.control import running_jobs
+
+RANK, CASE, FOLDER = int(os.environ["RANK"]), sys.argv[1], Path(sys.argv[2])
+
+
+def ask_to_end(process=None):
+    os.kill(process or os.getpid(), signal.SIGTERM)
+
+
+def launcher():
+    process, launchers = os.getpid(), running_jobs()
+    while process not in launchers:
+        process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+    return process
+
+
+torch.manual_seed(0)
+model = nn.Linear(8, 2)
+data = TensorDataset(torch.randn(16, 8))
+trainer = unisono.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.01), virtual_ranks=2, progress=False,
+                          directory=FOLDER / "run")
+for loop in range(2 if CASE == "two loops" else 1):
+    for epoch in trainer.epochs(1 + 4 * loop):
+        for batch in trainer.batches(data, batch_size=8):
+            trainer.step(lambda model, batch: model(batch[0]).square().sum(1), batch)
+            if trainer.steps_done == 2 and RANK == 1 and CASE != "shutdown" and not trainer.recovered:
+                ask_to_end(launcher() if CASE == "all" else None)
+                time.sleep(0.3 * (CASE == "all"))
+            time.sleep(0.25 * loop)
+    print("after the loop", flush=True)
+if CASE == "shutdown" and RANK == 1:
+    # The interpreter waits for this thread when the program is over.
+    threading.Thread(target=lambda: (time.sleep(0.1), ask_to_end(), time.sleep(0.2))).start()
+"""
+
+
+@pytest.mark.parametrize("case", ["loop", "shutdown"])
+def test_a_rank_that_is_asked_to_end_when_its_work_is_done_ends_as_its_program_does(run_ranks, tmp_path, case):
+    job = run_ranks(2, LATE, case, tmp_path)
+    assert [job.lines(rank) for rank in range(2)] == [["after the loop"]] * 2
+    assert "replaced" not in job.said and "Traceback" not in job.said
+
+
+def test_a_rank_that_is_asked_to_end_in_the_last_step_of_a_loop_ends_in_the_next_one(run_ranks, tmp_path):
+    job = run_ranks(2, LATE, "two loops", tmp_path)
+    assert job.said.count("unisono: rank 1 raised SystemExit for SIGTERM in the loop, after step ") == 1
+    assert [job.lines(rank)[-1] for rank in range(2)] == ["after the loop"] * 2
+
+
+def test_a_job_that_is_asked_to_end_in_its_last_step_ends_where_its_loop_does(run_ranks, tmp_path):
+    job = run_ranks(2, LATE, "all", tmp_path, code=143)
+    assert not job.out and "unisono: SIGTERM received" in job.said, job.said

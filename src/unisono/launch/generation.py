@@ -24,6 +24,9 @@ from unisono.launch.recovery_page import RecoveryPage
 
 __all__ = ["Generation"]
 
+_ASKED = (-signal.SIGTERM, -signal.SIGKILL, 128 + signal.SIGTERM)
+"""Codes of processes that were asked to end, also of those whose program handles SIGTERM."""
+
 
 class Generation:
     """The ranks of one attempt.
@@ -165,7 +168,7 @@ class Generation:
             code = told.code  # it was about to end and took too long
         elif told is not None and (code == 0 or rank in self.overdue):
             code = told.code  # a hook or an exit function of the program has chosen 0, or it was killed
-        elif code in (-signal.SIGTERM, -signal.SIGKILL) and self._has_finished(rank):
+        elif code in _ASKED and self._has_finished(rank):
             code = 0  # only its process was still there
         if code != 0:
             time_ns = time_ns if told is None else told.time_ns
@@ -203,6 +206,8 @@ class Generation:
         """Note that the launcher begins to end the ranks: from now on they fail because of that."""
         if self._ended_ns is None:
             self._ended_ns = time.monotonic_ns()
+            for page in self.pages.values():
+                page.end_job()
 
     def look_at_leavers(self) -> None:
         """Examine ranks that have left their process groups and still run: one may be about to fail.

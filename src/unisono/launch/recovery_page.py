@@ -37,7 +37,11 @@ _MEMBERS = struct.Struct("=Q")  # the number of ranks; the new ones follow as a 
 _WANTED = struct.Struct("=Q")
 _SETTLED = struct.Struct("=Q")  # the number of the latest decision that is in the pages of all ranks
 _NEW = struct.Struct("=?")
-_NUMBER_AT, _WANTED_AT, _SETTLED_AT, _NEW_AT, _SECRET_AT, _MEMBERS_AT = 8192, 8200, 8208, 8256, 8264, 8320
+_ENDS = struct.Struct("=?")
+_NUMBER_AT, _WANTED_AT, _SETTLED_AT, _ENDS_AT, _NEW_AT, _SECRET_AT, _MEMBERS_AT = (
+    *(8192, 8200, 8208, 8216),
+    *(8256, 8264, 8320),
+)
 _MEMBERS_SIZE = 3500
 _SECRET_SIZE = 32
 
@@ -115,6 +119,10 @@ class RankLink:
         """Return the number of ranks that the agent wants from the next step on; 0 if it wants no change."""
         return int(_WANTED.unpack_from(self._region, _WANTED_AT)[0])
 
+    def job_ends(self) -> bool:
+        """Return True if the agent ends all ranks."""
+        return bool(_ENDS.unpack_from(self._region, _ENDS_AT)[0])
+
     def joined(self, number: int) -> None:
         """Tell the agent that this rank and all others go on together after a decision."""
         _JOINED.pack_into(self._region, _JOINED_AT, number, time.monotonic_ns())
@@ -181,6 +189,10 @@ class RecoveryPage:
     def want(self, size: int) -> None:
         """Tell the rank the number of ranks that is wanted from the next step on; 0: no change is wanted."""
         _WANTED.pack_into(self._region, _WANTED_AT, size)
+
+    def end_job(self) -> None:
+        """Tell the rank that all ranks are about to be ended."""
+        _ENDS.pack_into(self._region, _ENDS_AT, True)
 
     @property
     def armed(self) -> bool:

@@ -145,7 +145,7 @@ class Loop:
             self._recovery.leave_epochs()
         self._log.emit("end", total_steps=cursor.total_steps, seconds=round(time.monotonic() - self._started_s, 3))
         self._saves.tell_drill()
-        self._saves.raise_pending()
+        self._saves.end_loop()
 
     def next_epoch(self) -> int:
         """Return the epoch whose batches come next.

@@ -113,6 +113,11 @@ class Recovery:
             self._link.refuse(reason)
 
     @property
+    def is_asked_alone(self) -> bool:
+        """True if a request to end, such as SIGTERM, is meant for this rank alone, and the others go on with the run."""
+        return self._link is not None and not self._refused and not self._link.job_ends()
+
+    @property
     def is_on(self) -> bool:
         """True if ranks of this run may be replaced."""
         return self._link is not None and not self._refused

@@ -167,6 +167,14 @@ class SavePoints:
         if self._stops is not None:
             self._stops.raise_pending()
 
+    def end_loop(self) -> None:
+        """Raise the exception of a signal that was put off until the loop has ended.
+
+        If this rank alone was asked to end, its work is done now: it ends as its program does, or in its next loop.
+        """
+        if self._stops is not None:
+            self._stops.raise_pending(also_terminated=not self._recovery.is_asked_alone)
+
     def _keep_carried(self) -> None:
         """Bring the values that virtual ranks carry to rank 0, once for each place of a run that is saved."""
         cursor = self._cursor

@@ -93,9 +93,13 @@ class StopSignals:
         self._asks += 1
         return is_main or (self._asks > 1 and time.monotonic() - self._came_s > _LINGER_S)
 
-    def raise_pending(self) -> None:
-        """Raise the exception of a signal that was put off, if there is one."""
-        if self._signum is not None:
+    def raise_pending(self, *, also_terminated: bool = True) -> None:
+        """Raise the exception of a signal that was put off, if there is one.
+
+        Args:
+            also_terminated: False if SIGTERM is put off further.
+        """
+        if self._signum is not None and (also_terminated or self._signum != signal.SIGTERM):
             self._raise(self._signum)
 
     def _raise(self, signum: int) -> NoReturn:
