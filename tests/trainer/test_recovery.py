@@ -122,6 +122,12 @@ def test_deaths_while_ranks_read_and_evaluate_change_no_bit(train):
     assert "rank 1 was killed by SIGKILL in backward of step 3; replaced" in " ".join(found.replaced)
 
 
+def test_deaths_between_a_call_and_its_event_leave_none_out(train):
+    """`train` compares the events: here, of epochs that have begun, and of the end."""
+    deaths = [(0, "before _tell_epoch", 0, KILL), (0, "before _tell_epoch", 5, KILL), (0, "before release", 10, KILL)]
+    train(2, *deaths, directory=True)
+
+
 @pytest.mark.parametrize(
     "deaths",
     [

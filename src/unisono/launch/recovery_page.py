@@ -38,10 +38,8 @@ _WANTED = struct.Struct("=Q")
 _SETTLED = struct.Struct("=Q")  # the number of the latest decision that is in the pages of all ranks
 _NEW = struct.Struct("=?")
 _ENDS = struct.Struct("=?")
-_NUMBER_AT, _WANTED_AT, _SETTLED_AT, _ENDS_AT, _NEW_AT, _SECRET_AT, _MEMBERS_AT = (
-    *(8192, 8200, 8208, 8216),
-    *(8256, 8264, 8320),
-)
+_NUMBER_AT, _WANTED_AT, _SETTLED_AT, _ENDS_AT = 8192, 8200, 8208, 8216
+_NEW_AT, _SECRET_AT, _MEMBERS_AT = 8256, 8264, 8320
 _MEMBERS_SIZE = 3500
 _SECRET_SIZE = 32
 

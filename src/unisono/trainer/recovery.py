@@ -114,7 +114,7 @@ class Recovery:
 
     @property
     def is_asked_alone(self) -> bool:
-        """True if a request to end, such as SIGTERM, is meant for this rank alone, and the others go on with the run."""
+        """True if SIGTERM is meant for this rank alone: the others go on."""
         return self._link is not None and not self._refused and not self._link.job_ends()
 
     @property

@@ -1,6 +1,7 @@
 """How a log of events goes on when the rank that wrote it has died: nothing is missing, and nothing told twice.
 
-Steps and evaluations are made by all ranks together, so each rank knows the latest one. Start reading at `is_missing`.
+Steps and evaluations are made by all ranks together, and epochs begin and end after such calls, so each rank knows the
+latest of these events. Start reading at `is_missing`.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from typing import Any
 
 __all__ = ["SHARED", "content_of", "finite", "is_missing", "last_shared"]
 
-SHARED = ("step", "evaluation")
-"""The kinds of events that are about calls of all ranks."""
+SHARED = ("epoch", "step", "evaluation", "end")
+"""The kinds of events that are about calls of all ranks, of which at most the last one is missing."""
 
 _MEASURED = ("time", "seconds", "step_s", "memory")
 """The fields in which ranks differ."""

@@ -298,7 +298,7 @@ class EventLog:
                 raise
         self._silent = self._file is None and self._pipe is None and not self._listeners
         self.is_muted = False
-        """True to drop events, except warnings."""
+        """True to drop events, except warnings: those of calls that other ranks have made."""
         self.latest: Event | None = None
         """The latest event about a call of all ranks, also if it was dropped."""
         self._told: str | None = None
@@ -322,7 +322,9 @@ class EventLog:
 
     def hears(self, kind: Kind, /) -> bool:
         """Return True if an event of this kind is told or kept; otherwise there is no need to make it."""
-        return not (self._silent or self.is_muted) or kind == "warning" or (self._continues and kind in SHARED)
+        if self.is_muted:
+            return kind == "warning"
+        return not self._silent or kind == "warning" or (self._continues and kind in SHARED)
 
     @overload
     def emit(self, kind: Literal["run"], /, **fields: Unpack[RunFields]) -> None: ...
@@ -365,7 +367,7 @@ class EventLog:
             event = {"time": round(time.time(), 6), "event": kind, **fields}
             if self._continues and kind in SHARED:
                 self.latest, told, self._told = event, self._told, None
-                if self._silent or self.is_muted or (told is not None and content_of(event) == told):
+                if self._silent or (told is not None and content_of(event) == told):
                     return
             lost: OSError | None = None
             if self._file is not None or self._pipe is not None:

@@ -28,7 +28,9 @@ from unisono.launch.control import ask, running_jobs
 from unisono.state.checkpoint_store import CheckpointStore
 from unisono.state.digest import digest
 from unisono.trainer import recovery
+from unisono.trainer.loop import Loop
 from unisono.trainer.recoverable_run import RecoverableRun
+from unisono.trainer.save_points import SavePoints
 
 ASKED = json.loads(sys.argv[1])
 FOLDER = Path(ASKED["folder"])
@@ -293,6 +295,8 @@ surround(recovery, "rejoin")
 for stage in ("launch", "advance", "finish"):
     surround(TreeAllReduce, stage)
 surround(BufferTransaction, "_agree")
+surround(Loop, "_tell_epoch")
+surround(SavePoints, "release")
 surround(CheckpointStore, "_rename_durably", lambda _store, _work, final: int(final.name.removeprefix("step-")))
 for moment in ("begin", "end", "settle", "commit"):
     surround(UpdateProtection, moment)
