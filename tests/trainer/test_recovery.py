@@ -122,6 +122,16 @@ def test_deaths_while_ranks_read_and_evaluate_change_no_bit(train):
     assert "rank 1 was killed by SIGKILL in backward of step 3; replaced" in " ".join(found.replaced)
 
 
+@pytest.mark.parametrize(
+    "deaths",
+    [[(0, "turn", None, KILL), (2, "turn", None, KILL)], [(0, "turn", None, "kill 2"), (1, "turn", None, KILL)]],
+    ids=["rank 0 in its block", "a rank that waits"],
+)
+def test_deaths_while_rank_0_runs_a_block_first_change_no_bit(train, deaths):
+    """Of the rank that the others wait for, of one that waits, and of one in the block after rank 0."""
+    assert len(train(3, *deaths).replaced) == 2
+
+
 def test_deaths_between_a_call_and_its_event_leave_none_out(train):
     """`train` compares the events: here, of epochs that have begun, and of the end."""
     deaths = [(0, "before _tell_epoch", 0, KILL), (0, "before _tell_epoch", 5, KILL), (0, "before release", 10, KILL)]

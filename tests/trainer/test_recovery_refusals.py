@@ -107,8 +107,8 @@ REASONS = {
     "rollouts": "ranks make the batches of an epoch together, and a new rank cannot go on with them",
     "shards": "ranks make the batches of an epoch together, and a new rank cannot go on with them",
     "alone": "a new rank cannot know how far the script has come that loops without trainer.epochs",
-    "path": "a new rank that runs the script from its top comes to trainer.epochs where the others have called "
-    "trainer.evaluate",
+    "path": "a new rank that runs the script from its top comes to trainer.batches() where the others have called "
+    "trainer.evaluate(",
     "predict": "the script reads outputs from an iterator of trainer.predict, which are not kept",
 }
 

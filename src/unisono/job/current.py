@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,9 @@ from unisono.machine import let_threads_finish
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Job", "NotMember", "current_job", "require_group"]
+__all__ = ["Job", "NotMember", "RecoverableCalls", "current_job", "require_group"]
+
+T = TypeVar("T")
 
 _LINGER_S = 5.0
 """Seconds that rank 0 waits for the other ranks at the end of a job whose store its process hosts."""
@@ -155,6 +157,20 @@ class NotMember(int):
     __str__ = __repr__
 
 
+class RecoverableCalls(Protocol):
+    """Makes calls in which ranks need each other, and makes them again after ranks have been replaced."""
+
+    def take_turn(self, body: Callable[[Callable[[], None]], T]) -> T | None:
+        """Make a call in which ranks wait for one of them, and return its result. Every rank must make it.
+
+        Args:
+            body: Makes the call. It gets a function to call while it waits, whose errors it lets pass.
+
+        Returns:
+            The result; None if this is a new rank and the others have not made the call.
+        """
+
+
 @dataclass(kw_only=True, slots=True)
 class ActiveJob:
     """What a job in progress has beside its description, `Job`: its group and store, and the request that began it."""
@@ -176,6 +192,8 @@ class ActiveJob:
     """True if the script made the group."""
     watch: GroupWatch | None = None
     """Aborts the group when a rank has died, if its operations would wait for that rank for ever."""
+    calls: RecoverableCalls | None = None
+    """Of the Trainer, if it survives the death of other ranks."""
     pid: int = field(default_factory=os.getpid)
     counts: Counter[str] = field(default_factory=Counter)
 

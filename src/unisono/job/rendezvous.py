@@ -188,14 +188,27 @@ def _late(said: str) -> str:
     )
 
 
-def wait_for(store: dist.Store, keys: list[str], deadline_s: float) -> bool:  # type: ignore[name-defined]
+def wait_for(
+    store: dist.Store,  # type: ignore[name-defined]
+    keys: list[str],
+    deadline_s: float,
+    *,
+    check: Callable[[], None] = lambda: None,
+) -> bool:
     """Wait for keys of a store, interruptible by Ctrl-C; return True if all are there before the deadline.
 
     It polls, with pauses of a tenth of the time waited and at most 0.1 s: torch's own wait cannot be interrupted, and
     writes warnings when it ends without success.
+
+    Args:
+        store: The store.
+        keys: What to wait for.
+        deadline_s: By the monotonic clock.
+        check: Called while this rank waits; may raise.
     """
     started_s = time.monotonic()
     while not store.check(keys):
+        check()
         now_s = time.monotonic()
         if now_s >= deadline_s:
             return False

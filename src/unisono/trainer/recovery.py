@@ -15,13 +15,14 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
 from unisono import recovery_link
 from unisono.errors import PeerError, RankMismatchError, UnisonoError
-from unisono.job.current import active_job, guard_group, is_cut_off
+from unisono.job.current import active_job, guard_group, is_cut_off, set_active_job
 from unisono.job.group_watch import BETWEEN_CALLS
 from unisono.job.rejoin import (
     RecoveryStore,
@@ -50,6 +51,7 @@ _DOUBT_S = 0.5
 """The same after an error that need not come from a lost peer."""
 _PAUSE_S = 0.0005
 _MOST_SAMPLES = 16
+_TURN = "unisono.main_first"
 _RESIZE = "trainer.batches, where the number of ranks changes"
 
 
@@ -98,8 +100,10 @@ class Recovery:
         self._run, link = run, self._link
         if link is None:
             return
+        active = active_job()
+        if active is not None:
+            set_active_job(replace(active, calls=self))
         if self.is_joined:
-            active = active_job()
             if active.adopted if active is not None else dist.is_initialized():
                 self.refuse("the script has made the process group itself, with torch.distributed")
             self._counted = self._uses()
@@ -171,6 +175,27 @@ class Recovery:
             if self._is_again and (known := list(samples)):
                 names = list_first(known, _MOST_SAMPLES)
                 self._link.note_samples(f"sample{'s' * (len(known) > 1)} {names}")
+
+    def take_turn(self, body: Callable[[Callable[[], None]], T]) -> T | None:
+        """Make a call in which ranks wait for one of them; see `job.current.RecoverableCalls`.
+
+        A new rank may leave it out or make one more: whether there is something to prepare may depend on files.
+        """
+        if not self.is_joined:
+            logged = self._replayed[0].name if self._replayed else self.position and self.position.name
+            if logged != _TURN:
+                return None
+        return self.call(_TURN, lambda: body(self._look))
+
+    def _look(self) -> None:
+        """Leave a call that waits for other ranks, once the launcher has replaced some.
+
+        Raises:
+            _DecisionError: The launcher has decided on who the ranks are.
+        """
+        self._check()
+        if self._link is not None and not self._refused and self._link.membership().number != self._joined:
+            raise _DecisionError
 
     def begin_epoch(self) -> None:
         """Note that the body of an epoch begins."""
@@ -293,6 +318,8 @@ class Recovery:
     def _replay(self, name: str, body: Callable[[], T], *, again: bool, account: Account) -> T:
         """Return the result of a call that the other ranks have made."""
         logged = self._replayed.popleft()
+        while logged.name == _TURN != name and self._replayed:
+            logged = self._replayed.popleft()
         if logged.name != name:
             self._differ(f"{name} where the others have called {logged.name}")
         if logged.has_failed:

@@ -76,7 +76,7 @@ class SavePoints:
         Args:
             call: The name of the user's call, for the recovery of a rank.
         """
-        self._recovery.call(call, self._keeper.hold_on_all, again=True)
+        self._call(call, self._keeper.hold_on_all, again=True)
         if self._rescue is not None:
             self._rescue.watch(self)
 
@@ -127,7 +127,7 @@ class SavePoints:
         self.is_asking = True
         self._recovery.leave_epochs()
         finish = partial(self._keeper.finish, self._cursor.place, self._asked.capture, retry=not in_mid_epoch)
-        self._recovery.call("the end of trainer.epochs", finish)
+        self._call("the end of trainer.epochs", finish)
 
     def release(self) -> None:
         """Stop watching for the end of the process, once everything is saved; warn if no best checkpoint was found."""
@@ -174,6 +174,16 @@ class SavePoints:
         """
         if self._stops is not None:
             self._stops.raise_pending(also_terminated=not self._recovery.is_asked_alone)
+
+    def _call(self, name: str, body: Callable[[], None], *, again: bool = False) -> None:
+        """Make a call that needs the other ranks only if there is a directory: otherwise it is none for the recovery.
+
+        Ranks are then never more than one call apart.
+        """
+        if self._keeper.store is None:
+            body()
+        else:
+            self._recovery.call(name, body, again=again)
 
     def _keep_carried(self) -> None:
         """Bring the values that virtual ranks carry to rank 0, once for each place of a run that is saved."""

@@ -1,7 +1,7 @@
 """Trains, and dies at the places that it is told: `recovering.py JSON`. Each rank prints what it has come to.
 
 A death is [rank, place, number, how]: the rank, or -1 for any; a name given to `at`, and the number there, or null for
-the first time; and "SIGKILL", another signal, "all" for a SIGKILL of all ranks, "error", or "scale 4" for no death but
+the first time; and "SIGKILL", another signal, "all" for a SIGKILL of all ranks, "kill 2" for one of rank 2, "error", or "scale 4" for no death but
 a change to 4 ranks, which comes after the next step. Each happens once in a run, whatever process comes there.
 """
 
@@ -49,6 +49,10 @@ def at(place, number=None):
             continue
         if how.startswith("scale "):
             scale(int(how.removeprefix("scale ")))
+            continue
+        if how.startswith("kill "):
+            os.kill(int((FOLDER / f"process.{how.removeprefix('kill ')}").read_text()), signal.SIGKILL)
+            time.sleep(0.3)
             continue
         if how == "error":
             raise RuntimeError("a cosmic ray")
@@ -302,6 +306,7 @@ for moment in ("begin", "end", "settle", "commit"):
     surround(UpdateProtection, moment)
 light_fuses()
 with unisono.main_first():  # as for files that rank 0 downloads
+    at("turn")
     data, test = Noisy(160), Noisy(60)
 came_to = fit(data, test) if ASKED.get("kind") == "fit" else train(data, test)
 weights = digest({name: dict(model.state_dict()) for name, model in models.items()})
