@@ -129,6 +129,42 @@ def test_a_batch_that_the_loss_function_has_written_to_is_not_computed_again(run
     assert not job.out
 
 
+ANOTHER_WAY = """
+import os, signal, sys
+import torch, unisono
+from torch import nn
+from torch.utils.data import TensorDataset
+
+model = nn.Linear(4, 2)
+trainer = unisono.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), virtual_ranks=4, progress=False)
+data = TensorDataset(torch.randn(32, 4))
+if sys.argv[1] == "early" and trainer.recovered:
+    sys.exit()
+for epoch in trainer.epochs(1):
+    steps = 0
+    for batch in trainer.batches(data, batch_size=8):
+        trainer.step(lambda model, batch: model(batch[0]).sum(1), batch)
+        steps += 1
+        if trainer.steps_done == 2 and trainer.rank == 1 and not trainer.recovered:
+            os.kill(os.getpid(), signal.SIGKILL)
+    if steps == 4 or sys.argv[1] != "count":
+        trainer.evaluate(lambda model, batch: model(batch[0]).sum(1), data)
+"""
+
+
+@pytest.mark.parametrize(
+    ("case", "code", "told"),
+    [
+        ("early", 137, "rank 1, which took the place of one that died, ended before it met the others: if the script"),
+        ("count", 1, "rank 1, a new process, began the script anew in mid-run: if the script went another way"),
+    ],
+)
+def test_a_script_that_goes_another_way_in_a_new_process_is_told_so(run_ranks, case, code, told):
+    job = run_ranks(2, ANOTHER_WAY, case, code=code)
+    assert told in job.said and "`unisono drill` tries the script" in job.said
+    assert ("rank 1 ended while rank 0 still needed it" in job.said) == (case == "count")
+
+
 @pytest.mark.parametrize("case", ["batch", "path", pytest.param("late", marks=pytest.mark.soak)])
 def test_a_job_whose_ranks_cannot_be_replaced_starts_again_as_a_whole(run_ranks, tmp_path, case):
     (tmp_path / "died").touch()

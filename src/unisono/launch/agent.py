@@ -352,7 +352,7 @@ class _Agent:
             memory=self._memory,
             restarts=self._restarts,
             recoveries=self._recoveries,
-            remarks=[reason for reason in (replacing.reason, decision.reason) if reason],
+            remarks=[*filter(None, (replacing.reason, replacing.explain(verdict), decision.reason))],
         )
         postmortem.write()
         generation.close()

@@ -17,7 +17,7 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
-from unisono.launch.failure.root_cause import RankFailure
+from unisono.launch.failure.root_cause import RankFailure, RootCause
 from unisono.launch.forkserver_handle import ForkServerHandle
 from unisono.launch.generation import Generation
 from unisono.launch.output.relay import Relay
@@ -38,6 +38,11 @@ _POLL_S = 0.02
 
 _CALM_S = 30.0
 """How long ranks that wait for a new one are not called stuck."""
+
+_OTHER_WAY = (
+    "if the script went another way than in the other processes, what decides the way belongs into `stateful`; "
+    "`unisono drill` tries the script"
+)
 
 Fork = Callable[[int, Mapping[str, int]], None]
 """Starts the process of a rank with its files."""
@@ -171,8 +176,19 @@ class Replacing:
         """Return True if a rank that has ended with code 0 took the place of another and never joined the others."""
         if rank not in self._generation.finished or not self._lacks_state(rank):
             return False
-        self.reason = f"rank {rank}, which took the place of one that died, ended before it met the others"
+        self.reason = (
+            f"rank {rank}, which took the place of one that died, ended before it met the others: {_OTHER_WAY}"
+        )
         return True
+
+    def explain(self, verdict: RootCause) -> str:
+        """Return what new ranks may have to do with a failure in which calls of ranks differ; "" if nothing."""
+        kind = (verdict.cause.account or {}).get("type", "")
+        if not self._made or not (verdict.absent or kind.endswith("RankMismatchError")):
+            return ""
+        ranks = sorted(self._made)
+        what = "new processes" if len(ranks) > 1 else "a new process"
+        return f"{name_ranks(ranks)}, {what}, began the script anew in mid-run: {_OTHER_WAY}"
 
     def _act(self, now_s: float) -> bool:
         generation = self._generation

@@ -1,8 +1,9 @@
 """Trains, and dies at the places that it is told: `recovering.py JSON`. Each rank prints what it has come to.
 
 A death is [rank, place, number, how]: the rank, or -1 for any; a name given to `at`, and the number there, or null for
-the first time; and "SIGKILL", another signal, "all" for a SIGKILL of all ranks, "kill 2" for one of rank 2, "error", or "scale 4" for no death but
-a change to 4 ranks, which comes after the next step. Each happens once in a run, whatever process comes there.
+the first time; and "SIGKILL", another signal, "all" for a SIGKILL of all ranks, "kill 2" for one of rank 2, "error", or
+"scale 4" for no death but a change to 4 ranks, which comes after the next step. Each happens once in a run, whatever
+process comes there.
 """
 
 import json
