@@ -84,6 +84,9 @@ class RecoveryLink(Protocol):
     def job_ends(self) -> bool:
         """Return True if the launcher ends all ranks, so that a signal was not meant for this one alone."""
 
+    def job_failed(self) -> bool:
+        """Return True if it does so because a rank has failed: it tells that itself."""
+
     def joined(self, number: int) -> None:
         """Tell the launcher that this rank and all others go on together after a decision."""
 

@@ -71,6 +71,8 @@ if CASE == "before":
 if CASE == "carried":
     hidden = unisono.Carried(lambda: torch.zeros(2))
     options["stateful"] = {"hidden": hidden}
+if CASE == "saved":
+    options["directory"] = FOLDER / "run"
 trainer = unisono.Trainer(model, optimizer, virtual_ranks=4, engine=ENGINE, progress=False, **options)
 if CASE == "several":
     other = nn.Linear(2, 2)
@@ -87,6 +89,9 @@ else:
             trainer.step(loss, batch)
             if CASE == "between":
                 dist.all_reduce(torch.ones(3))
+            if CASE == "saved":
+                unisono.comm.barrier()
+                time.sleep(0.5 * (RANK == 0 and trainer.steps_done == 5))
             if CASE == "comm":
                 unisono.comm.all_reduce(torch.ones(3))
         if CASE == "late" and not trainer.recovered:
@@ -173,3 +178,10 @@ def test_a_job_whose_ranks_cannot_be_replaced_starts_again_as_a_whole(run_ranks,
     job = run_ranks(2, PROGRAM, case, "shared", tmp_path, flags=["--max-restarts", "1"])
     assert "starting all 2 ranks again (restart 1 of 1)" in job.said
     assert [job.lines(rank)[-1:] for rank in range(2)] == [expected] * 2
+
+
+def test_a_job_that_starts_again_is_not_said_to_end(run_ranks, tmp_path):
+    """Rank 0 gets SIGTERM in the body of its loop, from the launcher."""
+    job = run_ranks(2, PROGRAM, "saved", "shared", tmp_path, flags=["--max-restarts", "1"])
+    assert "starting all 2 ranks again (restart 1 of 1)" in job.said
+    assert "SIGTERM" not in job.said

@@ -202,12 +202,16 @@ class Generation:
             page.close()
         self.pages.clear()
 
-    def ends(self) -> None:
-        """Note that the launcher begins to end the ranks: from now on they fail because of that."""
+    def ends(self, *, failed: bool) -> None:
+        """Note that the launcher begins to end the ranks: from now on they fail because of that.
+
+        Args:
+            failed: True if it does so because one has failed.
+        """
         if self._ended_ns is None:
             self._ended_ns = time.monotonic_ns()
             for page in self.pages.values():
-                page.end_job()
+                page.end_job(failed=failed)
 
     def look_at_leavers(self) -> None:
         """Examine ranks that have left their process groups and still run: one may be about to fail.

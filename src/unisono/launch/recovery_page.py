@@ -37,7 +37,7 @@ _MEMBERS = struct.Struct("=Q")  # the number of ranks; the new ones follow as a 
 _WANTED = struct.Struct("=Q")
 _SETTLED = struct.Struct("=Q")  # the number of the latest decision that is in the pages of all ranks
 _NEW = struct.Struct("=?")
-_ENDS = struct.Struct("=?")
+_ENDS = struct.Struct("=??")  # whether all ranks end, and whether because one has failed
 _NUMBER_AT, _WANTED_AT, _SETTLED_AT, _ENDS_AT = 8192, 8200, 8208, 8216
 _NEW_AT, _SECRET_AT, _MEMBERS_AT = 8256, 8264, 8320
 _MEMBERS_SIZE = 3500
@@ -121,6 +121,10 @@ class RankLink:
         """Return True if the agent ends all ranks."""
         return bool(_ENDS.unpack_from(self._region, _ENDS_AT)[0])
 
+    def job_failed(self) -> bool:
+        """Return True if the agent ends all ranks because one has failed."""
+        return bool(_ENDS.unpack_from(self._region, _ENDS_AT)[1])
+
     def joined(self, number: int) -> None:
         """Tell the agent that this rank and all others go on together after a decision."""
         _JOINED.pack_into(self._region, _JOINED_AT, number, time.monotonic_ns())
@@ -188,9 +192,13 @@ class RecoveryPage:
         """Tell the rank the number of ranks that is wanted from the next step on; 0: no change is wanted."""
         _WANTED.pack_into(self._region, _WANTED_AT, size)
 
-    def end_job(self) -> None:
-        """Tell the rank that all ranks are about to be ended."""
-        _ENDS.pack_into(self._region, _ENDS_AT, True)
+    def end_job(self, *, failed: bool) -> None:
+        """Tell the rank that all ranks are about to be ended.
+
+        Args:
+            failed: True if one of them has failed.
+        """
+        _ENDS.pack_into(self._region, _ENDS_AT, True, failed)
 
     @property
     def armed(self) -> bool:

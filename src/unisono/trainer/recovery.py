@@ -122,6 +122,11 @@ class Recovery:
         return self._link is not None and not self._refused and not self._link.job_ends()
 
     @property
+    def has_failed(self) -> bool:
+        """True if the launcher ends the job because a rank has failed."""
+        return self._link is not None and self._link.job_failed()
+
+    @property
     def is_on(self) -> bool:
         """True if ranks of this run may be replaced."""
         return self._link is not None and not self._refused

@@ -68,7 +68,7 @@ class SavePoints:
             can_stop: A bound method that returns True while a signal may end the run at once. It may be called at any
                 time from now on. Its object is not kept alive.
         """
-        self._stops = StopSignals.install(can_stop, self._warn)
+        self._stops = StopSignals.install(can_stop, self._tell_put_off)
 
     def hold(self, call: str) -> None:
         """Take the directory of the run, before a loop begins. Every rank must call it.
@@ -195,6 +195,11 @@ class SavePoints:
         )
         self._carried.keep()
         self._kept = cursor.place
+
+    def _tell_put_off(self, sentence: str) -> None:
+        """Tell that a signal is put off, unless the launcher sent it and tells why: then the job may also start again."""
+        if not self._recovery.has_failed:
+            self._warn(sentence)
 
     def _warn(self, sentence: str) -> None:
         self._log.emit("warning", message=sentence)
