@@ -122,6 +122,33 @@ def test_a_spare_that_is_ended_is_made_again(run_ranks, here):
     assert "replaced by a spare" in job.said
 
 
+@pytest.mark.soak
+def test_spares_that_are_killed_again_and_again_come_to_an_end(run_ranks, here):
+    inside = """if step == 2:
+            end_s = time.monotonic() + 30
+            while len(ended := list(Path().glob("ended.*"))) < 5 and time.monotonic() < end_s and rank == 0:
+                time.sleep(0.05)
+                for path in Path().glob("made.*"):
+                    spare = int(path.suffix[1:])
+                    if spare in children() and not Path(f"rank.{spare}").exists() and sleeps(spare):
+                        os.kill(spare, signal.SIGKILL)
+                        Path(f"ended.{spare}").touch()
+            time.sleep(1.5 * (rank == 0))"""
+    before = """
+def sleeps(pid):
+    # In a read of its socket, where it waits for a rank.
+    time.sleep(0.1)
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "S"
+
+if not is_spare:
+    Path(f"rank.{os.getpid()}").touch()"""
+    job = run_ranks(2, script(inside, before=before), flags=("--spares", "1"))
+    assert job.said.count("unisono: a spare rank was killed by SIGKILL; another one is made") == 4
+    told = "a spare rank was killed by SIGKILL; 5 have died within 300 s while they waited, so the job goes on without"
+    assert job.said.count(told) == 1
+    assert len(list(here.glob("made.*"))) == 7  # two ranks, five spares
+
+
 def test_there_are_spares_again_after_a_restart_of_all_ranks(run_ranks, here):
     inside = """if step == 2 and once(f"there.{rank}"):
             Path(f"pid.{rank}").write_text(str(os.getpid()))
@@ -141,6 +168,7 @@ def test_there_are_spares_again_after_a_restart_of_all_ranks(run_ranks, here):
     assert "unisono: rank 1 was killed by SIGKILL in the loop, after step 3; replaced by a spare, 0." in job.said
 
 
+@pytest.mark.soak
 def test_a_spare_that_is_a_new_interpreter_takes_the_place_of_a_rank(run_ranks, here):
     inside = """if step == 3 and once(f"there.{rank}"):
             await_spares()

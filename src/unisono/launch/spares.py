@@ -12,7 +12,8 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +35,8 @@ _WATCHING_S = 1.0
 """How often it is checked, once all are there, whether they are still of use."""
 _MOST_FAILURES = 2
 """So many spare processes that fail in a row before they wait are the last."""
+_MOST_DEATHS, _DEATHS_S = 5, 300.0
+"""So many spare processes that die while they wait, within so many seconds, are the last. Rarer deaths do not count."""
 _PIPE_SIZE = 1 << 20
 """What a spare process can print before it waits for somebody to read that."""
 
@@ -88,6 +91,7 @@ class Spares:
         self._granted: dict[int, Spare] = {}  # those that have a rank, until they have read that
         self._due_s = 0.0
         self._failures = 0
+        self._deaths_s: deque[float] = deque(maxlen=_MOST_DEATHS)  # when spare processes died that waited for a rank
         self._is_over = count == 0
 
     @property
@@ -202,12 +206,21 @@ class Spares:
         """Forget a process that has ended by itself, and say how."""
         self._forget(spare)
         spare.close()
-        if not spare.is_ready:
+        now_s = time.monotonic()
+        if spare.is_ready:
+            self._deaths_s.append(now_s)
+        else:
             self._failures += 1
-        self._due_s = time.monotonic() + _WATCHING_S
+        self._due_s = now_s + _WATCHING_S
         if self._failures >= _MOST_FAILURES:
             self.end()
             self._relay.say(f"a spare rank {how}, as the one before; the job goes on without spare ranks")
+        elif _die_often(self._deaths_s):
+            self.end()
+            self._relay.say(
+                f"a spare rank {how}; {_MOST_DEATHS} have died within {_DEATHS_S:g} s while they waited, so the job "
+                "goes on without spare ranks"
+            )
         else:
             self._relay.say(f"a spare rank {how}; another one is made")
 
@@ -216,6 +229,17 @@ class Spares:
         if spare.grant in self._selector.get_map():
             self._selector.unregister(spare.grant)
         self._due_s = time.monotonic()
+
+
+def _die_often(deaths_s: Sequence[float]) -> bool:
+    """Return True if spare processes die so often that no more are made.
+
+    >>> _die_often([0.0, 60.0, 120.0, 180.0]), _die_often([0.0, 60.0, 120.0, 180.0, 240.0])
+    (False, True)
+    >>> _die_often([0.0, 3600.0, 7200.0, 10800.0, 14400.0])
+    False
+    """
+    return len(deaths_s) == _MOST_DEATHS and deaths_s[-1] - deaths_s[0] < _DEATHS_S
 
 
 def _has_ended(spare: Spare) -> bool:

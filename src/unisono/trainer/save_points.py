@@ -197,7 +197,7 @@ class SavePoints:
         self._kept = cursor.place
 
     def _tell_put_off(self, sentence: str) -> None:
-        """Tell that a signal is put off, unless the launcher sent it and tells why: then the job may also start again."""
+        """Tell that a signal is put off, unless the launcher sent it since a rank has failed: it tells that itself."""
         if not self._recovery.has_failed:
             self._warn(sentence)
 
