@@ -74,6 +74,9 @@ if CASE == "carried":
 if CASE == "saved":
     options["directory"] = FOLDER / "run"
 trainer = unisono.Trainer(model, optimizer, virtual_ranks=4, engine=ENGINE, progress=False, **options)
+if CASE in ("group", "before", "carried") and ENGINE == "shared":
+    # Where recovery is impossible from the start, nothing is paid for it.
+    assert not any(runner._engine._protects for runner in trainer._parts.runners.values())
 if CASE == "several":
     other = nn.Linear(2, 2)
     unisono.Trainer(other, torch.optim.SGD(other.parameters(), lr=0.1), virtual_ranks=4, engine=ENGINE, progress=False)

@@ -92,6 +92,8 @@ class Recovery:
             self.refuse("the script makes several Trainers, and a new rank would begin with the first one again")
         if is_new_rank():
             self._begin_as_new_rank()
+        elif _is_group_of_script():
+            self.refuse("the script has made the process group itself, with torch.distributed")
         elif any(self._uses()):
             self.refuse("the script has called collectives of its own before it made the Trainer")
 
@@ -104,8 +106,6 @@ class Recovery:
         if active is not None:
             set_active_job(replace(active, calls=self))
         if self.is_joined:
-            if active.adopted if active is not None else dist.is_initialized():
-                self.refuse("the script has made the process group itself, with torch.distributed")
             self._counted = self._uses()
             guard_group(self._is_guarded)
         link.arm(run.virtual_ranks, gpus=run.gpus)
@@ -469,6 +469,12 @@ class Recovery:
         """Look, while this rank waits, whether it was asked to end."""
         if self._run is not None:
             self._run.raise_pending()
+
+
+def _is_group_of_script() -> bool:
+    """Return True if the script has made the process group that there is."""
+    active = active_job()
+    return dist.is_initialized() if active is None else active.adopted
 
 
 def _release(error: BaseException | None) -> None:

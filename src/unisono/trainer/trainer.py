@@ -28,6 +28,7 @@ from unisono.state.policy import Checkpoints
 from unisono.state.stateful import Stateful
 from unisono.trainer.assembly import Models, assemble
 from unisono.trainer.by_virtual_rank import ByVirtualRank
+from unisono.trainer.carried import Carried
 from unisono.trainer.epoch_batches import EpochBatches
 from unisono.trainer.loader_cache import Loader, LoaderCache
 from unisono.trainer.loop import Loop
@@ -149,6 +150,8 @@ class Trainer(RunStatus, ShortForm, ByVirtualRank, Storage):
         )
         self.model, self.optimizer, self.directory = model, optimizer, settings.directory
         self._recovery = recovery = Recovery()
+        if any(isinstance(each, Carried) for each in settings.stateful.values()):
+            recovery.refuse("the state that virtual ranks carry dies with the rank that computes them")
         parts = assemble(model, optimizer, settings, recovery=recovery)
         self._parts, self._unknown_metrics = parts, set()
         self._run, self._cursor, self._modules = parts.run, parts.cursor, parts.modules
@@ -173,8 +176,6 @@ class Trainer(RunStatus, ShortForm, ByVirtualRank, Storage):
         if recovery.is_joined:
             announce(self._log, parts)
         self._log.is_muted = not recovery.is_joined
-        if parts.carried:
-            recovery.refuse("the state that virtual ranks carry dies with the rank that computes them")
         keeps = self.directory is not None
         self._loop = Loop(parts, self._log, keeps=keeps)
         recovery.arm(RecoverableRun(parts, self._loop, self._dealer, self._log))
