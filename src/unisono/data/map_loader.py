@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from unisono.arguments import whole
 from unisono.data.batch import Batch, MicroBatch, Share
 from unisono.data.dataset import map_length, whole_batches
-from unisono.data.fetch import Fetcher, Part, Task
+from unisono.data.fetch import Fetcher, NoteSamples, Part, Task
 from unisono.data.settings import PERMUTED_TOGETHER, LoaderSettings
 from unisono.data.workers import TaskReader, warn_on_stderr
 from unisono.plan import dealt, num_steps
@@ -61,7 +61,12 @@ class MapLoader:
     """This rank's part of every batch of a map-style dataset."""
 
     def __init__(
-        self, dataset: Any, settings: TrainerLoaderSettings, *, tell: Callable[[str], None] = warn_on_stderr
+        self,
+        dataset: Any,
+        settings: TrainerLoaderSettings,
+        *,
+        tell: Callable[[str], None] = warn_on_stderr,
+        noting: Callable[[], NoteSamples | None] = lambda: None,
     ) -> None:
         length = map_length(dataset)
         self.num_samples: int = whole_batches(length, settings.batch_size) if settings.drop_last else length
@@ -69,10 +74,10 @@ class MapLoader:
         self.steps: int = num_steps(self.num_samples, settings.batch_size)
         """Number of steps in an epoch."""
         self.settings, self.length = settings, length
-        self._dataset, self._tell = dataset, tell
+        self._dataset, self._tell, self._noting = dataset, tell, noting
         fetcher = Fetcher(dataset, settings)
         self._tasks = _TrainerTasks(settings)
-        self._reader = TaskReader(fetcher, self._tasks, tell=tell)
+        self._reader = TaskReader(fetcher, self._tasks, tell=tell, noting=noting)
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -81,7 +86,7 @@ class MapLoader:
 
     def divided(self, block: range) -> MapLoader:
         """Return the loader of a rank with other virtual ranks."""
-        return MapLoader(self._dataset, replace(self.settings, block=block), tell=self._tell)
+        return MapLoader(self._dataset, replace(self.settings, block=block), tell=self._tell, noting=self._noting)
 
     def batches(self, *, epoch: int, first_step: int = 0) -> Iterator[Batch]:
         """Yield this rank's part of each batch of an epoch, starting at `first_step`."""

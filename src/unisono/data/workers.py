@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data._utils import signal_handling
 
-from unisono.data.fetch import Fetcher, Task
+from unisono.data.columns import Columns
+from unisono.data.fetch import Fetcher, NoteSamples, Task
 from unisono.data.packing import PackedBatch, pack_tensors, unpack_tensors
 from unisono.errors import DataError
 from unisono.memory import evidence, read_counters
@@ -152,6 +153,8 @@ class TaskReader:
         tasks: The tasks, iterated over again in each iteration.
         tell: Called with a sentence about a slow worker.
         patience_s: Seconds of waiting for a worker until it counts as slow.
+        noting: Returns what is called before this process reads samples; called for each task. Workers note none:
+            the error that tells of a dead one has its samples.
     """
 
     def __init__(
@@ -161,8 +164,9 @@ class TaskReader:
         *,
         tell: Callable[[str], None] = warn_on_stderr,
         patience_s: float = PATIENCE_S,
+        noting: Callable[[], NoteSamples | None] = lambda: None,
     ) -> None:
-        self._fetcher, self._tasks = fetcher, tasks
+        self._fetcher, self._tasks, self._noting = fetcher, tasks, noting
         self._start = partial(Workers, fetcher, tasks=tasks, tell=tell, patience_s=patience_s)
         self._workers: Workers | None = None
 
@@ -170,10 +174,14 @@ class TaskReader:
         """Return an iterator over the tasks and the micro-batches of each."""
         settings = self._fetcher.settings
         if not settings.workers:
-            return ((task, self._fetcher[task]) for task in self._tasks)
+            return ((task, self._read(task)) for task in self._tasks)
         if self._workers is None:
             self._workers = self._start(number=settings.workers, pin_memory=settings.pin_memory)
         return iter(self._workers)
+
+    def _read(self, task: Task) -> list[Any]:
+        found = self._fetcher.read(task, note=self._noting())
+        return found.parts() if isinstance(found, Columns) else found
 
 
 class _NumberedTasks:

@@ -188,6 +188,7 @@ def assemble(  # noqa: PLR0915  one thing after the other
         world=world,
         device=chosen,
         note=recovery.note,
+        noting=recovery.noting,
         resizing=recovery,
     )
     engines = _select(settings, world, modules, optimizers, recovery)

@@ -85,8 +85,10 @@ class LoaderCache:
             loader: Loader
             if sharded:
                 loader = ShardLoader(dataset, full, exchange=self._exchange, tell=self._tell)
+            elif stream:
+                loader = StreamLoader(dataset, full, tell=self._tell)
             else:
-                loader = (StreamLoader if stream else MapLoader)(dataset, full, tell=self._tell)
+                loader = MapLoader(dataset, full, tell=self._tell, noting=self._run.noting)
             own = {"order": None, **loader.identity, "micro_batch_size": full.micro_batch_size}
             check_same_data(self._run.world.gather(own, "Trainer comparing data"))
             if not keep:

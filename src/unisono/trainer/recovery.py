@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
@@ -21,6 +21,7 @@ from typing import Any, NoReturn, TypeVar
 import torch.distributed as dist
 
 from unisono import recovery_link
+from unisono.data.fetch import NoteSamples
 from unisono.errors import PeerError, RankMismatchError, UnisonoError
 from unisono.job.current import active_job, guard_group, is_cut_off, set_active_job
 from unisono.job.group_watch import BETWEEN_CALLS
@@ -178,8 +179,18 @@ class Recovery:
         if self._link is not None and self._run is not None:
             self._link.note(phase, self._run.steps_done, virtual_rank)
             if self._is_again and (known := list(samples)):
-                names = list_first(known, _MOST_SAMPLES)
-                self._link.note_samples(f"sample{'s' * (len(known) > 1)} {names}")
+                self._note_samples(known)
+            elif not self.is_joined:
+                self._link.note_samples("")
+
+    def noting(self) -> NoteSamples | None:
+        """Return what notes samples before they are read: in a call that is made again, and before a new rank joins."""
+        return self._note_samples if self._is_again or not self.is_joined else None
+
+    def _note_samples(self, samples: Sequence[int]) -> None:
+        assert self._link is not None
+        names = list_first(samples, _MOST_SAMPLES)
+        self._link.note_samples(f"sample{'s' * (len(samples) > 1)} {names}")
 
     def take_turn(self, body: Callable[[Callable[[], None]], T]) -> T | None:
         """Make a call in which ranks wait for one of them; see `job.current.RecoverableCalls`.

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from unisono.collectives.world import World
+from unisono.data.fetch import NoteSamples
 from unisono.plan import derive_key, rank_block
 from unisono.state.random import set_generators
 
@@ -54,6 +55,8 @@ class RunContext:
     """The device that this rank computes on."""
     note: Callable[..., None] = _nothing
     """Notes what this rank does, as note(phase, virtual rank, indices of samples), for messages about its death."""
+    noting: Callable[[], NoteSamples | None] = lambda: None
+    """Returns what notes the samples that are about to be read, for the same messages; None if they are not noted."""
     resizing: Resizing = field(default_factory=_NoResizing)
     """Changes the number of ranks."""
 
