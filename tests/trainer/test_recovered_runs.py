@@ -248,3 +248,21 @@ def test_a_rank_that_is_asked_to_end_in_the_last_step_of_a_loop_ends_in_the_next
 def test_a_job_that_is_asked_to_end_in_its_last_step_ends_where_its_loop_does(run_ranks, tmp_path):
     job = run_ranks(2, LATE, "all", tmp_path, code=143)
     assert not job.out and "unisono: SIGTERM received" in job.said, job.said
+
+
+DROPPED = """
+import gc, weakref
+import torch, unisono
+model = torch.nn.Linear(2, 2)
+trainer = unisono.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), virtual_ranks=2, progress=False)
+parts = weakref.ref(trainer._recovery)
+del trainer
+gc.collect()
+with unisono.main_first():
+    print("gone", parts() is None, flush=True)
+"""
+
+
+def test_a_trainer_that_is_dropped_is_not_kept_for_its_recovery(run_ranks):
+    job = run_ranks(2, DROPPED)
+    assert [job.lines(rank) for rank in range(2)] == [["gone True"]] * 2

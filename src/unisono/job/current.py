@@ -192,8 +192,8 @@ class ActiveJob:
     """True if the script made the group."""
     watch: GroupWatch | None = None
     """Aborts the group when a rank has died, if its operations would wait for that rank for ever."""
-    calls: RecoverableCalls | None = None
-    """Of the Trainer, if it survives the death of other ranks."""
+    calls: Callable[[], RecoverableCalls | None] = lambda: None
+    """Returns those of the Trainer, if there is one and it survives the death of other ranks."""
     pid: int = field(default_factory=os.getpid)
     counts: Counter[str] = field(default_factory=Counter)
 

@@ -55,7 +55,7 @@ def main_first(*, local: bool = False, timeout_s: float | None = None) -> Iterat
         yield
         return
     around, active = _around.get(), active_job()
-    calls = active.calls if active is not None and not around else None
+    calls = active.calls() if active is not None and not around else None
     if calls is not None or is_new_rank():
         _check_timeout(timeout_s)
     if is_new_rank() and calls is None:  # it takes the place of a rank that died, and the others have been here

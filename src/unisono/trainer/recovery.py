@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 import traceback
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -105,7 +106,7 @@ class Recovery:
             return
         active = active_job()
         if active is not None:
-            set_active_job(replace(active, calls=self))
+            set_active_job(replace(active, calls=weakref.ref(self)))
         if self.is_joined:
             self._counted = self._uses()
             guard_group(self._is_guarded)
