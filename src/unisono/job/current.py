@@ -252,6 +252,12 @@ def set_active_job(active: ActiveJob) -> None:
         atexit.register(_end_at_exit)
 
 
+def is_group_of_script() -> bool:
+    """Return True if the script has made the process group that there is."""
+    active = active_job()
+    return dist.is_initialized() if active is None else active.adopted
+
+
 def require_group(group: dist.ProcessGroup | int | None = None) -> dist.ProcessGroup | None:
     """Return the group of an operation; None if this process is alone and has no group.
 

@@ -19,12 +19,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
-import torch.distributed as dist
-
 from unisono import recovery_link
 from unisono.data.fetch import NoteSamples
 from unisono.errors import PeerError, RankMismatchError, UnisonoError
-from unisono.job.current import active_job, guard_group, is_cut_off, set_active_job
+from unisono.job.current import active_job, guard_group, is_cut_off, is_group_of_script, set_active_job
 from unisono.job.group_watch import BETWEEN_CALLS
 from unisono.job.rejoin import (
     RecoveryStore,
@@ -94,7 +92,7 @@ class Recovery:
             self.refuse("the script makes several Trainers, and a new rank would begin with the first one again")
         if is_new_rank():
             self._begin_as_new_rank()
-        elif _is_group_of_script():
+        elif is_group_of_script():
             self.refuse("the script has made the process group itself, with torch.distributed")
         elif any(self._uses()):
             self.refuse("the script has called collectives of its own before it made the Trainer")
@@ -481,12 +479,6 @@ class Recovery:
         """Look, while this rank waits, whether it was asked to end."""
         if self._run is not None:
             self._run.raise_pending()
-
-
-def _is_group_of_script() -> bool:
-    """Return True if the script has made the process group that there is."""
-    active = active_job()
-    return dist.is_initialized() if active is None else active.adopted
 
 
 def _release(error: BaseException | None) -> None:
