@@ -40,7 +40,7 @@ class CallLog:
     ['trainer.evaluate', 'trainer.batches']
     >>> log.leave_epochs()
     >>> log.count, [call.name for call in log.calls()], log.last
-    (3, ['trainer.evaluate'], LoggedCall(name='trainer.step', result=0.25, is_recent=False))
+    (3, ['trainer.evaluate'], LoggedCall(name='trainer.step', result=0.25, is_recent=False, has_failed=False))
     """
 
     def __init__(self) -> None:
