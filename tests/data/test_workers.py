@@ -103,3 +103,35 @@ def test_what_a_dataset_raises_itself_is_raised():
         list(reader(Deadly(failed)))
     # They hold the workers, which end when their loader goes; if the collector took it, it would wait 5 s for each.
     traceback.clear_frames(caught.tb)
+
+
+def test_workers_end_at_once_when_the_garbage_collector_finds_their_loader(fork_python, tmp_path):
+    """By default it would find their queues first, and each worker would end 5 s later: here, after 10 minutes."""
+    script = tmp_path / "script.py"
+    script.write_text("""
+import gc, multiprocessing
+import torch
+from torch.utils.data import TensorDataset, _utils
+
+_utils.MP_STATUS_CHECK_INTERVAL = _utils.worker.MP_STATUS_CHECK_INTERVAL = 600.0
+
+import unisono
+
+class Ends(unisono.Trainer):
+    pass
+
+for data in TensorDataset(torch.randn(40, 3)), [torch.zeros(3)] * 40:
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = Ends(model, optimizer, virtual_ranks=2, progress=False)
+    trainer.itself = trainer
+    for batch in trainer.batches(data, batch_size=8, workers=2):
+        pass
+    processes = multiprocessing.active_children()
+    assert len(processes) == 2
+    del trainer, batch
+    gc.collect()
+    assert not multiprocessing.active_children()
+    print([process.exitcode for process in processes])
+""")
+    assert fork_python(script) == ["[0, 0]", "[0, 0]"]

@@ -6,9 +6,11 @@ kernel counted one. Start reading at `Workers.__iter__`.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
@@ -25,7 +27,7 @@ from unisono.data.columns import Columns
 from unisono.data.fetch import Fetcher, NoteSamples, Task
 from unisono.data.packing import PackedBatch, pack_tensors, unpack_tensors
 from unisono.errors import DataError
-from unisono.memory import evidence, read_counters
+from unisono.memory import MemoryCounters, evidence, read_counters
 from unisono.text import list_first
 
 __all__ = ["PATIENCE_S", "TaskReader", "Workers", "warn_on_stderr"]
@@ -83,6 +85,8 @@ class Workers:
             # Otherwise the loader would draw a seed from the generator of the training loop.
             generator=torch.Generator(),
         )
+        self._iterator: Any = None
+        self._end: weakref.finalize[..., Workers] | None = None
 
     def __iter__(self) -> Iterator[Any]:
         """Yield what the workers read, in order: a stream's items, or tasks with theirs.
@@ -94,6 +98,27 @@ class Workers:
         place = self._tasks.begin()
         iterator: Any = iter(self._loader)
         _leave_deaths_to_waits(iterator)
+        self._end_with_this(iterator)
+        try:
+            yield from self._items(iterator, place, before)
+        finally:
+            if self._is_stream and self._end is not None:
+                self._end()
+                self._iterator = self._end = None
+
+    def _end_with_this(self, iterator: Any) -> None:
+        """End the workers when this object is dropped.
+
+        The finalizer holds the iterator: if the garbage collector found both at once, it would close the queues by
+        which workers are told to end before the iterator could use them, and each worker would end 5 s later.
+        """
+        if iterator is not self._iterator:
+            self._iterator = iterator
+            self._end = weakref.finalize(self, _end_workers, iterator, os.getpid())
+            self._end.atexit = False  # multiprocessing ends them
+
+    def _items(self, iterator: Any, place: int, before: MemoryCounters) -> Iterator[Any]:
+        """Yield what the iterator has from a place on; `before` are the counters from before it began."""
         while True:
             started_s, due_s = time.monotonic(), self._patience_s
             while True:
@@ -143,6 +168,11 @@ class Workers:
         )
         who = f"worker {worker} of {self._number} (process {process.pid})"
         return f"{who} {how} while it was {self._describe_task(worker)}: {remedy}."
+
+
+def _end_workers(iterator: Any, pid: int) -> None:
+    if os.getpid() == pid:  # otherwise this is a process that was forked later
+        iterator._shutdown_workers()
 
 
 class TaskReader:
