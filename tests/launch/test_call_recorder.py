@@ -194,7 +194,7 @@ threads = threading.active_count()
 start()
 dist.all_reduce(torch.ones(1), async_op=True).wait()
 met, answer = page.met, None
-while not (answer := page.read_answer()) or not answer[1]["status"].get("0", {}).get("completed"):
+while not (answer := page.read_answer()) or answer[1]["status"].get("0", {}).get("completed", -1) < 1:  # -1: none yet
     os.write(question, b"?")
     time.sleep(0.05)
 tell(met, page.met, answer[1]["groups"], answer[1]["pending"], threading.active_count() - threads)
