@@ -1,0 +1,40 @@
+"""Where a received value enters a stage's graph, and its gradient leaves it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["enter"]
+
+
+class _Entry(torch.autograd.Function):
+    # Not a leaf: the gradient is taken as autograd has summed it, with its own strides, and the value may be modified
+    # in place. The tensor comes in a list, since a result that is an argument would be a view of it; so would a part of
+    # a receive buffer, were it not for `data`.
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, holder: list[Tensor], captured: dict[int, Tensor], value: int) -> Tensor:
+        ctx.captured, ctx.value = captured, value
+        return holder[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.captured[ctx.value] = gradients[0]
+        return None, None, None, None
+
+
+def enter(tensor: Tensor, captured: dict[int, Tensor], value: int) -> Tensor:
+    """Return a received tensor as the beginning of a graph.
+
+    Args:
+        tensor: The values, without a graph; the memory is used as it is.
+        captured: Where the backward pass puts the gradient.
+        value: The key of the gradient.
+    """
+    if not torch.is_grad_enabled():
+        return tensor
+    entered: Tensor = _Entry.apply(torch.empty((), requires_grad=True), [tensor.data], captured, value)  # type: ignore[no-untyped-call]
+    return entered

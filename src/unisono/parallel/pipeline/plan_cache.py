@@ -1,0 +1,95 @@
+"""Plans for the inputs that come: one for each set of shapes, types and modes, recorded when it is first seen."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unisono.parallel.pipeline.blocks import find_blocks
+from unisono.parallel.pipeline.cut_error import PathChangedError
+from unisono.parallel.pipeline.nested import described, flatten
+from unisono.parallel.pipeline.plan import PipelinePlan, first_calls, plan_stages
+from unisono.parallel.pipeline.recorder import record
+from unisono.parallel.pipeline.stage import Stage
+from unisono.state.random import kept_generators
+
+__all__ = ["PlanCache", "signature"]
+
+
+def signature(model: nn.Module, inputs: Sequence[Any]) -> Hashable:
+    """Return what the path through the model's code may depend on, besides numbers in the inputs.
+
+    Args:
+        model: The whole model: which of its modules are in training mode, and which parameters are trained.
+        inputs: The inputs: the layouts of tensors, and all else as it is.
+    """
+    modes = tuple(module.training for module in model.modules())
+    trained = tuple(parameter.requires_grad for parameter in model.parameters())
+    autocast = tuple(
+        (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
+    )
+    return described(tuple(inputs)), modes, trained, autocast, torch.is_grad_enabled()
+
+
+class PlanCache:
+    """The plans of one model, function and set of cuts.
+
+    Args:
+        model: The whole model.
+        function: The forward pass with its loss.
+        starts: The submodules whose first call begins a stage, from the second stage on.
+        limit: How many plans are kept; the oldest goes first.
+    """
+
+    def __init__(
+        self, model: nn.Module, function: Callable[..., Any], *, starts: Sequence[str], limit: int = 64
+    ) -> None:
+        self._model = model
+        self._function = function
+        self._starts = tuple(starts)
+        self._limit = limit
+        self._plans: dict[Hashable, list[PipelinePlan]] = {}
+
+    def plan_for(self, inputs: Sequence[Any]) -> PipelinePlan:
+        """Return the plan for some inputs.
+
+        The model's code may read numbers from inputs and take another path for other numbers. So a plan of such a model
+        is tried first, without any block.
+
+        Args:
+            inputs: The inputs, the same on all stages.
+
+        Raises:
+            CutError: The model cannot be cut so.
+        """
+        key = signature(self._model, inputs)
+        for plan in self._plans.get(key, ()):
+            if not plan.program.reads_numbers or self._fits(plan, inputs):
+                return plan
+        program = record(self._model, self._function, inputs, starts=self._starts)
+        plan = plan_stages(program, first_calls(program, self._starts))
+        if sum(map(len, self._plans.values())) >= self._limit:
+            del self._plans[next(iter(self._plans))]
+        self._plans.setdefault(key, []).append(plan)
+        return plan
+
+    def _fits(self, plan: PipelinePlan, inputs: Sequence[Any]) -> bool:
+        # On a copy of the containers, so that nothing which their code counts or assigns happens twice.
+        blocks = find_blocks(self._model, self._starts)
+        memo: dict[int, Any] = {id(block): block for block in blocks.values()}
+        memo |= {id(parameter): parameter for parameter in self._model.parameters()}
+        in_blocks = {id(buffer) for block in blocks.values() for buffer in block.buffers()}
+        memo |= {id(one): one.detach().clone() for one in self._model.buffers() if id(one) not in in_blocks}
+        path = Stage(plan, None, copy.deepcopy(self._model, memo), starts=self._starts)
+        leaves, build = flatten(tuple(inputs))
+        own_inputs = build(leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        try:
+            with kept_generators():
+                path.forward(self._function, own_inputs, {})
+        except PathChangedError:
+            return False
+        return True

@@ -1,0 +1,282 @@
+"""One stage: runs the model's own forward pass, of which it computes its own calls, and the backward pass of these.
+
+Start reading at `Stage.forward`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
+
+from unisono.parallel.pipeline.blocks import calls_seen_by, find_blocks
+from unisono.parallel.pipeline.cut_error import PathChangedError, model_line
+from unisono.parallel.pipeline.entry import enter
+from unisono.parallel.pipeline.functions import GETTERS, is_transformed
+from unisono.parallel.pipeline.nested import flatten
+from unisono.parallel.pipeline.placeholder import Placeholder
+from unisono.parallel.pipeline.plan import PipelinePlan
+from unisono.parallel.pipeline.program import ObjectRef, ParameterRef, learned_from
+
+__all__ = ["Gradients", "Stage", "StagePass"]
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """The gradients that one stage passes to earlier ones."""
+
+    values: dict[int, Tensor] = field(default_factory=dict)
+    """By value: each goes to `Transfer.gradient_target`. A value without gradient is absent."""
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    """Of parameters that earlier stages use as well, by name: each goes to the stage before in `parameter_stages`."""
+
+
+@dataclass(slots=True)
+class StagePass:
+    """One forward pass of a stage, kept for its backward pass."""
+
+    result: Any = None
+    """What the function returned; on all stages but the last, with placeholders."""
+    sent: dict[int, Tensor] = field(default_factory=dict)
+    """The values that other stages receive, with their graph."""
+    random_state: Tensor | None = None
+    """The state of the CPU's generator after the stage's last call."""
+    entered: dict[int, Tensor] = field(default_factory=dict)
+    """The values that were received, as the roots of the stage's graph."""
+    captured: dict[int, Tensor] = field(default_factory=dict)
+    """The gradients of the values that were received."""
+
+
+class Stage:
+    """A stage of a pipeline.
+
+    Args:
+        plan: The plan of all stages.
+        number: Which of them this is; None for a pass that computes nothing but what the model's code reads.
+        model: The whole model; parameters that the stage does not use are never read.
+        starts: The names of the blocks with which stages begin.
+    """
+
+    def __init__(self, plan: PipelinePlan, number: int | None, model: nn.Module, *, starts: Sequence[str]) -> None:
+        self.plan = plan.path if number is None else plan.stages[number]
+        self._pipeline = plan
+        self._model = model
+        self._blocks = find_blocks(model, starts)
+        self._parameters = dict(model.named_parameters())
+        self._placeholders: dict[int, Placeholder] = {}
+
+    def forward(
+        self,
+        function: Callable[..., Any],
+        inputs: Sequence[Any],
+        received: Mapping[int, Tensor],
+        *,
+        random_state: Tensor | None = None,
+        on_begin: Callable[[], None] = lambda: None,
+        on_end: Callable[[StagePass], None] = lambda _: None,
+    ) -> StagePass:
+        """Compute the stage's calls of one forward pass.
+
+        Args:
+            function: The forward pass with its loss, called with the model and the inputs.
+            inputs: Its further arguments, the same on all stages.
+            received: A tensor for each value that the stage receives; it is not read before `on_begin` returns.
+            random_state: The state in which the stage before left the CPU's generator; None leaves it as it is.
+            on_begin: Called before the stage's first call: waits for what is received.
+            on_end: Called after its last call, before the rest of the model's code runs: sends.
+
+        Raises:
+            PathChangedError: The model's code made other calls than were recorded.
+        """
+        mode = _StageMode(self, received, random_state, on_begin, on_end)
+        for place, leaf in enumerate(flatten(tuple(inputs))[0]):
+            if isinstance(leaf, Tensor):
+                mode.objects[self._pipeline.program.inputs[place]] = leaf
+        with calls_seen_by(self._blocks, mode.call_block), mode:
+            mode.done.result = function(self._model, *inputs)
+        mode.finish()
+        return mode.done
+
+    def backward(
+        self, done: StagePass, gradients: Gradients, *, losses: Sequence[tuple[Tensor, Tensor | None]] = ()
+    ) -> Gradients:
+        """Compute the gradients of one forward pass; those of parameters are added to `grad` at their first stage.
+
+        Args:
+            done: What `forward` returned.
+            gradients: The gradients from later stages: of the values that the stage sent or passes on, and of its
+                parameters that later stages use as well.
+            losses: On the last stage, the tensors from which to start, each with its gradient or None for 1.
+
+        Returns:
+            The gradients that earlier stages need.
+        """
+        roots = list(losses)
+        for value, gradient in gradients.values.items():
+            roots.append((done.sent[value] if value in done.sent else done.entered[value], gradient))
+        passed_on = {}
+        for name in self.plan.parameters:
+            parameter = self._parameters[name]
+            if name in gradients.parameters:
+                roots.append((parameter, gradients.parameters[name]))
+            if self._pipeline.parameter_stages[name][0] != self.plan.stage:
+                passed_on[name] = parameter.grad
+                parameter.grad = None
+        roots = [root for root in roots if root[0].requires_grad]
+        if roots:
+            torch.autograd.backward([one for one, _ in roots], [one for _, one in roots])
+        parameter_gradients = {}
+        for name, kept in passed_on.items():
+            parameter = self._parameters[name]
+            if parameter.grad is not None:
+                parameter_gradients[name] = parameter.grad
+            parameter.grad = kept
+        return Gradients(done.captured, parameter_gradients)
+
+    def results_of(self, call_number: int, objects: Mapping[int, Tensor]) -> Any:
+        """Return what stands for the result of a call of another stage.
+
+        Args:
+            call_number: The call.
+            objects: The tensors that this stage has.
+        """
+        call = self._pipeline.program.calls[call_number]
+        return call.build(self._stand_in(leaf, objects) for leaf in call.results)
+
+    def _stand_in(self, leaf: Any, objects: Mapping[int, Tensor]) -> Any:
+        if isinstance(leaf, ParameterRef):
+            return self._parameters[leaf.name]
+        if not isinstance(leaf, ObjectRef):
+            return leaf
+        if leaf.number in objects:
+            return objects[leaf.number]
+        if leaf.number not in self._placeholders:
+            program = self._pipeline.program
+            value = program.values[program.objects[leaf.number].values[0]]
+            where = "an input" if value.call is None else f"made by {program.calls[value.call].name}"
+            self._placeholders[leaf.number] = Placeholder(value.layout, None, f"{where} on another stage")
+        return self._placeholders[leaf.number]
+
+
+def _in_transform() -> bool:
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+class _StageMode(TorchFunctionMode):
+    """Counts the calls of one forward pass and runs those of the stage."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        received: Mapping[int, Tensor],
+        random_state: Tensor | None,
+        on_begin: Callable[[], None],
+        on_end: Callable[[StagePass], None],
+    ) -> None:
+        super().__init__()
+        self.done = StagePass()
+        self.objects: dict[int, Tensor] = {}
+        self._stage = stage
+        self._plan = stage.plan
+        self._calls = stage._pipeline.program.calls
+        self._random_state = random_state
+        self._on_begin = on_begin
+        self._on_end = on_end
+        self._next = 0
+        self._passive = False
+        self._ended = False
+        for transfer in self._plan.received:
+            entered = received[transfer.value]
+            if transfer.requires_grad:
+                entered = enter(entered, self.done.captured, transfer.value)
+            self.done.entered[transfer.value] = self.objects[transfer.object] = entered
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._passive or func in GETTERS or (_in_transform() and is_transformed((args, kwargs))):
+            return func(*args, **kwargs)
+        try:
+            return self._call(func, None, func, args, kwargs)
+        except BaseException:
+            self._passive = True  # what `finally` and `with` call on the way out is not counted
+            raise
+
+    def call_block(self, name: str, own_call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a block's call or skip it."""
+        if self._passive:  # inside another block
+            return own_call(*args, **kwargs)
+        self._passive = True
+        result = self._call(None, name, partial(self._run_block, own_call), args, kwargs)
+        self._passive = False
+        return result
+
+    def _run_block(self, own_call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # Off the stack if that is possible, a call in a block costs what it costs without a pipeline.
+        if _get_current_function_mode() is not self:  # type: ignore[no-untyped-call]
+            return own_call(*args, **kwargs)
+        _pop_mode()  # type: ignore[no-untyped-call]
+        try:
+            return own_call(*args, **kwargs)
+        finally:
+            _push_mode(self)  # type: ignore[no-untyped-call]
+
+    def _call(
+        self, func: Any, block: str | None, run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        number = self._next
+        self._next += 1
+        call = self._calls[number] if number < len(self._calls) else None
+        if call is None or call.function != func or call.block != block:
+            found = block or getattr(func, "__name__", str(func))
+            known = f"{call.name} at {call.line}" if call else f"the end after {len(self._calls)} calls"
+            raise PathChangedError(
+                f"call {number} of the forward pass is {found} at {model_line()}, where {known} was recorded: the "
+                "model's code went another way than before. What it decides by must be the same on all stages."
+            )
+        if number == self._plan.begin:
+            self.begin()
+        elif number == self._plan.end:
+            self.end()
+        if not self._plan.runs[number]:
+            return self._stage.results_of(number, self.objects)
+        result = run(*args, **kwargs)
+        if call.seen is not None and learned_from(result) != call.seen:
+            raise PathChangedError(
+                f"{call.line} read other numbers than were recorded ({call.name}), by which its code may decide."
+            )
+        if any(isinstance(leaf, ObjectRef) and leaf.number in self._plan.kept for leaf in call.results):
+            for known_leaf, leaf in zip(call.results, flatten(result)[0], strict=True):
+                if isinstance(known_leaf, ObjectRef) and known_leaf.number in self._plan.kept:
+                    self.objects[known_leaf.number] = leaf
+        return result
+
+    def begin(self) -> None:
+        """Wait for what is received and take over the generator."""
+        self._on_begin()
+        if self._random_state is not None:
+            torch.set_rng_state(self._random_state)
+
+    def end(self) -> None:
+        """Note what is sent and the state of the generator."""
+        self._ended = True
+        for transfer in self._plan.sent:
+            self.done.sent[transfer.value] = self.objects[transfer.object]
+        self.done.random_state = torch.get_rng_state()
+        self._on_end(self.done)
+
+    def finish(self) -> None:
+        """Check that all calls were made, and end the last stage."""
+        if self._next != len(self._calls):
+            raise PathChangedError(
+                f"the forward pass made {self._next} calls, but {len(self._calls)} were recorded: the model's code "
+                "went another way than before. What it decides by must be the same on all stages."
+            )
+        if not self._ended:
+            self.end()
