@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 from unisono.collectives.world import World
 from unisono.engine import BufferTransaction, StepTransaction
-from unisono.engine.buffer_transaction import _as_numbers, _as_whole
+from unisono.engine.buffer_vector import BufferVector
 from unisono.errors import LossError
 
 
@@ -84,7 +86,49 @@ def test_a_parameter_that_a_forward_pass_writes_is_refused(model, buffers):
     ],
 )
 def test_whole_numbers_survive_as_pairs_of_float64(values, dtype):
-    value = torch.tensor(values, dtype=dtype)
-    numbers = _as_numbers(value)
-    assert numbers.dtype == torch.float64
-    assert torch.equal(_as_whole(numbers, dtype), value)
+    value, mean = torch.tensor(values, dtype=dtype), torch.tensor([[0.5, 1.5]])
+    vector = BufferVector([value, mean], torch.device("cpu"))
+    total = vector.pack([value, mean], [True, False], leaf=0)
+    total += vector.pack([value, mean], [False, False], leaf=1)
+    changed, (whole, average) = vector.unpack(total, leaves=2)
+    assert changed == [True, False]
+    assert torch.equal(whole.to(dtype), value)
+    assert average.tolist() == mean.tolist()
+
+
+def test_norm_layers_keep_to_the_mean_when_some_are_frozen_or_get_other_buffers():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2), nn.BatchNorm1d(2))
+    plain = [copy.deepcopy(model) for _ in range(3)]
+    buffers = BufferTransaction({"": model}, World(), make_all_reduce=None, virtual_ranks=3)
+    for number in range(4):
+        if number == 1:
+            model[1].eval()
+        if number == 2:
+            model[1].train()
+            model[2].running_mean = torch.full((2,), 7.0)
+        if number == 3:
+            model[0].running_var.fill_(3.0)
+        buffers.find()
+        buffers.start(leaves=3)
+        before = copy.deepcopy(model)
+        found = []
+        for leaf in range(3):
+            batch = torch.randn(4, 2)
+            model(batch)
+            plain[leaf] = copy.deepcopy(before)
+            plain[leaf](batch)
+            found.append(buffers.new_buffers())
+            buffers.close_leaf(leaf)
+        buffers.launch()
+        step = StepTransaction()
+        buffers.receive(step)
+        buffers.commit(step, new_buffers=any(found))
+        for name, value in model.named_buffers():
+            values = [dict(each.named_buffers())[name] for each in plain]
+            if name.endswith("tracked"):
+                assert value == values[0]
+            else:
+                assert torch.equal(value, ((values[0].double() + values[1] + values[2]) / 3).float())
+    assert buffers.undo()
+    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), before.buffers(), strict=True))

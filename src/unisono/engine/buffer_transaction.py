@@ -11,16 +11,18 @@ forward pass is an error.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from unisono.collectives.world import World
+from unisono.engine.buffer_vector import BufferVector
 from unisono.engine.model_contents import ModelContents, member_name
 from unisono.engine.node_sums import NodeSum, add
+from unisono.engine.norm_buffers import NormBuffers
 from unisono.engine.step_transaction import StepTransaction
-from unisono.engine.tracked_buffer import BufferKind, TrackedBuffer
+from unisono.engine.tracked_buffer import BufferKind, TrackedBuffer, commit
 from unisono.engine.tree_all_reduce import AllReduce, MakeAllReduce, NodeLayout, NodeLayouts
 from unisono.engine.write_detection import WriteDetector
 from unisono.errors import CheckpointError, LossError
@@ -47,6 +49,7 @@ class BufferTransaction:
         self.contents = ModelContents(models)
         self._seen = -1
         self._tracked: list[TrackedBuffer] = []
+        self._norm_buffers = NormBuffers(())
         self._leaves = 0
         self._committed: list[TrackedBuffer] = []
         self._makes = False
@@ -62,8 +65,7 @@ class BufferTransaction:
         """Sum over the ranks that there are now, which agree anew on the buffers to sum."""
         self._make_all_reduce = make_all_reduce
         self._layouts = NodeLayouts(self._world.size, virtual_ranks=self._virtual_ranks)
-        self._known: list[int] = []
-        self._all_reduce: AllReduce | None = None
+        self._know([])
         self._sent: AllReduce | None = None
 
     def start(self, *, leaves: int) -> None:
@@ -71,13 +73,20 @@ class BufferTransaction:
         self._leaves = leaves
         self._changes, self._damaged = {}, False
         self._committed, self._makes = [], False
-        for i, tracked in enumerate(self._tracked):
-            if tracked.changed() and tracked.keep():
-                # Its size has changed, or it is None now, so ranks must agree on it again.
-                self._known = [k for k in self._known if k != i]
-                self._all_reduce = None
+        if self._tracked:
+            self._keep()
         if self._virtual_ranks > 1:
             self._parameters.remember()
+
+    def _keep(self) -> None:
+        """Record the present values as those before the step."""
+        if not self._norm_buffers.are_in_place():
+            self._norm_buffers = NormBuffers(self._tracked)
+        self._norm_buffers.keep()
+        for i, tracked in self._norm_buffers.rest:
+            if tracked.changed() and tracked.keep():
+                # Its shape or dtype is another one, or it is None now, so ranks must agree on it again.
+                self._know([k for k in self._known if k != i])
 
     def new_buffers(self) -> bool:
         """Return True if a buffer has changed that no earlier step changed; always False with one virtual rank.
@@ -92,10 +101,7 @@ class BufferTransaction:
             self._check_parameters()
         if self.contents.has_new_buffers():
             self._refuse_new_buffers()
-        if not self._tracked:
-            return False
-        known = set(self._known)
-        found = [t for i, t in enumerate(self._tracked) if i not in known and t.changed()]
+        found = [tracked for tracked in self._unknown if tracked.changed()]
         for tracked in found:
             tracked.check()
         return bool(found)
@@ -109,8 +115,11 @@ class BufferTransaction:
         """Store this leaf's changes, and restore the values from before the step."""
         if self._virtual_ranks == 1:
             return  # The values that the one leaf left in place are the result.
-        changes = {}
-        for i, tracked in enumerate(self._tracked):
+        changes: dict[int, Tensor] = {}
+        rest: Iterable[tuple[int, TrackedBuffer]] = enumerate(self._tracked)
+        if self._norm_buffers.are_in_place():
+            changes, rest = self._norm_buffers.take(leaf), self._norm_buffers.rest
+        for i, tracked in rest:
             if tracked.changed() and (value := tracked.taken()) is not None:
                 changes[i] = value
             elif tracked.has_stand_in:
@@ -148,18 +157,14 @@ class BufferTransaction:
         Args:
             new_buffers: `Totals.new_buffers`. If True, ranks agree anew on which buffers to sum.
         """
-        if new_buffers and self._agree():
-            self._all_reduce = None
-            if self._world.group is not None:
-                self._send()
-                self.receive(step)
-                confirm_group()
+        if new_buffers and self._agree() and self._world.group is not None:
+            self._send()
+            self.receive(step)
+            confirm_group()
         if not self._known:
             return
         if self._world.group is None:
-            (self._total,) = self._node_sums(
-                NodeLayout.of(leaves=self._leaves, world_size=1, virtual_ranks=self._leaves)
-            )
+            (self._total,) = self._node_sums(self._layouts.of(self._leaves))
         assert self._total is not None
         self._apply(self._total)
 
@@ -225,8 +230,8 @@ class BufferTransaction:
             for path, module in self.contents.modules().items()
             for name in module._buffers.keys()  # noqa: SIM118  a scripted module's are no dict
         ]
-        self._known = [i for i, tracked in enumerate(self._tracked) if id(tracked) in known]
-        self._all_reduce = None
+        self._know([i for i, tracked in enumerate(self._tracked) if id(tracked) in known])
+        self._norm_buffers = NormBuffers(self._tracked)
         self._parameters = WriteDetector(self.contents.parameters())
         return version
 
@@ -262,66 +267,62 @@ class BufferTransaction:
         for i, kind in made.items():
             self._tracked[i].make(kind, self._device())
         self._makes = bool(made)
-        self._known = sorted({*self._known, *new})
+        self._know(sorted({*self._known, *new}))
         return bool(new)
+
+    def _know(self, numbers: list[int]) -> None:
+        """Sum the buffers with these numbers, and no others."""
+        known = set(numbers)
+        self._known = numbers
+        self._unknown = [tracked for i, tracked in enumerate(self._tracked) if i not in known]
+        self._vector: BufferVector | None = None
+        self._all_reduce: AllReduce | None = None
+
+    def _places(self) -> BufferVector:
+        """Return the places of the known buffers in the vector that is summed."""
+        if self._vector is None:
+            buffers = [tensor for i in self._known if (tensor := self._tracked[i].tensor) is not None]
+            assert len(buffers) == len(self._known)
+            self._vector = BufferVector(buffers, self._world.device)
+        return self._vector
 
     def _send(self) -> None:
         layout = self._layouts.of(self._leaves)
         if self._all_reduce is None:
-            numel = sum(1 + self._width(i) for i in self._known)
             self._all_reduce = self._make_all_reduce(
-                numel, widest=self._layouts.widest, dtype=torch.float64, device=self._world.device
+                self._places().numel, widest=self._layouts.widest, dtype=torch.float64, device=self._world.device
             )
         self._all_reduce.start(layout)
         for row, vector in zip(self._all_reduce.rows, self._node_sums(layout), strict=False):
-            row[: vector.numel()] = vector
+            row.narrow(0, 0, vector.numel()).copy_(vector)
         self._all_reduce.launch()
         self._sent = self._all_reduce
 
     def _node_sums(self, layout: NodeLayout) -> list[Tensor]:
-        """Sum the changes of this rank's leaves by node: float64, a flag for each known buffer, then their values."""
+        """Sum the changes of this rank's leaves by node."""
         sums = []
         for node in layout.nodes[self._world.rank]:
             total = NodeSum(node, add=add)
             for leaf in range(node.start, node.stop):
-                total.push(leaf, [self._vector(leaf)])
+                total.push(leaf, [self._pack(leaf)])
             (vector,) = total.total()
             assert vector is not None
             sums.append(vector)
         return sums
 
-    def _vector(self, leaf: int) -> Tensor:
-        changes = self._changes[leaf]
-        flags = torch.tensor([float(i in changes) for i in self._known], dtype=torch.float64)
-        parts = [flags.to(self._world.device)]
+    def _pack(self, leaf: int) -> Tensor:
+        changes, values = self._changes[leaf], []
         for i in self._known:
             value = changes.get(i, self._tracked[i].before)
             assert value is not None
-            if not value.is_floating_point() and leaf:
-                value = torch.zeros_like(value)
-            parts.append(_as_numbers(value.flatten().to(self._world.device)))
-        return torch.cat(parts)
+            values.append(value)
+        return self._places().pack(values, [i in changes for i in self._known], leaf=leaf)
 
     def _apply(self, total: Tensor) -> None:
-        flags = total[: len(self._known)].tolist()
-        offset = len(self._known)
-        for flag, i in zip(flags, self._known, strict=True):
-            tracked = self._tracked[i]
-            width = self._width(i)
-            value = total[offset : offset + width]
-            offset += width
-            if flag:
-                assert tracked.tensor is not None
-                is_mean = tracked.tensor.is_floating_point()
-                value = value / self._leaves if is_mean else _as_whole(value, tracked.tensor.dtype)
-                tracked.commit(value.view(tracked.tensor.shape))
-                self._committed.append(tracked)
-
-    def _width(self, i: int) -> int:
-        """Return how many numbers are sent for a known buffer."""
-        tensor = self._tracked[i].tensor
-        assert tensor is not None
-        return tensor.numel() * (1 if tensor.is_floating_point() else 2)
+        changed, values = self._places().unpack(total, leaves=self._leaves)
+        known = [self._tracked[i] for i in self._known]
+        self._committed = [tracked for tracked, flag in zip(known, changed, strict=True) if flag]
+        commit(self._committed, [value for value, flag in zip(values, changed, strict=True) if flag])
 
     def _device(self) -> torch.device:
         parameters = self.contents.parameters()
@@ -355,18 +356,3 @@ class BufferTransaction:
             "in your loop, after trainer.step, as once for each batch; or make it a buffer, of which the mean over "
             "virtual ranks is kept."
         )
-
-
-def _as_numbers(value: Tensor) -> Tensor:
-    """Return a vector as float64; of integers first all upper, then all lower 32 bits, since a float64 holds 53."""
-    if value.is_floating_point():
-        return value.double()
-    whole = value.view(torch.int64) if value.dtype == torch.uint64 else value.long()
-    return torch.cat([whole >> 32, whole & 0xFFFFFFFF]).double()
-
-
-def _as_whole(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the integers of which `_as_numbers` made these numbers."""
-    upper, lower = numbers.long().chunk(2)
-    whole = (upper << 32) | lower
-    return whole.view(dtype) if dtype == torch.uint64 else whole.to(dtype)

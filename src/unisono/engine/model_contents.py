@@ -63,8 +63,7 @@ class ModelContents:
         present = [*chain.from_iterable(map(dict.values, self._members))]
         if len(present) != len(self._present) or any(self._empty) or not all(map(is_, present, self._present)):
             return False
-        names = [*chain.from_iterable(self._named_buffers)]
-        return names == self._buffer_names and [*map(len, self._named_buffers)] == self._buffer_counts
+        return [*map(tuple, self._named_buffers)] == self._buffer_names
 
     def _take_stock(self) -> None:
         seen: dict[int, str] = {}
@@ -89,5 +88,4 @@ class ModelContents:
         self._without_buffers = [each for each in buffers if not each]
         self._num_buffers = sum(map(len, self._with_buffers))
         self._named_buffers = [each for each in self._with_buffers if isinstance(each, dict)]
-        self._buffer_names = [*chain.from_iterable(self._named_buffers)]
-        self._buffer_counts = [*map(len, self._named_buffers)]
+        self._buffer_names = [*map(tuple, self._named_buffers)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,11 +11,11 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from unisono.errors import LossError
 
-__all__ = ["BufferKind", "TrackedBuffer"]
+__all__ = ["BufferKind", "TrackedBuffer", "commit"]
 
 
 class BufferKind(NamedTuple):
-    """The shape and dtype that one virtual rank gave a buffer that was None before the step."""
+    """The shape and dtype of a buffer."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -45,11 +46,6 @@ class TrackedBuffer:
         """True if it is part of the model's state_dict."""
         return self.name not in getattr(self.module, "_non_persistent_buffers_set", ())
 
-    @property
-    def numel(self) -> int:
-        """The number of its elements; 0 if it is None."""
-        return 0 if self.tensor is None else self.tensor.numel()
-
     def changed(self) -> bool:
         """Return True if it was written to or replaced since `before` was recorded; in training norm layers, always."""
         current = self.current
@@ -64,24 +60,28 @@ class TrackedBuffer:
         return not torch.equal(current, self.before)
 
     def keep(self) -> bool:
-        """Record the present value as the one before the step. Return True if its number of elements has changed."""
-        numel, self.written = self.numel, True
+        """Record the present value as the one before the step. Return True if its shape or dtype has changed."""
+        kind, self.written = self._kind(), True
         if self.current is not self.tensor or self.tensor is None or self.before is None:
             self._take()
         else:
             self.before.copy_(self.tensor.detach())
             self.version = _version(self.tensor)
-        return self.numel != numel
+        return self._kind() != kind
 
-    def commit(self, value: Tensor) -> None:
-        """Write the value after a step, and keep the one from before it for `undo`."""
-        assert self.before is not None
-        self.put(value)
-        before = self._previous
-        if before is None or before.shape != self.before.shape or before.dtype != self.before.dtype:
-            before = torch.empty_like(self.before)
-        self._previous, self.before = self.before, before
-        self.keep()
+    def turn(self) -> Tensor:
+        """Keep `before` as the value from before the last commit, and return memory that takes its place."""
+        before, spare = self.before, self._previous
+        assert before is not None
+        if spare is None or spare.shape != before.shape or spare.dtype != before.dtype:
+            spare = torch.empty_like(before)
+        self._previous, self.before = before, spare
+        return spare
+
+    def note_written(self) -> None:
+        """Note that the value that the tensor has now was written on purpose."""
+        assert self.tensor is not None
+        self.version, self.written = _version(self.tensor), True
 
     def undo(self) -> None:
         """Restore the value from before the last `commit`, if nothing has been written since."""
@@ -159,12 +159,28 @@ class TrackedBuffer:
             return None  # a cache, which each virtual rank makes anew
         return value.detach().to(value.dtype if before is None else before.dtype)
 
+    def _kind(self) -> BufferKind | None:
+        return None if self.before is None else BufferKind(tuple(self.before.shape), self.before.dtype)
+
     def _take(self) -> None:
         self.tensor = self.current
         if self.tensor is None:
             self.before, self.version = None, 0
         else:
             self.before, self.version = self.tensor.detach().clone(), _version(self.tensor)
+
+
+def commit(buffers: Sequence[TrackedBuffer], values: list[Tensor]) -> None:
+    """Write the values after a step, and keep those from before it for `undo`."""
+    if not buffers:
+        return
+    tensors = [tensor for buffer in buffers if (tensor := buffer.tensor) is not None]
+    with torch.no_grad():
+        torch._foreach_copy_(tensors, values)
+        torch._foreach_copy_([buffer.turn() for buffer in buffers], tensors)
+    for buffer, tensor in zip(buffers, tensors, strict=True):
+        buffer.module._buffers[buffer.name] = tensor
+        buffer.note_written()
 
 
 def _version(tensor: Tensor) -> int:

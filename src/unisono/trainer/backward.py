@@ -17,14 +17,20 @@ __all__ = ["Backward"]
 
 
 class Backward:
-    """Runs backward from `loss / samples`, without that division and its backward."""
+    """Runs backward from `loss.sum() / samples`, without the sum, the division and their backwards."""
 
     def __init__(self) -> None:
-        self._key: tuple[int, torch.dtype, torch.device] | None = None
+        self._key: tuple[int, torch.dtype, torch.device, torch.Size] | None = None
         self._seed = torch.ones(())
 
     def run(self, loss: Tensor, *, samples: int, inputs: Sequence[Tensor] | None) -> None:
-        """Accumulate the gradients of a scalar loss in its parameters, or only in `inputs` if there are any."""
+        """Accumulate the gradients of a loss in its parameters, or only in `inputs` if there are any.
+
+        Args:
+            loss: A scalar, or one loss per sample.
+            samples: The divisor.
+            inputs: The tensors that get gradients; None: all parameters.
+        """
         seed = self._seed_for(loss, samples)
         if inputs is None and not has_torch_function_unary(loss) and not torch._C._are_functorch_transforms_active():
             # 12 µs less than by `loss.backward`. (retain_graph, create_graph and inputs are positional.)
@@ -33,8 +39,9 @@ class Backward:
             loss.backward(seed, inputs=inputs)  # type: ignore[no-untyped-call]
 
     def _seed_for(self, loss: Tensor, samples: int) -> Tensor:
-        key = (samples, loss.dtype, loss.device)
+        key = (samples, loss.dtype, loss.device, loss.shape)
         # Otherwise a backward that writes to the gradient it gets would corrupt all later steps.
         if key != self._key or self._seed._version:
-            self._key, self._seed = key, torch.ones_like(loss, requires_grad=False) / samples
+            seed = torch.ones((), dtype=loss.dtype, device=loss.device) / samples
+            self._key, self._seed = key, seed.expand(loss.shape)  # as the backward of a sum does
         return self._seed

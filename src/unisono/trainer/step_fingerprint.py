@@ -31,6 +31,11 @@ __all__ = ["StepFingerprint", "intent_of_call"]
 
 _mode_of = attrgetter("training")
 
+_MASK = 2**63 - 2
+"""The bits of a fingerprint; see `StepDescription`."""
+_EPOCH, _STEP, _CALL = 0x9E3779B97F4A7C14, 0xBF58476D1CE4E5B8, 0x94D049BB133111EA
+"""Even factors without a pattern."""
+
 
 def intent_of_call(call: str, **place: int) -> StepDescription:
     """Describe a call other than a step, at a place of the run."""
@@ -52,7 +57,7 @@ class StepFingerprint:
         self._versions: list[int] = []
         self._members: list[nn.Module] = []
         self._modes: list[bool] = []
-        self._base = b""
+        self._base = 0
 
     def intent(self, trained: Trained, *, epoch: int, step: int, call: int, options: str = "") -> StepDescription:
         """Describe what a step is about to do.
@@ -74,7 +79,9 @@ class StepFingerprint:
             or (self._tensors and [t._version for t in self._tensors] != self._versions)
         ):
             self._remember(trained, values, modes)
-        number = _number(b"%d %d %d %b" % (epoch, step, call, options.encode()) + self._base)
+        base = self._base if not options else _number(b"%d %b" % (self._base, options.encode()))
+        # No hash, which takes longer: places near each other have different numbers, and that is what is needed.
+        number = (base + epoch * _EPOCH + step * _STEP + call * _CALL) & _MASK
         return StepDescription(number, lambda: self._document(epoch, step, call, options))
 
     def _remember(self, trained: Trained, values: list[Any], modes: list[bool]) -> None:
@@ -86,7 +93,7 @@ class StepFingerprint:
         self._tensors = [value for value in values if type(value) not in PLAIN and isinstance(value, Tensor)]
         self._versions = [t._version for t in self._tensors]
         groups = [(len(group["params"]), hyperparameters(group)) for group in self._groups()]
-        self._base = _digest(self._fixed + bytes(modes) + repr(groups).encode())
+        self._base = _number(self._fixed + bytes(modes) + repr(groups).encode())
 
     def _document(self, epoch: int, step: int, call: int, options: str) -> Document:
         given = (f", optimizer={self._name!r}" if self._name else "") + options

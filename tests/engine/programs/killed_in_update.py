@@ -31,6 +31,9 @@ from unisono.engine.selection import EngineFactory, select_engines
 from unisono.errors import UnisonoError
 from unisono.trainer import assembly
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "trainer" / "programs"))
+from lamb import Lamb
+
 CASE, KIND, MOMENT, STEP = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[5])
 VICTIMS, FOLDER = {int(rank) for rank in sys.argv[4].split(",") if rank}, Path(sys.argv[6])
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -77,25 +80,6 @@ class Table(nn.Module):
 
     def forward(self, x):
         return self.last(self.table((x[:, 0].abs() * 10).long().clamp(max=49)))
-
-
-class Lamb(optim.Optimizer):
-    """As people write it: it looks at whole parameters, puts new tensors into its state, and counts in Python."""
-
-    def __init__(self, params, lr=0.01):
-        super().__init__(params, {"lr": lr, "steps": 0})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            group["steps"] += 1
-            for p in group["params"]:
-                if p.grad is not None:
-                    state = self.state[p]
-                    state["step"] = state.get("step", 0) + 1
-                    state["mean"] = 0.9 * state.get("mean", torch.zeros_like(p)) + 0.1 * p.grad
-                    state["trust"] = float(p.norm() / (1e-6 + state["mean"].norm()))
-                    p.sub_(state["mean"], alpha=group["lr"] * min(state["trust"], 10.0) / group["steps"])
 
 
 OPTIMIZERS = {

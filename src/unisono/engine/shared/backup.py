@@ -74,7 +74,6 @@ class Backup:
         *,
         turns: int,
     ) -> None:
-        self.turns = turns
         portions = [[*portions_of(part, turns)] for part in parts]
         sizes = [0]
         for of_rank in portions:

@@ -154,9 +154,10 @@ class SharedEngine(GradientAccumulation):
         """Wait for the gradients of all ranks; see `Engine`."""
         runtime, comparison, step = self._runtime, self._comparison, self._step
         step.writing = True  # the others may write once this rank has arrived
-        if self._is_whole or self._is_hooked():  # the update may then draw random numbers
+        is_hooked = self._has_pre_hooks()
+        if self._is_whole or is_hooked or self._has_post_hooks():  # the update may then draw random numbers
             step.run_deferred()
-        runtime.publish(_HOOKED, self._has_pre_hooks())
+        runtime.publish(_HOOKED, is_hooked)
         comparison.begin(step)
         self._arrived = self._is_open = True
         what = f"waiting for the gradients of step {comparison.attempt} of this process"
@@ -437,7 +438,10 @@ class SharedEngine(GradientAccumulation):
 
     def _is_hooked(self) -> bool:
         """Return True if hooks of the user run before or after the optimizer's step."""
-        return self._has_pre_hooks() or bool(_global_optimizer_post_hooks) or any(map(_post_hooks_of, self._optimizers))
+        return self._has_pre_hooks() or self._has_post_hooks()
+
+    def _has_post_hooks(self) -> bool:
+        return bool(_global_optimizer_post_hooks) or any(map(_post_hooks_of, self._optimizers))
 
     def _apply(self) -> None:
         """Perform the `step` of all optimizers, on all ranks together."""

@@ -51,7 +51,8 @@ class OptimizerUpdate(NamedTuple):
         adopted = self.state.adopt(self.optimizer)
         own = gradients if self.numbers is None else [gradients[k] for k in self.numbers]
         changed = self.sharded.step(self.optimizer.param_groups, own, used, found_inf)
-        self.state.publish()
+        if changed:
+            self.state.publish()
         return adopted or (changed and not self.state.is_settled())
 
 

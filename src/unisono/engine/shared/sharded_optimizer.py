@@ -90,7 +90,7 @@ class ShardedOptimizer:
         used: Sequence[bool],
         found_inf: Tensor | None,
     ) -> bool:
-        """Update the pieces of used parameters. Return True if state may have been created or deleted.
+        """Update the pieces of used parameters. Return True if state may have been created, replaced or deleted.
 
         Args:
             groups: The parameter groups of the user's optimizer, for their hyperparameters.

@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from unisono.engine.shared.row_schedule import RowSchedule
 from unisono.engine.shared.shared_runtime import SharedRuntime
 from unisono.engine.step_transaction import StepTransaction
 from unisono.engine.tree_all_reduce import NodeLayout
-from unisono.plan import fold
 from unisono.plan.alignment import BUFFER_NUMEL, align_up
 
 __all__ = ["SharedAllReduce"]
@@ -35,6 +35,8 @@ class SharedAllReduce:
         self.rows = self._rows[first : first + counts[runtime.rank]]
         """This rank's rows."""
         self._launched_at = 0
+        self._schedules: dict[int, RowSchedule] = {}
+        """The schedules, by number of leaves."""
 
     def start(self, layout: NodeLayout) -> None:
         """Begin a step."""
@@ -51,10 +53,12 @@ class SharedAllReduce:
         """Return the sum. Every rank must call it. If the step has passed no barrier since `launch`, it passes one."""
         if step.passed is None or step.passed <= self._launched_at:
             step.passed = self._runtime.barrier("waiting for the buffers of all ranks", step)
-        values = {
-            node: self._rows[self._firsts[rank] + i]
-            for rank, nodes in enumerate(self._layout.nodes)
-            for i, node in enumerate(nodes)
-        }
-        total = fold(values, leaves=self._layout.leaves, add=torch.add)
-        return total.clone() if len(values) == 1 else total
+        layout = self._layout
+        schedule = self._schedules.get(layout.leaves)
+        if schedule is None:
+            schedule = RowSchedule.of(layout, firsts=self._firsts, num_rows=len(self._rows))
+            self._schedules[layout.leaves] = schedule
+        values = [*self._rows]
+        for left, right in schedule.additions:
+            values.append(torch.add(values[left], values[right]))
+        return values[schedule.last] if schedule.additions else values[schedule.last].clone()

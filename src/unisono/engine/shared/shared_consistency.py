@@ -86,13 +86,14 @@ class SharedConsistencyCheck:
         runtime, first = self._runtime, self._compared % 2 * _COLUMNS
         passed = self._wait(what, step or self._outside)
         attempts = runtime.published(first + _ATTEMPT, passed)
-        if any(attempt != self.attempt for attempt in attempts):
+        if attempts.count(self.attempt) != len(attempts):
             runtime.abort(f"rank {runtime.rank} found ranks at different steps: {attempts}")
             raise UnisonoError(
                 f"ranks are at different steps: they have begun {attempts} calls of the Trainer. A step that fails on "
                 "one rank must fail on all, or end the job."
             )
-        if any(number != self._published for number in runtime.published(first + _FINGERPRINT, passed)):
+        numbers = runtime.published(first + _FINGERPRINT, passed)
+        if numbers.count(self._published) != len(numbers):
             anew = self._published != self._intent.fingerprint
             raise_differences(runtime.world, self._intent, {_PLACE: "anew" if anew else "before"})
         if step is None:

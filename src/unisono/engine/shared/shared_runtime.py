@@ -188,24 +188,27 @@ class SharedRuntime:
         """
         if not arrived:
             self._barrier.arrive()
-        with self.observed():
-            try:
-                if meanwhile is not None:
-                    meanwhile()
-                self.wait(self._barrier, lambda: what, step)
-            except KeyboardInterrupt:
-                # The others may go on to write, and rely on this rank: so the step ends first, or fails. A second
-                # Ctrl-C ends the wait.
-                step.interrupted = True
-                if meanwhile is not None:
-                    meanwhile()
-                self.wait(self._barrier, lambda: what)
+        try:
+            if meanwhile is not None:
+                meanwhile()
+            self._wait(self._barrier, what, step)
+        except KeyboardInterrupt:
+            # The others may go on to write, and rely on this rank: so the step ends first, or fails. A second Ctrl-C
+            # ends the wait.
+            step.interrupted = True
+            if meanwhile is not None:
+                meanwhile()
+            self._wait(self._barrier, what)
         self.barriers = passed = next(self._numbers)
         return passed
 
-    def observed(self) -> Observed:
-        """Return a context in which this rank is seen to wait at the next barrier."""
-        return Observed(self._described(2))
+    def observed(self, place: int = 2) -> Observed:
+        """Return a context in which this rank is seen to wait before the next barrier.
+
+        Args:
+            place: 1 for a wait until all ranks have begun the step, 2 for the barrier itself.
+        """
+        return Observed(Wait("Trainer.step", self.name, self.size, 2 * self.barriers + place))
 
     def release_gradients(self) -> None:
         """Signal to the other ranks that this rank has begun a call, and no longer reads the last step's gradient.
@@ -218,22 +221,29 @@ class SharedRuntime:
 
     def wait_for_release(self) -> None:
         """Wait until no rank reads the last step's gradient any more."""
-        with Observed(self._described(1)):
-            self.wait(self._release, lambda: "waiting for ranks to begin the step")
+        self._wait(self._release, "waiting for ranks to begin the step", place=1)
 
-    def wait(self, barrier: Barrier, what: Callable[[], str], step: StepTransaction | None = None) -> None:
-        """Wait until all ranks have arrived as often as this one. Run deferred work unless a first poll finds that."""
+    def _wait(self, barrier: Barrier, what: str, step: StepTransaction | None = None, *, place: int = 2) -> None:
+        """Wait until all ranks have arrived as often as this one.
+
+        Unless a first poll finds that they have, deferred work is run, and observers see the wait: the rank that
+        arrives last keeps the others waiting, and does neither.
+        """
         polling = self._polling
         polls = not polling.left
-        if polls and not barrier.late():
-            if polling.pause:  # quicker than a call
+        if not barrier.late():
+            if not polls:
+                polling.left -= 1
+            elif polling.pause:  # quicker than a call
                 polling.note(paid=True)
             return
-        if step is not None:
-            step.run_deferred()
-        begun_s = time.monotonic()
-        with self._explained():
-            self._peer_wait.wait(barrier.late, barrier.wait, what, deadline_s=begun_s + self.timeout_s, polls=polls)
+        with self.observed(place):
+            if step is not None:
+                step.run_deferred()
+            begun_s = time.monotonic()
+            deadline_s = begun_s + self.timeout_s
+            with self._explained():
+                self._peer_wait.wait(barrier.late, barrier.wait, lambda: what, deadline_s=deadline_s, polls=polls)
         if polls:
             polling.note(paid=time.monotonic() - begun_s <= _WORTH_POLLING_S)
         else:
@@ -271,10 +281,6 @@ class SharedRuntime:
     def abort_reason(self) -> str | None:
         """The reason why ranks no longer agree; None while they do."""
         return self._peer_wait.broken
-
-    def _described(self, place: int) -> Wait:
-        """Describe a wait before the next barrier: 1 for all ranks to begin the step, 2 for the barrier itself."""
-        return Wait("Trainer.step", self.name, self.size, 2 * self.barriers + place)
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

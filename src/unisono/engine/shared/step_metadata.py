@@ -4,34 +4,22 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from unisono.engine.norm import BLOCK, block_norms, blocks_of
 from unisono.engine.shared.partition import Shard
+from unisono.engine.shared.row_schedule import RowSchedule
 from unisono.engine.shared.shared_runtime import SharedRuntime
 from unisono.engine.step_transaction import Passed
 from unisono.engine.totals import COUNT, Totals, TotalsRow, rounded_sum, totals_of
 from unisono.engine.tree_all_reduce import NodeLayout
-from unisono.plan import fold
 from unisono.shm.segment import aligned
 
 __all__ = ["StepMetadata", "note", "unscale"]
 
 _ROW_NBYTES = 4 * COUNT
-
-
-class _TotalsSchedule(NamedTuple):
-    """The additions that sum the rows of a step. It is kept, since planning takes longer than adding."""
-
-    rows: list[int]
-    """The rows of the nodes that the step has."""
-    additions: list[tuple[int, int]]
-    """The operands of each addition, by number: rows come first, then the sums in their order."""
-    last: int
-    """The number of the total."""
 
 
 class StepMetadata:
@@ -61,7 +49,7 @@ class StepMetadata:
         """The flags that this rank last wrote to `_used`, by number of the node."""
         self._seen: tuple[int, bytes, list[bool]] = (-1, b"", [])
         """The last step's number of leaves, all of `_used`, and the flags that `total` made of it."""
-        self._schedules: dict[int, _TotalsSchedule] = {}
+        self._schedules: dict[int, RowSchedule] = {}
         """The schedules, by number of leaves."""
 
     def write(self, i: int, totals: TotalsRow, used: list[bool]) -> None:
@@ -81,7 +69,8 @@ class StepMetadata:
         leaves = layout.leaves
         schedule = self._schedules.get(leaves)
         if schedule is None:
-            schedule = self._schedules[leaves] = self._schedule(layout)
+            num_rows = len(self._totals) // COUNT
+            schedule = self._schedules[leaves] = RowSchedule.of(layout, firsts=self._firsts, num_rows=num_rows)
         numbers = self._totals.tolist()
         rows: list[Sequence[float]] = [numbers[i : i + COUNT] for i in range(0, len(numbers), COUNT)]
         for left, right in schedule.additions:
@@ -92,19 +81,6 @@ class StepMetadata:
             columns = zip(*(used[row * w : (row + 1) * w] for row in schedule.rows), strict=True)
             self._seen = leaves, used, [any(column) for column in columns]
         return totals_of(rows[schedule.last]), self._seen[2]
-
-    def _schedule(self, layout: NodeLayout) -> _TotalsSchedule:
-        additions: list[tuple[int, int]] = []
-        first_sum = len(self._totals) // COUNT
-
-        def add(left: int, right: int) -> int:
-            additions.append((left, right))
-            return first_sum + len(additions) - 1
-
-        firsts = zip(self._firsts, layout.nodes, strict=True)
-        numbers = {node: first + i for first, nodes in firsts for i, node in enumerate(nodes)}
-        last = fold(numbers, leaves=layout.leaves, add=add)
-        return _TotalsSchedule(list(numbers.values()), additions, last)
 
     def write_norms(self, pieces: Sequence[Shard], used: Sequence[Shard], totals: Sequence[Tensor]) -> None:
         """Write the norms of this rank's pieces, 0 for those without a gradient."""

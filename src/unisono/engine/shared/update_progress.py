@@ -1,7 +1,7 @@
-"""Words in shared memory that say how far each rank is with an update, for those who have to clear up after a death.
+"""Words in shared memory that say how far each rank is with an update, for the ranks that clear up after a death.
 
-A process may be killed between any two stores. So each word is one store, made after all that it stands for: whoever
-reads the words of a dead rank finds what it had finished, and never more than that. Words of ranks that live are read
+A process may be killed between any two stores. So each word is one store, made after all that it stands for: a rank
+that reads the words of a dead one finds what that had finished, and never more. Words of ranks that live are read
 only to wait for what they say, since plain stores do not order memory on arm64.
 """
 
