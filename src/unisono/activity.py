@@ -1,7 +1,8 @@
 """Waits of this process for other ranks, for observers such as the launcher's recorder of calls.
 
 The recorder follows the functions of torch.distributed on its own. Waits outside of them are reported here: those in
-shared memory, and those of groups of the backend shm. Without an observer, a wait costs half a microsecond more.
+shared memory, unless a first look finds that no rank is awaited, and those of groups of the backend shm. Without an
+observer, a wait costs half a microsecond more.
 """
 
 from __future__ import annotations

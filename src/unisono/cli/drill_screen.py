@@ -15,7 +15,7 @@ import click
 from unisono.drill.drill import Outcome, RunFacts
 from unisono.drill.injector import Resize, Strike
 from unisono.drill.run_log import RunLog
-from unisono.drill.table import heading, row_of
+from unisono.drill.table import heading, table_row
 from unisono.launch.output.streams import wants_colour
 from unisono.text import clip
 from unisono.watch.figures import format_elapsed, plural
@@ -42,7 +42,7 @@ class Screen:
         self._has_heading = False
 
     def begin(self, what: str) -> None:
-        """Say what the drill is."""
+        """Print what the drill does."""
         self._say(click.style("unisono drill", bold=True) + f": {what}")
 
     def running(self, name: str, log: RunLog, done: Sequence[Strike | Resize]) -> None:
@@ -60,19 +60,19 @@ class Screen:
         sys.stderr.flush()
 
     def ended(self, facts: RunFacts, remark: str) -> None:
-        """Tell that a run has ended."""
+        """Print that a run has ended."""
         words = f"{facts.name:<15} {plural(facts.steps, 'step')} in {format_elapsed(facts.seconds)}"
         self._say(f"{words}, {remark}" if remark else words)
 
     def struck(self, strike: Strike | Resize) -> None:
-        """Tell what became of a fault, or of a change of the number of ranks."""
+        """Print what became of a fault, or of a change of the number of ranks."""
         if not self._has_heading:
             self._has_heading = True
             self._say(click.style(heading(self._width), dim=True))
-        self._say(row_of(strike, self._width))
+        self._say(table_row(strike, self._width))
 
     def verdict(self, outcome: Outcome) -> None:
-        """Tell whether the bits are equal, and how long the ranks have waited."""
+        """Print whether the bits are equal, and how long the ranks have waited."""
         steps = plural(outcome.runs[-1].steps, "step")
         timed = [each for each in outcome.done if isinstance(each, Strike) and each.resumed_s is not None]
         times_s = [each.resumed_s for each in timed if each.fault.kind != "stop" and each.resumed_s is not None]
@@ -91,14 +91,14 @@ class Screen:
             self._say(f"{same}: {steps} and the state at the end {where} are those of the calm runs")
 
     def failed(self, reason: str, report: str) -> None:
-        """Tell why the drill has failed, with what the run has printed."""
+        """Print why the drill has failed, with what the run has printed."""
         if report:
             self._say(f"{report}\n")
         words = self._wrapped(f"failed: {reason}")
         self._say(click.style("failed", fg="red", bold=True) + words.removeprefix("failed"))
 
     def kept(self, folder: str) -> None:
-        """Tell where the runs are kept."""
+        """Print where the runs are kept."""
         self._say(f"events and output of all runs are in {folder}")
 
     def clear(self) -> None:

@@ -20,7 +20,7 @@ from unisono.watch.figures import format_elapsed
 
 __all__ = ["find_job", "ps", "stacks"]
 
-Row = tuple[str, ...]
+_Row = tuple[str, ...]
 
 _PATIENCE_S = 1.0
 _COLUMNS = ("JOB", "NAME", "RANKS", "SINCE", "STEP", "LOSS", "ARGUMENTS", "DIRECTORY")
@@ -43,7 +43,7 @@ def ps() -> int:
     return 0
 
 
-def _table(rows: Sequence[Row], *, width: int | None) -> list[str]:
+def _table(rows: Sequence[_Row], *, width: int | None) -> list[str]:
     """Return the lines of the table. Where it is wider than the terminal, it keeps what distinguishes jobs.
 
     First arguments that all jobs of a program share are left out. Then directories lose their beginning, then
@@ -63,15 +63,15 @@ def _table(rows: Sequence[Row], *, width: int | None) -> list[str]:
     return ["  ".join(cell.ljust(wide) for cell, wide in zip(row, widths, strict=True)).rstrip() for row in shown]
 
 
-def _widths(rows: Sequence[Row]) -> list[int]:
+def _widths(rows: Sequence[_Row]) -> list[int]:
     return [max(map(len, column)) for column in zip(*rows, strict=True)]
 
 
-def _width(rows: Sequence[Row]) -> int:
+def _width(rows: Sequence[_Row]) -> int:
     return sum(_widths(rows)) + 2 * (len(_COLUMNS) - 1)
 
 
-def _without_shared_arguments(rows: Sequence[Row]) -> list[Row]:
+def _without_shared_arguments(rows: Sequence[_Row]) -> list[_Row]:
     """Return the rows without the arguments that all jobs of a program share, if there are several jobs."""
     by_name: dict[str, list[list[str]]] = {}
     for row in rows:

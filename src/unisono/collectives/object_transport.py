@@ -11,50 +11,44 @@ PeerError on those. RankMismatchError means that ranks make different calls.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from unisono.collectives.arrivals import (
+    Received,
+    arrived_bytes,
+    check_grad_modes,
+    own_payload,
+    raise_failures,
+    read_payload,
+)
 from unisono.collectives.framing import (
     ENVELOPE_NBYTES,
-    LONGEST_CALL,
     Envelope,
     FailedSend,
     Outgoing,
     read_envelope,
-    to_bytes,
     write_envelope,
 )
 from unisono.collectives.group import Group
 from unisono.collectives.serialization import (
     NOT_FOLLOWED,
     Payload,
-    TensorMeta,
-    copy_tensors,
-    deserialize,
-    read_tensor_metas,
     serialize,
-    split_tensors,
 )
 from unisono.collectives.structure import check_concat
 from unisono.collectives.tensor_collectives import all_gather_single
-from unisono.errors import PeerError, RankMismatchError
-from unisono.job.current import confirm_group
-from unisono.mismatch import CallDescription, describe_mismatch
 from unisono.plan.alignment import WIRE_NBYTES, align_up
-from unisono.text import name_ranks
 
 __all__ = [
     "FailedSend",
     "Outgoing",
-    "Received",
     "all_gather",
     "all_to_all",
     "broadcast",
-    "check_grad_modes",
     "gather",
     "gather_values",
     "recv",
@@ -71,37 +65,10 @@ TAG = 0x756E69
 """The tag of messages within collectives, so that no other receive takes them."""
 
 
-@dataclass(slots=True)
-class Received:
-    """A payload received from one rank."""
-
-    body: bytes
-    data: Tensor | None = None
-    tensors: list[Tensor] | None = None
-    """For this rank's own payload: copies of its tensors, which did not travel."""
-    followed: bool = False
-    offered: bool = False
-    """True if the sender is known to have a floating-point tensor for every rank."""
-    """True if a tensor that the rank has sent, to any rank, requires a gradient."""
-
-    @property
-    def metas(self) -> list[TensorMeta]:
-        """Descriptions of the tensors."""
-        return read_tensor_metas(self.body)
-
-    def unpack(self) -> list[Tensor]:
-        """Return the tensors, in the order of `metas`."""
-        return split_tensors(self.data, self.metas) if self.tensors is None else self.tensors
-
-    def open(self, tensors: Sequence[Tensor] | None = None) -> Any:
-        """Return the value, with these tensors in place of those of `unpack`."""
-        return deserialize(self.body, self.unpack() if tensors is None else tensors)
-
-
 def all_gather(group: Group, call: str, sent: Outgoing, *, of: str = "") -> list[Received]:
     """Return the payloads of all ranks, in the order of the group."""
     if group.process_group is None:
-        return [_kept(sent)]
+        return [own_payload(sent)]
     envelopes = _gather_envelopes(group, call, sent, of)
     rests: list[Tensor | None] = [None] * group.size
     sizes = [envelope.rest_nbytes for envelope in envelopes]
@@ -161,7 +128,7 @@ def serialize_or_fail(value: Any, concat: int | None = None, *, follow: bool = T
 def gather(group: Group, call: str, sent: Outgoing, dst: int, *, of: str = "") -> list[Received] | None:
     """Return the payloads of all ranks on one, in the order of the group; None on the others."""
     if group.process_group is None:
-        return [_kept(sent)]
+        return [own_payload(sent)]
     envelopes = _gather_envelopes(group, call, sent, of)
     sizes = [envelope.rest_nbytes for envelope in envelopes]
     sizes[dst] = 0
@@ -188,12 +155,12 @@ def broadcast(group: Group, call: str, sent: Outgoing | None, src: int, *, of: s
     """Return the payload of one rank on all. `sent` is None on the others."""
     if group.process_group is None:
         assert sent is not None
-        return _kept(sent)
+        return own_payload(sent)
     at_src = group.rank == src
     raw = _to_device(write_envelope(call, sent), group) if sent is not None else _empty(ENVELOPE_NBYTES, group)
     group.run((call, None), of, dist.broadcast, raw, group.ranks[src])
-    envelope = read_envelope(_arrived(raw), call, group.ranks[src])
-    _raise_failures(group, call, {src: envelope}, sent)
+    envelope = read_envelope(arrived_bytes(raw), call, group.ranks[src])
+    raise_failures(group, call, {src: envelope}, sent)
     rest = None
     if envelope.rest_nbytes:
         device = group.bytes_device(accelerated=envelope.accelerated)
@@ -201,7 +168,7 @@ def broadcast(group: Group, call: str, sent: Outgoing | None, src: int, *, of: s
         if rest is None:
             rest = torch.empty(envelope.rest_nbytes, dtype=torch.uint8, device=device)
         dist.broadcast(rest, group.ranks[src], group=group.process_group)
-    return _received(envelope, rest, sent, at_src)
+    return read_payload(envelope, rest, sent, at_src)
 
 
 def scatter(
@@ -210,7 +177,7 @@ def scatter(
     """Return on each rank its payload from one rank, which has one for each. `sent` is None on the others."""
     if group.process_group is None:
         assert sent is not None
-        return _kept(sent if isinstance(sent, FailedSend) else sent[0])
+        return own_payload(sent if isinstance(sent, FailedSend) else sent[0])
     own: Outgoing | None = None
     raw, raws, envelopes = _empty(ENVELOPE_NBYTES, group), None, None
     if sent is not None:
@@ -224,8 +191,8 @@ def scatter(
         flags = {"accelerated": fast, "followed": followed}
         raws = [_to_device(write_envelope(call, one, padded=padded, **flags), group) for one in each]
     group.run((call, None), of, dist.scatter, raw, raws, src=group.ranks[src])
-    envelope = read_envelope(_arrived(raw), call, group.ranks[src])
-    _raise_failures(group, call, {src: envelope}, own)
+    envelope = read_envelope(arrived_bytes(raw), call, group.ranks[src])
+    raise_failures(group, call, {src: envelope}, own)
     device = group.bytes_device(accelerated=envelope.accelerated)
     rest: Tensor | None = None
     if envelope.padded:
@@ -241,13 +208,13 @@ def scatter(
                 _send(group, part, index, TAG)
     elif envelope.rest_nbytes:
         rest = _recv(group, envelope.rest_nbytes, src, TAG, device)
-    return _received(envelope, rest, own, group.rank == src)
+    return read_payload(envelope, rest, own, group.rank == src)
 
 
 def all_to_all(group: Group, call: str, sent: Sequence[Payload] | FailedSend, *, of: str = "") -> list[Received]:
     """Send the r-th payload to rank r, and return those received, in the order of the group."""
     if group.process_group is None:
-        return [_kept(sent if isinstance(sent, FailedSend) else sent[0])]
+        return [own_payload(sent if isinstance(sent, FailedSend) else sent[0])]
     each: Sequence[Outgoing] = [sent] * group.size if isinstance(sent, FailedSend) else sent
     mine = [read_envelope(write_envelope(call, one), call, group.own) for one in each]
     fast = any(isinstance(one, Payload) and one.accelerated for one in each)
@@ -293,13 +260,13 @@ def recv(group: Group, src: int | None, tag: int) -> Received:
     source = dist.recv(raw, None if src is None else group.ranks[src], group=group.process_group, tag=tag)
     found = group.ranks.index(source)
     call = f"send to rank {group.own}"
-    envelope = read_envelope(_arrived(raw), call, source)
-    _raise_failures(group, call, {found: envelope}, None)
+    envelope = read_envelope(arrived_bytes(raw), call, source)
+    raise_failures(group, call, {found: envelope}, None)
     rest = None
     if envelope.rest_nbytes:
         device = group.bytes_device(accelerated=envelope.accelerated)
         rest = _recv(group, envelope.rest_nbytes, found, tag, device)
-    return _received(envelope, rest, None, own=False)
+    return read_payload(envelope, rest, None, own=False)
 
 
 def _gather_envelopes(group: Group, call: str, sent: Outgoing, of: str) -> list[Envelope]:
@@ -310,83 +277,19 @@ def _gather_envelopes(group: Group, call: str, sent: Outgoing, of: str) -> list[
 
 def _read_all(group: Group, call: str, raw: Tensor, sent: Outgoing) -> list[Envelope]:
     """Return the envelopes of all ranks once they fit together. `sent` is this rank's, which may have failed."""
-    content = _arrived(raw)
+    content = arrived_bytes(raw)
     envelopes = [
         read_envelope(content[i * ENVELOPE_NBYTES : (i + 1) * ENVELOPE_NBYTES], call, rank)
         for i, rank in enumerate(group.ranks)
     ]
-    _raise_failures(group, call, dict(enumerate(envelopes)), sent)
+    raise_failures(group, call, dict(enumerate(envelopes)), sent)
     check_grad_modes(group, call, [each.followed for each in envelopes], [each.in_grad_mode for each in envelopes])
     return envelopes
 
 
-def _raise_failures(group: Group, call: str, envelopes: dict[int, Envelope], sent: Outgoing | None) -> None:
-    """Raise for this rank's failure, a different call or another's failure. `envelopes` is by number in the group."""
-    if isinstance(sent, FailedSend):
-        raise sent.error
-    name = call.encode()[:LONGEST_CALL].decode(errors="replace")
-    if any(envelope.call != name for envelope in envelopes.values()):
-        calls = {group.own: name} | {group.ranks[index]: envelope.call for index, envelope in envelopes.items()}
-        raise RankMismatchError(describe_mismatch({rank: CallDescription(call) for rank, call in calls.items()}))
-    for index, envelope in envelopes.items():
-        if envelope.failed:
-            text = envelope.body.decode(errors="replace")
-            raise PeerError(f"{call} was not done, for it failed on rank {group.ranks[index]}, with {text}")
-
-
-def check_grad_modes(group: Group, call: str, followed: Sequence[bool], in_grad_mode: Sequence[bool]) -> None:
-    """Raise RankMismatchError if a rank requires gradients that another would not pass on.
-
-    Args:
-        group: The group.
-        call: The call, for the message.
-        followed: For each rank, whether its tensors require a gradient.
-        in_grad_mode: For each rank, whether it calls in grad mode.
-    """
-    if any(followed) and not all(in_grad_mode):
-        asking = [rank for rank, follows in zip(group.ranks, followed, strict=True) if follows]
-        without = [rank for rank, enabled in zip(group.ranks, in_grad_mode, strict=True) if not enabled]
-        raise RankMismatchError(
-            f"{call}: tensors of {name_ranks(asking)} require a gradient and {name_ranks(without)} called it under "
-            "no_grad(), so that a backward would wait for ever: call it in the same mode everywhere, or detach() them"
-        )
-
-
-def _kept(sent: Outgoing, *, followed: bool = False, offered: bool = False) -> Received:
-    if isinstance(sent, FailedSend):
-        raise sent.error
-    return Received(sent.body, tensors=copy_tensors(sent), followed=sent.followed or followed, offered=offered)
-
-
-def _received(envelope: Envelope, rest: Tensor | None, sent: Outgoing | None, own: bool) -> Received:
-    """Return the payload in an envelope and the rest after it."""
-    followed = envelope.followed
-    if own:
-        assert sent is not None
-        return _kept(sent, followed=followed, offered=envelope.offered)
-    body, start = envelope.body, 0
-    if not envelope.body_here:
-        assert rest is not None
-        body, start = _arrived(rest[: envelope.body_nbytes]), align_up(envelope.body_nbytes, WIRE_NBYTES)
-    data = None
-    if envelope.data_nbytes and envelope.data_here:
-        data = torch.frombuffer(bytearray(envelope.data), dtype=torch.uint8)
-    elif envelope.data_nbytes:
-        assert rest is not None
-        confirm_group()
-        data = rest[start : start + envelope.data_nbytes]
-    return Received(body, data, followed=followed, offered=envelope.offered)
-
-
-def _arrived(raw: Tensor) -> bytes:
-    """Return what has come over a group, as bytes."""
-    confirm_group()
-    return to_bytes(raw)
-
-
 def _all_received(group: Group, envelopes: list[Envelope], rests: list[Tensor | None], own: Outgoing) -> list[Received]:
     pairs = zip(envelopes, rests, strict=True)
-    return [_received(envelope, rest, own, index == group.rank) for index, (envelope, rest) in enumerate(pairs)]
+    return [read_payload(envelope, rest, own, index == group.rank) for index, (envelope, rest) in enumerate(pairs)]
 
 
 def _rest(envelope: Envelope, payload: Payload, device: torch.device) -> Tensor | None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from unisono.collectives import differentiable as followed
 from unisono.collectives import object_transport, tensor_collectives
 from unisono.collectives.argument_checks import GroupArgument, check_one_for_each, check_parts, follows
+from unisono.collectives.arrivals import check_grad_modes
 from unisono.collectives.call_description import describe, kinds_of
 from unisono.collectives.discarded import warn_if_dropped
 from unisono.collectives.group import Group, group_of
@@ -260,7 +261,7 @@ def _agree(
         everyone = [one.open() for one in object_transport.all_gather(group, call, serialize(kinds))]
         raise RankMismatchError(f"{call}: {compare(everyone, group.ranks)}: make the values match on all ranks")
     asking = [each[2] for each in heard]
-    object_transport.check_grad_modes(group, call, asking, [each[3] for each in heard])
+    check_grad_modes(group, call, asking, [each[3] for each in heard])
     return _Agreed(group, name, parts, [each[1] for each in heard], any(asking), any(each[4] for each in heard))
 
 

@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-__all__ = ["ALIGNMENT", "Columns", "collate_columns", "collates_as_torch", "empty_shared"]
+__all__ = ["COLUMN_ALIGNMENT", "Columns", "collate_columns", "collates_as_torch", "empty_shared"]
 
-ALIGNMENT = 64
+COLUMN_ALIGNMENT = 64
 """Bytes to which each tensor is aligned, as a tensor of its own would be: bits of products may depend on it."""
 
 _MOST_PADDING = 4096
@@ -184,7 +184,7 @@ def _paddings(sizes: tuple[int, ...], row_nbytes: int) -> tuple[int, ...] | None
     Raises:
         _NotAlikeError: The rows would be too many.
     """
-    unit = ALIGNMENT // math.gcd(ALIGNMENT, row_nbytes)
+    unit = COLUMN_ALIGNMENT // math.gcd(COLUMN_ALIGNMENT, row_nbytes)
     paddings = *(-size % unit for size in sizes[:-1]), 0
     if not any(paddings):
         return None

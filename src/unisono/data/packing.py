@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from unisono.data.columns import ALIGNMENT, Columns, empty_shared
+from unisono.data.columns import COLUMN_ALIGNMENT, Columns, empty_shared
 
 __all__ = ["PackedBatch", "pack_tensors", "unpack_tensors"]
 
@@ -69,7 +69,7 @@ def pack_tensors(found: list[Any] | Columns, *, pinned: bool = False) -> PackedB
                 return tensor
             place = places.setdefault(path, len(places))
             slot = slots[id(tensor)] = _Slot(place, sizes[place], tensor.dtype, tuple(tensor.shape), tensor.stride())
-            sizes[place] += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+            sizes[place] += -(-tensor.nbytes // COLUMN_ALIGNMENT) * COLUMN_ALIGNMENT
             copies.append((tensor, slot))
         return slot
 

@@ -20,7 +20,7 @@ from unisono.collectives.group import group_of
 from unisono.data.rank_batch import RankBatch, RankLoaderSettings
 from unisono.data.rank_map_source import MapSource
 from unisono.data.rank_stream_source import StreamSource
-from unisono.data.reading_ranks import check_same_data, find_rank
+from unisono.data.reading_ranks import check_data_of_ranks, find_rank
 from unisono.data.resume_point import ResumePoint, read_resume_point, resume_point_state
 from unisono.data.settings import Collate
 from unisono.errors import DataError
@@ -102,7 +102,7 @@ def loader(
         lambda each: each.identity,
         errors=(DataError, TypeError, ValueError),
     )
-    check_same_data(everyone)
+    check_data_of_ranks(everyone)
     return made
 
 

@@ -15,7 +15,7 @@ from unisono.errors import RankMismatchError
 from unisono.job.placement import own_placement
 from unisono.mismatch import by_value
 
-__all__ = ["check_same_data", "find_rank"]
+__all__ = ["check_data_of_ranks", "find_rank"]
 
 
 def find_rank(
@@ -54,7 +54,7 @@ def find_rank(
     return rank, ranks
 
 
-def check_same_data(everyone: Sequence[Mapping[str, Any]]) -> None:
+def check_data_of_ranks(everyone: Sequence[Mapping[str, Any]]) -> None:
     """Compare the datasets and settings of ranks, as loaders' `identity` returns them; one a rank, in rank order.
 
     Raises:

@@ -6,7 +6,7 @@ from unisono.drill.injector import Resize, Strike
 from unisono.text import clip, format_ranks
 from unisono.watch.figures import plural
 
-__all__ = ["heading", "row_of"]
+__all__ = ["heading", "table_row"]
 
 _COLUMNS = (
     ("FAULT", 5, "<"),
@@ -29,18 +29,18 @@ def heading(width: int) -> str:
     return _line(tuple(name for name, _, _ in _COLUMNS), width)
 
 
-def row_of(done: Strike | Resize, width: int) -> str:
+def table_row(done: Strike | Resize, width: int) -> str:
     """Return the row of a fault, or of a change of the number of ranks, in at most `width` characters.
 
     >>> from unisono.drill.plan import Fault
     >>> fault = Fault("kill", 2, 417, 0.5)
     >>> strike = Strike(fault, 417, 0.0, 0, (2,), "was killed by SIGKILL", "backward", 0.001, 0.4, 1)
-    >>> row_of(strike, 80)
+    >>> table_row(strike, 80)
     'kill      2  backward       418   0.001 s     0.40 s         1  SIGKILL'
-    >>> row_of(Strike(Fault("term", 0, 3, 0.5), 3, 0.0, 0), 80)
+    >>> table_row(Strike(Fault("term", 0, 3, 0.5), 3, 0.0, 0), 80)
     'term      0                   4         -          -         -  no effect'
     >>> from unisono.drill.plan import Change
-    >>> row_of(Resize(Change(4, 30), 31, 0.0, before=2, waited_s=0.04), 80)
+    >>> table_row(Resize(Change(4, 30), 31, 0.0, before=2, waited_s=0.04), 80)
     'scale                        32         -     0.04 s         -  2 -> 4 ranks'
     """
     return _line(_cells_of_change(done) if isinstance(done, Resize) else _cells_of_fault(done), width)

@@ -5,7 +5,8 @@ Files, in reading order:
     placement.py           the place of this process in its job, according to its launcher
     ranks.py               rank() and the like, which can be called anywhere and at any time
     initialize.py          init(): makes a process group from the launcher's variables and the arguments of all ranks
-    rendezvous.py          the rendezvous: a store that all ranks share, and an exchange of small values over it
+    rendezvous.py          the rendezvous: a store that all ranks share
+    store_exchange.py      exchanges of small values over it
     hosts.py               the placement of ranks on hosts, and the backend that follows from hosts and GPUs
     current.py             the current job of this process, the lookup of groups and stores, and the end of the job
     subgroups.py           groups of some of the ranks

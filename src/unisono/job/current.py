@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 
 from unisono.errors import GroupError
+from unisono.job.default_group import Sockets
 from unisono.job.group_watch import GroupWatch
 from unisono.job.placement import own_placement
-from unisono.job.process_group import Sockets
-from unisono.job.rendezvous import StoreExchange, wait_for
+from unisono.job.store_exchange import StoreExchange, wait_for_keys
 from unisono.job.user_function import refuse_collective
 from unisono.machine import let_threads_finish
 
@@ -108,14 +108,14 @@ class Job:
             GroupError: The job has ended, or a loss function is running.
         """
         refuse_collective()
-        board = StoreExchange(
+        store_exchange = StoreExchange(
             self.store("exchange"),
             f"{name}/{self.next_number(name)}",
             rank=self.rank,
             size=self.world_size,
             timeout_s=self.timeout.total_seconds(),
         )
-        return board.exchange(value, doing=doing)
+        return store_exchange.exchange(value, doing=doing)
 
     def next_number(self, name: str) -> int:
         """Return how often a name was used before in this job: equal on all ranks that use it in the same order."""
@@ -334,7 +334,7 @@ def _linger(active: ActiveJob) -> None:
     try:
         active.store.set(f"ended/{active.job.rank}", "")
         if active.job.rank == 0:
-            wait_for(active.store, [f"ended/{rank}" for rank in range(size)], time.monotonic() + _LINGER_S)
+            wait_for_keys(active.store, [f"ended/{rank}" for rank in range(size)], time.monotonic() + _LINGER_S)
     except dist.DistError:
         return  # rank 0 has ended: no rank needs the store
 

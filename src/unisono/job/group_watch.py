@@ -28,10 +28,18 @@ from unisono import recovery_link
 from unisono.errors import PeerError
 from unisono.recovery_link import RecoveryLink
 
-__all__ = ["BETWEEN_CALLS", "GroupWatch", "abort_is_survived", "next_action", "start_watch", "waits_for_the_dead"]
+__all__ = [
+    "BETWEEN_CALLS",
+    "GroupWatch",
+    "abort_is_survived",
+    "declare_unending",
+    "next_action",
+    "start_watch",
+    "waits_for_the_dead",
+]
 
-UNENDING = frozenset({"nccl"})
-"""Backends whose operations wait for a dead rank for ever."""
+_unending = {"nccl"}
+"""Backends whose operations wait for a dead rank for ever; see `declare_unending`."""
 
 _PAUSE_S = 0.05
 _SHORT_PAUSE_S = 0.0005
@@ -46,14 +54,22 @@ BETWEEN_CALLS = "ranks call collectives of torch.distributed or unisono.comm bet
 """Why no rank of a job can be replaced alone."""
 
 _SETTINGS = {
-    # 1 and 3 end the process when its group is aborted, and 2 aborts the group where nobody knows of it.
+    # 1 and 3 end the process when its group is aborted, and 2 aborts the group without a word to anyone.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     # A rank would tell of its error in the job's store, and end all processes that read it there, new ranks, too.
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    # After an error, torch's thread sleeps four times as long, and whoever drops the group waits for it.
+    # After an error, torch's thread sleeps four times as long, and the thread that drops the group waits for it.
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "50",
 }
 """What torch reads from the environment when it makes a group of NCCL."""
+
+
+def declare_unending(backend: str) -> None:
+    """Declare that operations of a backend wait for a dead rank for ever, as those of NCCL do.
+
+    Call it before a group of this backend is made.
+    """
+    _unending.add(backend)
 
 
 def waits_for_the_dead(backends: str) -> bool:
@@ -68,7 +84,7 @@ def waits_for_the_dead(backends: str) -> bool:
     False
     """
     names = {pair.rpartition(":")[2] for pair in backends.split(",")}
-    return not names.isdisjoint(UNENDING) and "shm" not in names
+    return not names.isdisjoint(_unending) and "shm" not in names
 
 
 def next_action(*, joined: int, settled: int, failed_s: float | None) -> Literal["wait", "abort", "end"]:

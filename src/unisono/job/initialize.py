@@ -24,12 +24,13 @@ from unisono.arguments import whole
 from unisono.backend import register
 from unisono.errors import LaunchError, UnisonoError
 from unisono.job.current import ActiveJob, Job, active_job, current_job, refuse_lone_rank, set_active_job, store_of
+from unisono.job.default_group import make_group
 from unisono.job.group_watch import start_watch
 from unisono.job.hosts import choose_backend, own_gpu, place_on_hosts
 from unisono.job.placement import Placement, own_placement
-from unisono.job.process_group import make_group
 from unisono.job.rejoin import begin_as_new_rank, is_new_rank
-from unisono.job.rendezvous import Rendezvous, StoreExchange, rendezvous
+from unisono.job.rendezvous import Rendezvous, rendezvous
+from unisono.job.store_exchange import StoreExchange
 from unisono.machine import host_id
 from unisono.text import a_type
 from unisono.variables import CPU_BACKEND_VARIABLE
@@ -236,14 +237,14 @@ class _RendezvousRanks:
             value = make()
         except (UnisonoError, ValueError, RuntimeError) as error:
             value = error
-        board = StoreExchange(
+        store_exchange = StoreExchange(
             meeting.store,
             name,
             rank=meeting.rank,
             size=meeting.world_size,
             timeout_s=self._timeout.total_seconds(),
         )
-        return board.exchange(value, doing=f"join the {meeting.world_size} ranks at {meeting.place}")
+        return store_exchange.exchange(value, doing=f"join the {meeting.world_size} ranks at {meeting.place}")
 
     def job(self, backend: str, device: torch.device) -> Job:
         """Return the job, after its group has been made."""

@@ -24,9 +24,9 @@ import torch.distributed as dist
 from unisono import recovery_link
 from unisono.errors import PeerError
 from unisono.job.current import ActiveJob, Job, active_job, set_active_job
+from unisono.job.default_group import close_connections, make_group
 from unisono.job.group_watch import start_watch
 from unisono.job.placement import own_placement
-from unisono.job.process_group import close_connections, make_group
 from unisono.job.rendezvous import Rendezvous
 from unisono.recovery_link import Membership, RecoveryLink
 from unisono.text import name_ranks

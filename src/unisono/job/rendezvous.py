@@ -1,14 +1,12 @@
-"""The rendezvous of a job's ranks before they have a process group: a store that all share, and exchanges over it.
+"""The rendezvous of a job's ranks before they have a process group: a store that all share.
 
-`rendezvous` opens the store, for any launcher and `init_method`. With a `StoreExchange` each rank writes one value to
-the store and reads those of all ranks; ranks that do not come, or that fail, become errors instead of a hang.
-`job.initialize` makes the group.
+`rendezvous` opens the store, for any launcher and `init_method`. `job.initialize` exchanges facts over it
+(`store_exchange`) and makes the group.
 """
 
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import secrets
 import tempfile
@@ -27,18 +25,16 @@ import torch.distributed as dist
 
 from unisono.errors import LaunchError, PeerError
 from unisono.job.placement import Placement
+from unisono.job.store_exchange import late_message, wait_for_keys
 from unisono.tcp_store import open_store
-from unisono.text import name_ranks
 
-__all__ = ["Rendezvous", "StoreExchange", "rendezvous", "wait_for"]
+__all__ = ["Rendezvous", "rendezvous"]
 
-_GRACE_S = 3.0
-"""Seconds that the other ranks wait longer than rank 0: ranks do not begin to wait at the same moment."""
 
 _PAUSE_S = 0.02
 """First pause of a rank that finds the store of an earlier job and waits for rank 0 to open the next one."""
 
-_meetings: Counter[tuple[str, int]] = Counter()
+_rendezvous_counts: Counter[tuple[str, int]] = Counter()
 """Number of rendezvous of this process by place and number of ranks; part of the prefix of their keys."""
 
 _names: set[str] = set()
@@ -84,7 +80,7 @@ def rendezvous(
         )
     if init_method is not None and store is not None:
         raise ValueError("init_method and store both say where ranks meet: give one of them")
-    rank, world_size = _who(init_method, rank=rank, world_size=world_size, placement=placement)
+    rank, world_size = _rank_and_size(init_method, rank=rank, world_size=world_size, placement=placement)
     if store is not None:
         return _numbered(store, rank, world_size, place="the given store")
     if scheme == "file":
@@ -94,7 +90,7 @@ def rendezvous(
     if scheme in ("", "env") and world_size == 1:
         return Rendezvous(store=dist.HashStore(), rank=0, world_size=1, place="this process alone")  # type: ignore[attr-defined]
     if scheme != "tcp" and placement.rendezvous_url.startswith("file:"):
-        path = _meeting_folder() / placement.rendezvous_url.removeprefix("file:")
+        path = _rendezvous_folder() / placement.rendezvous_url.removeprefix("file:")
         atexit.register(path.unlink, missing_ok=True)  # runs after the group has ended: last in, first out
         return _numbered(_file_store(path, world_size), rank, world_size, place=f"file://{path}")
     url = _address_of(init_method if scheme == "tcp" else placement.rendezvous_url, world_size=world_size)
@@ -108,115 +104,9 @@ def rendezvous(
     return _numbered(found, rank, world_size, place=place)
 
 
-class StoreExchange:
-    """An exchange over a store: every rank writes a value and reads those of all ranks.
-
-    Each name must be used only once per store, and all ranks must use names in the same order.
-    """
-
-    def __init__(
-        self,
-        store: dist.Store,  # type: ignore[name-defined]
-        name: str,
-        *,
-        rank: int,
-        size: int,
-        timeout_s: float,
-    ) -> None:
-        self._store = dist.PrefixStore(f"unisono/{name}", store)  # type: ignore[attr-defined]
-        self._rank, self._size, self._timeout_s = rank, size, timeout_s
-
-    def exchange(self, value: Any, *, doing: str) -> list[Any]:
-        """Return one JSON value of every rank, in rank order. Every rank must call it.
-
-        Rank 0 collects the values, so each rank has two round trips to the store, and rank 0 some more.
-
-        Args:
-            value: The value of this rank. An exception, for a rank that cannot go on, is raised here after the other
-                ranks have received it.
-            doing: Completes "rank 1 did not ..." and "rank 1 could not ..." in errors.
-
-        Raises:
-            PeerError: Another rank passed an exception or a value that is not JSON, or some ranks do not call in time.
-            TypeError, ValueError, RecursionError: The value is not JSON; the other ranks raise PeerError.
-        """
-        text = ""
-        if self._size > 1 and not isinstance(value, Exception):
-            try:
-                text = json.dumps({"value": value})
-            except (TypeError, ValueError, RecursionError) as error:
-                value = error
-        if self._size > 1:
-            if isinstance(value, Exception):
-                text = json.dumps({"error": f"{type(value).__name__}: {value}"})
-            everyone = self._collect(text, doing)
-        if isinstance(value, Exception):
-            raise value
-        if self._size == 1:
-            return [value]
-        for rank, theirs in enumerate(everyone):
-            if "error" in theirs:
-                raise PeerError(f"rank {rank} could not {doing}: {theirs['error']}")
-        return [theirs["value"] for theirs in everyone]
-
-    def _collect(self, mine: str, doing: str) -> list[dict[str, Any]]:
-        store, deadline_s = self._store, time.monotonic() + self._timeout_s
-        store.set(f"rank/{self._rank}", mine)
-        if self._rank == 0:
-            keys = [f"rank/{rank}" for rank in range(self._size)]
-            if not wait_for(store, keys, deadline_s):
-                missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-                said = f"{name_ranks(missing)} did not {doing} within {self._timeout_s:g} s"
-                store.set("all", json.dumps(said))
-                raise PeerError(_late(said))
-            everyone = [json.loads(text) for text in store.multi_get(keys)]
-            store.set("all", json.dumps(everyone))
-            return everyone
-        # Somewhat longer than rank 0, which lists the missing ranks when its time is over.
-        if not wait_for(store, ["all"], deadline_s + _GRACE_S):
-            raise PeerError(_late(f"rank 0 did not {doing} within {self._timeout_s:g} s"))
-        answer = json.loads(store.get("all"))
-        if isinstance(answer, str):
-            raise PeerError(_late(answer))
-        return list(answer)
-
-
-def _late(said: str) -> str:
-    return (
-        f"{said}. Every rank must come there, and all must agree how many there are: see what the others printed. "
-        "Under `unisono run`, `unisono stacks` shows where they are."
-    )
-
-
-def wait_for(
-    store: dist.Store,  # type: ignore[name-defined]
-    keys: list[str],
-    deadline_s: float,
-    *,
-    check: Callable[[], None] = lambda: None,
-) -> bool:
-    """Wait for keys of a store, interruptible by Ctrl-C; return True if all are there before the deadline.
-
-    It polls, with pauses of a tenth of the time waited and at most 0.1 s: torch's own wait cannot be interrupted, and
-    writes warnings when it ends without success.
-
-    Args:
-        store: The store.
-        keys: What to wait for.
-        deadline_s: By the monotonic clock.
-        check: Called while this rank waits; may raise.
-    """
-    started_s = time.monotonic()
-    while not store.check(keys):
-        check()
-        now_s = time.monotonic()
-        if now_s >= deadline_s:
-            return False
-        time.sleep(min(0.1, max(0.0002, 0.1 * (now_s - started_s)), max(0.0, deadline_s - now_s)))
-    return True
-
-
-def _who(init_method: str | None, *, rank: int | None, world_size: int | None, placement: Placement) -> tuple[int, int]:
+def _rank_and_size(
+    init_method: str | None, *, rank: int | None, world_size: int | None, placement: Placement
+) -> tuple[int, int]:
     """Return rank and number of ranks: the arguments, otherwise the address's, otherwise the launcher's."""
     query = parse_qs(urlsplit(init_method).query) if init_method else {}
     if rank is None and "rank" in query:
@@ -296,7 +186,7 @@ def _meet_at_rank_0(url: str, rank: int, world_size: int, *, place: str, timeout
                 return _admit(store, name, rank, world_size, place=place, hosted=True)
             if time.monotonic() + pause_s >= deadline_s:
                 doing = f"join the {world_size} ranks at {place}"
-                raise PeerError(_late(f"rank 0 did not {doing} within {timeout.total_seconds():g} s"))
+                raise PeerError(late_message(f"rank 0 did not {doing} within {timeout.total_seconds():g} s"))
             del store
         time.sleep(pause_s)
         pause_s = min(0.1, 1.5 * pause_s)
@@ -306,15 +196,15 @@ def _name_job(store: dist.Store, rank: int, deadline_s: float) -> str | None:  #
     """Return the name that rank 0 chose for the job at its store; None if it does not write one in time."""
     if rank == 0:
         store.set("unisono/job", secrets.token_hex(8))
-    elif not wait_for(store, ["unisono/job"], deadline_s):
+    elif not wait_for_keys(store, ["unisono/job"], deadline_s):
         return None
     return str(store.get("unisono/job").decode())
 
 
 def _numbered(store: dist.Store, rank: int, world_size: int, *, place: str) -> Rendezvous:  # type: ignore[name-defined]
     """Meet at a store that outlives the job, where each rendezvous has a number."""
-    _meetings[place, world_size] += 1
-    return _admit(store, str(_meetings[place, world_size]), rank, world_size, place=place)
+    _rendezvous_counts[place, world_size] += 1
+    return _admit(store, str(_rendezvous_counts[place, world_size]), rank, world_size, place=place)
 
 
 def _admit(
@@ -372,7 +262,7 @@ def _interruptible(make: Callable[[], Any]) -> Any:
         except (dist.DistError, RuntimeError, ValueError) as error:
             answer.set_exception(error)
 
-    threading.Thread(target=call, name="unisono-meeting", daemon=True).start()
+    threading.Thread(target=call, name="unisono-rendezvous", daemon=True).start()
     return answer.result()
 
 
@@ -399,7 +289,7 @@ def _file_store(path: Path, world_size: int) -> dist.Store:  # type: ignore[name
         raise LaunchError(f"ranks cannot meet at {path}: {error}") from error
 
 
-def _meeting_folder() -> Path:
+def _rendezvous_folder() -> Path:
     """Make and return the folder, private to this user, in which the ranks of one host meet at a file."""
     base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
     folder = Path(base) / f"unisono-{os.getuid()}"

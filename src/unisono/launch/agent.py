@@ -13,7 +13,7 @@ import secrets
 import selectors
 import signal
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -25,28 +25,22 @@ from unisono.launch.cleanup import remove_scratch
 from unisono.launch.control import Control
 from unisono.launch.failure.postmortem import Postmortem, write_report
 from unisono.launch.failure.root_cause import name_signal
-from unisono.launch.forkserver_handle import LAST_S, ForkServerHandle
+from unisono.launch.forkserver_handle import ForkServerHandle
 from unisono.launch.generation import Generation
+from unisono.launch.job_shutdown import JobShutdown
 from unisono.launch.launch_job import LaunchJob
 from unisono.launch.limits import check_open_files
 from unisono.launch.linux import become_subreaper, descendants, end_descendants
 from unisono.launch.output.relay import Relay
 from unisono.launch.output.streams import wants_colour
 from unisono.launch.rank_changes import RankChanges
-from unisono.launch.replacing import COMPANY_S
-from unisono.launch.restarts import Ending, decide
+from unisono.launch.restarts import Ending, decide_restart
 from unisono.launch.shutdown import Shutdown
 from unisono.launch.signals import describe_signal, signals_as_bytes
 from unisono.memory import read_counters
 from unisono.text import name_ranks
 
 __all__ = ["run_job"]
-
-_PATIENCE_S = 2.0
-"""How long ranks may take to end after a failure before a message names those that the job waits for."""
-
-_DOUBT_S = 0.5
-"""How long to wait, when all that is known is a lost connection, for the failure of the rank that closed it."""
 
 OnFailure = Callable[[int, int], bool]
 OnRecovery = Callable[[dict[str, Any]], None]
@@ -118,7 +112,6 @@ class _Agent:
         self._recoveries: list[dict[str, Any]] = []
         self._ending: Ending | None = None
         self._postmortem: Postmortem | None = None
-        self._shutdown: Shutdown | None = None
 
     def run(self) -> int:
         """Run the job and return its exit code."""
@@ -130,6 +123,7 @@ class _Agent:
             stack.callback(self._clean_up, spare=descendants(os.getpid()))
             self._server = ForkServerHandle(self._job, self._environment)
             stack.callback(self._server.close)  # after an error, too
+            self._shutdown = JobShutdown(self._job, relay=self._relay, server=self._server)
             stack.callback(Control(self._selector, self._answer).close)
             self._selector.register(self._server.channel, selectors.EVENT_READ, self._on_message)
             self._selector.register(signals, selectors.EVENT_READ, partial(self._on_signal, signals))
@@ -152,70 +146,39 @@ class _Agent:
     def _turn(self) -> None:
         for key, _ in self._selector.select(self._timeout_s()):
             key.data()
-        if self._relay.broken and self._shutdown is None:
-            self._end_for_signal(signal.SIGPIPE, "standard output was closed")
+        if self._relay.broken and self._shutdown.state is None:
+            self._shutdown.begin_for_signal(signal.SIGPIPE, "standard output was closed")
         self._relay.tick()
         self._relay.balance()
         if (generation := self._generation) is not None:
             for text in generation.observer.tick():
                 self._relay.show(text)
-            if generation.observer.abort and self._shutdown is None:
+            if generation.observer.abort and self._shutdown.state is None:
                 self._end_for_hang(generation.observer.abort)
-            elif self._shutdown is None and (stuck := generation.observer.take_stuck()):
+            elif self._shutdown.state is None and (stuck := generation.observer.take_stuck()):
                 self._relay.say(
                     f"{name_ranks(stuck)} kept the others waiting for {self._job.stuck_timeout_s:g} s; killed "
                     "(--stuck-timeout)"
                 )
                 self._server.signal(signal.SIGKILL, stuck, group=True)
-        if self._changes is not None and self._shutdown is None:
+        if self._changes is not None and self._shutdown.state is None:
             if not self._changes.tick():
                 self._on_failed()
             if (size := self._now.size) != self._job.ranks:  # also for a restart
                 self._job = replace(self._asked, ranks=size, spares=self._asked.spares if size > 1 else 0)
-        self._advance_shutdown()
+        self._shutdown.advance()
 
     def _timeout_s(self) -> float | None:
         """Return how long the loop may sleep; None: until something happens."""
         deadlines = [self._relay.next_deadline_s()]
         if self._generation is not None:
             deadlines.append(self._generation.observer.next_deadline_s())
-        if self._shutdown is not None:
-            deadlines.append(self._shutdown.next_s)
+        if (shutdown := self._shutdown.state) is not None:
+            deadlines.append(shutdown.next_s)
         elif self._changes is not None:
             deadlines.append(self._changes.next_deadline_s())
         soonest_s = min((deadline_s for deadline_s in deadlines if deadline_s is not None), default=math.inf)
         return None if soonest_s == math.inf else max(0.0, soonest_s - time.monotonic())
-
-    def _advance_shutdown(self) -> None:
-        """Perform the due step of a shutdown: ask ranks to end, name those that are waited for, or kill them."""
-        shutdown, now_s = self._shutdown, time.monotonic()
-        if shutdown is None:
-            return
-        if shutdown.killed:
-            if now_s >= shutdown.deadline_s:
-                self._shutdown = replace(shutdown, deadline_s=math.inf)
-                self._relay.say(f"the fork server has not ended within {LAST_S:g} s; killed")
-                self._server.kill()
-        elif shutdown.begins_s is not None and now_s >= shutdown.begins_s:
-            self._end_failed()
-        elif shutdown.waited_for_s is not None and now_s >= shutdown.waited_for_s:
-            self._shutdown = replace(shutdown, waited_for_s=None)
-            if self._running:
-                have = "has" if len(self._running) == 1 else "have"
-                left_s = max(0.0, shutdown.deadline_s - now_s)
-                self._relay.say(
-                    f"the job has failed; the cause is told when {name_ranks(self._running)} {have} ended. Ranks "
-                    f"that still run in {left_s:.0f} s are killed"
-                )
-        elif now_s >= shutdown.deadline_s:
-            if deaf := self._running - self._now.failed if self._generation is not None else set():
-                grace = f"{self._job.shutdown_timeout_s:g} s"
-                self._relay.say(f"{name_ranks(deaf)} did not end within {grace}; killed")
-            self._kill()
-
-    @property
-    def _running(self) -> set[int]:
-        return self._generation.running if self._generation is not None else set()
 
     def _on_message(self) -> None:
         for message, _ in self._server.channel.receive():
@@ -234,7 +197,7 @@ class _Agent:
             elif kind == "store lost":
                 code = self._server.wait()
                 how = f"was killed by {name_signal(-code)}" if code < 0 else f"exited with code {code}"
-                self._end_for_loss(f"the process of the job's store {how}")
+                self._shutdown.begin_for_loss(f"the process of the job's store {how}")
             elif kind == "started":
                 self._now.started(**message)
             elif kind == "failing":
@@ -244,7 +207,7 @@ class _Agent:
             elif kind == "exited":
                 self._on_exit(message)
             else:
-                self._end_for_loss(message["message"])
+                self._shutdown.begin_for_loss(message["message"])
 
     @property
     def _now(self) -> Generation:
@@ -269,11 +232,8 @@ class _Agent:
             port=self._port,
             visible_gpus=self._environment.get("CUDA_VISIBLE_DEVICES"),
         )
+        self._shutdown.cover(generation, self._changes.spares)
         self._changes.start()
-
-    def _end_spares(self) -> None:
-        if self._changes is not None:
-            self._changes.spares.end()
 
     def _on_recovered(self, entry: dict[str, Any]) -> None:
         self._recoveries.append(entry)
@@ -286,52 +246,35 @@ class _Agent:
             self._ranks.scaling.give_up(f"rank {rank} could not be started: {problem}")
             return
         if self._ranks.replacing.is_new(rank):
-            self._end_for_loss(f"rank {rank} could not be started in the place of one that died: {problem}")
+            self._shutdown.begin_for_loss(f"rank {rank} could not be started in the place of one that died: {problem}")
         else:
-            self._end_for_loss(f"rank {rank} could not be started, {rank} of {self._job.ranks} were: {problem}")
-        if not self._running:
+            self._shutdown.begin_for_loss(
+                f"rank {rank} could not be started, {rank} of {self._job.ranks} were: {problem}"
+            )
+        if not self._shutdown.running:
             self._on_generation_end()
 
     def _on_exit(self, message: Message) -> None:
         # Its output comes before messages about it.
         self._relay.drain({message["rank"]})
-        if self._shutdown is not None or message["code"] != 0:
+        if self._shutdown.state is not None or message["code"] != 0:
             self._relay.shut(message["rank"])
         self._now.ended(**message)
         self._ranks.on_exit(message["rank"], message["code"])
-        lost = self._shutdown is None and self._ranks.replacing.left_without_joining(message["rank"])
+        lost = self._shutdown.state is None and self._ranks.replacing.left_without_joining(message["rank"])
         if message["rank"] in self._now.failed or lost:
             self._on_failed()
-        if not self._running:
+        if not self._shutdown.running:
             self._on_generation_end()
 
     def _on_failed(self) -> None:
-        """Handle the failure of a rank: replace it, or end the others, at once or soon if the cause is sure."""
-        shutdown = self._shutdown
-        if shutdown is None and self._ranks.replacing.take():
-            return
-        if shutdown is None:
-            self._shutdown = shutdown = Shutdown(code=1, failed=True, begins_s=time.monotonic() + _DOUBT_S)
-        if shutdown.begins_s is None:
-            return
-        verdict = self._now.judge()
-        if verdict.sure and (verdict.cause.account is None or self._running <= self._now.failed):
-            self._end_failed()
-        elif verdict.sure:
-            self._shutdown = replace(shutdown, begins_s=min(shutdown.begins_s, time.monotonic() + COMPANY_S))
-
-    def _end_failed(self) -> None:
-        """Ask the ranks that have not failed to end; one that has failed may still be about to end."""
-        assert self._shutdown is not None
-        if not self._now.judge().sure:
-            self._now.look_at_leavers()
-        self._begin_shutdown(self._shutdown, signal.SIGTERM, self._running - self._now.failed)
-        if self._running:
-            self._shutdown = replace(self._shutdown, waited_for_s=time.monotonic() + _PATIENCE_S)
+        """Handle the failure of a rank: replace it, or end the others."""
+        if self._shutdown.state is not None or not self._ranks.replacing.take():
+            self._shutdown.begin_for_failure()
 
     def _on_generation_end(self) -> None:
         """Handle the end of all ranks: start them again, or finish, with a report if they have failed."""
-        shutdown, generation = self._shutdown, self._now
+        shutdown, generation = self._shutdown.state, self._now
         replacing = self._ranks.replacing
         self._ranks.spares.close()
         if shutdown is None:
@@ -343,7 +286,7 @@ class _Agent:
         ending = Ending(code=verdict.cause.code, account=verdict.cause.account, met=generation.observer.has_met())
         # A user who has asked the job to end does not want it to start again.
         most = self._restarts if shutdown.reason else self._job.max_restarts
-        decision = decide(ending, self._ending, restarts=self._restarts, max_restarts=most)
+        decision = decide_restart(ending, self._ending, restarts=self._restarts, max_restarts=most)
         self._ending = ending
         postmortem = Postmortem(
             self._job,
@@ -363,21 +306,16 @@ class _Agent:
             if replacing.reason:
                 self._relay.say(replacing.reason)
             self._relay.say(f"{postmortem.headline}; starting {ranks} again ({used})")
-            self._shutdown = None
+            self._shutdown.state = None
             self._server.sweep()
             self._start_ranks()
         else:
-            self._shutdown = replace(shutdown, code=verdict.code)
+            self._shutdown.state = replace(shutdown, code=verdict.code)
             self._postmortem = postmortem
             self._server.end()
 
-    def _end_for_loss(self, loss: str) -> None:
-        if self._shutdown is None:
-            self._begin_shutdown(Shutdown(code=1), signal.SIGTERM, self._running)
-            self._relay.say(f"{loss}; ending the job")
-
     def _end_for_hang(self, hang: str) -> None:
-        self._begin_shutdown(Shutdown(code=1), signal.SIGTERM, self._running)
+        self._shutdown.begin(Shutdown(code=1), signal.SIGTERM, self._shutdown.running)
         report = {
             "run_id": self._job.run_id,
             "ranks": self._job.ranks,
@@ -393,45 +331,13 @@ class _Agent:
 
     def _on_signal(self, signals: int) -> None:
         for signum in os.read(signals, 1):
-            if self._shutdown is not None or self._generation is None:
-                self._shutdown = self._shutdown or Shutdown(code=128 + signum)
+            if self._shutdown.state is not None or self._generation is None:
+                shutdown = self._shutdown.state or Shutdown(code=128 + signum)
                 # After a failure too: then there is no restart.
-                self._shutdown = replace(self._shutdown, reason=self._shutdown.reason or describe_signal(signum))
-                self._kill()
+                self._shutdown.state = replace(shutdown, reason=shutdown.reason or describe_signal(signum))
+                self._shutdown.kill()
             else:
-                self._end_for_signal(signum, describe_signal(signum))
-
-    def _end_for_signal(self, signum: int, reason: str) -> None:
-        shutdown = Shutdown(code=128 + signum, reason=reason, ranks=len(self._running))
-        # A hangup or a quit would end Python without a chance to save; other signals are passed on as they are.
-        as_term = (signal.SIGHUP, signal.SIGQUIT, signal.SIGPIPE)
-        self._begin_shutdown(shutdown, signal.SIGTERM if signum in as_term else signum, self._running)
-
-    def _begin_shutdown(self, shutdown: Shutdown, signum: int, ranks: Iterable[int]) -> None:
-        self._shutdown = replace(shutdown, begins_s=None, deadline_s=time.monotonic() + self._job.shutdown_timeout_s)
-        self._end_spares()
-        if self._generation is None:
-            self._server.kill()
-            return
-        self._generation.ends(failed=shutdown.failed)
-        self._server.resume()
-        # Only the ranks, not the processes they started: a rank that saves its work still needs its workers, and those
-        # would also print tracebacks. A program that is not Python may be a shell that passes nothing on.
-        group = not self._job.python
-        for sent in (signum, signal.SIGCONT):  # a rank that is stopped would not notice
-            self._server.signal(sent, ranks, group=group)
-
-    def _kill(self) -> None:
-        assert self._shutdown is not None
-        deadline_s = time.monotonic() + LAST_S
-        self._end_spares()
-        self._shutdown = replace(self._shutdown, killed=True, begins_s=None, waited_for_s=None, deadline_s=deadline_s)
-        if self._generation is not None:
-            self._server.resume()
-            # Only the ranks: processes they started end with the generation, and helpers among them clean up before.
-            self._server.signal(signal.SIGKILL, self._running, group=False)
-        else:
-            self._server.kill()
+                self._shutdown.begin_for_signal(signum, describe_signal(signum))
 
     def _answer(self, question: dict[str, Any]) -> dict[str, Any] | None:
         """Return the reply to `unisono ps`, `unisono stacks` or `unisono drill`, None to an unknown question."""
@@ -439,9 +345,11 @@ class _Agent:
         if kind == "job":
             facts = {"restarts": self._restarts, "recoveries": len(self._recoveries), "started_s": self._started_s}
             spares = 0 if self._changes is None else self._changes.spares.ready
-            return describe_job(job, running=self._running, facts={**facts, "spares": spares, **self._relay.progress})
+            return describe_job(
+                job, running=self._shutdown.running, facts={**facts, "spares": spares, **self._relay.progress}
+            )
         if kind == "scale" and type(ranks := question.get("ranks")) is int:
-            is_over = self._shutdown is not None or self._changes is None
+            is_over = self._shutdown.state is not None or self._changes is None
             problem = "it is about to end" if is_over else self._ranks.scaling.request(ranks)
             return {"problem": problem, "ranks": job.ranks}
         if kind == "scaling":
@@ -454,7 +362,7 @@ class _Agent:
 
     def _conclude(self) -> int:
         """Report how the job ended, if that is not reported yet, and return the exit code."""
-        shutdown, server = self._shutdown, self._server.wait()
+        shutdown, server = self._shutdown.state, self._server.wait()
         if (postmortem := self._postmortem) is not None and not self._on_failure(*postmortem.blamed):
             self._relay.show(postmortem.text(colour=self._colour))
         if shutdown is not None:

@@ -1,4 +1,4 @@
-"""Replaces ranks that have died while the others wait: the part of the agent that acts on `launch.recovery`.
+"""Replaces ranks that have died while the others wait: the part of the agent that acts on `launch.replacement_policy`.
 
 A rank that a signal has ended is replaced at once. After an exception, it waits a moment for the same one in other
 ranks, and for the end of the process. To replace means: a decision with a number is written into the pages of all
@@ -21,7 +21,7 @@ from unisono.launch.failure.root_cause import RankFailure, RootCause
 from unisono.launch.forkserver_handle import ForkServerHandle
 from unisono.launch.generation import Generation
 from unisono.launch.output.relay import Relay
-from unisono.launch.recovery import Death, DeathCounts, GiveUp, Member, decide, describe_death
+from unisono.launch.replacement_policy import Death, DeathCounts, GiveUp, Member, decide_replacement, describe_death
 from unisono.launch.spares import Spares
 from unisono.text import name_ranks
 
@@ -124,7 +124,7 @@ class Replacing:
         return min((*self._due_s.values(), *self._kill_s.values(), *polls), default=None)
 
     def look(self) -> None:
-        """Say that ranks have been replaced, if all have joined since."""
+        """Print that ranks have been replaced, once all have joined."""
         pages = [self._generation.pages[rank] for rank in range(self._generation.size)]
         if not self._replaced or self._deaths or any(page.joined != self.number for page in pages):
             return
@@ -192,7 +192,7 @@ class Replacing:
 
     def _act(self, now_s: float) -> bool:
         generation = self._generation
-        choice = decide(self._deaths.values(), self._members(), self._counts, enabled=self._enabled)
+        choice = decide_replacement(self._deaths.values(), self._members(), self._counts, enabled=self._enabled)
         if isinstance(choice, GiveUp):
             self.reason = choice.reason
             if choice.exhausted is not None:

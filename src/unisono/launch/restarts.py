@@ -1,4 +1,4 @@
-"""The decision whether a job restarts ranks that have failed. Pure; start reading at `decide`."""
+"""The decision whether a job restarts ranks that have failed. Pure; start reading at `decide_restart`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Decision", "Ending", "decide"]
+__all__ = ["Decision", "Ending", "decide_restart"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,16 +29,16 @@ class Decision:
     reason: str = ""
 
 
-def decide(ending: Ending, before: Ending | None, *, restarts: int, max_restarts: int) -> Decision:
+def decide_restart(ending: Ending, before: Ending | None, *, restarts: int, max_restarts: int) -> Decision:
     """Return the decision after a failure, given how the previous generation ended and the number of restarts used.
 
     A program that fails twice with the same error before its first collective has a mistake that a restart does not
     correct: it is restarted once, and no more.
 
     >>> failed = Ending(code=1, account={"type": "ImportError", "message": "no x"}, met=False)
-    >>> decide(failed, None, restarts=0, max_restarts=3)
+    >>> decide_restart(failed, None, restarts=0, max_restarts=3)
     Decision(restart=True, reason='')
-    >>> decide(failed, failed, restarts=1, max_restarts=3).restart
+    >>> decide_restart(failed, failed, restarts=1, max_restarts=3).restart
     False
     """
     if restarts >= max_restarts:

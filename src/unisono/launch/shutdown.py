@@ -1,4 +1,4 @@
-"""The state of ending a job's ranks early. Pure: `launch.agent` acts on it."""
+"""The state of ending a job's ranks early. Pure: `launch.job_shutdown` acts on it."""
 
 from __future__ import annotations
 

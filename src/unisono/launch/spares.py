@@ -203,7 +203,7 @@ class Spares:
             spare.grant.close()
 
     def _drop(self, spare: Spare, how: str) -> None:
-        """Forget a process that has ended by itself, and say how."""
+        """Forget a process that has ended on its own, and report how."""
         self._forget(spare)
         spare.close()
         now_s = time.monotonic()

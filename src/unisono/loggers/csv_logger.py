@@ -9,7 +9,7 @@ from pathlib import Path
 from unisono.loggers.csv_table import CsvTable, put_aside
 from unisono.loggers.logger import Logger
 from unisono.loggers.rows import Row
-from unisono.watch.events import Event
+from unisono.watch.event_kinds import Event
 
 __all__ = ["CSVLogger"]
 

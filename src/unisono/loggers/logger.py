@@ -18,7 +18,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from unisono.loggers.rows import Row, read_row, steps_done
-from unisono.watch.events import Event
+from unisono.watch.event_kinds import Event
 
 if TYPE_CHECKING:
     from typing_extensions import Self

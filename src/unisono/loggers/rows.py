@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from unisono.watch.events import Event
+from unisono.watch.event_kinds import Event
 
 __all__ = ["Row", "read_row", "steps_done"]
 

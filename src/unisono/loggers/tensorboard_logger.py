@@ -8,7 +8,7 @@ from typing import Any
 
 from unisono.loggers.logger import Logger, import_library
 from unisono.loggers.rows import Row
-from unisono.watch.events import Event
+from unisono.watch.event_kinds import Event
 
 __all__ = ["TensorBoardLogger"]
 

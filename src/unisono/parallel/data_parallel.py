@@ -134,8 +134,9 @@ class DataParallel:
         parts, sizes = divide(batch, self.devices, dim=self.dim, place="batch")
         results = self._run(function, parts)
         sums = [read_loss(loss_of(result), samples=size) for result, size in zip(results, sizes, strict=True)]
-        totals = torch.stack([carry(total, self.output_device) for total, _ in sums])
-        weight = sum(carry(w, self.output_device) if isinstance(w, Tensor) else w for _, w in sums)
+        totals = torch.stack([carry(each.total, self.output_device) for each in sums])
+        weights = [each.weight for each in sums]
+        weight = sum(carry(w, self.output_device) if isinstance(w, Tensor) else w for w in weights)
         if (not isinstance(weight, Tensor) or weight.is_cpu) and not weight:
             raise LossError("the weights of the batch add up to 0, so the loss has no mean: give one above zero")
         return totals.sum() / weight

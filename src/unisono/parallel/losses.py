@@ -42,6 +42,8 @@ class WeightedSum(NamedTuple):
     """The sum, a scalar."""
     weight: float | Tensor
     """The divisor of the sum: the number of samples, or the weight that the function returned."""
+    losses: Tensor | None = None
+    """The losses of the samples, to run backward from, if `total` was computed without a graph; otherwise None."""
 
     def weight_number(self, what: str = "loss function") -> float:
         """Return the weight as a number, which waits for the device if it is a tensor on a GPU.
@@ -55,7 +57,7 @@ class WeightedSum(NamedTuple):
         return _checked(float(self.weight), what)
 
 
-def read_loss(result: Any, *, samples: int, what: str = "loss function") -> WeightedSum:
+def read_loss(result: Any, *, samples: int, what: str = "loss function", needs_graph: bool = True) -> WeightedSum:
     """Convert the result of a function for some samples to a sum and its weight.
 
     Args:
@@ -63,6 +65,7 @@ def read_loss(result: Any, *, samples: int, what: str = "loss function") -> Weig
             Values of low precision or whole numbers are summed in float32.
         samples: The number of samples the function was given.
         what: The function, for messages.
+        needs_graph: False to sum one loss per sample without a graph, which takes less time.
 
     Raises:
         LossError: The function returned something else.
@@ -72,7 +75,9 @@ def read_loss(result: Any, *, samples: int, what: str = "loss function") -> Weig
         if not wide.dim():
             return WeightedSum(wide * samples, float(samples))
         if wide.shape == (samples,):
-            return WeightedSum(wide.sum(), float(samples))
+            if needs_graph:
+                return WeightedSum(wide.sum(), float(samples))
+            return WeightedSum(wide.detach().sum(), float(samples), wide)
         raise LossError(_wrong_shape(list(wide.shape), samples, what))
     if not isinstance(result, Sum):
         raise LossError(f"the {what} returned {_other(result, samples)}")

@@ -7,8 +7,7 @@ works for many. The loader (`unisono.data`) decides which samples a rank gets.
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -31,6 +30,7 @@ from unisono.parallel.gradient_transport import GradientTransport
 from unisono.parallel.model_agreement import broadcast_values, check_given, check_same_model, check_same_values
 from unisono.parallel.reducer import Reducer, ReducerSettings
 from unisono.parallel.replicated_models import Models, named_models, parameters_of, tensors_of_model
+from unisono.parallel.uneven_passes import follow_others, take_longest
 from unisono.state.stateful import Stateful
 from unisono.text import a_type
 
@@ -272,12 +272,12 @@ class Replicas:
         try:
             yield
             mine = sum(reducer.rounds for reducer in self._reducers) - sum(rounds)
-            self._shadow()
+            follow_others(self._reducers)
         finally:
             for reducer in self._reducers:
                 reducer.joining = False
         if self._reducers:
-            self._catch_up(mine, stateful)
+            take_longest(self._reducers, mine, stateful)
 
     def check(self) -> None:
         """Check that parameters and buffers have the same bits on all ranks. Every rank must call it.
@@ -339,50 +339,6 @@ class Replicas:
         self._paused = paused
         for reducer in self._reducers:
             reducer.paused = paused > 0
-
-    def _shadow(self) -> None:
-        """Participate in the rounds of other ranks until no rank has a batch any more. Every rank must call it."""
-
-        def follow(reducer: Reducer) -> None:
-            while reducer.shadow():
-                pass
-
-        if len(self._reducers) < 2:
-            for reducer in self._reducers:
-                follow(reducer)
-            return
-        # The order in which backward reaches the models is known to the other ranks alone, so each has a thread.
-        failed: list[BaseException] = []
-
-        def try_to_follow(reducer: Reducer) -> None:
-            try:
-                follow(reducer)
-            except BaseException as error:  # raised below, in the thread that waits
-                failed.append(error)
-
-        threads = [threading.Thread(target=try_to_follow, args=(r,), name="unisono-join") for r in self._reducers]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if failed:
-            raise failed[0]
-
-    def _catch_up(self, rounds: int, stateful: Sequence[Stateful]) -> None:
-        """Copy models and states from the first of the ranks that ran the most rounds. Every rank must call it."""
-        gradient_transport = self._reducers[0].gradient_transport
-        everyone = gradient_transport.gather(rounds, "replicas.join()")
-        source = everyone.index(max(everyone))
-        if min(everyone) == max(everyone):
-            return
-        for reducer in self._reducers:
-            broadcast_values(tensors_of_model(reducer.model).values(), reducer.gradient_transport, source)
-        states = gradient_transport.broadcast_value(
-            [thing.state_dict() for thing in stateful], source, "replicas.join()"
-        )
-        if gradient_transport.rank != source:
-            for thing, state in zip(stateful, states, strict=True):
-                thing.load_state_dict(state)
 
 
 def _timeout(timeout: timedelta | float | None) -> timedelta | None:

@@ -18,7 +18,7 @@ from unisono.job.current import active_job, current_job
 from unisono.job.initialize import require_job
 from unisono.job.ranks import world_size
 from unisono.job.rejoin import is_new_rank
-from unisono.job.rendezvous import wait_for
+from unisono.job.store_exchange import wait_for_keys
 
 __all__ = ["main_first"]
 
@@ -114,7 +114,7 @@ class _Turn:
         (store, key), who = self._place(), self.who
         limit_s = self.timeout_s or require_job().timeout.total_seconds()
         try:
-            done = wait_for(store, [key], time.monotonic() + limit_s, check=check)
+            done = wait_for_keys(store, [key], time.monotonic() + limit_s, check=check)
         except dist.DistError:
             return (
                 f"{who} was not done with its block of main_first when rank 0's process ended, and with it the job's "

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ProgressBar", "progress"]
 
-Item = TypeVar("Item")
+T = TypeVar("T")
 
 _PERIOD_S = 0.2
 """Seconds between a rank's reports of its count, and between drawings on rank 0."""
@@ -38,8 +38,8 @@ _numbers = itertools.count()
 
 
 def progress(
-    iterable: Iterable[Item] | int | None = None, *, total: int | None = None, name: str = "", unit: str = "batches"
-) -> ProgressBar[Item]:
+    iterable: Iterable[T] | int | None = None, *, total: int | None = None, name: str = "", unit: str = "batches"
+) -> ProgressBar[T]:
     """Return a progress bar for a loop, which counts over all ranks and is drawn by rank 0. Every rank calls it.
 
     With an iterable, use it in a for loop; otherwise call `update` in a with block. On a terminal it is a bar, in a
@@ -79,10 +79,10 @@ def progress(
     return ProgressBar(iterable, total=total, name=name, unit=unit)
 
 
-class ProgressBar(Generic[Item]):
+class ProgressBar(Generic[T]):
     """The result of `progress`: iterate over it, or count with `update` until `close`."""
 
-    def __init__(self, iterable: Iterable[Item] | None, *, total: int | None, name: str, unit: str) -> None:
+    def __init__(self, iterable: Iterable[T] | None, *, total: int | None, name: str, unit: str) -> None:
         self._iterable = iterable
         self._tally = _Tally(current_job(), None if total is None else int(total))
         self._display = _Display(name or "progress", unit) if is_main() else None
@@ -92,7 +92,7 @@ class ProgressBar(Generic[Item]):
         self._open = True
         self._tell()
 
-    def __iter__(self) -> Iterator[Item]:
+    def __iter__(self) -> Iterator[T]:
         if self._iterable is None:
             raise TypeError("this progress has nothing to iterate over: give it an iterable, or count with update()")
         complete = False

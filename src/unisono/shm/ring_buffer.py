@@ -36,7 +36,7 @@ def create_ring(segment: Segment, offset: int) -> None:
 class _End:
     """The common part of both ends of a ring: the semaphores, and the addresses of headers and cells."""
 
-    __slots__ = ("_cells", "_count", "_filled", "_freed", "_headers", "_segment", "cell_nbytes")
+    __slots__ = ("_cells", "_count", "_filled", "_freed", "_headers", "_segment")
 
     def __init__(self, segment: Segment, offset: int, *, cell_nbytes: int) -> None:
         start = segment.address + offset
@@ -46,7 +46,6 @@ class _End:
         self._headers = [_HEADER.from_address(headers + i * ctypes.sizeof(_HEADER)) for i in range(NUM_CELLS)]
         self._cells = [headers + _HEADERS_NBYTES + i * cell_nbytes for i in range(NUM_CELLS)]
         self._count = 0
-        self.cell_nbytes = cell_nbytes
 
 
 class RingWriter(_End):

@@ -27,9 +27,10 @@ def set_generators(key: int, device: torch.device | None = None) -> None:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(key & 0xFFFFFFFF)
-    if device is not None and device.type == "cuda":
+    kind = "cpu" if device is None else device.type
+    if kind == "cuda":
         torch.cuda.manual_seed(key)
-    elif device is not None and device.type == "mps":
+    elif kind == "mps":
         torch.mps.manual_seed(key)
 
 

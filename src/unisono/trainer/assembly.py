@@ -40,6 +40,7 @@ from unisono.trainer.hyperparameters import given_by, settings_of
 from unisono.trainer.model_checks import check_models
 from unisono.trainer.modules import check_batch_norms, check_embeddings, parameter_names, plain_modules
 from unisono.trainer.recovery import Recovery
+from unisono.trainer.restoration import restore
 from unisono.trainer.resume import ResumedRun
 from unisono.trainer.run_context import RunContext
 from unisono.trainer.settings import TrainerSettings
@@ -54,7 +55,7 @@ from unisono.trainer.setup import (
     named_optimizers,
     start_averages,
 )
-from unisono.trainer.snapshot import Cursor, Subjects, check_storable_models, restore
+from unisono.trainer.snapshot import Cursor, Subjects, check_storable_models
 from unisono.trainer.step import StepRunner
 from unisono.trainer.step_fingerprint import StepFingerprint
 

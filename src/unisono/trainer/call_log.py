@@ -9,7 +9,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-__all__ = ["CallLog", "LoggedCall"]
+__all__ = ["CallLog", "Dropped", "LoggedCall"]
+
+
+class Dropped:
+    """The place of a result that is not kept."""
 
 
 class LoggedCall(NamedTuple):
@@ -18,6 +22,7 @@ class LoggedCall(NamedTuple):
     name: str
     """The call, such as "trainer.step"."""
     result: Any
+    """What it has returned; a `Dropped` if that is not kept."""
     is_recent: bool = False
     """True if the loop has not asked for another batch or epoch since then."""
     has_failed: bool = False

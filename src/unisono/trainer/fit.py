@@ -20,7 +20,7 @@ from unisono.trainer.virtual_rank_gradients import Loss
 
 __all__ = ["Callbacks", "Validation", "check_fit", "loss_alone", "run_epochs"]
 
-Values = dict[str, Average]
+Averages = dict[str, Average]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +31,7 @@ class Callbacks:
     """After each step."""
     on_epoch: Callable[[Any, EpochResult], object] | None = None
     """After each epoch and its evaluation."""
-    on_evaluation: Callable[[Any, Values], object] | None = None
+    on_evaluation: Callable[[Any, Averages], object] | None = None
     """After each evaluation."""
 
 
@@ -52,7 +52,7 @@ class Validation:
         """Return True if an evaluation within an epoch is due after this many steps of the run."""
         return self.dataset is not None and self.every_steps is not None and steps % self.every_steps == 0
 
-    def run(self, trainer: Any) -> Values:
+    def run(self, trainer: Any) -> Averages:
         """Evaluate all functions. Every rank must call it."""
         if self.dataset is None:
             return {}
@@ -133,7 +133,7 @@ def run_epochs(
         callbacks: The functions to call.
     """
     for epoch in epochs:
-        evaluated: Values | None = None
+        evaluated: Averages | None = None
         is_over = False
         batches = make_batches()
         for batch in batches:

@@ -40,7 +40,7 @@ class Inference:
     _modules: Mapping[str, nn.Module]
     _subjects: Subjects
     _carried: CarriedStates
-    _dealer: LoaderCache
+    _loader_cache: LoaderCache
     _log: EventLog
     _loop: Loop
     _recovery: Recovery
@@ -194,7 +194,7 @@ class Inference:
         *,
         keep: bool = True,
     ) -> Loader:
-        return self._dealer.loader(
+        return self._loader_cache.loader(
             dataset,
             keep=keep,
             stream="evaluate",

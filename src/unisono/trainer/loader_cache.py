@@ -15,7 +15,7 @@ from unisono.collectives.construction import construct_on_all
 from unisono.collectives.group import known_group
 from unisono.data.joined_loader import JoinedLoader
 from unisono.data.map_loader import MapLoader, TrainerLoaderSettings
-from unisono.data.reading_ranks import check_same_data
+from unisono.data.reading_ranks import check_data_of_ranks
 from unisono.data.sampled_loader import SampledLoader
 from unisono.data.sampled_order import draw_order
 from unisono.data.shard_loader import Counts, ShardLoader, Steps
@@ -90,7 +90,7 @@ class LoaderCache:
             else:
                 loader = MapLoader(dataset, full, tell=self._tell, noting=self._run.noting)
             own = {"order": None, **loader.identity, "micro_batch_size": full.micro_batch_size}
-            check_same_data(self._run.world.gather(own, "Trainer comparing data"))
+            check_data_of_ranks(self._run.world.gather(own, "Trainer comparing data"))
             if not keep:
                 return loader
             self._loaders[key] = loader

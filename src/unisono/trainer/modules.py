@@ -19,6 +19,7 @@ __all__ = [
     "foreign_parameter",
     "lone_sample",
     "lone_samples_warning",
+    "name_of_parameter",
     "named_buffers",
     "named_parameters",
     "parameter_names",
@@ -49,6 +50,18 @@ def plain_modules(model: nn.Module | Mapping[str, nn.Module]) -> dict[str, nn.Mo
 def parameter_names(modules: Mapping[str, nn.Module]) -> dict[int, str]:
     """Return the names of the models' parameters by id."""
     return {id(p): name for name, p in named_parameters(modules).items()}
+
+
+def name_of_parameter(names: Mapping[int, str], parameter: Tensor) -> str:
+    """Return the name of a parameter, given those of `parameter_names`.
+
+    Raises:
+        ValueError: The parameter belongs to no model.
+    """
+    name = names.get(id(parameter))
+    if name is None:
+        raise foreign_parameter(parameter)
+    return name
 
 
 def named_parameters(modules: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +27,9 @@ from unisono.job.user_function import (
     refuse_inside,
 )
 from unisono.plan import rank_block
-from unisono.state.rows_file import RowsFile
-from unisono.state.safetensors_format import type_name
 from unisono.text import a_type, list_first
 from unisono.trainer.modules import evaluating, to_device
+from unisono.trainer.output_sinks import FileSink, MemorySink, OutputSink
 from unisono.trainer.outputs import Layout, Rows, place_rows, read_outputs
 from unisono.trainer.rank_errors import RankError, gather_or_raise
 from unisono.trainer.run_context import RunContext
@@ -101,19 +99,6 @@ class _Chunk:
         return _Report(tuple(self.sizes), self.ended, tuple(self.examples))
 
 
-class _OutputSink(Protocol):
-    """Receives the outputs, chunk by chunk."""
-
-    def take(self, layout: Layout, rows: Rows) -> None:
-        """Receive the outputs of the next samples."""
-
-    def finish(self) -> None:
-        """Complete the output."""
-
-    def close(self) -> None:
-        """Release open files; without an earlier `finish`, discard the output."""
-
-
 class Predictor:
     """Computes the outputs of a function for the batches of a dataset.
 
@@ -154,16 +139,16 @@ class Predictor:
             OSError: On rank 0, if the file cannot be written.
             PeerError: Another rank failed.
         """
-        sink: _MemorySink | _FileSink | None = None
+        sink: MemorySink | FileSink | None = None
         opened = _Chunk()
         if isinstance(destination, Path):
             try:
-                sink = _FileSink(destination, rows=rows) if self._run.world.rank == 0 else None
+                sink = FileSink(destination, rows=rows) if self._run.world.rank == 0 else None
             except OSError as error:
                 opened.failure = error
             self._exchange(opened)
         elif self._run.world.rank == 0 or destination == "all":
-            sink = _MemorySink(rows)
+            sink = MemorySink(rows)
         try:
             with evaluating(self._modules):
                 self._fill(sink, batches, everywhere=destination == "all")
@@ -173,7 +158,7 @@ class Predictor:
             self._run.set_generators("loop", self._cursor.epoch, self._cursor.step, 0)
         if isinstance(destination, Path):
             return destination
-        return sink.outputs() if isinstance(sink, _MemorySink) else None
+        return sink.outputs() if isinstance(sink, MemorySink) else None
 
     def stream(self, batches: Iterator[Batch], begin: Callable[[], None]) -> Iterator[Any]:
         """Yield the outputs of each batch, on every rank. Every rank must ask for the same number.
@@ -202,7 +187,7 @@ class Predictor:
                 return
             yield layout.rebuild(rows)
 
-    def _fill(self, sink: _OutputSink | None, batches: Iterator[Batch], *, everywhere: bool) -> None:
+    def _fill(self, sink: OutputSink | None, batches: Iterator[Batch], *, everywhere: bool) -> None:
         """Compute all batches, and pass their outputs to this rank's sink."""
         first: _Example | None = None
         failure: Exception | None = None
@@ -309,86 +294,6 @@ class Predictor:
             )
             for column in layout.columns
         }
-
-
-class _MemorySink:
-    """Keeps outputs as tensors. With a known number of rows, memory is allocated once."""
-
-    def __init__(self, rows: int | None) -> None:
-        self._rows, self._done = rows, 0
-        self._layout: Layout | None = None
-        self._whole: Rows = {}
-        self._chunks: list[Rows] = []
-
-    def take(self, layout: Layout, rows: Rows) -> None:
-        """See `_OutputSink`."""
-        self._layout = layout
-        if self._rows is None:
-            self._chunks.append(rows)
-            return
-        if not self._whole:
-            self._whole = {column.name: column.empty(self._rows) for column in layout.columns}
-        for name, tensor in rows.items():
-            self._whole[name][self._done : self._done + len(tensor)] = tensor
-        self._done += len(next(iter(rows.values())))
-
-    def finish(self) -> None:
-        """See `_OutputSink`."""
-        if self._layout is not None and self._rows is None:
-            for column in self._layout.columns:
-                self._whole[column.name] = torch.cat([chunk.pop(column.name) for chunk in self._chunks])
-
-    def close(self) -> None:
-        """See `_OutputSink`."""
-
-    def outputs(self) -> Any:
-        """Return the outputs in the form in which the function returns them."""
-        assert self._layout is not None, "a dataset has samples"
-        return self._layout.rebuild(self._whole)
-
-
-class _FileSink:
-    """Writes outputs to a safetensors file."""
-
-    def __init__(self, path: Path, *, rows: int | None) -> None:
-        self._path = path
-        self._file = RowsFile(path, rows=rows)
-
-    def take(self, layout: Layout, rows: Rows) -> None:
-        """Write rows; see `_OutputSink`.
-
-        Raises:
-            LossError: The file cannot hold a type or name.
-        """
-        for column in layout.columns:
-            if type_name(column.dtype) is None:
-                raise LossError(
-                    f"{self._path} cannot hold outputs of type {column.dtype}: safetensors has none such. Return real "
-                    'numbers (torch.view_as_real for complex ones), or use to="main".'
-                )
-            if column.name == "__metadata__" or not column.name.isprintable():
-                raise LossError(f"{self._path} cannot hold outputs named {column.name!r}: use another name.")
-        with self._explained():
-            self._file.append(rows)
-
-    def finish(self) -> None:
-        """See `_OutputSink`."""
-        with self._explained():
-            self._file.finish()
-
-    def close(self) -> None:
-        """See `_OutputSink`."""
-        self._file.discard()
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise OSError(
-                error.errno,
-                f"{self._path} cannot be written ({error.strerror}). Free space there, or give another path",
-            ) from error
 
 
 def _as_own_error(_rank: int, error: RankError) -> Exception | None:

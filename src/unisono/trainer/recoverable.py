@@ -1,40 +1,18 @@
-"""What the recovery of a run needs to know of it, and what ranks that meet tell each other."""
+"""What the recovery of a run needs to know of it, and does with it."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from unisono.collectives.world import World
 from unisono.recovery_link import Membership
 from unisono.trainer.call_log import CallLog
-from unisono.trainer.checkpointing import Place
-from unisono.trainer.snapshot import Cursor
-from unisono.watch import Event
+from unisono.trainer.rank_positions import Position
 
-__all__ = ["Account", "Position", "Recoverable"]
-
-
-class Position(NamedTuple):
-    """Where a rank is in its run, as it tells new ranks."""
-
-    log: CallLog
-    name: str
-    """The call under way."""
-    cursor: Cursor
-    """The cursor when the loop last asked for a batch or an epoch."""
-    evaluations: Any
-    """The state of the history of evaluations at that time."""
-    began: Place
-    """The place where the first processes of the job began."""
-    saved: Place
-    """The place of the latest checkpoint."""
-    told: Event | None
-    """The latest event about a call of all ranks."""
-    resizes: bool
-    """True if the number of ranks is to change before the loop gets its next batch."""
+__all__ = ["Account", "Recoverable"]
 
 
 class Recoverable(Protocol):

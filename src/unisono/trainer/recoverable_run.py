@@ -16,10 +16,11 @@ from unisono.trainer.call_log import CallLog
 from unisono.trainer.evaluation_history import EvaluationHistory
 from unisono.trainer.loader_cache import LoaderCache
 from unisono.trainer.loop import Loop
-from unisono.trainer.recoverable import Position
+from unisono.trainer.rank_positions import Position
+from unisono.trainer.restoration import restore
 from unisono.trainer.run_log import announce_to_listeners
-from unisono.trainer.snapshot import Cursor, capture, facts_of, restore
-from unisono.trainer.tensor_groups import Groups, broadcast_groups
+from unisono.trainer.snapshot import Cursor, capture, facts_of
+from unisono.trainer.tensor_groups import TensorGroups, broadcast_groups
 from unisono.watch import EventLog
 
 __all__ = ["RecoverableRun"]
@@ -87,7 +88,7 @@ class RecoverableRun:
         """Restore the state from before the call under way; return why that is not possible, if it is not."""
         batch = self._loop.batch
         if batch is not None and batch.versions() != self._loop.versions:
-            return "the loss function writes to the tensors of its batch, which so cannot be computed again"
+            return "the loss function writes to the tensors of its batch, so the step cannot be computed again"
         is_writing = any(runner.transaction.writing for runner in self._parts.runners.values())
         if is_writing and not self._parts.engines.shares:
             return "a rank died while this one wrote weights"
@@ -159,7 +160,7 @@ class RecoverableRun:
         """Raise the exception of a signal that was put off."""
         self._loop.raise_pending()
 
-    def _capture(self) -> tuple[dict[str, Any], Groups]:
+    def _capture(self) -> tuple[dict[str, Any], TensorGroups]:
         parts, loop = self._parts, self._loop
         constants = {"seed": parts.run.seed, "virtual_ranks": parts.run.virtual_ranks}
         facts = {**facts_of(constants, parts.cursor), "evaluations": loop.history.state()}

@@ -13,7 +13,6 @@ from __future__ import annotations
 import time
 import traceback
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -38,8 +37,11 @@ from unisono.job.user_function import collectives_of_user, count_collectives
 from unisono.peer_loss import is_peer_lost
 from unisono.recovery_link import Phase, RecoveryLink
 from unisono.text import list_first
-from unisono.trainer.call_log import CallLog, LoggedCall
-from unisono.trainer.recoverable import Account, Position, Recoverable
+from unisono.trainer.call_log import CallLog, Dropped, LoggedCall
+from unisono.trainer.call_replay import TURN, CallReplay
+from unisono.trainer.launcher_decisions import DecisionError, LauncherDecisions
+from unisono.trainer.rank_positions import Position, furthest, missed_call, read_positions, tell_position
+from unisono.trainer.recoverable import Account, Recoverable
 
 __all__ = ["Recovery"]
 
@@ -49,18 +51,8 @@ _PATIENCE_S = 5.0
 """How long a rank that has lost a peer waits for the launcher to replace it."""
 _DOUBT_S = 0.5
 """The same after an error that need not come from a lost peer."""
-_PAUSE_S = 0.0005
 _MOST_SAMPLES = 16
-_TURN = "unisono.main_first"
 _RESIZE = "trainer.batches, where the number of ranks changes"
-
-
-class _Dropped:
-    """The place of a result that is not kept."""
-
-
-class _DecisionError(Exception):
-    """The launcher has decided on who the ranks are, and all meet now."""
 
 
 def _nothing(_result: Any, /, *, counts: bool) -> None:
@@ -74,16 +66,15 @@ class Recovery:
         link = recovery_link.current
         self._link: RecoveryLink | None = link
         self._log = CallLog()
-        self._replayed: deque[LoggedCall] = deque()
+        self._replay = CallReplay(differ=self._differ)
         self._run: Recoverable | None = None
-        self._joined = 0 if link is None else link.membership().number
-        self._refused = False
         self._resizes = False
         self._is_again = False
         """True in a call that is made again after a death."""
         self._within = self._is_calling = False
         self._name = ""
         self._counted = (0, 0)
+        self.decisions = LauncherDecisions(link, self._check)
         self.position: Position | None = None
         """Where the other ranks are, on a new rank."""
         self.is_joined = True
@@ -112,30 +103,16 @@ class Recovery:
 
     def refuse(self, reason: str) -> None:
         """Tell the launcher why it must not replace single ranks of this job."""
-        if self._link is not None and not self._refused:
-            self._refused = True
-            self._link.refuse(reason)
-
-    @property
-    def is_asked_alone(self) -> bool:
-        """True if SIGTERM is meant for this rank alone: the others go on."""
-        return self._link is not None and not self._refused and not self._link.job_ends()
-
-    @property
-    def has_failed(self) -> bool:
-        """True if the launcher ends the job because a rank has failed."""
-        return self._link is not None and self._link.job_failed()
+        self.decisions.refuse(reason)
 
     @property
     def is_on(self) -> bool:
         """True if ranks of this run may be replaced."""
-        return self._link is not None and not self._refused
+        return self.decisions.is_on
 
     def is_wanted(self) -> bool:
         """Return True if the launcher wants another number of ranks; see `run_context.Resizing`."""
-        if self._link is None or self._refused or self._run is None:
-            return False
-        return self._link.wanted_size() not in (0, self._run.world.size)
+        return self._run is not None and self.is_on and self.decisions.wants_other_size(self._run.world.size)
 
     def agree(self, *, is_wanted: bool) -> None:
         """Note in a step what all ranks know of it together; see `run_context.Resizing`."""
@@ -146,7 +123,7 @@ class Recovery:
         """True if all ranks are to call `resize` before the loop gets its next batch."""
         if self.is_joined:
             return self._resizes
-        return not self._replayed and self.position is not None and self.position.name == _RESIZE
+        return not self._replay and self.position is not None and self.position.name == _RESIZE
 
     def resize(self) -> None:
         """Go on with another number of ranks, if that is still wanted. Every rank must call it between two steps.
@@ -162,16 +139,11 @@ class Recovery:
         """Wait until the number of ranks is the one that the launcher wants, or it wants no other one any more.
 
         Raises:
-            _DecisionError: The launcher has decided on who the ranks are.
+            DecisionError: The launcher has decided on who the ranks are.
         """
-        assert self._link is not None
         assert self._run is not None
         self.note("resize")
-        while self._link.wanted_size() not in (0, self._run.world.size):
-            self._check()
-            if self._link.membership().number != self._joined:
-                raise _DecisionError
-            time.sleep(_PAUSE_S)
+        self.decisions.wait_for_size(self._run.world.size)
 
     def note(self, phase: Phase, virtual_rank: int = -1, samples: Iterable[int] = ()) -> None:
         """Note what this rank does, for messages about its death; with samples only in a call that is made again."""
@@ -197,20 +169,10 @@ class Recovery:
         A new rank may leave it out or make one more: whether there is something to prepare may depend on files.
         """
         if not self.is_joined:
-            logged = self._replayed[0].name if self._replayed else self.position and self.position.name
-            if logged != _TURN:
+            logged = self._replay.next_name if self._replay else self.position and self.position.name
+            if logged != TURN:
                 return None
-        return self.call(_TURN, lambda: body(self._look))
-
-    def _look(self) -> None:
-        """Leave a call that waits for other ranks, once the launcher has replaced some.
-
-        Raises:
-            _DecisionError: The launcher has decided on who the ranks are.
-        """
-        self._check()
-        if self._link is not None and not self._refused and self._link.membership().number != self._joined:
-            raise _DecisionError
+        return self.call(TURN, lambda: body(self.decisions.look))
 
     def begin_epoch(self) -> None:
         """Note that the body of an epoch begins."""
@@ -250,8 +212,8 @@ class Recovery:
         """
         if self._link is None or self._within:
             return body()
-        if self._replayed:
-            return self._replay(name, body, again=again, account=account)
+        if self._replay:
+            return self._replay.go_through(name, body, again=again, account=account)
         self._is_calling = True
         try:
             return self._make(name, body, again=again, keeps=keeps, account=account)
@@ -272,7 +234,7 @@ class Recovery:
                 with self._inside():
                     result = body()
                 break
-            except _DecisionError:
+            except DecisionError:
                 pass
             except Exception as error:  # of any class, from values that came over a group that was aborted
                 if not self._recovers_from(error):
@@ -280,7 +242,7 @@ class Recovery:
                     self._counted = self._uses()
                     raise
             if (missed := self._meet()) is not None:
-                if again or isinstance(missed.result, _Dropped):
+                if again or isinstance(missed.result, Dropped):
                     raise PeerError(f"only some ranks could finish {name} before a rank died")
                 account(missed.result, counts=False)
                 self._counted = self._uses()
@@ -290,8 +252,8 @@ class Recovery:
         if self._is_again:
             self._is_again = False
             self._link.note_samples("")
-        if not self._refused:
-            self._log.add(name, None if again else result if keeps else _Dropped())
+        if self.is_on:
+            self._log.add(name, None if again else result if keeps else Dropped())
         self._counted = self._uses()
         return result
 
@@ -323,31 +285,14 @@ class Recovery:
         while True:
             store = self._store()
             try:
-                self.position = _first(self._positions(store))[1]
+                self.position = furthest(read_positions(store))[1]
                 break
             except SupersededError:
                 continue
         self._log = self.position.log
-        self._replayed = deque(self._log.calls())
+        self._replay = CallReplay(self._log.calls(), differ=self._differ)
 
-    def _replay(self, name: str, body: Callable[[], T], *, again: bool, account: Account) -> T:
-        """Return the result of a call that the other ranks have made."""
-        logged = self._replayed.popleft()
-        while logged.name == _TURN != name and self._replayed:
-            logged = self._replayed.popleft()
-        if logged.name != name:
-            self._differ(f"{name} where the others have called {logged.name}")
-        if logged.has_failed:
-            self._differ(f"{name}, which has failed in the others")
-        if again:
-            return body()
-        if isinstance(logged.result, _Dropped):
-            self._differ(f"{name}, whose result is not kept")
-        if logged.is_recent:
-            account(logged.result, counts=True)
-        return logged.result  # type: ignore[no-any-return]
-
-    def _differ(self, what: str) -> None:
+    def _differ(self, what: str) -> NoReturn:
         reason = f"a new rank that runs the script from its top comes to {what}"
         self.refuse(reason)
         raise RankMismatchError(f"no rank can be replaced alone: {reason}.")
@@ -356,29 +301,17 @@ class Recovery:
         """Return True if ranks have died and will be replaced, and the state is that from before the call."""
         assert self._link is not None
         assert self._run is not None
-        if self._refused or self._run.world.size == 1:
+        if not self.is_on or self._run.world.size == 1:
             return False
         is_lost = is_cut_off() or (isinstance(error, (UnisonoError, RuntimeError)) and is_peer_lost(error))
         if not is_lost and type(error) is not UnisonoError:  # a subclass says what else went wrong
             return False
-        if not self._is_replaced(_PATIENCE_S if is_lost else _DOUBT_S):
+        if not self.decisions.wait(_PATIENCE_S if is_lost else _DOUBT_S):
             return False
         if (obstacle := self._run.undo()) is not None:
             self.refuse(obstacle)
             return False
         _release(error)
-        return True
-
-    def _is_replaced(self, patience_s: float) -> bool:
-        """Wait for a decision of the launcher that this rank has not followed yet; return False if none comes."""
-        assert self._link is not None
-        end_s, pause_s = time.monotonic() + patience_s, _PAUSE_S
-        while self._link.membership().number == self._joined:
-            if time.monotonic() >= end_s:
-                return False
-            self._check()
-            time.sleep(pause_s)
-            pause_s = min(1.2 * pause_s, 0.01)
         return True
 
     def _meet(self) -> LoggedCall | None:
@@ -403,8 +336,8 @@ class Recovery:
                 continue
             except Exception as error:  # of any class, as in `call`
                 is_own = not isinstance(error, (UnisonoError, RuntimeError)) or isinstance(error, RankMismatchError)
-                self._joined = store.membership.number
-                if (is_own and not is_cut_off()) or not self._is_replaced(_PATIENCE_S):
+                self.decisions.follow(store.membership.number)
+                if (is_own and not is_cut_off()) or not self.decisions.wait(_PATIENCE_S):
                     raise
                 _release(error)
 
@@ -414,7 +347,7 @@ class Recovery:
         assert run is not None
         if run.world.rank < size and run.world.rank not in ranks:
             tell_job(store)
-            store.put(f"position/{run.world.rank}", run.position(self._log, self._name, resizes=self._resizes))
+            tell_position(store, run.world.rank, run.position(self._log, self._name, resizes=self._resizes))
 
     def _meet_at(self, store: RecoveryStore, started_s: float) -> LoggedCall | None:
         run, link, name = self._run, self._link, self._name
@@ -424,17 +357,8 @@ class Recovery:
         if run.world.rank >= size:
             self._leave()
         is_new, before = run.world.rank in ranks, run.world.size
-        source, position = _first(self._positions(store))
-        missed: LoggedCall | None = None
-        behind = position.log.count - self._log.count
-        if not self.is_joined and behind:
-            # The rank whose calls this one has gone through has died, and no other rank had come so far.
-            raise PeerError("another rank died before this new one had its state: it is replaced once more")
-        if behind < 0 or behind > 1:
-            raise PeerError(f"this rank has made {self._log.count} calls, and rank {source} {position.log.count}")
-        if behind:
-            missed = position.log.last
-            assert missed is not None
+        source, position = furthest(read_positions(store))
+        missed = missed_call(self._log, source, position, is_joined=self.is_joined)
         expected = position.name if missed is None else missed.name
         if name != expected:
             self._differ(f"{name} where the others are in {expected}")
@@ -445,13 +369,14 @@ class Recovery:
         rejoin(store)
         guard_group(self._is_guarded)
         run.connect()
-        run.send_state(source, wanted=behind > 0 or not self.is_joined, keeps_objects=self.is_joined)
+        run.send_state(source, wanted=missed is not None or not self.is_joined, keeps_objects=self.is_joined)
         waited_s = max(run.world.gather(time.monotonic() - started_s, "ranks that go on after a recovery"))
         if missed is not None:
             self._log = position.log
         if missed is not None or is_new:
             self._resizes = position.resizes
-        self.is_joined, self._joined = True, number
+        self.is_joined = True
+        self.decisions.follow(number)
         link.joined(number)
         run.has_joined(store.membership, before, waited_s, position, took=missed is not None or is_new)
         self._counted = self._uses()
@@ -464,15 +389,10 @@ class Recovery:
         timeout_s = active.job.timeout.total_seconds()
         return RecoveryStore(self._link, self._link.membership(), timeout_s=timeout_s, check=self._check)
 
-    def _positions(self, store: RecoveryStore) -> dict[int, Position]:
-        """Return the places of the ranks that are not new."""
-        ranks = [rank for rank in range(store.membership.size) if rank not in store.membership.ranks]
-        doing = "come to the call in which they notice it"
-        return dict(zip(ranks, store.read([f"position/{r}" for r in ranks], doing=doing), strict=True))
-
     def _leave(self) -> NoReturn:
         """End this rank, which the launcher has released: the others have its state."""
         self._link, self._within = None, False
+        self.decisions.leave()
         raise SystemExit(0)
 
     def _check(self) -> None:
@@ -486,9 +406,3 @@ def _release(error: BaseException | None) -> None:
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
-
-
-def _first(positions: dict[int, Position]) -> tuple[int, Position]:
-    """Return the rank that has made the most calls, and its place."""
-    rank = max(positions, key=lambda rank: (positions[rank].log.count, -rank))
-    return rank, positions[rank]

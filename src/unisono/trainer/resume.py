@@ -15,7 +15,7 @@ from unisono.errors import CheckpointError
 from unisono.state.checkpoint_store import CheckpointStore
 from unisono.state.durable_files import make_folder
 from unisono.state.lock import DirectoryLock
-from unisono.trainer.tensor_groups import Groups, broadcast_groups
+from unisono.trainer.tensor_groups import TensorGroups, broadcast_groups
 
 __all__ = ["Resume", "ResumedRun", "find"]
 
@@ -42,7 +42,7 @@ def find(world: World, directory: Path, store: CheckpointStore, lock: DirectoryL
             resume="must", if there is one and resume="never", or if all are damaged.
     """
 
-    def read() -> tuple[dict[str, Any], Groups]:
+    def read() -> tuple[dict[str, Any], TensorGroups]:
         """Read the checkpoint on rank 0, and return a description of its content or of the error, and its tensors."""
         try:
             return _read(directory, store, lock, resume)

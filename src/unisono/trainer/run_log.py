@@ -17,7 +17,7 @@ from unisono.data.workers import warn_on_stderr
 from unisono.trainer.assembly import TrainerParts
 from unisono.trainer.run_context import RunContext
 from unisono.watch import Event, EventLog, Progress
-from unisono.watch.events import RunFields
+from unisono.watch.event_kinds import RunFields
 from unisono.watch.pipe import launcher_pipe
 
 __all__ = ["announce", "announce_to_listeners", "open_log", "warn_of_rank"]

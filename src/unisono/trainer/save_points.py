@@ -173,7 +173,7 @@ class SavePoints:
         If this rank alone was asked to end, its work is done now: it ends as its program does, or in its next loop.
         """
         if self._stops is not None:
-            self._stops.raise_pending(also_terminated=not self._recovery.is_asked_alone)
+            self._stops.raise_pending(also_terminated=not self._recovery.decisions.is_asked_alone)
 
     def _call(self, name: str, body: Callable[[], None], *, again: bool = False) -> None:
         """Make a call that needs the other ranks only if there is a directory: otherwise it is none for the recovery.
@@ -198,7 +198,7 @@ class SavePoints:
 
     def _tell_put_off(self, sentence: str) -> None:
         """Tell that a signal is put off, unless the launcher sent it since a rank has failed: it tells that itself."""
-        if not self._recovery.has_failed:
+        if not self._recovery.decisions.has_failed:
             self._warn(sentence)
 
     def _warn(self, sentence: str) -> None:

@@ -1,11 +1,11 @@
-"""The complete state of a run as named tensors and one document, and its restoration. No file is read or written here.
+"""The complete state of a run as named tensors and one document. `restoration` restores it; no file is written here.
 
 A snapshot holds nothing that depends on the number of ranks, and uses the plain names of parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -15,13 +15,12 @@ from torch.optim import Optimizer
 
 from unisono.engine import BufferTransaction
 from unisono.engine.model_contents import member_name
-from unisono.engine.norm import dense_strides
 from unisono.errors import CheckpointError
-from unisono.state.codec import decode, encode
+from unisono.state.codec import encode
 from unisono.state.digest import same_memory
 from unisono.state.stateful import Stateful
-from unisono.trainer.hyperparameters import Hyperparameters, given_by, overruled, settings_of
-from unisono.trainer.modules import foreign_parameter, named_parameters, parameter_names, plain_name
+from unisono.trainer.hyperparameters import Hyperparameters, settings_of
+from unisono.trainer.modules import name_of_parameter, parameter_names, plain_name
 
 __all__ = [
     "Cursor",
@@ -32,10 +31,8 @@ __all__ = [
     "empty_buffers",
     "extra_state",
     "facts_of",
-    "listed",
     "model_tensors",
     "optimizer_state",
-    "restore",
 ]
 
 _EXTRA_STATE = "_extra_state"
@@ -159,7 +156,9 @@ def optimizer_state(modules: Mapping[str, nn.Module], optimizer: Optimizer) -> d
         ValueError: A parameter with state belongs to no model.
     """
     names = parameter_names(modules)
-    state = {_name(names, p): dict(values) for p, values in optimizer.state.items() if isinstance(p, Tensor)}
+    state = {
+        name_of_parameter(names, p): dict(values) for p, values in optimizer.state.items() if isinstance(p, Tensor)
+    }
     return dict(sorted(state.items()))
 
 
@@ -183,7 +182,7 @@ def capture(
     for key, optimizer in subjects.optimizers.items():
         optimizers[key] = optimizer_state(subjects.modules, optimizer)
         hyperparameters[key] = [
-            {**numbers, "params": [_name(names, p) for p in group["params"]]}
+            {**numbers, "params": [name_of_parameter(names, p) for p in group["params"]]}
             for numbers, group in zip(settings.hyperparameters[key], optimizer.param_groups, strict=True)
         ]
     single = [*optimizers] == [""]
@@ -206,104 +205,9 @@ def capture(
     return groups, {"facts": dict(facts), "optimizer": optimizer_document, "other": other_document}
 
 
-def restore(
-    subjects: Subjects, groups: Mapping[str, Mapping[str, Tensor]], document: Mapping[str, Any], *, source: str
-) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """Restore the state that `capture` described.
-
-    Everything is compared before anything is changed.
-
-    Returns:
-        The script's settings of optimizers and schedulers at the first start, and descriptions of its present settings
-        that have no effect.
-
-    Raises:
-        CheckpointError: The checkpoint is of another model, optimizer or set of objects, or an object refuses its
-            state; the message then says that others may have taken theirs.
-        ValueError: An optimizer has a parameter that belongs to no model.
-    """
-    own = model_tensors(subjects.modules)
-    empty = empty_buffers(subjects.modules)
-    unfilled = {name: groups["model"][name] for name in empty if name in groups["model"]}
-    _compare({**own, **unfilled}, groups["model"], source, "model")
-    averages = model_tensors(subjects.averages)
-    if averages:
-        if "ema" not in groups:
-            raise CheckpointError(
-                f"{source} holds no averaged weights, but Trainer was given ema_decay: leave ema_decay out, or start "
-                "anew in another directory."
-            )
-        _compare(averages, groups["ema"], source, "averaged model")
-    others = decode(document["other"], groups["other"])
-    single = [*subjects.optimizers] == [""]
-    state = decode(document["optimizer"], groups["optimizer"])
-    states: dict[str, Any] = {"": state} if single else state
-    _compare_optimizers(subjects, others["kinds"], others["hyperparameters"], source)
-    missing = sorted(subjects.others.keys() ^ others["others"].keys())
-    if missing:
-        raise CheckpointError(
-            f"{source} holds the state of {listed(others['others'])}, but Trainer was given "
-            f"{listed(subjects.others)}: give it the same scheduler, autocast and stateful objects, or start "
-            "anew in another directory."
-        )
-    transient = others.get("buffers", {})
-    if subjects.buffers is not None:
-        subjects.buffers.check_state_dict(transient, source)
-
-    here = settings_of(subjects.optimizers, subjects.others)
-    _restore_objects(subjects, others, source)
-    with torch.no_grad():
-        for name, tensor in unfilled.items():
-            module, buffer, device = empty[name]
-            module._buffers[buffer] = tensor.to(device, copy=True)
-        for name, tensor in own.items():
-            tensor.copy_(groups["model"][name])
-        for name, tensor in averages.items():
-            tensor.copy_(groups["ema"][name])
-    if subjects.buffers is not None:
-        subjects.buffers.load_state_dict(transient)
-    for key, optimizer in subjects.optimizers.items():
-        _restore_optimizer(subjects.modules, optimizer, states[key], others["hyperparameters"][key])
-    began = others.get("given", {})  # an older version has not stored it
-    goes_on = settings_of(subjects.optimizers, subjects.others)
-    return began, overruled(began, given_by(goes_on), given_by(here))
-
-
-def _restore_objects(subjects: Subjects, others: Mapping[str, Any], source: str) -> None:
-    """Restore all objects other than the trainer's own. This comes first: only here the code of others can fail."""
-    takers: list[tuple[str, Callable[[Any], Any], Any]] = [
-        (
-            f"{type(module).__name__}.set_extra_state of {prefix + path!r}",
-            module.get_submodule(path).set_extra_state,
-            value,
-        )
-        for prefix, module in subjects.modules.items()
-        for path, value in others["extra"].get(prefix, {}).items()
-    ]
-    takers += [
-        (f"load_state_dict of {name!r}", other.load_state_dict, others["others"][name])
-        for name, other in subjects.others.items()
-    ]
-    for name, take, state in takers:
-        try:
-            take(state)
-        except Exception as error:
-            raise CheckpointError(
-                f"{name} refused what {source} holds ({type(error).__name__}: {error}). Weights and optimizers are as "
-                "they were, but other such objects may have taken their state: build them anew before they are used."
-            ) from error
-
-
 def facts_of(run_constants: Mapping[str, Any], cursor: Cursor) -> dict[str, Any]:
     """Return the facts that a checkpoint stores about its run."""
     return {**run_constants, "cursor": asdict(cursor)}
-
-
-def _name(names: Mapping[int, str], parameter: Tensor) -> str:
-    name = names.get(id(parameter))
-    if name is None:
-        raise foreign_parameter(parameter)
-    return name
 
 
 def empty_buffers(modules: Mapping[str, nn.Module]) -> dict[str, tuple[nn.Module, str, torch.device]]:
@@ -328,96 +232,3 @@ def extra_state(modules: Mapping[str, nn.Module]) -> dict[str, dict[str, Any]]:
         }
         for prefix, root in modules.items()
     }
-
-
-def _compare(own: Mapping[str, Tensor], saved: Mapping[str, Tensor], source: str, what: str) -> None:
-    missing, unknown = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
-    differing = [
-        f"{name} is {_kind(saved[name])} there and {_kind(own[name])} here"
-        for name in sorted(own.keys() & saved.keys())
-        if _kind(own[name]) != _kind(saved[name])
-    ]
-    if not (missing or unknown or differing):
-        return
-    found = []
-    if missing:
-        found.append(f"{len(missing)} tensors of this {what} are not in it ({listed(missing)})")
-    if unknown:
-        found.append(f"{len(unknown)} of its tensors are not in this {what} ({listed(unknown)})")
-    if differing:
-        found.append(f"{len(differing)} differ ({listed(differing)})")
-    raise CheckpointError(
-        f"{source} is a checkpoint of another {what}: {'; '.join(found)}. Build the model as it was, or start anew in "
-        "another directory."
-    )
-
-
-def _compare_optimizers(
-    subjects: Subjects, kinds: Mapping[str, str], saved: Mapping[str, list[dict[str, Any]]], source: str
-) -> None:
-    here = {key: type(optimizer).__name__ for key, optimizer in subjects.optimizers.items()}
-    if here != kinds:
-        raise CheckpointError(
-            f"{source} was made with another optimizer: {', '.join(kinds.values())} there, {', '.join(here.values())} "
-            "here. Build the optimizer as it was, or start anew in another directory."
-        )
-    names = parameter_names(subjects.modules)
-    own = {
-        key: [[_name(names, p) for p in group["params"]] for group in optimizer.param_groups]
-        for key, optimizer in subjects.optimizers.items()
-    }
-    there = {key: [group["params"] for group in groups] for key, groups in saved.items()}
-    if own != there:
-        raise CheckpointError(
-            f"{source} was made with other optimizers or parameter groups: {_shape(there)} there, {_shape(own)} here. "
-            "Build the optimizer as it was, or start anew in another directory."
-        )
-
-
-def _restore_optimizer(
-    modules: Mapping[str, nn.Module], optimizer: Optimizer, state: dict[str, Any], hyperparameters: list[dict[str, Any]]
-) -> None:
-    # load_state_dict would cast the state to the parameters' dtype and so lose bits.
-    parameters = named_parameters(modules)
-    options = {name: group for group in hyperparameters for name in group["params"]}
-    optimizer.state.clear()
-    for name, values in state.items():
-        p, group = parameters[name], options.get(name, {})
-        optimizer.state[p] = {
-            key: _placed(key, value, p, group) if isinstance(value, Tensor) else value for key, value in values.items()
-        }
-    for group, saved in zip(optimizer.param_groups, hyperparameters, strict=True):
-        group.update({key: value for key, value in saved.items() if key != "params"})
-
-
-def _placed(key: str, value: Tensor, parameter: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """Return a tensor of an optimizer's state in the layout and on the device that the optimizer would choose."""
-    if value.dim() and value.shape == parameter.shape:
-        # torch's fused kernels read parameter, gradient and state in the order of memory.
-        strides = dense_strides(parameter)
-        if value.stride() == strides and value.device == parameter.device:
-            return value
-        return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=parameter.device).copy_(value)
-    # As in Optimizer.load_state_dict: `step` stays on the CPU unless a kernel reads it.
-    if key == "step" and not (group.get("fused") or group.get("capturable")):
-        return value
-    return value.to(parameter.device)
-
-
-def _kind(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-
-
-def listed(names: Any, *, most: int = 3) -> str:
-    """Return the first of some names as text, and how many more there are."""
-    names = list(names)
-    return (
-        ", ".join(map(str, names[:most])) + (f", … {len(names) - most} more" if len(names) > most else "") or "nothing"
-    )
-
-
-def _shape(groups: Mapping[str, list[list[str]]]) -> str:
-    return ", ".join(
-        (f"{key!r}: " if key else "") + "+".join(str(len(names)) for names in lists) + " parameters"
-        for key, lists in groups.items()
-    )

@@ -20,9 +20,9 @@ from unisono.plan.alignment import WIRE_NBYTES, align_up
 from unisono.plan.bucketing import Item, group_by_size
 from unisono.state.codec import decode_dtype
 
-__all__ = ["Groups", "broadcast_groups"]
+__all__ = ["TensorGroups", "broadcast_groups"]
 
-Groups = dict[str, dict[str, Tensor]]
+TensorGroups = dict[str, dict[str, Tensor]]
 """Tensors by group and name, such as "model" and "layer.weight"."""
 
 _MESSAGE_NBYTES = 1 << 20
@@ -30,8 +30,8 @@ _MESSAGE_NBYTES = 1 << 20
 
 
 def broadcast_groups(
-    world: World, make: Callable[[], tuple[dict[str, Any], Groups]], *, source: int = 0, wanted: bool = True
-) -> tuple[dict[str, Any], Groups]:
+    world: World, make: Callable[[], tuple[dict[str, Any], TensorGroups]], *, source: int = 0, wanted: bool = True
+) -> tuple[dict[str, Any], TensorGroups]:
     """Return on every rank the document and the tensors that `make` returns on one rank. Every rank must call it.
 
     Memory: the tensors, once on each rank that wants them, and a message of up to 1 MB. Traffic: a broadcast of the
@@ -44,7 +44,7 @@ def broadcast_groups(
         source: That rank.
         wanted: False on a rank that needs no tensors; it gets none.
     """
-    groups: Groups = {}
+    groups: TensorGroups = {}
 
     def describe() -> bytes:
         nonlocal groups
@@ -60,7 +60,7 @@ def broadcast_groups(
         for name, owner, dtype, shape in table
         if owner == name
     ]
-    received: Groups = {}
+    received: TensorGroups = {}
     sizes = [Item(align_up(each.nbytes, WIRE_NBYTES)) for each in sent]
     for numbers in group_by_size(sizes, limit_nbytes=_MESSAGE_NBYTES):
         together = [sent[number] for number in numbers]

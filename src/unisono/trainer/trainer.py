@@ -172,13 +172,13 @@ class Trainer(RunStatus, ShortForm, ByVirtualRank, Storage):
             listeners=listeners,
             continues=recovery.is_on,
         )
-        self._dealer = LoaderCache(self._run, partial(warn_of_rank, self._log, self._run), self._compare)
+        self._loader_cache = LoaderCache(self._run, partial(warn_of_rank, self._log, self._run), self._compare)
         if recovery.is_joined:
             announce(self._log, parts)
         self._log.is_muted = not recovery.is_joined
         keeps = self.directory is not None
         self._loop = Loop(parts, self._log, keeps=keeps)
-        recovery.arm(RecoverableRun(parts, self._loop, self._dealer, self._log))
+        recovery.arm(RecoverableRun(parts, self._loop, self._loader_cache, self._log))
 
     def epochs(self, epochs: int, *, max_steps: int | None = None) -> Iterator[int]:
         """Yield the epochs of the run that are left, and save at the end.
@@ -295,12 +295,12 @@ class Trainer(RunStatus, ShortForm, ByVirtualRank, Storage):
             epoch = self._loop.next_epoch()
             loader: Loader | JoinedLoader | SampledLoader
             if sizes is not None:
-                loader = self._dealer.joined(dataset, sizes=sizes, shuffle=shuffle, **settings)
+                loader = self._loader_cache.joined(dataset, sizes=sizes, shuffle=shuffle, **settings)
             elif is_sampled:
                 samplers = sampler, batch_sampler
-                loader = self._dealer.sampled(dataset, samplers, epoch=epoch, **settings)
+                loader = self._loader_cache.sampled(dataset, samplers, epoch=epoch, **settings)
             else:
-                loader = self._dealer.loader(dataset, shuffle=shuffle, sharded=sharded, **settings)
+                loader = self._loader_cache.loader(dataset, shuffle=shuffle, sharded=sharded, **settings)
             return self._loop.batches(loader)
 
         batches = self._recovery.call(call, begin, again=True)

@@ -57,9 +57,6 @@ class StepOptions(NamedTuple):
 PLAIN_STEP = StepOptions()
 
 
-_NO_CONTEXT = contextlib.nullcontext()
-
-
 class VirtualRankGradients:
     """Computes the gradients of this rank's shares, and hands them to the engine."""
 
@@ -132,15 +129,18 @@ class VirtualRankGradients:
                 carried.begin(share.virtual_rank, micro_batches=len(share.micro_batches))
             note("forward", share.virtual_rank, micro_batch.indices)
             counted = count_collectives()
-            with self._forward_context(samples):
+            if self._autocast is None and samples > 1:
                 result = loss_fn(self._models, items)
+            else:
+                with self._forward_context(samples):
+                    result = loss_fn(self._models, items)
             refuse_collectives_since(counted)
             if carried is not None:
                 carried.end()
-            value, weight = self._read(result, samples=samples)
+            value, weight = self._read(result, samples=samples, needs_graph=self.scaler is not None)
             if type(result) is dict and (further := further_values(result)):
                 values.add(share.virtual_rank, further, samples=samples)
-            total = value.total.detach()
+            total = value.total if value.losses is not None else value.total.detach()
             if total.dtype != torch.float32:
                 total = total.float()
             share_loss = total if share_loss is None else share_loss + total
@@ -157,22 +157,25 @@ class VirtualRankGradients:
                 )
             note("backward", share.virtual_rank)
             if self.scaler is None:
-                self._backward.run(value.total, samples=batch.size, inputs=self._inputs)
+                root = value.total if value.losses is None else value.losses
+                self._backward.run(root, samples=batch.size, inputs=self._inputs)
             else:
                 self.scaler.scale(value.total / batch.size).backward(inputs=self._inputs)  # type: ignore[no-untyped-call]
         self.engine.close_leaf(share.virtual_rank)
         self._buffers.close_leaf(share.virtual_rank)
 
-    def _read(self, result: Any, *, samples: int) -> tuple[WeightedSum, float]:
+    def _read(self, result: Any, *, samples: int, needs_graph: bool = True) -> tuple[WeightedSum, float]:
         """Read what the loss function returned. Raises LossError for a loss that cannot be trained on."""
-        value = read_loss(result if isinstance(result, Tensor) else loss_of(result), samples=samples)
+        loss = result if isinstance(result, Tensor) else loss_of(result)
+        value = read_loss(loss, samples=samples, needs_graph=needs_graph)
         weight = value.weight if type(value.weight) is float else value.weight_number()
-        if value.total.device != self._run.device:
+        root = value.total if value.losses is None else value.losses
+        if root.device != self._run.device:
             raise LossError(
-                f"the loss lies on {value.total.device} and this rank computes on {self._run.device}: return it on "
+                f"the loss lies on {root.device} and this rank computes on {self._run.device}: return it on "
                 "the device of the model's output."
             )
-        if not value.total.requires_grad:
+        if not root.requires_grad:
             raise LossError(
                 "the loss has no gradient: it was detached (by .item(), .detach(), torch.no_grad() or argmax), or "
                 "depends on no parameter that requires one. Return the loss as the tensor that the model's output "
@@ -264,8 +267,6 @@ class VirtualRankGradients:
         self.engine.close_leaf(share.virtual_rank)
 
     def _forward_context(self, samples: int) -> contextlib.AbstractContextManager[Any]:
-        if self._autocast is None and samples > 1:
-            return _NO_CONTEXT
         stack = contextlib.ExitStack()
         if self._autocast is not None:
             stack.enter_context(torch.autocast(self._run.device.type, dtype=self._autocast))

@@ -24,7 +24,8 @@ from unisono.state.manifest import MANIFEST
 from unisono.state.weight_files import read_weights
 from unisono.trainer.modules import plain_name
 from unisono.trainer.rank_errors import raised_on_all
-from unisono.trainer.snapshot import Subjects, empty_buffers, listed, model_tensors
+from unisono.trainer.restoration import listed
+from unisono.trainer.snapshot import Subjects, empty_buffers, model_tensors
 
 __all__ = ["LoadedWeights", "load_weights", "match", "read_source"]
 

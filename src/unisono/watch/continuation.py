@@ -24,7 +24,7 @@ _TAIL = 1 << 16
 
 
 def content_of(event: Mapping[str, Any]) -> str:
-    """Return what an event says, equal on all ranks, and whether it was read from a log or not.
+    """Return the content of an event, which is the same on all ranks and does not change when it is read from a log.
 
     >>> content_of({"time": 3.5, "event": "step", "loss": float("nan"), "step_s": 0.2})
     '{"event": "step", "loss": "nan"}'

@@ -23,7 +23,7 @@ from unisono.watch.renderer import EpochView, Renderer, RunningSum
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from unisono.watch.events import Event
+    from unisono.watch.event_kinds import Event
 
 __all__ = ["Progress"]
 

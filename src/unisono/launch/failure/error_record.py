@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
-from unisono.launch.failure.frames import Frame, frame_at, frames_in, frames_of, is_hidden
+from unisono.launch.failure.frames import FrameRecord, frame_at, frames_in, frames_of, is_hidden
 
 __all__ = ["ErrorRecord", "record_error", "remote_error"]
 
@@ -107,7 +107,7 @@ def _message(error: BaseException) -> str:
         return "(its __str__ raised an error)"
 
 
-def _syntax_frame(error: SyntaxError) -> Frame:
+def _syntax_frame(error: SyntaxError) -> FrameRecord:
     frame = frame_at(str(error.filename), error.lineno or 0, "", source=error.text)
     if error.text and error.offset and error.offset > 0:
         start = error.offset - 1 - (len(error.text) - len(error.text.lstrip()))

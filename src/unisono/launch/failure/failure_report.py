@@ -9,18 +9,17 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from unisono.launch.failure.frames import Frame, frames_in, is_own, short_path
+from unisono.launch.failure.frames import FrameRecord, frames_in, is_own
 from unisono.launch.failure.hints import hint_for, meaning_of_signal
 from unisono.launch.failure.root_cause import RankFailure, RootCause, name_signal
+from unisono.launch.failure.traceback_lines import frame_lines, short_place
 from unisono.text import clip, name_ranks, without_cpp_place
 
-__all__ = ["Circumstances", "headline", "render", "to_json"]
+__all__ = ["Circumstances", "headline", "render", "report_as_data"]
 
-_MOST_FRAME_LINES = 16
 _MOST_MESSAGE_LINES = 6
 _MOST_BODY_LINES = 24
 _MOST_TAIL = 8
@@ -71,7 +70,7 @@ def render(verdict: RootCause, circumstances: Circumstances, *, colour: bool = F
     return lines.text()
 
 
-def to_json(verdict: RootCause, circumstances: Circumstances) -> dict[str, Any]:
+def report_as_data(verdict: RootCause, circumstances: Circumstances) -> dict[str, Any]:
     """Return the report as data, for a file beside the logs."""
     parts = {
         "same": verdict.same,
@@ -181,7 +180,7 @@ def _body(verdict: RootCause, circumstances: Circumstances, width: int) -> Itera
         yield "", ""
     if verdict.absent and account is not None:
         yield f"rank {cause.rank} then failed: {_title(account)}", ""
-        yield from _traceback(account["frames"], folder)
+        yield from frame_lines(account["frames"], folder)
         return
     if len(verdict.ranks) > 1:
         yield f"The first was rank {cause.rank}:", "dim"
@@ -203,77 +202,27 @@ def _signal_body(cause: RankFailure, circumstances: Circumstances, width: int) -
         yield f"It was {cause.doing}.", ""
     if frames := _crash_frames(cause.crash_stack):
         yield "", ""
-        yield from _traceback(frames, circumstances.folder)
+        yield from frame_lines(frames, circumstances.folder)
 
 
 def _error_body(account: Mapping[str, Any], folder: str, width: int, *, is_told: bool) -> Iterator[tuple[str, str]]:
     subject = account.get("remote", account)
-    yield from _traceback(subject["frames"], folder)
+    yield from frame_lines(subject["frames"], folder)
     yield from _rest_of_message(subject, width, is_told=is_told)
     for note in account["notes"]:
         yield from ((line, "") for line in note.splitlines()[:3])
     if subject is not account and (own := [frame for frame in account["frames"] if is_own(frame)]):
-        yield f"asked for at {_place(own[-1], folder)}: {own[-1]['source']}", "dim"
+        yield f"asked for at {short_place(own[-1], folder)}: {own[-1]['source']}", "dim"
     for member in account.get("group", ())[:4]:
         yield _title(member), "error"
-        yield from _traceback(member["frames"], folder, most=4)
+        yield from frame_lines(member["frames"], folder, most=4)
     if (hidden := account.get("members", 0) - 4) > 0:
         yield f"… {hidden} more errors in the group", "dim"
     for link in account["chain"][:2]:
         yield "", ""
         how = "caused by" if link["link"] == "cause" else "while handling"
         yield f"{how} {_title(link)}", "error"
-        yield from _traceback(link["frames"], folder, most=6, within=subject["frames"])
-
-
-def _traceback(
-    frames: Sequence[Frame], folder: str, *, most: int = _MOST_FRAME_LINES, within: Sequence[Frame] = ()
-) -> Iterator[tuple[str, str]]:
-    """Yield the lines for frames, outermost first: the user's own with their source, runs of others in one line.
-
-    `within` are the frames of the error that this one led to.
-    """
-    # A program in an installed package has no user frames: then the innermost three are shown.
-    told = any(is_own(frame) for frame in (*frames, *within))
-    shown = frames if told else [*frames[:-3], *map(_as_own, frames[-3:])]
-    lines: list[list[tuple[str, str]]] = []
-    runs = [(own, list(run)) for own, run in groupby(shown, is_own)]
-    innermost = next((frame for frame in reversed(shown) if is_own(frame)), None)
-    for number, (own, run) in enumerate(runs):
-        if not own:
-            text = f"… {len(run)} frame{'s' * (len(run) > 1)} in {_libraries(run)}"
-            if number == len(runs) - 1:
-                text += f", the last one {_place(run[-1], folder)} in {run[-1]['function']}"
-            lines.append([(text, "dim")])
-            continue
-        for _, repeated in groupby(run, lambda frame: (frame["file"], frame["line"])):
-            same = list(repeated)
-            times = f" ({len(same)} times or more)" if len(same) > 2 else ""
-            lines.append(_own_lines(same[-1], folder, times, marked=same[-1] is innermost))
-    yield from _fold(lines, most)
-
-
-def _own_lines(frame: Frame, folder: str, times: str, *, marked: bool) -> list[tuple[str, str]]:
-    within = f" in {frame['function']}" if frame["function"] else ""
-    lines = [(f"{_place(frame, folder)}{within}{times}", "")]
-    if frame["source"]:
-        lines.append((f"    {frame['source']}", ""))
-        if marked and "span" in frame:
-            start, end = frame["span"]
-            lines.append((f"    {' ' * start}{'^' * (end - start)}", "error"))
-    return lines
-
-
-def _fold(groups: Sequence[list[tuple[str, str]]], most: int) -> Iterator[tuple[str, str]]:
-    """Yield the lines of groups; leave out groups after the first until at most `most` lines, or two groups, remain."""
-    kept, left_out = list(groups), 0
-    while sum(map(len, kept)) > most and len(kept) > 2:
-        del kept[1]
-        left_out += 1
-    for number, lines in enumerate(kept):
-        if number == 1 and left_out:
-            yield f"… {left_out} more place{'s' * (left_out > 1)}", "dim"
-        yield from lines
+        yield from frame_lines(link["frames"], folder, most=6, within=subject["frames"])
 
 
 def _rest_of_message(account: Mapping[str, Any], width: int, *, is_told: bool) -> Iterator[tuple[str, str]]:
@@ -339,7 +288,7 @@ def _other(failure: RankFailure) -> str:
     return f"rank {failure.rank}, later: {_title(failure.account.get('remote', failure.account))}"
 
 
-def _crash_frames(crash_stack: str) -> list[Frame]:
+def _crash_frames(crash_stack: str) -> list[FrameRecord]:
     """Return the frames of the thread that crashed, outermost first; the fault handler writes the innermost first."""
     _, found, stack = crash_stack.partition("Current thread ")
     text = stack.partition("\n\n")[0].partition("\nThread ")[0] if found else ""
@@ -357,19 +306,6 @@ def _is_of_mismatch(verdict: RootCause, circumstances: Circumstances) -> bool:
         return bool(verdict.absent) or code == -signal.SIGABRT
     frames = account["frames"] or [{"file": ""}]
     return "/torch/distributed/" in frames[-1]["file"] and account["type"] not in _REFUSED
-
-
-def _libraries(frames: Sequence[Frame]) -> str:
-    *first, last = dict.fromkeys(frame["library"] for frame in frames)
-    return f"{', '.join(first)} and {last}" if first else str(last)
-
-
-def _as_own(frame: Frame) -> Frame:
-    return {**frame, "library": ""}
-
-
-def _place(frame: Frame, folder: str) -> str:
-    return f"{short_path(frame['file'], folder=folder)}:{frame['line']}"
 
 
 def _title(account: Mapping[str, Any], *, most: int = 200) -> str:

@@ -16,9 +16,9 @@ from pathlib import Path
 from types import CodeType, TracebackType
 from typing import Any
 
-__all__ = ["Frame", "frame_at", "frames_in", "frames_of", "is_hidden", "is_own", "library_of", "short_path"]
+__all__ = ["FrameRecord", "frame_at", "frames_in", "frames_of", "is_hidden", "is_own", "library_of", "short_path"]
 
-Frame = dict[str, Any]
+FrameRecord = dict[str, Any]
 """Data for JSON: file, line, function, source (the line, stripped), library ("" for the user's own code), and `span`,
 the columns [start, end) in `source` that Python marks, if it marks less than the whole line."""
 
@@ -59,7 +59,7 @@ def is_hidden(file: str) -> bool:
     return file.startswith(("<frozen importlib", "<frozen runpy", _LAUNCHER))
 
 
-def frame_at(file: str, line: int, function: str, *, source: str | None = None) -> Frame:
+def frame_at(file: str, line: int, function: str, *, source: str | None = None) -> FrameRecord:
     """Return the frame of a place in the code. The source line is read if it is not given."""
     text = linecache.getline(file, line) if source is None else source
     return {
@@ -71,7 +71,7 @@ def frame_at(file: str, line: int, function: str, *, source: str | None = None) 
     }
 
 
-def frames_of(trace: TracebackType | None, *, most: int = 40) -> list[Frame]:
+def frames_of(trace: TracebackType | None, *, most: int = 40) -> list[FrameRecord]:
     """Return the frames of a traceback, outermost first, without those of the import system and of the launcher.
 
     Of more than `most` frames, as after endless recursion, the middle is left out.
@@ -82,7 +82,7 @@ def frames_of(trace: TracebackType | None, *, most: int = 40) -> list[Frame]:
     return [_frame(code, line, instruction) for code, line, instruction in places]
 
 
-def frames_in(text: str) -> list[Frame]:
+def frames_in(text: str) -> list[FrameRecord]:
     """Return the frames in text that Python printed, in the order of the text.
 
     >>> frames_in('  File "/home/me/a.py", line 3, in f\\n    g(x)\\n')[0]["source"]
@@ -126,7 +126,7 @@ def _places(trace: TracebackType | None) -> Iterator[tuple[CodeType, int, int]]:
         trace = trace.tb_next
 
 
-def _frame(code: CodeType, line: int, instruction: int) -> Frame:
+def _frame(code: CodeType, line: int, instruction: int) -> FrameRecord:
     frame = frame_at(code.co_filename, line, code.co_name)
     span = _span(code, line, instruction)
     if span is not None and span != (0, len(frame["source"])):

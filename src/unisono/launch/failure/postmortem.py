@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from unisono.launch.failure.failure_report import Circumstances, headline, render, to_json
+from unisono.launch.failure.failure_report import Circumstances, headline, render, report_as_data
 from unisono.launch.generation import Generation
 from unisono.launch.launch_job import LaunchJob
 from unisono.launch.output.relay import Relay
@@ -80,7 +80,8 @@ class Postmortem:
         for failure in self._generation.failures:
             if failure.account is not None and not failure.account.get("printed"):
                 self._relay.log(failure.rank, failure.account["traceback"])
-        write_report(to_json(self._verdict, self._circumstances), relay=self._relay, attempt=self._generation.attempt)
+        report = report_as_data(self._verdict, self._circumstances)
+        write_report(report, relay=self._relay, attempt=self._generation.attempt)
 
 
 def write_report(report: Mapping[str, Any], *, relay: Relay, attempt: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from unisono.launch.hang.status_block import Kind
+from unisono.launch.hang.status_block import CallKind
 
 __all__ = [
     "COLLECTIVES",
@@ -40,7 +40,7 @@ class Signature:
     asynchronous: tuple[int, str] | None = None
     equal: str = "elements"
     """Which part of the tensors must be equal: "elements" (number and dtype), "dtype" or "nothing"."""
-    kind: Kind = "collective"
+    kind: CallKind = "collective"
 
 
 def _of(name: str, tensors: int | None, argument: str = "tensor", **more: Any) -> Signature:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from unisono.launch.failure.frames import short_path
-from unisono.launch.hang.analysis import Finding, Mismatch, OperationState, OperationWait, Situation, detail_of
+from unisono.launch.hang.analysis import Finding, Mismatch, OperationState, OperationWait, detail_of
+from unisono.launch.hang.situation import Situation
 from unisono.launch.hang.stacks import Frame, Thread
 from unisono.launch.hang.status_block import RecordedCall
 from unisono.text import format_duration, name_ranks
@@ -161,7 +162,7 @@ def _operations(operations: Sequence[OperationState], folder: str) -> list[str]:
     folded: dict[tuple[str, str, str], list[int]] = {}
     for operation in operations:
         call = f"{operation.name}({operation.detail})"
-        place = _place(operation.place, folder) if operation.place else ""
+        place = operation.place.place_in(folder) if operation.place else ""
         source = operation.place.source if operation.place else ""
         folded.setdefault((call, place, source), []).append(operation.rank)
     lines = []
@@ -267,20 +268,15 @@ def _stack(thread: Thread, folder: str, *, full: bool) -> list[str]:
     hidden = 0 if full else max(0, len(frames) - _MOST_FRAMES)
     lines = [f"    … {hidden} outer calls"] if hidden else []
     for frame in frames[hidden:]:
-        lines.append(f"    {_place(frame, folder)}")
+        lines.append(f"    {frame.place_in(folder)}")
         if frame.source:
             lines.append(f"        {frame.source}"[:_WIDTH])
     inner = thread.frames[0] if thread.frames else None
     if not full and inner is not None and inner.is_library and inner not in frames:
-        lines.append(f"    {_place(inner, folder)}")
+        lines.append(f"    {inner.place_in(folder)}")
     return lines
 
 
 def _call(call: RecordedCall, folder: str) -> str:
     place = f" at {short_path(call.file, folder=folder)}:{call.line}" if call.file else ""
     return f"{call.name}({detail_of(call)}){place}"
-
-
-def _place(frame: Frame, folder: str) -> str:
-    function = "" if frame.function == "<module>" else f" in {frame.function}"
-    return f"{short_path(frame.file, folder=folder)}:{frame.line}{function}"

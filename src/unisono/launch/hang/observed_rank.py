@@ -10,8 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from unisono.launch.hang.analysis import Pending
+from unisono.launch.failure.frames import short_path
 from unisono.launch.hang.call_recorder import ASK_ERROR, ASK_RECORDER, ASK_STACKS
+from unisono.launch.hang.situation import Pending
 from unisono.launch.hang.stacks import create_dump
 from unisono.launch.hang.status_block import StatusBlock, create
 from unisono.text import parse_ranks
@@ -57,6 +58,42 @@ class ObservedRank:
     def alive(self) -> bool:
         """True while the rank's process runs."""
         return self.pid != 0 and self.exit_code is None
+
+    @property
+    def grouped(self) -> bool:
+        """False if the rank is known to have neither made a process group nor begun to."""
+        return not self.block.pid or self.block.begun > 0  # a program that is not Python records nothing
+
+    @property
+    def in_call(self) -> bool:
+        """False if the latest call of torch.distributed is known to have ended without an error."""
+        calls = self.block.calls()
+        return not calls or calls[-1].failed or any(call.running for call in calls)
+
+    def doing(self, folder: str) -> str:
+        """Return the call that the rank is in, or has made last, as words: "in all_reduce at train.py:7".
+
+        Args:
+            folder: The folder to which the path is relative.
+        """
+        calls = self.block.calls()
+        if not calls:
+            return ""
+        call = next((call for call in reversed(calls) if call.running), calls[-1])
+        where = f"{call.name} at {short_path(call.file, folder=folder)}:{call.line}"
+        last = "its last collective, " if call.kind == "collective" else ""
+        return f"in {where}" if call.running else f"past {last}{where}"
+
+    def measure_load(self, now_s: float, cpu_s: float) -> None:
+        """Note the number of cores that the process has kept busy since the previous call, if there was one.
+
+        Args:
+            now_s: The monotonic clock.
+            cpu_s: The CPU time of the process.
+        """
+        if self.cpu[0]:
+            self.load = (cpu_s - self.cpu[1]) / (now_s - self.cpu[0])
+        self.cpu = now_s, cpu_s
 
     def ask_recorder(self, now_s: float) -> None:
         """Ask the rank's thread for the unfinished operations in torch's flight recorder."""

@@ -13,11 +13,11 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
-from unisono.launch.failure.frames import short_path
-from unisono.launch.hang.analysis import Finding, Situation, find_hang, find_mismatch
+from unisono.launch.hang.analysis import Finding, find_hang, find_mismatch
 from unisono.launch.hang.hang_report import render_finding, render_idle, render_mismatch, summarize
 from unisono.launch.hang.idleness import Activity, Idleness, read_activity
 from unisono.launch.hang.observed_rank import ObservedRank
+from unisono.launch.hang.situation import Situation
 from unisono.launch.hang.stacks import StackRequest, crash_text, read_state
 from unisono.launch.hang.status_block import RecordedCall
 from unisono.polling import wait_until
@@ -186,13 +186,7 @@ class Observer:
 
     def doing(self, rank: int) -> str:
         """Return the call that a rank is in, or has made last, as words: "in all_reduce at train.py:7"."""
-        calls = self._ranks[rank].block.calls() if rank in self._ranks else []
-        if not calls:
-            return ""
-        call = next((call for call in reversed(calls) if call.running), calls[-1])
-        where = f"{call.name} at {short_path(call.file, folder=self._folder)}:{call.line}"
-        last = "its last collective, " if call.kind == "collective" else ""
-        return f"in {where}" if call.running else f"past {last}{where}"
+        return self._ranks[rank].doing(self._folder) if rank in self._ranks else ""
 
     def finished_ns(self, rank: int) -> int | None:
         """Return when a rank's program ended without an error; None if it has not. Its process may still run."""
@@ -204,15 +198,11 @@ class Observer:
 
     def grouped(self, rank: int) -> bool:
         """Return False if a rank is known to have neither made a process group nor begun to."""
-        if rank not in self._ranks or not self._ranks[rank].block.pid:  # not Python: it records nothing
-            return True
-        block = self._ranks[rank].block
-        return block.begun > 0
+        return rank not in self._ranks or self._ranks[rank].grouped
 
     def in_call(self, rank: int) -> bool:
         """Return False if a rank's latest call of torch.distributed is known to have ended without an error."""
-        calls = self._ranks[rank].block.calls() if rank in self._ranks else []
-        return not calls or calls[-1].failed or any(call.running for call in calls)
+        return rank not in self._ranks or self._ranks[rank].in_call
 
     def ask_errors(self, ranks: Collection[int], *, wait_s: float = 0.2) -> None:
         """Ask ranks which exceptions they handle, for `failure`, and wait up to `wait_s` for the answers."""
@@ -232,10 +222,7 @@ class Observer:
         requests = self._request([rank])
         wait_until(lambda: _poll(requests), 0.5)
         place = self._situation(rank, time.monotonic(), requests.get(rank)).place
-        if place is None:
-            return ""
-        function = "" if place.function == "<module>" else f" in {place.function}"
-        return f"at {short_path(place.file, folder=self._folder)}:{place.line}{function}"
+        return "" if place is None else f"at {place.place_in(self._folder)}"
 
     def failure(self, rank: int) -> dict[str, Any] | None:
         """Return the record that a rank has written of its failure; None if there is none."""
@@ -387,9 +374,7 @@ class Observer:
         watched = self._ranks[rank]
         state = read_state(watched.pid) if watched.alive else None
         if state is not None and now_s - watched.cpu[0] >= _TICK_S:
-            if watched.cpu[0]:
-                watched.load = (state.cpu_s - watched.cpu[1]) / (now_s - watched.cpu[0])
-            watched.cpu = now_s, state.cpu_s
+            watched.measure_load(now_s, state.cpu_s)
         stacks = request.stacks if request else {}
         return Situation(
             rank=rank,

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from unisono.launch.failure.frames import library_of
+from unisono.launch.failure.frames import library_of, short_path
 from unisono.launch.linux import descendants, process_status, signal_main_thread
 from unisono.launch.reserved_files import OwnFile
 from unisono.machine import kernel_text
@@ -72,6 +72,15 @@ class Frame:
     def source(self) -> str:
         """The line of source; "" if it cannot be read."""
         return linecache.getline(self.file, self.line).strip()
+
+    def place_in(self, folder: str) -> str:
+        """Return the place of the call, as words: "train.py:7 in save".
+
+        Args:
+            folder: The folder to which the path is relative.
+        """
+        function = "" if self.function == "<module>" else f" in {self.function}"
+        return f"{short_path(self.file, folder=folder)}:{self.line}{function}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from unisono.text import clip, parse_ranks
 
-__all__ = ["Kind", "RecordedCall", "StatusBlock", "create", "encode_call"]
+__all__ = ["CallKind", "RecordedCall", "StatusBlock", "create", "encode_call"]
 
 _MAGIC = b"unisono1"
 _SIZE = 512 << 10  # pages that are never written take no memory
@@ -44,7 +44,7 @@ _TEXT = struct.Struct("IIQ")
 _ANSWER_AT, _ANSWER_SIZE = _CALLS_AT + _MOST_PLACES * _PLACE_SIZE, 24 << 10
 _FAILURE_AT, _FAILURE_SIZE = _ANSWER_AT + 2 * _ANSWER_SIZE, 48 << 10
 
-Kind = Literal["collective", "point-to-point", "setup"]
+CallKind = Literal["collective", "point-to-point", "setup"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +55,7 @@ class RecordedCall:
     """1 for the first call of the process."""
     name: str
     """The function, for example "all_reduce"."""
-    kind: Kind
+    kind: CallKind
     """A collective of a group, a send or receive, or a call that makes a group."""
     group: str
     """Name that torch gave the process group; "" if it is not known."""
@@ -317,7 +317,7 @@ class StatusBlock:
 def encode_call(
     *,
     name: str,
-    kind: Kind,
+    kind: CallKind,
     group: str = "",
     label: str = "",
     ranks: str = "",

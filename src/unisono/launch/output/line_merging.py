@@ -44,22 +44,22 @@ class LineMerger:
     each rank that may still print (`expect`) shares a line at their end or after it. When more than `limit` bytes are
     held, all lines are released.
 
-    >>> folder = LineMerger(hold_s=0.1)
-    >>> _ = folder.expect({0, 1, 2})
-    >>> folder.add(0, 1, [b"start", b"loss 0.5"], now_s=0.0)
+    >>> merger = LineMerger(hold_s=0.1)
+    >>> _ = merger.expect({0, 1, 2})
+    >>> merger.add(0, 1, [b"start", b"loss 0.5"], now_s=0.0)
     []
-    >>> folder.add(1, 1, [b"start"], now_s=0.0)
+    >>> merger.add(1, 1, [b"start"], now_s=0.0)
     []
-    >>> [(fold.line, sorted(fold.ranks)) for fold in folder.add(2, 1, [b"start"], now_s=0.0)]
+    >>> [(merged.line, sorted(merged.ranks)) for merged in merger.add(2, 1, [b"start"], now_s=0.0)]
     [(b'start', [0, 1, 2])]
-    >>> [(fold.line, sorted(fold.ranks)) for fold in folder.due(0.1)]
+    >>> [(merged.line, sorted(merged.ranks)) for merged in merger.due(0.1)]
     [(b'loss 0.5', [0])]
     """
 
     def __init__(self, *, hold_s: float = 0.1, limit: int = 1 << 20) -> None:
         self._hold_s = hold_s
         self._limit = limit
-        self._folds: list[MergedLine] = []
+        self._held: list[MergedLine] = []
         self._equal: dict[tuple[int, bytes], list[MergedLine]] = {}
         """Held lines by stream and text, in order."""
         self._last: dict[int, MergedLine] = {}
@@ -73,7 +73,7 @@ class LineMerger:
     @property
     def deadline_s(self) -> float | None:
         """The time at which the first held line must be printed; None if there is none."""
-        return self._folds[0].deadline_s if self._folds else None
+        return self._held[0].deadline_s if self._held else None
 
     def expect(self, ranks: Collection[int]) -> list[MergedLine]:
         """Set the ranks that may still print; return the lines that wait for none of them, in order."""
@@ -82,22 +82,22 @@ class LineMerger:
 
     def add(self, rank: int, stream: int, lines: Iterable[bytes], now_s: float) -> list[MergedLine]:
         """Add a rank's next lines; return the lines, of any rank, that can be printed now, in order."""
-        alone = not self._folds and self._expected <= {rank}
+        alone = not self._held and self._expected <= {rank}
         for line in lines:
             equal = self._equal.setdefault((stream, line), [])
-            fold = self._find_behind(rank, equal) or self._find_before(rank, equal)
-            if fold is None:
-                fold = MergedLine(stream, line, {rank}, self._next, now_s + self._hold_s)
+            merged = self._find_behind(rank, equal) or self._find_before(rank, equal)
+            if merged is None:
+                merged = MergedLine(stream, line, {rank}, self._next, now_s + self._hold_s)
                 self._next += 1
                 self._nbytes += len(line) + _OVERHEAD
-                self._folds.append(fold)
-                equal.append(fold)
+                self._held.append(merged)
+                equal.append(merged)
             else:
-                fold.ranks.add(rank)
-                for other in fold.ranks:
-                    if other not in self._shared or self._shared[other].position < fold.position:
-                        self._shared[other] = fold
-            self._last[rank] = fold
+                merged.ranks.add(rank)
+                for other in merged.ranks:
+                    if other not in self._shared or self._shared[other].position < merged.position:
+                        self._shared[other] = merged
+            self._last[rank] = merged
         if alone or self._nbytes > self._limit:
             return self.flush()
         return self._settled()
@@ -105,7 +105,7 @@ class LineMerger:
     def due(self, now_s: float) -> list[MergedLine]:
         """Release and return the lines that have been held long enough, and all lines before them."""
         number = 0
-        while number < len(self._folds) and self._folds[number].deadline_s <= now_s:
+        while number < len(self._held) and self._held[number].deadline_s <= now_s:
             number += 1
         return self._release(number)
 
@@ -115,7 +115,7 @@ class LineMerger:
 
     def flush(self) -> list[MergedLine]:
         """Release and return all lines that are held back."""
-        return self._release(len(self._folds))
+        return self._release(len(self._held))
 
     def _find_behind(self, rank: int, equal: list[MergedLine]) -> MergedLine | None:
         if not equal:
@@ -130,44 +130,44 @@ class LineMerger:
             return None
         after = max(last.position - _FURTHEST, shared.position if shared else -1)
         at = bisect_right(equal, after, key=attrgetter("position"))
-        fold = next((fold for fold in equal[at:] if rank not in fold.ranks), None)
-        if fold is not None:
-            self._move(rank, fold, last)
-        return fold
+        merged = next((merged for merged in equal[at:] if rank not in merged.ranks), None)
+        if merged is not None:
+            self._move(rank, merged, last)
+        return merged
 
-    def _move(self, rank: int, fold: MergedLine, last: MergedLine) -> None:
-        """Move the rank's lines between `fold` and `last`, which no other rank shares, in front of `fold`."""
-        start, end = (held.position - self._folds[0].position for held in (fold, last))
-        segment = self._folds[start : end + 1]
+    def _move(self, rank: int, merged: MergedLine, last: MergedLine) -> None:
+        """Move the rank's lines between `merged` and `last`, which no other rank shares, in front of `merged`."""
+        start, end = (held.position - self._held[0].position for held in (merged, last))
+        segment = self._held[start : end + 1]
         own, others = ([held for held in segment if (rank in held.ranks) is mine] for mine in (True, False))
-        first = fold.position
-        self._folds[start : end + 1] = own + others
+        first = merged.position
+        self._held[start : end + 1] = own + others
         for position, held in enumerate(own + others, start=first):
             held.position = position
         for held in own:
-            held.deadline_s = min(held.deadline_s, fold.deadline_s)
+            held.deadline_s = min(held.deadline_s, merged.deadline_s)
             self._equal[held.stream, held.line].sort(key=attrgetter("position"))
 
     def _settled(self) -> list[MergedLine]:
-        if not self._folds:
+        if not self._held:
             return []
         if not self._expected:
             return self.flush()
         shared = [self._shared.get(rank) for rank in self._expected]
         return self._release_through(min((s for s in shared if s), key=attrgetter("position")) if all(shared) else None)
 
-    def _release_through(self, fold: MergedLine | None) -> list[MergedLine]:
-        return self._release(fold.position - self._folds[0].position + 1 if fold and self._folds else 0)
+    def _release_through(self, merged: MergedLine | None) -> list[MergedLine]:
+        return self._release(merged.position - self._held[0].position + 1 if merged and self._held else 0)
 
     def _release(self, number: int) -> list[MergedLine]:
         if number <= 0:  # also if the line in question has been printed already
             return []
-        released = self._folds[:number]
-        del self._folds[:number]
-        for fold in released:
-            self._nbytes -= len(fold.line) + _OVERHEAD
-            equal = self._equal[fold.stream, fold.line]
-            equal.remove(fold)
+        released = self._held[:number]
+        del self._held[:number]
+        for merged in released:
+            self._nbytes -= len(merged.line) + _OVERHEAD
+            equal = self._equal[merged.stream, merged.line]
+            equal.remove(merged)
             if not equal:
-                del self._equal[fold.stream, fold.line]
+                del self._equal[merged.stream, merged.line]
         return released

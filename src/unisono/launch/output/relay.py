@@ -29,7 +29,7 @@ from unisono.launch.output.event_relay import EventRelay
 from unisono.launch.output.line_merging import LineMerger, MergedLine
 from unisono.launch.output.live import LiveArea, LiveLines, plain_text
 from unisono.launch.output.logs import STREAMS, LogFile, Route, RunLogs, route
-from unisono.launch.output.streams import Prefixes, Sink, wants_colour
+from unisono.launch.output.streams import LauncherStream, Sink, open_streams
 
 __all__ = ["Relay"]
 
@@ -39,16 +39,6 @@ _LONGEST_IN_TAIL = 2000
 _REDRAW_S = 0.05
 """How long a change of a live line waits: most partial lines are complete by then."""
 _MOST_LIVE = 8
-
-
-@dataclass(eq=False, slots=True)
-class _Stream:
-    """One of the launcher's own streams."""
-
-    number: int
-    sink: Sink
-    terminal: bool
-    prefixes: Prefixes
 
 
 @dataclass(eq=False, slots=True)
@@ -68,7 +58,7 @@ class _Pipe:
     file: int
     writer: _Rank
     attempt: int
-    stream: _Stream | None
+    stream: LauncherStream | None
     route: Route
     log: LogFile | None
     lines: LiveLines = field(default_factory=LiveLines)
@@ -103,9 +93,9 @@ class Relay:
     ) -> None:
         self._selector = selector
         self._clock = clock
-        self._streams = self._stdout, self._stderr = _open_streams(stdout, stderr, environment)
+        self._streams = self._stdout, self._stderr = open_streams(stdout, stderr, environment)
         self._events = EventRelay(stderr, complain=self.say)
-        self._folder = LineMerger()
+        self._merger = LineMerger()
         self._ranks: dict[int, _Rank] = {}
         self._pipes: list[_Pipe] = []
         self._holding: dict[_Pipe, None] = {}
@@ -214,7 +204,7 @@ class Relay:
 
     def show(self, text: str) -> None:
         """Print lines of the launcher's own on standard error, as they are, below all that has been printed."""
-        self._print(self._folder.flush())
+        self._print(self._merger.flush())
         self._pass_on(self._stderr, f"{text.rstrip()}\n".encode(errors="backslashreplace"))
 
     def notice(self, text: str) -> None:
@@ -230,7 +220,7 @@ class Relay:
 
     def next_deadline_s(self) -> float | None:
         """Return when `tick` has something to do, by the monotonic clock; None if nothing is held back."""
-        candidates = [self._folder.deadline_s, self._redraw_s, *(pipe.lines.deadline_s for pipe in self._holding)]
+        candidates = [self._merger.deadline_s, self._redraw_s, *(pipe.lines.deadline_s for pipe in self._holding)]
         return min((deadline_s for deadline_s in candidates if deadline_s is not None), default=None)
 
     def tick(self) -> None:
@@ -241,7 +231,7 @@ class Relay:
             return
         for pipe in sorted(self._holding, key=lambda pipe: pipe.lines.deadline_s or 0.0):
             self._settle(pipe, now_s)
-        self._print(self._folder.due(now_s))
+        self._print(self._merger.due(now_s))
         if self._redraw_s is not None and self._redraw_s <= now_s:
             self._redraw(now_s)
 
@@ -270,7 +260,7 @@ class Relay:
         self.drain({pipe.writer.rank for pipe in self._pipes})
         for pipe in list(self._pipes):
             self._close(pipe)
-        self._print(self._folder.flush())
+        self._print(self._merger.flush())
         if self._foot is not None:
             self._foot.sink.write(self._area.erase())
         self._events.close()
@@ -310,7 +300,7 @@ class Relay:
         """Print the lines of a rank that have waited long enough in case the cursor came back to them."""
         if lines := pipe.lines.settle(now_s):
             self._pass_lines(pipe, lines, self._clock())
-            self._print(self._folder.release(pipe.writer.rank))
+            self._print(self._merger.release(pipe.writer.rank))
         self._watch(pipe, self._clock())
 
     def _close(self, pipe: _Pipe) -> None:
@@ -329,7 +319,7 @@ class Relay:
     def _expect(self) -> None:
         """Hold lines back only for ranks that may still print."""
         ranks = {pipe.writer.rank for pipe in self._pipes if pipe.stream is not None and pipe.route.shown}
-        self._print(self._folder.expect(ranks))
+        self._print(self._merger.expect(ranks))
 
     def _pass_lines(self, pipe: _Pipe, lines: list[bytes], now_s: float) -> None:
         assert pipe.stream is not None
@@ -339,7 +329,7 @@ class Relay:
         pipe.writer.tail.extend(lines[-_TAIL:])
         if pipe.route.shown:
             self._logs.filter(STREAMS[number], pipe.attempt, lines, prefix=f"[{rank}] ".encode())
-            self._print(self._folder.add(rank, number, lines, now_s))
+            self._print(self._merger.add(rank, number, lines, now_s))
 
     def _watch(self, pipe: _Pipe, now_s: float) -> None:
         """Keep track of lines that are not final: when they will be, and whether the terminal shows them."""
@@ -356,12 +346,12 @@ class Relay:
             return False
         return stream.sink is foot.sink and pipe.writer.rank == self._live_rank and pipe.route.shown
 
-    def _print(self, folds: Iterable[MergedLine]) -> None:
-        for number, group in groupby(folds, key=attrgetter("stream")):
+    def _print(self, lines: Iterable[MergedLine]) -> None:
+        for number, group in groupby(lines, key=attrgetter("stream")):
             stream = self._streams[number]
-            self._pass_on(stream, b"".join(stream.prefixes.of(fold.ranks) + fold.line + b"\n" for fold in group))
+            self._pass_on(stream, b"".join(stream.prefixes.of(merged.ranks) + merged.line + b"\n" for merged in group))
 
-    def _pass_on(self, stream: _Stream, data: bytes) -> None:
+    def _pass_on(self, stream: LauncherStream, data: bytes) -> None:
         display = self._events.display
         if display is not None and stream.terminal and self._stderr.terminal:
             stream.sink.flush()
@@ -386,31 +376,12 @@ class Relay:
         lines = [prefix + line for pipe in self._pipes if self._is_live(pipe) for line in pipe.lines.live]
         if self._notice:
             lines.append(self._notice)
-        return self._area.draw(lines[-_MOST_LIVE:], columns=_columns(self._foot.sink)) if lines else b""
+        return self._area.draw(lines[-_MOST_LIVE:], columns=self._foot.sink.columns) if lines else b""
 
     def _erase(self) -> None:
         if self._foot is not None and self._area.rows:
             self._foot.sink.write(self._area.erase())
             self._foot.sink.flush()
-
-
-def _open_streams(stdout: TextIO, stderr: TextIO, environment: Mapping[str, str]) -> tuple[_Stream, _Stream]:
-    streams, sinks = [], [Sink(stdout.fileno())]
-    terminals = [stream.isatty() for stream in (stdout, stderr)]
-    # On one terminal, order and the lines at its bottom need one writer.
-    devices = [os.fstat(stream.fileno()).st_rdev for stream in (stdout, stderr)]
-    sinks.append(sinks[0] if all(terminals) and devices[0] == devices[1] else Sink(stderr.fileno()))
-    for number, (sink, terminal) in enumerate(zip(sinks, terminals, strict=True)):
-        prefixes = Prefixes(colour=wants_colour(environment, terminal=terminal))
-        streams.append(_Stream(number, sink, terminal, prefixes))
-    return streams[0], streams[1]
-
-
-def _columns(terminal: Sink) -> int:
-    try:
-        return os.get_terminal_size(terminal.fileno()).columns or 80
-    except OSError:
-        return 80
 
 
 def _held(pipe: int) -> int:

@@ -10,10 +10,12 @@ import os
 import select
 import stat
 from collections.abc import Collection, Hashable, Mapping
+from dataclasses import dataclass
+from typing import TextIO
 
 from unisono.text import format_ranks
 
-__all__ = ["Prefixes", "Sink", "wants_colour"]
+__all__ = ["LauncherStream", "Prefixes", "Sink", "open_streams", "wants_colour"]
 
 _COLOURS = (36, 33, 35, 32, 34, 31)
 _BOLD = 1
@@ -79,6 +81,14 @@ class Sink:
         """True if so much is left that ranks should wait until it is written."""
         return len(self._pending) > self._high_water
 
+    @property
+    def columns(self) -> int:
+        """The width of the stream's terminal; 80 if it is not known."""
+        try:
+            return os.get_terminal_size(self._file).columns or 80
+        except OSError:
+            return 80
+
     def write(self, data: bytes) -> None:
         """Write what the stream accepts now and keep the rest."""
         if not self.broken:
@@ -112,3 +122,28 @@ def wants_colour(environment: Mapping[str, str], *, terminal: bool) -> bool:
     (True, False)
     """
     return terminal and not environment.get("NO_COLOR") and environment.get("TERM") != "dumb"
+
+
+@dataclass(eq=False, slots=True)
+class LauncherStream:
+    """Standard output or standard error of the launcher, as lines of ranks are written to it."""
+
+    number: int
+    sink: Sink
+    terminal: bool
+    prefixes: Prefixes
+
+
+def open_streams(
+    stdout: TextIO, stderr: TextIO, environment: Mapping[str, str]
+) -> tuple[LauncherStream, LauncherStream]:
+    """Return standard output and standard error, which share a sink if they are one terminal."""
+    streams, sinks = [], [Sink(stdout.fileno())]
+    terminals = [stream.isatty() for stream in (stdout, stderr)]
+    # On one terminal, order and the lines at its bottom need one writer.
+    devices = [os.fstat(stream.fileno()).st_rdev for stream in (stdout, stderr)]
+    sinks.append(sinks[0] if all(terminals) and devices[0] == devices[1] else Sink(stderr.fileno()))
+    for number, (sink, terminal) in enumerate(zip(sinks, terminals, strict=True)):
+        prefixes = Prefixes(colour=wants_colour(environment, terminal=terminal))
+        streams.append(LauncherStream(number, sink, terminal, prefixes))
+    return streams[0], streams[1]

@@ -1,6 +1,7 @@
-"""The decision whether ranks that have died are replaced while the others wait. Pure; start reading at `decide`.
+"""The decision whether ranks that have died are replaced while the others wait. Pure.
 
-`launch.replacing` acts on it. What is not replaced ends the job, as every failure does without a Trainer.
+`launch.replacing` acts on it. What is not replaced ends the job, as every failure does without a Trainer. Start reading
+at `decide_replacement`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 from unisono.launch.failure.root_cause import RankFailure
 from unisono.launch.recovery_page import Note
 
-__all__ = ["Death", "DeathCounts", "GiveUp", "Member", "Replace", "decide", "describe_death"]
+__all__ = ["Death", "DeathCounts", "GiveUp", "Member", "Replace", "decide_replacement", "describe_death"]
 
 _MOST_ROUNDS = 3
 """So many deaths at one step end the job."""
@@ -91,7 +92,7 @@ class GiveUp:
     """The rank whose death was one too many at its step; None if that is not the reason."""
 
 
-def decide(
+def decide_replacement(
     deaths: Collection[Death], members: Collection[Member], counts: DeathCounts, *, enabled: bool = True
 ) -> Replace | GiveUp:
     """Return the decision about ranks that have died and have not been replaced.
@@ -105,13 +106,13 @@ def decide(
     >>> killed = Death(failure=RankFailure(rank=2, code=-9, time_ns=0, reported=False), step=417)
     >>> counts = DeathCounts()
     >>> counts.add(killed, again=False)
-    >>> decide([killed], [Member(rank=0), Member(rank=1)], counts)
+    >>> decide_replacement([killed], [Member(rank=0), Member(rank=1)], counts)
     Replace(ranks=(2,))
-    >>> decide([killed], [Member(rank=0, armed=False), Member(rank=1)], counts)
+    >>> decide_replacement([killed], [Member(rank=0, armed=False), Member(rank=1)], counts)
     GiveUp(reason='', exhausted=None)
-    >>> decide([killed], [Member(rank=0), Member(rank=1, refusal="it calls all_reduce")], counts).reason
+    >>> decide_replacement([killed], [Member(rank=0), Member(rank=1, refusal="it calls all_reduce")], counts).reason
     'no rank can be replaced alone: it calls all_reduce'
-    >>> decide([killed], [Member(rank=0, has_state=False), Member(rank=1, has_state=False)], counts).reason
+    >>> decide_replacement([killed], [Member(rank=0, has_state=False), Member(rank=1, has_state=False)], counts).reason
     ''
     """
     if not enabled or not all(death.armed for death in deaths):

@@ -1,0 +1,237 @@
+"""The kinds of events and the fields of each; docs/events.md describes them for readers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
+
+if TYPE_CHECKING:
+    from typing_extensions import NotRequired
+
+__all__ = [
+    "CheckpointFields",
+    "EndFields",
+    "EpochFields",
+    "EvaluationFields",
+    "Event",
+    "Kind",
+    "LogFields",
+    "OverFields",
+    "ProgressFields",
+    "RecoveryFields",
+    "ResizeFields",
+    "ResumeFields",
+    "RunFields",
+    "StepFields",
+    "WarningFields",
+]
+
+Kind: TypeAlias = Literal[
+    "run",
+    "resume",
+    "epoch",
+    "step",
+    "evaluation",
+    "log",
+    "checkpoint",
+    "recovery",
+    "resize",
+    "warning",
+    "over",
+    "end",
+    "progress",
+]
+"""The kinds of events."""
+
+Event: TypeAlias = Mapping[str, Any]
+"""One event as listeners and readers get it. Use `.get` to read it: an older or newer version may have written it."""
+
+
+class RunFields(TypedDict):
+    """A run starts."""
+
+    version: str
+    """Version of unisono."""
+    world_size: int
+    virtual_ranks: int
+    seed: int
+    parameters: int
+    """Number of elements of all parameters of the models, also of frozen ones."""
+    device: str
+    threads: int
+    """Torch threads of one rank."""
+    directory: str | None
+    """Folder of the checkpoints; None if none are kept."""
+    torch: str
+    """Version of torch."""
+
+
+class ResumeFields(TypedDict):
+    """A run continues from a checkpoint."""
+
+    path: str
+    epoch: int
+    """Epoch of the next step, from 0."""
+    step: int
+    """Next step within that epoch, from 0."""
+    total_steps: int
+    """Steps of the run done before."""
+
+
+class EpochFields(TypedDict):
+    """An epoch starts, or continues after a resume."""
+
+    epoch: int
+    """Number of the epoch, from 0."""
+    epochs: int | None
+    """Epochs of the whole run; None if not known."""
+    steps: int | None
+    """Steps of the whole epoch; None for data without a length."""
+    first_step: int
+    """0, or the step at which a resumed epoch continues."""
+    total_steps: int
+    """Steps of the run done before."""
+    run_steps: int | None
+    """Steps of the whole run, up to its last epoch or to `max_steps`; None if not known."""
+    num_samples: int | None
+    """Samples of the whole epoch; None for data without a length."""
+
+
+class StepFields(TypedDict):
+    """A step was committed."""
+
+    epoch: int
+    """Number of the epoch, from 0."""
+    step: int
+    """Number of the step within the epoch, from 0."""
+    total_steps: int
+    """Steps of the run up to and including this one."""
+    loss: float
+    """Mean loss of the global batch, with all its digits."""
+    samples: int
+    """Samples of the global batch."""
+    lr: float
+    step_s: float
+    """Seconds since the previous step ended."""
+    weight: NotRequired[float]
+    """Divisor of the sum of losses, if that is not the number of samples: tokens, for example."""
+    grad_norm: NotRequired[float]
+    """Norm of the gradient before clipping, if it is clipped."""
+    values: NotRequired[Mapping[str, float]]
+    """The means of the further values that the loss function returned, over the global batch."""
+    optimizer: NotRequired[str]
+    """Name of the optimizer, if there are several."""
+    memory: NotRequired[int]
+    """Bytes in use by this rank, on its GPU or resident in main memory. Present about once a second."""
+
+
+class EvaluationFields(TypedDict):
+    """An evaluation ended."""
+
+    epoch: int
+    """Number of the epoch, from 0; between two epochs, that of the last one."""
+    name: str
+    values: Mapping[str, Mapping[str, Any]]
+    """Metric to its value, total and count; value = total / count."""
+    seconds: float
+
+
+class LogFields(TypedDict):
+    """The user's loop logged numbers, by `Trainer.log`."""
+
+    epoch: int
+    """Number of the epoch, from 0; between two epochs, that of the last one."""
+    total_steps: int
+    """Steps of the run done before."""
+    values: Mapping[str, float]
+
+
+class CheckpointFields(TypedDict):
+    """A checkpoint is complete on disk."""
+
+    path: str
+    total_steps: int
+    nbytes: int
+    seconds: float
+    """Seconds from its start to its last byte; training mostly continues meanwhile."""
+
+
+class RecoveryFields(TypedDict):
+    """Ranks that died have been replaced, and all go on."""
+
+    number: int
+    """Counts the recoveries of a job, from 1."""
+    ranks: Sequence[int]
+    """The ranks that have been replaced."""
+    epoch: int
+    """Epoch of the next step, from 0."""
+    step: int
+    """Next step within that epoch, from 0."""
+    total_steps: int
+    """Steps of the run done before."""
+    seconds: float
+    """Seconds from the moment when this rank noticed the loss until all go on."""
+    call: str
+    """The call that was under way, and is made again: "trainer.step", for example."""
+
+
+class ResizeFields(TypedDict):
+    """The number of ranks has changed between two steps, by `unisono scale`."""
+
+    number: int
+    """The number of the launcher's decision, which counts with those of recoveries, from 1."""
+    ranks: int
+    """The number of ranks from now on."""
+    before: int
+    """The number of ranks before."""
+    epoch: int
+    """Epoch of the next step, from 0."""
+    step: int
+    """Next step within that epoch, from 0."""
+    total_steps: int
+    """Steps of the run done before."""
+    seconds: float
+    """Seconds that the run has waited."""
+
+
+class WarningFields(TypedDict):
+    """The user should know something that does not end the run."""
+
+    message: str
+
+
+class OverFields(TypedDict):
+    """There is nothing to do: the resumed run has already done all epochs or steps that the script asks for."""
+
+    epoch: int
+    """Epochs done."""
+    total_steps: int
+    epochs: int
+    """Epochs that the script asks for."""
+    max_steps: int | None
+    """Steps that the script asks for; None: as many as the epochs have."""
+
+
+class EndFields(TypedDict):
+    """The run ended normally."""
+
+    total_steps: int
+    seconds: float
+    """Seconds since the loop over epochs began."""
+
+
+class ProgressFields(TypedDict):
+    """A user loop, shown by `unisono.progress`, made progress."""
+
+    bar: int
+    """Number of the loop in this process, from 0."""
+    name: str
+    done: int
+    """Count over all ranks."""
+    total: int | None
+    """Total over all ranks; None if not known."""
+    unit: str
+    """Name of the counted things, in the plural."""
+    values: Mapping[str, float]
+    """Further values of the loop, such as its loss."""
+    ended: bool
