@@ -22,13 +22,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from subprocess import CompletedProcess
 from types import MappingProxyType
 
 import pytest
 import torch
 
-from launcher import TIMEOUT_S, Fork, Launcher
+from launcher import TIMEOUT_S, Launcher, LaunchHost
 from printed import ranks_of
 
 torch.set_num_threads(1)
@@ -78,11 +77,11 @@ Runner = Callable[..., Job]
 
 
 @pytest.fixture
-def run_ranks(tmp_path: Path, fork_launcher: Fork | None) -> Runner:
+def run_ranks(tmp_path: Path, launch_host: LaunchHost | None) -> Runner:
     """Run a script on N ranks with `unisono run`, and check its exit code."""
 
     def run(n: int, script: str | Path, *args: object, code: int | None = 0, flags: Sequence[str] = ()) -> Job:
-        launcher = Launcher(Path.cwd(), fork_launcher)
+        launcher = Launcher(Path.cwd(), launch_host)
         path = _file(script, tmp_path)
         done = launcher.run("run", "-n", str(n), *flags, str(path), *map(str, args))
         job = Job(done.returncode, done.stdout, done.stderr)
@@ -196,11 +195,8 @@ def fork_python(rank_host: RankHost, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture(scope="session")
-def fork_launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fork | None]:
-    """Run the command `unisono` as a new process would, but without importing torch anew; see launch_host.py.
-
-    Fails if it leaves a process behind. None if FRESH_LAUNCHES asks for new processes.
-    """
+def launch_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LaunchHost | None]:
+    """The process that forks launchers for this process's tests; None if FRESH_LAUNCHES asks for new processes."""
     if os.environ.get("FRESH_LAUNCHES") == "1":
         yield None
         return
@@ -208,20 +204,8 @@ def fork_launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fork | N
     code = f"import sys; sys.path[0] = {str(Path(__file__).parent)!r}; import launch_host; exec(launch_host.serve())"
     command, pipe = [sys.executable, "-c", code], subprocess.PIPE
     environ |= {"OMP_NUM_THREADS": "1"}
-
-    def run(*arguments: str, cwd: Path, environment: Mapping[str, str]) -> CompletedProcess[str]:
-        folder = tmp_path_factory.mktemp("launch")
-        facts = {"arguments": arguments, "folder": str(folder), "cwd": str(cwd), "environment": dict(environment)}
-        host.stdin.write(json.dumps({**facts, "timeout_s": TIMEOUT_S}) + "\n")
-        host.stdin.flush()
-        code, left = json.loads(host.stdout.readline())
-        out, err = ((folder / name).read_text(errors="surrogateescape") for name in ("out", "err"))
-        assert code is not None, f"the job did not end within {TIMEOUT_S} s\n{out[-3000:]}\n{err[-6000:]}"
-        assert not left, f"processes left behind: {left}"
-        return CompletedProcess(arguments, code, out, err)
-
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environ, start_new_session=True) as host:
-        yield run
+        yield LaunchHost(host, tmp_path_factory.mktemp)
         host.stdin.close()
         host.wait(timeout=60)
 

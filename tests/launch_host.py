@@ -8,7 +8,8 @@ libraries read from the environment on import is what this process had. Tests to
 
 With FRESH_LAUNCHES=1 in the environment all tests start the command.
 
-It reads one job a line from standard input, as JSON, and answers with the exit code and with what was left behind.
+It reads one job a line from standard input, as JSON, and answers with the exit code and with what was left behind. The
+agent of a job that names a parent becomes a child of that, and its process id is the answer.
 The interpreter runs the code that `serve` returns at its top level, so that no frame of this file lies below a rank.
 """
 
@@ -19,14 +20,16 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from contextlib import suppress
 from pathlib import Path
 
-from unisono.launch import forkserver_handle
+from kernel import mark_memory, set_subreaper
+from unisono.launch import fast_exit, forkserver_handle
 from unisono.launch.channel import Channel
-from unisono.launch.linux import become_subreaper, descendants
+from unisono.launch.linux import descendants
 
 _AGENT = "from unisono.cli.main import main; main()"
 _SERVER = "from unisono.launch.forkserver import main; main()"
@@ -42,18 +45,59 @@ def serve() -> str:
     import torch._dynamo
     import torch.distributed  # noqa: F401
 
+    fast_exit.prepare(programs=False)  # torch takes back none of its operators when an agent ends
     assert threading.active_count() == 1
-    become_subreaper()  # of what a job leaves behind
+    set_subreaper(True)  # for what a job leaves behind
     gc.enable()
     gc.collect()
     gc.freeze()
     for line in iter(sys.stdin.readline, ""):
         job = json.loads(line)
+        if "parent" in job:
+            if not (pid := _start(job)):
+                return _become_agent(job)
+            print(pid, flush=True)
+            continue
+        job["files"] = [
+            os.open(os.devnull, os.O_RDONLY),
+            *(os.open(f"{job['folder']}/{name}", os.O_RDWR | os.O_CREAT | os.O_APPEND) for name in ("out", "err")),
+        ]
         pid = os.fork()
         if not pid:
             return _become_agent(job)
+        _close(job["files"])
         print(json.dumps([_wait(pid, job["timeout_s"]), _wait_for_the_rest()]), flush=True)
     return ""
+
+
+def _start(job: dict) -> int:
+    """Fork a process that becomes a child of the job's parent, an ancestor of this process and now a subreaper.
+
+    Returns: its process id; 0 in the process itself.
+    """
+    flags = (os.O_RDONLY, os.O_WRONLY, os.O_WRONLY)
+    job["files"] = [os.open(path, flag) for path, flag in zip(job["paths"], flags, strict=True)]
+    told, tell = os.pipe()
+    set_subreaper(False)
+    if not (between := os.fork()):
+        if not (pid := os.fork()):
+            _close([told, tell])
+            while os.getppid() != job["parent"]:
+                time.sleep(0.001)
+            mark_memory(job["mark"])
+            return 0
+        os.write(tell, str(pid).encode())
+        os._exit(0)
+    os.waitpid(between, 0)
+    set_subreaper(True)
+    pid = int(os.read(told, 32))
+    _close([told, tell, *job["files"]])
+    return pid
+
+
+def _close(files: list[int]) -> None:
+    for file in files:
+        os.close(file)
 
 
 def _wait(pid: int, timeout_s: float) -> int | None:
@@ -88,10 +132,9 @@ def _wait_for_the_rest() -> list[str]:
 
 def _become_agent(job: dict) -> str:
     """Take the place of `python -m unisono`. A child waits to become its fork server."""
-    for number, name in ((0, os.devnull), (1, f"{job['folder']}/out"), (2, f"{job['folder']}/err")):
-        file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_APPEND if number else os.O_RDONLY)
+    for number, file in enumerate(job["files"]):
         os.dup2(file, number)
-        os.close(file)
+    _close(job["files"])
     sys.stdin = open(0)  # noqa: SIM115  the old one is the host's
     os.chdir(job["cwd"])
     _set_environment(job["environment"])
@@ -153,3 +196,4 @@ def _become_server(agent: Channel) -> str:
 def _set_environment(environment: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # asks the environment again

@@ -9,27 +9,80 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+from kernel import set_subreaper
 from printed import ranks_of
 
 TIMEOUT_S = 120
 
-# Runs `unisono` with arguments in a folder with an environment: see `fork_launcher` in conftest.py.
-Fork = Callable[..., "subprocess.CompletedProcess[str]"]
+
+class LaunchHost:
+    """Forks launchers that have imported torch; see launch_host.py."""
+
+    def __init__(self, process: subprocess.Popen[str], make_folder: Callable[[str], Path]) -> None:
+        self._process = process
+        self._make_folder = make_folder
+
+    def run(self, *arguments: str, cwd: Path, environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+        """Run the command `unisono` as a new process would. Fails if it leaves a process behind."""
+        folder = self._make_folder("launch")
+        code, left = self._ask(arguments, cwd, environment, folder=str(folder), timeout_s=TIMEOUT_S)
+        out, err = ((folder / name).read_text(errors="surrogateescape") for name in ("out", "err"))
+        assert code is not None, f"the job did not end within {TIMEOUT_S} s\n{out[-3000:]}\n{err[-6000:]}"
+        assert not left, f"processes left behind: {left}"
+        return subprocess.CompletedProcess(arguments, code, out, err)
+
+    def start(self, *arguments: str, cwd: Path, environment: Mapping[str, str], files: Sequence[int], mark: str) -> int:
+        """Start the command `unisono` as a child of this process. Returns: its process id.
+
+        Args: files are its standard input, output and error; what it forks has mapped memory with the mark.
+        """
+        paths = [f"/proc/{os.getpid()}/fd/{file}" for file in files]
+        set_subreaper(True)
+        try:
+            return self._ask(arguments, cwd, environment, paths=paths, mark=mark, parent=os.getpid())
+        finally:
+            set_subreaper(False)
+
+    def _ask(self, arguments: Sequence[str], cwd: Path, environment: Mapping[str, str], **facts: object) -> Any:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        job = {"arguments": arguments, "cwd": str(cwd), "environment": dict(environment), **facts}
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+
+class _ForkedLauncher(subprocess.Popen):
+    """A launcher that a host forks, with all that a child has."""
+
+    def __init__(self, host: LaunchHost, arguments: Sequence[str], mark: str, **options: Any) -> None:
+        self._host, self._mark = host, mark
+        super().__init__(arguments, **options)
+
+    def _execute_child(self, arguments, executable, preexec_fn, close_fds, pass_fds, cwd, env, *others):
+        files = others[3:9]  # both ends of each of the three pipes
+        try:
+            self.pid = self._host.start(
+                *arguments, cwd=cwd, environment=env, files=(files[0], files[3], files[5]), mark=self._mark
+            )
+            self._child_created = True
+        finally:
+            self._close_pipe_fds(*files)
 
 
 class Launcher:
     """Starts `unisono` in a folder. All that descends from it carries a mark in its environment.
 
-    `run` forks if it is given a way to, otherwise it starts a new process, as `start` always does.
+    A host forks it if there is one; otherwise, and with options of Popen, it is a new process.
     """
 
-    def __init__(self, folder: Path, fork: Fork | None = None) -> None:
+    def __init__(self, folder: Path, host: LaunchHost | None = None) -> None:
         self.folder = folder
-        self._fork = fork
+        self._host = host
         self._mark = secrets.token_hex(16)
         dropped = ("PYTEST", "OMP_", "GLOO_SOCKET_IFNAME", "NO_COLOR")
         kept = {k: v for k, v in os.environ.items() if not k.startswith(dropped)}
@@ -42,6 +95,10 @@ class Launcher:
         return name
 
     def start(self, *arguments: str, **options: object) -> subprocess.Popen[bytes]:
+        if self._host is not None and not options:
+            pipe = subprocess.PIPE
+            files = {"stdin": subprocess.DEVNULL, "stdout": pipe, "stderr": pipe}
+            return _ForkedLauncher(self._host, arguments, self._mark, cwd=self.folder, env=self.environment, **files)
         return subprocess.Popen(
             [sys.executable, "-m", "unisono", *arguments],
             cwd=self.folder,
@@ -55,8 +112,8 @@ class Launcher:
         )
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        if self._fork is not None:
-            return self._fork(*arguments, cwd=self.folder, environment=self.environment)
+        if self._host is not None:
+            return self._host.run(*arguments, cwd=self.folder, environment=self.environment)
         with self.start(*arguments) as process:
             try:
                 out, err = process.communicate(timeout=TIMEOUT_S)
@@ -80,9 +137,16 @@ class Launcher:
         found = []
         for folder in Path("/proc").iterdir():
             with suppress(OSError):
-                if folder.name.isdigit() and self._mark.encode() in (folder / "environ").read_bytes():
+                if folder.name.isdigit() and self._is_ours(folder):
                     found.append(int(folder.name))
         return found
+
+    def _is_ours(self, folder: Path) -> bool:
+        """Whether a process carries the mark: in its environment, or in the memory of one that a host has forked."""
+        mark = self._mark.encode()
+        return mark in (folder / "environ").read_bytes() or (
+            b"launch_host" in (folder / "cmdline").read_bytes() and mark in (folder / "maps").read_bytes()
+        )
 
     def wait_until_gone(self) -> list[int]:
         """Wait for the end of all processes; return those that are still there after the timeout."""

@@ -9,6 +9,7 @@ rank is faster than another fails for some seeds.
 
 import atexit
 import gc
+import importlib
 import json
 import os
 import random
@@ -17,17 +18,22 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
 _GRACE_S = 10.0
 
+_IMPORTED_BY = {"sklearn": "sklearn.datasets"}
+"""What scripts with a word in them import that takes each rank half a second or more."""
+
 
 def _serve() -> dict | None:
     """Fork ranks and wait for them, until there are no more jobs. Returns: in a rank, its job."""
     for line in iter(sys.stdin.readline, ""):
         job = json.loads(line)
+        _import_for(Path(job["cwd"], job["script"]))
         pids = {}
         for rank in range(job["ranks"]):
             pid = os.fork()
@@ -36,6 +42,19 @@ def _serve() -> dict | None:
             pids[pid] = rank
         print(json.dumps(_wait(pids, watched=job["watched"], end_s=time.monotonic() + job["timeout_s"])), flush=True)
     return None
+
+
+def _import_for(script: Path) -> None:
+    """Import what ranks of the script would, as far as it takes long, for them and for those of later jobs."""
+    source = script.read_text() if script.exists() else ""
+    wanted = [name for word, name in _IMPORTED_BY.items() if word in source]
+    if missing := [name for name in wanted if name not in sys.modules]:
+        for name in missing:
+            with suppress(ImportError):  # the ranks say so
+                importlib.import_module(name)
+        assert len([*Path("/proc/self/task").iterdir()]) == 1, f"{missing} start threads, which forked ranks lack"
+        gc.collect()
+        gc.freeze()
 
 
 def _wait(pids: dict[int, int], *, watched: bool, end_s: float) -> tuple[list[int | None], int | None]:
@@ -116,9 +135,11 @@ if __name__ == "__main__":
 
     import unisono.parallel
     import unisono.trainer.trainer  # noqa: F401
+    from unisono.launch.fast_exit import prepare
 
     assert threading.active_count() == 1
     torch.set_num_threads(1)
+    prepare(programs=False)  # torch takes back none of its operators when a rank ends
     # What has been imported is not looked at by the collector of each rank, whose memory would be copied for it.
     gc.enable()
     gc.collect()

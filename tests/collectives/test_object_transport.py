@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from unisono.collectives import object_transport as transport
+from unisono.collectives.arrivals import read_payload
 from unisono.collectives.framing import read_envelope, write_envelope
 from unisono.collectives.group import SINGLE_PROCESS
 from unisono.collectives.serialization import serialize
@@ -24,7 +25,7 @@ def _travel(value, fill=0):
     assert nbytes == envelope.rest_nbytes
     if nbytes:
         rest = transport._padded(rest, nbytes + fill, _CPU)
-    return transport._received(envelope, rest, None, own=False).open(), nbytes
+    return read_payload(envelope, rest, None, own=False).open(), nbytes
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -5,19 +5,26 @@ from pathlib import Path
 
 import pytest
 
-from launcher import Fork, Launcher
+from launcher import Launcher, LaunchHost
 
 
 @pytest.fixture
-def launcher(tmp_path: Path) -> Iterator[Launcher]:
+def fresh_launcher(tmp_path: Path) -> Iterator[Launcher]:
+    """A launcher whose processes are what a user's are."""
     launcher = Launcher(tmp_path)
     yield launcher
     launcher.check_nothing_is_left()
 
 
 @pytest.fixture
-def warm_launcher(tmp_path: Path, fork_launcher: Fork | None) -> Iterator[Launcher]:
-    """A launcher whose `run` does not import torch anew; for tests that are about the ranks of a job."""
-    launcher = Launcher(tmp_path, fork_launcher)
+def launcher(fresh_launcher: Launcher) -> Launcher:
+    """The fresh one, where a file of tests does not say otherwise."""
+    return fresh_launcher
+
+
+@pytest.fixture
+def warm_launcher(tmp_path: Path, launch_host: LaunchHost | None) -> Iterator[Launcher]:
+    """A launcher that does not import torch anew; for tests that are not about how a job starts."""
+    launcher = Launcher(tmp_path, launch_host)
     yield launcher
     launcher.check_nothing_is_left()

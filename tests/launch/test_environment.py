@@ -58,9 +58,9 @@ def test_ranks_find_torchruns_variables_and_each_other(launcher, ranks):
     assert [rank for rank in found if "UNISONO_EVENTS_FD" in found[rank]] == [0]
 
 
-def test_jobs_side_by_side_do_not_meet(launcher):
-    script = launcher.write("script.py", REPORT)
-    jobs = [launcher.start("run", "-n", "2", script) for _ in range(2)]
+def test_jobs_side_by_side_do_not_meet(warm_launcher):
+    script = warm_launcher.write("script.py", REPORT)
+    jobs = [warm_launcher.start("run", "-n", "2", script) for _ in range(2)]
     outputs = [job.communicate(timeout=60) for job in jobs]
     assert [job.returncode for job in jobs] == [0, 0], outputs
     assert all(out.count(b'"total": 3.0') == 2 for out, _ in outputs)

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from unisono.launch.hang.analysis import Pending, Situation, find_hang, find_mismatch
+from unisono.launch.hang.analysis import find_hang, find_mismatch
 from unisono.launch.hang.hang_report import render_finding, render_idle, render_stacks
+from unisono.launch.hang.situation import Pending, Situation
 from unisono.launch.hang.stacks import Frame, Thread
 from unisono.launch.hang.status_block import RecordedCall
 

@@ -23,6 +23,12 @@ WAIT = """
 """
 
 
+@pytest.fixture
+def launcher(warm_launcher):
+    """Not a fresh one: that matters to the tests that ask for it."""
+    return warm_launcher
+
+
 def start(launcher, source, *options, ranks=2):
     """Start a job and wait until every rank has printed a line."""
     job = launcher.start("run", "-n", str(ranks), *options, launcher.write("script.py", source))
@@ -51,8 +57,8 @@ def finish(job):
     return out.decode(), err.decode(), job.returncode
 
 
-def test_ctrl_c_is_quiet(launcher):
-    job, _ = start(launcher, WAIT)
+def test_ctrl_c_is_quiet(fresh_launcher):
+    job, _ = start(fresh_launcher, WAIT)
     job.send_signal(signal.SIGINT)
     assert finish(job) == ("", "unisono: interrupted; 2 ranks ended\n", 130)
 
@@ -101,11 +107,13 @@ def test_ranks_that_have_only_just_started_end_with_the_job(launcher):
     assert result.returncode == 3
 
 
-def test_ctrl_c_before_there_are_ranks(launcher):
+def test_ctrl_c_before_there_are_ranks(fresh_launcher):
     # The preloaded module interrupts the agent while the fork server still imports.
-    launcher.write("early.py", "import os, signal, time\nos.kill(os.getppid(), signal.SIGINT)\ntime.sleep(100)")
-    launcher.environment["PYTHONPATH"] = str(launcher.folder)
-    result = launcher.run("run", "-n", "2", "--preload", "early", launcher.write("script.py", "print('ran')"))
+    fresh_launcher.write("early.py", "import os, signal, time\nos.kill(os.getppid(), signal.SIGINT)\ntime.sleep(100)")
+    fresh_launcher.environment["PYTHONPATH"] = str(fresh_launcher.folder)
+    result = fresh_launcher.run(
+        "run", "-n", "2", "--preload", "early", fresh_launcher.write("script.py", "print('ran')")
+    )
     assert (result.stdout, result.stderr, result.returncode) == ("", "unisono: interrupted\n", 130)
 
 
@@ -325,11 +333,11 @@ FAMILY = """
 """
 
 
-def test_a_killed_agent_takes_everything_with_it(launcher):
-    job, _ = start(launcher, FAMILY.format(seconds=100))
-    wait_for_processes(launcher, 1 + 1 + 1 + 2 + 4)
+def test_a_killed_agent_takes_everything_with_it(fresh_launcher):
+    job, _ = start(fresh_launcher, FAMILY.format(seconds=100))
+    wait_for_processes(fresh_launcher, 1 + 1 + 1 + 2 + 4)
     job.kill()
-    assert launcher.wait_until_gone() == []
+    assert fresh_launcher.wait_until_gone() == []
     job.communicate()
 
 

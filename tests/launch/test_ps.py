@@ -35,6 +35,12 @@ MEET = """
 """
 
 
+@pytest.fixture
+def launcher(warm_launcher):
+    """Not a fresh one: that matters to the tests that ask for it."""
+    return warm_launcher
+
+
 @contextmanager
 def running(launcher, *options, name="script.py", ranks=2):
     """Run a job whose rank 1 computes while the others wait. Gives its process and those of its ranks."""
@@ -88,15 +94,15 @@ def test_jobs_are_listed_side_by_side(launcher, only):
     assert not {one.pid, other.pid} & set(control.running_jobs())
 
 
-def test_the_installed_command_finds_them_too(launcher):
-    with running(launcher) as (job, _):
-        listed = launcher.run("ps")
+def test_the_installed_command_finds_them_too(fresh_launcher):
+    with running(fresh_launcher) as (job, _):
+        listed = fresh_launcher.run("ps")
         assert (listed.returncode, listed.stderr) == (0, "")
         assert [line for line in listed.stdout.splitlines() if line.split()[0] == str(job.pid)]
-        shown = launcher.run("stacks", str(job.pid))
+        shown = fresh_launcher.run("stacks", str(job.pid))
         assert (shown.returncode, shown.stderr) == (0, "")
         assert "compute" in shown.stdout
-        missing = launcher.run("stacks", "no-such-job")
+        missing = fresh_launcher.run("stacks", "no-such-job")
         assert (missing.returncode, missing.stdout) == (2, "")
         assert missing.stderr.startswith("unisono: no running job is called 'no-such-job'")
 

@@ -6,10 +6,8 @@ The programs here have no Trainer: they arm, wait and join as one does. What bec
 from __future__ import annotations
 
 import json
-import os
 import signal
 import time
-import timeit
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,10 +15,6 @@ import pytest
 
 from launcher import Launcher
 from printed import ranks_of
-from unisono.launch.failure.root_cause import RankFailure
-from unisono.launch.hang.status_block import create
-from unisono.launch.recovery import Death, DeathCounts, GiveUp, Member, Replace, decide
-from unisono.launch.recovery_page import Note, RankLink, RecoveryPage
 
 PREAMBLE = """
 import os, signal, subprocess, sys, time
@@ -355,7 +349,7 @@ else:
     assert "waited" not in err and "replaced, 1." in err
 
 
-def test_ps_counts_recoveries_and_an_interrupt_ends_ranks_that_wait(launcher):
+def test_ps_counts_recoveries_and_an_interrupt_ends_ranks_that_wait(warm_launcher):
     program = """
 begin()
 if rank == 1 and not link.is_new:
@@ -369,14 +363,14 @@ if rank == 1:
     Path("waiting").touch()
 time.sleep(60)
 """
-    (launcher.folder / "program.py").write_text(PREAMBLE + program)
-    with launcher.start("run", "-n", "3", "program.py") as job:
+    (warm_launcher.folder / "program.py").write_text(PREAMBLE + program)
+    with warm_launcher.start("run", "-n", "3", "program.py") as job:
         try:
-            _wait_for(launcher.folder / "joined.1")
+            _wait_for(warm_launcher.folder / "joined.1")
             deadline_s = time.monotonic() + 20
-            while "3 (1 recovery)" not in launcher.run("ps").stdout:
+            while "3 (1 recovery)" not in warm_launcher.run("ps").stdout:
                 assert time.monotonic() < deadline_s
-            (launcher.folder / "go").touch()
+            (warm_launcher.folder / "go").touch()
             time.sleep(0.5)
             job.send_signal(signal.SIGINT)
             _, err = job.communicate(timeout=60)
@@ -393,94 +387,3 @@ def _wait_for(path: Path) -> None:
     while not path.exists():
         assert time.monotonic() < deadline_s, path
         time.sleep(0.01)
-
-
-def death(rank: int = 1, *, code: int = -9, step: int = 417, kind: str = "", **more) -> Death:
-    account = {"type": kind, "frames": [{"file": "train.py", "line": 7}]} if kind else None
-    return Death(
-        failure=RankFailure(rank=rank, code=code, time_ns=0, reported=bool(kind), account=account), step=step, **more
-    )
-
-
-@pytest.mark.parametrize(
-    ("deaths", "members", "expected"),
-    [
-        ([death(1)], [Member(rank=0), Member(rank=2)], Replace((1,))),
-        ([death(2), death(1)], [Member(rank=0)], Replace((1, 2))),
-        ([death(1)], [Member(rank=0), Member(rank=2, has_state=False, armed=False)], Replace((1,))),
-        ([death(1)], [Member(rank=2, has_state=False)], GiveUp()),
-        ([death(1)], [], GiveUp()),
-        ([death(1)], [Member(rank=0), Member(rank=2, armed=False)], GiveUp()),
-        ([death(1)], [Member(rank=0), Member(rank=2, finished=True)], GiveUp()),
-        ([death(1, armed=False)], [Member(rank=0)], GiveUp()),
-        ([death(1, code=3, kind="SystemExit")], [Member(rank=0)], GiveUp()),
-        ([death(1, code=130, kind="KeyboardInterrupt")], [Member(rank=0)], GiveUp()),
-        ([death(1, code=1, kind="x.DataError")], [Member(rank=0)], Replace((1,))),
-        ([death(1, code=3)], [Member(rank=0)], Replace((1,))),
-        ([death(1, refusal="so")], [Member(rank=0)], GiveUp("no rank can be replaced alone: so")),
-    ],
-)
-def test_the_decision(deaths, members, expected):
-    counts = DeathCounts()
-    for each in deaths:
-        counts.add(each, again=False)
-    assert decide(deaths, members, counts) == expected
-    assert decide(deaths, members, counts, enabled=False) == GiveUp()
-
-
-def test_deaths_are_counted_by_step_and_those_that_come_together_once():
-    counts = DeathCounts()
-    for step in range(5):  # every step kills a rank, once
-        counts.add(death(step=step), again=False)
-        assert not counts.excess(death(step=step))
-        counts.next_round()
-    for rank in range(6):
-        counts.add(death(rank, step=9, code=1, kind="PeerError"), again=False)
-    assert not counts.excess(death(0, step=9, code=1, kind="PeerError"))
-    counts.next_round()
-    counts.add(death(1, step=9), again=False)
-    assert not counts.excess(death(1, step=9))
-    counts.add(death(1, step=9, code=1, kind="PeerError"), again=True)
-    assert "third death at step 10" in counts.excess(death(1, step=9, code=1, kind="PeerError"))
-
-
-def test_a_reader_of_decisions_never_sees_one_without_its_ranks():
-    file = create()
-    agent, rank = RecoveryPage(file), RankLink(file)
-    assert rank.membership() == (0, (), 0) and not rank.is_new and not agent.armed and agent.note is None
-    for number in range(1, 300):
-        agent.decide(number, list(range(0, number, 2)), size=number)
-        assert rank.membership() == (number, tuple(range(0, number, 2)), number)
-    agent.mark_new()
-    assert RankLink(file).is_new
-    rank.arm(8)
-    rank.refuse("x" * 10000)
-    rank.note_samples("ä" * 10000)
-    rank.note("update", 2**40, -1)
-    assert agent.armed and 1900 < len(agent.refusal) <= 2000 and agent.note == Note("update", 2**40, -1)
-    assert agent.samples.startswith("ää")
-    agent.close()
-    os.close(file)
-
-
-def test_a_process_that_a_rank_forks_does_not_write_into_its_page():
-    file = create()
-    agent, rank = RecoveryPage(file), RankLink(file)
-    rank.note("loop", 1)
-    if (child := os.fork()) == 0:
-        rank.note("update", 2)
-        rank.arm(8)
-        rank.refuse("not mine")
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
-    assert agent.note == Note("loop", 1, -1) and not agent.armed and not agent.refusal
-    agent.close()
-    os.close(file)
-
-
-def test_a_note_is_cheap():
-    file = create()
-    rank = RankLink(file)
-    cost_s = min(timeit.repeat(lambda: rank.note("forward", 7, 3), number=20_000, repeat=7)) / 20_000
-    os.close(file)
-    assert cost_s < 1.5e-6  # 0.3 µs where nothing else runs

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from unisono.launch.failure.error_record import record_error
-from unisono.launch.failure.failure_report import Circumstances, render, to_json
+from unisono.launch.failure.failure_report import Circumstances, render, report_as_data
 from unisono.launch.failure.root_cause import RankFailure, find_root_cause
 
 HERE = Path(__file__)
@@ -194,7 +194,7 @@ def test_colour_is_only_there_if_asked_for_and_words_cannot_bring_their_own():
 
 def test_the_same_facts_are_given_as_json():
     circumstances = Circumstances(ranks=4, run_id="a", log_files={1: [Path("a/stderr.log")]})
-    data = json.loads(json.dumps(to_json(find_root_cause([failed(bad_batch), victim(0)]), circumstances)))
+    data = json.loads(json.dumps(report_as_data(find_root_cause([failed(bad_batch), victim(0)]), circumstances)))
     assert (data["cause_ranks"], data["exit_code"], data["run_id"]) == ([1], 1, "a")
     assert data["cause"]["error"]["type"] == "ValueError"
     assert data["cause"]["log_files"] == ["a/stderr.log"]

@@ -50,6 +50,12 @@ def finds(done, seconds=60.0):
 
 
 @pytest.fixture
+def launcher(warm_launcher):
+    """Not a fresh one: that matters to the tests that ask for it."""
+    return warm_launcher
+
+
+@pytest.fixture
 def start(launcher):
     jobs = []
 

@@ -51,10 +51,10 @@ def test_standard_input_that_is_a_pipe_is_one_ranks(launcher):
     assert (sorted(out.splitlines()), err) == ([b"[0] 0 ", b"[1] 1 told"], b"")
 
 
-def test_several_ranks_are_told_why_there_is_no_input(launcher):
-    launcher.environment["WHO"] = "1"
-    result = launcher.run_script(DEBUG)
+def test_several_ranks_are_told_why_there_is_no_input(warm_launcher):
+    warm_launcher.environment["WHO"] = "1"
+    result = warm_launcher.run_script(DEBUG)
     assert result.returncode == 1
     assert "`--stdin RANK` gives it to one" in " ".join(result.stderr.split())
-    result = launcher.run("run", "-n", "2", "--stdin", "2", "script.py")
+    result = warm_launcher.run("run", "-n", "2", "--stdin", "2", "script.py")
     assert (result.returncode, result.stderr.partition(":")[2][:31]) == (2, " stdin=2 is no rank: there are ")

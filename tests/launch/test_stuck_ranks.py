@@ -4,7 +4,7 @@ import pytest
 
 
 @pytest.mark.parametrize("how", ["os.kill(os.getpid(), signal.SIGSTOP)", "lock.acquire()"])
-def test_a_stuck_rank_is_killed_and_replaced_after_its_stack_was_shown(launcher, how):
+def test_a_stuck_rank_is_killed_and_replaced_after_its_stack_was_shown(warm_launcher, how):
     script = f"""
         import os, pathlib, signal, threading, torch, unisono
         lock, mark = threading.Lock(), pathlib.Path("mark")
@@ -25,8 +25,8 @@ def test_a_stuck_rank_is_killed_and_replaced_after_its_stack_was_shown(launcher,
                 trainer.step(loss, batch)
         print(trainer.steps_done, trainer.recovered)
         """
-    name = launcher.write("stuck.py", script)
-    result = launcher.run("run", "-n", "2", "--hang-report", "0.5", "--stuck-timeout", "1.5", name)
+    name = warm_launcher.write("stuck.py", script)
+    result = warm_launcher.run("run", "-n", "2", "--hang-report", "0.5", "--stuck-timeout", "1.5", name)
     assert result.returncode == 0, result.stderr
     assert sorted(line.partition("] ")[2] for line in result.stdout.splitlines()) == ["5 False", "5 True"]
     assert "rank 1 kept the others waiting for 1.5 s; killed (--stuck-timeout)" in result.stderr

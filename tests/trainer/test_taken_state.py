@@ -24,7 +24,7 @@ def test_a_rank_one_call_behind_keeps_the_objects_that_its_loop_changes(monkeypa
     count, model = Count(), torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = unisono.Trainer(model, optimizer, virtual_ranks=2, stateful={"count": count}, progress=False)
-    run = RecoverableRun(trainer._parts, trainer._loop, trainer._dealer, trainer._log)
+    run = RecoverableRun(trainer._parts, trainer._loop, trainer._loader_cache, trainer._log)
     count.steps = 5
     torch.nn.init.ones_(model.weight)
     ahead = run._capture()

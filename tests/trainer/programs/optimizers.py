@@ -5,6 +5,7 @@ import sys
 from functools import partial
 
 import torch
+from lamb import Lamb
 from torch import nn, optim
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -50,25 +51,6 @@ def train(optimizer, model=None, *, steps=7, schedule=None, **options):
         for batch in trainer.batches(data(), batch_size=20):
             trainer.step(loss, batch)
     return trainer.digest()
-
-
-class Lamb(optim.Optimizer):
-    """As people write it: it looks at whole parameters, puts new tensors into its state, and counts in Python."""
-
-    def __init__(self, params, lr=0.01):
-        super().__init__(params, {"lr": lr, "steps": 0})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            group["steps"] += 1
-            for p in group["params"]:
-                if p.grad is not None:
-                    state = self.state[p]
-                    state["step"] = state.get("step", 0) + 1
-                    state["mean"] = 0.9 * state.get("mean", torch.zeros_like(p)) + 0.1 * p.grad
-                    state["note"], state["trust"] = "lamb", float(p.norm() / (1e-6 + state["mean"].norm()))
-                    p.sub_(state["mean"], alpha=group["lr"] * min(state["trust"], 10.0) / group["steps"])
 
 
 class MySGD(optim.SGD):

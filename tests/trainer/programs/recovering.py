@@ -49,10 +49,16 @@ def at(place, number=None):
         except FileExistsError:
             continue
         if how.startswith("scale "):
-            scale(int(how.removeprefix("scale ")))
+            scale(int(how.removeprefix("scale ")), FOLDER / f"asked{i}")
             continue
+        for j, event in enumerate(ASKED["deaths"][:i]):  # a change of size that was to come before is asked for
+            while event[3].startswith("scale ") and not (FOLDER / f"asked{j}").exists():
+                time.sleep(0.005)
         if how.startswith("kill "):
-            os.kill(int((FOLDER / f"process.{how.removeprefix('kill ')}").read_text()), signal.SIGKILL)
+            other = how.removeprefix("kill ")
+            while not (FOLDER / f"armed.{other}").exists():  # before that, it cannot be replaced
+                time.sleep(0.005)
+            os.kill(int((FOLDER / f"process.{other}").read_text()), signal.SIGKILL)
             time.sleep(0.3)
             continue
         if how == "error":
@@ -65,12 +71,13 @@ def at(place, number=None):
         time.sleep(60)
 
 
-def scale(ranks):
+def scale(ranks, asked):
     """Ask for another number of ranks, and hold this one until the others can come."""
     for agent in running_jobs():
         if (ask(agent, {"ask": "job"}) or {}).get("run_id") == os.environ["TORCHELASTIC_RUN_ID"]:
             answer = ask(agent, {"ask": "scale", "ranks": ranks})
             assert answer is not None and not answer["problem"], answer
+            asked.touch()
             while ask(agent, {"ask": "scaling"})["state"] in ("ending", "starting"):
                 time.sleep(0.005)
 
@@ -294,6 +301,7 @@ def light_fuses():
 
 make_group()
 models, optimizers, trainer = make_trainer()
+(FOLDER / f"armed.{RANK}").touch()
 for stage in ("repair", "connect", "send_state", "has_joined"):
     surround(RecoverableRun, stage)
 surround(recovery, "rejoin")

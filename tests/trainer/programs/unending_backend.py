@@ -13,7 +13,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from unisono.job import group_watch
+from unisono.job.group_watch import declare_unending
 from unisono.shm.process_group import ProcessGroupShm
 from unisono.shm.runtime import GroupRuntime
 from unisono.shm.segment_layout import Options
@@ -118,4 +118,4 @@ def make_group(asked, pg_options):
 def register():
     """Register the backend in this process, as one whose operations wait for the dead."""
     dist.Backend.register_backend(NAME, make_group, extended_api=True, devices=["cpu"])
-    group_watch.UNENDING = group_watch.UNENDING | {NAME}
+    declare_unending(NAME)
