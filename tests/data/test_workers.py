@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import signal
@@ -83,6 +84,40 @@ def test_a_slow_worker_is_waited_for_and_told_of_with_its_samples(tmp_path: Path
 
     assert [task.indices for task, _ in reader(Gated(gate), tell=tell, patience_s=0.05)] == [t.indices for t in TASKS]
     assert told[:2] == ["it is reading samples 10, 11, 12, 13, 14, 15, 16, 17, … (10 in all)"] * 2
+
+
+def test_workers_may_finish_what_they_read_for_an_epoch_that_was_left(tmp_path: Path):
+    """However long it takes them: here, until they have been told of twice."""
+    gate, told = tmp_path / "gate", []
+    os.mkfifo(gate)
+
+    def tell(message):
+        if re.match(r"waiting for worker 1 for \d+ s: it is reading samples 10, 11", message):
+            told.append(message)
+            if len(told) == 2:
+                gate.open("wb").close()
+
+    read = reader(Gated(gate), tell=tell, patience_s=0.6)
+    left = iter(read)
+    assert next(left)[0] is TASKS[0]
+    left.close()
+    again = iter(read)
+    assert next(again)[0] is TASKS[0]
+    assert len(told) == 2
+    told.clear()
+    assert [task.indices for task, _ in again] == [task.indices for task in TASKS[1:]]
+    assert len(told) >= 2
+
+
+def test_a_worker_that_dies_between_epochs_is_named(tmp_path: Path):
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    read = reader(Gated(gate), tell=lambda _: multiprocessing.active_children()[-1].kill(), patience_s=0.05)
+    left = iter(read)
+    next(left)
+    left.close()
+    with pytest.raises(DataError, match=r"worker [01] of 2 \(process \d+\) was killed by SIGKILL while it was "):
+        next(iter(read))
 
 
 @pytest.mark.parametrize(("end", "how"), [(killed, "was killed by SIGKILL"), (ended, "ended with exit code 3")])

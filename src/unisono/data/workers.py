@@ -22,12 +22,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data._utils import signal_handling
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from unisono.data.columns import Columns
 from unisono.data.fetch import Fetcher, NoteSamples, Task
 from unisono.data.packing import PackedBatch, pack_tensors, unpack_tensors
 from unisono.errors import DataError
-from unisono.memory import MemoryCounters, evidence, read_counters
+from unisono.memory import evidence, read_counters
 from unisono.text import list_first
 
 __all__ = ["PATIENCE_S", "TaskReader", "Workers", "warn_on_stderr"]
@@ -69,11 +70,11 @@ class Workers:
         patience_s: float = PATIENCE_S,
     ) -> None:
         self._number, self._tell, self._patience_s = number, tell, patience_s
-        self._poll_s = min(_POLL_S, patience_s)
         self._tasks = _NumberedTasks(() if tasks is None else tasks)
         self._is_stream = tasks is None
         self._reading = torch.zeros(number, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
-        self._loader: DataLoader[Any] = DataLoader(
+        self._loader = _Loader(
+            weakref.WeakMethod(self._receive),
             dataset if tasks is None else _TaskNotes(dataset, self._reading, pinned=pin_memory),
             batch_size=None,
             sampler=None if tasks is None else self._tasks,
@@ -81,12 +82,15 @@ class Workers:
             collate_fn=_as_it_is,
             pin_memory=pin_memory,
             persistent_workers=tasks is not None,
-            timeout=self._poll_s,
             # Otherwise the loader would draw a seed from the generator of the training loop.
             generator=torch.Generator(),
         )
         self._iterator: Any = None
         self._end: weakref.finalize[..., Workers] | None = None
+        self._before = read_counters()
+        self._awaited: int | None = None
+        """The worker that is waited for; None: all, which finish what they read for an epoch that was left."""
+        self._begin_wait()
 
     def __iter__(self) -> Iterator[Any]:
         """Yield what the workers read, in order: a stream's items, or tasks with theirs.
@@ -94,13 +98,15 @@ class Workers:
         Raises:
             DataError: A worker has died.
         """
-        before = read_counters()
+        self._before, self._awaited = read_counters(), None
+        self._begin_wait()
         place = self._tasks.begin()
         iterator: Any = iter(self._loader)
+        self._tasks.forget_abandoned()
         _leave_deaths_to_waits(iterator)
         self._end_with_this(iterator)
         try:
-            yield from self._items(iterator, place, before)
+            yield from self._items(iterator, place)
         finally:
             if self._is_stream and self._end is not None:
                 self._end()
@@ -117,38 +123,52 @@ class Workers:
             self._end = weakref.finalize(self, _end_workers, iterator, os.getpid())
             self._end.atexit = False  # multiprocessing ends them
 
-    def _items(self, iterator: Any, place: int, before: MemoryCounters) -> Iterator[Any]:
-        """Yield what the iterator has from a place on; `before` are the counters from before it began."""
+    def _items(self, iterator: Any, place: int) -> Iterator[Any]:
+        """Yield what the iterator has from a place on."""
         while True:
-            started_s, due_s = time.monotonic(), self._patience_s
-            while True:
-                try:
-                    item = next(iterator)
-                    break
-                except StopIteration:
-                    return
-                except (RuntimeError, OSError, EOFError) as error:
-                    # Messages of a dataset's errors begin so; a read that a dying worker cut short raises any of these.
-                    if str(error).startswith("Caught "):
-                        raise
-                    timed_out = str(error) == f"DataLoader timed out after {self._poll_s} seconds"
-                    dead = _dead(iterator._workers, timeout_s=0.0 if timed_out else 1.0)
-                    if dead is not None:
-                        worker, code = dead
-                        reason = evidence(code, before, read_counters())
-                        for process in iterator._workers:
-                            process.kill()  # they may wait for ever for a lock that the dead worker held
-                        raise DataError(self._describe_death(worker, iterator._workers[worker], code, reason)) from None
-                    if not timed_out:
-                        raise
-                waited_s = time.monotonic() - started_s
-                if waited_s >= due_s:
-                    due_s *= 2
-                    worker = (place - self._tasks.first) % self._number
-                    self._tell(f"waiting for worker {worker} for {waited_s:.0f} s: it is {self._describe_task(worker)}")
+            self._awaited = (place - self._tasks.first) % self._number
+            self._begin_wait()
+            try:
+                item = next(iterator)
+            except StopIteration:
+                return
             task = self._tasks.unfetched.pop(place, None)
             place += 1
             yield item if self._is_stream else (task, unpack_tensors(PackedBatch(*item)))
+
+    def _begin_wait(self) -> None:
+        self._started_s, self._due_s = time.monotonic(), self._patience_s
+
+    def _receive(self, iterator: Any) -> Any:
+        """Wait for what workers send next, report a slow one, and find a dead one."""
+        while True:
+            try:
+                has_come, found = iterator._try_get_data(min(_POLL_S, self._patience_s))
+            except (RuntimeError, OSError, EOFError):  # a read that a dying worker cut short raises any of these
+                self._raise_if_dead(iterator._workers, timeout_s=1.0)
+                raise
+            if has_come:
+                return found
+            self._raise_if_dead(iterator._workers, timeout_s=0.0)
+            waited_s = time.monotonic() - self._started_s
+            if waited_s >= self._due_s:
+                self._due_s *= 2
+                worker = self._first_reading() if self._awaited is None else self._awaited
+                self._tell(f"waiting for worker {worker} for {waited_s:.0f} s: it is {self._describe_task(worker)}")
+
+    def _raise_if_dead(self, processes: Sequence[BaseProcess], *, timeout_s: float) -> None:
+        dead = _dead(processes, timeout_s=timeout_s)
+        if dead is None:
+            return
+        worker, code = dead
+        reason = evidence(code, self._before, read_counters())
+        for process in processes:
+            process.kill()  # they may wait for ever for a lock that the dead worker held
+        raise DataError(self._describe_death(worker, processes[worker], code, reason)) from None
+
+    def _first_reading(self) -> int:
+        """Return the first worker that is reading, or 0."""
+        return int(self._reading.ne(0).int().argmax())
 
     def _describe_task(self, worker: int) -> str:
         """Describe a worker's current activity, from its note in shared memory."""
@@ -173,6 +193,34 @@ class Workers:
 def _end_workers(iterator: Any, pid: int) -> None:
     if os.getpid() == pid:  # otherwise this is a process that was forked later
         iterator._shutdown_workers()
+
+
+class _Loader(DataLoader[Any]):
+    """A DataLoader whose waits for workers, also those between epochs, are given to a function.
+
+    Args:
+        receive: Called with the iterator; returns what a worker has sent.
+        args, options: Those of DataLoader.
+    """
+
+    def __init__(self, receive: weakref.WeakMethod[Callable[[Any], Any]], *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.receive = receive
+
+    def _get_iterator(self) -> _LoaderIterator:
+        self.check_worker_number_rationality()
+        return _LoaderIterator(self)
+
+
+class _LoaderIterator(_MultiProcessingDataLoaderIter):
+    def __init__(self, loader: _Loader) -> None:
+        self._receive = loader.receive
+        super().__init__(loader)
+
+    def _get_data(self) -> Any:
+        receive = self._receive()
+        assert receive is not None, "the workers are iterated over by the object that holds the loader"
+        return receive(self)
 
 
 class TaskReader:
@@ -224,10 +272,13 @@ class _NumberedTasks:
         self.unfetched: dict[int, Task] = {}
 
     def begin(self) -> int:
-        """Discard the unfetched tasks of an abandoned iteration; return the number of the next one's first task."""
-        self.unfetched.clear()
+        """Return the number of the first task of a new iteration."""
         self.first = self._next
         return self.first
+
+    def forget_abandoned(self) -> None:
+        """Discard the unfetched tasks of an iteration before this one."""
+        self.unfetched = {number: task for number, task in self.unfetched.items() if number >= self.first}
 
     def __iter__(self) -> Iterator[tuple[int, Task]]:
         for task in self._source:
