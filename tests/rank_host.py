@@ -8,6 +8,7 @@ rank is faster than another fails for some seeds.
 """
 
 import atexit
+import faulthandler
 import gc
 import importlib
 import json
@@ -24,6 +25,9 @@ from types import FrameType
 from typing import NoReturn
 
 _GRACE_S = 10.0
+
+_SHOW_STACKS = signal.SIGRTMAX - 3
+"""Makes a rank, and each process that it has forked, write its stacks to standard error."""
 
 _IMPORTED_BY = {"sklearn": "sklearn.datasets"}
 """What scripts with a word in them import that takes each rank half a second or more."""
@@ -75,6 +79,10 @@ def _wait(pids: dict[int, int], *, watched: bool, end_s: float) -> tuple[list[in
             if time.monotonic() > end_s:
                 break
             time.sleep(0.005)
+    for pid in running:
+        os.killpg(pid, _SHOW_STACKS)
+    if running:
+        time.sleep(0.5)
     for pid, rank in running.items():
         os.killpg(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
@@ -91,6 +99,7 @@ def _become(job: dict) -> None:
         file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC if number else os.O_RDONLY)
         os.dup2(file, number)
         os.close(file)
+    faulthandler.register(_SHOW_STACKS)
     sys.stdin = open(0)  # noqa: SIM115  the old one is the host's
     os.environ.update({name: value.replace("{rank}", str(rank)) for name, value in job["environment"].items()})
     os.chdir(job["cwd"])
