@@ -120,6 +120,36 @@ def test_a_worker_that_dies_between_epochs_is_named(tmp_path: Path):
         next(iter(read))
 
 
+def test_a_worker_that_does_not_start_is_told_of(fork_python, tmp_path):
+    """As happens if another thread of the process that is forked holds a lock that the worker needs."""
+    script = tmp_path / "script.py"
+    script.write_text("""
+import os
+from torch.utils.data import TensorDataset
+import torch
+from unisono.data.fetch import Fetcher, Part, Task
+from unisono.data.settings import LoaderSettings
+from unisono.data.workers import TaskReader
+
+gates = []
+gate = os.path.join(os.path.dirname(__file__), "gate")
+os.mkfifo(gate)
+os.register_at_fork(after_in_child=lambda: open(gate).close())
+
+def tell(message):
+    print(message.partition(" s: ")[2], flush=True)
+    gates.append(os.open(gate, os.O_RDWR))  # waits for nobody
+
+data = TensorDataset(torch.arange(3))
+fetcher = Fetcher(data, LoaderSettings(batch_size=1, seed=0, shuffle=False, workers=1))
+read = TaskReader(fetcher, [Task(0, 0, 3, [Part(0, 0, [0, 1, 2])])], tell=tell, patience_s=0.05)
+print([found[0][0].tolist() for _, found in read])
+""")
+    lines = fork_python(script)
+    assert lines[0] == "it is starting"
+    assert lines[-1] == "[[0, 1, 2]]"
+
+
 @pytest.mark.parametrize(("end", "how"), [(killed, "was killed by SIGKILL"), (ended, "ended with exit code 3")])
 def test_a_dead_worker_is_named_with_its_samples(end, how):
     with pytest.raises(DataError, match=rf"worker 1 of 2 \(process \d+\) {how} while it was reading samples 10, 11"):

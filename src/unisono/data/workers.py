@@ -38,6 +38,8 @@ PATIENCE_S = 60.0
 _POLL_S = 1.0
 """Seconds between checks for dead workers during a wait."""
 _SHOWN = 8
+_STARTING, _IDLE = -1, 0
+"""Notes of a worker that is not reading."""
 
 
 def warn_on_stderr(message: str) -> None:
@@ -72,7 +74,7 @@ class Workers:
         self._number, self._tell, self._patience_s = number, tell, patience_s
         self._tasks = _NumberedTasks(() if tasks is None else tasks)
         self._is_stream = tasks is None
-        self._reading = torch.zeros(number, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        self._reading = torch.full((number,), _STARTING).share_memory_()  # type: ignore[no-untyped-call]
         self._loader = _Loader(
             weakref.WeakMethod(self._receive),
             dataset if tasks is None else _TaskNotes(dataset, self._reading, pinned=pin_memory),
@@ -80,6 +82,7 @@ class Workers:
             sampler=None if tasks is None else self._tasks,
             num_workers=number,
             collate_fn=_as_it_is,
+            worker_init_fn=partial(_note_start, self._reading),
             pin_memory=pin_memory,
             persistent_workers=tasks is not None,
             # Otherwise the loader would draw a seed from the generator of the training loop.
@@ -168,15 +171,18 @@ class Workers:
 
     def _first_reading(self) -> int:
         """Return the first worker that is reading, or 0."""
-        return int(self._reading.ne(0).int().argmax())
+        return int(self._reading.gt(_IDLE).int().argmax())
 
     def _describe_task(self, worker: int) -> str:
         """Describe a worker's current activity, from its note in shared memory."""
+        note = int(self._reading[worker])
+        if note == _STARTING:
+            return "starting"
         if self._is_stream:
             return "reading the stream"
-        task = self._tasks.unfetched.get(int(self._reading[worker]) - 1)
+        task = self._tasks.unfetched.get(note - 1)
         if task is None:
-            return "not reading: it starts, sends what it has read, or is idle"
+            return "not reading: it sends what it has read, or is idle"
         return f"reading sample{'s' * (len(task.indices) > 1)} {list_first(task.indices, _SHOWN)}"
 
     def _describe_death(self, worker: int, process: BaseProcess, code: int, reason: str | None) -> str:
@@ -288,7 +294,7 @@ class _NumberedTasks:
 
 
 class _TaskNotes(Dataset[Any]):
-    """A fetcher that writes the worker's current task to shared memory: its number plus 1, and 0 between tasks."""
+    """A fetcher that writes a note of the worker's task to shared memory: its number plus 1, `_IDLE` between tasks."""
 
     def __init__(self, fetcher: Fetcher, reading: Tensor, *, pinned: bool) -> None:
         self._fetcher, self._reading, self._pinned = fetcher, reading, pinned
@@ -299,8 +305,12 @@ class _TaskNotes(Dataset[Any]):
         assert info is not None
         self._reading[info.id] = number + 1
         packed = pack_tensors(self._fetcher.read(task, share=True), pinned=self._pinned)
-        self._reading[info.id] = 0
+        self._reading[info.id] = _IDLE
         return packed
+
+
+def _note_start(reading: Tensor, worker: int) -> None:
+    reading[worker] = _IDLE
 
 
 def _leave_deaths_to_waits(iterator: Any) -> None:
