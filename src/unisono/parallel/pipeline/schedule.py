@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, TypeAlias
 __all__ = ["SCHEDULES", "Action", "Kind", "Schedule", "StageCost", "check_schedule", "inputs_of", "make_schedule"]
 
 Kind: TypeAlias = Literal["forward", "backward", "backward_input", "backward_weight"]
-"""A pass. The backward pass is whole, or in two parts: for the inputs, which an earlier stage needs, and for weights."""
+"""A pass. A backward pass is whole, or in two parts: for the inputs, which an earlier stage needs, and for weights."""
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 

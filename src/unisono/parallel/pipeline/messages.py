@@ -1,0 +1,125 @@
+"""What stages send each other for one micro-batch: tensors and a generator's state, packed into one piece of memory.
+
+Both sides know the layout of a message from the plan, so nothing is sent about it but the strides of gradients, and
+which of them there are. Strides travel with values, since sums over a tensor of other strides may round differently.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from unisono.parallel.pipeline.placeholder import Layout
+
+__all__ = ["Message", "MessageLayout"]
+
+_ALIGNMENT = 64
+_HEADER_DTYPE = torch.int64
+_STATE_NBYTES = torch.get_rng_state().nbytes
+
+Key = TypeVar("Key", int, str)
+
+
+@dataclass(frozen=True, slots=True)
+class Message(Generic[Key]):
+    """The content of a message."""
+
+    tensors: Mapping[Key, Tensor]
+    random_state: Tensor | None = None
+
+
+class MessageLayout(Generic[Key]):
+    """How the content of a message lies in memory.
+
+    Args:
+        entries: The tensors by key, in order.
+        are_gradients: True if tensors may be absent, and have other strides than those of the layout.
+        has_random_state: True if the state of the CPU's generator travels, too.
+    """
+
+    def __init__(
+        self, entries: Mapping[Key, Layout], *, are_gradients: bool = False, has_random_state: bool = False
+    ) -> None:
+        self._entries: dict[Key, Layout] = dict(entries)
+        self._are_gradients, self._has_random_state = are_gradients, has_random_state
+        self._header = sum(1 + len(layout.shape) for layout in entries.values()) if are_gradients else 0
+        offset = self._header * _HEADER_DTYPE.itemsize
+        self._offsets: list[int] = []
+        for layout in self._entries.values():
+            offset = -(-offset // _ALIGNMENT) * _ALIGNMENT
+            self._offsets.append(offset)
+            elements = math.prod(layout.shape) if are_gradients else _footprint(layout.shape, layout.strides)
+            offset += elements * layout.dtype.itemsize
+        self._state_offset = -(-offset // _ALIGNMENT) * _ALIGNMENT
+        self.nbytes = self._state_offset + _STATE_NBYTES * has_random_state
+        """Size of the message."""
+        devices = {layout.device for layout in entries.values()}
+        self._device = devices.pop() if len(devices) == 1 else torch.device("cpu")
+
+    def allocate(self) -> Tensor:
+        """Return uninitialised memory for a message."""
+        return torch.empty(self.nbytes, dtype=torch.uint8, device=self._device)
+
+    def pack(self, message: Message[Key]) -> Tensor:
+        """Return a message's memory, with a copy of its tensors."""
+        memory = self.allocate()
+        header: list[int] = []
+        for (key, layout), offset in zip(self._entries.items(), self._offsets, strict=True):
+            tensor = message.tensors.get(key)
+            if tensor is None:
+                header += [0] * (1 + len(layout.shape))
+                continue
+            strides: tuple[int, ...] = tuple(tensor.stride())
+            if self._are_gradients and _footprint(layout.shape, strides) > math.prod(layout.shape):
+                strides = tuple(torch.empty_like(tensor, device="meta").stride())
+            header += [1, *strides]
+            place = _view(memory, offset, layout, strides)
+            _thin(place).copy_(_thin(tensor.detach(), strides))
+        if self._are_gradients:
+            memory[: self._header * _HEADER_DTYPE.itemsize].view(_HEADER_DTYPE).copy_(torch.tensor(header))
+        if self._has_random_state:
+            assert message.random_state is not None
+            memory[self._state_offset :].copy_(message.random_state)
+        return memory
+
+    def unpack(self, memory: Tensor) -> Message[Key]:
+        """Return the content of a message; its tensors are views of the memory."""
+        tensors = {}
+        header = memory[: self._header * _HEADER_DTYPE.itemsize].view(_HEADER_DTYPE).tolist()
+        for (key, layout), offset in zip(self._entries.items(), self._offsets, strict=True):
+            strides = layout.strides
+            if self._are_gradients:
+                is_there, *own = header[: 1 + len(layout.shape)]
+                del header[: 1 + len(layout.shape)]
+                if not is_there:
+                    continue
+                strides = tuple(own)
+            tensors[key] = _view(memory, offset, layout, strides)
+        state = None
+        if self._has_random_state:  # a copy, as torch takes a generator's state from the beginning of its storage
+            state = memory[self._state_offset :].to("cpu", copy=True)
+        return Message(tensors, state)
+
+
+def _footprint(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Return the number of elements from the first to the last one in memory."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+
+
+def _view(memory: Tensor, offset: int, layout: Layout, strides: Sequence[int]) -> Tensor:
+    elements = _footprint(layout.shape, strides)
+    part = memory[offset : offset + elements * layout.dtype.itemsize].view(layout.dtype)
+    return part.as_strided(layout.shape, strides)
+
+
+def _thin(tensor: Tensor, strides: Sequence[int] | None = None) -> Tensor:
+    """Return each element of an expanded tensor once."""
+    strides = tensor.stride() if strides is None else strides
+    return tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in strides)]

@@ -1,0 +1,53 @@
+"""A schedule on several ranks computes losses, gradients and buffers of one process, to the bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).parent / "programs" / "pipelined.py"
+
+STARTS = {
+    "mlp": ["5", "9", "16", "20"],
+    "residual": ["blocks.1", "blocks.3", "blocks.4", "head"],
+    "u_net": ["down.1", "middle", "wider.1"],
+    "language_model": ["layers.1", "layers.2", "norm"],
+}
+
+
+@pytest.fixture(scope="module")
+def plain(fork_python):
+    known = {}
+
+    def run(model):
+        if model not in known:
+            known[model] = json.loads(fork_python(PROGRAM, model, "plain")[-1])
+        return known[model]
+
+    return run
+
+
+def parts(fork_ranks, ranks, *arguments):
+    job = fork_ranks(ranks, PROGRAM, *arguments)
+    found = {}
+    for rank in range(ranks):
+        own = json.loads(job.lines(rank)[-1])
+        assert not own.keys() & found.keys()
+        found |= own
+    return found
+
+
+@pytest.mark.parametrize("model", STARTS)
+@pytest.mark.parametrize(("schedule", "ranks", "stages"), [("gpipe", 2, 2), ("1f1b", 3, 3), ("interleaved", 2, 4)])
+def test_schedules_compute_what_one_process_does(fork_ranks, plain, model, schedule, ranks, stages):
+    assert parts(fork_ranks, ranks, model, schedule, *STARTS[model][: stages - 1]) == plain(model)
+
+
+def test_one_rank_may_have_all_stages(fork_ranks, plain):
+    assert parts(fork_ranks, 1, "residual", "interleaved", "blocks.2", "blocks.4") == plain("residual")
+
+
+def test_five_ranks(fork_ranks, plain):
+    assert parts(fork_ranks, 5, "mlp", "1f1b", *STARTS["mlp"]) == plain("mlp")
