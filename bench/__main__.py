@@ -30,10 +30,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the JSON lines here, not to the terminal")
     parser.add_argument("--quick", action="store_true", help="small cases, few rounds: see that it works")
     parser.add_argument("--page", action="store_true", help="put the result of NAME into docs/benchmarks.md")
+    parser.add_argument("--repeats", type=int, metavar="N", help="measure so often, not as often as seems right")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="draws random moments and ranks")
     options = parser.parse_args(arguments)
     if options.page and (options.name is None or options.quick):
         parser.error("--page goes with a NAME, and without --quick")
-    effort = Effort(quick=options.quick)
+    effort = Effort(quick=options.quick, repeats=options.repeats, seed=options.seed)
     if options.list:
         width = max(len(b.name) for b in BENCHMARKS)
         print("\n".join(f"{b.name:{width}}  {b.line}" for b in BENCHMARKS))

@@ -12,6 +12,7 @@ from bench import (
     comm,
     ddp,
     exchange,
+    kills,
     loading,
     permutation,
     protect,
@@ -55,6 +56,7 @@ BENCHMARKS: tuple[Benchmark, ...] = (
     _benchmark(comm, "unisono.comm against the raw calls of torch.distributed"),
     _benchmark(loading, "Trainer.batches against DataLoader + DistributedSampler"),
     _benchmark(checkpoint, "Trainer.save against torch.save in the foreground"),
-    _benchmark(recovery, "a killed rank: unisono run against torchrun --max-restarts, to the next new step"),
+    _benchmark(recovery, "a killed rank: unisono run against torchrun --max-restarts and torchft"),
+    _benchmark(kills, "many kills in each run: to the next new step, and the script's own way to its Trainer"),
     _benchmark(start, "unisono run against torchrun, to the first all_reduce"),
 )

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["Effort", "Pairs", "alternate", "timed"]
+__all__ = ["Effort", "Pairs", "alternate", "in_turn", "timed"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,9 +22,14 @@ class Effort:
     quick: bool = False
     """Only see that everything works: small cases, a few rounds, figures without meaning."""
 
-    def rounds(self, full: int) -> int:
+    repeats: int | None = None
+    """Measurements of each case, if not as many as the benchmark thinks right."""
+    seed: int = 0
+    """Draws random moments and ranks."""
+
+    def rounds(self, full: int, quick: int = 3) -> int:
         """Give the number of pairs to measure."""
-        return 3 if self.quick else full
+        return self.repeats or (quick if self.quick else full)
 
 
 class Pairs(NamedTuple):
@@ -45,20 +50,25 @@ class Pairs(NamedTuple):
 def alternate(
     ours: Callable[[], float], peer: Callable[[], float], *, rounds: int, warmup: int = 2, seed: int = 0
 ) -> Pairs:
-    """Measure two sides in turn, and which one begins a pair is drawn from the seed.
+    """Measure two sides in turn; see `in_turn`."""
+    return Pairs(*in_turn([ours, peer], rounds=rounds, warmup=warmup, seed=seed))
+
+
+def in_turn(sides: Sequence[Callable[[], float]], *, rounds: int, warmup: int = 2, seed: int = 0) -> list[list[float]]:
+    """Measure sides in turn, and the order of each round is drawn from the seed.
 
     With several ranks every rank must call it, with the same numbers: the order is then the same on all.
     Args: each side does what is to be measured once and returns the seconds that count, so that it can prepare and tidy
-        up off the clock; `timed` makes a side of a plain function. warmup pairs are done first and forgotten.
+        up off the clock; `timed` makes a side of a plain function. warmup rounds are done first and forgotten.
     """
-    coin = random.Random(seed)
-    pairs = Pairs([], [])
+    rng = random.Random(seed)
+    found: list[list[float]] = [[] for _ in sides]
     for i in range(-warmup, rounds):
-        seconds = {side: side() for side in ((ours, peer) if coin.random() < 0.5 else (peer, ours))}
-        if i >= 0:
-            pairs.ours.append(seconds[ours])
-            pairs.peer.append(seconds[peer])
-    return pairs
+        for side in rng.sample(range(len(sides)), len(sides)):
+            seconds = sides[side]()
+            if i >= 0:
+                found[side].append(seconds)
+    return found
 
 
 def timed(function: Callable[[], object]) -> Callable[[], float]:

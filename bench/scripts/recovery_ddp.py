@@ -1,23 +1,24 @@
-"""Train with DistributedDataParallel and a checkpoint after each step: the peer of recovery_unisono.py."""
+"""Train with DistributedDataParallel and checkpoints: `recovery_ddp.py FOLDER STEPS STEPS_TO_A_CHECKPOINT`.
 
-import os
+It begins with the latest checkpoint, as the documentation of torchrun recommends.
+"""
+
 import sys
-import time
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from recovery_task import BATCH, Diary, make_data, make_model, own_samples
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-folder, steps = sys.argv[1], int(sys.argv[2])
-dist.init_process_group("gloo")
+folder, steps, every = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+dist.init_process_group("gloo", timeout=timedelta(seconds=10))
 rank, ranks = dist.get_rank(), dist.get_world_size()
 torch.set_num_threads(1)
-torch.manual_seed(0)
-x, y = torch.randn(1024, 64), torch.randint(10, (1024,))
-module = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 64), nn.ReLU(), nn.Linear(64, 10))
+x, y = make_data()
+module = make_model()
 optimizer = torch.optim.AdamW(module.parameters())
 checkpoint, part, done = Path(folder, "checkpoint.pt"), Path(folder, "part"), 0
 if checkpoint.exists():
@@ -26,18 +27,17 @@ if checkpoint.exists():
     optimizer.load_state_dict(state["optimizer"])
     done = state["steps"]
 model = DistributedDataParallel(module)
-with Path(folder, f"steps.{os.getpid()}").open("w", buffering=1) as stamps:
-    while done < steps:
-        first = done * 64 % 1024 + rank * (64 // ranks)
-        own = slice(first, first + 64 // ranks)
-        optimizer.zero_grad()
-        F.cross_entropy(model(x[own]), y[own]).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        done += 1
-        if rank == 0:
-            state = {"model": module.state_dict(), "optimizer": optimizer.state_dict(), "steps": done}
-            torch.save(state, part)
-            part.replace(checkpoint)
-        stamps.write(f"{time.monotonic()} {done}\n")
-        time.sleep(0.005)
+diary = Diary(folder, rank)
+while done < steps:
+    own = own_samples(done, rank, ranks)
+    optimizer.zero_grad()
+    F.cross_entropy(model(x[own]), y[own]).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    done += 1
+    if rank == 0 and done % every == 0:
+        state = {"model": module.state_dict(), "optimizer": optimizer.state_dict(), "steps": done}
+        torch.save(state, part)
+        part.replace(checkpoint)
+    diary.step(done, BATCH)
+diary.end(module)
 dist.destroy_process_group()

@@ -1,23 +1,25 @@
-"""Train with a Trainer and write down when each step ended: what bench/recovery.py disturbs."""
+"""Train with a Trainer, which recovers by itself: `recovery_unisono.py FOLDER STEPS ENGINE`."""
 
-import os
-import sys
 import time
-from pathlib import Path
-from typing import cast
 
-import torch
-from torch import nn
-from torch.nn import functional as F
+began_s = time.monotonic()
 
-import unisono
-from unisono.engine import EngineKind
+import sys  # noqa: E402
+from typing import cast  # noqa: E402
 
-folder, engine, steps = sys.argv[1], cast(EngineKind, sys.argv[2]), int(sys.argv[3])
-torch.manual_seed(0)
-data = torch.utils.data.TensorDataset(torch.randn(1024, 64), torch.randint(10, (1024,)))
-model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 64), nn.ReLU(), nn.Linear(64, 10))
+import torch  # noqa: E402
+from recovery_task import BATCH, Diary, make_data, make_model  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
+
+import unisono  # noqa: E402
+from unisono.engine import EngineKind  # noqa: E402
+
+folder, steps, engine = sys.argv[1], int(sys.argv[2]), cast(EngineKind, sys.argv[3])
+data = torch.utils.data.TensorDataset(*make_data())
+model = make_model()
 optimizer = torch.optim.AdamW(model.parameters())
+way_s = time.monotonic() - began_s
 trainer = unisono.Trainer(model, optimizer, virtual_ranks=8, engine=engine, progress=False)
 
 
@@ -26,9 +28,10 @@ def loss(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
     return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
-with Path(folder, f"steps.{os.getpid()}").open("w", buffering=1) as stamps:
-    for _ in trainer.epochs(steps, max_steps=steps):
-        for batch in trainer.batches(data, batch_size=64):
-            trainer.step(loss, batch)
-            stamps.write(f"{time.monotonic()} {trainer.steps_done}\n")
-            time.sleep(0.005)
+diary = Diary(folder, trainer.rank)
+diary.way(way_s)
+for _ in trainer.epochs(steps, max_steps=steps):
+    for batch in trainer.batches(data, batch_size=BATCH):
+        trainer.step(loss, batch)
+        diary.step(trainer.steps_done, BATCH)
+diary.end(model)

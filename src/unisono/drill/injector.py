@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import resource
 import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from unisono.drill.errors import DrillFailedError
+from unisono.drill.faults import inject, send
 from unisono.drill.job_process import JobProcess
 from unisono.drill.plan import KINDS, Change, Fault
 from unisono.drill.run_log import RunLog
@@ -28,12 +26,6 @@ _IGNORED_AFTER, _IGNORED_AFTER_S = 5, 4.0
 """Steps, and seconds, after which SIGTERM has had no effect. A rank other than 0 goes on for a second, and one step."""
 _TERM_S = 3.0
 """So long before the end, SIGTERM goes to rank 0: others would go on for a second, and so to the end of the run."""
-_SIGNALS = {
-    "kill": signal.SIGKILL,
-    "stop": signal.SIGSTOP,
-    "term": signal.SIGTERM,
-    "segv": signal.SIGSEGV,
-}
 
 
 @dataclass(slots=True)
@@ -160,7 +152,7 @@ class Injector:
             fault = replace(fault, rank=fault.rank % len(self._pids))
         if fault.kind == "term" and (self._last - log.latest) * self._step_s < _TERM_S:
             fault = replace(fault, rank=0)
-        if (pid := self._pids.get(fault.rank)) is not None and _strike(fault.kind, pid):
+        if (pid := self._pids.get(fault.rank)) is not None and inject(fault.kind, pid):
             self._pid, self._known = pid, len(log.recoveries)
             self._strike = Strike(fault, log.latest, time.time(), time.monotonic_ns())
             self.done.append(self._strike)
@@ -217,7 +209,7 @@ class Injector:
         if entry is not None and entry["number"] in log.resumed_s:
             self._end(strike)
         elif entry is None and kind == "oom" and log.latest >= strike.step + _KILL_AFTER:
-            _send(self._pid, signal.SIGKILL)
+            send(self._pid, signal.SIGKILL)
         elif (
             entry is None
             and kind == "term"
@@ -267,29 +259,3 @@ def refuse(ranks: Sequence[dict[str, Any]]) -> None:
                 f"no rank of this script can be replaced alone: {each['refusal']}. Under `unisono run`, a death ends "
                 "the job, or starts all ranks again with --max-restarts; see docs/recovery.md"
             )
-
-
-def _strike(kind: str, pid: int) -> bool:
-    """Inject a fault into a process; return False if it has ended."""
-    if kind == "oom":
-        return _limit_memory(pid)
-    return _send(pid, _SIGNALS[kind])
-
-
-def _send(pid: int, signum: int) -> bool:
-    try:
-        os.kill(pid, signum)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def _limit_memory(pid: int) -> bool:
-    """Keep a process from getting more address space than it has."""
-    try:
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
-        _, hard = resource.prlimit(pid, resource.RLIMIT_AS)
-        resource.prlimit(pid, resource.RLIMIT_AS, (pages * resource.getpagesize(), hard))
-    except (FileNotFoundError, ProcessLookupError, IndexError):
-        return False
-    return True
