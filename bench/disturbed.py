@@ -52,7 +52,7 @@ class DisturbedRun:
         self._system = system
         self._steps = steps
         self.log = StepLog(folder)
-        environment = {**os.environ, **system.variables}
+        environment = {**os.environ, **system.variables, "PYTHONPATH": str(Path(__file__).parent.parent)}
         # Where this variable is set and no bytecode is cached, each start of ours would compile all that it imports.
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         self._process = subprocess.Popen(

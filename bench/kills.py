@@ -3,8 +3,8 @@
 Ranks of a Trainer under `unisono run` get kill -9 at random moments, drawn from `--seed`, 50 in each run: the next one
 comes some 10 steps after the run has gone on. The model is that of `recovery`. Beside the time stands the part of it
 that is the script's own way to its Trainer, measured in the new processes: what the script imports and builds before.
-A spare has gone this way before the kill. The case has the 90th percentile, and whether the weights at the end are, to
-the bit, those of an undisturbed run. `--repeats 20` makes it 20 kills.
+A spare has gone this way before the kill, which waits for it. The case has the 90th percentile, and whether the weights
+at the end are, to the bit, those of an undisturbed run. `--repeats 20` makes it 20 kills.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ __all__ = ["percentile_90", "run"]
 
 _RANKS = 4
 _KILLS, _KILLS_OF_A_RUN = 200, 50
-_BEFORE, _APART = 30, 10
-"""Steps before the first kill, and at least so many between two."""
-_STEPS_OF_A_KILL = 40
-"""With those that pass until it is seen that the next kill is due, and its random pause."""
+_BEFORE = 30
+"""Steps before the first kill."""
+_APART = (10, 40)
+"""Steps before another one, when the new process, and then the spare, has come to its Trainer: without and with one."""
+_STEPS_OF_A_KILL = (40, 180)
+"""With those that pass until then."""
 
 
 class _Disturbed(NamedTuple):
@@ -50,10 +52,10 @@ def run(effort: Effort) -> Iterator[Row]:
     for engine, spares, goal_s in cases[:1] if effort.quick else cases:
         system = unisono(_RANKS, engine=engine, spares=spares)
         in_a_run = min(_KILLS_OF_A_RUN, kills)
-        steps = _BEFORE + _STEPS_OF_A_KILL * (in_a_run + 1)
-        calm = _disturb(system, 0, steps, rng)
+        steps = _BEFORE + _STEPS_OF_A_KILL[spares] * (in_a_run + 1)
+        calm = _disturb(system, spares, 0, steps, rng)
         counts = [min(in_a_run, kills - first) for first in range(0, kills, in_a_run)]
-        found = [_disturb(system, count, steps, rng) for count in counts]
+        found = [_disturb(system, spares, count, steps, rng) for count in counts]
         same = all(run.digests == calm.digests for run in found)
         seconds = [each for run in found for each in run.seconds]
         way_s = statistics.median(each for run in found for each in run.ways_s)
@@ -81,17 +83,20 @@ def percentile_90(values: list[float]) -> float:
     return statistics.quantiles(values, n=10, method="inclusive")[-1] if len(values) > 1 else values[0]
 
 
-def _disturb(system: System, kills: int, steps: int, rng: random.Random) -> _Disturbed:
+def _disturb(system: System, spares: int, kills: int, steps: int, rng: random.Random) -> _Disturbed:
     with tempfile.TemporaryDirectory() as folder, DisturbedRun(system, Path(folder), steps) as run:
-        seconds, first = [], frozenset[int]()
-        run.come_to(_BEFORE)
+        seconds: list[float] = []
+        first: set[int] = set()
         for i in range(kills):
+            run.wait(lambda there=_RANKS + spares + i: len(run.log.ways_s()) >= there, TIMEOUT_S)  # type: ignore[misc]
+            run.come_to(run.log.latest() + _APART[spares] if i else _BEFORE)
+            first = first or set(run.log.ways_s())
             struck = run.strike("kill", rng)
-            first = first or struck.old
             if (took_s := run.resumed(struck, TIMEOUT_S)) is None:
-                raise CannotRun(f"{system.name}: no new step in {TIMEOUT_S:g} s after kill {i + 1} of a run")
+                how = "the run was over" if run.exit_code() == 0 else f"no new step in {TIMEOUT_S:g} s"
+                raise CannotRun(f"{system.name}: {how} after kill {i + 1} of {kills}")
             seconds.append(took_s)
-            run.come_to(struck.before + _APART)
         if not run.end(TIMEOUT_S):
             raise CannotRun(f"{system.name} did not come to the end of its steps")
-        return _Disturbed(seconds, run.log.ways_s(run.log.pids - first), set(run.log.digests().values()))
+        ways_s = [way_s for pid, way_s in run.log.ways_s().items() if pid not in first]
+        return _Disturbed(seconds, ways_s, set(run.log.digests().values()))

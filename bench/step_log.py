@@ -56,10 +56,10 @@ class StepLog:
         """Return the latest step that a rank had done by then; 0 if there is none."""
         return max((each.step for each in self.done if each.at_s <= until_s), default=0)
 
-    def ways_s(self, pids: Collection[int]) -> list[float]:
-        """Return how long the script was on its way to its Trainer, in those processes that have told it."""
-        paths = [path for pid in sorted(pids) if (path := self._folder / f"way.{pid}").exists()]
-        return [float(path.read_text(encoding="utf-8")) for path in paths]
+    def ways_s(self) -> dict[int, float]:
+        """Return how long the script was on its way to its Trainer, by process that has come there."""
+        told = {path: path.read_text(encoding="utf-8") for path in self._folder.glob("way.*")}
+        return {int(path.suffix[1:]): float(text) for path, text in told.items() if text.endswith("\n")}
 
     def digests(self) -> dict[int, str]:
         """Return what the weights have come to, by rank that is done."""

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from recovery_task import BATCH, Diary, make_data, make_model, own_samples
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+
+from bench.scripts.recovery_task import BATCH, Diary, make_data, make_model, own_samples
 
 folder, steps, every = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 dist.init_process_group("gloo", timeout=timedelta(seconds=10))

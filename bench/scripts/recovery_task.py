@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-import sys
 import time
 from pathlib import Path
 
 import torch
 from torch import nn
 
-__all__ = ["BATCH", "SAMPLES", "Diary", "make_data", "make_model", "own_samples"]
+__all__ = ["BATCH", "SAMPLES", "Diary", "make_data", "make_model", "own_samples", "tell_way"]
 
 SAMPLES, BATCH = 1024, 64
 _PAUSE_S = 0.005
@@ -36,6 +35,11 @@ def own_samples(done: int, rank: int, ranks: int) -> slice:
     return slice(first, first + BATCH // ranks)
 
 
+def tell_way(folder: str, seconds: float) -> None:
+    """Tell how long the script was on its way to its Trainer, which comes next."""
+    Path(folder, f"way.{os.getpid()}").write_text(f"{seconds}\n", encoding="utf-8")
+
+
 class Diary:
     """What a rank tells of itself, in a folder. It is made when the rank is about to train.
 
@@ -53,10 +57,6 @@ class Diary:
         self._steps.write(f"{time.monotonic()} {done} {samples}\n")
         time.sleep(_PAUSE_S)
 
-    def way(self, seconds: float) -> None:
-        """Tell how long the script was on its way until here."""
-        self._folder.joinpath(f"way.{os.getpid()}").write_text(f"{seconds}\n", encoding="utf-8")
-
     def end(self, model: nn.Module) -> None:
         """Tell that all steps are done, and what the weights have come to."""
         value = hashlib.sha256()
@@ -66,4 +66,3 @@ class Diary:
         part = done.with_suffix(".part" + str(os.getpid()))
         part.write_text(value.hexdigest(), encoding="utf-8")
         part.replace(done)
-        sys.stdout.flush()

@@ -10,9 +10,10 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from recovery_task import BATCH, Diary, make_data, make_model, own_samples
 from torch.nn import functional as F
 from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+
+from bench.scripts.recovery_task import BATCH, Diary, make_data, make_model, own_samples
 
 folder, steps = sys.argv[1], int(sys.argv[2])
 group, groups = int(os.environ["REPLICA_GROUP_ID"]), int(os.environ["NUM_REPLICA_GROUPS"])
@@ -47,7 +48,7 @@ diary = Diary(folder, group)
 while (done := manager.current_step()) < steps:
     own = own_samples(done, group, groups)
     optimizer.zero_grad()
-    F.cross_entropy(model(x[own]), y[own]).backward()
+    F.cross_entropy(model(x[own]), y[own]).backward()  # type: ignore[no-untyped-call]
     optimizer.step()
     if manager.current_step() > done:
         diary.step(manager.current_step(), BATCH // groups * manager.num_participants())
