@@ -1,4 +1,4 @@
-"""The command line: python -m bench --list | NAME [--quick] [--json FILE] [--page] | --all."""
+"""The command line: python -m bench --list | NAME [--quick] [--json FILE] [--page] | --all | faults."""
 
 from __future__ import annotations
 
@@ -6,18 +6,24 @@ import argparse
 import subprocess
 import sys
 import tempfile
+from dataclasses import asdict
 from datetime import date
+from json import dumps
 from pathlib import Path
 
 from bench.catalogue import BENCHMARKS, Benchmark
 from bench.errors import CannotRun
+from bench.fault_page import fault_page, fault_tables
+from bench.faults import Outcome, outcomes
 from bench.machine import describe_machine, describe_versions, load
 from bench.measure import Effort
 from bench.page import Section, page, with_section
 from bench.rows import Row, row_from_json, row_to_json
 from bench.tables import table
 
-_PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
+_DOCS = Path(__file__).parent.parent / "docs"
+_PAGE, _FAULT_PAGE = _DOCS / "benchmarks.md", _DOCS / "fault-comparison.md"
+_FAULTS = "faults"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -26,10 +32,12 @@ def main(arguments: list[str] | None = None) -> int:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--list", action="store_true", help="name the benchmarks")
     what.add_argument("--all", action="store_true", help="run all of them, and rewrite docs/benchmarks.md")
-    what.add_argument("name", nargs="?", choices=[b.name for b in BENCHMARKS], metavar="NAME", help="run this one")
+    what.add_argument(
+        "name", nargs="?", choices=[*(b.name for b in BENCHMARKS), _FAULTS], metavar="NAME", help="run this one"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the JSON lines here, not to the terminal")
     parser.add_argument("--quick", action="store_true", help="small cases, few rounds: see that it works")
-    parser.add_argument("--page", action="store_true", help="put the result of NAME into docs/benchmarks.md")
+    parser.add_argument("--page", action="store_true", help="put the result of NAME into its page in docs/")
     parser.add_argument("--repeats", type=int, metavar="N", help="measure so often, not as often as seems right")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="draws random moments and ranks")
     options = parser.parse_args(arguments)
@@ -39,11 +47,14 @@ def main(arguments: list[str] | None = None) -> int:
     if options.list:
         width = max(len(b.name) for b in BENCHMARKS)
         print("\n".join(f"{b.name:{width}}  {b.line}" for b in BENCHMARKS))
+        print(f"{_FAULTS:{width}}  the faults of `unisono drill` under torchrun and torchft: a page of its own")
         return 0
     if options.all:
         return _run_all(effort, options.json)
-    benchmark = next(b for b in BENCHMARKS if b.name == options.name)
     try:
+        if options.name == _FAULTS:
+            return _run_faults(effort, options.json, onto_page=options.page)
+        benchmark = next(b for b in BENCHMARKS if b.name == options.name)
         return _run_one(benchmark, effort, options.json, onto_page=options.page)
     except CannotRun as reason:
         print(reason, file=sys.stderr)
@@ -78,6 +89,35 @@ def _run_one(benchmark: Benchmark, effort: Effort, json: Path | None, *, onto_pa
         )
         _PAGE.write_text(text, encoding="utf-8")
     return 0
+
+
+def _run_faults(effort: Effort, json: Path | None, *, onto_page: bool) -> int:
+    before = load()
+    print(f"{_FAULTS}: {before}", file=sys.stderr)
+    found: list[Outcome] = []
+    try:
+        for outcome in outcomes(effort):
+            found.append(outcome)
+            print(f"  {outcome.fault} under {outcome.system}: {_seconds(outcome)}", file=sys.stderr, flush=True)
+    finally:
+        if found:
+            print(fault_tables(found))
+        if json is not None:
+            json.write_text("".join(f"{dumps(asdict(outcome))}\n" for outcome in found), encoding="utf-8")
+        if found and onto_page:
+            text = fault_page(
+                found,
+                date=date.today().isoformat(),
+                machine=describe_machine(),
+                load=before,
+                versions=describe_versions(),
+            )
+            _FAULT_PAGE.write_text(text, encoding="utf-8")
+    return 0
+
+
+def _seconds(outcome: Outcome) -> str:
+    return "no new step" if outcome.seconds is None else f"{outcome.seconds:.2f} s to the next new step"
 
 
 def _run_all(effort: Effort, json: Path | None) -> int:

@@ -18,11 +18,11 @@ from unisono.drill.plan import KINDS
 
 __all__ = ["BATCH", "CHECKPOINT_EVERY", "HANG_S", "PATIENCE_S", "RANKS", "STEPS", "Outcome", "outcomes", "systems"]
 
-RANKS, STEPS, BATCH = 4, 1500, 64
+RANKS, STEPS, BATCH = 4, 1000, 64
 CHECKPOINT_EVERY = 20
 """Steps from one checkpoint of DDP to the next."""
 HANG_S = 10.0
-"""After so long, each system gives a rank up that does not answer: as a flag, or as the timeout of its process group."""
+"""After so long, each system gives a rank up that does not answer, by a flag or the timeout of its process group."""
 PATIENCE_S = 60.0
 """After so long without a new step, a run is given up."""
 _BEFORE = 50

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 __all__ = ["describe_machine", "describe_versions", "load"]
@@ -18,8 +19,9 @@ def describe_machine() -> str:
 
 
 def describe_versions() -> str:
-    """Name the versions of Python, torch and unisono."""
-    return f"Python {platform.python_version()}, torch {version('torch')}, unisono {version('unisono')}"
+    """Name the versions of Python, torch and unisono, and of torchft if it is here."""
+    names = ["torch", "unisono", *(["torchft"] if find_spec("torchft") is not None else [])]
+    return ", ".join([f"Python {platform.python_version()}", *(f"{name} {version(name)}" for name in names)])
 
 
 def load() -> str:

@@ -32,7 +32,17 @@ def test_list_names_every_benchmark_with_a_line():
     assert ended.returncode == 0, ended.stderr
     names = [line.split(maxsplit=1)[0] for line in ended.stdout.splitlines() if len(line.split()) > 1]
     assert names[:6] == ["permutation", "step", "ddp", "replicate", "shared", "protect"]
-    assert names[6:] == ["exchange", "collectives", "comm", "loading", "checkpoint", "recovery", "start"]
+    assert names[6:] == [
+        "exchange",
+        "collectives",
+        "comm",
+        "loading",
+        "checkpoint",
+        "recovery",
+        "kills",
+        "start",
+        "faults",
+    ]
 
 
 def test_unknown_benchmark_is_refused_by_name():
