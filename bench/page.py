@@ -6,8 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from bench.catalogue import Benchmark
-from bench.errors import CannotRun
+from bench.catalogue import BENCHMARKS, Benchmark
 from bench.rows import Row
 from bench.tables import table
 
@@ -29,6 +28,9 @@ of the median, so that another run may as well meet it. Ratios carry over to oth
 
 **How to reproduce it.** `python -m bench --list` names the benchmarks, `python -m bench NAME` runs one of them. Use a
 quiet machine: a busy neighbour costs the side that uses more processes more.
+
+**Faults.** Those of `unisono drill` under torchrun and torchft: [fault-comparison.md](fault-comparison.md), which
+`python -m bench faults --page` writes.
 
 **Another machine.** Ratios to gloo depend on what loopback and a switch of threads cost:
 [benchmarks-xeon.md](benchmarks-xeon.md) is this page from a machine where gloo takes two thirds as long, and was
@@ -58,13 +60,22 @@ def page(sections: Sequence[Section], *, date: str, machine: str, load: str, ver
 
 def with_section(text: str, section: Section, *, date: str, machine: str, load: str) -> str:
     """Put what a benchmark has come to into a page, in place of what it came to before, saying when and where."""
+    name = section.benchmark.name
     new = f"{_written(section)}\nMeasured again on {date}, on {machine}; before the run: {load}.\n"
-    old = re.compile(rf"^## {re.escape(section.benchmark.name)}\n.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
+    old = re.compile(rf"^## {re.escape(name)}\n.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
     parts = old.split(text)
-    if len(parts) != 2:
-        raise CannotRun(f"the page has no section {section.benchmark.name!r}: run all benchmarks first (--all)")
-    before, after = parts
+    before, after = parts if len(parts) == 2 else _divided(text, name)
     return _with_missed(f"{before}{new}\n{after}".rstrip("\n") + "\n")
+
+
+def _divided(text: str, name: str) -> tuple[str, str]:
+    """Divide a page where the section of a new benchmark belongs."""
+    names = [benchmark.name for benchmark in BENCHMARKS]
+    for later in names[names.index(name) + 1 :]:
+        before, heading, after = text.partition(f"\n## {later}\n")
+        if heading:
+            return before + "\n", heading[1:] + after
+    return text + "\n", ""
 
 
 def _written(section: Section) -> str:

@@ -47,5 +47,7 @@ try:
 finally:
     for launcher in launchers:
         launcher.terminate()
+    for launcher in launchers:
+        launcher.wait()
     lighthouse.shutdown()
 sys.exit(max(abs(code) for code in codes))

@@ -183,3 +183,10 @@ def test_rows_survive_json_and_reach_the_page(modules):
     assert "no gloo here" not in changed and changed.count(note) == 1
     assert f"**Goals missed**: step: c; {again.benchmark.name}: c." in changed
     assert page.with_section(changed, again, date="2000-01-02", machine="another", load="load 2") == changed
+    new = page.Section(BENCHMARKS[0], [row], None)
+    longer = page.with_section(changed, new, date="2000-01-02", machine="another", load="load 2")
+    assert [line[3:] for line in longer.splitlines() if line.startswith("## ")] == [b.name for b in BENCHMARKS[:3]]
+    assert page.with_section(longer, new, date="2000-01-02", machine="another", load="load 2") == longer
+    last = page.Section(BENCHMARKS[-1], [row], None)
+    longer = page.with_section(longer, last, date="2000-01-02", machine="another", load="load 2")
+    assert page.with_section(longer, last, date="2000-01-02", machine="another", load="load 2") == longer
