@@ -22,6 +22,7 @@ __all__ = ["TIMEOUT_S", "DisturbedRun", "Struck"]
 
 TIMEOUT_S = 60.0
 """How long a run may take to its first steps."""
+_GRACE_S = 10.0
 _LOOK_S = 0.02
 _KILL_AFTER = 2
 """Steps after which a rank is killed that has needed no more memory, as `unisono drill` does."""
@@ -50,7 +51,6 @@ class DisturbedRun:
 
     def __init__(self, system: System, folder: Path, steps: int) -> None:
         self._system = system
-        self._steps = steps
         self.log = StepLog(folder)
         environment = {**os.environ, **system.variables, "PYTHONPATH": str(Path(__file__).parent.parent)}
         # Where this variable is set and no bytecode is cached, each start of ours would compile all that it imports.
@@ -92,9 +92,13 @@ class DisturbedRun:
             raise CannotRun(f"{self._system.name} did not come to step {step} in {TIMEOUT_S:g} s")
 
     def end(self, patience_s: float) -> bool:
-        """Wait for the end of all ranks that train; return whether a rank has come to it."""
-        self.wait(lambda: False, patience_s)
-        return bool(self.log.digests())
+        """Wait for the end of the run; return whether a rank has come to it.
+
+        A launcher that has a rank which is stopped never ends: it has little time once another rank has.
+        """
+        ended = self.wait(lambda: bool(self.log.digests()), patience_s)
+        self.wait(lambda: False, _GRACE_S)
+        return ended
 
     def strike(self, kind: str, rng: random.Random) -> Struck:
         """Inject a fault into a random rank at a random moment of a step."""
