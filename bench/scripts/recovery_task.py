@@ -63,6 +63,6 @@ class Diary:
         for parameter in model.parameters():
             value.update(bytes(parameter.detach().view(torch.uint8).flatten().tolist()))
         done = self._folder / f"digest.{self._rank}"
-        part = done.with_suffix(".part" + str(os.getpid()))
+        part = done.with_name(f"{done.name}.part")
         part.write_text(value.hexdigest(), encoding="utf-8")
         part.replace(done)

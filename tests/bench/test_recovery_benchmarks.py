@@ -35,7 +35,7 @@ def test_log_is_read_on_where_it_ended_and_only_by_whole_lines(tmp_path):
     assert (log.latest(), log.latest(2.0), log.pids) == (2, 1, {70})
     assert log.digests() == {} == log.ways_s()
     (tmp_path / "digest.3").write_text("abc")
-    (tmp_path / "digest.2.part71").write_text("a")
+    (tmp_path / "digest.2.part").write_text("a")
     (tmp_path / "way.70").write_text("0.25\n")
     (tmp_path / "way.71").write_text("0.")
     assert (log.digests(), log.ways_s()) == ({3: "abc"}, {70: 0.25})
