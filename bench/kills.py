@@ -1,7 +1,7 @@
 """Many kills: the time from each of 200 kills to the next new step, and the bits at the end.
 
 Ranks of a Trainer under `unisono run` get kill -9 at random moments, drawn from `--seed`, 50 in each run: the next one
-comes some 10 steps after the run has gone on. The model is that of `recovery`. Beside the time stands the part of it
+comes 10 steps after the run has gone on, or 40 after a spare is there again. The model is that of `recovery`. Beside the time stands the part of it
 that is the script's own way to its Trainer, measured in the new processes: what the script imports and builds before.
 A spare has gone this way before the kill, which waits for it. The case has the 90th percentile, and whether the weights
 at the end are, to the bit, those of an undisturbed run. `--repeats 20` makes it 20 kills.
@@ -32,6 +32,8 @@ _APART = (10, 40)
 """Steps before another one, when the new process, and then the spare, has come to its Trainer: without and with one."""
 _STEPS_OF_A_KILL = (40, 180)
 """With those that pass until then."""
+_END_S = 600.0
+"""How long a run may take from its last kill to its end."""
 
 
 class _Disturbed(NamedTuple):
@@ -96,7 +98,7 @@ def _disturb(system: System, spares: int, kills: int, steps: int, rng: random.Ra
                 how = "the run was over" if run.exit_code() == 0 else f"no new step in {TIMEOUT_S:g} s"
                 raise CannotRun(f"{system.name}: {how} after kill {i + 1} of {kills}")
             seconds.append(took_s)
-        if not run.end(TIMEOUT_S):
+        if not run.end(_END_S):
             raise CannotRun(f"{system.name} did not come to the end of its steps")
         ways_s = [way_s for pid, way_s in run.log.ways_s().items() if pid not in first]
         return _Disturbed(seconds, ways_s, set(run.log.digests().values()))
