@@ -1,8 +1,9 @@
 """Many kills: the time from each of 200 kills to the next new step, and the bits at the end.
 
 Ranks of a Trainer under `unisono run` get kill -9 at random moments, drawn from `--seed`, 50 in each run: the next one
-comes 10 steps after the run has gone on, or 40 after a spare is there again. The model is that of `recovery`. Beside the time stands the part of it
-that is the script's own way to its Trainer, measured in the new processes: what the script imports and builds before.
+comes 10 steps after the run has gone on, or 40 after a spare is there again. The model is that of `recovery`. Beside
+the time stands the part of it that is the script's own way to its Trainer, measured in the new processes: what the
+script imports and builds before.
 A spare has gone this way before the kill, which waits for it. The case has the 90th percentile, and whether the weights
 at the end are, to the bit, those of an undisturbed run. `--repeats 20` makes it 20 kills.
 """
