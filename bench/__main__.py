@@ -14,7 +14,7 @@ from pathlib import Path
 from bench.catalogue import BENCHMARKS, Benchmark
 from bench.errors import CannotRun
 from bench.fault_page import fault_page, fault_tables
-from bench.faults import Outcome, outcomes
+from bench.faults import FaultOutcome, outcomes
 from bench.machine import describe_machine, describe_versions, load
 from bench.measure import Effort
 from bench.page import Section, page, with_section
@@ -94,7 +94,7 @@ def _run_one(benchmark: Benchmark, effort: Effort, json: Path | None, *, onto_pa
 def _run_faults(effort: Effort, json: Path | None, *, onto_page: bool) -> int:
     before = load()
     print(f"{_FAULTS}: {before}", file=sys.stderr)
-    found: list[Outcome] = []
+    found: list[FaultOutcome] = []
     try:
         for outcome in outcomes(effort):
             found.append(outcome)
@@ -116,7 +116,7 @@ def _run_faults(effort: Effort, json: Path | None, *, onto_page: bool) -> int:
     return 0
 
 
-def _seconds(outcome: Outcome) -> str:
+def _seconds(outcome: FaultOutcome) -> str:
     return "no new step" if outcome.seconds is None else f"{outcome.seconds:.2f} s to the next new step"
 
 

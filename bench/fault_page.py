@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench.faults import BATCH, CHECKPOINT_EVERY, HANG_S, PATIENCE_S, RANKS, STEPS, Outcome
+from bench.faults import BATCH, CHECKPOINT_EVERY, HANG_S, PATIENCE_S, RANKS, STEPS, FaultOutcome
 from unisono.drill.plan import KINDS
 
 __all__ = ["fault_page", "fault_tables"]
@@ -16,7 +16,7 @@ _MISSING = "torchft was not installed when this page was written, so its rows ar
 _HEADER = ("system", "noticed", "came back", "next new step", "repeated", "dropped", "ranks", "same bits")
 
 
-def fault_page(outcomes: Sequence[Outcome], *, date: str, machine: str, load: str, versions: str) -> str:
+def fault_page(outcomes: Sequence[FaultOutcome], *, date: str, machine: str, load: str, versions: str) -> str:
     """Write the page."""
     times = max(len(_of(outcomes, each.system, each.fault)) for each in outcomes)
     return _TEMPLATE.read_text(encoding="utf-8").format(
@@ -36,7 +36,7 @@ def fault_page(outcomes: Sequence[Outcome], *, date: str, machine: str, load: st
     )
 
 
-def fault_tables(outcomes: Sequence[Outcome]) -> str:
+def fault_tables(outcomes: Sequence[FaultOutcome]) -> str:
     """Show what became of each fault, in a table with a line for each system."""
     present = list(dict.fromkeys(each.system for each in sorted(outcomes, key=lambda each: each.system, reverse=True)))
     parts = []
@@ -48,11 +48,11 @@ def fault_tables(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(parts)
 
 
-def _of(outcomes: Sequence[Outcome], system: str, fault: str) -> list[Outcome]:
+def _of(outcomes: Sequence[FaultOutcome], system: str, fault: str) -> list[FaultOutcome]:
     return [each for each in outcomes if (each.system, each.fault) == (system, fault)]
 
 
-def _line(system: str, found: Sequence[Outcome]) -> str:
+def _line(system: str, found: Sequence[FaultOutcome]) -> str:
     back = [each for each in found if each.seconds is not None]
     return _row(
         [
@@ -70,14 +70,14 @@ def _line(system: str, found: Sequence[Outcome]) -> str:
     )
 
 
-def _why_none(found: Sequence[Outcome]) -> str:
+def _why_none(found: Sequence[FaultOutcome]) -> str:
     codes = sorted({each.exit_code for each in found if each.exit_code is not None})
     if codes:
         return f"none: it ended with exit code {', '.join(map(str, codes))}"
     return f"nothing within {PATIENCE_S:g} s"
 
 
-def _share(found: Sequence[Outcome], holds: Callable[[Outcome], bool]) -> str:
+def _share(found: Sequence[FaultOutcome], holds: Callable[[FaultOutcome], bool]) -> str:
     """Say in how many cases something holds: yes, no, or a part of them."""
     count = sum(map(holds, found))
     if not found:

@@ -16,7 +16,7 @@ from bench.step_log import dropped, repeated
 from bench.systems import TORCHFT_MISSING, System, has_torchft, torchft, torchrun, unisono
 from unisono.drill.plan import KINDS
 
-__all__ = ["BATCH", "CHECKPOINT_EVERY", "HANG_S", "PATIENCE_S", "RANKS", "STEPS", "Outcome", "outcomes", "systems"]
+__all__ = ["BATCH", "CHECKPOINT_EVERY", "HANG_S", "PATIENCE_S", "RANKS", "STEPS", "FaultOutcome", "outcomes", "systems"]
 
 RANKS, STEPS, BATCH = 4, 1000, 64
 CHECKPOINT_EVERY = 20
@@ -30,7 +30,7 @@ _END_S = 180.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class FaultOutcome:
     """What became of a run after a fault."""
 
     system: str
@@ -64,7 +64,7 @@ def systems() -> Sequence[System]:
     return found
 
 
-def outcomes(effort: Effort) -> Iterator[Outcome]:
+def outcomes(effort: Effort) -> Iterator[FaultOutcome]:
     """Inject each fault under each system, in random order. Raises: CannotRun if one does not train at all."""
     rng = random.Random(effort.seed)
     present = systems()
@@ -82,7 +82,7 @@ def _undisturbed(system: System) -> set[str]:
         return set(run.log.digests().values())
 
 
-def _outcome(system: System, fault: str, rng: random.Random, calm: Mapping[str, set[str]]) -> Outcome:
+def _outcome(system: System, fault: str, rng: random.Random, calm: Mapping[str, set[str]]) -> FaultOutcome:
     with tempfile.TemporaryDirectory() as folder, DisturbedRun(system, Path(folder), STEPS) as run:
         run.come_to(_BEFORE)
         struck = run.strike(fault, rng)
@@ -91,7 +91,7 @@ def _outcome(system: System, fault: str, rng: random.Random, calm: Mapping[str, 
         if seconds is not None:
             run.end(_END_S)
         digests = run.log.digests()
-        return Outcome(
+        return FaultOutcome(
             system=system.name,
             fault=fault,
             seconds=seconds,

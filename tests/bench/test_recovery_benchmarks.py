@@ -76,9 +76,9 @@ def test_90th_percentile():
 
 
 def outcome(**changes):
-    from bench.faults import Outcome
+    from bench.faults import FaultOutcome
 
-    usual = Outcome(
+    usual = FaultOutcome(
         system="unisono",
         fault="kill",
         seconds=0.25,

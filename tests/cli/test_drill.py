@@ -8,8 +8,8 @@ import pytest
 
 from launcher import Launcher
 from unisono.drill.comparison import differences
+from unisono.drill.job_log import EVENTS, RunLog
 from unisono.drill.plan import KINDS, Change, Fault, draw_plan
-from unisono.drill.run_log import EVENTS, RunLog
 
 SCRIPT = """
 import time, torch, unisono

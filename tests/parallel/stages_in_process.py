@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unisono.parallel.pipeline.nested import flatten
-from unisono.parallel.pipeline.plan import PipelinePlan
+from unisono.parallel.pipeline.leaves import flatten
 from unisono.parallel.pipeline.plan_cache import PlanCache
 from unisono.parallel.pipeline.stage import Gradients, Stage, StagePass
+from unisono.parallel.pipeline.stage_plan import PipelinePlan
 
 
 def carried(tensor: Tensor) -> Tensor:

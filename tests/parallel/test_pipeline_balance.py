@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from unisono.parallel.pipeline.balance import Segment, balance
+from unisono.parallel.pipeline.balance import ModelSegment, balance
 
 
 def all_divisions(count, stages):
@@ -29,7 +29,7 @@ def cost(segments, begins, under_way):
 def test_the_split_is_the_best_of_all(seed):
     rng = random.Random(seed)
     segments = [
-        Segment(
+        ModelSegment(
             f"{i}",
             rng.choice([0.1, 1.0, 5.0]) * rng.random(),
             rng.random(),
@@ -58,7 +58,7 @@ def test_the_split_is_the_best_of_all(seed):
 
 
 def test_what_cannot_be_divided_is_refused_with_numbers():
-    segments = [Segment(f"{i}", 1.0, 2.0, 3 << 20, 1 << 20, 0) for i in range(4)]
+    segments = [ModelSegment(f"{i}", 1.0, 2.0, 3 << 20, 1 << 20, 0) for i in range(4)]
     with pytest.raises(ValueError, match="5 stages need 5 places at which one may begin, and the model has 4"):
         balance(segments, 5, under_way=[5, 4, 3, 2, 1])
     with pytest.raises(ValueError, match=r"into 2 stages fits 7\.0 MiB each: the best one needs 10\.0 MiB"):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from unisono.parallel.pipeline.messages import Message, MessageLayout
-from unisono.parallel.pipeline.placeholder import Layout
+from unisono.parallel.pipeline.placeholder import TensorLayout
 
 TENSORS = {
     0: torch.randn(3, 4),
@@ -31,7 +31,7 @@ def same(one, other):
 @pytest.mark.parametrize("has_random_state", [False, True])
 def test_tensors_arrive_with_their_strides(are_gradients, has_random_state):
     made = MessageLayout(
-        {key: Layout.of(value) for key, value in TENSORS.items()},
+        {key: TensorLayout.of(value) for key, value in TENSORS.items()},
         are_gradients=are_gradients,
         has_random_state=has_random_state,
     )
@@ -48,7 +48,9 @@ def test_tensors_arrive_with_their_strides(are_gradients, has_random_state):
 
 
 def test_gradients_may_be_absent_and_have_other_strides():
-    made = MessageLayout({0: Layout.of(torch.zeros(3, 4)), "b": Layout.of(torch.zeros(2))}, are_gradients=True)
+    made = MessageLayout(
+        {0: TensorLayout.of(torch.zeros(3, 4)), "b": TensorLayout.of(torch.zeros(2))}, are_gradients=True
+    )
     for gradient in torch.randn(4, 3).t(), torch.ones(()).expand(3, 4), torch.ones(4).expand(3, 4):
         found = made.unpack(made.pack(Message({0: gradient}))).tensors
         assert found.keys() == {0}
@@ -60,5 +62,5 @@ def test_gradients_may_be_absent_and_have_other_strides():
 
 def test_values_may_have_gaps_in_memory():
     spread = torch.randn(3, 8)[:, ::2]
-    made = MessageLayout({0: Layout.of(spread)})
+    made = MessageLayout({0: TensorLayout.of(spread)})
     assert same(made.unpack(made.pack(Message({0: spread}))).tensors[0], spread)

@@ -14,7 +14,7 @@ import click
 
 from unisono.drill.drill import Outcome, RunFacts
 from unisono.drill.injector import Resize, Strike
-from unisono.drill.run_log import RunLog
+from unisono.drill.job_log import RunLog
 from unisono.drill.table import heading, table_row
 from unisono.launch.output.streams import wants_colour
 from unisono.text import clip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection
 
-from unisono.drill.run_log import RunLog, Step
+from unisono.drill.job_log import RunLog, Step
 from unisono.text import list_first, name_ranks
 
 __all__ = ["differences"]

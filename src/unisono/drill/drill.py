@@ -11,9 +11,9 @@ from typing import Protocol
 from unisono.drill.comparison import differences
 from unisono.drill.errors import DrillFailedError, NoDrillError
 from unisono.drill.injector import Injector, Resize, Strike, refuse
+from unisono.drill.job_log import RunLog
 from unisono.drill.job_process import JobProcess, report_of
 from unisono.drill.plan import Change, Fault, draw_plan
-from unisono.drill.run_log import RunLog
 from unisono.launch import LaunchJob
 
 __all__ = ["Drill", "Outcome", "Reporter", "RunFacts"]

@@ -10,9 +10,9 @@ from typing import Any
 
 from unisono.drill.errors import DrillFailedError
 from unisono.drill.faults import inject, send
+from unisono.drill.job_log import RunLog
 from unisono.drill.job_process import JobProcess
 from unisono.drill.plan import KINDS, Change, Fault
-from unisono.drill.run_log import RunLog
 
 __all__ = ["Injector", "Resize", "Strike", "refuse"]
 

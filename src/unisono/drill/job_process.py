@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from unisono.drill.run_log import REPLACED
+from unisono.drill.job_log import REPLACED
 from unisono.errors import LaunchError
 from unisono.launch import LaunchJob, run_job
 from unisono.launch.control import ask

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-__all__ = ["Segment", "Split", "balance"]
+__all__ = ["ModelSegment", "Split", "balance"]
 
 _SLACK = 0.01
 """How much slower than the best the slowest stage may be if less is then sent between stages."""
 
 
-class Segment(NamedTuple):
+class ModelSegment(NamedTuple):
     """A part of the model that no cut divides."""
 
     name: str
@@ -59,7 +59,7 @@ class Split:
 
 
 def balance(
-    segments: Sequence[Segment], stages: int, *, under_way: Sequence[int], limit_nbytes: int | None = None
+    segments: Sequence[ModelSegment], stages: int, *, under_way: Sequence[int], limit_nbytes: int | None = None
 ) -> Split:
     """Return the division with the fastest slowest stage; among those within 1 %, the one that sends least.
 
@@ -72,7 +72,7 @@ def balance(
     Raises:
         ValueError: There are fewer segments than stages, or no division keeps the limit; the message has the numbers.
 
-    >>> row = [Segment(f"{i}", 1.0, 2.0, 0, 0, 10) for i in range(4)] + [Segment("head", 4.0, 8.0, 0, 0, 10)]
+    >>> row = [ModelSegment(f"{i}", 1.0, 2.0, 0, 0, 10) for i in range(4)] + [ModelSegment("head", 4.0, 8.0, 0, 0, 10)]
     >>> found = balance(row, 2, under_way=[2, 1])
     >>> found.begins, found.seconds, found.excess
     ((0, 4), (12.0, 12.0), 0.0)
@@ -101,7 +101,7 @@ def balance(
 class _Table:
     """Costs of runs of segments, and the dynamic programs over them."""
 
-    def __init__(self, segments: Sequence[Segment], under_way: Sequence[int], limit_nbytes: int | None) -> None:
+    def __init__(self, segments: Sequence[ModelSegment], under_way: Sequence[int], limit_nbytes: int | None) -> None:
         self._segments, self._under_way = segments, under_way
         self._limit = math.inf if limit_nbytes is None else limit_nbytes
         self._seconds = [0.0, *accumulate(each.seconds for each in segments)]

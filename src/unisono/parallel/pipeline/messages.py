@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from unisono.parallel.pipeline.placeholder import Layout
+from unisono.parallel.pipeline.placeholder import TensorLayout
 
 __all__ = ["Message", "MessageLayout"]
 
@@ -43,9 +43,9 @@ class MessageLayout(Generic[Key]):
     """
 
     def __init__(
-        self, entries: Mapping[Key, Layout], *, are_gradients: bool = False, has_random_state: bool = False
+        self, entries: Mapping[Key, TensorLayout], *, are_gradients: bool = False, has_random_state: bool = False
     ) -> None:
-        self._entries: dict[Key, Layout] = dict(entries)
+        self._entries: dict[Key, TensorLayout] = dict(entries)
         self._are_gradients, self._has_random_state = are_gradients, has_random_state
         self._header = sum(1 + len(layout.shape) for layout in entries.values()) if are_gradients else 0
         offset = self._header * _HEADER_DTYPE.itemsize
@@ -113,7 +113,7 @@ def _footprint(shape: Sequence[int], strides: Sequence[int]) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
-def _view(memory: Tensor, offset: int, layout: Layout, strides: Sequence[int]) -> Tensor:
+def _view(memory: Tensor, offset: int, layout: TensorLayout, strides: Sequence[int]) -> Tensor:
     elements = _footprint(layout.shape, strides)
     part = memory[offset : offset + elements * layout.dtype.itemsize].view(layout.dtype)
     return part.as_strided(layout.shape, strides)

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from unisono.parallel.pipeline.cut_error import CutError, model_line
 
-__all__ = ["METADATA_OPERATORS", "Layout", "Placeholder"]
+__all__ = ["METADATA_OPERATORS", "Placeholder", "TensorLayout"]
 
 _aten = torch.ops.aten
 
@@ -37,7 +37,7 @@ METADATA_OPERATORS = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class TensorLayout:
     """What a stage must know about a tensor of another stage, to receive it or to stand in for it."""
 
     shape: tuple[int, ...]
@@ -47,9 +47,9 @@ class Layout:
     requires_grad: bool
 
     @staticmethod
-    def of(tensor: Tensor) -> Layout:
+    def of(tensor: Tensor) -> TensorLayout:
         """Return the layout of a tensor, real or fake."""
-        return Layout(
+        return TensorLayout(
             tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device, bool(tensor.requires_grad)
         )
 
@@ -72,7 +72,7 @@ class Placeholder(Tensor):
     origin: str
 
     @staticmethod
-    def __new__(cls, layout: Layout, fake: Tensor | None, where: str) -> Placeholder:
+    def __new__(cls, layout: TensorLayout, fake: Tensor | None, where: str) -> Placeholder:
         """Make the tensor object, which has no storage."""
         made: Placeholder = torch.Tensor._make_wrapper_subclass(
             cls,
@@ -86,7 +86,7 @@ class Placeholder(Tensor):
         made.origin = where
         return made
 
-    def __init__(self, layout: Layout, fake: Tensor | None, where: str) -> None:
+    def __init__(self, layout: TensorLayout, fake: Tensor | None, where: str) -> None:
         pass
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -102,7 +102,9 @@ class Placeholder(Tensor):
             args, kwargs = tree_map_only(Placeholder, lambda one: one.fake, (args, dict(kwargs or {})))
             return func(*args, **(kwargs or {}))
         if func in METADATA_OPERATORS:
-            args, kwargs = tree_map_only(Placeholder, lambda one: Layout.of(one).allocate(), (args, dict(kwargs or {})))
+            args, kwargs = tree_map_only(
+                Placeholder, lambda one: TensorLayout.of(one).allocate(), (args, dict(kwargs or {}))
+            )
             return func(*args, **(kwargs or {}))
         raise CutError(
             f"{func} reads a tensor of shape {tuple(found[0].shape)}, {found[0].origin}, at {model_line()}. Code "

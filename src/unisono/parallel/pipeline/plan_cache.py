@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from unisono.parallel.pipeline.blocks import find_blocks
 from unisono.parallel.pipeline.cut_error import PathChangedError
-from unisono.parallel.pipeline.nested import described, flatten
-from unisono.parallel.pipeline.plan import PipelinePlan, first_calls, plan_stages
+from unisono.parallel.pipeline.leaves import described, flatten
 from unisono.parallel.pipeline.recorder import record
 from unisono.parallel.pipeline.stage import Stage
+from unisono.parallel.pipeline.stage_plan import PipelinePlan, first_calls, plan_stages
 from unisono.state.random import kept_generators
 
 __all__ = ["PlanCache", "signature"]

@@ -28,11 +28,19 @@ from torch.utils.hooks import RemovableHandle
 
 from unisono.parallel.pipeline.blocks import calls_seen_by, find_blocks
 from unisono.parallel.pipeline.cut_error import CutError, model_line, model_line_of
+from unisono.parallel.pipeline.forward_program import (
+    Call,
+    ForwardProgram,
+    ObjectRef,
+    ParameterRef,
+    TensorObject,
+    Value,
+    learned_from,
+)
 from unisono.parallel.pipeline.functions import GETTERS, HOOKS, READERS, REFUSED, is_transformed
-from unisono.parallel.pipeline.nested import flatten
-from unisono.parallel.pipeline.observer import OperatorObserver
-from unisono.parallel.pipeline.placeholder import Layout, Placeholder
-from unisono.parallel.pipeline.program import Call, ObjectRef, ParameterRef, Program, TensorObject, Value, learned_from
+from unisono.parallel.pipeline.leaves import flatten
+from unisono.parallel.pipeline.operator_observer import OperatorObserver
+from unisono.parallel.pipeline.placeholder import Placeholder, TensorLayout
 from unisono.state.random import kept_generators
 
 __all__ = ["record"]
@@ -48,7 +56,9 @@ def _python_generators() -> tuple[Any, ...]:
     return random.getstate(), name, keys.tobytes(), *rest
 
 
-def record(model: nn.Module, function: Callable[..., Any], inputs: Sequence[Any], *, starts: Sequence[str]) -> Program:
+def record(
+    model: nn.Module, function: Callable[..., Any], inputs: Sequence[Any], *, starts: Sequence[str]
+) -> ForwardProgram:
     """Return the program of `function(model, *inputs)`.
 
     Args:
@@ -114,7 +124,7 @@ class _Recorder(TorchFunctionMode):
         self, fake_mode: FakeTensorMode, leaves: dict[int, tuple[str, Tensor]], buffers: dict[int, tuple[str, Tensor]]
     ) -> None:
         super().__init__()
-        self.program = Program()
+        self.program = ForwardProgram()
         self._fake_mode = fake_mode
         self._leaves = leaves
         self._buffers = buffers
@@ -195,7 +205,7 @@ class _Recorder(TorchFunctionMode):
         return made
 
     def _new_value(self, of: TensorObject, call: int | None, *, everywhere: bool) -> Value:
-        value = Value(len(self.program.values), of.number, call, everywhere, Layout.of(self._fakes[of.number]))
+        value = Value(len(self.program.values), of.number, call, everywhere, TensorLayout.of(self._fakes[of.number]))
         self.program.values.append(value)
         of.values.append(value.number)
         return value
@@ -347,7 +357,7 @@ class _Recorder(TorchFunctionMode):
         if id(fake) in self._number_of:
             return self._held[self._number_of[id(fake)]]
         where = f"made by {call.name}"
-        placeholder = Placeholder(Layout.of(fake), fake, where)
+        placeholder = Placeholder(TensorLayout.of(fake), fake, where)
         self._new_object(placeholder, fake, call.number, everywhere=False)
         return placeholder
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from unisono.parallel.pipeline.messages import MessageLayout
-from unisono.parallel.pipeline.placeholder import Layout
-from unisono.parallel.pipeline.plan import PipelinePlan
+from unisono.parallel.pipeline.placeholder import TensorLayout
+from unisono.parallel.pipeline.stage_plan import PipelinePlan
 
 __all__ = ["StageRoutes", "stage_routes"]
 
@@ -27,7 +27,7 @@ class StageRoutes:
     gradients_to: Mapping[int, MessageLayout[Any]]
 
 
-def stage_routes(plan: PipelinePlan, stage: int, parameters: Mapping[str, Layout]) -> StageRoutes:
+def stage_routes(plan: PipelinePlan, stage: int, parameters: Mapping[str, TensorLayout]) -> StageRoutes:
     """Return the messages of a stage.
 
     Args:
@@ -46,7 +46,7 @@ def stage_routes(plan: PipelinePlan, stage: int, parameters: Mapping[str, Layout
 
 
 def _values(plan: PipelinePlan) -> dict[tuple[int, int], MessageLayout[int]]:
-    entries: dict[tuple[int, int], dict[int, Layout]] = defaultdict(dict)
+    entries: dict[tuple[int, int], dict[int, TensorLayout]] = defaultdict(dict)
     for transfer in plan.transfers:
         for target in transfer.targets:
             entries[transfer.source, target][transfer.value] = plan.program.values[transfer.value].layout
@@ -58,8 +58,8 @@ def _values(plan: PipelinePlan) -> dict[tuple[int, int], MessageLayout[int]]:
     }
 
 
-def _gradients(plan: PipelinePlan, parameters: Mapping[str, Layout]) -> dict[tuple[int, int], MessageLayout[Any]]:
-    entries: dict[tuple[int, int], dict[Any, Layout]] = defaultdict(dict)
+def _gradients(plan: PipelinePlan, parameters: Mapping[str, TensorLayout]) -> dict[tuple[int, int], MessageLayout[Any]]:
+    entries: dict[tuple[int, int], dict[Any, TensorLayout]] = defaultdict(dict)
     for transfer in plan.transfers:
         if transfer.requires_grad:
             for source in transfer.targets:

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from unisono.parallel.pipeline.messages import Message, MessageLayout
-from unisono.parallel.pipeline.placeholder import Layout
-from unisono.parallel.pipeline.plan import PipelinePlan
+from unisono.parallel.pipeline.placeholder import TensorLayout
 from unisono.parallel.pipeline.plan_cache import PlanCache
 from unisono.parallel.pipeline.routes import StageRoutes, stage_routes
 from unisono.parallel.pipeline.schedule import Action, Schedule, make_schedule
 from unisono.parallel.pipeline.stage import Gradients, Stage, StagePass
+from unisono.parallel.pipeline.stage_plan import PipelinePlan
 
 __all__ = ["LossRoot", "PipelineRunner"]
 
@@ -156,7 +156,7 @@ class PipelineRunner:
         if key not in self._stages:
             if len(self._stages) >= _KEPT_STAGES:
                 self._stages.clear()
-            parameters = {name: Layout.of(parameter) for name, parameter in self._model.named_parameters()}
+            parameters = {name: TensorLayout.of(parameter) for name, parameter in self._model.named_parameters()}
             stage = Stage(plan, number, self._model, starts=self._starts)
             self._stages[key] = stage, stage_routes(plan, number, parameters)
         return self._stages[key]

@@ -17,11 +17,11 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_
 from unisono.parallel.pipeline.blocks import calls_seen_by, find_blocks
 from unisono.parallel.pipeline.cut_error import PathChangedError, model_line
 from unisono.parallel.pipeline.entry import enter
+from unisono.parallel.pipeline.forward_program import ObjectRef, ParameterRef, learned_from
 from unisono.parallel.pipeline.functions import GETTERS, is_transformed
-from unisono.parallel.pipeline.nested import flatten
+from unisono.parallel.pipeline.leaves import flatten
 from unisono.parallel.pipeline.placeholder import Placeholder
-from unisono.parallel.pipeline.plan import PipelinePlan
-from unisono.parallel.pipeline.program import ObjectRef, ParameterRef, learned_from
+from unisono.parallel.pipeline.stage_plan import PipelinePlan
 
 __all__ = ["Gradients", "Stage", "StagePass"]
 
@@ -31,7 +31,7 @@ class Gradients:
     """The gradients that one stage passes to earlier ones."""
 
     values: dict[int, Tensor] = field(default_factory=dict)
-    """By value: each goes to `Transfer.gradient_target`. A value without gradient is absent."""
+    """By value: each goes to `ValueTransfer.gradient_target`. A value without gradient is absent."""
     parameters: dict[str, Tensor] = field(default_factory=dict)
     """Of parameters that earlier stages use as well, by name: each goes to the stage before in `parameter_stages`."""
 

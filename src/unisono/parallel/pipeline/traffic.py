@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from itertools import accumulate
 
-from unisono.parallel.pipeline.program import Program
+from unisono.parallel.pipeline.forward_program import ForwardProgram
 
 __all__ = ["bytes_across"]
 
 
-def bytes_across(program: Program) -> list[int]:
+def bytes_across(program: ForwardProgram) -> list[int]:
     """Return for each call the bytes of all values that are made before it, and needed by it or later.
 
     They cross the cut if a stage begins with this call, once in the forward pass. Their gradients cross it backwards.

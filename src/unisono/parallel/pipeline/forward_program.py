@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import Tensor
 
-from unisono.parallel.pipeline.nested import Builder, flatten
-from unisono.parallel.pipeline.placeholder import Layout
+from unisono.parallel.pipeline.leaves import Builder, flatten
+from unisono.parallel.pipeline.placeholder import TensorLayout
 
-__all__ = ["Call", "ObjectRef", "ParameterRef", "Program", "TensorObject", "Value", "learned_from"]
+__all__ = ["Call", "ForwardProgram", "ObjectRef", "ParameterRef", "TensorObject", "Value", "learned_from"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Value:
     """The call that made or modified it."""
     everywhere: bool
     """True if it depends on no block, parameter or random number: every stage computes it on its own."""
-    layout: Layout
+    layout: TensorLayout
 
 
 @dataclass(slots=True)
@@ -100,7 +100,7 @@ def learned_from(result: Any) -> Hashable:
     (True, False)
     """
     return tuple(
-        Layout.of(leaf)
+        TensorLayout.of(leaf)
         if isinstance(leaf, Tensor)
         else (leaf.shape, leaf.tobytes())
         if hasattr(leaf, "tobytes")
@@ -110,7 +110,7 @@ def learned_from(result: Any) -> Hashable:
 
 
 @dataclass(slots=True)
-class Program:
+class ForwardProgram:
     """All calls of one forward pass."""
 
     calls: list[Call] = field(default_factory=list)

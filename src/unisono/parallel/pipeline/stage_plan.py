@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from unisono.parallel.pipeline.cut_error import CutError
-from unisono.parallel.pipeline.program import Call, ObjectRef, Program
+from unisono.parallel.pipeline.forward_program import Call, ForwardProgram, ObjectRef
 
-__all__ = ["PipelinePlan", "StagePlan", "Transfer", "first_calls", "plan_stages"]
+__all__ = ["PipelinePlan", "StagePlan", "ValueTransfer", "first_calls", "plan_stages"]
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class ValueTransfer:
     """A value that travels from the stage that makes it to those that use it; its gradient goes back through them.
 
     The last stage adds up the gradients of its uses and passes the sum to the stage before it in `targets`, which adds
@@ -50,8 +50,8 @@ class StagePlan:
     """The first call of the next stage, or the number of calls."""
     runs: tuple[bool, ...]
     """For each call, True if the stage runs it; otherwise placeholders stand for its results."""
-    received: tuple[Transfer, ...]
-    sent: tuple[Transfer, ...]
+    received: tuple[ValueTransfer, ...]
+    sent: tuple[ValueTransfer, ...]
     kept: frozenset[int]
     """The objects that the stage must find again: those that it sends or returns unchanged."""
     parameters: tuple[str, ...]
@@ -63,16 +63,16 @@ class StagePlan:
 class PipelinePlan:
     """All stages of a program."""
 
-    program: Program
+    program: ForwardProgram
     stages: tuple[StagePlan, ...]
-    transfers: tuple[Transfer, ...]
+    transfers: tuple[ValueTransfer, ...]
     path: StagePlan
     """Of no stage: runs only what the model's code reads numbers from, to find out if the program fits an input."""
     parameter_stages: dict[str, tuple[int, ...]]
     """The stages that use each parameter, ascending. Gradients go from the last to the first, as with values."""
 
 
-def first_calls(program: Program, starts: Sequence[str]) -> tuple[int, ...]:
+def first_calls(program: ForwardProgram, starts: Sequence[str]) -> tuple[int, ...]:
     """Return the number of the first call of each block that begins a stage.
 
     Raises:
@@ -101,7 +101,7 @@ def first_calls(program: Program, starts: Sequence[str]) -> tuple[int, ...]:
     return tuple(found)
 
 
-def plan_stages(program: Program, begins: Sequence[int]) -> PipelinePlan:
+def plan_stages(program: ForwardProgram, begins: Sequence[int]) -> PipelinePlan:
     """Return what each stage does.
 
     Args:
@@ -143,7 +143,7 @@ def plan_stages(program: Program, begins: Sequence[int]) -> PipelinePlan:
         use(value, count - 1)
     _check_buffers(buffer_stages)
     transfers = tuple(
-        Transfer(
+        ValueTransfer(
             value,
             program.values[value].object,
             stage_of(program.values[value].call),
@@ -196,7 +196,7 @@ def plan_stages(program: Program, begins: Sequence[int]) -> PipelinePlan:
     )
 
 
-def _everywhere_calls(program: Program, needed: Iterable[int]) -> set[int]:
+def _everywhere_calls(program: ForwardProgram, needed: Iterable[int]) -> set[int]:
     made = defaultdict(list)
     for value in program.values:
         if value.everywhere and value.call is not None:
@@ -210,7 +210,7 @@ def _everywhere_calls(program: Program, needed: Iterable[int]) -> set[int]:
     return found
 
 
-def _returned_again(program: Program) -> frozenset[int]:
+def _returned_again(program: ForwardProgram) -> frozenset[int]:
     # A block may return a tensor that it was given.
     return frozenset(
         leaf.number
@@ -230,7 +230,7 @@ def _check_buffers(buffer_stages: dict[str, dict[int, Call]]) -> None:
             )
 
 
-def _check_received(program: Program, transfers: Sequence[Transfer], needed: Sequence[set[int]]) -> None:
+def _check_received(program: ForwardProgram, transfers: Sequence[ValueTransfer], needed: Sequence[set[int]]) -> None:
     for transfer in transfers:
         made = program.objects[transfer.object]
         modified = program.calls[program.values[transfer.value].call or 0]
@@ -243,7 +243,7 @@ def _check_received(program: Program, transfers: Sequence[Transfer], needed: Seq
                 )
 
 
-def _check_aliases(program: Program, stage_of: Callable[[int | None], int]) -> None:
+def _check_aliases(program: ForwardProgram, stage_of: Callable[[int | None], int]) -> None:
     last_use: dict[int, int] = {}
     for call in program.calls:
         for read in call.reads:

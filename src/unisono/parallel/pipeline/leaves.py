@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from unisono.collectives.structure import children, rebuild
-from unisono.parallel.pipeline.placeholder import Layout
+from unisono.parallel.pipeline.placeholder import TensorLayout
 
 __all__ = ["Builder", "described", "flatten"]
 
@@ -64,7 +64,7 @@ def described(value: Any, depth: int = 0) -> Hashable:
     (True, False)
     """
     if isinstance(value, Tensor):
-        return Layout.of(value)
+        return TensorLayout.of(value)
     found = None if isinstance(value, _PLAIN) or depth > _DEEPEST else _children(value)
     if found is None and not isinstance(value, (*_PLAIN, type)) and hasattr(value, "__dict__"):
         found = list(vars(value).items())
