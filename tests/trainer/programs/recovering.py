@@ -51,7 +51,8 @@ def at(place, number=None):
         if how.startswith("scale "):
             scale(int(how.removeprefix("scale ")), FOLDER / f"asked{i}")
             continue
-        for j, event in enumerate(ASKED["deaths"][:i]):  # a change of size that was to come before is asked for
+        # A change of size that was to come before is asked for. (In one that goes on, another may have to wait for it.)
+        for j, event in enumerate(ASKED["deaths"][:i] if when is not None else ()):
             while event[3].startswith("scale ") and not (FOLDER / f"asked{j}").exists():
                 time.sleep(0.005)
         if how.startswith("kill "):
