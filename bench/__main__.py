@@ -104,15 +104,15 @@ def _run_faults(effort: Effort, json: Path | None, *, onto_page: bool) -> int:
             print(fault_tables(found))
         if json is not None:
             json.write_text("".join(f"{dumps(asdict(outcome))}\n" for outcome in found), encoding="utf-8")
-        if found and onto_page:
-            text = fault_page(
-                found,
-                date=date.today().isoformat(),
-                machine=describe_machine(),
-                load=before,
-                versions=describe_versions(),
-            )
-            _FAULT_PAGE.write_text(text, encoding="utf-8")
+    if onto_page:  # not of a run that was cut short, whose page would look whole
+        text = fault_page(
+            found,
+            date=date.today().isoformat(),
+            machine=describe_machine(),
+            load=before,
+            versions=describe_versions(),
+        )
+        _FAULT_PAGE.write_text(text, encoding="utf-8")
     return 0
 
 
@@ -128,7 +128,8 @@ def _run_all(effort: Effort, json: Path | None) -> int:
         for benchmark in BENCHMARKS:
             out = Path(folder, benchmark.name)
             command = [sys.executable, "-m", "bench", benchmark.name, "--json", str(out)]
-            command += ["--quick"] if effort.quick else []
+            command += ["--seed", str(effort.seed), *(["--quick"] if effort.quick else [])]
+            command += ["--repeats", str(effort.repeats)] if effort.repeats is not None else []
             ended = subprocess.run(command, check=False, stderr=subprocess.PIPE, text=True)
             lines = out.read_text(encoding="utf-8").splitlines() if out.exists() else []
             problem = None
