@@ -13,7 +13,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,6 +27,7 @@ import pytest
 import torch
 
 from launcher import TIMEOUT_S, Launcher, LaunchHost
+from ports import free_port
 from printed import ranks_of
 
 torch.set_num_threads(1)
@@ -152,9 +152,6 @@ def fork_ranks(rank_host: RankHost, tmp_path: Path) -> Runner:
     """
 
     def run(n: int, script: str | Path, *args: object, code: int | None = 0, watched: bool = True) -> Job:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
         folder = Path(tempfile.mkdtemp(prefix="ranks-", dir=tmp_path))
         environment = {
             "RANK": "{rank}",
@@ -162,7 +159,7 @@ def fork_ranks(rank_host: RankHost, tmp_path: Path) -> Runner:
             "WORLD_SIZE": str(n),
             "LOCAL_WORLD_SIZE": str(n),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
+            "MASTER_PORT": free_port(),
         }
         path = _file(script, tmp_path)
         codes, first = rank_host.run(n, path, *args, folder=folder, watched=watched, environment=environment)

@@ -93,6 +93,7 @@ def test_a_drill_of_a_script_that_recovers_finds_the_same_bits(drill, tmp_path):
     assert {fault["fault"] for fault in facts["faults"]} == {"kill", "term"}
     for fault in facts["faults"]:
         assert fault["replaced"] == [fault["rank"]] and 0 < fault["noticed_s"] < fault["next_step_s"]
+        assert 0 < fault["script_s"] < fault["next_step_s"] - fault["noticed_s"]
         assert fault["repeated"] in (0, 1) and fault["phase"]
     rows = [line.split() for line in out.splitlines() if line.startswith(("kill", "term"))]
     assert [row[:2] for row in rows] == [[fault["fault"], str(fault["rank"])] for fault in facts["faults"]]

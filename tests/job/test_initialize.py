@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import unisono
+from ports import free_port
 from unisono.errors import GroupError, LaunchError, RankMismatchError
 from unisono.job.current import require_group
 from unisono.job.hosts import choose_backend, place_on_hosts
@@ -61,12 +61,6 @@ def processes(n: int, program: str, *arguments: str, **variables: str) -> list[s
     assert all(process.returncode == 0 for process in started), results
     assert all(err == "" for _, err in results), results
     return [out for out, _ in results]
-
-
-def free_port() -> str:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return str(listener.getsockname()[1])
 
 
 def test_three_ranks_under_unisono_run(run_ranks, tmp_path):

@@ -6,6 +6,7 @@ from dataclasses import asdict
 
 import pytest
 
+from ports import free_port
 from unisono.comm import detect_placement
 
 MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}
@@ -84,7 +85,7 @@ print(trainer.rank, trainer.world_size, trainer.digest())
 
 @pytest.mark.parametrize("launcher", ["srun", "Open MPI", "MPICH", "torchrun's"])
 def test_ranks_meet_under_every_launchers_environment(rank_host, tmp_path, launcher):
-    port = _free_port()
+    port = free_port()
     (tmp_path / "train.py").write_text(TRAIN)
     (tmp_path / "temporary").mkdir()
 
@@ -107,11 +108,3 @@ def test_ranks_meet_under_every_launchers_environment(rank_host, tmp_path, launc
     assert [line.split()[:2] for line in both] == [["0", "2"], ["1", "2"]]
     assert digests == {start(1)[0].split()[2]}
     assert [path for path in (tmp_path / "temporary").rglob("*") if path.is_file()] == []
-
-
-def _free_port() -> str:
-    import socket
-
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return str(listener.getsockname()[1])

@@ -1,10 +1,10 @@
 """Scripts written for torchrun run unmodified: what torch.distributed offers, as its users call it."""
 
-import socket
 from pathlib import Path
 
 import pytest
 
+from ports import free_port
 from printed import printed
 
 PROGRAMS = Path(__file__).with_name("programs")
@@ -14,15 +14,6 @@ def run(warm_launcher, name, *arguments, ranks=2):
     result = warm_launcher.run("run", "-n", str(ranks), str(PROGRAMS / name), *arguments)
     assert result.returncode == 0, result.stderr
     return result
-
-
-def free_ports(count):
-    """Ask the system for ports. Between here and their use another process could take one; few do."""
-    with_port = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [str(listener.getsockname()[1]) for listener in with_port]
-    for listener in with_port:
-        listener.close()
-    return ports
 
 
 @pytest.mark.parametrize(
@@ -62,7 +53,7 @@ def test_groups_made_and_destroyed_and_made_again(warm_launcher, ranks):
 
 
 def test_addresses_of_the_scripts_own(warm_launcher):
-    result = run(warm_launcher, "own_address.py", *free_ports(2))
+    result = run(warm_launcher, "own_address.py", free_port(), free_port())
     assert (printed(result.stdout), result.stderr) == ({0: ["sum 4.0"], 1: ["sum 4.0"]}, "")
 
 

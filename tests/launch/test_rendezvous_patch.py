@@ -9,6 +9,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
+from ports import free_port
 from printed import printed
 
 TIMEOUT_S = 60
@@ -30,8 +31,11 @@ def meet():
 
 
 @pytest.fixture
-def store():
-    return TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=TIMEOUT_S), wait_for_workers=False)
+def store_port():
+    """The port of a launcher's store; pytest would keep the store itself longer than the test."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=TIMEOUT_S), wait_for_workers=False)
+    yield store.port
+    del store
 
 
 def run(source, **variables):
@@ -50,17 +54,17 @@ def run(source, **variables):
 
 
 @pytest.mark.parametrize("before", ["", "import torch.distributed"], ids=["before torch", "after torch"])
-def test_a_second_group_sees_nothing_of_the_first(store, before):
+def test_a_second_group_sees_nothing_of_the_first(store_port, before):
     source = MEET.format(before=before) + "print(meet(), meet(), meet())"
-    assert run(source, MASTER_PORT=str(store.port)) == ["False", "False", "False"]
+    assert run(source, MASTER_PORT=str(store_port)) == ["False", "False", "False"]
 
 
-def test_a_generation_sees_nothing_of_the_one_before(store, rank_host, tmp_path):
+def test_a_generation_sees_nothing_of_the_one_before(store_port, rank_host, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(MEET.format(before="") + "print(meet())")
     variables = {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "1"}
     for restarts in range(3):
-        variables |= {"MASTER_PORT": str(store.port), "TORCHELASTIC_RESTART_COUNT": str(restarts)}
+        variables |= {"MASTER_PORT": str(store_port), "TORCHELASTIC_RESTART_COUNT": str(restarts)}
         codes, _ = rank_host.run(1, script, folder=tmp_path, environment=variables)
         told = [(tmp_path / name).read_text() for name in ("out0", "err0")]
         assert (codes, told) == ([0], ["False\n", ""])
@@ -69,13 +73,11 @@ def test_a_generation_sees_nothing_of_the_one_before(store, rank_host, tmp_path)
 def test_a_store_at_an_address_of_the_scripts_own_listens_on_loopback_only(launcher):
     result = launcher.run_script(
         """
-        import os
+        import os, sys
         from pathlib import Path
         import torch.distributed as dist
 
-        probe = __import__("socket").create_server(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-        probe.close()
+        port = int(sys.argv[1])
         os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
         dist.init_process_group("gloo")
         for table in ("/proc/net/tcp", "/proc/net/tcp6"):
@@ -85,6 +87,7 @@ def test_a_store_at_an_address_of_the_scripts_own_listens_on_loopback_only(launc
                     print(address.split(":")[0])
         dist.destroy_process_group()
         """,
+        free_port(),
         ranks=1,
     )
     assert (result.stderr, printed(result.stdout)) == ("", {0: ["0100007F"]})
