@@ -45,6 +45,9 @@ class RecoveryLink(Protocol):
         The process ends here if the job is over before.
         """
 
+    def come(self) -> None:
+        """Note that the script has come to its Trainer, for the time that it took. Only the first call counts."""
+
     def arm(self, virtual_ranks: int, *, gpus: int = 0) -> None:
         """Tell the launcher that a Trainer of this process survives the death of other ranks from now on.
 

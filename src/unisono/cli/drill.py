@@ -291,6 +291,7 @@ def _facts_of_fault(strike: Strike) -> dict[str, Any]:
         "ended": strike.ended or None,
         "replaced": list(strike.ranks),
         "noticed_s": strike.noticed_s,
+        "script_s": strike.script_s,
         "next_step_s": strike.resumed_s,
         "repeated": strike.repeated,
     }

@@ -76,10 +76,12 @@ class Screen:
         steps = plural(outcome.runs[-1].steps, "step")
         timed = [each for each in outcome.done if isinstance(each, Strike) and each.resumed_s is not None]
         times_s = [each.resumed_s for each in timed if each.fault.kind != "stop" and each.resumed_s is not None]
+        scripts_s = [each.script_s for each in timed if each.fault.kind != "stop" and each.script_s is not None]
         self._say("")
         if times_s:
             but = " (of ranks that were not stopped)" if len(timed) > len(times_s) else ""
-            self._say(f"median time from a fault to the next new step: {median(times_s):.2f} s{but}")
+            script = f", of which the script takes {median(scripts_s):.2f} s" if scripts_s else ""
+            self._say(f"median time from a fault to the next new step: {median(times_s):.2f} s{script}{but}")
         if outcome.differences:
             self._say(click.style("different bits", fg="red", bold=True) + ": the disturbed run is not the calm one")
             for each in outcome.differences:

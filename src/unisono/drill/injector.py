@@ -47,6 +47,8 @@ class Strike:
     """What it was doing; "" if that is not known."""
     noticed_s: float | None = None
     """Seconds until the launcher has decided to replace it."""
+    script_s: float | None = None
+    """Seconds from then until the script had come to its Trainer in the new process; 0 if a spare had before."""
     resumed_s: float | None = None
     """Seconds until a step was done that had not been done before."""
     repeated: int | None = None
@@ -235,6 +237,7 @@ class Injector:
         strike.ranks, strike.ended, strike.phase = tuple(entry["ranks"]), death["how"], death["phase"]
         strike.step = death["step"]
         strike.noticed_s = (entry["decided_ns"] - strike.time_ns) / 1e9
+        strike.script_s = entry["script_s"]
         self._least_step = max(each["step"] for each in entry["deaths"]) + 2
         if (resumed_s := log.resumed_s.get(entry["number"])) is not None:
             strike.resumed_s = resumed_s - strike.time_s

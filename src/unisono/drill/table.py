@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from unisono.drill.injector import Resize, Strike
 from unisono.text import clip, format_ranks
-from unisono.watch.figures import plural
 
 __all__ = ["heading", "table_row"]
 
@@ -12,8 +11,9 @@ _COLUMNS = (
     ("FAULT", 5, "<"),
     ("RANK", 4, ">"),
     ("PHASE", 10, "<"),
-    ("STEP", 6, ">"),
-    ("NOTICED", 8, ">"),
+    ("STEP", 5, ">"),
+    ("NOTICED", 7, ">"),
+    ("SCRIPT", 6, ">"),
     ("NEXT STEP", 9, ">"),
     ("REPEATED", 8, ">"),
     ("ENDED BY", 24, "<"),
@@ -24,7 +24,7 @@ def heading(width: int) -> str:
     """Return the names of the columns, in at most `width` characters.
 
     >>> heading(80)
-    'FAULT  RANK  PHASE         STEP   NOTICED  NEXT STEP  REPEATED  ENDED BY'
+    'FAULT  RANK  PHASE        STEP  NOTICED  SCRIPT  NEXT STEP  REPEATED  ENDED BY'
     """
     return _line(tuple(name for name, _, _ in _COLUMNS), width)
 
@@ -34,14 +34,14 @@ def table_row(done: Strike | Resize, width: int) -> str:
 
     >>> from unisono.drill.plan import Fault
     >>> fault = Fault("kill", 2, 417, 0.5)
-    >>> strike = Strike(fault, 417, 0.0, 0, (2,), "was killed by SIGKILL", "backward", 0.001, 0.4, 1)
+    >>> strike = Strike(fault, 417, 0.0, 0, (2,), "was killed by SIGKILL", "backward", 0.001, 0.21, 0.4, 1)
     >>> table_row(strike, 80)
-    'kill      2  backward       418   0.001 s     0.40 s         1  SIGKILL'
+    'kill      2  backward      418  0.001 s  0.21 s     0.40 s         1  SIGKILL'
     >>> table_row(Strike(Fault("term", 0, 3, 0.5), 3, 0.0, 0), 80)
-    'term      0                   4         -          -         -  no effect'
+    'term      0                  4        -       -          -         -  no effect'
     >>> from unisono.drill.plan import Change
     >>> table_row(Resize(Change(4, 30), 31, 0.0, before=2, waited_s=0.04), 80)
-    'scale                        32         -     0.04 s         -  2 -> 4 ranks'
+    'scale                       32        -       -     0.04 s         -  2 -> 4'
     """
     return _line(_cells_of_change(done) if isinstance(done, Resize) else _cells_of_fault(done), width)
 
@@ -57,6 +57,7 @@ def _cells_of_fault(strike: Strike) -> tuple[str, ...]:
         strike.phase,
         str(strike.step + 1),
         "-" if strike.noticed_s is None else f"{strike.noticed_s:.3f} s",
+        "-" if strike.script_s is None else f"{strike.script_s:.2f} s",
         "-" if strike.resumed_s is None else f"{strike.resumed_s:.2f} s",
         "-" if strike.repeated is None else str(strike.repeated),
         ended,
@@ -65,8 +66,8 @@ def _cells_of_fault(strike: Strike) -> tuple[str, ...]:
 
 def _cells_of_change(resize: Resize) -> tuple[str, ...]:
     waited = "-" if resize.waited_s is None else f"{resize.waited_s:.2f} s"
-    what = resize.problem or f"{resize.before} -> {plural(resize.change.ranks, 'rank')}"
-    return "scale", "", "", str(resize.step + 1), "-", waited, "-", what
+    what = resize.problem or f"{resize.before} -> {resize.change.ranks}"
+    return "scale", "", "", str(resize.step + 1), "-", "-", waited, "-", what
 
 
 def _line(cells: tuple[str, ...], width: int) -> str:

@@ -26,9 +26,10 @@ _OFFSET, _SIZE = 448 << 10, 16 << 10
 # Written by the rank.
 _NOTE = struct.Struct("=qii")  # steps done, place of the phase from 1 (0: nothing noted), virtual rank
 _ARMED = struct.Struct("=QQQ")  # when, the number of virtual ranks, and that of GPUs if each rank needs one
+_CAME = struct.Struct("=Q")  # when the script came to its Trainer
 _JOINED = struct.Struct("=QQ")  # number of the decision, and when
 _LENGTH = struct.Struct("=Q")  # of the text behind it; written after the text
-_NOTE_AT, _ARMED_AT, _JOINED_AT, _REFUSAL_AT, _SAMPLES_AT = 0, 64, 128, 1024, 4096
+_NOTE_AT, _ARMED_AT, _JOINED_AT, _CAME_AT, _REFUSAL_AT, _SAMPLES_AT = 0, 64, 128, 192, 1024, 4096
 _LONGEST_REFUSAL, _LONGEST_SAMPLES = 2000, 3000
 
 # Written by the agent. Decisions alternate between two places, so that the latest one is always whole.
@@ -81,6 +82,11 @@ class RankLink:
         if self._take_rank is not None:
             self._take_rank()
             self._take_rank = None
+
+    def come(self) -> None:
+        """Note that the script has come to its Trainer. Only the first call counts."""
+        if not _CAME.unpack_from(self._region, _CAME_AT)[0]:
+            _CAME.pack_into(self._region, _CAME_AT, time.monotonic_ns())
 
     def arm(self, virtual_ranks: int, *, gpus: int = 0) -> None:
         """Tell the agent that a Trainer of this process survives the death of others."""
@@ -199,6 +205,11 @@ class RecoveryPage:
             failed: True if one of them has failed.
         """
         _ENDS.pack_into(self._region, _ENDS_AT, True, failed)
+
+    @property
+    def came_ns(self) -> int:
+        """When the script came to its Trainer, by the monotonic clock; 0 if it has not."""
+        return int(_CAME.unpack_from(self._region, _CAME_AT)[0])
 
     @property
     def armed(self) -> bool:

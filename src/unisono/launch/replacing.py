@@ -132,6 +132,7 @@ class Replacing:
         seconds = (max(page.joined_ns for page in pages) - begin_ns) / 1e9
         told = _describe_all(self._replaced)
         ranks = sorted({death.failure.rank for death in self._replaced})
+        came_ns = max((pages[rank].came_ns for rank in ranks if rank < len(pages)), default=0)
         self._completed(
             {
                 "number": self.number,
@@ -140,6 +141,7 @@ class Replacing:
                 "seconds": round(seconds, 3),
                 "deaths": [death.facts() for death in self._replaced],
                 "decided_ns": self._decided_ns,
+                "script_s": round(max(0, came_ns - self._decided_ns) / 1e9, 3),
                 "spares": sum(self._by_spare),
             }
         )

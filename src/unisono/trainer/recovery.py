@@ -65,6 +65,8 @@ class Recovery:
     def __init__(self) -> None:
         link = recovery_link.current
         self._link: RecoveryLink | None = link
+        if link is not None:
+            link.come()
         self._log = CallLog()
         self._replay = CallReplay(differ=self._differ)
         self._run: Recoverable | None = None
