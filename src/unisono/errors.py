@@ -20,11 +20,13 @@ from __future__ import annotations
 __all__ = [
     "CheckpointError",
     "CorruptCheckpointError",
+    "CutError",
     "DataError",
     "GroupError",
     "LaunchError",
     "LossError",
     "NonFiniteLossError",
+    "PathChangedError",
     "PeerError",
     "RankMismatchError",
     "UnisonoError",
@@ -49,6 +51,14 @@ class NonFiniteLossError(LossError):
 
 class RankMismatchError(UnisonoError):
     """Ranks disagree about something that must be equal on all of them."""
+
+
+class CutError(UnisonoError):
+    """A model cannot be cut into the stages that were asked for."""
+
+
+class PathChangedError(CutError):
+    """The code of a model that is cut made other calls, or read other numbers, than before."""
 
 
 class CheckpointError(UnisonoError):

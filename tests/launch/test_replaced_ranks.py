@@ -295,7 +295,7 @@ while True:
     assert err.count(told) == 1
     report = json.loads((warm_launcher.folder / "logs" / "a" / "attempt_0" / "report.json").read_text())
     assert [each["ranks"] for each in report["recoveries"]] == [[1]] * (2 if code == 137 else 1)
-    documented = {"number", "ranks", "what", "seconds", "spares", "decided_ns", "deaths"}
+    documented = {"number", "ranks", "what", "seconds", "spares", "decided_ns", "script_s", "deaths"}
     assert all(each.keys() == documented and each["spares"] == 0 for each in report["recoveries"])
     assert report["recoveries"][0]["deaths"][0].keys() == {"rank", "how", "phase", "step", "time_ns"}
     assert told in report["remarks"]

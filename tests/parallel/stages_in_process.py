@@ -42,8 +42,8 @@ def in_stages(
     in_flight: int = 1,
 ) -> Outcome:
     models = [copy.deepcopy(model) for _ in range(len(starts) + 1)]
-    plans = PlanCache(model, function, starts=starts)
-    plan = plans.plan_for(batches[0])
+    plans = PlanCache(model, starts=starts)
+    plan = plans.plan_for(function, batches[0])
     for number, own in enumerate(models):
         for name, parameter in own.named_parameters():
             if number not in plan.parameter_stages.get(name, ()):
@@ -52,7 +52,7 @@ def in_stages(
     for first in range(0, len(batches), in_flight):
         passing = []
         for inputs in batches[first : first + in_flight]:
-            plan = plans.plan_for(inputs)
+            plan = plans.plan_for(function, inputs)
             stages = [Stage(plan, number, own, starts=starts) for number, own in enumerate(models)]
             passing.append((plan, stages, _forward(stages, function, inputs)))
         for plan, stages, passes in passing:  # several at once, as in a schedule, in their order

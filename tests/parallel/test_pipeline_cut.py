@@ -210,9 +210,9 @@ def test_numbers_of_inputs_may_decide():
 def test_a_path_is_recorded_once(monkeypatch):
     recorded = []
     monkeypatch.setattr(plan_cache, "record", lambda *args, **kwargs: recorded.append(1) or record(*args, **kwargs))
-    plans = PlanCache(Written(sometimes_doubled), square, starts=["l.2"])
+    plans = PlanCache(Written(sometimes_doubled), starts=["l.2"])
     x = torch.ones(6, 6)
-    lengths = [len(plans.plan_for((sign * x,)).program.calls) for sign in (1, -1, 1, 2, -2)]
+    lengths = [len(plans.plan_for(square, (sign * x,)).program.calls) for sign in (1, -1, 1, 2, -2)]
     assert (len(recorded), lengths[0] - lengths[1], lengths[2:]) == (2, 1, [lengths[0], lengths[0], lengths[1]])
 
 
@@ -225,7 +225,7 @@ def test_evaluation_sends_no_graph():
     model = mlp().eval()
     inputs = (torch.randn(5, 16),)
     with torch.no_grad():
-        plan = PlanCache(model, square, starts=["8"]).plan_for(inputs)
+        plan = PlanCache(model, starts=["8"]).plan_for(square, inputs)
         first, second = (Stage(plan, number, model, starts=["8"]) for number in range(2))
         result = second.forward(square, inputs, first.forward(square, inputs, {}).sent).result
         assert torch.equal(result, square(model, *inputs))
@@ -295,10 +295,10 @@ def test_dataclasses_and_mappings():
 def test_memory_of_other_stages_parameters_is_not_read():
     model, starts = Residual(), ["blocks.2", "blocks.4"]
     inputs = (torch.randn(3, 4, 6, 6),)
-    plans = PlanCache(model, square, starts=starts)
-    plan = plans.plan_for(inputs)
+    plans = PlanCache(model, starts=starts)
+    plan = plans.plan_for(square, inputs)
     for name, parameter in model.named_parameters():
         if 0 not in plan.parameter_stages[name]:
             parameter.untyped_storage().resize_(0)
     Stage(plan, 0, model, starts=starts).forward(square, inputs, {})
-    plans.plan_for((torch.randn(2, 4, 6, 6),))  # recorded anew
+    plans.plan_for(square, (torch.randn(2, 4, 6, 6),))  # recorded anew

@@ -10,7 +10,7 @@ from pipeline_models import Residual, Written, checkpointed, mlp, modified_in_pl
 from stages_in_process import in_stages
 from torch import Tensor, nn
 
-from unisono.parallel.pipeline.cut_error import CutError
+from unisono.errors import CutError
 from unisono.parallel.pipeline.plan_cache import PlanCache
 from unisono.parallel.pipeline.recorder import record
 from unisono.parallel.pipeline.stage import Stage
@@ -153,7 +153,7 @@ def test_the_model_must_be_the_one_that_is_given():
 
 def test_another_way_than_recorded_is_an_error():
     model, inputs = Written(sometimes_doubled), (torch.ones(6, 6),)
-    plan = PlanCache(model, square, starts=["l.2"]).plan_for(inputs)
+    plan = PlanCache(model, starts=["l.2"]).plan_for(square, inputs)
     stage = Stage(plan, 0, model, starts=["l.2"])
     with pytest.raises(CutError, match=r"in sometimes_doubled read other numbers than were recorded \(__bool__\)"):
         stage.forward(square, (-inputs[0],), {})
@@ -161,7 +161,7 @@ def test_another_way_than_recorded_is_an_error():
 
 def test_other_calls_than_recorded_are_an_error():
     model, inputs = Written(lambda m, x: m.l[2](m.l[0](x) * 2)), (torch.ones(6, 6),)
-    plan = PlanCache(model, square, starts=["l.2"]).plan_for(inputs)
+    plan = PlanCache(model, starts=["l.2"]).plan_for(square, inputs)
     model.code = lambda m, x: m.l[2](m.l[0](x))
     with pytest.raises(CutError, match=r"call 1 of the forward pass is l.2 at .* where mul at .* was recorded"):
         Stage(plan, 0, model, starts=["l.2"]).forward(square, inputs, {})

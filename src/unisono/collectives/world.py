@@ -156,13 +156,13 @@ class World:
             except Exception as error:  # of any class: it is raised once the other ranks know
                 failure, content = error, bytearray(f"{type(error).__name__}: {error}".encode())
         length = torch.tensor([len(content) if failure is None else -len(content)], device=self.device)
-        dist.broadcast(length, src=source, group=self.group)
+        dist.broadcast(length, group_src=source, group=self.group)
         confirm_group()
         number = int(length.item())
         if not number:
             return b""
         buffer = torch.frombuffer(content or bytearray(abs(number)), dtype=torch.uint8).to(self.device)
-        dist.broadcast(buffer, src=source, group=self.group)
+        dist.broadcast(buffer, group_src=source, group=self.group)
         confirm_group()
         if failure is not None:
             raise failure
@@ -185,7 +185,7 @@ class World:
             return
         buffer = as_bytes(tensor)
         sent = buffer.to(self.device)
-        dist.broadcast(sent, src=source, group=self.group)
+        dist.broadcast(sent, group_src=source, group=self.group)
         confirm_group()
         if sent is not buffer and self.rank != source:
             buffer.copy_(sent)

@@ -11,7 +11,7 @@ forward pass is an error.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,10 @@ class BufferTransaction:
         self.contents = ModelContents(models)
         self._seen = -1
         self._tracked: list[TrackedBuffer] = []
+        self._names: frozenset[str] | None = None
+        """The buffers to track; None: all."""
+        self._followed: set[tuple[int, str]] = set()
+        """All buffers that there were when they were last looked for, as id of the module and name in it."""
         self._norm_buffers = NormBuffers(())
         self._leaves = 0
         self._committed: list[TrackedBuffer] = []
@@ -67,6 +71,11 @@ class BufferTransaction:
         self._layouts = NodeLayouts(self._world.size, virtual_ranks=self._virtual_ranks)
         self._know([])
         self._sent: AllReduce | None = None
+
+    def restrict(self, names: Collection[str]) -> None:
+        """Track the buffers with these plain names alone: the others are left to other ranks."""
+        self._names, self._seen = frozenset(names), -1
+        self.find()
 
     def start(self, *, leaves: int) -> None:
         """Begin a step. Values that the user has written since the last one are the values before this step."""
@@ -230,6 +239,9 @@ class BufferTransaction:
             for path, module in self.contents.modules().items()
             for name in module._buffers.keys()  # noqa: SIM118  a scripted module's are no dict
         ]
+        self._followed = {(id(t.module), t.name) for t in self._tracked}
+        if self._names is not None:
+            self._tracked = [tracked for tracked in self._tracked if tracked.path in self._names]
         self._know([i for i, tracked in enumerate(self._tracked) if id(tracked) in known])
         self._norm_buffers = NormBuffers(self._tracked)
         self._parameters = WriteDetector(self.contents.parameters())
@@ -329,10 +341,9 @@ class BufferTransaction:
         return parameters[0].device if parameters else self._world.device
 
     def _refuse_new_buffers(self) -> None:
-        followed = {(id(t.module), t.name) for t in self._tracked}
         for path, module in self.contents.modules().items():
             for name in module._buffers.keys():  # noqa: SIM118
-                if (id(module), name) not in followed:
+                if (id(module), name) not in self._followed:
                     raise LossError(
                         f"buffer {member_name(path, name)!r} was registered in the forward pass, where "
                         "other ranks do not learn of it. Register it in __init__: None will do until it has a value."

@@ -195,7 +195,9 @@ class CollectiveEngine(GradientAccumulation):
                 self._slots[index] = (bucket, len(bucket.members))
                 bucket.append(index, dense.parameters[index])
         if not self._buckets or self._buckets[-1].dtype != torch.float32:
-            self._buckets.append(_TreeBucket(torch.float32, trained.parameters[0].device))
+            # A stage of a pipeline may have nothing to train.
+            device = trained.parameters[0].device if trained.parameters else self._world.device
+            self._buckets.append(_TreeBucket(torch.float32, device))
         self._totals_offset = self._buckets[-1].numel
         self._buckets[-1].numel += COUNT + len(dense.parameters)
         for bucket in self._buckets:

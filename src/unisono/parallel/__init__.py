@@ -1,6 +1,7 @@
-"""Data parallelism over ranks and devices for your own training loops; nothing here depends on the Trainer."""
+"""Data parallelism for your own training loops, and models over several ranks; nothing here depends on the Trainer."""
 
 from unisono.parallel.data_parallel import DataParallel
+from unisono.parallel.pipeline import Pipeline
 from unisono.parallel.replicas import Replicas, replicate
 from unisono.parallel.scatter_gather import Whole
 from unisono.parallel.sync_batch_norm import (
@@ -13,6 +14,7 @@ from unisono.parallel.sync_batch_norm import (
 __all__ = [
     "BatchNormNd",
     "DataParallel",
+    "Pipeline",
     "Replicas",
     "SyncBatchNorm",
     "Whole",

@@ -47,6 +47,7 @@ class AskedState:
         self._run, self._cursor, self._keeper, self._history = parts.run, parts.cursor, parts.keeper, parts.history
         self._subjects, self._runners, self._log = parts.subjects, parts.runners, log
         self._parameters = [p for module in parts.modules.values() for p in module.parameters()]
+        self._gathering = parts.gathering
         self.unknown = [
             name.removeprefix("stateful/")
             for name, each in parts.subjects.others.items()
@@ -86,6 +87,8 @@ class AskedState:
         """Return why the noted state no longer exists; None if it does."""
         if self.is_writing:
             return "the process ended while weights were written"
+        if self._gathering is not None and not self._gathering.is_whole:
+            return "each rank has a part of the model, and it cannot be brought together any more"
         if self.has_stepped:
             return "the loop was left after a step, before it asked for the next batch"
         if self.unknown:

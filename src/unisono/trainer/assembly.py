@@ -23,10 +23,12 @@ from unisono.engine import (
     WeightWrites,
     select_engines,
 )
+from unisono.engine.staged import StagedBuffers, StagedEngineFactory
 from unisono.job.placement import own_placement
 from unisono.state.stateful import Stateful
 from unisono.trainer.carried import Carried, CarriedStates
 from unisono.trainer.checkpointing import Checkpointing
+from unisono.trainer.cut_model import CutModel, cut_model
 from unisono.trainer.description import (
     check_equal_documents,
     describe_models,
@@ -39,6 +41,7 @@ from unisono.trainer.evaluation_history import EvaluationHistory
 from unisono.trainer.hyperparameters import given_by, settings_of
 from unisono.trainer.model_checks import check_models
 from unisono.trainer.modules import check_batch_norms, check_embeddings, parameter_names, plain_modules
+from unisono.trainer.pipeline_gradients import PipelineGradients
 from unisono.trainer.recovery import Recovery
 from unisono.trainer.restoration import restore
 from unisono.trainer.resume import ResumedRun
@@ -56,8 +59,11 @@ from unisono.trainer.setup import (
     start_averages,
 )
 from unisono.trainer.snapshot import Cursor, Subjects, check_storable_models
+from unisono.trainer.stage_gathering import StageGathering
 from unisono.trainer.step import StepRunner
 from unisono.trainer.step_fingerprint import StepFingerprint
+from unisono.trainer.step_gradients import StepGradients
+from unisono.trainer.virtual_rank_gradients import VirtualRankGradients
 
 __all__ = ["Models", "TrainerParts", "assemble"]
 
@@ -71,8 +77,12 @@ class TrainerParts:
     run: RunContext
     settings: TrainerSettings
     recovery: Recovery
-    engines: EngineFactory
+    engines: EngineFactory | StagedEngineFactory
     carried: CarriedStates
+    cut: CutModel | None
+    """The model, if it is cut over ranks."""
+    gathering: StageGathering | None
+    """Brings its stages together."""
     keeper: Checkpointing
     modules: dict[str, nn.Module]
     runners: dict[str | None, StepRunner]
@@ -106,10 +116,10 @@ class TrainerParts:
     def connect(self, world: World) -> None:
         """Make engines for other ranks, or for this one alone. Every one of these ranks must call it."""
         subjects = self.subjects
+        assert isinstance(subjects.buffers, BufferTransaction)  # the ranks of a model that is cut never change
         self.run.world.renew(world)
         self.engines.close()
         self.engines = _select(self.settings, self.run.world, subjects.modules, subjects.optimizers, self.recovery)
-        assert subjects.buffers is not None
         subjects.buffers.connect(self.engines.all_reduce)
         for runner in self.runners.values():
             runner.connect(self.engines)
@@ -168,6 +178,7 @@ def assemble(  # noqa: PLR0915  one thing after the other
             "threads": settings.threads,
             "overlap": settings.overlap,
             "engine": settings.engine,
+            "parallel": plain(settings.parallel),
             **describe_models(modules),
             **describe_optimizers(optimizers, parameter_names(modules)),
             **describe_schedulers(schedulers),
@@ -176,12 +187,21 @@ def assemble(  # noqa: PLR0915  one thing after the other
     )
     if settings.directory is not None:
         check_storable_models(modules)
+    cut = None
+    if settings.parallel is not None:
+        cut = cut_model(settings.parallel, modules, model, world)
     keeper = Checkpointing(settings.directory, settings.checkpoints, world)
     position = recovery.position
     found = None if position is not None else keeper.find(settings.resume)
     source = None if found is None else found.source
     facts = None if found is None or source is None else found.document["facts"]
-    check_constants(settings.virtual_ranks, seed=settings.seed, world=world, facts=facts, directory=settings.directory)
+    check_constants(
+        settings.virtual_ranks,
+        seed=settings.seed,
+        replicas=world.size if cut is None else cut.ranks.replicas,
+        facts=facts,
+        directory=settings.directory,
+    )
     check_embeddings(modules, virtual_ranks=settings.virtual_ranks)
     run = RunContext(
         seed=settings.seed,
@@ -190,15 +210,40 @@ def assemble(  # noqa: PLR0915  one thing after the other
         device=chosen,
         note=recovery.note,
         noting=recovery.noting,
+        ranks_of_replica=1 if cut is None else cut.ranks.size,
         resizing=recovery,
     )
-    engines = _select(settings, world, modules, optimizers, recovery)
+    engines: EngineFactory | StagedEngineFactory = _select(settings, world, modules, optimizers, recovery)
     carried = CarriedStates({name: each for name, each in settings.stateful.items() if isinstance(each, Carried)}, run)
-    buffers = BufferTransaction(modules, world, engines.all_reduce, virtual_ranks=settings.virtual_ranks)
+    buffers: BufferTransaction | StagedBuffers
+    if cut is None:
+        assert isinstance(engines, EngineFactory)
+        buffers = BufferTransaction(modules, world, engines.all_reduce, virtual_ranks=settings.virtual_ranks)
+    else:
+        engines = staged = StagedEngineFactory(
+            cut.ranks,
+            list(modules.values()),
+            cut.ownership,
+            engines.comparison,
+            virtual_ranks=settings.virtual_ranks,
+        )
+        buffers = StagedBuffers(
+            modules, cut.ranks, cut.ownership, staged.all_reduce_of, virtual_ranks=settings.virtual_ranks
+        )
 
     def make_runner(of_step: Mapping[str, Optimizer]) -> StepRunner:
         single = next(iter(of_step.values()))
         stepped = single if len(of_step) == 1 else JointOptimizer([*of_step.values()])
+        gradients: StepGradients
+        if isinstance(buffers, StagedBuffers):
+            assert cut is not None
+            gradients = PipelineGradients(
+                run, models=model, modules=modules, buffers=buffers, autocast=settings.autocast, cut=cut
+            )
+        else:
+            gradients = VirtualRankGradients(
+                run, models=model, modules=modules, buffers=buffers, autocast=settings.autocast, carried=carried
+            )
         return StepRunner(
             run,
             models=model,
@@ -206,7 +251,7 @@ def assemble(  # noqa: PLR0915  one thing after the other
             optimizer=stepped,
             engines=engines,
             buffers=buffers,
-            carried=carried,
+            gradients=gradients,
             fingerprint=StepFingerprint(of_step, modules),
             autocast=settings.autocast,
             clip_grad_norm=settings.clip_grad_norm,
@@ -246,12 +291,18 @@ def assemble(  # noqa: PLR0915  one thing after the other
                 "on, write to optimizer.param_groups after the Trainer has been made."
             )
     subjects = replace(subjects, given=given)
+    gathering = None
+    if cut is not None:
+        assert isinstance(buffers, StagedBuffers)
+        gathering = StageGathering(cut, subjects, buffers)
     return TrainerParts(
         run=run,
         settings=settings,
         recovery=recovery,
         engines=engines,
         carried=carried,
+        cut=cut,
+        gathering=gathering,
         keeper=keeper,
         modules=modules,
         runners=runners,

@@ -31,14 +31,15 @@ class Backward:
             samples: The divisor.
             inputs: The tensors that get gradients; None: all parameters.
         """
-        seed = self._seed_for(loss, samples)
+        seed = self.seed_for(loss, samples)
         if inputs is None and not has_torch_function_unary(loss) and not torch._C._are_functorch_transforms_active():
             # 12 µs less than by `loss.backward`. (retain_graph, create_graph and inputs are positional.)
             _engine_run_backward((loss,), (seed,), False, False, (), allow_unreachable=True, accumulate_grad=True)
         else:
             loss.backward(seed, inputs=inputs)  # type: ignore[no-untyped-call]
 
-    def _seed_for(self, loss: Tensor, samples: int) -> Tensor:
+    def seed_for(self, loss: Tensor, samples: int) -> Tensor:
+        """Return the gradient of `loss.sum() / samples` with respect to the losses."""
         key = (samples, loss.dtype, loss.device, loss.shape)
         # Otherwise a backward that writes to the gradient it gets would corrupt all later steps.
         if key != self._key or self._seed._version:

@@ -203,13 +203,25 @@ class Checkpointing:
                 return
             if self._writer is not None and not self._writer.is_writing:
                 self._best.record_written()
+        if self._asks_for_one(place, epoch_ended=epoch_ended):
+            self.save(place, capture)
+
+    def is_due(self, place: Place, *, epoch_ended: bool) -> bool:
+        """Return True if `save_if_due` would save on this rank."""
+        if self._writer is None:
+            return False
+        if self._best is not None and self._best.has_candidate and self._best.needs_checkpoint(place[2]):
+            return True
+        return self._asks_for_one(place, epoch_ended=epoch_ended)
+
+    def _asks_for_one(self, place: Place, *, epoch_ended: bool) -> bool:
+        """Return True if the policy asks for a checkpoint now."""
         if place == self._last:
-            return
+            return False
         since_steps, since_s = place[2] - self._last[2], time.monotonic() - self._last_s
         # The loop may have changed the state after the last batch of an epoch, without a step.
         since_steps = max(since_steps, int(epoch_ended and place[2] > 0))
-        if is_due(self._policy, steps_since=since_steps, seconds_since=since_s, epoch_ended=epoch_ended):
-            self.save(place, capture)
+        return is_due(self._policy, steps_since=since_steps, seconds_since=since_s, epoch_ended=epoch_ended)
 
     def save(self, place: Place, capture: Callable[[], Snapshot]) -> None:
         """Write a checkpoint in the background, now.

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from unisono.data.batch import Batch
-from unisono.job.user_function import count_collectives, enter, leave, refuse_collectives_since
 from unisono.metrics.average import Average
 from unisono.trainer.carried import CarriedStates
-from unisono.trainer.modules import to_device
+from unisono.trainer.cut_model import CutModel
 from unisono.trainer.run_context import RunContext
+from unisono.trainer.sample_results import SampleResults
 from unisono.trainer.snapshot import Cursor
 from unisono.trainer.step import Loss
 from unisono.trainer.value_sums import ValueSums
@@ -20,7 +20,13 @@ __all__ = ["evaluate", "tell", "tell_values"]
 
 
 def evaluate(
-    run: RunContext, carried: CarriedStates, function: Loss, models: Any, batches: Iterator[Batch]
+    run: RunContext,
+    carried: CarriedStates,
+    function: Loss,
+    models: Any,
+    batches: Iterator[Batch],
+    *,
+    cut: CutModel | None = None,
 ) -> Average | dict[str, Average]:
     """Return the mean of a function's values over the samples of all ranks' batches. Every rank must call it.
 
@@ -33,21 +39,10 @@ def evaluate(
         GroupError: On this rank, the function called a collective.
     """
     sums = ValueSums("evaluated function")
+    results = SampleResults(run, function, models, what="the evaluated function", carried=carried, cut=cut)
     for batch in batches:
-        for share in batch.shares:
-            for part, micro_batch in enumerate(share.micro_batches):
-                run.set_generators("evaluate/model", batch.step, share.virtual_rank, part)
-                items = to_device(micro_batch.items, run.device)
-                counted = count_collectives()
-                inside = enter("the evaluated function")
-                try:
-                    carried.begin(share.virtual_rank, micro_batches=len(share.micro_batches))
-                    result = function(models, items)
-                    refuse_collectives_since(counted)
-                    carried.end()
-                finally:
-                    leave(inside)
-                sums.add(share.virtual_rank, result, samples=len(micro_batch.indices))
+        for share, micro_batch, result in results.of(batch):
+            sums.add(share.virtual_rank, result, samples=len(micro_batch.indices))
     metrics = sums.means(run.world, "trainer.evaluate")
     return metrics[""] if [*metrics] == [""] else metrics
 

@@ -15,8 +15,8 @@ from unisono.trainer.epoch import EpochResult
 from unisono.trainer.epoch_batches import EpochBatches
 from unisono.trainer.loop import Loop
 from unisono.trainer.setup import no_loss_function
+from unisono.trainer.step_gradients import Loss
 from unisono.trainer.step_result import StepResult
-from unisono.trainer.virtual_rank_gradients import Loss
 
 __all__ = ["Callbacks", "Validation", "check_fit", "loss_alone", "run_epochs"]
 

@@ -17,6 +17,7 @@ from unisono.data.settings import Collate
 from unisono.job.user_function import refuse_inside
 from unisono.trainer.assembly import Models
 from unisono.trainer.carried import CarriedStates
+from unisono.trainer.cut_model import CutModel
 from unisono.trainer.evaluation import evaluate, tell
 from unisono.trainer.loader_cache import Loader, LoaderCache
 from unisono.trainer.loop import Loop
@@ -40,6 +41,7 @@ class Inference:
     _modules: Mapping[str, nn.Module]
     _subjects: Subjects
     _carried: CarriedStates
+    _cut: CutModel | None
     _loader_cache: LoaderCache
     _log: EventLog
     _loop: Loop
@@ -103,7 +105,8 @@ class Inference:
             models = self._averaged_model() if ema else self.model
             try:
                 with evaluating(self._subjects.averages if ema else self._modules), self._carried.apart():
-                    return evaluate(self._run, self._carried, function, models, loader.batches(epoch=0))
+                    batches = loader.batches(epoch=0)
+                    return evaluate(self._run, self._carried, function, models, batches, cut=self._cut)
             finally:
                 self._run.set_generators("loop", self._cursor.epoch, self._cursor.step, 0)
 
@@ -175,7 +178,7 @@ class Inference:
             loader = self._test_loader(dataset, batch_size, micro_batch_size, workers, collate_fn, keep=keep)
             models = self._averaged_model() if ema else self.model
             modules = self._subjects.averages if ema else self._modules
-            predictor = Predictor(self._run, function, models, modules=modules, cursor=self._cursor)
+            predictor = Predictor(self._run, function, models, modules=modules, cursor=self._cursor, cut=self._cut)
             if destination == "iterator":
                 begin = partial(self._compare, "the next batch of trainer.predict")
                 return predictor.stream(loader.batches(epoch=0), begin)

@@ -233,6 +233,7 @@ class Loop:
             elif within_epochs:
                 self._exhausted = cursor.epoch
             else:
+                self._saves.gather()
                 self._end_epoch()
             self._saves.is_asking = False
         finally:

@@ -19,20 +19,15 @@ from torch import Tensor, nn
 
 from unisono.data.batch import Batch
 from unisono.errors import DataError, LossError
-from unisono.job.user_function import (
-    count_collectives,
-    enter,
-    leave,
-    refuse_collectives_since,
-    refuse_inside,
-)
-from unisono.plan import rank_block
+from unisono.job.user_function import refuse_inside
 from unisono.text import a_type, list_first
-from unisono.trainer.modules import evaluating, to_device
+from unisono.trainer.cut_model import CutModel
+from unisono.trainer.modules import evaluating
 from unisono.trainer.output_sinks import FileSink, MemorySink, OutputSink
 from unisono.trainer.outputs import Layout, Rows, place_rows, read_outputs
 from unisono.trainer.rank_errors import RankError, gather_or_raise
 from unisono.trainer.run_context import RunContext
+from unisono.trainer.sample_results import SampleResults
 from unisono.trainer.snapshot import Cursor
 from unisono.trainer.step import Loss
 
@@ -108,6 +103,7 @@ class Predictor:
         models: Its first argument.
         modules: The modules among them, which are put into evaluation mode.
         cursor: The place in the run, for the random numbers that the loop draws afterwards.
+        cut: The model, if it is cut over ranks.
     """
 
     def __init__(
@@ -118,11 +114,14 @@ class Predictor:
         *,
         modules: Mapping[str, nn.Module],
         cursor: Cursor,
+        cut: CutModel | None = None,
     ) -> None:
-        self._run, self._function, self._models, self._modules = run, function, models, modules
-        self._cursor = cursor
-        size = run.world.size
-        self._blocks = [rank_block(rank, world_size=size, virtual_ranks=run.virtual_ranks) for rank in range(size)]
+        self._run, self._modules, self._cursor = run, modules, cursor
+        self._results = SampleResults(
+            run, function, models, what="the function of trainer.predict", carried=None, cut=cut
+        )
+        self._is_cut = cut is not None
+        self._blocks = [run.results_of(rank) for rank in range(run.world.size)]
 
     def collect(self, batches: Iterator[Batch], destination: Literal["main", "all"] | Path, *, rows: int | None) -> Any:
         """Return the outputs of all samples, or write them to a file. Every rank must call it.
@@ -221,30 +220,21 @@ class Predictor:
                     break
                 self._add(chunk, batch)
         except Exception as error:  # of any class: it is raised once the other ranks know
+            if self._is_cut:  # they may wait for this rank's part of the model instead
+                raise
             chunk.failure = error
         return chunk
 
     def _add(self, chunk: _Chunk, batch: Batch) -> None:
         chunk.sizes.append(batch.size)
-        for share in batch.shares:
-            for part, micro_batch in enumerate(share.micro_batches):
-                # As in `evaluation.evaluate`: the same function draws the same numbers.
-                self._run.set_generators("evaluate/model", batch.step, share.virtual_rank, part)
-                items = to_device(micro_batch.items, self._run.device)
-                counted = count_collectives()
-                inside = enter("the function of trainer.predict")
-                try:
-                    result = self._function(self._models, items)
-                    refuse_collectives_since(counted)
-                finally:
-                    leave(inside)
-                layout, rows = read_outputs(result, samples=len(micro_batch.indices))
-                if not chunk.examples or layout != chunk.examples[0][0]:
-                    chunk.examples.append((layout, tuple(micro_batch.indices)))
-                    if len(chunk.examples) > 1:
-                        return
-                for name, tensor in rows.items():
-                    chunk.rows.setdefault(name, []).append(tensor)
+        for _, micro_batch, result in self._results.of(batch):
+            layout, rows = read_outputs(result, samples=len(micro_batch.indices))
+            if not chunk.examples or layout != chunk.examples[0][0]:
+                chunk.examples.append((layout, tuple(micro_batch.indices)))
+                if len(chunk.examples) > 1:
+                    return
+            for name, tensor in rows.items():
+                chunk.rows.setdefault(name, []).append(tensor)
 
     def _exchange(self, chunk: _Chunk, first: _Example | None = None) -> Layout | None:
         """Exchange reports about the chunk, and raise on all ranks if one has failed.

@@ -19,7 +19,7 @@ from unisono.trainer.hyperparameters import given_by, overruled, settings_of
 from unisono.trainer.modules import name_of_parameter, named_parameters, parameter_names
 from unisono.trainer.snapshot import Subjects, empty_buffers, model_tensors
 
-__all__ = ["listed", "restore"]
+__all__ = ["listed", "put_optimizer_state", "restore"]
 
 
 def restore(
@@ -113,17 +113,23 @@ def _restore_objects(subjects: Subjects, others: Mapping[str, Any], source: str)
 def _restore_optimizer(
     modules: Mapping[str, nn.Module], optimizer: Optimizer, state: dict[str, Any], hyperparameters: list[dict[str, Any]]
 ) -> None:
+    optimizer.state.clear()
+    put_optimizer_state(modules, optimizer, state)
+    for group, saved in zip(optimizer.param_groups, hyperparameters, strict=True):
+        group.update({key: value for key, value in saved.items() if key != "params"})
+
+
+def put_optimizer_state(modules: Mapping[str, nn.Module], optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Replace the state of some parameters, by name."""
     # load_state_dict would cast the state to the parameters' dtype and so lose bits.
     parameters = named_parameters(modules)
-    options = {name: group for group in hyperparameters for name in group["params"]}
-    optimizer.state.clear()
+    options = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     for name, values in state.items():
-        p, group = parameters[name], options.get(name, {})
+        p = parameters[name]
+        group = options.get(id(p), {})
         optimizer.state[p] = {
             key: _placed(key, value, p, group) if isinstance(value, Tensor) else value for key, value in values.items()
         }
-    for group, saved in zip(optimizer.param_groups, hyperparameters, strict=True):
-        group.update({key: value for key, value in saved.items() if key != "params"})
 
 
 def _placed(key: str, value: Tensor, parameter: Tensor, group: Mapping[str, Any]) -> Tensor:

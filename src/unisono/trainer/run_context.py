@@ -57,13 +57,23 @@ class RunContext:
     """Notes what this rank does, as note(phase, virtual rank, indices of samples), for messages about its death."""
     noting: Callable[[], NoteSamples | None] = lambda: None
     """Returns what notes the samples that are about to be read, for the same messages; None if they are not noted."""
+    ranks_of_replica: int = 1
+    """Number of ranks over which each replica of the model is cut; they follow each other."""
     resizing: Resizing = field(default_factory=_NoResizing)
     """Changes the number of ranks."""
 
     @property
     def block(self) -> range:
-        """This rank's virtual ranks."""
-        return rank_block(self.world.rank, world_size=self.world.size, virtual_ranks=self.virtual_ranks)
+        """The virtual ranks of this rank's replica."""
+        return self._block_of(self.world.rank)
+
+    def results_of(self, rank: int) -> range:
+        """Return the virtual ranks for which a rank gets the results of functions: where a model is cut, the last."""
+        return self._block_of(rank) if (rank + 1) % self.ranks_of_replica == 0 else range(0)
+
+    def _block_of(self, rank: int) -> range:
+        replicas = self.world.size // self.ranks_of_replica
+        return rank_block(rank // self.ranks_of_replica, world_size=replicas, virtual_ranks=self.virtual_ranks)
 
     def set_generators(self, stream: str, *coordinates: int) -> None:
         """Seed all generators of this process and of its device for one point of one stream."""

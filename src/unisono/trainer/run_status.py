@@ -14,6 +14,7 @@ from unisono.trainer.logged_values import check_values, read_values
 from unisono.trainer.recovery import Recovery
 from unisono.trainer.run_context import RunContext
 from unisono.trainer.snapshot import Cursor, Subjects, model_tensors, optimizer_state
+from unisono.trainer.stage_gathering import StageGathering
 from unisono.watch import EventLog
 
 __all__ = ["RunStatus"]
@@ -24,6 +25,7 @@ class RunStatus:
 
     _run: RunContext
     _cursor: Cursor
+    _gathering: StageGathering | None
     _modules: Mapping[str, nn.Module]
     _subjects: Subjects
     _log: EventLog
@@ -100,13 +102,16 @@ class RunStatus:
     def digest(self) -> str:
         """Return the SHA-256 of all parameters, buffers and optimizer state as 64 hex digits: the identity of a result.
 
-        It is equal on all ranks, and any rank may call it alone.
+        It is equal on all ranks, and any rank may call it alone; with `parallel`, before and after a loop over epochs.
 
         Raises:
+            UnisonoError: With `parallel`, within a loop: this rank has the values of its own stages alone.
             CheckpointError: A tensor has no plain memory, such as a sparse or quantized one.
             TypeError: The optimizer's state has a value other than a tensor, number, string or a container of these.
             ValueError: The optimizer has state for a parameter that belongs to no model.
         """
+        if self._gathering is not None:
+            self._gathering.check_whole("trainer.digest")
         optimizers = {
             name: optimizer_state(self._modules, optimizer) for name, optimizer in self._subjects.optimizers.items()
         }

@@ -36,6 +36,7 @@ class SavePoints:
         self._parts, self._recovery, self._log = parts, parts.recovery, log
         self._keeper, self._cursor, self._history = parts.keeper, parts.cursor, parts.history
         self._carried, self._keeps = parts.carried, keeps
+        self._gathering = parts.gathering
         self.is_asking = False
         """True from when the loop asks for a batch or an epoch until it gets one."""
         self._kept: Place | None = None
@@ -83,6 +84,8 @@ class SavePoints:
     def ask(self, *, epoch_ended: bool = False, finishing: bool = False) -> None:
         """Note that the loop asks for its next batch or epoch, so that its state is complete; save and stop if due."""
         self._keep_carried()
+        if not finishing:
+            self._gather_if_due(epoch_ended=epoch_ended)
         self._asked.note()
         if not finishing:
             self._keeper.save_if_due(self._cursor.place, self._asked.capture, epoch_ended=epoch_ended)
@@ -94,6 +97,8 @@ class SavePoints:
     def save(self, tag: str | None = None) -> None:
         """Save a checkpoint now, in the background or, with a tag, until it is on disk; see `Trainer.save`."""
         self._keep_carried()
+        if self._keeps:
+            self._gather(everywhere=False)
         if tag is not None:
             self._keeper.save_tag(tag, self._cursor.place, self._asked.capture)
             return
@@ -102,7 +107,7 @@ class SavePoints:
 
     def save_if_whole(self) -> None:
         """Save a state newer than the last checkpoint, while the loop waits for its next batch or epoch."""
-        if self.is_asking and self._keeper.is_newer(self._cursor.place):
+        if self.is_asking and self._keeper.is_newer(self._cursor.place) and self._is_whole:
             self._keeper.save(self._cursor.place, self._asked.capture)
 
     def save_evaluated(self) -> None:
@@ -124,6 +129,7 @@ class SavePoints:
             CheckpointError, BaseException: See `Checkpointing.finish`.
         """
         self._keep_carried()
+        self._gather(everywhere=True)
         self.is_asking = True
         self._recovery.leave_epochs()
         finish = partial(self._keeper.finish, self._cursor.place, self._asked.capture, retry=not in_mid_epoch)
@@ -195,6 +201,30 @@ class SavePoints:
         )
         self._carried.keep()
         self._kept = cursor.place
+
+    def gather(self) -> None:
+        """Bring the parts of a model that is cut together on all ranks. Every rank must call it."""
+        self._gather(everywhere=True)
+
+    @property
+    def _is_whole(self) -> bool:
+        return self._gathering is None or self._gathering.is_whole
+
+    def _gather(self, *, everywhere: bool) -> None:
+        if self._gathering is not None:
+            self._gathering.gather(everywhere=everywhere)
+
+    def _gather_if_due(self, *, epoch_ended: bool) -> None:
+        """Bring the parts of a model that is cut to rank 0, if that is about to save: it tells the others."""
+        if self._gathering is None or not self._keeps:
+            return
+        world = self._parts.run.world
+        due = world.rank == 0 and (
+            self._keeper.is_due(self._cursor.place, epoch_ended=epoch_ended)
+            or (self._stops is not None and self._stops.is_pending)
+        )
+        if world.broadcast_bytes(lambda: b"1" if due else b"0") == b"1":
+            self._gather(everywhere=False)
 
     def _tell_put_off(self, sentence: str) -> None:
         """Tell that a signal is put off, unless the launcher sent it since a rank has failed: it tells that itself."""

@@ -13,9 +13,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from unisono.arguments import choice, flag, real, whole
 from unisono.engine import EngineKind
+from unisono.parallel.pipeline import Pipeline
 from unisono.state.policy import Checkpoints
 from unisono.state.stateful import Stateful
 from unisono.text import a_type
+from unisono.trainer.carried import Carried
 from unisono.trainer.drilled import own_drill
 from unisono.trainer.resume import Resume
 from unisono.watch import Event
@@ -52,6 +54,7 @@ class TrainerSettings:
     threads: int
     overlap: bool
     engine: EngineKind
+    parallel: Pipeline | None
     progress: bool
     listeners: Sequence[Callable[[Event], None]]
     drill: Path | None = None
@@ -104,6 +107,8 @@ class TrainerSettings:
         choice("autocast", self.autocast, ("bf16", "fp16", None))
         flag("overlap", self.overlap)
         flag("progress", self.progress)
+        if self.parallel is not None:
+            self._check_parallel()
         if self.clip_grad_norm is not None and not real("clip_grad_norm", self.clip_grad_norm) > 0:
             raise ValueError(f"clip_grad_norm={self.clip_grad_norm} must be positive; None does not clip")
         if self.ema_decay is not None and not 0 <= real("ema_decay", self.ema_decay) < 1:
@@ -129,3 +134,24 @@ class TrainerSettings:
         for i, each in enumerate(listeners):
             if not callable(each):
                 raise TypeError(f"listeners[{i}] is {a_type(each)}, which cannot be called with an event")
+
+    def _check_parallel(self) -> None:
+        """Refuse what cannot be together with a model that is cut over ranks."""
+        parallel: Any = self.parallel
+        if not isinstance(parallel, Pipeline):
+            raise TypeError(
+                f"parallel={parallel!r} is {a_type(parallel)}; give unisono.parallel.Pipeline(stages=[...]), for "
+                "example"
+            )
+        if self.engine == "shared":
+            raise ValueError(
+                'engine="shared" keeps one copy of the weights for all ranks, and parallel= divides them: leave '
+                'engine="auto"'
+            )
+        if isinstance(self.stateful, Mapping):
+            for name, each in self.stateful.items():
+                if isinstance(each, Carried):
+                    raise ValueError(  # noqa: TRY004  the type is right elsewhere
+                        f"stateful[{name!r}] is carried by virtual ranks, whose forward pass is on several ranks with "
+                        "parallel=: leave out one of the two"
+                    )

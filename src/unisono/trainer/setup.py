@@ -25,7 +25,7 @@ from unisono.trainer.hyperparameters import is_scheduler
 from unisono.trainer.model_checks import unwrapped_optimizer
 from unisono.trainer.modules import named_buffers
 from unisono.trainer.snapshot import model_tensors, optimizer_state
-from unisono.trainer.virtual_rank_gradients import StepOptions
+from unisono.trainer.step_gradients import StepOptions
 
 __all__ = [
     "AverageUpdates",
@@ -200,14 +200,14 @@ def check_constants(
     virtual_ranks: int,
     *,
     seed: int,
-    world: World,
+    replicas: int,
     facts: Mapping[str, Any] | None,
     directory: Path | None,
 ) -> None:
-    """Check the constants of a run.
+    """Check the constants of a run with some replicas of the model.
 
     Raises:
-        ValueError: They are not those of the run that is resumed, or there are more ranks than virtual ranks.
+        ValueError: They are not those of the run that is resumed, or there are more replicas than virtual ranks.
     """
     if facts is not None:
         saved = facts["virtual_ranks"]
@@ -221,7 +221,7 @@ def check_constants(
                 f"seed={seed}, but the run in {directory} has seed={facts['seed']}: give that one, or start anew in "
                 "another directory."
             )
-    rank_block(world.rank, world_size=world.size, virtual_ranks=virtual_ranks)
+    rank_block(0, world_size=replicas, virtual_ranks=virtual_ranks)
 
 
 def check_equal_values(world: World, modules: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]) -> None:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from unisono.engine import BufferTransaction
 from unisono.engine.model_contents import member_name
+from unisono.engine.staged import StagedBuffers
 from unisono.errors import CheckpointError
 from unisono.state.codec import encode
 from unisono.state.digest import same_memory
@@ -112,7 +113,7 @@ class Subjects:
     """Averaged models by prefix."""
     others: Mapping[str, Stateful] = field(default_factory=dict)
     """Everything else by name."""
-    buffers: BufferTransaction | None = None
+    buffers: BufferTransaction | StagedBuffers | None = None
     """Has the buffers that the run has written and that are in no state_dict."""
     given: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """The script's settings of optimizers and schedulers at the first start of the run."""

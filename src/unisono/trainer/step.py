@@ -29,20 +29,20 @@ from unisono.engine import (
     parts_of,
     trained_by,
 )
+from unisono.engine.staged import StagedBuffers, StagedEngineFactory
 from unisono.errors import LossError, NonFiniteLossError
 from unisono.job.current import confirm_group
 from unisono.job.user_function import count_collectives, enter, leave, refuse_collectives_since
 from unisono.metrics.average import Average
 from unisono.text import list_first
-from unisono.trainer.carried import CarriedStates
 from unisono.trainer.changed_gradients import check_gradients
 from unisono.trainer.closure import check_closure, needs_closure, step_with_closure
 from unisono.trainer.modes import begin_training, idle_dropout
 from unisono.trainer.modules import foreign_parameter, parameter_names
 from unisono.trainer.run_context import RunContext
 from unisono.trainer.step_fingerprint import StepFingerprint
+from unisono.trainer.step_gradients import PLAIN_STEP, Loss, StepGradients, StepOptions
 from unisono.trainer.step_result import StepResult
-from unisono.trainer.virtual_rank_gradients import PLAIN_STEP, Loss, StepOptions, VirtualRankGradients
 
 __all__ = ["Loss", "StepOptions", "StepRunner"]
 
@@ -81,17 +81,15 @@ class StepRunner:
         models: Any,
         modules: Mapping[str, nn.Module],
         optimizer: Optimizer,
-        engines: EngineFactory,
-        buffers: BufferTransaction,
-        carried: CarriedStates,
+        engines: EngineFactory | StagedEngineFactory,
+        buffers: BufferTransaction | StagedBuffers,
+        gradients: StepGradients,
         fingerprint: StepFingerprint,
         autocast: Literal["bf16", "fp16"] | None,
         clip_grad_norm: float | None,
     ) -> None:
         self._run, self._models, self._modules = run, models, modules
-        self._shares = VirtualRankGradients(
-            run, models=models, modules=modules, buffers=buffers, carried=carried, autocast=autocast
-        )
+        self._shares = gradients
         self._optimizer, self._buffers = optimizer, buffers
         self._needs_closure = needs_closure(optimizer)
         self._fingerprint = fingerprint
@@ -113,7 +111,7 @@ class StepRunner:
         self._fails_alike = False
         """True where an error comes on all ranks at the same place."""
 
-    def connect(self, engines: EngineFactory) -> None:
+    def connect(self, engines: EngineFactory | StagedEngineFactory) -> None:
         """Use the engine and the consistency check of the ranks that there are now, from the next step on."""
         self._engine = self._shares.engine = engines.engine(self._optimizer)
         self._comparison = engines.comparison
@@ -142,9 +140,13 @@ class StepRunner:
         self._find_trained()
         if self._needs_closure:
             options = options._replace(closure=True)
+        self._shares.check(options)
         if options.closure:
             check_closure(self._optimizer, self._engine, scaled=self.scaler is not None)
-        before = self._buffers.copy() if options.closure else None
+        before = None
+        if options.closure:
+            assert isinstance(self._buffers, BufferTransaction)
+            before = partial(self._buffers.put, self._buffers.copy())
         found = self._evaluate(loss_fn, batch, call, options)
         rates = tuple([float(group["lr"]) for group in self._optimizer.param_groups])
         scaler, skipped = self._shares.scaler, False
@@ -158,7 +160,7 @@ class StepRunner:
                 step_with_closure(self._optimizer, self._trained, found.loss, again, self.transaction)
             except BaseException:
                 assert before is not None
-                self._buffers.put(before)
+                before()
                 raise
         else:
             self._run.note("update")
@@ -190,9 +192,10 @@ class StepRunner:
             intent = self._fingerprint.intent(
                 self._trained, epoch=batch.epoch, step=batch.step, call=call, options=options.describe()
             )
-            if options.encode is not None:  # before encodings are sent, for which ranks wait
+            if options.encode is not None or self._run.ranks_of_replica > 1:  # before ranks wait for what others send
                 self._comparison.compare(intent)
             self._comparison.intend(intent)
+        self._shares.prepare(loss_fn, batch)
         self._engine.start(step, self._trained, leaves=leaves)
         self._buffers.start(leaves=leaves)  # after the engine, which may move parameters
         try:

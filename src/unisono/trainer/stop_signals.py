@@ -82,6 +82,11 @@ class StopSignals:
                 if can_stop is not None and tell is not None and not can_stop():
                     tell(f"{name}: the run ends when its loop asks for the next batch, where it can be saved{more}")
 
+    @property
+    def is_pending(self) -> bool:
+        """True if a signal was put off."""
+        return self._signum is not None
+
     def is_due(self, *, is_main: bool) -> bool:
         """Return True if a signal was put off and must be raised now, where the loop asks for its next batch or epoch.
 

@@ -194,6 +194,8 @@ class Storage:
 
         def write() -> None:
             self._compare(call)
+            if parts.gathering is not None:
+                parts.gathering.gather(everywhere=False)
             with raised_on_all(parts.run.world, "trainer.export"):
                 if parts.run.world.rank == 0:
                     others = {

@@ -24,6 +24,7 @@ from unisono.data.sampled_order import check_samplers
 from unisono.data.settings import Collate
 from unisono.engine import EngineKind
 from unisono.job.user_function import refuse_inside
+from unisono.parallel.pipeline import Pipeline
 from unisono.state.policy import Checkpoints
 from unisono.state.stateful import Stateful
 from unisono.trainer.assembly import Models, assemble
@@ -43,10 +44,10 @@ from unisono.trainer.setup import check_step_options, no_loss_function
 from unisono.trainer.short_form import ShortForm
 from unisono.trainer.step import Loss, StepOptions
 from unisono.trainer.step_fingerprint import intent_of_call
+from unisono.trainer.step_gradients import PLAIN_STEP
 from unisono.trainer.step_result import StepResult
 from unisono.trainer.storage import Storage
 from unisono.trainer.virtual_rank_calls import VirtualRankCalls
-from unisono.trainer.virtual_rank_gradients import PLAIN_STEP
 from unisono.watch import Event
 
 __all__ = ["Trainer"]
@@ -84,6 +85,8 @@ class Trainer(RunStatus, ShortForm, ByVirtualRank, Storage):
             host; "collective" keeps a copy for each rank and sends gradients; "auto" is "shared" where that is possible
             and all optimizers are torch's. Changes no bit. With "shared", write weights through the optimizer only; an
             optimizer that is not torch's must treat each parameter separately.
+        parallel: `unisono.parallel.Pipeline(...)` cuts a model that is too large for one rank over several. Changes no
+            bit.
         progress: Show progress on the terminal; otherwise only warnings.
         listeners: Functions that rank 0 calls with each event of the run, a dict; see docs/events.md, and
             docs/logging.md for `unisono.loggers`. Their exceptions propagate out of the method that the event is about;
@@ -126,6 +129,7 @@ class Trainer(RunStatus, ShortForm, ByVirtualRank, Storage):
         threads: int = 1,
         overlap: bool = True,
         engine: EngineKind = "auto",
+        parallel: Pipeline | None = None,
         progress: bool = True,
         listeners: Sequence[Callable[[Event], None]] = (),
     ) -> None:
@@ -145,6 +149,7 @@ class Trainer(RunStatus, ShortForm, ByVirtualRank, Storage):
             threads=threads,
             overlap=overlap,
             engine=engine,
+            parallel=parallel,
             progress=progress,
             listeners=listeners,
         )
@@ -152,11 +157,13 @@ class Trainer(RunStatus, ShortForm, ByVirtualRank, Storage):
         self._recovery = recovery = Recovery()
         if any(isinstance(each, Carried) for each in settings.stateful.values()):
             recovery.refuse("the state that virtual ranks carry dies with the rank that computes them")
+        if settings.parallel is not None:
+            recovery.refuse("a model that is cut over ranks dies with the rank that has a part of it")
         parts = assemble(model, optimizer, settings, recovery=recovery)
         self._parts, self._unknown_metrics = parts, set()
         self._run, self._cursor, self._modules = parts.run, parts.cursor, parts.modules
         self._subjects, self._averages = parts.subjects, parts.averages
-        self._carried = parts.carried
+        self._carried, self._cut, self._gathering = parts.carried, parts.cut, parts.gathering
         self._calls = VirtualRankCalls(
             parts.run,
             carried=parts.carried,

@@ -80,9 +80,15 @@ class VirtualRankCalls:
 
         Raises:
             DataError: The function wrote to a parameter or buffer.
+            ValueError: The model is cut over ranks.
             GroupError: It called a collective.
             PeerError: It failed on another rank.
         """
+        if self._run.ranks_of_replica > 1:
+            raise ValueError(
+                f"{name} calls a function of the whole model for each virtual rank, and parallel= cuts the model over "
+                "several ranks: leave out one of the two, or use trainer.evaluate or trainer.predict"
+            )
         self.compare(name, moment)
         results: dict[int, Any] = {}
         error: Exception | None = None

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from unisono.data.batch import Batch, Share
 from unisono.engine import BufferTransaction, Engine, Trained
-from unisono.errors import LossError
 from unisono.job.user_function import count_collectives, enter, leave, refuse_collectives_since
-from unisono.parallel.losses import WeightedSum, further_values, loss_of, read_loss
-from unisono.trainer.backward import Backward
+from unisono.parallel.losses import further_values
 from unisono.trainer.carried import CarriedStates
 from unisono.trainer.global_loss import (
     EncodedShare,
@@ -25,39 +22,14 @@ from unisono.trainer.global_loss import (
     rows_of,
     run_backward,
 )
-from unisono.trainer.modules import lone_sample, to_device
+from unisono.trainer.modules import to_device
 from unisono.trainer.run_context import RunContext
-from unisono.trainer.value_sums import ValueSums
+from unisono.trainer.step_gradients import Loss, StepGradients, StepOptions, model_stream
 
-__all__ = ["PLAIN_STEP", "Loss", "StepOptions", "VirtualRankGradients"]
-
-Loss = Callable[[Any, Any], Any]
+__all__ = ["VirtualRankGradients"]
 
 
-class StepOptions(NamedTuple):
-    """How a step differs from the plain one."""
-
-    encode: Loss | None = None
-    """Makes encodings of a micro-batch; the loss function then gets those of the whole global batch."""
-    recompute: bool = False
-    """True to encode again for the backward pass instead of keeping graphs."""
-    on_gradients: Callable[[Any], object] | None = None
-    """Called with the models once p.grad is the gradient of the global batch, before it is clipped."""
-
-    closure: bool = False
-    """True if the optimizer gets a closure, by which it computes loss and gradient at other weights."""
-
-    def describe(self) -> str:
-        """Return the options as text that is equal on ranks which take the same step."""
-        if self is PLAIN_STEP:
-            return ""
-        return "".join(f", {name}=…" for name, value in self._asdict().items() if value)
-
-
-PLAIN_STEP = StepOptions()
-
-
-class VirtualRankGradients:
+class VirtualRankGradients(StepGradients):
     """Computes the gradients of this rank's shares, and hands them to the engine."""
 
     def __init__(
@@ -70,38 +42,23 @@ class VirtualRankGradients:
         carried: CarriedStates,
         autocast: Literal["bf16", "fp16"] | None,
     ) -> None:
-        self._run, self._models, self._modules, self._carried = run, models, modules, carried
-        self._buffers = buffers
+        super().__init__(run, models=models, modules=modules, autocast=autocast)
+        self._carried, self._buffers = carried, buffers
         self.engine: Engine
         """Sums the gradients; the owner of this object sets it."""
-        self._autocast = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}[autocast]
-        self._backward = Backward()
         self._trained = Trained((), ())
         self._inputs: tuple[Tensor, ...] | None = None
-        self.scaler: torch.amp.GradScaler | None = None
-        """Scales the loss of a float16 step, so that small gradients do not vanish."""
-        self.losses: list[tuple[Share, Tensor]] = []
-        """The sum of the losses of each share of the last step."""
-        self.values = ValueSums("loss function")
-        """The further values of the last step."""
+
+    def check(self, options: StepOptions) -> None:
+        """Refuse nothing: each rank has the whole model."""
+
+    def prepare(self, loss_fn: Loss, batch: Batch) -> None:
+        """Do nothing: shares need no preparation."""
 
     def compute(
         self, loss_fn: Loss, batch: Batch, trained: Trained, *, restricted: bool, call: int, options: StepOptions
     ) -> None:
-        """Run forward and backward for all shares of this rank.
-
-        Args:
-            loss_fn: The loss function.
-            batch: This rank's part of the batch.
-            trained: The parameters that the step trains.
-            restricted: True if other parameters require gradients, too, which would only pile up.
-            call: The number of steps already taken with this batch.
-            options: How the step differs from the plain one.
-
-        Raises:
-            LossError: The loss function returned something that cannot be trained on.
-            GroupError: It called a collective.
-        """
+        """Run forward and backward for all shares of this rank; see `StepGradients`."""
         self._trained, self._inputs = trained, trained.parameters if restricted else None
         self.losses = []
         if not self.values.is_empty:
@@ -112,17 +69,18 @@ class VirtualRankGradients:
                 self._compute_globally(loss_fn, batch, call, options)
             else:
                 for share in batch.shares:
-                    self._run.set_generators("model", batch.epoch, batch.step, call, share.virtual_rank)
-                    self._compute(loss_fn, share, batch)
+                    self._compute(loss_fn, share, batch, call)
         finally:
             leave(inside)
 
-    def _compute(self, loss_fn: Loss, share: Share, batch: Batch) -> None:
+    def _compute(self, loss_fn: Loss, share: Share, batch: Batch, call: int) -> None:
         """Compute the gradient of one virtual rank's share, divided by the size of the global batch."""
         share_loss, share_weight = None, 0.0
         carried = self._carried if self._carried else None
         note, values = self._run.note, self.values
-        for micro_batch in share.micro_batches:
+        for part, micro_batch in enumerate(share.micro_batches):
+            # Each from its own numbers: where a model is cut, the first stage does not wait for the draws of the last.
+            self._run.set_generators(*model_stream(batch, call, share.virtual_rank, part))
             samples = len(micro_batch.indices)
             items = to_device(micro_batch.items, self._run.device)
             if carried is not None:
@@ -163,25 +121,6 @@ class VirtualRankGradients:
                 self.scaler.scale(value.total / batch.size).backward(inputs=self._inputs)  # type: ignore[no-untyped-call]
         self.engine.close_leaf(share.virtual_rank)
         self._buffers.close_leaf(share.virtual_rank)
-
-    def _read(self, result: Any, *, samples: int, needs_graph: bool = True) -> tuple[WeightedSum, float]:
-        """Read what the loss function returned. Raises LossError for a loss that cannot be trained on."""
-        loss = result if isinstance(result, Tensor) else loss_of(result)
-        value = read_loss(loss, samples=samples, needs_graph=needs_graph)
-        weight = value.weight if type(value.weight) is float else value.weight_number()
-        root = value.total if value.losses is None else value.losses
-        if root.device != self._run.device:
-            raise LossError(
-                f"the loss lies on {root.device} and this rank computes on {self._run.device}: return it on "
-                "the device of the model's output."
-            )
-        if not root.requires_grad:
-            raise LossError(
-                "the loss has no gradient: it was detached (by .item(), .detach(), torch.no_grad() or argmax), or "
-                "depends on no parameter that requires one. Return the loss as the tensor that the model's output "
-                "led to."
-            )
-        return value, weight
 
     def _compute_globally(self, loss_fn: Loss, batch: Batch, call: int, options: StepOptions) -> None:
         """Compute the gradients of this rank's shares for a loss over the whole global batch; see `global_loss`."""
@@ -265,11 +204,3 @@ class VirtualRankGradients:
             direct = found.direct if share.virtual_rank == 0 and is_last else ()
             run_backward(parts, [None if g is None else g[where] for g in found.of_tensors], direct, self._inputs)
         self.engine.close_leaf(share.virtual_rank)
-
-    def _forward_context(self, samples: int) -> contextlib.AbstractContextManager[Any]:
-        stack = contextlib.ExitStack()
-        if self._autocast is not None:
-            stack.enter_context(torch.autocast(self._run.device.type, dtype=self._autocast))
-        if samples == 1:
-            stack.enter_context(lone_sample(self._modules))
-        return stack

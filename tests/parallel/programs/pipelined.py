@@ -38,9 +38,26 @@ def begin(number):
     torch.manual_seed(100 + number)
 
 
-def read(number, result):
-    losses.append(result.detach())
-    return [(result, None)]
+class Passes:
+    """Seeds the generators, keeps the losses and starts from them."""
+
+    def __init__(self, last_stage):
+        self.last_stage, self.results = last_stage, {}
+
+    def begin_forward(self, stage, number):
+        if stage == 0:
+            begin(number)
+
+    def end_forward(self, stage, number, result):
+        if stage == self.last_stage:
+            losses.append(result.detach())
+            self.results[number] = result
+
+    def begin_backward(self, stage, number):
+        return [(self.results.pop(number), None)] if stage == self.last_stage else ()
+
+    def end_backward(self, stage, number):
+        pass
 
 
 if schedule == "plain":
@@ -48,16 +65,17 @@ if schedule == "plain":
         for number, inputs in enumerate(micro_batches):
             begin(number)
             loss = function(model, *inputs)
-            read(number, loss)
+            losses.append(loss.detach())
             loss.backward()
     rank, owner = 0, {}
 else:
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    runner = PipelineRunner(model, function, starts=starts, schedule=schedule, group=dist.group.WORLD)
+    runner = PipelineRunner(model, starts=starts, schedule=schedule, group=dist.group.WORLD)
     for micro_batches in batches:
-        runner.run(micro_batches, begin=begin, read=read)
-    plan = runner._plans.plan_for(batches[0][0])
+        plans = [runner.plan(function, inputs) for inputs in micro_batches]
+        runner.run(function, micro_batches, plans, Passes(len(starts)))
+    plan = runner.plan(function, batches[0][0])
     owner = {name: stages[0] % ranks for name, stages in plan.parameter_stages.items()}
     for stage in plan.stages:
         for call in plan.program.calls[stage.begin : stage.end]:

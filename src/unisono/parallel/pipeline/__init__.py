@@ -1,1 +1,5 @@
-"""Cut a model at the calls of named submodules over stages, without tracing, to the gradients of one process."""
+"""One model over the ranks of a pipeline, each with a stage of it, to the bits of one process."""
+
+from unisono.parallel.pipeline.pipeline import Pipeline
+
+__all__ = ["Pipeline"]

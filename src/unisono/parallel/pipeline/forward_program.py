@@ -80,8 +80,8 @@ class Call:
     """True if every stage runs it in any case: the model's code reads numbers from it."""
     on_stage_of: int | None = None
     """A value: the call runs on the stage that makes it, since it only attaches something to its gradient."""
-    inside_hooks: bool = False
-    """True if it is called within activation checkpointing, or another use of hooks for saved tensors."""
+    hooks: int = 0
+    """Which use of hooks for saved tensors it is called within, such as activation checkpointing; 0: none."""
     seen: Hashable = None
     """What the model's code learns from its result: numbers that it reads, shapes that depend on them."""
     draws: bool = False

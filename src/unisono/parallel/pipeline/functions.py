@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from unisono.parallel.pipeline.cut_error import CutError, model_line
+from unisono.errors import CutError
+from unisono.parallel.pipeline.model_line import model_line
 from unisono.parallel.pipeline.placeholder import Placeholder
 
 __all__ = ["GETTERS", "HOOKS", "READERS", "REFUSED", "is_transformed"]

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from unisono.parallel.pipeline.cut_error import CutError, model_line
+from unisono.errors import CutError
+from unisono.parallel.pipeline.model_line import model_line
 
 __all__ = ["METADATA_OPERATORS", "Placeholder", "TensorLayout"]
 

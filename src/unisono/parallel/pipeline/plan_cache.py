@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unisono.errors import PathChangedError
 from unisono.parallel.pipeline.blocks import find_blocks
-from unisono.parallel.pipeline.cut_error import PathChangedError
 from unisono.parallel.pipeline.leaves import described, flatten
 from unisono.parallel.pipeline.recorder import record
 from unisono.parallel.pipeline.stage import Stage
@@ -36,48 +36,45 @@ def signature(model: nn.Module, inputs: Sequence[Any]) -> Hashable:
 
 
 class PlanCache:
-    """The plans of one model, function and set of cuts.
+    """The plans of one model, one function's code, and set of cuts.
 
     Args:
         model: The whole model.
-        function: The forward pass with its loss.
         starts: The submodules whose first call begins a stage, from the second stage on.
         limit: How many plans are kept; the oldest goes first.
     """
 
-    def __init__(
-        self, model: nn.Module, function: Callable[..., Any], *, starts: Sequence[str], limit: int = 64
-    ) -> None:
+    def __init__(self, model: nn.Module, *, starts: Sequence[str], limit: int = 64) -> None:
         self._model = model
-        self._function = function
         self._starts = tuple(starts)
         self._limit = limit
         self._plans: dict[Hashable, list[PipelinePlan]] = {}
 
-    def plan_for(self, inputs: Sequence[Any]) -> PipelinePlan:
+    def plan_for(self, function: Callable[..., Any], inputs: Sequence[Any]) -> PipelinePlan:
         """Return the plan for some inputs.
 
         The model's code may read numbers from inputs and take another path for other numbers. So a plan of such a model
         is tried first, without any block.
 
         Args:
-            inputs: The inputs, the same on all stages.
+            function: The forward pass with its loss.
+            inputs: Its inputs, the same on all stages.
 
         Raises:
             CutError: The model cannot be cut so.
         """
         key = signature(self._model, inputs)
         for plan in self._plans.get(key, ()):
-            if not plan.program.reads_numbers or self._fits(plan, inputs):
+            if not plan.program.reads_numbers or self._fits(plan, function, inputs):
                 return plan
-        program = record(self._model, self._function, inputs, starts=self._starts)
+        program = record(self._model, function, inputs, starts=self._starts)
         plan = plan_stages(program, first_calls(program, self._starts))
         if sum(map(len, self._plans.values())) >= self._limit:
             del self._plans[next(iter(self._plans))]
         self._plans.setdefault(key, []).append(plan)
         return plan
 
-    def _fits(self, plan: PipelinePlan, inputs: Sequence[Any]) -> bool:
+    def _fits(self, plan: PipelinePlan, function: Callable[..., Any], inputs: Sequence[Any]) -> bool:
         # On a copy of the containers, so that nothing which their code counts or assigns happens twice.
         blocks = find_blocks(self._model, self._starts)
         memo: dict[int, Any] = {id(block): block for block in blocks.values()}
@@ -89,7 +86,7 @@ class PlanCache:
         own_inputs = build(leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         try:
             with kept_generators():
-                path.forward(self._function, own_inputs, {})
+                path.forward(function, own_inputs, {})
         except PathChangedError:
             return False
         return True

@@ -26,8 +26,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
+from unisono.errors import CutError
 from unisono.parallel.pipeline.blocks import calls_seen_by, find_blocks
-from unisono.parallel.pipeline.cut_error import CutError, model_line, model_line_of
 from unisono.parallel.pipeline.forward_program import (
     Call,
     ForwardProgram,
@@ -39,6 +39,7 @@ from unisono.parallel.pipeline.forward_program import (
 )
 from unisono.parallel.pipeline.functions import GETTERS, HOOKS, READERS, REFUSED, is_transformed
 from unisono.parallel.pipeline.leaves import flatten
+from unisono.parallel.pipeline.model_line import model_line, model_line_of
 from unisono.parallel.pipeline.operator_observer import OperatorObserver
 from unisono.parallel.pipeline.placeholder import Placeholder, TensorLayout
 from unisono.state.random import kept_generators
@@ -134,6 +135,8 @@ class _Recorder(TorchFunctionMode):
         self._number_of: dict[int, int] = {}
         """The object of a tensor by its id: real tensors, placeholders and fake tensors."""
         self._in_block = False
+        self._hooks: list[Any] = []
+        """The hooks for saved tensors that calls were made within, in turn."""
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -191,7 +194,11 @@ class _Recorder(TorchFunctionMode):
 
     def _new_call(self, name: str, function: Any, block: str | None) -> Call:
         call = Call(number=len(self.program.calls), name=name, function=function, block=block, line=model_line())
-        call.inside_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if hooks is not None:
+            if not self._hooks or self._hooks[-1] is not hooks[0]:
+                self._hooks.append(hooks[0])
+            call.hooks = len(self._hooks)
         self.program.calls.append(call)
         return call
 

@@ -6,9 +6,9 @@ Receives are posted some passes ahead, so that tensors arrive while the rank com
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from unisono.parallel.pipeline.schedule import Action, Schedule, make_schedule
 from unisono.parallel.pipeline.stage import Gradients, Stage, StagePass
 from unisono.parallel.pipeline.stage_plan import PipelinePlan
 
-__all__ = ["LossRoot", "PipelineRunner"]
+__all__ = ["LossRoot", "Passes", "PipelineRunner"]
 
 LossRoot = tuple[Tensor, Tensor | None]
 """A tensor from which backward starts, and its gradient; None for 1."""
@@ -29,6 +29,23 @@ LossRoot = tuple[Tensor, Tensor | None]
 _AHEAD = 2
 """Passes for which receives are posted before the one that runs."""
 _KEPT_STAGES = 256
+_KEPT_FUNCTIONS = 16
+
+
+class Passes(Protocol):
+    """What happens around the passes of a rank's stages, in the order of its schedule."""
+
+    def begin_forward(self, stage: int, micro_batch: int) -> None:
+        """Prepare a forward pass. On the first stage, it also seeds the generators."""
+
+    def end_forward(self, stage: int, micro_batch: int, result: Any) -> None:
+        """Take the result of a forward pass: on the last stage, what the function returned."""
+
+    def begin_backward(self, stage: int, micro_batch: int) -> Sequence[LossRoot]:
+        """Prepare a backward pass. Return the losses on the last stage, otherwise nothing."""
+
+    def end_backward(self, stage: int, micro_batch: int) -> None:
+        """Note that the gradients of a micro-batch have been added."""
 
 
 class _Channel(NamedTuple):
@@ -43,8 +60,9 @@ class _Channel(NamedTuple):
 class _Step:
     """What one step has under way."""
 
+    function: Callable[..., Any]
     plans: Sequence[PipelinePlan]
-    schedule: Schedule
+    stage_ranks: tuple[int, ...]
     passes: dict[tuple[int, int], StagePass] = field(default_factory=dict)
     """By stage and micro-batch."""
     arrivals: dict[_Channel, tuple[Tensor, dist.Work | None]] = field(default_factory=dict)
@@ -57,70 +75,102 @@ class PipelineRunner:
 
     Args:
         model: The whole model.
-        function: The forward pass with its loss, called with the model and the inputs of a micro-batch.
         starts: The names of the blocks with which stages begin, from the second stage on.
         schedule: The name of a schedule.
         group: The ranks of the pipeline; stage s is on rank s modulo their number. None: one rank has all stages.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        function: Callable[..., Any],
-        *,
-        starts: Sequence[str],
-        schedule: str,
-        group: dist.ProcessGroup | None,
+        self, model: nn.Module, *, starts: Sequence[str], schedule: str, group: dist.ProcessGroup | None
     ) -> None:
-        self._model, self._function, self._starts = model, function, tuple(starts)
-        self._plans = PlanCache(model, function, starts=starts)
+        self._model, self._starts = model, tuple(starts)
+        self._plans: dict[Any, PlanCache] = {}
         self._schedule, self._group = schedule, group
         self._ranks, self._rank = (1, 0) if group is None else (group.size(), group.rank())
         self._stages: dict[tuple[int, int], tuple[Stage, StageRoutes]] = {}
 
+    @property
+    def num_stages(self) -> int:
+        """Number of stages."""
+        return len(self._starts) + 1
+
+    def plan(self, function: Callable[..., Any], inputs: Sequence[Any]) -> PipelinePlan:
+        """Return the plan for a function and the inputs of a micro-batch.
+
+        A function that is defined anew in each step, such as a lambda, has the plans of its code.
+
+        Raises:
+            CutError: The model cannot be cut so.
+        """
+        key = getattr(function, "__code__", function)
+        if key not in self._plans:
+            if len(self._plans) >= _KEPT_FUNCTIONS:
+                del self._plans[next(iter(self._plans))]
+            self._plans[key] = PlanCache(self._model, starts=self._starts)
+        return self._plans[key].plan_for(function, inputs)
+
     def run(
         self,
+        function: Callable[..., Any],
         micro_batches: Sequence[Sequence[Any]],
-        *,
-        begin: Callable[[int], None],
-        read: Callable[[int, Any], Sequence[LossRoot]],
-    ) -> list[Any]:
+        plans: Sequence[PipelinePlan],
+        passes: Passes,
+    ) -> None:
         """Run forward and backward of some micro-batches; add gradients to `grad` where a parameter is used first.
 
         Args:
+            function: The forward pass with its loss, called with the model and the inputs of a micro-batch.
             micro_batches: The inputs of each, the same on all ranks.
-            begin: Called on the first stage with the number of a micro-batch, before its forward pass: seeds the
-                generators.
-            read: Called on the last stage with the number of a micro-batch and its result; returns the losses.
-
-        Returns:
-            The results on the rank of the last stage, and on others what stands for them.
+            plans: The plan of each.
+            passes: Told of all passes.
         """
-        schedule = make_schedule(
-            self._schedule,
-            ranks=self._ranks,
-            micro_batches=len(micro_batches),
-            stages_per_rank=-(-(len(self._starts) + 1) // self._ranks),
-        )
-        step = _Step([self._plans.plan_for(inputs) for inputs in micro_batches], schedule)
+        schedule = self._schedule_for(len(micro_batches))
         actions = schedule.actions[self._rank]
-        results: list[Any] = [None] * len(micro_batches)
-        for place, action in enumerate(actions):
-            for coming in actions[0 if not place else place + _AHEAD : place + _AHEAD + 1]:
-                self._post(step, coming)
-            number = action.micro_batch
+        step = _Step(function, plans, schedule.stage_ranks)
+        for action in self._with_receives(step, actions):
             if action.kind == "forward":
-                results[number] = self._forward(step, action, micro_batches[number], begin)
+                self._forward(step, action, micro_batches[action.micro_batch], passes)
             else:
-                is_last = action.stage == len(self._starts)
-                self._backward(step, action, read(number, results[number]) if is_last else ())
+                self._backward(step, action, passes)
             step.sends = [each for each in step.sends if not each[1].is_completed()]
         for _, work in step.sends:
             work.wait()
-        return results
 
-    def _forward(self, step: _Step, action: Action, inputs: Sequence[Any], begin: Callable[[int], None]) -> Any:
-        """Run a forward pass and return its result."""
+    def infer(
+        self,
+        function: Callable[..., Any],
+        micro_batches: Sequence[Sequence[Any]],
+        plans: Sequence[PipelinePlan],
+        passes: Passes,
+    ) -> None:
+        """Run forward passes alone, one micro-batch after the other; see `run`."""
+        stages = range(self._rank, self.num_stages, self._ranks)
+        actions = [Action("forward", stage, number) for number in range(len(micro_batches)) for stage in stages]
+        stage_ranks = tuple(stage % self._ranks for stage in range(self.num_stages))
+        step = _Step(function, plans, stage_ranks)
+        for action in self._with_receives(step, actions):
+            self._forward(step, action, micro_batches[action.micro_batch], passes)
+            step.passes.clear()
+            step.sends = [each for each in step.sends if not each[1].is_completed()]
+        for _, work in step.sends:
+            work.wait()
+
+    def _schedule_for(self, micro_batches: int) -> Schedule:
+        return make_schedule(
+            self._schedule,
+            ranks=self._ranks,
+            micro_batches=micro_batches,
+            stages_per_rank=-(-self.num_stages // self._ranks),
+        )
+
+    def _with_receives(self, step: _Step, actions: Sequence[Action]) -> Iterator[Action]:
+        """Yield the passes in turn; receives for the next ones have been posted by then."""
+        for place, action in enumerate(actions):
+            for coming in actions[0 if not place else place + _AHEAD : place + _AHEAD + 1]:
+                self._post(step, coming)
+            yield action
+
+    def _forward(self, step: _Step, action: Action, inputs: Sequence[Any], passes: Passes) -> None:
         stage, routes = self._stage_of(step.plans[action.micro_batch], action.stage)
         messages = self._receive(step, action, routes.values_from)
         states = [message.random_state for message in messages if message.random_state is not None]
@@ -128,27 +178,29 @@ class PipelineRunner:
         def send(done: StagePass) -> None:
             self._send(step, action, routes.values_to, Message(done.sent, done.random_state))
 
-        if not action.stage:
-            begin(action.micro_batch)
+        passes.begin_forward(action.stage, action.micro_batch)
         done = stage.forward(
-            self._function,
+            step.function,
             inputs,
             {value: tensor for message in messages for value, tensor in message.tensors.items()},
             random_state=states[0] if states else None,
             on_end=send,
         )
         step.passes[action.stage, action.micro_batch] = done
-        return done.result
+        result, done.result = done.result, None
+        passes.end_forward(action.stage, action.micro_batch, result)
 
-    def _backward(self, step: _Step, action: Action, losses: Sequence[LossRoot]) -> None:
+    def _backward(self, step: _Step, action: Action, passes: Passes) -> None:
         stage, routes = self._stage_of(step.plans[action.micro_batch], action.stage)
         gradients = Gradients()
         for message in self._receive(step, action, routes.gradients_from):
             for key, gradient in message.tensors.items():
                 (gradients.values if isinstance(key, int) else gradients.parameters)[key] = gradient
         done = step.passes.pop((action.stage, action.micro_batch))
+        losses = passes.begin_backward(action.stage, action.micro_batch)
         given = stage.backward(done, gradients, losses=losses)
         self._send(step, action, routes.gradients_to, Message({**given.values, **given.parameters}))
+        passes.end_backward(action.stage, action.micro_batch)
 
     def _stage_of(self, plan: PipelinePlan, number: int) -> tuple[Stage, StageRoutes]:
         # A stage keeps its plan, so that no other has this id.
@@ -165,7 +217,7 @@ class PipelineRunner:
         """Begin to receive what a pass needs."""
         _, routes = self._stage_of(step.plans[action.micro_batch], action.stage)
         for source, layout in (routes.values_from if action.kind == "forward" else routes.gradients_from).items():
-            rank, channel = step.schedule.stage_ranks[source], _Channel(source, action.stage, action.micro_batch)
+            rank, channel = step.stage_ranks[source], _Channel(source, action.stage, action.micro_batch)
             if rank != self._rank:
                 memory = layout.allocate()
                 work = dist.irecv(memory, group=self._group, group_src=rank, tag=self._tag(channel))
@@ -185,7 +237,7 @@ class PipelineRunner:
         self, step: _Step, action: Action, layouts: Mapping[int, MessageLayout[Any]], content: Message[Any]
     ) -> None:
         for target, layout in layouts.items():
-            rank, channel = step.schedule.stage_ranks[target], _Channel(action.stage, target, action.micro_batch)
+            rank, channel = step.stage_ranks[target], _Channel(action.stage, target, action.micro_batch)
             memory = layout.pack(content)
             if rank == self._rank:
                 step.arrivals[channel] = memory, None
@@ -195,5 +247,4 @@ class PipelineRunner:
                 step.sends.append((memory, work))
 
     def _tag(self, channel: _Channel) -> int:
-        stages = len(self._starts) + 1
-        return (channel.micro_batch * stages + channel.source) * stages + channel.target
+        return (channel.micro_batch * self.num_stages + channel.source) * self.num_stages + channel.target

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 
+from unisono.errors import PathChangedError
 from unisono.parallel.pipeline.blocks import calls_seen_by, find_blocks
-from unisono.parallel.pipeline.cut_error import PathChangedError, model_line
 from unisono.parallel.pipeline.entry import enter
-from unisono.parallel.pipeline.forward_program import ObjectRef, ParameterRef, learned_from
+from unisono.parallel.pipeline.forward_program import Call, ObjectRef, ParameterRef, learned_from
 from unisono.parallel.pipeline.functions import GETTERS, is_transformed
 from unisono.parallel.pipeline.leaves import flatten
+from unisono.parallel.pipeline.model_line import model_line
 from unisono.parallel.pipeline.placeholder import Placeholder
 from unisono.parallel.pipeline.stage_plan import PipelinePlan
 
@@ -77,7 +78,6 @@ class Stage:
         received: Mapping[int, Tensor],
         *,
         random_state: Tensor | None = None,
-        on_begin: Callable[[], None] = lambda: None,
         on_end: Callable[[StagePass], None] = lambda _: None,
     ) -> StagePass:
         """Compute the stage's calls of one forward pass.
@@ -85,15 +85,14 @@ class Stage:
         Args:
             function: The forward pass with its loss, called with the model and the inputs.
             inputs: Its further arguments, the same on all stages.
-            received: A tensor for each value that the stage receives; it is not read before `on_begin` returns.
+            received: A tensor for each value that the stage receives.
             random_state: The state in which the stage before left the CPU's generator; None leaves it as it is.
-            on_begin: Called before the stage's first call: waits for what is received.
             on_end: Called after its last call, before the rest of the model's code runs: sends.
 
         Raises:
             PathChangedError: The model's code made other calls than were recorded.
         """
-        mode = _StageMode(self, received, random_state, on_begin, on_end)
+        mode = _StageMode(self, received, random_state, on_end)
         for place, leaf in enumerate(flatten(tuple(inputs))[0]):
             if isinstance(leaf, Tensor):
                 mode.objects[self._pipeline.program.inputs[place]] = leaf
@@ -175,7 +174,6 @@ class _StageMode(TorchFunctionMode):
         stage: Stage,
         received: Mapping[int, Tensor],
         random_state: Tensor | None,
-        on_begin: Callable[[], None],
         on_end: Callable[[StagePass], None],
     ) -> None:
         super().__init__()
@@ -185,7 +183,6 @@ class _StageMode(TorchFunctionMode):
         self._plan = stage.plan
         self._calls = stage._pipeline.program.calls
         self._random_state = random_state
-        self._on_begin = on_begin
         self._on_end = on_end
         self._next = 0
         self._passive = False
@@ -240,10 +237,16 @@ class _StageMode(TorchFunctionMode):
                 f"call {number} of the forward pass is {found} at {model_line()}, where {known} was recorded: the "
                 "model's code went another way than before. What it decides by must be the same on all stages."
             )
-        if number == self._plan.begin:
-            self.begin()
-        elif number == self._plan.end:
+        if number == self._plan.end:
             self.end()
+        result = self._result_of(call, run, args, kwargs)
+        if number + 1 == self._plan.begin:  # not later: activation checkpointing of the first block notes the state
+            self.begin()
+        return result
+
+    def _result_of(self, call: Call, run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run a call if it is the stage's own, or return what stands for its result."""
+        number = call.number
         if not self._plan.runs[number]:
             return self._stage.results_of(number, self.objects)
         result = run(*args, **kwargs)
@@ -258,8 +261,7 @@ class _StageMode(TorchFunctionMode):
         return result
 
     def begin(self) -> None:
-        """Wait for what is received and take over the generator."""
-        self._on_begin()
+        """Take over the generator from the stage before."""
         if self._random_state is not None:
             torch.set_rng_state(self._random_state)
 

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from unisono.parallel.pipeline.cut_error import CutError
+from unisono.errors import CutError
 from unisono.parallel.pipeline.forward_program import Call, ForwardProgram, ObjectRef
 
 __all__ = ["PipelinePlan", "StagePlan", "ValueTransfer", "first_calls", "plan_stages"]
@@ -91,10 +91,11 @@ def first_calls(program: ForwardProgram, starts: Sequence[str]) -> tuple[int, ..
                 f"{name!r} is called before {starts[len(found) - 1]!r}: name the stages in the order of their first "
                 "calls"
             )
-        if program.calls[number].inside_hooks:
+        call = program.calls[number]
+        if call.hooks and number and program.calls[number - 1].hooks == call.hooks:
             raise CutError(
                 f"{name!r} is called within activation checkpointing that begins before it (at "
-                f"{program.calls[number].line}), so no stage could begin there: the part is computed again as a whole. "
+                f"{call.line}), so no stage could begin there: the part is computed again as a whole. "
                 "Checkpoint the block itself, or begin the stage with another block."
             )
         found.append(number)

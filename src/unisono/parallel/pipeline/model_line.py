@@ -1,4 +1,4 @@
-"""The error of a model that cannot be cut into stages, and the line of the model's code that is the reason."""
+"""The line of a model's code at which something happens, for messages."""
 
 from __future__ import annotations
 
@@ -9,20 +9,10 @@ from types import FrameType, TracebackType
 
 import torch
 
-from unisono.errors import UnisonoError
-
-__all__ = ["CutError", "PathChangedError", "model_line", "model_line_of"]
+__all__ = ["model_line", "model_line_of"]
 
 _NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
-
-
-class CutError(UnisonoError):
-    """A model cannot be cut into the stages that were asked for, or did not repeat the calls that were recorded."""
-
-
-class PathChangedError(CutError):
-    """The model's code made other calls, or read other numbers, than were recorded."""
 
 
 def model_line() -> str:

@@ -1,0 +1,9 @@
+"""Sums gradients and buffers where a model is cut over the ranks of a pipeline: an engine for each stage of a rank."""
+
+from unisono.engine.staged.buffers import StagedBuffers
+from unisono.engine.staged.engine import StagedEngine
+from unisono.engine.staged.factory import StagedEngineFactory
+from unisono.engine.staged.stage_map import StageMap, StageOwnership
+from unisono.engine.staged.stage_ranks import StageRanks
+
+__all__ = ["StageMap", "StageOwnership", "StageRanks", "StagedBuffers", "StagedEngine", "StagedEngineFactory"]

@@ -1,0 +1,101 @@
+"""The buffers of the stages of a rank: a transaction for each, over the ranks that compute the stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import Tensor, nn
+
+from unisono.engine.buffer_transaction import BufferTransaction
+from unisono.engine.staged.stage_map import StageOwnership
+from unisono.engine.staged.stage_ranks import StageRanks
+from unisono.engine.step_transaction import StepTransaction
+from unisono.engine.tree_all_reduce import MakeAllReduce
+
+__all__ = ["StagedBuffers"]
+
+
+class StagedBuffers:
+    """Has the methods of `BufferTransaction` that concern a step as a whole.
+
+    Args:
+        models: Modules, by the prefix of their names.
+        ranks: The place of this rank.
+        ownership: Who has which buffer.
+        make_all_reduce: Makes the all-reduce of the buffers of a stage.
+        virtual_ranks: Shares of a whole batch.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, nn.Module],
+        ranks: StageRanks,
+        ownership: StageOwnership,
+        make_all_reduce: Callable[[int], MakeAllReduce],
+        *,
+        virtual_ranks: int,
+    ) -> None:
+        self._ownership = ownership
+        self.stages = {
+            stage: BufferTransaction(models, column, make_all_reduce(stage), virtual_ranks=virtual_ranks)
+            for stage, column in ranks.columns.items()
+        }
+        """The transaction of each stage of this rank."""
+        self._of_others: dict[str, Tensor] = {}
+
+    def settle(self) -> None:
+        """Leave each buffer to the stage that has it, once that is known."""
+        known = self._ownership.map
+        assert known is not None
+        for stage, transaction in self.stages.items():
+            transaction.restrict({name for name, owner in known.buffers.items() if owner == stage})
+
+    def start(self, *, leaves: int) -> None:
+        """See `BufferTransaction`."""
+        for each in self.stages.values():
+            each.start(leaves=leaves)
+
+    def roll_back(self) -> bool:
+        """See `BufferTransaction`."""
+        whole = [each.roll_back() for each in self.stages.values()]
+        return all(whole)
+
+    def launch(self) -> None:
+        """See `BufferTransaction`."""
+        for each in self.stages.values():
+            each.launch()
+
+    def receive(self, step: StepTransaction) -> None:
+        """See `BufferTransaction`."""
+        for each in self.stages.values():
+            each.receive(step)
+
+    def commit(self, step: StepTransaction, *, new_buffers: bool) -> None:
+        """See `BufferTransaction`."""
+        for each in self.stages.values():
+            each.commit(step, new_buffers=new_buffers)
+
+    def find(self) -> int:
+        """See `BufferTransaction`."""
+        return max(each.find() for each in self.stages.values())
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """See `BufferTransaction`; also what the other stages have told."""
+        return {**self._of_others, **self.own_state_dict()}
+
+    def own_state_dict(self) -> dict[str, Tensor]:
+        """Return the `state_dict` of this rank's stages."""
+        return {name: value for each in self.stages.values() for name, value in each.state_dict().items()}
+
+    def take(self, values: Mapping[str, Tensor]) -> None:
+        """Note what `state_dict` of another rank has returned."""
+        self._of_others |= values
+
+    def check_state_dict(self, state: Mapping[str, Tensor], source: str) -> None:
+        """See `BufferTransaction`. Call it before the first step."""
+        next(iter(self.stages.values())).check_state_dict(state, source)
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """See `BufferTransaction`. Call it before the first step."""
+        for each in self.stages.values():
+            each.load_state_dict(state)

@@ -1,0 +1,88 @@
+"""Who computes which stages: ranks as a grid of replicas of the model, each cut over the ranks of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from unisono.collectives.world import World
+
+__all__ = ["StageRanks"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageRanks:
+    """The place of this rank in the grid, with the groups that it exchanges tensors in.
+
+    The ranks of a replica follow each other: rank = replica * size + place. Stage s is at the place s modulo the number
+    of places.
+    """
+
+    size: int
+    """Number of ranks of a pipeline."""
+    stages: int
+    """Number of stages."""
+    place: int
+    """The place of this rank in its pipeline."""
+    replicas: int
+    """Number of pipelines."""
+    pipeline: World
+    """The ranks of this rank's pipeline, by place."""
+    columns: dict[int, World]
+    """By stage of this rank: the ranks that compute it, one of each replica."""
+
+    @classmethod
+    def connect(cls, world: World, *, stages: int, size: int) -> StageRanks:
+        """Make the groups of the grid. Every rank must call it.
+
+        Args:
+            world: All ranks; their number is a multiple of `size`.
+            stages: Number of stages, a multiple of `size`.
+            size: Number of ranks of a pipeline.
+        """
+        replicas, place = world.size // size, world.rank % size
+        pipelines = [list(range(first, first + size)) for first in range(0, world.size, size)]
+        made = [_world_of(world, ranks) for ranks in pipelines]
+        columns = {}
+        for stage in range(stages):  # a group for each, since their messages overtake each other
+            column = _world_of(world, [replica * size + stage % size for replica in range(replicas)])
+            if stage % size == place:
+                assert column is not None
+                columns[stage] = column
+        pipeline = made[world.rank // size]
+        assert pipeline is not None
+        return cls(size=size, stages=stages, place=place, replicas=replicas, pipeline=pipeline, columns=columns)
+
+    @property
+    def own_stages(self) -> tuple[int, ...]:
+        """The stages of this rank, ascending."""
+        return tuple(self.columns)
+
+    @property
+    def has_last_stage(self) -> bool:
+        """True if this rank computes losses."""
+        return self.place == self.place_of(self.stages - 1)
+
+    def place_of(self, stage: int) -> int:
+        """Return the place of a stage in each pipeline."""
+        return stage % self.size
+
+
+def _world_of(world: World, ranks: Sequence[int]) -> World | None:
+    """Make the group of some ranks; return it to those in it. Every rank must call it."""
+    if len(ranks) == 1:
+        return World(local_rank=world.local_rank, device=world.device) if ranks[0] == world.rank else None
+    group = dist.new_group(list(ranks), timeout=timedelta(seconds=world.timeout_s))
+    if world.rank not in ranks:
+        return None
+    return World(
+        rank=ranks.index(world.rank),
+        size=len(ranks),
+        local_rank=world.local_rank,
+        group=group,
+        device=world.device,
+        waiter=world.waiter,
+    )

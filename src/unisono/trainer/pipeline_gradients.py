@@ -1,0 +1,204 @@
+"""Gradients of a model that is cut over ranks: each rank runs the passes of its stages, in the order of a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from unisono.data.batch import Batch, MicroBatch, Share
+from unisono.engine import Trained
+from unisono.engine.staged import StagedBuffers, StagedEngine
+from unisono.job.user_function import enter, leave
+from unisono.parallel.losses import further_values
+from unisono.parallel.pipeline.runner import LossRoot
+from unisono.parallel.pipeline.stage_plan import PipelinePlan
+from unisono.trainer.cut_model import CutModel
+from unisono.trainer.modules import to_device
+from unisono.trainer.run_context import RunContext
+from unisono.trainer.step_gradients import Loss, StepGradients, StepOptions, model_stream
+
+__all__ = ["PipelineGradients"]
+
+
+class _Part(NamedTuple):
+    """A micro-batch of a step."""
+
+    share: Share
+    micro_batch: MicroBatch
+    number: int
+    """Its number in the share."""
+    inputs: tuple[Any]
+
+    @property
+    def is_last(self) -> bool:
+        """True if it is the last one of its share."""
+        return self.micro_batch is self.share.micro_batches[-1]
+
+
+class PipelineGradients(StepGradients):
+    """Computes the gradients of this rank's stages for the shares of its replica, and hands them to their engines."""
+
+    engine: StagedEngine
+
+    def __init__(
+        self,
+        run: RunContext,
+        *,
+        models: Any,
+        modules: Mapping[str, nn.Module],
+        buffers: StagedBuffers,
+        autocast: Literal["bf16", "fp16"] | None,
+        cut: CutModel,
+    ) -> None:
+        super().__init__(run, models=models, modules=modules, autocast=autocast)
+        self.cut, self.staged_buffers = cut, buffers
+        self._parts: list[_Part] = []
+        self._plans: list[PipelinePlan] = []
+
+    def check(self, options: StepOptions) -> None:
+        """Refuse options of which each needs the whole model on one rank.
+
+        Raises:
+            ValueError: One is given.
+        """
+        for name, given in options._asdict().items():
+            if given:
+                raise ValueError(
+                    f"step({name}=...) needs the whole model on each rank, and parallel= cuts it over several: leave "
+                    "out one of the two"
+                )
+
+    def prepare(self, loss_fn: Loss, batch: Batch) -> None:
+        """Plan the passes of a batch; in the first step, agree with all ranks on which stage has what."""
+        self._parts = [
+            _Part(share, micro_batch, number, (to_device(micro_batch.items, self._run.device),))
+            for share in batch.shares
+            for number, micro_batch in enumerate(share.micro_batches)
+        ]
+        self._plans = []
+        inside = enter("the loss function")
+        try:
+            for part in self._parts:
+                with self._forward_context(len(part.micro_batch.indices)):
+                    self._plans.append(self.cut.plan(self.cut.model, loss_fn, part.inputs))
+        finally:
+            leave(inside)
+        if self.cut.ownership.map is None:
+            self.cut.settle(self._plans[0] if self._plans else None)
+            self.staged_buffers.settle()
+
+    def compute(
+        self, loss_fn: Loss, batch: Batch, trained: Trained, *, restricted: bool, call: int, options: StepOptions
+    ) -> None:
+        """Run the passes of this rank's stages; see `StepGradients`."""
+        del restricted, options
+        self.losses = []
+        if not self.values.is_empty:
+            self.values.clear()
+        passes = _StepPasses(self, self._parts, batch, call)
+
+        def forward(model: Any, items: Any) -> Any:
+            with self._forward_context(passes.samples):
+                return loss_fn(model, items)
+
+        inside = enter("the loss function")
+        try:
+            self.cut.runner(self.cut.model).run(forward, [part.inputs for part in self._parts], self._plans, passes)
+        finally:
+            leave(inside)
+            self._parts, self._plans = [], []
+
+    def begin_forward(self, part: _Part, stage: int, batch: Batch, call: int) -> None:
+        """Prepare a forward pass of a stage."""
+        if not stage:
+            self._run.set_generators(*model_stream(batch, call, part.share.virtual_rank, part.number))
+        self.staged_buffers.stages[stage].stand_in()
+        self._run.note("forward", part.share.virtual_rank, part.micro_batch.indices)
+
+    def end_forward(self, part: _Part, stage: int) -> bool:
+        """Keep what a share has made of buffers; return True if it changed one that no step before had changed."""
+        buffers = self.staged_buffers.stages[stage]
+        is_new = buffers.new_buffers()
+        buffers.close_leaf(part.share.virtual_rank)
+        return is_new
+
+    def read_loss(self, part: _Part, result: Any, *, size: int) -> tuple[list[LossRoot], Tensor, float]:
+        """Return where backward starts from a result of the loss function, the sum of its losses, and their weight."""
+        samples = len(part.micro_batch.indices)
+        value, weight = self._read(result, samples=samples, needs_graph=self.scaler is not None)
+        if type(result) is dict and (further := further_values(result)):
+            self.values.add(part.share.virtual_rank, further, samples=samples)
+        total = value.total if value.losses is not None else value.total.detach()
+        if self.scaler is not None:
+            roots: list[LossRoot] = [(self.scaler.scale(value.total / size), None)]
+        else:
+            root = value.total if value.losses is None else value.losses
+            roots = [(root, self._backward.seed_for(root, size))]
+        return roots, total.float(), weight
+
+    def begin_backward(self, part: _Part, stage: int, loss: Tensor | None, weight: float, *, new_buffers: bool) -> None:
+        """Note that the gradients of a micro-batch come next; with the last one of a share, what it has come to."""
+        if part.is_last:
+            self.engine.stages[stage].close_forward(
+                part.share.virtual_rank,
+                torch.zeros(()) if loss is None else loss,
+                weight,
+                new_buffers=new_buffers,
+                has_values=not self.values.is_empty,
+            )
+        self._run.note("backward", part.share.virtual_rank)
+
+    def end_backward(self, part: _Part, stage: int) -> None:
+        """Hand the gradients of a share to the engine of the stage, if this was its last micro-batch."""
+        if part.is_last:
+            self.engine.stages[stage].close_leaf(part.share.virtual_rank)
+
+
+class _StepPasses:
+    """The passes of one step; see `runner.Passes`."""
+
+    def __init__(self, gradients: PipelineGradients, parts: Sequence[_Part], batch: Batch, call: int) -> None:
+        self._gradients, self._parts, self._batch, self._call = gradients, parts, batch, call
+        self._last_stage = gradients.cut.ranks.stages - 1
+        self._roots: dict[int, Sequence[LossRoot]] = {}
+        self._losses: dict[int, Tensor] = {}
+        self._weights: dict[int, float] = {}
+        self._new_buffers: set[tuple[int, int]] = set()
+        self.samples = 0
+        """The number of samples of the forward pass under way."""
+
+    def begin_forward(self, stage: int, micro_batch: int) -> None:
+        part = self._parts[micro_batch]
+        self.samples = len(part.micro_batch.indices)
+        self._gradients.begin_forward(part, stage, self._batch, self._call)
+
+    def end_forward(self, stage: int, micro_batch: int, result: Any) -> None:
+        part, virtual_rank = self._parts[micro_batch], self._parts[micro_batch].share.virtual_rank
+        if stage == self._last_stage:
+            roots, loss, weight = self._gradients.read_loss(part, result, size=self._batch.size)
+            self._roots[micro_batch] = roots
+            before = self._losses.get(virtual_rank)
+            self._losses[virtual_rank] = loss if before is None else before + loss
+            self._weights[virtual_rank] = self._weights.get(virtual_rank, 0.0) + weight
+            if part.is_last:
+                self._gradients.losses.append((part.share, self._losses[virtual_rank]))
+        if part.is_last and self._gradients.end_forward(part, stage):
+            self._new_buffers.add((stage, virtual_rank))
+
+    def begin_backward(self, stage: int, micro_batch: int) -> Sequence[LossRoot]:
+        part, virtual_rank = self._parts[micro_batch], self._parts[micro_batch].share.virtual_rank
+        is_last_stage = stage == self._last_stage
+        self._gradients.begin_backward(
+            part,
+            stage,
+            self._losses.get(virtual_rank) if is_last_stage else None,
+            self._weights.get(virtual_rank, 0.0) if is_last_stage else 0.0,
+            new_buffers=(stage, virtual_rank) in self._new_buffers,
+        )
+        return self._roots.pop(micro_batch) if is_last_stage else ()
+
+    def end_backward(self, stage: int, micro_batch: int) -> None:
+        self._gradients.end_backward(self._parts[micro_batch], stage)

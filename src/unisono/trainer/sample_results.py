@@ -1,0 +1,103 @@
+"""The results of a user's function for the micro-batches of a batch, without gradients, wherever they are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from unisono.data.batch import Batch, MicroBatch, Share
+from unisono.job.user_function import count_collectives, enter, leave, refuse_collectives_since
+from unisono.trainer.carried import CarriedStates
+from unisono.trainer.cut_model import CutModel
+from unisono.trainer.modules import to_device
+from unisono.trainer.run_context import RunContext
+
+__all__ = ["SampleResults"]
+
+
+class SampleResults:
+    """Calls a function for each micro-batch of this rank's shares.
+
+    Args:
+        run: The constants of the run.
+        function: Called as function(models, micro_batch).
+        models: Its first argument.
+        what: The function, for messages.
+        carried: The state of virtual ranks; None leaves it alone.
+        cut: The model, if it is cut over ranks.
+    """
+
+    def __init__(
+        self,
+        run: RunContext,
+        function: Callable[[Any, Any], Any],
+        models: Any,
+        *,
+        what: str,
+        carried: CarriedStates | None,
+        cut: CutModel | None,
+    ) -> None:
+        self._run, self._function, self._models = run, function, models
+        self._what, self._carried, self._cut = what, carried, cut
+
+    def of(self, batch: Batch) -> Iterator[tuple[Share, MicroBatch, Any]]:
+        """Yield the result for each micro-batch of a batch; where a model is cut, on the ranks of the last stage."""
+        return self._of_whole(batch) if self._cut is None else iter(self._of_stages(self._cut, batch))
+
+    def _seed(self, batch: Batch, share: Share, part: int) -> None:
+        # The same for all functions: the same one draws the same numbers wherever it is called.
+        self._run.set_generators("evaluate/model", batch.step, share.virtual_rank, part)
+
+    def _of_whole(self, batch: Batch) -> Iterator[tuple[Share, MicroBatch, Any]]:
+        for share in batch.shares:
+            for part, micro_batch in enumerate(share.micro_batches):
+                self._seed(batch, share, part)
+                items = to_device(micro_batch.items, self._run.device)
+                counted = count_collectives()
+                inside = enter(self._what)
+                try:
+                    if self._carried is not None:
+                        self._carried.begin(share.virtual_rank, micro_batches=len(share.micro_batches))
+                    result = self._function(self._models, items)
+                    refuse_collectives_since(counted)
+                    if self._carried is not None:
+                        self._carried.end()
+                finally:
+                    leave(inside)
+                yield share, micro_batch, result
+
+    def _of_stages(self, cut: CutModel, batch: Batch) -> list[tuple[Share, MicroBatch, Any]]:
+        passes = _Passes(batch, self._seed, last_stage=cut.ranks.stages - 1)
+        inputs = [(to_device(micro_batch.items, self._run.device),) for _, _, micro_batch in passes.parts]
+        inside = enter(self._what)
+        try:
+            plans = [cut.plan(self._models, self._function, each) for each in inputs]
+            cut.runner(self._models).infer(self._function, inputs, plans, passes)
+        finally:
+            leave(inside)
+        return passes.results
+
+
+class _Passes:
+    """Forward passes of a batch; see `runner.Passes`."""
+
+    def __init__(self, batch: Batch, seed: Callable[[Batch, Share, int], None], *, last_stage: int) -> None:
+        self._batch, self._seed, self._last_stage = batch, seed, last_stage
+        self.parts = [(share, part, one) for share in batch.shares for part, one in enumerate(share.micro_batches)]
+        self.results: list[tuple[Share, MicroBatch, Any]] = []
+
+    def begin_forward(self, stage: int, micro_batch: int) -> None:
+        if not stage:
+            share, part, _ = self.parts[micro_batch]
+            self._seed(self._batch, share, part)
+
+    def end_forward(self, stage: int, micro_batch: int, result: Any) -> None:
+        if stage == self._last_stage:
+            share, _, one = self.parts[micro_batch]
+            self.results.append((share, one, result))
+
+    def begin_backward(self, stage: int, micro_batch: int) -> tuple[()]:
+        raise NotImplementedError
+
+    def end_backward(self, stage: int, micro_batch: int) -> None:
+        raise NotImplementedError

@@ -1,0 +1,104 @@
+"""Brings the state of all stages of a cut model together, where it is to be saved or to be looked at as a whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from unisono.engine.staged import StagedBuffers, StageMap
+from unisono.errors import UnisonoError
+from unisono.state.codec import decode, encode
+from unisono.trainer.cut_model import CutModel
+from unisono.trainer.restoration import put_optimizer_state
+from unisono.trainer.snapshot import Subjects, model_tensors, optimizer_state
+from unisono.trainer.tensor_groups import TensorGroups, broadcast_groups
+
+__all__ = ["StageGathering"]
+
+
+class StageGathering:
+    """Gathers the state of a run whose model is cut.
+
+    Args:
+        cut: The model.
+        subjects: The objects of the run.
+        buffers: The buffers of this rank's stages.
+    """
+
+    def __init__(self, cut: CutModel, subjects: Subjects, buffers: StagedBuffers) -> None:
+        self._cut, self._subjects, self._buffers = cut, subjects, buffers
+
+    @property
+    def is_whole(self) -> bool:
+        """True if this rank has the present state of all stages."""
+        return self._cut.ownership.has_all(is_main=self._cut.ranks.pipeline.rank == 0)
+
+    def gather(self, *, everywhere: bool) -> None:
+        """Bring the weights, buffers, averages and optimizer state of all stages to the first rank of each pipeline.
+
+        Every rank of the pipeline must call it. Traffic: each rank sends its part of the state to all others. Memory:
+        the state, where it is wanted.
+
+        Args:
+            everywhere: True to bring them to all ranks.
+        """
+        ownership, ranks = self._cut.ownership, self._cut.ranks
+        if ownership.map is None or ownership.whole == "everywhere" or (ownership.whole == "main" and not everywhere):
+            return
+        wanted = everywhere or ranks.pipeline.rank == 0
+        for place in range(ranks.size):
+            document, groups = broadcast_groups(ranks.pipeline, self._capture, source=place, wanted=wanted)
+            if wanted and place != ranks.place:
+                self._take(document, groups)
+        ownership.whole = "everywhere" if everywhere else "main"
+
+    def check_whole(self, call: str) -> None:
+        """Refuse a call that needs the present state of all stages on a rank that lacks it.
+
+        Raises:
+            UnisonoError: It is not here.
+        """
+        if not self.is_whole:
+            raise UnisonoError(
+                f"{call} needs the whole model, and in mid-run each rank has the present values of its own stages "
+                "alone. They come together when the loop over trainer.epochs ends."
+            )
+
+    def _capture(self) -> tuple[dict[str, Any], TensorGroups]:
+        """Return what the stages of this rank have."""
+        known, subjects = self._cut.ownership.map, self._subjects
+        assert known is not None
+        groups: TensorGroups = {
+            "model": self._own(known, model_tensors(subjects.modules)),
+            "ema": self._own(known, model_tensors(subjects.averages)),
+            "buffers": self._buffers.own_state_dict(),
+        }
+        document = {}
+        for key, optimizer in subjects.optimizers.items():
+            state = optimizer_state(subjects.modules, optimizer)
+            own = {name: values for name, values in state.items() if self._is_own(known, name)}
+            document[key], groups[f"optimizer/{key}"] = encode(own)
+        return document, groups
+
+    def _take(self, document: dict[str, Any], groups: TensorGroups) -> None:
+        """Take over what another rank's stages have."""
+        subjects = self._subjects
+        models = {"model": model_tensors(subjects.modules), "ema": model_tensors(subjects.averages)}
+        with torch.no_grad():
+            for group, tensors in models.items():
+                for name, value in groups.get(group, {}).items():
+                    tensors[name].copy_(value)
+        self._buffers.take(groups.get("buffers", {}))
+        for key, optimizer in subjects.optimizers.items():
+            state = decode(document[key], groups.get(f"optimizer/{key}", {}))
+            put_optimizer_state(subjects.modules, optimizer, state)
+
+    def _own(self, known: StageMap, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: tensor for name, tensor in tensors.items() if self._is_own(known, name)}
+
+    def _is_own(self, known: StageMap, name: str) -> bool:
+        ranks = self._cut.ranks
+        if name in known.parameters:
+            return ranks.place_of(known.owner(name)) == ranks.place
+        return name in known.buffers and ranks.place_of(known.buffers[name]) == ranks.place
