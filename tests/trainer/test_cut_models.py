@@ -29,3 +29,36 @@ def test_stages_replicas_and_schedules_change_no_bit(fork_ranks, whole, ranks, s
     job = fork_ranks(ranks, PROGRAM, schedule, stages)
     assert len(whole) == 7
     assert [job.lines(rank) for rank in range(ranks)] == [whole] * ranks
+
+
+RESUMABLE = PROGRAM.with_name("cut_resumable.py")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(fork_python, tmp_path_factory):
+    return fork_python(RESUMABLE, tmp_path_factory.mktemp("undisturbed"), "")[-1].removeprefix("from 0 ")
+
+
+def test_a_run_goes_on_with_another_number_of_stages(fork_ranks, tmp_path, undisturbed):
+    for ranks, stages, steps in [(2, "2", 2), (1, "", 4), (4, "1,2,3", 5), (4, "2", 8)]:
+        fork_ranks(ranks, RESUMABLE, tmp_path, stages, f"max_steps={steps}")
+    job = fork_ranks(3, RESUMABLE, tmp_path, "1,3")
+    assert [job.lines(rank)[-1] for rank in range(3)] == [f"from 8 {undisturbed}"] * 3
+
+
+def test_rank_0_has_all_stages_when_it_saves_by_time_and_the_best(fork_ranks, fork_python, tmp_path, undisturbed):
+    fork_ranks(2, RESUMABLE, tmp_path, "2", "by_time", "best", "max_steps=5")
+    assert fork_python(RESUMABLE, tmp_path, "", "by_time", "best")[-1] == f"from 5 {undisturbed}"
+
+
+def test_sigterm_saves_the_parts_of_all_ranks(run_ranks, fork_python, tmp_path, undisturbed):
+    job = run_ranks(2, RESUMABLE, tmp_path, "2", "term=5", code=143)
+    assert not job.out
+    last = fork_python(RESUMABLE, tmp_path, "")[-1]
+    assert last in {f"from {step} {undisturbed}" for step in (5, 6, 7, 8)}
+
+
+def test_all_ranks_start_again_when_one_with_a_part_of_the_model_dies(run_ranks, tmp_path, undisturbed):
+    job = run_ranks(2, RESUMABLE, tmp_path, "2", "die=5", flags=["--max-restarts", "1"])
+    assert [job.lines(rank)[-1] for rank in range(2)] == [f"from 3 {undisturbed}"] * 2
+    assert "no rank can be replaced alone: a model that is cut over ranks dies with the rank" in job.said

@@ -28,7 +28,7 @@ from unisono.job.placement import own_placement
 from unisono.state.stateful import Stateful
 from unisono.trainer.carried import Carried, CarriedStates
 from unisono.trainer.checkpointing import Checkpointing
-from unisono.trainer.cut_model import CutModel, cut_model
+from unisono.trainer.cut_model import CutModel, check_cut_optimizers, cut_model
 from unisono.trainer.description import (
     check_equal_documents,
     describe_models,
@@ -189,6 +189,7 @@ def assemble(  # noqa: PLR0915  one thing after the other
         check_storable_models(modules)
     cut = None
     if settings.parallel is not None:
+        check_cut_optimizers(optimizers)
         cut = cut_model(settings.parallel, modules, model, world)
     keeper = Checkpointing(settings.directory, settings.checkpoints, world)
     position = recovery.position
@@ -210,6 +211,7 @@ def assemble(  # noqa: PLR0915  one thing after the other
         device=chosen,
         note=recovery.note,
         noting=recovery.noting,
+        is_cut=settings.parallel is not None,
         ranks_of_replica=1 if cut is None else cut.ranks.size,
         resizing=recovery,
     )

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from unisono.collectives.world import World
 from unisono.engine.staged import StageMap, StageOwnership, StageRanks
@@ -15,8 +16,9 @@ from unisono.parallel.pipeline.blocks import find_blocks
 from unisono.parallel.pipeline.mapping import map_stages
 from unisono.parallel.pipeline.runner import PipelineRunner
 from unisono.parallel.pipeline.stage_plan import PipelinePlan
+from unisono.trainer.closure import needs_closure
 
-__all__ = ["CutModel", "cut_model"]
+__all__ = ["CutModel", "check_cut_optimizers", "cut_model"]
 
 
 class CutModel:
@@ -84,6 +86,20 @@ class CutModel:
 
     def _map(self, plan: PipelinePlan, model: nn.Module) -> StageMap:
         return map_stages(plan, model, self._pipeline.stages)
+
+
+def check_cut_optimizers(optimizers: Mapping[str, Optimizer]) -> None:
+    """Refuse optimizers that need the whole model.
+
+    Raises:
+        ValueError: There is one.
+    """
+    for optimizer in optimizers.values():
+        if needs_closure(optimizer):
+            raise ValueError(
+                f"{type(optimizer).__name__} computes the loss of the whole model at other weights within a step, and "
+                "parallel= cuts the model over ranks: take another optimizer, or leave out parallel="
+            )
 
 
 def cut_model(pipeline: Pipeline, modules: Mapping[str, nn.Module], given: object, world: World) -> CutModel | None:

@@ -78,6 +78,11 @@ class LoaderCache:
             shuffle=not stream if shuffle is None else shuffle,
             **settings,
         )
+        if sharded and self._run.is_cut:
+            raise ValueError(
+                "sharded=True divides a dataset among ranks, and with parallel= several ranks compute the same "
+                "samples: leave out one of the two"
+            )
         # The loader keeps the dataset alive, so its id belongs to no other while the entry is here. It may have grown.
         length = len(dataset) if hasattr(dataset, "__len__") and not isinstance(dataset, type) else None
         key = (id(dataset), length, flag("sharded", sharded), full)

@@ -58,19 +58,6 @@ class PipelineGradients(StepGradients):
         self._parts: list[_Part] = []
         self._plans: list[PipelinePlan] = []
 
-    def check(self, options: StepOptions) -> None:
-        """Refuse options of which each needs the whole model on one rank.
-
-        Raises:
-            ValueError: One is given.
-        """
-        for name, given in options._asdict().items():
-            if given:
-                raise ValueError(
-                    f"step({name}=...) needs the whole model on each rank, and parallel= cuts it over several: leave "
-                    "out one of the two"
-                )
-
     def prepare(self, loss_fn: Loss, batch: Batch) -> None:
         """Plan the passes of a batch; in the first step, agree with all ranks on which stage has what."""
         self._parts = [

@@ -57,6 +57,8 @@ class RunContext:
     """Notes what this rank does, as note(phase, virtual rank, indices of samples), for messages about its death."""
     noting: Callable[[], NoteSamples | None] = lambda: None
     """Returns what notes the samples that are about to be read, for the same messages; None if they are not noted."""
+    is_cut: bool = False
+    """True if the user has the model cut over ranks, also if this number of ranks leaves it whole."""
     ranks_of_replica: int = 1
     """Number of ranks over which each replica of the model is cut; they follow each other."""
     resizing: Resizing = field(default_factory=_NoResizing)

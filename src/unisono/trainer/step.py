@@ -140,7 +140,6 @@ class StepRunner:
         self._find_trained()
         if self._needs_closure:
             options = options._replace(closure=True)
-        self._shares.check(options)
         if options.closure:
             check_closure(self._optimizer, self._engine, scaled=self.scaler is not None)
         before = None

@@ -84,14 +84,6 @@ class StepGradients(ABC):
         """The further values of the last step."""
 
     @abstractmethod
-    def check(self, options: StepOptions) -> None:
-        """Refuse options that a step cannot have here.
-
-        Raises:
-            ValueError: One is given.
-        """
-
-    @abstractmethod
     def prepare(self, loss_fn: Loss, batch: Batch) -> None:
         """Prepare the passes of a batch, before the step begins. Every rank must call it."""
 

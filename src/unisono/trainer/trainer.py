@@ -396,7 +396,7 @@ class Trainer(RunStatus, ShortForm, ByVirtualRank, Storage):
         is_plain = encode is None and on_gradients is None and recompute is False and closure is False
         if not is_plain:
             options = StepOptions(encode, flag("recompute", recompute), on_gradients, flag("closure", closure))
-            check_step_options(options)
+            check_step_options(options, is_cut=self._run.is_cut)
         return self._recovery.call(
             "trainer.step",
             partial(self._loop.step, loss_fn, batch, optimizer, options),

@@ -84,7 +84,7 @@ class VirtualRankCalls:
             GroupError: It called a collective.
             PeerError: It failed on another rank.
         """
-        if self._run.ranks_of_replica > 1:
+        if self._run.is_cut:
             raise ValueError(
                 f"{name} calls a function of the whole model for each virtual rank, and parallel= cuts the model over "
                 "several ranks: leave out one of the two, or use trainer.evaluate or trainer.predict"

@@ -49,9 +49,6 @@ class VirtualRankGradients(StepGradients):
         self._trained = Trained((), ())
         self._inputs: tuple[Tensor, ...] | None = None
 
-    def check(self, options: StepOptions) -> None:
-        """Refuse nothing: each rank has the whole model."""
-
     def prepare(self, loss_fn: Loss, batch: Batch) -> None:
         """Do nothing: shares need no preparation."""
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from torch import Tensor, nn
 
 from unisono.engine.buffer_transaction import BufferTransaction
+from unisono.engine.model_contents import member_name
 from unisono.engine.staged.stage_map import StageOwnership
 from unisono.engine.staged.stage_ranks import StageRanks
 from unisono.engine.step_transaction import StepTransaction
@@ -35,7 +36,7 @@ class StagedBuffers:
         *,
         virtual_ranks: int,
     ) -> None:
-        self._ownership = ownership
+        self._models, self._ownership = models, ownership
         self.stages = {
             stage: BufferTransaction(models, column, make_all_reduce(stage), virtual_ranks=virtual_ranks)
             for stage, column in ranks.columns.items()
@@ -88,8 +89,16 @@ class StagedBuffers:
         return {name: value for each in self.stages.values() for name, value in each.state_dict().items()}
 
     def take(self, values: Mapping[str, Tensor]) -> None:
-        """Note what `state_dict` of another rank has returned."""
+        """Take over what `own_state_dict` of another rank has returned."""
         self._of_others |= values
+        for prefix, root in self._models.items():
+            for path, module in root.named_modules():
+                for name, buffer in module._buffers.items():
+                    value = values.get(prefix + member_name(path, name))
+                    if value is not None and buffer is not None and buffer.shape == value.shape:
+                        buffer.copy_(value)
+                    elif value is not None:
+                        module._buffers[name] = value
 
     def check_state_dict(self, state: Mapping[str, Tensor], source: str) -> None:
         """See `BufferTransaction`. Call it before the first step."""

@@ -78,36 +78,33 @@ class Pipeline:
         """
         if world_size == 1:
             return 1
-        count = self.num_stages
-        replicas = self.replicas
+        count, replicas = self.num_stages, self.replicas
         if replicas is None:
             replicas = 1 if self.schedule == "interleaved" else max(1, world_size // count)
         size, rest = divmod(world_size, replicas)
-        if rest or not size:
-            raise ValueError(
-                f"{world_size} ranks cannot be divided among {replicas} replicas: start {replicas * count} ranks, or "
-                f"give Pipeline replicas={_divisor(world_size, replicas)}"
-            )
-        if size == 1:
-            raise ValueError(
-                f"{world_size} ranks and {replicas} replicas leave one rank for the {count} stages of each: start "
-                f"{replicas * count} ranks, or leave out parallel= for replicas of the whole model"
-            )
         if self.schedule == "interleaved":
-            if count % size:
+            if rest or size < 2 or count % size:
                 raise ValueError(
-                    f"{count} stages cannot be divided among the {size} ranks of a replica: start "
-                    f"{replicas * _divisor(count, size)} ranks, or name another number of stages"
+                    f'schedule="interleaved" has equally many stages on each rank, and {count} stages cannot be '
+                    f"divided among {_ranks(world_size, replicas)}: start {replicas * _divisor(count, size)} ranks, or "
+                    "name other stages"
                 )
-        elif size != count:
+        elif rest or size != count:
+            start = f"start {replicas * count} ranks"
+            if self.replicas is None:
+                start = f"start a multiple of {count} ranks"
             raise ValueError(
-                f"{world_size} ranks and {replicas} replicas leave {size} ranks for the {count} stages of each, which "
-                f'need one each: start a multiple of {count} ranks, or give schedule="interleaved" for several stages '
-                "on a rank"
+                f"{count} stages need {count} ranks for each replica of the model, and there are "
+                f"{_ranks(world_size, replicas)}: {start}, name other stages, or give "
+                'schedule="interleaved" for several stages on a rank'
             )
         return size
 
 
+def _ranks(world_size: int, replicas: int) -> str:
+    return f"{world_size} ranks" + (f" for {replicas} replicas" if replicas > 1 else "")
+
+
 def _divisor(number: int, near: int) -> int:
-    """Return the largest divisor of a number that is not above another one."""
-    return next(each for each in range(near, 0, -1) if number % each == 0)
+    """Return the divisor of a number, above 1, that is next to another number."""
+    return min((each for each in range(2, number + 1) if number % each == 0), key=lambda each: abs(each - near))

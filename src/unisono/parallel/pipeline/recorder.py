@@ -186,9 +186,9 @@ class _Recorder(TorchFunctionMode):
             return self.program.objects[self._number_of[id(tensor)]]
         if tensor.requires_grad:
             raise CutError(
-                f"a tensor of shape {tuple(tensor.shape)} that requires a gradient is used at {model_line()}. It is "
-                "not a parameter of the model that the function was called with, nor made from one. Use the model that "
-                "is given, or register the tensor in it as a parameter."
+                f"a tensor of shape {tuple(tensor.shape)} that requires a gradient is used at {model_line()}, and "
+                "it is neither a parameter of the model that the function was called with, nor made from results of "
+                "its blocks. Use the model that is given; what a block keeps in an attribute, let it return instead."
             )
         return self._new_object(tensor, self._fake_mode.from_tensor(tensor), None, everywhere=True)
 

@@ -1,0 +1,57 @@
+"""What a pipeline refuses: on all ranks, before anything is lost, with the reason and what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).parent / "programs" / "cut_refusals.py"
+MESSAGES = {
+    "unknown name": "ValueError: a stage is to begin with 'layer.2', which is not a submodule of the model; did you "
+    "mean 'layers.2'?",
+    "container": "CutError: a stage is to begin with 'layers', which the forward pass never calls.",
+    "too many stages": "ValueError: 3 stages need 3 ranks for each replica of the model, and there are 2 ranks: start "
+    "a multiple of 3 ranks",
+    "more than blocks": "ValueError: 2 stages are to begin with 'layers.1': name each submodule once",
+    "no stages": "ValueError: stages=[] leaves the model whole",
+    "a name alone": "TypeError: stages='layers.2' is a str: give the names of the submodules",
+    "no pipeline": "TypeError: parallel='layers.2' is a str; give unisono.parallel.Pipeline(stages=[...])",
+    "no schedule": "ValueError: schedule='1b1f' must be one of 'gpipe', '1f1b', 'interleaved'",
+    "replicas": "ValueError: 2 stages need 2 ranks for each replica of the model, and there are 2 ranks for 3 "
+    "replicas: start 6 ranks",
+    "interleaved": 'ValueError: schedule="interleaved" has equally many stages on each rank, and 3 stages cannot be '
+    "divided among 2 ranks: start 3 ranks",
+    "shared": 'ValueError: engine="shared" keeps one copy of the weights for all ranks',
+    "carried": "ValueError: stateful['h'] is carried by virtual ranks",
+    "compiled": "ValueError: parallel=Pipeline(...) runs the model's own forward pass",
+    "several models": "ValueError: parallel=Pipeline(...) cuts one model, and there are 2: 'a', 'b'.",
+    "reads numbers": "in forward reads numbers from a tensor that depends on a block",
+    "an attribute": "what a block keeps in an attribute, let it return instead",
+    "encode": "ValueError: step(encode=...) needs the whole model on each rank",
+    "on_gradients": "ValueError: step(on_gradients=...) needs the whole model on each rank",
+    "LBFGS": "ValueError: LBFGS computes the loss of the whole model at other weights",
+    "digest": "UnisonoError: trainer.digest needs the whole model",
+    "collect": "ValueError: trainer.collect(name='collect') calls a function of the whole model",
+    "sharded": "ValueError: sharded=True divides a dataset among ranks",
+}
+OF_SEVERAL_RANKS = {
+    "too many stages",
+    "replicas",
+    "interleaved",
+    "reads numbers",
+    "an attribute",
+    "container",
+    "digest",
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_each_is_an_error_that_says_what_to_do(fork_ranks, ranks):
+    job = fork_ranks(ranks, PROGRAM)
+    for rank in range(ranks):
+        told = dict(line.split(": ", 1) for line in job.lines(rank))
+        assert told.keys() == MESSAGES.keys()
+        expected = MESSAGES if ranks > 1 else dict.fromkeys(OF_SEVERAL_RANKS, "not refused")
+        missing = {name: told[name] for name in MESSAGES if expected.get(name, MESSAGES[name]) not in told[name]}
+        assert not missing
