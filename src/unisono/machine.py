@@ -9,7 +9,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["host_id", "kernel_text", "let_threads_finish", "resident_bytes", "usable_cores"]
+__all__ = ["host_id", "kernel_text", "let_threads_finish", "resident_bytes", "shared_memory_obstacle", "usable_cores"]
 
 
 def kernel_text(path: Path | str) -> str:
@@ -95,3 +95,15 @@ def _quota() -> float | None:
             if limit != "max":
                 quotas.append(int(limit) / int(period))
     return min(quotas, default=None)
+
+
+def shared_memory_obstacle() -> str | None:
+    """Return why this rank cannot share memory with others of its host at all; None if it can."""
+    if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
+        return "this system has no memfd_create or pidfd_open, which Linux has"
+    try:
+        os.close(os.memfd_create("unisono"))
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError as error:
+        return f"memfd_create or pidfd_open is not allowed here: {error}"
+    return None

@@ -23,6 +23,8 @@ def whole(fork_python):
         (2, "interleaved", 4),
         (4, "1f1b", 2),
         (1, "1f1b", 3),
+        (3, "1f1b", "auto3"),
+        (4, "interleaved", "auto4"),
     ],
 )
 def test_stages_replicas_and_schedules_change_no_bit(fork_ranks, whole, ranks, schedule, stages):

@@ -15,7 +15,7 @@ MESSAGES = {
     "a multiple of 3 ranks",
     "more than blocks": "ValueError: 2 stages are to begin with 'layers.1': name each submodule once",
     "no stages": "ValueError: stages=[] leaves the model whole",
-    "a name alone": "TypeError: stages='layers.2' is a str: give the names of the submodules",
+    "a name alone": "TypeError: stages='layers.2' is a str: give the number of stages, or the names of the submodules",
     "no pipeline": "TypeError: parallel='layers.2' is a str; give unisono.parallel.Pipeline(stages=[...])",
     "no schedule": "ValueError: schedule='1b1f' must be one of 'gpipe', '1f1b', 'interleaved'",
     "replicas": "ValueError: 2 stages need 2 ranks for each replica of the model, and there are 2 ranks for 3 "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections.abc import Collection, Iterable, Sequence
 from typing import Literal
@@ -28,7 +27,7 @@ from unisono.engine.shared import (
 from unisono.engine.trainable import sharing_obstacle
 from unisono.engine.tree_all_reduce import NodeLayout, TreeAllReduce
 from unisono.engine.weight_writes import PrivateWeights, WeightWrites
-from unisono.machine import host_id
+from unisono.machine import host_id, shared_memory_obstacle
 from unisono.shm.peers import own_process
 
 __all__ = ["EngineFactory", "EngineKind", "select_engines"]
@@ -162,7 +161,7 @@ def select_engines(
             or sharing_obstacle(trained, tensors)
             or next((_LBFGS for each in optimizers if isinstance(each, LBFGS)), None)
         )
-        to_shared_memory = _obstacle()
+        to_shared_memory = shared_memory_obstacle()
         process = own_process() if to_shared_memory is None else ""
         everyone = world.gather(
             (host_id(with_network=True), to_shared_memory, to_sharing, secrets.token_hex(8), process)
@@ -182,18 +181,6 @@ def select_engines(
     return EngineFactory(
         world, modules, virtual_ranks=virtual_ranks, overlap=overlap, protect=protect, runtime=runtime, shares=shares
     )
-
-
-def _obstacle() -> str | None:
-    """Return why this rank cannot share memory with others of its host at all; None if it can."""
-    if not hasattr(os, "memfd_create") or not hasattr(os, "pidfd_open"):
-        return "this system has no memfd_create or pidfd_open, which Linux has"
-    try:
-        os.close(os.memfd_create("unisono"))
-        os.close(os.pidfd_open(os.getpid()))
-    except OSError as error:
-        return f"memfd_create or pidfd_open is not allowed here: {error}"
-    return None
 
 
 def _obstacle_to_sharing(world: World, modules: Sequence[nn.Module], tensors: Sequence[Tensor]) -> str | None:

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.collectives.world import World
 from unisono.engine.staged import StageMap, StageOwnership, StageRanks
 from unisono.errors import UnisonoError
 from unisono.parallel.pipeline import Pipeline
+from unisono.parallel.pipeline.automatic import divide, measure_places
 from unisono.parallel.pipeline.blocks import find_blocks
 from unisono.parallel.pipeline.mapping import map_stages
 from unisono.parallel.pipeline.runner import PipelineRunner
 from unisono.parallel.pipeline.stage_plan import PipelinePlan
 from unisono.trainer.closure import needs_closure
+from unisono.watch.event_kinds import PipelineFields
 
 __all__ = ["CutModel", "check_cut_optimizers", "cut_model"]
+
+
+_KEPT_PLANS = 256
 
 
 class CutModel:
@@ -38,18 +46,93 @@ class CutModel:
         self._pipeline, self._world, self.model = pipeline, world, model
         self.ranks = StageRanks.connect(world, stages=pipeline.num_stages, size=size)
         self.ownership = StageOwnership()
+        self.starts = pipeline.names
+        """The submodules with which stages begin; None until the first batch, if the number of stages is given."""
+        self.tell: Callable[[PipelineFields], None] | None = None
+        """Called once on each rank with an automatic division."""
         self._runners: dict[int, PipelineRunner] = {}
+        self._checked: dict[int, PipelinePlan] = {}
+        """Plans that agree with the map of the first step, by id."""
 
     def runner(self, model: nn.Module) -> PipelineRunner:
         """Return what runs a model of this form: the model itself, or its average."""
         if id(model) not in self._runners:
+            assert self.starts is not None
             self._runners[id(model)] = PipelineRunner(
                 model,
-                starts=self._pipeline.stages,
+                starts=self.starts,
                 schedule=self._pipeline.schedule,
                 group=self.ranks.pipeline.group,
             )
         return self._runners[id(model)]
+
+    def divide(
+        self,
+        function: Callable[..., Any],
+        inputs: Sequence[Any] | None,
+        *,
+        micro_batches: int,
+        loss_of: Callable[[Any], Tensor] | None,
+    ) -> None:
+        """Find where stages begin, if the user has left it open. Every rank must call it before the first plan.
+
+        The first rank measures, and all compute the same division. Time: four passes of a micro-batch of the whole
+        model.
+
+        Args:
+            function: The forward pass with its loss, called with the model and the inputs of a micro-batch.
+            inputs: Those of a micro-batch; needed on the first rank.
+            micro_batches: The number of micro-batches of this replica in a step.
+            loss_of: Returns the scalar from which backward starts. None: only forward passes are measured.
+
+        Raises:
+            CutError: On the first rank, if the model cannot be cut.
+            PeerError: On the others.
+            ValueError: On all ranks, if there are too few places for stages to begin, or too little memory.
+        """
+        if self.starts is not None:
+            return
+        since_s, stages = time.monotonic(), self.ranks.stages
+
+        def measure() -> bytes:
+            assert inputs is not None
+            found = measure_places(self.model, function, inputs, stages=stages, loss_of=loss_of)
+            return json.dumps(micro_batches).encode() + b"\n" + found
+
+        head, _, measured = self._world.broadcast_bytes(measure).partition(b"\n")
+        schedule, count = self._pipeline.schedule, int(head)
+        division = divide(
+            measured,
+            stages=stages,
+            schedule=schedule,
+            ranks=self.ranks.size,
+            micro_batches=count,
+            limit_nbytes=self._limit_nbytes(),
+        )
+        self.starts = division.starts
+        if self.tell is not None:
+            seconds = division.split.seconds
+            self.tell(
+                {
+                    "stages": division.starts,
+                    "shares": [round(each / sum(seconds), 4) for each in seconds],
+                    "nbytes": division.split.nbytes,
+                    "excess": round(division.split.excess, 4),
+                    "schedule": schedule,
+                    "micro_batches": count,
+                    "step_s": round(division.step_s, 6),
+                    "waiting": round(division.waiting, 4),
+                    "seconds": round(time.monotonic() - since_s, 3),
+                }
+            )
+
+    def _limit_nbytes(self) -> int | None:
+        if self._pipeline.memory_gib is not None:
+            return int(self._pipeline.memory_gib * 2**30)
+        device = next(self.model.parameters()).device
+        if device.type != "cuda":
+            return None
+        return int(0.9 * torch.cuda.get_device_properties(device).total_memory)
 
     def plan(self, model: nn.Module, function: Callable[..., Any], inputs: Sequence[Any]) -> PipelinePlan:
         """Return the plan of a function for the inputs of a micro-batch.
@@ -60,11 +143,16 @@ class CutModel:
         """
         plan = self.runner(model).plan(function, inputs)
         known = self.ownership.map
-        if known is not None and (difference := known.difference(self._map(plan, model))):
+        if known is None or self._checked.get(id(plan)) is plan:
+            return plan
+        if difference := known.difference(self._map(plan, model)):
             raise UnisonoError(
                 f"the model's forward pass went another way than in the first step: {difference}. Begin stages with "
                 "blocks that are called in the same order in training and in evaluation, and for all inputs."
             )
+        if len(self._checked) >= _KEPT_PLANS:
+            self._checked.clear()
+        self._checked[id(plan)] = plan
         return plan
 
     def settle(self, plan: PipelinePlan | None) -> None:
@@ -85,7 +173,8 @@ class CutModel:
         self.ownership.settle(everyone[0])
 
     def _map(self, plan: PipelinePlan, model: nn.Module) -> StageMap:
-        return map_stages(plan, model, self._pipeline.stages)
+        assert self.starts is not None
+        return map_stages(plan, model, self.starts)
 
 
 def check_cut_optimizers(optimizers: Mapping[str, Optimizer]) -> None:
@@ -128,5 +217,5 @@ def cut_model(pipeline: Pipeline, modules: Mapping[str, nn.Module], given: objec
             "torch.compile has made one program of it: compile the modules within a stage instead, such as "
             "model.layers[0].compile()"
         )
-    find_blocks(model, pipeline.stages)
+    find_blocks(model, pipeline.names or ())
     return CutModel(pipeline, model, world) if world.size > 1 else None

@@ -68,6 +68,8 @@ class PipelineGradients(StepGradients):
         self._plans = []
         inside = enter("the loss function")
         try:
+            if self.cut.starts is None:
+                self._divide(loss_fn)
             for part in self._parts:
                 with self._forward_context(len(part.micro_batch.indices)):
                     self._plans.append(self.cut.plan(self.cut.model, loss_fn, part.inputs))
@@ -76,6 +78,18 @@ class PipelineGradients(StepGradients):
         if self.cut.ownership.map is None:
             self.cut.settle(self._plans[0] if self._plans else None)
             self.staged_buffers.settle()
+
+    def _divide(self, loss_fn: Loss) -> None:
+        """Find where stages begin, by the first micro-batch."""
+        first = next(iter(self._parts), None)
+        samples = 0 if first is None else len(first.micro_batch.indices)
+        inputs = None if first is None else first.inputs
+
+        def loss_of(result: Any) -> Tensor:
+            return self._read(result, samples=samples)[0].total
+
+        with self._forward_context(samples):
+            self.cut.divide(loss_fn, inputs, micro_batches=len(self._parts), loss_of=loss_of)
 
     def compute(
         self, loss_fn: Loss, batch: Batch, trained: Trained, *, restricted: bool, call: int, options: StepOptions

@@ -71,6 +71,8 @@ class SampleResults:
         inputs = [(to_device(micro_batch.items, self._run.device),) for _, _, micro_batch in passes.parts]
         inside = enter(self._what)
         try:
+            first = next(iter(inputs), None)
+            cut.divide(self._function, first, micro_batches=len(inputs), loss_of=None)
             plans = [cut.plan(self._models, self._function, each) for each in inputs]
             cut.runner(self._models).infer(self._function, inputs, plans, passes)
         finally:

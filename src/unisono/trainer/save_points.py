@@ -91,6 +91,8 @@ class SavePoints:
             self._keeper.save_if_due(self._cursor.place, self._asked.capture, epoch_ended=epoch_ended)
         self.is_asking = True
         if not finishing and self._stops is not None and self._stops.is_due(is_main=self._parts.run.world.rank == 0):
+            if self._parts.run.world.rank == 0 and not self._is_whole:
+                return  # the signal came after the others were told that there is nothing to save
             self.save_if_whole()
             self._stops.raise_pending()
 

@@ -49,6 +49,7 @@ from unisono.trainer.step_result import StepResult
 from unisono.trainer.storage import Storage
 from unisono.trainer.virtual_rank_calls import VirtualRankCalls
 from unisono.watch import Event
+from unisono.watch.event_kinds import PipelineFields
 
 __all__ = ["Trainer"]
 
@@ -179,6 +180,8 @@ class Trainer(RunStatus, ShortForm, ByVirtualRank, Storage):
             listeners=listeners,
             continues=recovery.is_on,
         )
+        if parts.cut is not None:
+            parts.cut.tell = self._tell_division
         self._loader_cache = LoaderCache(self._run, partial(warn_of_rank, self._log, self._run), self._compare)
         if recovery.is_joined:
             announce(self._log, parts)
@@ -402,6 +405,10 @@ class Trainer(RunStatus, ShortForm, ByVirtualRank, Storage):
             partial(self._loop.step, loss_fn, batch, optimizer, options),
             account=partial(self._loop.account, batch),
         )
+
+    def _tell_division(self, fields: PipelineFields) -> None:
+        """Tell how a model has been divided into stages."""
+        self._log.emit("pipeline", **fields)
 
     def _compare(self, call: str) -> None:
         """Check that all ranks make the same call at the same place in the run."""

@@ -11,7 +11,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -176,6 +176,18 @@ class Progress:
             text += f", in epoch {epoch + 1}"
         look.remark(self._sayable(f"{text}: {path}" if path else text))
 
+    def _pipeline(self, look: Renderer, event: Event) -> None:
+        names, shares = event.get("stages"), event.get("shares")
+        if not isinstance(names, Sequence) or not isinstance(shares, Sequence):
+            return
+        text = f"{plural(len(shares), 'stage')}, of {', '.join(f'{share:.0%}' for share in shares)} of the time"
+        text += f", beginning with {', '.join(map(str, names))}"
+        if (waiting := _number(event, "waiting")) is not None:
+            text += f"; ranks wait {waiting:.0%} of a step"
+        if step_s := _number(event, "step_s"):
+            text += f" of {format_elapsed(step_s)}"
+        look.remark(self._sayable(text))
+
     def _begin(self, look: Renderer, event: Event) -> None:
         self._leave(look)
         self._epochs = _whole(event, "epochs")
@@ -332,6 +344,7 @@ class Progress:
 _HANDLERS: dict[str, Callable[[Progress, Renderer, Event], None]] = {
     "run": Progress._run,
     "resume": Progress._resume,
+    "pipeline": Progress._pipeline,
     "epoch": Progress._begin,
     "step": Progress._step,
     "evaluation": Progress._evaluation,

@@ -17,6 +17,7 @@ __all__ = [
     "Kind",
     "LogFields",
     "OverFields",
+    "PipelineFields",
     "ProgressFields",
     "RecoveryFields",
     "ResizeFields",
@@ -36,6 +37,7 @@ Kind: TypeAlias = Literal[
     "checkpoint",
     "recovery",
     "resize",
+    "pipeline",
     "warning",
     "over",
     "end",
@@ -192,6 +194,28 @@ class ResizeFields(TypedDict):
     """Steps of the run done before."""
     seconds: float
     """Seconds that the run has waited."""
+
+
+class PipelineFields(TypedDict):
+    """A model has been divided into stages, by measured times."""
+
+    stages: Sequence[str]
+    """The submodules with which stages begin, from the second stage on."""
+    shares: Sequence[float]
+    """For each stage, its part of the time of a micro-batch, 0 to 1."""
+    nbytes: Sequence[int]
+    """For each stage, its memory as estimated: parameters, gradients, two averages, and activations."""
+    excess: float
+    """By what part the slowest stage is slower than in the best of all divisions."""
+    schedule: str
+    micro_batches: int
+    """Of a replica, in a step."""
+    step_s: float
+    """The time of a step as expected, without what sending takes."""
+    waiting: float
+    """The part of this time in which ranks wait for each other, 0 to 1."""
+    seconds: float
+    """Seconds that it took to measure."""
 
 
 class WarningFields(TypedDict):

@@ -28,6 +28,7 @@ from unisono.watch.event_kinds import (
     Kind,
     LogFields,
     OverFields,
+    PipelineFields,
     ProgressFields,
     RecoveryFields,
     ResizeFields,
@@ -134,6 +135,8 @@ class EventLog:
     def emit(self, kind: Literal["recovery"], /, **fields: Unpack[RecoveryFields]) -> None: ...
     @overload
     def emit(self, kind: Literal["resize"], /, **fields: Unpack[ResizeFields]) -> None: ...
+    @overload
+    def emit(self, kind: Literal["pipeline"], /, **fields: Unpack[PipelineFields]) -> None: ...
     @overload
     def emit(self, kind: Literal["warning"], /, **fields: Unpack[WarningFields]) -> None: ...
     @overload

@@ -1,6 +1,7 @@
 """Trains models that are cut over ranks; prints a digest of all results for each.
 
-Arguments: the schedule and the number of stages ("1" leaves models whole), then optionally names of cases.
+Arguments: the schedule and the number of stages ("1" leaves models whole, "auto4" lets unisono find 4), then optionally
+names of cases.
 """
 
 import contextlib
@@ -19,7 +20,8 @@ import pipeline_models
 
 import unisono
 
-schedule, stages, *chosen = sys.argv[1], int(sys.argv[2]), *sys.argv[3:]
+schedule, stages, *chosen = sys.argv[1:]
+is_automatic, stages = stages.startswith("auto"), int(stages.removeprefix("auto"))
 
 
 class Checkpointed(nn.Module):
@@ -100,7 +102,7 @@ def train(name):
     optimizer = make_optimizer(model)
     parallel = None
     if stages > 1:
-        names = {2: starts[1:2], 3: starts[:2], 4: starts}[stages]
+        names = stages if is_automatic else {2: starts[1:2], 3: starts[:2], 4: starts}[stages]
         parallel = unisono.parallel.Pipeline(stages=names, schedule=schedule)
     trainer = unisono.Trainer(model, optimizer, virtual_ranks=8, parallel=parallel, progress=False, seed=3, **options)
     several = isinstance(optimizer, dict)

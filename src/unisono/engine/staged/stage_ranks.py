@@ -8,7 +8,9 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from unisono.backend import register
 from unisono.collectives.world import World
+from unisono.machine import host_id, shared_memory_obstacle
 
 __all__ = ["StageRanks"]
 
@@ -44,8 +46,15 @@ class StageRanks:
             size: Number of ranks of a pipeline.
         """
         replicas, place = world.size // size, world.rank % size
-        pipelines = [list(range(first, first + size)) for first in range(0, world.size, size)]
-        made = [_world_of(world, ranks) for ranks in pipelines]
+        register()
+        shares = world.device.type == "cpu" and shared_memory_obstacle() is None
+        hosts = world.gather(host_id(with_network=True) if shares else f"rank {world.rank}", "Trainer making stages")
+        made = []
+        for first in range(0, world.size, size):
+            ranks = range(first, first + size)
+            # Activations of ranks on one host go through shared memory.
+            backend = "shm" if len({hosts[rank] for rank in ranks}) == 1 else None
+            made.append(_world_of(world, ranks, backend=backend))
         columns = {}
         for stage in range(stages):  # a group for each, since their messages overtake each other
             column = _world_of(world, [replica * size + stage % size for replica in range(replicas)])
@@ -71,11 +80,11 @@ class StageRanks:
         return stage % self.size
 
 
-def _world_of(world: World, ranks: Sequence[int]) -> World | None:
+def _world_of(world: World, ranks: Sequence[int], *, backend: str | None = None) -> World | None:
     """Make the group of some ranks; return it to those in it. Every rank must call it."""
     if len(ranks) == 1:
         return World(local_rank=world.local_rank, device=world.device) if ranks[0] == world.rank else None
-    group = dist.new_group(list(ranks), timeout=timedelta(seconds=world.timeout_s))
+    group = dist.new_group(list(ranks), timeout=timedelta(seconds=world.timeout_s), backend=backend)
     if world.rank not in ranks:
         return None
     return World(

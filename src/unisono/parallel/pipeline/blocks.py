@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from torch import nn
 
-__all__ = ["CALL", "calls_seen_by", "find_blocks"]
+__all__ = ["CALL", "calls_seen_by", "find_blocks", "is_called"]
 
 CALL = "_unisono_pipeline_call"
 
@@ -63,13 +63,14 @@ def _outermost(
 ) -> Iterator[tuple[str, nn.Module]]:
     for child_name, child in module.named_children():
         full = f"{name}.{child_name}" if name else child_name
-        if full in containers or not _is_called(child):
+        if full in containers or not is_called(child):
             yield from _outermost(child, full, containers, starts)
         elif full in starts or next(child.parameters(), None) is not None:
             yield full, child
 
 
-def _is_called(module: nn.Module) -> bool:
+def is_called(module: nn.Module) -> bool:
+    """Return True if a module has a forward pass of its own."""
     # ModuleList and its like are never called. torch.compile's wrapper has its forward in the object.
     return type(module).forward is not nn.Module.forward or "forward" in module.__dict__
 

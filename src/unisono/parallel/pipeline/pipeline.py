@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from unisono.arguments import choice, whole
+from unisono.arguments import choice, real, whole
 from unisono.parallel.pipeline.schedule import SCHEDULES
 from unisono.text import a_type
 
@@ -23,40 +23,52 @@ class Pipeline:
     model stays whole.
 
     >>> Pipeline(stages=["layers.4", "layers.8"])
-    Pipeline(stages=('layers.4', 'layers.8'), schedule='1f1b', replicas=None)
+    Pipeline(stages=('layers.4', 'layers.8'), schedule='1f1b', replicas=None, memory_gib=None)
 
     Args:
         stages: The names of the submodules with which the second stage and those after it begin, in the order in which
-            the forward pass calls them. A stage has all that is called until the next one begins.
+            the forward pass calls them. A stage has all that is called until the next one begins. Or the number of
+            stages: then the first batch is used to measure the parts of the model, and the division is the one whose
+            slowest stage is fastest.
         schedule: The order of passes: "gpipe" (all forward passes first, which takes the most memory), "1f1b" (a stage
             keeps at most as many micro-batches as there are stages), or "interleaved" (several stages on each rank, for
             shorter waits; the number of stages is a multiple of the number of ranks of a replica).
         replicas: Number of copies of the model, which divide the virtual ranks. None: one for each full set of ranks
             with a rank for each stage; with "interleaved", one.
+        memory_gib: The memory that the stages of a rank may take, in GiB, where the number of stages is given: for
+            parameters, gradients and two averages of the optimizer, and for activations. None: 90 % of a GPU's memory,
+            and any on a CPU.
 
     Raises:
-        TypeError: stages are no names.
-        ValueError: There are no names, or there is no such schedule.
+        TypeError: stages are neither names nor a number.
+        ValueError: There is one stage, or there is no such schedule.
     """
 
-    stages: Sequence[str]
+    stages: int | Sequence[str]
     schedule: ScheduleName = "1f1b"
     replicas: int | None = None
+    memory_gib: float | None = None
 
     def __post_init__(self) -> None:
         """Check the arguments."""
         stages: Any = self.stages
-        if isinstance(stages, str) or not isinstance(stages, Sequence):
+        if isinstance(stages, int) and not isinstance(stages, bool):
+            whole("stages", stages, least=2)
+            stages = ()
+        elif isinstance(stages, str) or not isinstance(stages, Sequence):
             raise TypeError(
-                f"stages={stages!r} is {a_type(stages)}: give the names of the submodules with which stages begin, as "
-                'in stages=["layers.4"] for two stages'
+                f"stages={stages!r} is {a_type(stages)}: give the number of stages, or the names of the submodules "
+                'with which they begin, as in stages=["layers.4"] for two stages'
             )
         for name in stages:
             if not isinstance(name, str):
                 raise TypeError(f"stages={stages!r} has {name!r}, {a_type(name)}, where the name of a submodule is due")
-        if not stages:
+        if not stages and not isinstance(self.stages, int):
             raise ValueError("stages=[] leaves the model whole: name the submodule with which a second stage begins")
-        object.__setattr__(self, "stages", tuple(stages))
+        if not isinstance(self.stages, int):
+            object.__setattr__(self, "stages", tuple(stages))
+        if self.memory_gib is not None and not real("memory_gib", self.memory_gib) > 0:
+            raise ValueError(f"memory_gib={self.memory_gib} must be positive; None sets no limit on a CPU")
         choice("schedule", self.schedule, tuple(name for name in SCHEDULES if name != "zero-bubble"))
         if self.replicas is not None:
             whole("replicas", self.replicas, least=1)
@@ -64,7 +76,12 @@ class Pipeline:
     @property
     def num_stages(self) -> int:
         """Number of stages."""
-        return len(self.stages) + 1
+        return self.stages if isinstance(self.stages, int) else len(self.stages) + 1
+
+    @property
+    def names(self) -> tuple[str, ...] | None:
+        """The submodules with which stages begin; None if the number of stages is given."""
+        return None if isinstance(self.stages, int) else tuple(self.stages)
 
     def ranks_of_replica(self, world_size: int) -> int:
         """Return the number of ranks over which each replica is cut.

@@ -1,0 +1,208 @@
+"""How long the parts of a model take, and how much memory, by running them: for an automatic split.
+
+The whole model runs on one micro-batch. The time from the first call of one place to that of the next one belongs to
+the first, forward and backward; in the backward pass it is noted when the gradient of a block's inputs is there.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from unisono.parallel.pipeline.balance import ModelSegment
+from unisono.parallel.pipeline.blocks import calls_seen_by
+from unisono.parallel.pipeline.candidates import Places
+from unisono.parallel.pipeline.traffic import bytes_across
+from unisono.state.random import kept_generators
+
+__all__ = ["measure_segments"]
+
+_WARM_UPS, _REPEATS = 1, 3
+_STATE_COPIES = 4
+"""A parameter, its gradient, and the two averages of Adam."""
+_BACKWARD = 2.0
+"""The time of a backward pass by that of a forward pass, where only that is measured."""
+
+
+class _Mark(torch.autograd.Function):
+    # Notes when the gradient of a block's inputs has been computed.
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, note: Callable[[], None]) -> Tensor:
+        ctx.note = note
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.note()
+        return gradients[0], None
+
+
+def measure_segments(
+    model: nn.Module,
+    function: Callable[..., Any],
+    inputs: Sequence[Any],
+    places: Places,
+    *,
+    loss_of: Callable[[Any], Tensor] | None,
+) -> list[ModelSegment]:
+    """Return the parts of a model between the places at which a stage could begin.
+
+    Time: four passes of the micro-batch. Parameters, their gradients, buffers and generators are left as they are.
+
+    Args:
+        model: The whole model.
+        function: The forward pass with its loss, called with the model and the inputs.
+        inputs: Those of a micro-batch.
+        places: The places.
+        loss_of: Returns the scalar from which backward starts. None: only forward passes are measured.
+    """
+    runs = []
+    names = places.names
+    for number in range(_WARM_UPS + _REPEATS):
+        run = _Run(len(names) + 1)
+        with kept_generators(), _kept_gradients(model):
+            own = _copied(model)
+            blocks = {name: own.get_submodule(name) for name in names}
+            with (
+                calls_seen_by(blocks, run.call_of(names)),
+                torch.autograd.graph.saved_tensors_hooks(run.keep, lambda kept: kept),
+            ):
+                run.start()
+                result = function(own, *inputs)
+                loss = None if loss_of is None else loss_of(result)
+            run.end_forward()
+            if loss is not None:
+                run.backward(loss)
+        if number >= _WARM_UPS:
+            runs.append(run)
+    across = bytes_across(places.program)
+    states = _state_nbytes(model, places)
+    return [
+        ModelSegment(
+            name="" if not place else names[place - 1],
+            forward_s=(forward_s := statistics.median(run.forward_s[place] for run in runs)),
+            backward_s=forward_s * _BACKWARD
+            if loss_of is None
+            else statistics.median(run.backward_s[place] for run in runs),
+            state_nbytes=states[place],
+            activation_nbytes=runs[-1].kept_nbytes[place],
+            entering_nbytes=across[places.calls[place - 1]] if place else 0,
+        )
+        for place in range(len(names) + 1)
+    ]
+
+
+class _Run:
+    """One pass through the model: what each segment takes."""
+
+    def __init__(self, segments: int) -> None:
+        self.forward_s, self.backward_s = [0.0] * segments, [0.0] * segments
+        self.kept_nbytes = [0] * segments
+        self._segment, self._since_s = 0, 0.0
+        self._inside = False
+        self._begun = {0}
+        self._seen: set[int] = set()
+        self._reached: dict[int, float] = {}
+
+    def start(self) -> None:
+        """Note that the first segment begins."""
+        self._since_s = time.perf_counter()
+
+    def begin(self, segment: int) -> None:
+        """Note that a segment begins."""
+        now_s = time.perf_counter()
+        self.forward_s[self._segment] += now_s - self._since_s
+        self._segment, self._since_s = segment, time.perf_counter()
+        self._begun.add(segment)
+
+    def end_forward(self) -> None:
+        """Note that the last segment has ended."""
+        self.begin(self._segment)
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Count a tensor that is kept for the backward pass."""
+        storage = tensor.untyped_storage()
+        if not isinstance(tensor, nn.Parameter) and storage.data_ptr() not in self._seen:
+            self._seen.add(storage.data_ptr())
+            self.kept_nbytes[self._segment] += storage.nbytes()
+        return tensor
+
+    def call_of(self, names: Sequence[str]) -> Callable[..., Any]:
+        """Return what is called in place of the blocks."""
+        segments = {name: number for number, name in enumerate(names, 1)}
+
+        def call(name: str, own_call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            segment = segments[name]
+            if self._inside or segment in self._begun:
+                return own_call(*args, **kwargs)
+            self.begin(segment)
+            if torch.is_grad_enabled():
+                args, kwargs = tree_map_only(Tensor, lambda tensor: self._marked(tensor, segment), (args, kwargs))
+            self._inside = True
+            try:
+                return own_call(*args, **kwargs)
+            finally:
+                self._inside = False
+
+        return call
+
+    def _marked(self, tensor: Tensor, segment: int) -> Tensor:
+        if not tensor.requires_grad or tensor.is_leaf:
+            return tensor
+
+        def note() -> None:
+            self._reached[segment] = time.perf_counter()
+
+        marked: Tensor = _Mark.apply(tensor, note)  # type: ignore[no-untyped-call]
+        return marked
+
+    def backward(self, loss: Tensor) -> None:
+        """Run the backward pass."""
+        since_s = time.perf_counter()
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._reached[0] = time.perf_counter()
+        # A segment whose inputs need no gradient ends with the one before it.
+        for segment in sorted(self._begun, reverse=True):
+            reached_s = self._reached.get(segment)
+            if reached_s is not None and reached_s > since_s:
+                self.backward_s[segment], since_s = reached_s - since_s, reached_s
+
+
+@contextmanager
+def _kept_gradients(model: nn.Module) -> Iterator[None]:
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """Return the model with the same parameters, and copies of all else that its code may write."""
+    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+
+
+def _state_nbytes(model: nn.Module, places: Places) -> list[int]:
+    """Return for each segment the memory of the parameters that it is the first to use."""
+    sizes = {name: parameter.nbytes for name, parameter in model.named_parameters()}
+    found = [0] * (len(places.names) + 1)
+    bounds = (*places.calls, len(places.program.calls))
+    segment = 0
+    for call in places.program.calls:
+        while call.number >= bounds[segment]:
+            segment += 1
+        for name in call.parameters:
+            found[segment] += _STATE_COPIES * sizes.pop(name, 0)
+    return found
