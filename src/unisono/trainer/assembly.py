@@ -26,6 +26,7 @@ from unisono.engine import (
 from unisono.engine.staged import StagedBuffers, StagedEngineFactory
 from unisono.job.placement import own_placement
 from unisono.state.stateful import Stateful
+from unisono.trainer.averages import AverageUpdates, start_averages
 from unisono.trainer.carried import Carried, CarriedStates
 from unisono.trainer.checkpointing import Checkpointing
 from unisono.trainer.cut_model import CutModel, check_cut_optimizers, cut_model
@@ -48,7 +49,6 @@ from unisono.trainer.resume import ResumedRun
 from unisono.trainer.run_context import RunContext
 from unisono.trainer.settings import TrainerSettings
 from unisono.trainer.setup import (
-    AverageUpdates,
     check_constants,
     check_equal_values,
     check_schedulers,
@@ -56,7 +56,6 @@ from unisono.trainer.setup import (
     compile_each_size,
     keep_freed_memory,
     named_optimizers,
-    start_averages,
 )
 from unisono.trainer.snapshot import Cursor, Subjects, check_storable_models
 from unisono.trainer.stage_gathering import StageGathering
@@ -297,6 +296,7 @@ def assemble(  # noqa: PLR0915  one thing after the other
     if cut is not None:
         assert isinstance(buffers, StagedBuffers)
         gathering = StageGathering(cut, subjects, buffers)
+        cut.has_beside(subjects.averages.values(), subjects.optimizers.values())
     return TrainerParts(
         run=run,
         settings=settings,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,10 +17,12 @@ from unisono.errors import UnisonoError
 from unisono.parallel.pipeline import Pipeline
 from unisono.parallel.pipeline.automatic import divide, measure_places
 from unisono.parallel.pipeline.blocks import find_blocks
+from unisono.parallel.pipeline.foreign import ForeignParameters
 from unisono.parallel.pipeline.mapping import map_stages
 from unisono.parallel.pipeline.runner import PipelineRunner
 from unisono.parallel.pipeline.stage_plan import PipelinePlan
 from unisono.trainer.closure import needs_closure
+from unisono.trainer.modules import plain_name
 from unisono.watch.event_kinds import PipelineFields
 
 __all__ = ["CutModel", "check_cut_optimizers", "cut_model"]
@@ -48,9 +50,11 @@ class CutModel:
         self.ownership = StageOwnership()
         self.starts = pipeline.names
         """The submodules with which stages begin; None until the first batch, if the number of stages is given."""
+        self._averages: list[nn.Module] = []
+        self._optimizers: list[Optimizer] = []
         self.tell: Callable[[PipelineFields], None] | None = None
         """Called once on each rank with an automatic division."""
-        self._runners: dict[int, PipelineRunner] = {}
+        self._runners: dict[int, tuple[PipelineRunner, ForeignParameters]] = {}
         self._checked: dict[int, PipelinePlan] = {}
         """Plans that agree with the map of the first step, by id."""
 
@@ -58,13 +62,56 @@ class CutModel:
         """Return what runs a model of this form: the model itself, or its average."""
         if id(model) not in self._runners:
             assert self.starts is not None
-            self._runners[id(model)] = PipelineRunner(
+            foreign = ForeignParameters(model)
+            runner = PipelineRunner(
                 model,
                 starts=self.starts,
                 schedule=self._pipeline.schedule,
                 group=self.ranks.pipeline.group,
+                layouts=foreign.layouts,
             )
-        return self._runners[id(model)]
+            self._runners[id(model)] = runner, foreign
+        return self._runners[id(model)][0]
+
+    def has_beside(self, averages: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> None:
+        """Note the averages and the optimizers of the model, which have memory for all of its parameters, too."""
+        self._averages, self._optimizers = list(averages), list(optimizers)
+
+    def release(self) -> None:
+        """Give back the memory of parameters that the stages of this rank do not use, before a step."""
+        known = self.ownership.map
+        if known is None or self.ownership.whole == "nowhere":
+            return
+        for model in (self.model, *self._averages):
+            self.runner(model)
+            own = {
+                name
+                for name, _ in model.named_parameters()
+                if not set(self.ranks.own_stages).isdisjoint(known.parameters[plain_name(name)])
+            }
+            self._runners[id(model)][1].release(own)
+        parameters = dict(self.model.named_parameters())
+        for optimizer in self._optimizers:
+            for name in self.foreign:
+                optimizer.state.pop(parameters[name], None)
+        self.ownership.whole = "nowhere"
+
+    def restore(self) -> None:
+        """Give all parameters memory again, for values from other ranks."""
+        for _, foreign in self._runners.values():
+            foreign.restore()
+
+    @property
+    def foreign(self) -> Collection[str]:
+        """The names of the model's parameters whose memory has been given back."""
+        known = self._runners.get(id(self.model))
+        return () if known is None else known[1].layouts
+
+    def own_pairs(self, average: nn.Module) -> list[tuple[Tensor, Tensor]]:
+        """Return each parameter of an averaged model that has memory, and that of the model."""
+        foreign = self.foreign
+        pairs = zip(average.parameters(), self.model.named_parameters(), strict=True)
+        return [(averaged, parameter) for averaged, (name, parameter) in pairs if name not in foreign]
 
     def divide(
         self,

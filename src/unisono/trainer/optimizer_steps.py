@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from unisono.trainer.assembly import TrainerParts
+from unisono.trainer.averages import update_average
 
 __all__ = ["OptimizerSteps"]
 
@@ -18,6 +19,7 @@ class OptimizerSteps:
         self.runners = parts.runners
         """Run the steps, by the name of the optimizer; None: that of all, where there are several."""
         self._modules, self._averages, self._schedulers = parts.modules, parts.averages, parts.schedulers
+        self._cut = parts.cut
         self._interval = parts.settings.scheduler_interval
 
     def name(self, optimizer: str | None) -> str | None:
@@ -37,7 +39,10 @@ class OptimizerSteps:
         runner = self.runners[name]
         for prefix, average in self._averages.items():
             if runner.trains(self._modules[prefix]):
-                average.update_parameters(self._modules[prefix])
+                if self._cut is None:
+                    average.update_parameters(self._modules[prefix])
+                else:
+                    update_average(average, self._modules[prefix], self._cut.own_pairs(average.module))
         if self._interval == "step":
             for of_optimizer, scheduler in self._schedulers.items():
                 if name in (of_optimizer, None):

@@ -16,7 +16,7 @@ from unisono.parallel.losses import further_values
 from unisono.parallel.pipeline.runner import LossRoot
 from unisono.parallel.pipeline.stage_plan import PipelinePlan
 from unisono.trainer.cut_model import CutModel
-from unisono.trainer.modules import to_device
+from unisono.trainer.modules import plain_name, to_device
 from unisono.trainer.run_context import RunContext
 from unisono.trainer.step_gradients import Loss, StepGradients, StepOptions, model_stream
 
@@ -58,6 +58,12 @@ class PipelineGradients(StepGradients):
         self._parts: list[_Part] = []
         self._plans: list[PipelinePlan] = []
 
+    def present(self, trained: Trained) -> Trained:
+        """Return the parameters that this rank has memory for: all of them before the first step."""
+        foreign = {plain_name(name) for name in self.cut.foreign}
+        pairs = [(name, p) for name, p in zip(*trained, strict=True) if name not in foreign]
+        return Trained(tuple(name for name, _ in pairs), tuple(p for _, p in pairs))
+
     def prepare(self, loss_fn: Loss, batch: Batch) -> None:
         """Plan the passes of a batch; in the first step, agree with all ranks on which stage has what."""
         self._parts = [
@@ -78,6 +84,7 @@ class PipelineGradients(StepGradients):
         if self.cut.ownership.map is None:
             self.cut.settle(self._plans[0] if self._plans else None)
             self.staged_buffers.settle()
+        self.cut.release()
 
     def _divide(self, loss_fn: Loss) -> None:
         """Find where stages begin, by the first micro-batch."""

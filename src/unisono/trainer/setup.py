@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from unisono.arguments import function
 from unisono.collectives.world import World
@@ -28,7 +27,6 @@ from unisono.trainer.snapshot import model_tensors, optimizer_state
 from unisono.trainer.step_gradients import StepOptions
 
 __all__ = [
-    "AverageUpdates",
     "check_constants",
     "check_equal_values",
     "check_schedulers",
@@ -37,7 +35,6 @@ __all__ = [
     "keep_freed_memory",
     "named_optimizers",
     "no_loss_function",
-    "start_averages",
 ]
 
 # Options of mallopt, from glibc's malloc.h.
@@ -262,26 +259,3 @@ def check_equal_values(world: World, modules: Mapping[str, nn.Module], optimizer
 def _all_tensors(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
     """Return all tensors of the models that a checkpoint holds, and the buffers that it does not hold, by name."""
     return named_buffers(modules) | model_tensors(modules)
-
-
-def start_averages(modules: Mapping[str, nn.Module], decay: float | None) -> dict[str, AveragedModel]:
-    """Start an exponential moving average of each model's weights."""
-    if decay is None:
-        return {}
-    average = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
-    return {prefix: AveragedModel(module, multi_avg_fn=average) for prefix, module in modules.items()}
-
-
-class AverageUpdates:
-    """The number of updates of an averaged model, on which its first update depends, as state to save."""
-
-    def __init__(self, average: AveragedModel) -> None:
-        self._average = average
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the count."""
-        return {"updates": int(self._average.n_averaged)}
-
-    def load_state_dict(self, state: dict[str, Any], /) -> None:
-        """Set the count."""
-        self._average.n_averaged.fill_(state["updates"])

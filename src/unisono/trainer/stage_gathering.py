@@ -47,6 +47,8 @@ class StageGathering:
         if ownership.map is None or ownership.whole == "everywhere" or (ownership.whole == "main" and not everywhere):
             return
         wanted = everywhere or ranks.pipeline.rank == 0
+        if wanted:
+            self._cut.restore()
         for place in range(ranks.size):
             document, groups = broadcast_groups(ranks.pipeline, self._capture, source=place, wanted=wanted)
             if wanted and place != ranks.place:

@@ -271,7 +271,7 @@ class StepRunner:
         self._trained, self._seen = Trained((), ()), version  # if the next line refuses, the next step looks again
         found = Trained(tuple(names[id(p)] for p in parameters), tuple(parameters))
         for part in parts_of(self._optimizer):
-            check_trained(trained_by(part, found), part, scaled=self.scaler is not None)
+            check_trained(trained_by(part, self._shares.present(found)), part, scaled=self.scaler is not None)
         self._trained, self._looked_in = found, -1
         trained = {id(p) for p in parameters}
         others = [p for m in self._modules.values() for p in m.parameters() if p.requires_grad and id(p) not in trained]

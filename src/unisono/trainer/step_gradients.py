@@ -83,6 +83,10 @@ class StepGradients(ABC):
         self.values = ValueSums("loss function")
         """The further values of the last step."""
 
+    def present(self, trained: Trained) -> Trained:
+        """Return the parameters that this rank has memory for."""
+        return trained
+
     @abstractmethod
     def prepare(self, loss_fn: Loss, batch: Batch) -> None:
         """Prepare the passes of a batch, before the step begins. Every rank must call it."""

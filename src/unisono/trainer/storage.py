@@ -141,6 +141,8 @@ class Storage:
 
         def load() -> LoadedWeights:
             self._compare(call)
+            if parts.gathering is not None:
+                parts.gathering.gather(everywhere=True)
             loaded = load_weights(
                 parts.run.world,
                 parts.subjects,

@@ -45,7 +45,8 @@ class StagedEngine:
         """The engine of each stage of this rank."""
         self._given = Trained((), ())
         self._own: dict[int, Trained] = {}
-        self._shared: list[tuple[int, Tensor]] = []
+        self._shared: list[tuple[int, list[int], Tensor]] = []
+        """Parameters that several ranks use: the place of the owner, those of the others, and the tensor."""
 
     def start(self, step: StepTransaction, trained: Trained, *, leaves: int) -> None:
         """Begin a step; see `Engine`."""
@@ -118,14 +119,27 @@ class StagedEngine:
             self._optimizer.step()
         else:
             scaler.step(self._optimizer)
-        world = self._ranks.pipeline
-        if world.group is not None:
-            for source, parameter in self._shared:
+        self._send_shared()
+
+    def _send_shared(self) -> None:
+        """Send the parameters that several stages use from their owner to the other ranks that use them."""
+        world, sends, receives = self._ranks.pipeline, [], []
+        for source, targets, parameter in self._shared:
+            if world.rank == source:
                 sent = parameter.detach().contiguous()
-                dist.broadcast(sent, group=world.group, group_src=source)
-                if sent.data_ptr() != parameter.data_ptr() and source != world.rank:
-                    with torch.no_grad():
-                        parameter.copy_(sent)
+                sends += [(sent, dist.isend(sent, group=world.group, group_dst=target)) for target in targets]
+            elif world.rank in targets:
+                received = torch.empty_like(parameter, memory_format=torch.contiguous_format)
+                work = dist.irecv(received, group=world.group, group_src=source)
+                receives.append((received, parameter, work))
+        for received, parameter, work in receives:
+            assert work is not None
+            work.wait()
+            with torch.no_grad():
+                parameter.copy_(received)
+        for _, work in sends:
+            assert work is not None
+            work.wait()
 
     def close(self) -> None:
         """Release the parameters; see `Engine`."""
@@ -150,11 +164,12 @@ class StagedEngine:
             own = [(name, p) for name, p in pairs if known.owner(name) == stage]
             self._own[stage] = Trained(tuple(name for name, _ in own), tuple(p for _, p in own))
         by_name = dict(pairs)
-        self._shared = [
-            (self._ranks.place_of(known.owner(name)), by_name[name])
-            for name in self._ownership.shared
-            if name in by_name
-        ]
+        self._shared = []
+        for name in self._ownership.shared:
+            source, *others = map(self._ranks.place_of, known.parameters[name])
+            targets = sorted({*others} - {source})
+            if name in by_name and targets:
+                self._shared.append((source, targets, by_name[name]))
         self._given = trained
 
     def _unscale(self, scaler: torch.amp.GradScaler) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from unisono.errors import PathChangedError
 from unisono.parallel.pipeline.blocks import find_blocks
 from unisono.parallel.pipeline.leaves import described, flatten
+from unisono.parallel.pipeline.placeholder import TensorLayout
 from unisono.parallel.pipeline.recorder import record
 from unisono.parallel.pipeline.stage import Stage
 from unisono.parallel.pipeline.stage_plan import PipelinePlan, first_calls, plan_stages
@@ -41,13 +43,21 @@ class PlanCache:
     Args:
         model: The whole model.
         starts: The submodules whose first call begins a stage, from the second stage on.
+        layouts: Those of parameters whose memory has been given back, by name, as it is at the time.
         limit: How many plans are kept; the oldest goes first.
     """
 
-    def __init__(self, model: nn.Module, *, starts: Sequence[str], limit: int = 64) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        starts: Sequence[str],
+        layouts: Mapping[str, TensorLayout] = MappingProxyType({}),
+        limit: int = 64,
+    ) -> None:
         self._model = model
         self._starts = tuple(starts)
-        self._limit = limit
+        self._layouts, self._limit = layouts, limit
         self._plans: dict[Hashable, list[PipelinePlan]] = {}
 
     def plan_for(self, function: Callable[..., Any], inputs: Sequence[Any]) -> PipelinePlan:
@@ -67,7 +77,7 @@ class PlanCache:
         for plan in self._plans.get(key, ()):
             if not plan.program.reads_numbers or self._fits(plan, function, inputs):
                 return plan
-        program = record(self._model, function, inputs, starts=self._starts)
+        program = record(self._model, function, inputs, starts=self._starts, layouts=self._layouts)
         plan = plan_stages(program, first_calls(program, self._starts))
         if sum(map(len, self._plans.values())) >= self._limit:
             del self._plans[next(iter(self._plans))]

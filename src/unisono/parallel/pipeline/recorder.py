@@ -11,6 +11,7 @@ import random
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -58,7 +59,12 @@ def _python_generators() -> tuple[Any, ...]:
 
 
 def record(
-    model: nn.Module, function: Callable[..., Any], inputs: Sequence[Any], *, starts: Sequence[str]
+    model: nn.Module,
+    function: Callable[..., Any],
+    inputs: Sequence[Any],
+    *,
+    starts: Sequence[str],
+    layouts: Mapping[str, TensorLayout] = MappingProxyType({}),
 ) -> ForwardProgram:
     """Return the program of `function(model, *inputs)`.
 
@@ -67,13 +73,14 @@ def record(
         function: The forward pass with its loss.
         inputs: Its further arguments, real; they are copied.
         starts: The submodules whose first call begins a stage, from the second stage on.
+        layouts: Those of parameters whose memory has been given back, by name.
 
     Raises:
         CutError: The model's code between blocks reads numbers that depend on a block.
     """
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     blocks = find_blocks(model, starts)
-    copied, leaves, buffers = _copy_with_fakes(model, blocks, fake_mode)
+    copied, leaves, buffers = _copy_with_fakes(model, blocks, fake_mode, layouts)
     recorder = _Recorder(fake_mode, leaves, buffers)
     given, build = flatten(tuple(inputs))
     own = []
@@ -98,13 +105,20 @@ def record(
 
 
 def _copy_with_fakes(
-    model: nn.Module, blocks: Mapping[str, nn.Module], fake_mode: FakeTensorMode
+    model: nn.Module,
+    blocks: Mapping[str, nn.Module],
+    fake_mode: FakeTensorMode,
+    layouts: Mapping[str, TensorLayout],
 ) -> tuple[nn.Module, dict[int, tuple[str, Tensor]], dict[int, tuple[str, Tensor]]]:
     leaves: dict[int, tuple[str, Tensor]] = {}
     buffers: dict[int, tuple[str, Tensor]] = {}
     memo: dict[int, Any] = {}
     for name, parameter in model.named_parameters():
-        fake = fake_mode.from_tensor(parameter)
+        if (layout := layouts.get(name)) is None:
+            fake: Tensor = fake_mode.from_tensor(parameter)
+        else:
+            with fake_mode:
+                fake = nn.Parameter(layout.allocate(), requires_grad=parameter.requires_grad)
         memo[id(parameter)] = fake
         leaves[id(fake)] = (name, fake)
     in_blocks = {id(buffer) for block in blocks.values() for buffer in block.buffers()}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
@@ -78,11 +79,19 @@ class PipelineRunner:
         starts: The names of the blocks with which stages begin, from the second stage on.
         schedule: The name of a schedule.
         group: The ranks of the pipeline; stage s is on rank s modulo their number. None: one rank has all stages.
+        layouts: Those of parameters whose memory has been given back, by name, as it is at the time.
     """
 
     def __init__(
-        self, model: nn.Module, *, starts: Sequence[str], schedule: str, group: dist.ProcessGroup | None
+        self,
+        model: nn.Module,
+        *,
+        starts: Sequence[str],
+        schedule: str,
+        group: dist.ProcessGroup | None,
+        layouts: Mapping[str, TensorLayout] = MappingProxyType({}),
     ) -> None:
+        self._layouts = layouts
         self._model, self._starts = model, tuple(starts)
         self._plans: dict[Any, PlanCache] = {}
         self._schedule, self._group = schedule, group
@@ -106,7 +115,7 @@ class PipelineRunner:
         if key not in self._plans:
             if len(self._plans) >= _KEPT_FUNCTIONS:
                 del self._plans[next(iter(self._plans))]
-            self._plans[key] = PlanCache(self._model, starts=self._starts)
+            self._plans[key] = PlanCache(self._model, starts=self._starts, layouts=self._layouts)
         return self._plans[key].plan_for(function, inputs)
 
     def run(
@@ -208,7 +217,10 @@ class PipelineRunner:
         if key not in self._stages:
             if len(self._stages) >= _KEPT_STAGES:
                 self._stages.clear()
-            parameters = {name: TensorLayout.of(parameter) for name, parameter in self._model.named_parameters()}
+            parameters = {
+                name: self._layouts.get(name) or TensorLayout.of(parameter)
+                for name, parameter in self._model.named_parameters()
+            }
             stage = Stage(plan, number, self._model, starts=self._starts)
             self._stages[key] = stage, stage_routes(plan, number, parameters)
         return self._stages[key]

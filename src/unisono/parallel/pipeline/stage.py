@@ -96,6 +96,8 @@ class Stage:
         for place, leaf in enumerate(flatten(tuple(inputs))[0]):
             if isinstance(leaf, Tensor):
                 mode.objects[self._pipeline.program.inputs[place]] = leaf
+        if not self.plan.begin:
+            mode.begin()
         with calls_seen_by(self._blocks, mode.call_block), mode:
             mode.done.result = function(self._model, *inputs)
         mode.finish()
