@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["ModelContents", "member_name"]
+__all__ = ["ModelContents", "member_name", "plain_name"]
 
 
 def member_name(path: str, name: str) -> str:
@@ -23,6 +23,15 @@ def member_name(path: str, name: str) -> str:
     'layers.0.weight'
     """
     return f"{path}.{name}".replace("_orig_mod.", "") if path else name
+
+
+def plain_name(name: str) -> str:
+    """Remove the prefixes that torch.compile adds to the names of parameters and buffers.
+
+    >>> plain_name("_orig_mod.layers.0._orig_mod.weight")
+    'layers.0.weight'
+    """
+    return name.replace("_orig_mod.", "")
 
 
 class ModelContents:

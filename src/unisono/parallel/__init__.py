@@ -1,7 +1,7 @@
 """Data parallelism for your own training loops, and models over several ranks; nothing here depends on the Trainer."""
 
 from unisono.parallel.data_parallel import DataParallel
-from unisono.parallel.pipeline import Pipeline
+from unisono.parallel.pipeline import Pipeline, PipelineStages, cut
 from unisono.parallel.replicas import Replicas, replicate
 from unisono.parallel.scatter_gather import Whole
 from unisono.parallel.sync_batch_norm import (
@@ -15,10 +15,12 @@ __all__ = [
     "BatchNormNd",
     "DataParallel",
     "Pipeline",
+    "PipelineStages",
     "Replicas",
     "SyncBatchNorm",
     "Whole",
     "convert_sync_batchnorm",
+    "cut",
     "replicate",
     "revert_sync_batchnorm",
 ]

@@ -25,11 +25,12 @@ from unisono.engine import (
 )
 from unisono.engine.staged import StagedBuffers, StagedEngineFactory
 from unisono.job.placement import own_placement
+from unisono.parallel.pipeline.cut_model import CutModel
 from unisono.state.stateful import Stateful
 from unisono.trainer.averages import AverageUpdates, start_averages
 from unisono.trainer.carried import Carried, CarriedStates
 from unisono.trainer.checkpointing import Checkpointing
-from unisono.trainer.cut_model import CutModel, check_cut_optimizers, cut_model
+from unisono.trainer.cutting import check_cut_optimizers, cut_model
 from unisono.trainer.description import (
     check_equal_documents,
     describe_models,

@@ -18,10 +18,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from unisono.collectives.world import World
+from unisono.engine.model_contents import plain_name
 from unisono.errors import RankMismatchError
 from unisono.mismatch import Document, tell_differences
 from unisono.state.digest import digest
-from unisono.trainer.modules import named_buffers, named_parameters, plain_name
+from unisono.trainer.modules import named_buffers, named_parameters
 
 __all__ = [
     "PLAIN",

@@ -7,8 +7,8 @@ from typing import Any
 
 from unisono.data.batch import Batch
 from unisono.metrics.average import Average
+from unisono.parallel.pipeline.cut_model import CutModel
 from unisono.trainer.carried import CarriedStates
-from unisono.trainer.cut_model import CutModel
 from unisono.trainer.run_context import RunContext
 from unisono.trainer.sample_results import SampleResults
 from unisono.trainer.snapshot import Cursor

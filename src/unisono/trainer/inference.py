@@ -15,9 +15,9 @@ from unisono.arguments import flag, text, whole
 from unisono.data.map_loader import MapLoader
 from unisono.data.settings import Collate
 from unisono.job.user_function import refuse_inside
+from unisono.parallel.pipeline.cut_model import CutModel
 from unisono.trainer.assembly import Models
 from unisono.trainer.carried import CarriedStates
-from unisono.trainer.cut_model import CutModel
 from unisono.trainer.evaluation import evaluate, tell
 from unisono.trainer.loader_cache import Loader, LoaderCache
 from unisono.trainer.loop import Loop

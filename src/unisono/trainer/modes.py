@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from unisono.trainer.modules import plain_name
+from unisono.engine.model_contents import plain_name
 
 __all__ = ["begin_training", "idle_dropout"]
 

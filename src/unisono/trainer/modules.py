@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from unisono.engine.model_contents import plain_name
 from unisono.parallel.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
@@ -24,18 +25,8 @@ __all__ = [
     "named_parameters",
     "parameter_names",
     "plain_modules",
-    "plain_name",
     "to_device",
 ]
-
-
-def plain_name(name: str) -> str:
-    """Remove the prefixes that torch.compile adds to the names of parameters and buffers.
-
-    >>> plain_name("_orig_mod.layers.0._orig_mod.weight")
-    'layers.0.weight'
-    """
-    return name.replace("_orig_mod.", "")
 
 
 def plain_modules(model: nn.Module | Mapping[str, nn.Module]) -> dict[str, nn.Module]:

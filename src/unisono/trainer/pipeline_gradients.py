@@ -10,13 +10,14 @@ from torch import Tensor, nn
 
 from unisono.data.batch import Batch, MicroBatch, Share
 from unisono.engine import Trained
+from unisono.engine.model_contents import plain_name
 from unisono.engine.staged import StagedBuffers, StagedEngine
 from unisono.job.user_function import enter, leave
 from unisono.parallel.losses import further_values
+from unisono.parallel.pipeline.cut_model import CutModel
 from unisono.parallel.pipeline.runner import LossRoot
 from unisono.parallel.pipeline.stage_plan import PipelinePlan
-from unisono.trainer.cut_model import CutModel
-from unisono.trainer.modules import plain_name, to_device
+from unisono.trainer.modules import to_device
 from unisono.trainer.run_context import RunContext
 from unisono.trainer.step_gradients import Loss, StepGradients, StepOptions, model_stream
 

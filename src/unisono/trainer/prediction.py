@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from unisono.data.batch import Batch
 from unisono.errors import DataError, LossError
 from unisono.job.user_function import refuse_inside
+from unisono.parallel.pipeline.cut_model import CutModel
 from unisono.text import a_type, list_first
-from unisono.trainer.cut_model import CutModel
 from unisono.trainer.modules import evaluating
 from unisono.trainer.output_sinks import FileSink, MemorySink, OutputSink
 from unisono.trainer.outputs import Layout, Rows, place_rows, read_outputs

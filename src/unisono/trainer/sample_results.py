@@ -7,8 +7,8 @@ from typing import Any
 
 from unisono.data.batch import Batch, MicroBatch, Share
 from unisono.job.user_function import count_collectives, enter, leave, refuse_collectives_since
+from unisono.parallel.pipeline.cut_model import CutModel
 from unisono.trainer.carried import CarriedStates
-from unisono.trainer.cut_model import CutModel
 from unisono.trainer.modules import to_device
 from unisono.trainer.run_context import RunContext
 

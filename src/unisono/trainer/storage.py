@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from unisono.arguments import choice, flag, real, text, whole
+from unisono.engine.model_contents import plain_name
 from unisono.errors import CheckpointError
 from unisono.job.user_function import refuse_inside
 from unisono.state.policy import check_tag
@@ -20,7 +21,6 @@ from unisono.text import a_type
 from unisono.trainer.assembly import TrainerParts
 from unisono.trainer.evaluation_history import evaluations_since_improvement
 from unisono.trainer.loop import Loop
-from unisono.trainer.modules import plain_name
 from unisono.trainer.rank_errors import raised_on_all
 from unisono.trainer.recovery import Recovery
 from unisono.trainer.snapshot import extra_state, model_tensors

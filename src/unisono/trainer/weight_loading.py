@@ -16,13 +16,13 @@ from torch import Tensor
 
 from unisono.collectives.world import World
 from unisono.engine import WeightWrites
+from unisono.engine.model_contents import plain_name
 from unisono.errors import CheckpointError
 from unisono.state.checkpoint_store import CheckpointInfo, CheckpointStore, Loaded
 from unisono.state.codec import decode_dtype
 from unisono.state.digest import same_memory
 from unisono.state.manifest import MANIFEST
 from unisono.state.weight_files import read_weights
-from unisono.trainer.modules import plain_name
 from unisono.trainer.rank_errors import raised_on_all
 from unisono.trainer.restoration import listed
 from unisono.trainer.snapshot import Subjects, empty_buffers, model_tensors

@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 from unisono.collectives.world import World
 from unisono.engine.base import Engine, Preparation, Trained
 from unisono.engine.norm import block_norms, blocks_of, clip_factor, dense_strides, global_norm, in_memory_order
-from unisono.engine.staged.stage_map import StageOwnership
+from unisono.engine.staged.shared_parameters import SharedParameterCopies
+from unisono.engine.staged.stage_map import StageMap, StageOwnership
 from unisono.engine.staged.stage_ranks import StageRanks
 from unisono.engine.step_transaction import StepTransaction
 from unisono.engine.totals import Totals
@@ -45,8 +46,7 @@ class StagedEngine:
         """The engine of each stage of this rank."""
         self._given = Trained((), ())
         self._own: dict[int, Trained] = {}
-        self._shared: list[tuple[int, list[int], Tensor]] = []
-        """Parameters that several ranks use: the place of the owner, those of the others, and the tensor."""
+        self._shared = SharedParameterCopies(ranks, StageMap({}, {}), {})
 
     def start(self, step: StepTransaction, trained: Trained, *, leaves: int) -> None:
         """Begin a step; see `Engine`."""
@@ -119,33 +119,14 @@ class StagedEngine:
             self._optimizer.step()
         else:
             scaler.step(self._optimizer)
-        self._send_shared()
-
-    def _send_shared(self) -> None:
-        """Send the parameters that several stages use from their owner to the other ranks that use them."""
-        world, sends, receives = self._ranks.pipeline, [], []
-        for source, targets, parameter in self._shared:
-            if world.rank == source:
-                sent = parameter.detach().contiguous()
-                sends += [(sent, dist.isend(sent, group=world.group, group_dst=target)) for target in targets]
-            elif world.rank in targets:
-                received = torch.empty_like(parameter, memory_format=torch.contiguous_format)
-                work = dist.irecv(received, group=world.group, group_src=source)
-                receives.append((received, parameter, work))
-        for received, parameter, work in receives:
-            assert work is not None
-            work.wait()
-            with torch.no_grad():
-                parameter.copy_(received)
-        for _, work in sends:
-            assert work is not None
-            work.wait()
+        self._shared.send()
 
     def close(self) -> None:
         """Release the parameters; see `Engine`."""
         for engine in self.stages.values():
             engine.close()
-        self._given, self._own, self._shared = Trained((), ()), {}, []
+        self._given, self._own = Trained((), ()), {}
+        self._shared = SharedParameterCopies(self._ranks, StageMap({}, {}), {})
 
     def abort(self, *, alike: bool) -> bool:
         """Discard the step; see `Engine`."""
@@ -163,13 +144,7 @@ class StagedEngine:
         for stage in self.stages:
             own = [(name, p) for name, p in pairs if known.owner(name) == stage]
             self._own[stage] = Trained(tuple(name for name, _ in own), tuple(p for _, p in own))
-        by_name = dict(pairs)
-        self._shared = []
-        for name in self._ownership.shared:
-            source, *others = map(self._ranks.place_of, known.parameters[name])
-            targets = sorted({*others} - {source})
-            if name in by_name and targets:
-                self._shared.append((source, targets, by_name[name]))
+        self._shared = SharedParameterCopies(self._ranks, known, dict(pairs))
         self._given = trained
 
     def _unscale(self, scaler: torch.amp.GradScaler) -> None:

@@ -43,13 +43,6 @@ class StageOwnership:
     whole: Literal["nowhere", "main", "everywhere"] = "everywhere"
     """Which ranks of a pipeline have the present state of all stages: those of others come only where they are asked
     for. Equal on all its ranks. "main" is the first one."""
-    shared: tuple[str, ...] = ()
-    """The parameters that several stages use, sorted: their owner sends them to the others after each update."""
-
-    def settle(self, found: StageMap) -> None:
-        """Take the map of the first step."""
-        self.map = found
-        self.shared = tuple(sorted(name for name, stages in found.parameters.items() if len(stages) > 1))
 
     def has_all(self, *, is_main: bool) -> bool:
         """Return True if the first rank of a pipeline, or another one, has the present state of all stages."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,20 +12,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.collectives.world import World
+from unisono.engine.model_contents import plain_name
 from unisono.engine.staged import StageMap, StageOwnership, StageRanks
 from unisono.errors import UnisonoError
-from unisono.parallel.pipeline import Pipeline
 from unisono.parallel.pipeline.automatic import divide, measure_places
-from unisono.parallel.pipeline.blocks import find_blocks
 from unisono.parallel.pipeline.foreign import ForeignParameters
 from unisono.parallel.pipeline.mapping import map_stages
+from unisono.parallel.pipeline.pipeline import Pipeline
 from unisono.parallel.pipeline.runner import PipelineRunner
 from unisono.parallel.pipeline.stage_plan import PipelinePlan
-from unisono.trainer.closure import needs_closure
-from unisono.trainer.modules import plain_name
 from unisono.watch.event_kinds import PipelineFields
 
-__all__ = ["CutModel", "check_cut_optimizers", "cut_model"]
+__all__ = ["CutModel"]
 
 
 _KEPT_PLANS = 256
@@ -202,8 +200,8 @@ class CutModel:
         self._checked[id(plan)] = plan
         return plan
 
-    def settle(self, plan: PipelinePlan | None) -> None:
-        """Agree on which stage has what, in the first step. Every rank must call it.
+    def settle(self, plan: PipelinePlan | None) -> StageMap:
+        """Agree on which stage has what, in the first step, and return it. Every rank must call it.
 
         Args:
             plan: The plan of a micro-batch; None on a rank that has none in this step.
@@ -217,52 +215,9 @@ class CutModel:
         for other in everyone[1:]:
             if difference := everyone[0].difference(other):
                 raise UnisonoError(f"the ranks have cut the model differently: {difference}.")
-        self.ownership.settle(everyone[0])
+        self.ownership.map = everyone[0]
+        return everyone[0]
 
     def _map(self, plan: PipelinePlan, model: nn.Module) -> StageMap:
         assert self.starts is not None
         return map_stages(plan, model, self.starts)
-
-
-def check_cut_optimizers(optimizers: Mapping[str, Optimizer]) -> None:
-    """Refuse optimizers that need the whole model.
-
-    Raises:
-        ValueError: There is one.
-    """
-    for optimizer in optimizers.values():
-        if needs_closure(optimizer):
-            raise ValueError(
-                f"{type(optimizer).__name__} computes the loss of the whole model at other weights within a step, and "
-                "parallel= cuts the model over ranks: take another optimizer, or leave out parallel="
-            )
-
-
-def cut_model(pipeline: Pipeline, modules: Mapping[str, nn.Module], given: object, world: World) -> CutModel | None:
-    """Return the model of a run as it is cut; None with one rank, which has all of it. Every rank must call it.
-
-    Args:
-        pipeline: The user's settings.
-        modules: The models by the prefix of their names.
-        given: The model as the user has given it.
-        world: All ranks.
-
-    Raises:
-        ValueError: There are several models, the model is compiled as a whole, the ranks cannot be divided so, or a
-            name is not that of a submodule.
-    """
-    if len(modules) > 1:
-        names = ", ".join(repr(name.removesuffix(".")) for name in modules)
-        raise ValueError(
-            f"parallel=Pipeline(...) cuts one model, and there are {len(modules)}: {names}. Join them in one "
-            "nn.Module, or leave out parallel="
-        )
-    (model,) = modules.values()
-    if model is not given:
-        raise ValueError(
-            "parallel=Pipeline(...) runs the model's own forward pass with some of its modules on other ranks, and "
-            "torch.compile has made one program of it: compile the modules within a stage instead, such as "
-            "model.layers[0].compile()"
-        )
-    find_blocks(model, pipeline.names or ())
-    return CutModel(pipeline, model, world) if world.size > 1 else None

@@ -1,0 +1,57 @@
+"""`unisono.parallel.cut` in loops of one's own: losses, norms, results and weights of one rank, to the bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import unisono
+
+PROGRAM = Path(__file__).parent / "programs" / "cut_own_loop.py"
+STARTS = {"mlp": "5,9,16", "residual": "blocks.1,blocks.3,head", "language_model": "layers.1,layers.2,norm"}
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_any_number_of_ranks_has_the_bits_of_one(fork_ranks, fork_python, name):
+    losses, results, sha = json.loads(fork_python(PROGRAM, name, STARTS[name], "1f1b")[-1])
+    for ranks, stages, schedule in [
+        (4, STARTS[name], "1f1b"),
+        (2, STARTS[name], "interleaved"),
+        (2, "n2", "gpipe"),
+    ]:
+        job = fork_ranks(ranks, PROGRAM, name, stages, schedule)
+        told = [json.loads(job.lines(rank)[-1]) for rank in range(ranks)]
+        assert [each[0] for each in told] == [losses] * ranks
+        assert [each[1] for each in told] == [None] * (ranks - 1) + [results]
+        assert [each[2] for each in told] == [sha] * ranks
+
+
+def test_bad_input_is_refused():
+    model, pipeline = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), unisono.parallel.Pipeline(stages=["1"])
+    with pytest.raises(
+        TypeError, match=r"takes an nn.Module and a unisono.parallel.Pipeline, and got Sequential and list"
+    ):
+        unisono.parallel.cut(model, ["1"])
+    with pytest.raises(ValueError, match=r"'2', which is not a submodule of the model"):
+        unisono.parallel.cut(model, unisono.parallel.Pipeline(stages=["2"]))
+    stages = unisono.parallel.cut(model, pipeline)
+    with pytest.raises(TypeError, match=r"returned a tensor of shape \[3, 2\]: return the loss of the micro-batch"):
+        stages.backward(lambda model, x: model(x), [torch.randn(3, 2)], seed=0)
+    with pytest.raises(TypeError, match=r"which cannot be called: give a function of the model and a micro-batch"):
+        stages.forward(None, [])
+
+
+def test_more_ranks_than_stages_are_refused(fork_ranks):
+    script = """
+import torch, unisono
+from torch import nn
+try:
+    unisono.parallel.cut(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), unisono.parallel.Pipeline(stages=["1"]))
+except ValueError as error:
+    print(error)
+"""
+    assert "4 ranks would make 2 replicas of the model, and cut() makes one: start 2 ranks" in fork_ranks(4, script).out
