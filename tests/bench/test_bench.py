@@ -33,6 +33,7 @@ def test_list_names_every_benchmark_with_a_line():
     names = [line.split(maxsplit=1)[0] for line in ended.stdout.splitlines() if len(line.split()) > 1]
     assert names[:6] == ["permutation", "step", "ddp", "replicate", "shared", "protect"]
     assert names[6:] == [
+        "pipeline",
         "exchange",
         "collectives",
         "comm",
@@ -63,6 +64,17 @@ def test_step_runs_from_end_to_end(tmp_path):
         assert (row["bench"], row["unit"], row["n"]) == ("step", "ms", 3)
         assert row["case"] == line[0].strip()
         assert row["ratio"] == pytest.approx(row["peer"]["median"] / row["ours"]["median"], rel=1e-4)
+
+
+@pytest.mark.soak
+def test_pipeline_measures_against_the_ideal_and_torch(tmp_path):
+    ended = bench("pipeline", "--quick", "--json", str(tmp_path / "rows"))
+    assert ended.returncode == 0, ended.stderr
+    rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
+    peers = ["the ideal of 1F1B", "the ideal of 1F1B", "torch.distributed.pipelining"]
+    assert [row["peer_name"] for row in rows] == peers
+    assert all(row["parameters"] == {"micro_batches": 4, "ranks": 2} and row["n"] == 3 for row in rows)
+    assert [row["goal"] and row["goal"]["bound"] for row in rows] == [0.926, None, 1.0]
 
 
 @pytest.mark.soak

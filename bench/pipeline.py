@@ -1,0 +1,157 @@
+"""`parallel=Pipeline(...)` on two ranks against the schedule's ideal, and against torch.distributed.pipelining by hand.
+
+A stack of 8 equal residual blocks, cut in the middle; 1F1B, gloo, one thread a rank, fused AdamW, m micro-batches of 64
+tokens. The ideal is t₁ (m + p - 1) / (m p) on p = 2 ranks, where t₁ is a plain loop over the same micro-batches in one
+process while the other rank sleeps. Cores that compute at the same time slow each other down, which no pipeline can
+help: in the rows "both cores busy" t₁ is the time of the slower of two processes that run that loop side by side. The
+peer by hand is PipelineStage and Schedule1F1B, with zero_grad(set_to_none=True) and an optimizer for each stage. Sides
+take turns in single steps, which both ranks begin at the same time; that of the slower rank counts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.nn import functional as F
+
+from bench.measure import Effort, Pairs, in_turn
+from bench.models import Subject, optimizer_of
+from bench.ranks import run_ranks, slowest, start_together
+from bench.rows import Goal, Row, summarise
+from bench.sides import ByHand, TrainerSide, check_equal
+from unisono.data.batch import Batch
+from unisono.parallel import Pipeline
+
+__all__ = ["run"]
+
+_RANKS = 2
+_BLOCKS, _TOKENS = 8, 64
+_IDEAL_GOAL = Goal(of="ratio", bound=0.926)  # a step of at most 1.08 times the ideal
+
+
+def run(effort: Effort) -> Iterator[Row]:
+    """Measure each number of micro-batches."""
+    width, numbers = (16, (4,)) if effort.quick else (256, (8, 16))
+    for micro_batches in numbers:
+        yield from run_ranks(_compare, _RANKS, effort, width, micro_batches)
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.widen, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = x + self.narrow(F.gelu(self.widen(x)))
+        return result
+
+
+class _Stack(nn.Module):
+    def __init__(self, width: int, blocks: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Block(width) for _ in range(blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def _subject(width: int, micro_batches: int) -> Subject:
+    """Make a stack whose outputs are logits of tokens, so that all stages have the same work."""
+    return Subject(
+        name=f"{_BLOCKS} blocks d{width}",
+        build=lambda: _Stack(width, _BLOCKS),
+        inputs=lambda n: torch.randn(n, _TOKENS, width),
+        targets=lambda n: torch.randint(width, (n, _TOKENS)),
+        batch_size=micro_batches,
+        block=1,
+    )
+
+
+class _TorchSide:
+    """Times a step of torch's pipeline: zero_grad, the schedule, the optimizer of the rank's own stage."""
+
+    def __init__(self, subject: Subject, micro_batches: int) -> None:
+        """Build this rank's stage with the same weights as the other sides."""
+        torch.manual_seed(0)
+        model, rank, part = subject.build(), dist.get_rank(), _BLOCKS // _RANKS
+        assert isinstance(model, _Stack)
+        module = nn.Sequential(*list(model.blocks)[rank * part : (rank + 1) * part])
+        group = dist.new_group(backend="gloo")
+        stage = PipelineStage(module, rank, _RANKS, torch.device("cpu"), group=group)
+        self._optimizer, self._is_first = optimizer_of(module), not rank
+        self._schedule = Schedule1F1B(stage, micro_batches, loss_fn=_mean_loss)
+
+    def step(self, batch: Batch) -> tuple[float | None, float]:
+        """Take a step; give the loss, which the last rank knows, and the seconds."""
+        inputs, targets = (torch.cat(parts) for parts in zip(*batch.micro_batches, strict=True))
+        losses: list[Tensor] = []
+        start = time.perf_counter()
+        self._optimizer.zero_grad(set_to_none=True)
+        if self._is_first:
+            self._schedule.step(inputs, return_outputs=False)
+        else:
+            self._schedule.step(target=targets, losses=losses, return_outputs=False)
+        self._optimizer.step()
+        loss = torch.stack(losses).mean().item() if losses else None
+        return loss, time.perf_counter() - start
+
+
+def _mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+
+def _compare(effort: Effort, width: int, micro_batches: int) -> list[Row]:
+    subject = _subject(width, micro_batches)
+    pipeline = Pipeline(stages=[f"blocks.{_BLOCKS // _RANKS}"], schedule="1f1b")
+    ours = TrainerSide(subject, virtual_ranks=micro_batches, shares=1, parallel=pipeline)
+    by_hand, theirs = ByHand(subject), _TorchSide(subject, micro_batches)
+    loss, _ = ours.step()
+    check_equal(loss, by_hand.step(ours.batch)[0], what="the plain loop")
+    their_loss, _ = theirs.step(ours.batch)
+    if their_loss is not None:
+        check_equal(loss, their_loss, what="torch.distributed.pipelining")
+
+    def side(step: Callable[[], float], *, ranks: int = _RANKS) -> Callable[[], float]:
+        def measure() -> float:
+            start_together()
+            return step() if dist.get_rank() < ranks else 0.0
+
+        return measure
+
+    ours_s, theirs_s, alone_s, busy_s = in_turn(
+        [
+            side(lambda: ours.step()[1]),
+            side(lambda: theirs.step(ours.batch)[1]),
+            side(lambda: by_hand.step(ours.batch)[1], ranks=1),
+            side(lambda: by_hand.step(ours.batch)[1]),
+        ],
+        rounds=effort.rounds(40),
+    )
+    steps, loops = slowest(Pairs(ours_s, theirs_s)), slowest(Pairs(alone_s, busy_s))
+    fill = (micro_batches + _RANKS - 1) / (micro_batches * _RANKS)
+
+    def row(extra: str, peer_name: str, peer_s: Sequence[float], goal: Goal | None) -> Row:
+        return summarise(
+            "pipeline",
+            f"{subject.name}, {micro_batches} micro-batches{extra}",
+            ours=[1e3 * s for s in steps.ours],
+            peer=[1e3 * s for s in peer_s],
+            peer_name=peer_name,
+            unit="ms",
+            goal=goal,
+            micro_batches=micro_batches,
+            ranks=_RANKS,
+        )
+
+    return [
+        row("", "the ideal of 1F1B", [fill * s for s in loops.ours], _IDEAL_GOAL),
+        row(", both cores busy", "the ideal of 1F1B", [fill * s for s in loops.peer], None),
+        row("", "torch.distributed.pipelining", steps.peer, Goal(of="ratio", bound=1.0)),
+    ]
