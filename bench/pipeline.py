@@ -1,11 +1,11 @@
 """`parallel=Pipeline(...)` on two ranks against the schedule's ideal, and against torch.distributed.pipelining by hand.
 
-A stack of 8 equal residual blocks, cut in the middle; 1F1B, gloo, one thread a rank, fused AdamW, m micro-batches of 64
-tokens. The ideal is t₁ (m + p - 1) / (m p) on p = 2 ranks, where t₁ is a plain loop over the same micro-batches in one
-process while the other rank sleeps. Cores that compute at the same time slow each other down, which no pipeline can
-help: in the rows "both cores busy" t₁ is the time of the slower of two processes that run that loop side by side. The
-peer by hand is PipelineStage and Schedule1F1B, with zero_grad(set_to_none=True) and an optimizer for each stage. Sides
-take turns in single steps, which both ranks begin at the same time; that of the slower rank counts.
+A stack of 8 equal residual blocks, cut in the middle; 1F1B, gloo, one thread a rank, fused AdamW, m micro-batches of
+two samples with 32 tokens each. The ideal is t₁ (m + p - 1) / (m p) on p = 2 ranks, where t₁ is a plain loop over the
+same micro-batches in one process while the other rank sleeps. Cores that compute at the same time slow each other down,
+which no pipeline can help: in the rows "both cores busy", t₁ is the time of the slower of two processes that run that
+loop side by side. The peer by hand is PipelineStage and Schedule1F1B, with zero_grad(set_to_none=True) and an optimizer
+for each stage. Sides take turns in single steps, which both ranks begin at the same time; the slower one counts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from unisono.parallel import Pipeline
 __all__ = ["run"]
 
 _RANKS = 2
-_BLOCKS, _TOKENS = 8, 64
+_BLOCKS, _SAMPLES, _TOKENS = 8, 2, 32
 _IDEAL_GOAL = Goal(of="ratio", bound=0.926)  # a step of at most 1.08 times the ideal
 
 
@@ -69,7 +69,7 @@ def _subject(width: int, micro_batches: int) -> Subject:
         build=lambda: _Stack(width, _BLOCKS),
         inputs=lambda n: torch.randn(n, _TOKENS, width),
         targets=lambda n: torch.randint(width, (n, _TOKENS)),
-        batch_size=micro_batches,
+        batch_size=_SAMPLES * micro_batches,
         block=1,
     )
 
