@@ -1,0 +1,103 @@
+"""Trains unmodified models of transformers that are cut over ranks; prints a digest of all results for each.
+
+Argument: the number of stages ("1" leaves models whole), then optionally names of models.
+"""
+
+import hashlib
+import os
+import sys
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+import transformers
+from torch.utils.data import TensorDataset
+
+import unisono
+
+stages, *chosen = int(sys.argv[1]), *sys.argv[2:]
+SMALL = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+}  # fmt: skip
+
+
+def llama():
+    config = transformers.LlamaConfig(**SMALL, num_key_value_heads=2, tie_word_embeddings=True, attention_dropout=0.1)
+    return transformers.LlamaForCausalLM(config)
+
+
+def bert():
+    return transformers.BertForSequenceClassification(
+        transformers.BertConfig(**SMALL, max_position_embeddings=32, num_labels=3)
+    )
+
+
+def t5():
+    config = transformers.T5Config(
+        vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=3, num_decoder_layers=3, num_heads=4,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def causal(model, batch):
+    return model(input_ids=batch[0], attention_mask=batch[1], labels=batch[0])
+
+
+def labelled(model, batch):
+    return model(input_ids=batch[0], attention_mask=batch[1], labels=batch[2])
+
+
+def logits(model, batch):
+    return labelled(model, batch).logits
+
+
+def mean(loss):
+    """Only the loss of a model's output, for evaluation."""
+    return lambda model, batch: loss(model, batch).loss
+
+
+torch.manual_seed(1)
+IDS = torch.randint(3, 60, (44, 9))
+MASK = torch.ones(44, 9, dtype=torch.long)
+MASK[::3, 6:] = 0
+LABELS = torch.randint(0, 3, (44,))
+TEXTS = TensorDataset(IDS, MASK, IDS)
+CLASSES = TensorDataset(IDS, MASK, LABELS)
+PAIRS = TensorDataset(IDS, MASK, torch.randint(3, 60, (44, 5)))
+CASES = {
+    "llama": (llama, causal, TEXTS, {2: ["model.layers.2"], 3: ["model.layers.1", "model.layers.3"]}),
+    "bert": (bert, labelled, CLASSES, {2: ["bert.encoder.layer.2"], 3: ["bert.encoder.layer.1", "bert.pooler"]}),
+    "t5": (t5, labelled, PAIRS, {2: ["decoder.block.1"], 3: ["decoder.block.0", "decoder.block.2"]}),
+}
+
+
+def train(name):
+    make, loss, data, starts = CASES[name]
+    torch.manual_seed(0)
+    model = make().train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    trainer = unisono.Trainer(
+        model,
+        optimizer,
+        virtual_ranks=4,
+        clip_grad_norm=1.0,
+        ema_decay=0.9,
+        progress=False,
+        parallel=unisono.parallel.Pipeline(stages=starts[stages]) if stages > 1 else None,
+    )
+    found = []
+    for _epoch in trainer.epochs(2):
+        for batch in trainer.batches(data, batch_size=16):
+            result = trainer.step(loss, batch)
+            found.append((float(result), result.grad_norm))
+        found.append(trainer.evaluate(mean(loss), data, batch_size=16))
+        found.append(trainer.evaluate(mean(loss), data, batch_size=20, ema=True))
+    outputs = trainer.predict(logits, data, batch_size=16, to="all")
+    found.append(hashlib.sha256(outputs.contiguous().numpy().tobytes()).hexdigest())
+    found.append(trainer.digest())
+    print(f"{name}: {hashlib.sha256(repr(found).encode()).hexdigest()}")
+
+
+for name in chosen or CASES:
+    train(name)
