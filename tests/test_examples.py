@@ -44,6 +44,32 @@ def test_recipes_learn_and_have_one_digest(fork_python, fork_ranks, name):
     assert fork_ranks(3, EXAMPLES / f"{name}.py", *options).lines()[-2:] == alone[-2:]
 
 
+PIPELINES = {
+    # 2.08 is what knowing nothing of eight directions costs.
+    "resnet50_pipeline": (
+        ["--images", 256, "--size", 32, "--batch-size", 32, "--epochs", 4],
+        [(1, []), (2, []), (2, ["--stages", 4, "--schedule", "interleaved"]), (4, ["--schedule", "gpipe"])],
+        r"test: \{'loss': 1\.\d+, 'accuracy': 0\.\d+\}",
+    ),
+    "llama_pipeline": (
+        ["--steps", 12, "--batch-size", 16, "--width", 64],
+        [(1, []), (2, []), (3, ["--stages", 3])],
+        r"test loss: (3|4(?=\.[0-4]))\.\d{4}",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_pipelines_learn_and_have_one_digest(fork_ranks, name):
+    if name == "llama_pipeline":
+        pytest.importorskip("transformers")
+    options, runs, result = PIPELINES[name]
+    alone, *cut = [fork_ranks(ranks, EXAMPLES / f"{name}.py", *options, *more).lines()[-2:] for ranks, more in runs]
+    assert re.fullmatch(result, alone[0]), alone[0]
+    assert re.fullmatch(r"weights sha256: [0-9a-f]{64}", alone[1])
+    assert cut == [alone] * len(cut)
+
+
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
 def test_examples_stay_short(path):
     assert len(path.read_text().splitlines()) <= 100
