@@ -96,5 +96,5 @@ for epoch in trainer.epochs(args.epochs):
     for batch in trainer.batches(train, batch_size=args.batch_size):
         result = trainer.step(loss, batch)
     trainer.print(f"epoch {epoch}: loss {result:.4f}, accuracy {result.values['accuracy']:.4f}")
-trainer.print("test:", trainer.evaluate(loss, test))
+trainer.print("test accuracy:", trainer.evaluate(loss, test)["accuracy"])
 trainer.print("weights sha256:", trainer.digest())

@@ -45,11 +45,11 @@ def test_recipes_learn_and_have_one_digest(fork_python, fork_ranks, name):
 
 
 PIPELINES = {
-    # 2.08 is what knowing nothing of eight directions costs.
+    # Few steps: the averages of BatchNorm, with which the test images are recognised, lag behind the weights.
     "resnet50_pipeline": (
-        ["--images", 256, "--size", 32, "--batch-size", 32, "--epochs", 4],
+        ["--images", 512, "--size", 48, "--batch-size", 64, "--epochs", 3, "--virtual-ranks", 4],
         [(1, []), (2, []), (2, ["--stages", 4, "--schedule", "interleaved"]), (4, ["--schedule", "gpipe"])],
-        r"test: \{'loss': 1\.\d+, 'accuracy': 0\.\d+\}",
+        r"epoch 2: loss 1\.\d{4}, accuracy 0\.[4-9]\d{3}",
     ),
     "llama_pipeline": (
         ["--steps", 12, "--batch-size", 16, "--width", 64],
@@ -64,9 +64,9 @@ def test_pipelines_learn_and_have_one_digest(fork_ranks, name):
     if name == "llama_pipeline":
         pytest.importorskip("transformers")
     options, runs, result = PIPELINES[name]
-    alone, *cut = [fork_ranks(ranks, EXAMPLES / f"{name}.py", *options, *more).lines()[-2:] for ranks, more in runs]
+    alone, *cut = [fork_ranks(ranks, EXAMPLES / f"{name}.py", *options, *more).lines()[-3:] for ranks, more in runs]
     assert re.fullmatch(result, alone[0]), alone[0]
-    assert re.fullmatch(r"weights sha256: [0-9a-f]{64}", alone[1])
+    assert re.fullmatch(r"weights sha256: [0-9a-f]{64}", alone[-1])
     assert cut == [alone] * len(cut)
 
 
