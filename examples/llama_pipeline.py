@@ -1,6 +1,6 @@
 """Train a Llama of transformers that is cut over ranks; equal weights on any number of ranks and stages.
 
-    unisono run -n 2 examples/llama_pipeline.py                # about 45 s on two cores; needs transformers:
+    unisono run -n 2 examples/llama_pipeline.py                # about 40 s on two cores; needs transformers:
     unisono run -n 3 examples/llama_pipeline.py --stages 3     # pip install -c constraints.txt ".[compat]"
 
 A small Llama learns to write Python, byte by byte, from the standard library. It has random weights, since nothing is

@@ -1,6 +1,6 @@
 """Train a ResNet-50 that is cut over ranks; equal weights on any number of ranks and stages.
 
-    unisono run -n 2 examples/resnet50_pipeline.py      # about 30 s on two cores
+    unisono run -n 2 examples/resnet50_pipeline.py      # about 20 s on two cores
 
 The model is written as for one process. Its first stage is on rank 0, the second on rank 1; with -n 4, there are two
 such replicas. The images, stripes under noise, are made here, and the network is narrow: `--width 64 --size 224` is the
