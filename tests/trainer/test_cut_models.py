@@ -20,10 +20,10 @@ def whole(fork_python):
         (2, "gpipe", 2),
         (3, "1f1b", 3),
         (4, "1f1b", 4),
-        (2, "interleaved", 4),
+        (2, "auto", 4),
         (4, "1f1b", 2),
         (1, "1f1b", 3),
-        (3, "1f1b", "auto3"),
+        (3, "auto", "auto3"),
         (4, "interleaved", "auto4"),
     ],
 )

@@ -11,17 +11,17 @@ MESSAGES = {
     "unknown name": "ValueError: a stage is to begin with 'layer.2', which is not a submodule of the model; did you "
     "mean 'layers.2'?",
     "container": "CutError: a stage is to begin with 'layers', which the forward pass never calls.",
-    "too many stages": "ValueError: 3 stages need 3 ranks for each replica of the model, and there are 2 ranks: start "
-    "a multiple of 3 ranks",
+    "too many stages": "ValueError: 3 stages cannot be divided evenly among 2 ranks: start a multiple of 3 ranks, or a "
+    "number that divides 3, or name other stages",
+    "1f1b": 'ValueError: schedule="1f1b" needs a rank for each of the 4 stages of a replica, and there are 2 ranks: '
+    'start a multiple of 4 ranks, name other stages, or give schedule="auto" for several stages on a rank',
     "more than blocks": "ValueError: 2 stages are to begin with 'layers.1': name each submodule once",
     "no stages": "ValueError: stages=[] leaves the model whole",
     "a name alone": "TypeError: stages='layers.2' is a str: give the number of stages, or the names of the submodules",
     "no pipeline": "TypeError: parallel='layers.2' is a str; give unisono.parallel.Pipeline(stages=[...])",
-    "no schedule": "ValueError: schedule='1b1f' must be one of 'gpipe', '1f1b', 'interleaved'",
-    "replicas": "ValueError: 2 stages need 2 ranks for each replica of the model, and there are 2 ranks for 3 "
-    "replicas: start 6 ranks",
-    "interleaved": 'ValueError: schedule="interleaved" has equally many stages on each rank, and 3 stages cannot be '
-    "divided among 2 ranks: start 3 ranks",
+    "no schedule": "ValueError: schedule='1b1f' must be one of 'auto', 'gpipe', '1f1b', 'interleaved'",
+    "replicas": "ValueError: 2 stages cannot be divided evenly among 2 ranks for 3 replicas: start 6 ranks, or",
+    "interleaved": "ValueError: 3 stages cannot be divided evenly among 2 ranks",
     "shared": 'ValueError: engine="shared" keeps one copy of the weights for all ranks',
     "carried": "ValueError: stateful['h'] is carried by virtual ranks",
     "compiled": "ValueError: parallel=Pipeline(...) runs the model's own forward pass",
@@ -37,6 +37,7 @@ MESSAGES = {
 }
 OF_SEVERAL_RANKS = {
     "too many stages",
+    "1f1b",
     "replicas",
     "interleaved",
     "reads numbers",

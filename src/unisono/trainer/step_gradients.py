@@ -132,7 +132,9 @@ class StepGradients(ABC):
     def _forward_context(self, samples: int) -> contextlib.AbstractContextManager[Any]:
         stack = contextlib.ExitStack()
         if self._autocast is not None:
-            stack.enter_context(torch.autocast(self._run.device.type, dtype=self._autocast))
+            # Without a cache of converted weights, through which the gradients of a weight that is used twice would be
+            # added up in low precision, where both uses are on one rank.
+            stack.enter_context(torch.autocast(self._run.device.type, dtype=self._autocast, cache_enabled=False))
         if samples == 1:
             stack.enter_context(lone_sample(self._modules))
         return stack

@@ -82,6 +82,7 @@ CASES = {
     "unknown name": lambda: step(stages=["layer.2"]),
     "container": lambda: step(stages=["layers"]),
     "too many stages": lambda: step(stages=["layers.1", "layers.2"]),
+    "1f1b": lambda: make(parallel=Pipeline(stages=["layers.1", "layers.2", "head"], schedule="1f1b")),
     "more than blocks": lambda: step(stages=["layers.1", "layers.1"]),
     "no stages": lambda: step(stages=[]),
     "a name alone": lambda: step(stages="layers.2"),

@@ -64,7 +64,7 @@ class CutModel:
             runner = PipelineRunner(
                 model,
                 starts=self.starts,
-                schedule=self._pipeline.schedule,
+                schedule=self._pipeline.schedule_for(self.ranks.size),
                 group=self.ranks.pipeline.group,
                 layouts=foreign.layouts,
             )
@@ -145,7 +145,7 @@ class CutModel:
             return json.dumps(micro_batches).encode() + b"\n" + found
 
         head, _, measured = self._world.broadcast_bytes(measure).partition(b"\n")
-        schedule, count = self._pipeline.schedule, int(head)
+        schedule, count = self._pipeline.schedule_for(self.ranks.size), int(head)
         division = divide(
             measured,
             stages=stages,

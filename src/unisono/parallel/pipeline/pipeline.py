@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 from unisono.arguments import choice, real, whole
-from unisono.parallel.pipeline.schedule import SCHEDULES
+from unisono.parallel.pipeline.schedule import SCHEDULES, StageCost, make_schedule
+from unisono.parallel.pipeline.timeline import draw, simulate
 from unisono.text import a_type
 
 __all__ = ["Pipeline", "ScheduleName"]
 
-ScheduleName: TypeAlias = Literal["gpipe", "1f1b", "interleaved"]
+ScheduleName: TypeAlias = Literal["auto", "gpipe", "1f1b", "interleaved"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,7 +24,7 @@ class Pipeline:
     model stays whole.
 
     >>> Pipeline(stages=["layers.4", "layers.8"])
-    Pipeline(stages=('layers.4', 'layers.8'), schedule='1f1b', replicas=None, memory_gib=None)
+    Pipeline(stages=('layers.4', 'layers.8'), schedule='auto', replicas=None, memory_gib=None)
 
     Args:
         stages: The names of the submodules with which the second stage and those after it begin, in the order in which
@@ -31,10 +32,11 @@ class Pipeline:
             stages: then the first batch is used to measure the parts of the model, and the division is the one whose
             slowest stage is fastest.
         schedule: The order of passes: "gpipe" (all forward passes first, which takes the most memory), "1f1b" (a stage
-            keeps at most as many micro-batches as there are stages), or "interleaved" (several stages on each rank, for
-            shorter waits; the number of stages is a multiple of the number of ranks of a replica).
+            keeps at most as many micro-batches as there are stages), "interleaved" (several stages on each rank, for
+            shorter waits; the number of stages is a multiple of the number of ranks of a replica), or "auto": "1f1b"
+            where each stage has a rank of its own, otherwise "interleaved".
         replicas: Number of copies of the model, which divide the virtual ranks. None: one for each full set of ranks
-            with a rank for each stage; with "interleaved", one.
+            with a rank for each stage; with "interleaved", or fewer ranks than stages, one.
         memory_gib: The memory that the stages of a rank may take, in GiB, where the number of stages is given: for
             parameters, gradients and two averages of the optimizer, and for activations. None: 90 % of a GPU's memory,
             and any on a CPU.
@@ -45,7 +47,7 @@ class Pipeline:
     """
 
     stages: int | Sequence[str]
-    schedule: ScheduleName = "1f1b"
+    schedule: ScheduleName = "auto"
     replicas: int | None = None
     memory_gib: float | None = None
 
@@ -69,7 +71,7 @@ class Pipeline:
             object.__setattr__(self, "stages", tuple(stages))
         if self.memory_gib is not None and not real("memory_gib", self.memory_gib) > 0:
             raise ValueError(f"memory_gib={self.memory_gib} must be positive; None sets no limit on a CPU")
-        choice("schedule", self.schedule, tuple(name for name in SCHEDULES if name != "zero-bubble"))
+        choice("schedule", self.schedule, ("auto", *(name for name in SCHEDULES if name != "zero-bubble")))
         if self.replicas is not None:
             whole("replicas", self.replicas, least=1)
 
@@ -99,29 +101,53 @@ class Pipeline:
         if replicas is None:
             replicas = 1 if self.schedule == "interleaved" else max(1, world_size // count)
         size, rest = divmod(world_size, replicas)
-        if self.schedule == "interleaved":
-            if rest or size < 2 or count % size:
-                raise ValueError(
-                    f'schedule="interleaved" has equally many stages on each rank, and {count} stages cannot be '
-                    f"divided among {_ranks(world_size, replicas)}: start {replicas * _divisor(count, size)} ranks, or "
-                    "name other stages"
-                )
-        elif rest or size != count:
-            start = f"start {replicas * count} ranks"
-            if self.replicas is None:
-                start = f"start a multiple of {count} ranks"
+        if not rest and (size == count if self.schedule in ("gpipe", "1f1b") else size > 1 and count % size == 0):
+            return size
+        there = f"{world_size} ranks" + (f" for {replicas} replicas" if replicas > 1 else "")
+        start = f"start {'a multiple of ' if self.replicas is None else ''}{(self.replicas or 1) * count} ranks"
+        if self.schedule in ("gpipe", "1f1b"):
             raise ValueError(
-                f"{count} stages need {count} ranks for each replica of the model, and there are "
-                f"{_ranks(world_size, replicas)}: {start}, name other stages, or give "
-                'schedule="interleaved" for several stages on a rank'
+                f'schedule="{self.schedule}" needs a rank for each of the {count} stages of a replica, and there are '
+                f'{there}: {start}, name other stages, or give schedule="auto" for several stages on a rank'
             )
-        return size
+        raise ValueError(
+            f"{count} stages cannot be divided evenly among {there}: {start}, or a number that divides {count}, or "
+            "name other stages"
+        )
 
+    def schedule_for(self, ranks: int) -> str:
+        """Return the name of the schedule for a number of ranks of a replica.
 
-def _ranks(world_size: int, replicas: int) -> str:
-    return f"{world_size} ranks" + (f" for {replicas} replicas" if replicas > 1 else "")
+        >>> pipeline = Pipeline(stages=4)
+        >>> pipeline.schedule_for(4), pipeline.schedule_for(2)
+        ('1f1b', 'interleaved')
+        """
+        if self.schedule != "auto":
+            return self.schedule
+        return "1f1b" if ranks == self.num_stages else "interleaved"
 
+    def draw(self, *, micro_batches: int, ranks: int | None = None, columns: int = 100) -> str:
+        """Return a drawing of a step: a line for each rank, F and B for the passes of micro-batches, · for waits.
 
-def _divisor(number: int, near: int) -> int:
-    """Return the divisor of a number, above 1, that is next to another number."""
-    return min((each for each in range(2, number + 1) if number % each == 0), key=lambda each: abs(each - near))
+        All stages take the same time here, and backward passes twice as long as forward ones.
+
+        Args:
+            micro_batches: Those of a replica.
+            ranks: The number of ranks of a replica. None: one for each stage.
+            columns: About the width, in characters.
+
+        Raises:
+            ValueError: The stages cannot be divided among the ranks.
+
+        >>> print(Pipeline(stages=2).draw(micro_batches=2, columns=27))
+        rank 0 F0─F1─······B0────···B1────
+        rank 1 ···F0─B0────F1─B1────······
+        """
+        ranks = self.num_stages if ranks is None else replace(self, replicas=1).ranks_of_replica(ranks)
+        passes = make_schedule(
+            self.schedule_for(ranks),
+            ranks=ranks,
+            micro_batches=micro_batches,
+            stages_per_rank=self.num_stages // ranks,
+        )
+        return draw(simulate(passes, [StageCost()] * self.num_stages), columns=columns)

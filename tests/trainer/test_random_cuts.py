@@ -1,0 +1,50 @@
+"""Random models that are cut at random places come to the bits of one rank, wherever they can be cut.
+
+A difference is told with the program's seed. To look at it alone: `unisono run -n 3
+tests/trainer/programs/random_cut.py SEED`.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).parent / "programs" / "random_cut.py"
+TOLD = re.compile(r"program (\d+) = (.+)")
+REFUSED = "cannot be cut"
+
+
+def outcomes(fork_ranks, ranks, seeds):
+    """What each program came to, the same on all ranks."""
+    job = fork_ranks(ranks, PROGRAM, *seeds)
+    found = [
+        {int(match[1]): match[2] for match in map(TOLD.fullmatch, job.lines(rank)) if match} for rank in range(ranks)
+    ]
+    assert all(of_rank == found[0] for of_rank in found)
+    assert found[0].keys() == set(seeds)
+    return found[0]
+
+
+def check(fork_ranks, seeds, numbers):
+    expected = outcomes(fork_ranks, 1, seeds)
+    assert REFUSED not in expected.values()
+    refused = 0
+    for ranks in numbers:
+        found = outcomes(fork_ranks, ranks, seeds)
+        refused += sum(each == REFUSED for each in found.values())
+        different = {seed for seed, each in found.items() if each not in (expected[seed], REFUSED)}
+        assert not different, f"on {ranks} ranks, programs {sorted(different)} come to other bits"
+    assert refused <= len(seeds) * len(numbers) / 4, f"{refused} programs cannot be cut"
+
+
+@pytest.mark.parametrize("first", [0, 8])
+def test_some(fork_ranks, first):
+    check(fork_ranks, range(first, first + 8), [2, 3, 4] if first else [2, 5])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("first", range(1000, 1400, 20))
+def test_many(fork_ranks, first):
+    check(fork_ranks, range(first, first + 20), [2, 3, 4, 5, 6])
