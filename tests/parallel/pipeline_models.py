@@ -139,6 +139,10 @@ def checkpointed(m, x):
     return m.l[3](checkpoint(m.l[2], h, use_reentrant=False))
 
 
+def checkpointed_together(m, x):
+    return m.l[3](checkpoint(lambda t: m.l[1](m.l[0](t)), x, use_reentrant=False))
+
+
 def modified_in_place(m, x):
     h = m.l[0](x)
     h += m.l[1](h * 1)

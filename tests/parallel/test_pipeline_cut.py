@@ -200,6 +200,7 @@ def test_code_between_blocks(code, starts):
 def test_checkpoints_between_cuts():
     batches = [(torch.randn(6, 6),) for _ in range(2)]
     assert differences(Written(checkpointed), square, batches, ["l.3"]) == []
+    assert differences(Written(checkpointed), square, batches, ["l.1", "l.2"]) == []
 
 
 def test_numbers_of_inputs_may_decide():

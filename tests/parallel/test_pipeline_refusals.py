@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from pipeline_models import Residual, Written, checkpointed, mlp, modified_in_place, sometimes_doubled, square
+from pipeline_models import Residual, Written, checkpointed_together, mlp, modified_in_place, sometimes_doubled, square
 from stages_in_process import in_stages
 from torch import Tensor, nn
 
@@ -97,7 +97,7 @@ REFUSED = [
     (norm_twice, ["l.2"], r"buffer norm\.\w+ is modified on stages 0 and 1"),
     (own_function, ["l.2"], r"torch.autograd.Function \(SquareBackward\) is applied outside of all blocks"),
     (mapped, ["l.2"], r"in mapped transforms a tensor"),
-    (checkpointed, ["l.1"], r"'l.1' is called within activation checkpointing"),
+    (checkpointed_together, ["l.1"], r"'l.1' is called within activation checkpointing"),
     (buffer_of_blocks, ["l.2"], r"in buffer_of_blocks modifies in place a tensor that every stage has"),
     (modified_in_place, ["l.3", "l.1"], r"'l.1' is called before 'l.3'"),
     (norm_twice, ["l.3"], r"'l.3', which the forward pass never calls"),
@@ -147,7 +147,7 @@ def test_a_block_that_draws_python_numbers_is_refused():
 
 def test_the_model_must_be_the_one_that_is_given():
     model = Residual()
-    with pytest.raises(CutError, match=r"is not a parameter of the model that the function was called with"):
+    with pytest.raises(CutError, match=r"is neither a parameter of the model that the function was called with"):
         record(model, lambda _, x: square(model, x), (torch.randn(3, 4, 6, 6),), starts=["blocks.2"])
 
 
