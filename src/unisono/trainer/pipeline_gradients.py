@@ -15,6 +15,7 @@ from unisono.engine.staged import StagedBuffers, StagedEngine
 from unisono.job.user_function import enter, leave
 from unisono.parallel.losses import further_values
 from unisono.parallel.pipeline.cut_model import CutModel
+from unisono.parallel.pipeline.plan_cache import model_state
 from unisono.parallel.pipeline.runner import LossRoot
 from unisono.parallel.pipeline.stage_plan import PipelinePlan
 from unisono.trainer.modules import to_device
@@ -77,9 +78,10 @@ class PipelineGradients(StepGradients):
         try:
             if self.cut.starts is None:
                 self._divide(loss_fn)
+            model, state = self.cut.model, model_state(self.cut.model)
             for part in self._parts:
                 with self._forward_context(len(part.micro_batch.indices)):
-                    self._plans.append(self.cut.plan(self.cut.model, loss_fn, part.inputs))
+                    self._plans.append(self.cut.plan(model, loss_fn, part.inputs, state))
         finally:
             leave(inside)
         if self.cut.ownership.map is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -179,14 +179,16 @@ class CutModel:
             return None
         return int(0.9 * torch.cuda.get_device_properties(device).total_memory)
 
-    def plan(self, model: nn.Module, function: Callable[..., Any], inputs: Sequence[Any]) -> PipelinePlan:
-        """Return the plan of a function for the inputs of a micro-batch.
+    def plan(
+        self, model: nn.Module, function: Callable[..., Any], inputs: Sequence[Any], state: Hashable = None
+    ) -> PipelinePlan:
+        """Return the plan of a function for the inputs of a micro-batch; see `PipelineRunner.plan`.
 
         Raises:
             CutError: The model cannot be cut so.
             UnisonoError: A stage would need a parameter that it has not had in the first step.
         """
-        plan = self.runner(model).plan(function, inputs)
+        plan = self.runner(model).plan(function, inputs, state)
         known = self.ownership.map
         if known is None or self._checked.get(id(plan)) is plan:
             return plan

@@ -19,22 +19,26 @@ from unisono.parallel.pipeline.stage import Stage
 from unisono.parallel.pipeline.stage_plan import PipelinePlan, first_calls, plan_stages
 from unisono.state.random import kept_generators
 
-__all__ = ["PlanCache", "signature"]
+__all__ = ["PlanCache", "model_state", "signature"]
 
 
-def signature(model: nn.Module, inputs: Sequence[Any]) -> Hashable:
+def model_state(model: nn.Module) -> Hashable:
+    """Return what of a model's state its path depends on: the modes of modules, and which parameters are trained."""
+    modes = tuple(module.training for module in model.modules())
+    return modes, tuple(parameter.requires_grad for parameter in model.parameters())
+
+
+def signature(state: Hashable, inputs: Sequence[Any]) -> Hashable:
     """Return what the path through the model's code may depend on, besides numbers in the inputs.
 
     Args:
-        model: The whole model: which of its modules are in training mode, and which parameters are trained.
+        state: What `model_state` returned.
         inputs: The inputs: the layouts of tensors, and all else as it is.
     """
-    modes = tuple(module.training for module in model.modules())
-    trained = tuple(parameter.requires_grad for parameter in model.parameters())
     autocast = tuple(
         (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
     )
-    return described(tuple(inputs)), modes, trained, autocast, torch.is_grad_enabled()
+    return described(tuple(inputs)), state, autocast, torch.is_grad_enabled()
 
 
 class PlanCache:
@@ -60,7 +64,7 @@ class PlanCache:
         self._layouts, self._limit = layouts, limit
         self._plans: dict[Hashable, list[PipelinePlan]] = {}
 
-    def plan_for(self, function: Callable[..., Any], inputs: Sequence[Any]) -> PipelinePlan:
+    def plan_for(self, function: Callable[..., Any], inputs: Sequence[Any], state: Hashable = None) -> PipelinePlan:
         """Return the plan for some inputs.
 
         The model's code may read numbers from inputs and take another path for other numbers. So a plan of such a model
@@ -69,11 +73,12 @@ class PlanCache:
         Args:
             function: The forward pass with its loss.
             inputs: Its inputs, the same on all stages.
+            state: What `model_state` has returned just before. None: it is called.
 
         Raises:
             CutError: The model cannot be cut so.
         """
-        key = signature(self._model, inputs)
+        key = signature(model_state(self._model) if state is None else state, inputs)
         for plan in self._plans.get(key, ()):
             if not plan.program.reads_numbers or self._fits(plan, function, inputs):
                 return plan

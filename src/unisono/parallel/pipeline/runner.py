@@ -6,7 +6,7 @@ Receives are posted some passes ahead, so that tensors arrive while the rank com
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -103,10 +103,15 @@ class PipelineRunner:
         """Number of stages."""
         return len(self._starts) + 1
 
-    def plan(self, function: Callable[..., Any], inputs: Sequence[Any]) -> PipelinePlan:
+    def plan(self, function: Callable[..., Any], inputs: Sequence[Any], state: Hashable = None) -> PipelinePlan:
         """Return the plan for a function and the inputs of a micro-batch.
 
         A function that is defined anew in each step, such as a lambda, has the plans of its code.
+
+        Args:
+            function: The forward pass with its loss.
+            inputs: Those of a micro-batch.
+            state: What `model_state` has returned just before. None: it is called.
 
         Raises:
             CutError: The model cannot be cut so.
@@ -116,7 +121,7 @@ class PipelineRunner:
             if len(self._plans) >= _KEPT_FUNCTIONS:
                 del self._plans[next(iter(self._plans))]
             self._plans[key] = PlanCache(self._model, starts=self._starts, layouts=self._layouts)
-        return self._plans[key].plan_for(function, inputs)
+        return self._plans[key].plan_for(function, inputs, state)
 
     def run(
         self,
