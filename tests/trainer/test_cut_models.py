@@ -18,7 +18,6 @@ def whole(fork_python):
     ("ranks", "schedule", "stages"),
     [
         (2, "gpipe", 2),
-        (3, "1f1b", 3),
         (4, "1f1b", 4),
         (2, "auto", 4),
         (4, "1f1b", 2),

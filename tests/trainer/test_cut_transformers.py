@@ -10,13 +10,8 @@ pytest.importorskip("transformers")
 PROGRAM = Path(__file__).parent / "programs" / "cut_transformers.py"
 
 
-@pytest.fixture(scope="module")
-def whole(fork_python):
-    return fork_python(PROGRAM, 1)
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_llama_bert_and_t5_have_the_bits_of_one_rank(fork_ranks, whole, ranks):
-    job = fork_ranks(ranks, PROGRAM, ranks)
+def test_llama_bert_and_t5_have_the_bits_of_one_rank(fork_ranks, fork_python):
+    whole = fork_python(PROGRAM, 1)
     assert len(whole) == 3
-    assert [job.lines(rank) for rank in range(ranks)] == [whole] * ranks
+    job = fork_ranks(3, PROGRAM, 3)
+    assert [job.lines(rank) for rank in range(3)] == [whole] * 3

@@ -39,9 +39,8 @@ def check(fork_ranks, seeds, numbers):
     assert refused <= len(seeds) * len(numbers) / 4, f"{refused} programs cannot be cut"
 
 
-@pytest.mark.parametrize("first", [0, 8])
-def test_some(fork_ranks, first):
-    check(fork_ranks, range(first, first + 8), [2, 3, 4] if first else [2, 5])
+def test_some(fork_ranks):
+    check(fork_ranks, [*range(6), 15], [2, 3, 5])
 
 
 @pytest.mark.soak
