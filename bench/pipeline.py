@@ -1,8 +1,8 @@
 """`parallel=Pipeline(...)` on two ranks against the schedule's ideal, and against torch.distributed.pipelining by hand.
 
 A stack of 8 equal residual blocks, cut in the middle; 1F1B, one thread a rank, fused AdamW, m micro-batches of two
-samples with 32 tokens each. By hand, activations go over gloo, with unisono through shared memory. The ideal is t₁ (m
-+ p - 1) / (m p) on p = 2 ranks, where t₁ is a plain loop over the same micro-batches in one process while the other
+samples with 32 tokens each. By hand, activations go over gloo, with unisono through shared memory. The ideal is
+t₁·(m+p-1)/(m·p) on p = 2 ranks, where t₁ is a plain loop over the same micro-batches in one process while the other
 rank sleeps. Cores that compute at the same time slow each other down, which no pipeline can help: in the rows "both
 cores busy", t₁ is the time of the slower of two processes that run that loop side by side. The peer by hand is
 PipelineStage and Schedule1F1B, with zero_grad(set_to_none=True) and an optimizer for each stage. Sides take turns in
