@@ -24,37 +24,52 @@ def test_digits_learns_resumes_and_prints_accuracy_and_digest(run_ranks, fork_ra
     assert (tmp_path / "events.jsonl").exists()
 
 
+# What an example prints of what it has learned, with the range of values that only learning gives. It is wide, since
+# another kind of CPU rounds differently and so trains differently.
 RECIPES = {
     # 5.55 is what knowing nothing of 256 bytes costs.
-    "language_model": (["--steps", 12, "--batch-size", 32], r"test loss: (3|4(?=\.[0-4]))\.\d{4}"),
-    "cart_pole": (["--steps", 8], r"moves in an episode: [3-9]\d\.\d"),
-    "simclr": (["--epochs", 2], r"accuracy of a linear classifier: 0\.[89]\d*"),
-    "clip": (["--epochs", 1], r"digits recognised by their names: 0\.\d+ \(\d+/360\)"),
-    "distillation": (["--epochs", 4], r"agreement with the teacher in the last batch: [01]\.\d+ \(\d+/29\)"),
-    "fine_tuning": (["--epochs", 1], r"lines recognised: 0\.[3-9]\d+ \(\d+/\d+\)"),
+    "language_model": (["--steps", 12, "--batch-size", 32], r"test loss: (\d\.\d{4})", (2.5, 4.5)),
+    "cart_pole": (["--steps", 8], r"moves in an episode: (\d+\.\d)", (30, 200)),
+    "simclr": (["--epochs", 2], r"accuracy of a linear classifier: ([01]\.\d+)", (0.75, 1)),
+    "clip": (["--epochs", 1], r"digits recognised by their names: ([01]\.\d+) \(\d+/360\)", (0.15, 1)),
+    "distillation": (
+        ["--epochs", 4],
+        r"agreement with the teacher in the last batch: ([01]\.\d+) \(\d+/29\)",
+        (0.5, 1),
+    ),
+    "fine_tuning": (["--epochs", 1], r"lines recognised: ([01]\.\d+) \(\d+/\d+\)", (0.3, 1)),
 }
+
+
+def has_learned(line, pattern, bounds):
+    found = re.fullmatch(pattern, line)
+    assert found, line
+    return bounds[0] <= float(found[1]) <= bounds[1]
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipes_learn_and_have_one_digest(fork_python, fork_ranks, name):
-    options, result = RECIPES[name]
+    options, pattern, bounds = RECIPES[name]
     alone = fork_python(EXAMPLES / f"{name}.py", *options)
-    assert re.fullmatch(result, alone[-2]), alone[-2]
+    assert has_learned(alone[-2], pattern, bounds), alone[-2]
     assert re.fullmatch(r"weights sha256: [0-9a-f]{64}", alone[-1])
     assert fork_ranks(3, EXAMPLES / f"{name}.py", *options).lines()[-2:] == alone[-2:]
 
 
 PIPELINES = {
-    # Few steps: the averages of BatchNorm, with which the test images are recognised, lag behind the weights.
+    # Knowing nothing of 10 digits costs 2.3. The accuracy shows little after so few steps: the averages of BatchNorm,
+    # with which the test images are recognised, lag behind the weights.
     "resnet50_pipeline": (
         ["--images", 512, "--size", 48, "--batch-size", 64, "--epochs", 3, "--virtual-ranks", 4],
         [(1, []), (2, []), (4, ["--schedule", "gpipe"])],
-        r"epoch 2: loss 1\.\d{4}, accuracy 0\.[4-9]\d{3}",
+        r"epoch 2: loss (\d\.\d{4}), accuracy \d\.\d{4}",
+        (0.1, 2.0),
     ),
     "llama_pipeline": (
         ["--steps", 12, "--batch-size", 16, "--width", 64, "--virtual-ranks", 4],
         [(1, []), (2, []), (3, ["--stages", 3])],
-        r"test loss: (3|4(?=\.[0-4]))\.\d{4}",
+        r"test loss: (\d\.\d{4})",
+        (2.5, 4.5),
     ),
 }
 
@@ -63,9 +78,9 @@ PIPELINES = {
 def test_pipelines_learn_and_have_one_digest(fork_ranks, name):
     if name == "llama_pipeline":
         pytest.importorskip("transformers")
-    options, runs, result = PIPELINES[name]
+    options, runs, pattern, bounds = PIPELINES[name]
     alone, *cut = [fork_ranks(ranks, EXAMPLES / f"{name}.py", *options, *more).lines()[-3:] for ranks, more in runs]
-    assert re.fullmatch(result, alone[0]), alone[0]
+    assert has_learned(alone[0], pattern, bounds), alone[0]
     assert re.fullmatch(r"weights sha256: [0-9a-f]{64}", alone[-1])
     assert cut == [alone] * len(cut)
 
