@@ -31,6 +31,8 @@ class Outcome:
     plan: PipelinePlan
     models: list[nn.Module]
     results: list[Any]
+    divided: set[int]
+    """The stages whose backward passes ran in two parts."""
 
 
 def in_stages(
@@ -40,6 +42,7 @@ def in_stages(
     starts: Sequence[str],
     loss_of: Callable[[Any], Tensor],
     in_flight: int = 1,
+    in_parts: bool = False,
 ) -> Outcome:
     models = [copy.deepcopy(model) for _ in range(len(starts) + 1)]
     plans = PlanCache(model, starts=starts)
@@ -48,17 +51,22 @@ def in_stages(
         for name, parameter in own.named_parameters():
             if number not in plan.parameter_stages.get(name, ()):
                 parameter.data.fill_(float("nan"))  # must not be read
-    results = []
+    results, divided = [], set()
     for first in range(0, len(batches), in_flight):
         passing = []
         for inputs in batches[first : first + in_flight]:
             plan = plans.plan_for(function, inputs)
             stages = [Stage(plan, number, own, starts=starts) for number, own in enumerate(models)]
             passing.append((plan, stages, _forward(stages, function, inputs)))
+        later = []
         for plan, stages, passes in passing:  # several at once, as in a schedule, in their order
-            _backward(plan, stages, passes, loss_of(passes[-1].result))
+            weight_passes = _backward(plan, stages, passes, loss_of(passes[-1].result), in_parts=in_parts)
+            divided |= weight_passes.keys()
+            later += weight_passes.values()
             results.append(passes[-1].result)
-    return Outcome(plan, models, results)
+        for run in later:
+            run()
+    return Outcome(plan, models, results, divided)
 
 
 def _forward(stages: Sequence[Stage], function: Callable[..., Any], inputs: Sequence[Any]) -> list[StagePass]:
@@ -75,11 +83,17 @@ def _forward(stages: Sequence[Stage], function: Callable[..., Any], inputs: Sequ
     return passes
 
 
-def _backward(plan: PipelinePlan, stages: Sequence[Stage], passes: Sequence[StagePass], loss: Tensor) -> None:
-    boxes = [Gradients() for _ in stages]
+def _backward(
+    plan: PipelinePlan, stages: Sequence[Stage], passes: Sequence[StagePass], loss: Tensor, *, in_parts: bool
+) -> dict[int, Callable[[], None]]:
+    boxes, later = [Gradients() for _ in stages], {}
     for number in reversed(range(len(stages))):
         losses = [(loss, None)] if number == len(stages) - 1 else []
-        given = stages[number].backward(passes[number], boxes[number], losses=losses)
+        parts = stages[number].backward_in_parts(passes[number], boxes[number], losses=losses) if in_parts else None
+        if parts is None:
+            given = stages[number].backward(passes[number], boxes[number], losses=losses)
+        else:
+            given, later[number] = parts
         for transfer in stages[number].plan.received:
             if transfer.value in given.values:
                 to = transfer.gradient_target(number)
@@ -87,6 +101,7 @@ def _backward(plan: PipelinePlan, stages: Sequence[Stage], passes: Sequence[Stag
         for name, gradient in given.parameters.items():
             users = plan.parameter_stages[name]
             boxes[users[users.index(number) - 1]].parameters[name] = carried(gradient)
+    return later
 
 
 def differences(
@@ -96,8 +111,12 @@ def differences(
     starts: Sequence[str],
     loss_of: Callable[[Any], Tensor] = lambda result: result,
     in_flight: int = 1,
+    divided: set[int] | None = None,
 ) -> list[str]:
-    """Name everything in which stages differ from one process: results, gradients, buffers, generator."""
+    """Name everything in which stages differ from one process: results, gradients, buffers, generator, divisions.
+
+    With the stages whose backward passes are to run in two parts, they do, and others do not.
+    """
     torch.manual_seed(5)
     whole, expected = copy.deepcopy(model), []
     for inputs in batches:
@@ -105,8 +124,10 @@ def differences(
         loss_of(expected[-1]).backward()
     generator = torch.get_rng_state()
     torch.manual_seed(5)
-    found = in_stages(model, function, batches, starts, loss_of, in_flight)
+    found = in_stages(model, function, batches, starts, loss_of, in_flight, in_parts=divided is not None)
     differing = [] if torch.equal(generator, torch.get_rng_state()) else ["generator"]
+    if divided is not None and found.divided != divided:
+        differing.append(f"divided {found.divided}")
     for place, (one, other) in enumerate(zip(_tensors(expected), _tensors(found.results), strict=True)):
         if not torch.equal(one, other):
             differing.append(f"result {place}")

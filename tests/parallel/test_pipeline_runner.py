@@ -40,7 +40,9 @@ def parts(fork_ranks, ranks, *arguments):
 
 
 @pytest.mark.parametrize("model", STARTS)
-@pytest.mark.parametrize(("schedule", "ranks", "stages"), [("gpipe", 2, 2), ("1f1b", 3, 3), ("interleaved", 2, 4)])
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "stages"), [("gpipe", 2, 2), ("zero-bubble", 3, 3), ("interleaved", 2, 4)]
+)
 def test_schedules_compute_what_one_process_does(fork_ranks, plain, model, schedule, ranks, stages):
     assert parts(fork_ranks, ranks, model, schedule, *STARTS[model][: stages - 1]) == plain(model)
 

@@ -19,7 +19,7 @@ STARTS = {"mlp": "5,9,16", "residual": "blocks.1,blocks.3,head", "language_model
 def test_any_number_of_ranks_has_the_bits_of_one(fork_ranks, fork_python, name):
     losses, results, sha = json.loads(fork_python(PROGRAM, name, STARTS[name], "1f1b")[-1])
     for ranks, stages, schedule in [
-        (4, STARTS[name], "1f1b"),
+        (4, STARTS[name], "zero-bubble"),
         (2, STARTS[name], "interleaved"),
         (2, "n2", "gpipe"),
     ]:

@@ -21,6 +21,8 @@ def whole(fork_python):
         (4, "1f1b", 4),
         (2, "auto", 4),
         (4, "1f1b", 2),
+        (4, "zero-bubble", 4),
+        (4, "zero-bubble", 2),
         (1, "1f1b", 3),
         (3, "auto", "auto3"),
         (4, "interleaved", "auto4"),

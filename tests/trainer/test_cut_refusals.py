@@ -19,7 +19,7 @@ MESSAGES = {
     "no stages": "ValueError: stages=[] leaves the model whole",
     "a name alone": "TypeError: stages='layers.2' is a str: give the number of stages, or the names of the submodules",
     "no pipeline": "TypeError: parallel='layers.2' is a str; give unisono.parallel.Pipeline(stages=[...])",
-    "no schedule": "ValueError: schedule='1b1f' must be one of 'auto', 'gpipe', '1f1b', 'interleaved'",
+    "no schedule": "ValueError: schedule='1b1f' must be one of 'auto', 'gpipe', '1f1b', 'interleaved', 'zero-bubble'",
     "replicas": "ValueError: 2 stages cannot be divided evenly among 2 ranks for 3 replicas: start 6 ranks, or",
     "interleaved": "ValueError: 3 stages cannot be divided evenly among 2 ranks",
     "shared": 'ValueError: engine="shared" keeps one copy of the weights for all ranks',

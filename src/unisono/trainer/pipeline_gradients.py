@@ -150,7 +150,11 @@ class PipelineGradients(StepGradients):
             roots = [(root, self._backward.seed_for(root, size))]
         return roots, total.float(), weight
 
-    def begin_backward(self, part: _Part, stage: int, loss: Tensor | None, weight: float, *, new_buffers: bool) -> None:
+    def begin_backward(self, part: _Part) -> None:
+        """Note that a backward pass comes next."""
+        self._run.note("backward", part.share.virtual_rank)
+
+    def begin_adding(self, part: _Part, stage: int, loss: Tensor | None, weight: float, *, new_buffers: bool) -> None:
         """Note that the gradients of a micro-batch come next; with the last one of a share, what it has come to."""
         if part.is_last:
             self.engine.stages[stage].close_forward(
@@ -160,7 +164,6 @@ class PipelineGradients(StepGradients):
                 new_buffers=new_buffers,
                 has_values=not self.values.is_empty,
             )
-        self._run.note("backward", part.share.virtual_rank)
 
     def end_backward(self, part: _Part, stage: int) -> None:
         """Hand the gradients of a share to the engine of the stage, if this was its last micro-batch."""
@@ -200,16 +203,19 @@ class _StepPasses:
             self._new_buffers.add((stage, virtual_rank))
 
     def begin_backward(self, stage: int, micro_batch: int) -> Sequence[LossRoot]:
+        self._gradients.begin_backward(self._parts[micro_batch])
+        return self._roots.pop(micro_batch) if stage == self._last_stage else ()
+
+    def begin_adding(self, stage: int, micro_batch: int) -> None:
         part, virtual_rank = self._parts[micro_batch], self._parts[micro_batch].share.virtual_rank
         is_last_stage = stage == self._last_stage
-        self._gradients.begin_backward(
+        self._gradients.begin_adding(
             part,
             stage,
             self._losses.get(virtual_rank) if is_last_stage else None,
             self._weights.get(virtual_rank, 0.0) if is_last_stage else 0.0,
             new_buffers=(stage, virtual_rank) in self._new_buffers,
         )
-        return self._roots.pop(micro_batch) if is_last_stage else ()
 
     def end_backward(self, stage: int, micro_batch: int) -> None:
         self._gradients.end_backward(self._parts[micro_batch], stage)

@@ -101,5 +101,8 @@ class _Passes:
     def begin_backward(self, stage: int, micro_batch: int) -> tuple[()]:
         raise NotImplementedError
 
+    def begin_adding(self, stage: int, micro_batch: int) -> None:
+        raise NotImplementedError
+
     def end_backward(self, stage: int, micro_batch: int) -> None:
         raise NotImplementedError

@@ -56,6 +56,9 @@ class Passes:
     def begin_backward(self, stage, number):
         return [(self.results.pop(number), None)] if stage == self.last_stage else ()
 
+    def begin_adding(self, stage, number):
+        pass
+
     def end_backward(self, stage, number):
         pass
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["enter"]
+__all__ = ["ENTRY", "enter"]
 
 
 class _Entry(torch.autograd.Function):
@@ -26,8 +26,12 @@ class _Entry(torch.autograd.Function):
         return None, None, None, None
 
 
-def enter(tensor: Tensor, captured: dict[int, Tensor], value: int) -> Tensor:
-    """Return a received tensor as the beginning of a graph.
+ENTRY: type = _Entry._backward_cls
+"""The type of the node in the graph."""
+
+
+def enter(tensor: Tensor, captured: dict[int, Tensor], value: int) -> tuple[Tensor, Tensor | None]:
+    """Return a received tensor as the beginning of a graph, and the leaf below it; without gradients, there is none.
 
     Args:
         tensor: The values, without a graph; the memory is used as it is.
@@ -35,6 +39,7 @@ def enter(tensor: Tensor, captured: dict[int, Tensor], value: int) -> Tensor:
         value: The key of the gradient.
     """
     if not torch.is_grad_enabled():
-        return tensor
-    entered: Tensor = _Entry.apply(torch.empty((), requires_grad=True), [tensor.data], captured, value)  # type: ignore[no-untyped-call]
-    return entered
+        return tensor, None
+    anchor = torch.empty((), requires_grad=True)
+    entered: Tensor = _Entry.apply(anchor, [tensor.data], captured, value)  # type: ignore[no-untyped-call]
+    return entered, anchor

@@ -82,6 +82,8 @@ class Call:
     """A value: the call runs on the stage that makes it, since it only attaches something to its gradient."""
     hooks: int = 0
     """Which use of hooks for saved tensors it is called within, such as activation checkpointing; 0: none."""
+    has_hooks: bool = False
+    """True if it uses such hooks within itself."""
     seen: Hashable = None
     """What the model's code learns from its result: numbers that it reads, shapes that depend on them."""
     draws: bool = False

@@ -27,6 +27,7 @@ class OperatorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.written: dict[int, Tensor] = {}
         self.operators = 0
         self.draws = False
+        self.has_hooks = False
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -36,6 +37,8 @@ class OperatorObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.operators += 1
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.draws = True
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            self.has_hooks = True
         if func not in METADATA_OPERATORS:
             for position, declared in enumerate(func._schema.arguments):
                 given = args[position] if position < len(args) else kwargs.get(declared.name)

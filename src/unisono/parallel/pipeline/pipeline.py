@@ -13,7 +13,10 @@ from unisono.text import a_type
 
 __all__ = ["Pipeline", "ScheduleName"]
 
-ScheduleName: TypeAlias = Literal["auto", "gpipe", "1f1b", "interleaved"]
+ScheduleName: TypeAlias = Literal["auto", "gpipe", "1f1b", "interleaved", "zero-bubble"]
+
+_ONE_STAGE = frozenset({"gpipe", "1f1b", "zero-bubble"})
+"""The schedules with one stage on each rank."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,9 +35,10 @@ class Pipeline:
             stages: then the first batch is used to measure the parts of the model, and the division is the one whose
             slowest stage is fastest.
         schedule: The order of passes: "gpipe" (all forward passes first, which takes the most memory), "1f1b" (a stage
-            keeps at most as many micro-batches as there are stages), "interleaved" (several stages on each rank, for
-            shorter waits; the number of stages is a multiple of the number of ranks of a replica), or "auto": "1f1b"
-            where each stage has a rank of its own, otherwise "interleaved".
+            keeps at most as many micro-batches as there are stages), "zero-bubble" (gradients of weights are computed
+            later, where a rank would wait, for some more computing and memory), "interleaved" (several stages on each
+            rank, for shorter waits; the number of stages is a multiple of the number of ranks of a replica), or "auto":
+            "1f1b" where each stage has a rank of its own, otherwise "interleaved".
         replicas: Number of copies of the model, which divide the virtual ranks. None: one for each full set of ranks
             with a rank for each stage; with "interleaved", or fewer ranks than stages, one.
         memory_gib: The memory that the stages of a rank may take, in GiB, where the number of stages is given: for
@@ -71,7 +75,7 @@ class Pipeline:
             object.__setattr__(self, "stages", tuple(stages))
         if self.memory_gib is not None and not real("memory_gib", self.memory_gib) > 0:
             raise ValueError(f"memory_gib={self.memory_gib} must be positive; None sets no limit on a CPU")
-        choice("schedule", self.schedule, ("auto", *(name for name in SCHEDULES if name != "zero-bubble")))
+        choice("schedule", self.schedule, ("auto", *SCHEDULES))
         if self.replicas is not None:
             whole("replicas", self.replicas, least=1)
 
@@ -101,11 +105,11 @@ class Pipeline:
         if replicas is None:
             replicas = 1 if self.schedule == "interleaved" else max(1, world_size // count)
         size, rest = divmod(world_size, replicas)
-        if not rest and (size == count if self.schedule in ("gpipe", "1f1b") else size > 1 and count % size == 0):
+        if not rest and (size == count if self.schedule in _ONE_STAGE else size > 1 and count % size == 0):
             return size
         there = f"{world_size} ranks" + (f" for {replicas} replicas" if replicas > 1 else "")
         start = f"start {'a multiple of ' if self.replicas is None else ''}{(self.replicas or 1) * count} ranks"
-        if self.schedule in ("gpipe", "1f1b"):
+        if self.schedule in _ONE_STAGE:
             raise ValueError(
                 f'schedule="{self.schedule}" needs a rank for each of the {count} stages of a replica, and there are '
                 f'{there}: {start}, name other stages, or give schedule="auto" for several stages on a rank'
@@ -129,7 +133,8 @@ class Pipeline:
     def draw(self, *, micro_batches: int, ranks: int | None = None, columns: int = 100) -> str:
         """Return a drawing of a step: a line for each rank, F and B for the passes of micro-batches, · for waits.
 
-        All stages take the same time here, and backward passes twice as long as forward ones.
+        All stages take the same time here, and backward passes twice as long as forward ones. With "zero-bubble", I and
+        W are the two parts of a backward pass.
 
         Args:
             micro_batches: Those of a replica.

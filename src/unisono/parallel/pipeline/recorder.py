@@ -348,7 +348,7 @@ class _Recorder(TorchFunctionMode):
         return all(read) and all(map(self._everywhere, known))
 
     def _note_uses(self, call: Call, observer: OperatorObserver) -> None:
-        call.draws = observer.draws
+        call.draws, call.has_hooks = observer.draws, observer.has_hooks
         numbers = dict.fromkeys(self._number_of[one] for one in observer.read if one in self._number_of)
         call.reads = tuple(self.program.objects[one].values[-1] for one in numbers)
         call.parameters = tuple(self._leaves[one][0] for one in observer.read if one in self._leaves)

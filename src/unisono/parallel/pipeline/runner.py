@@ -43,10 +43,13 @@ class Passes(Protocol):
         """Take the result of a forward pass: on the last stage, what the function returned."""
 
     def begin_backward(self, stage: int, micro_batch: int) -> Sequence[LossRoot]:
-        """Prepare a backward pass. Return the losses on the last stage, otherwise nothing."""
+        """Prepare a backward pass, or the part of it for inputs. Return the losses on the last stage, else nothing."""
+
+    def begin_adding(self, stage: int, micro_batch: int) -> None:
+        """Note that the gradients of parameters come next, of one micro-batch of a stage after the other."""
 
     def end_backward(self, stage: int, micro_batch: int) -> None:
-        """Note that the gradients of a micro-batch have been added."""
+        """Note that they have been added to `grad`."""
 
 
 class _Channel(NamedTuple):
@@ -69,6 +72,8 @@ class _Step:
     arrivals: dict[_Channel, tuple[Tensor, dist.Work | None]] = field(default_factory=dict)
     """Messages that come, or have come; without work those between stages of this rank."""
     sends: list[tuple[Tensor, dist.Work]] = field(default_factory=list)
+    weight_passes: dict[tuple[int, int], Callable[[], None]] = field(default_factory=dict)
+    """By stage and micro-batch, those whose passes for inputs have run."""
 
 
 class PipelineRunner:
@@ -144,6 +149,8 @@ class PipelineRunner:
         for action in self._with_receives(step, actions):
             if action.kind == "forward":
                 self._forward(step, action, micro_batches[action.micro_batch], passes)
+            elif action.kind == "backward_weight":
+                self._backward_weight(step, action, passes)
             else:
                 self._backward(step, action, passes)
             step.sends = [each for each in step.sends if not each[1].is_completed()]
@@ -212,9 +219,27 @@ class PipelineRunner:
                 (gradients.values if isinstance(key, int) else gradients.parameters)[key] = gradient
         done = step.passes.pop((action.stage, action.micro_batch))
         losses = passes.begin_backward(action.stage, action.micro_batch)
-        given = stage.backward(done, gradients, losses=losses)
+        parts = None
+        if action.kind == "backward_input":
+            parts = stage.backward_in_parts(done, gradients, losses=losses)
+        if parts is None:
+            for each in [each for each in step.weight_passes if each[0] == action.stage]:
+                self._backward_weight(step, Action("backward_weight", *each), passes)  # micro-batches stay in order
+            passes.begin_adding(action.stage, action.micro_batch)
+            given = stage.backward(done, gradients, losses=losses)
+        else:
+            given, step.weight_passes[action.stage, action.micro_batch] = parts
         self._send(step, action, routes.gradients_to, Message({**given.values, **given.parameters}))
-        passes.end_backward(action.stage, action.micro_batch)
+        if parts is None:
+            passes.end_backward(action.stage, action.micro_batch)
+
+    def _backward_weight(self, step: _Step, action: Action, passes: Passes) -> None:
+        """Add the gradients of parameters, unless that has been done with those of inputs."""
+        add = step.weight_passes.pop((action.stage, action.micro_batch), None)
+        if add is not None:
+            passes.begin_adding(action.stage, action.micro_batch)
+            add()
+            passes.end_backward(action.stage, action.micro_batch)
 
     def _stage_of(self, plan: PipelinePlan, number: int) -> tuple[Stage, StageRoutes]:
         # A stage keeps its plan, so that no other has this id.
@@ -232,6 +257,8 @@ class PipelineRunner:
 
     def _post(self, step: _Step, action: Action) -> None:
         """Begin to receive what a pass needs."""
+        if action.kind == "backward_weight":
+            return
         _, routes = self._stage_of(step.plans[action.micro_batch], action.stage)
         for source, layout in (routes.values_from if action.kind == "forward" else routes.gradients_from).items():
             rank, channel = step.stage_ranks[source], _Channel(source, action.stage, action.micro_batch)

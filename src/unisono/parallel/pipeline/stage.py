@@ -22,6 +22,7 @@ from unisono.parallel.pipeline.functions import GETTERS, is_transformed
 from unisono.parallel.pipeline.leaves import flatten
 from unisono.parallel.pipeline.model_line import model_line
 from unisono.parallel.pipeline.placeholder import Placeholder
+from unisono.parallel.pipeline.split_backward import SplitBackward
 from unisono.parallel.pipeline.stage_plan import PipelinePlan
 
 __all__ = ["Gradients", "Stage", "StagePass"]
@@ -49,6 +50,8 @@ class StagePass:
     """The state of the CPU's generator after the stage's last call."""
     entered: dict[int, Tensor] = field(default_factory=dict)
     """The values that were received, as the roots of the stage's graph."""
+    entries: list[Tensor] = field(default_factory=list)
+    """The leaves below them."""
     captured: dict[int, Tensor] = field(default_factory=dict)
     """The gradients of the values that were received."""
 
@@ -70,6 +73,8 @@ class Stage:
         self._blocks = find_blocks(model, starts)
         self._parameters = dict(model.named_parameters())
         self._placeholders: dict[int, Placeholder] = {}
+        self._passed_on = [name for name in self.plan.parameters if plan.parameter_stages[name][0] != self.plan.stage]
+        """The parameters whose gradients go to an earlier stage."""
 
     def forward(
         self,
@@ -117,27 +122,52 @@ class Stage:
         Returns:
             The gradients that earlier stages need.
         """
-        roots = list(losses)
-        for value, gradient in gradients.values.items():
-            roots.append((done.sent[value] if value in done.sent else done.entered[value], gradient))
-        passed_on = {}
-        for name in self.plan.parameters:
-            parameter = self._parameters[name]
-            if name in gradients.parameters:
-                roots.append((parameter, gradients.parameters[name]))
-            if self._pipeline.parameter_stages[name][0] != self.plan.stage:
-                passed_on[name] = parameter.grad
-                parameter.grad = None
-        roots = [root for root in roots if root[0].requires_grad]
+        roots = self._roots(done, gradients, losses)
+        kept = {name: self._parameters[name].grad for name in self._passed_on}
+        for name in kept:
+            self._parameters[name].grad = None
         if roots:
             torch.autograd.backward([one for one, _ in roots], [one for _, one in roots])
         parameter_gradients = {}
-        for name, kept in passed_on.items():
+        for name, gradient in kept.items():
             parameter = self._parameters[name]
             if parameter.grad is not None:
                 parameter_gradients[name] = parameter.grad
-            parameter.grad = kept
+            parameter.grad = gradient
         return Gradients(done.captured, parameter_gradients)
+
+    def backward_in_parts(
+        self, done: StagePass, gradients: Gradients, *, losses: Sequence[tuple[Tensor, Tensor | None]] = ()
+    ) -> tuple[Gradients, Callable[[], None]] | None:
+        """Compute the gradients that earlier stages need alone, if the backward pass can be divided so; see `backward`.
+
+        Returns:
+            These gradients, and what adds those of parameters to `grad` when it is called. None, and nothing is done,
+            if the pass is to run as a whole.
+        """
+        if self.plan.has_hooks:  # activation checkpointing would compute everything again for each part
+            return None
+        passed_on = {name: self._parameters[name] for name in self._passed_on}
+        roots, sent = self._roots(done, gradients, losses), list(passed_on.values())
+        parameters = [self._parameters[name] for name in self.plan.parameters]
+        parts = SplitBackward.of(roots, done.entries, sent, parameters)
+        if parts is None:
+            return None
+        found = parts.backward_input()
+        parameter_gradients = {name: found[id(each)] for name, each in passed_on.items() if id(each) in found}
+        return Gradients(done.captured, parameter_gradients), partial(parts.backward_weight, sent)
+
+    def _roots(
+        self, done: StagePass, gradients: Gradients, losses: Sequence[tuple[Tensor, Tensor | None]]
+    ) -> list[tuple[Tensor, Tensor | None]]:
+        """Return the tensors from which a backward pass starts, each with its gradient."""
+        roots = list(losses)
+        for value, gradient in gradients.values.items():
+            roots.append((done.sent[value] if value in done.sent else done.entered[value], gradient))
+        for name in self.plan.parameters:
+            if name in gradients.parameters:
+                roots.append((self._parameters[name], gradients.parameters[name]))
+        return [root for root in roots if root[0].requires_grad]
 
     def results_of(self, call_number: int, objects: Mapping[int, Tensor]) -> Any:
         """Return what stands for the result of a call of another stage.
@@ -192,7 +222,9 @@ class _StageMode(TorchFunctionMode):
         for transfer in self._plan.received:
             entered = received[transfer.value]
             if transfer.requires_grad:
-                entered = enter(entered, self.done.captured, transfer.value)
+                entered, leaf = enter(entered, self.done.captured, transfer.value)
+                if leaf is not None:
+                    self.done.entries.append(leaf)
             self.done.entered[transfer.value] = self.objects[transfer.object] = entered
 
     def __torch_function__(

@@ -57,6 +57,8 @@ class StagePlan:
     parameters: tuple[str, ...]
     draws: bool
     """True if its own calls draw random numbers."""
+    has_hooks: bool
+    """True if its own calls keep tensors through hooks, as activation checkpointing does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +180,7 @@ def plan_stages(program: ForwardProgram, begins: Sequence[int]) -> PipelinePlan:
                 kept=frozenset(one.object for one in sent) | _returned_again(program),
                 parameters=tuple(sorted(name for name, used in parameter_stages.items() if stage in used)),
                 draws=any(call.draws for call in own),
+                has_hooks=any(call.hooks or call.has_hooks for call in own),
             )
         )
     only_read = _everywhere_calls(program, ())
@@ -191,6 +194,7 @@ def plan_stages(program: ForwardProgram, begins: Sequence[int]) -> PipelinePlan:
         kept=_returned_again(program),
         parameters=(),
         draws=False,
+        has_hooks=False,
     )
     return PipelinePlan(
         program, tuple(stages), transfers, path, {name: tuple(sorted(used)) for name, used in parameter_stages.items()}

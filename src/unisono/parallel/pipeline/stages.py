@@ -229,6 +229,9 @@ class _Passes:
         self.losses[micro_batch] = float(loss.detach())
         return [(loss, None)]
 
+    def begin_adding(self, stage: int, micro_batch: int) -> None:
+        """Nothing is to be prepared."""
+
     def end_backward(self, stage: int, micro_batch: int) -> None:
         """Nothing is left to do."""
 
