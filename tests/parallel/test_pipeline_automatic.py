@@ -25,11 +25,11 @@ def one_thread():
 
 
 class Uneven(nn.Module):
-    """Each layer sleeps for its own time, forward and backward, so that times are known."""
+    """Each layer computes for its own time, forward and backward, so that times are known."""
 
     def __init__(self, times_s):
         super().__init__()
-        self.layers = nn.ModuleList(Sleeping(each) for each in times_s)
+        self.layers = nn.ModuleList(Busy(each) for each in times_s)
 
     def forward(self, x):
         for layer in self.layers:
@@ -37,27 +37,33 @@ class Uneven(nn.Module):
         return x
 
 
-class Sleep(torch.autograd.Function):
+def compute(seconds):
+    end_s = time.thread_time() + seconds
+    while time.thread_time() < end_s:
+        pass
+
+
+class Compute(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, seconds):
         ctx.seconds = seconds
         if not isinstance(x, torch._subclasses.FakeTensor):
-            time.sleep(seconds)
+            compute(seconds)
         return x.clone()
 
     @staticmethod
     def backward(ctx, gradient):
-        time.sleep(2 * ctx.seconds)
+        compute(2 * ctx.seconds)
         return gradient, None
 
 
-class Sleeping(nn.Module):
+class Busy(nn.Module):
     def __init__(self, seconds):
         super().__init__()
         self.seconds, self.weight = seconds, nn.Parameter(torch.ones(4))
 
     def forward(self, x):
-        return Sleep.apply(x * self.weight, self.seconds)
+        return Compute.apply(x * self.weight, self.seconds)
 
 
 def mean(model, x):
@@ -77,7 +83,7 @@ def test_the_slowest_stage_is_within_5_percent_of_the_best(stages):
     times_s = [0.004, 0.001, 0.006, 0.002, 0.003, 0.012, 0.001, 0.005]
     model = Uneven(times_s)
     measured = measure_places(model, mean, (torch.randn(2, 4),), stages=stages, loss_of=lambda loss: loss)
-    found = divide(measured, stages=stages, schedule="1f1b", ranks=stages, micro_batches=8, limit_nbytes=None)
+    found = divide(measured, stages=stages, schedules=["1f1b"], ranks=stages, micro_batches=8, limit_nbytes=None)
     begins = [0, *(int(name.removeprefix("layers.")) for name in found.starts), len(times_s)]
     slowest = max(sum(times_s[begin:end]) for begin, end in itertools.pairwise(begins))
     assert slowest <= 1.05 * best_by_brute_force(times_s, stages)
@@ -169,10 +175,10 @@ def test_too_many_stages_and_too_little_memory_are_refused_with_numbers():
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     measured = measure_places(model, pipeline_models.square, (torch.randn(8, 64),), stages=2, loss_of=lambda loss: loss)
     with pytest.raises(ValueError, match=r"5 stages need 5 places at which one may begin, and the model has 4"):
-        divide(measured, stages=5, schedule="1f1b", ranks=5, micro_batches=8, limit_nbytes=None)
+        divide(measured, stages=5, schedules=["1f1b"], ranks=5, micro_batches=8, limit_nbytes=None)
     with pytest.raises(ValueError, match=r"no division into 2 stages fits 0\.0 MiB each: the best one needs 0\.\d MiB"):
-        divide(measured, stages=2, schedule="1f1b", ranks=2, micro_batches=8, limit_nbytes=1000)
-    tight = divide(measured, stages=2, schedule="1f1b", ranks=2, micro_batches=8, limit_nbytes=180_000)
+        divide(measured, stages=2, schedules=["1f1b"], ranks=2, micro_batches=8, limit_nbytes=1000)
+    tight = divide(measured, stages=2, schedules=["1f1b"], ranks=2, micro_batches=8, limit_nbytes=180_000)
     assert tight.starts == ("2",)
 
 
@@ -180,5 +186,5 @@ def test_without_gradients_the_backward_pass_is_estimated():
     model = Uneven([0.002, 0.002, 0.008])
     with torch.no_grad():
         measured = measure_places(model, mean, (torch.randn(2, 4),), stages=2, loss_of=None)
-    found = divide(measured, stages=2, schedule="gpipe", ranks=2, micro_batches=4, limit_nbytes=None)
+    found = divide(measured, stages=2, schedules=["gpipe"], ranks=2, micro_batches=4, limit_nbytes=None)
     assert found.starts == ("layers.2",)

@@ -35,6 +35,24 @@ def test_plain_look_of_a_run(plain):
     )
 
 
+def test_plain_look_of_a_model_that_has_been_divided_into_stages(plain):
+    division = {
+        "stages": ["layers.3", "head"],
+        "shares": [0.4, 0.35, 0.25],
+        "nbytes": [1_200_000_000, 42_000_000, 950_000],
+    }
+    step = {"schedule": "1f1b", "micro_batches": 8, "step_s": 0.2104, "waiting": 0.2}
+    plain("pipeline", **division, **step, least_step_s=0.2, advised_micro_batches=32, advised_waiting=0.06)
+    plain("pipeline", **division, **step, least_step_s=0.2, advised_micro_batches=None, advised_waiting=None)
+    assert text_of(plain).splitlines()[:3] == [
+        "3 stages, of 40%, 35%, 25% of the time and 1.20 GB, 42.0 MB, 0.95 MB, beginning with layers.3, head",
+        "1f1b: a step of 210 ms is expected, within 5% of the least possible; ranks wait 20% of it, or 6% with 32 "
+        "micro-batches instead of 8 (more virtual ranks)",
+        "3 stages, of 40%, 35%, 25% of the time and 1.20 GB, 42.0 MB, 0.95 MB, beginning with layers.3, head",
+    ]
+    assert text_of(plain).endswith("least possible; ranks wait 20% of it\n")
+
+
 def test_plain_look_of_a_resumed_long_epoch_has_a_line_every_ten_seconds(plain):
     plain.run(directory=None, world_size=1)
     plain("resume", path="runs/digits/7", epoch=2, step=7, total_steps=31)

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Any, TextIO
 
 from unisono.text import clip
-from unisono.watch.figures import format_elapsed, format_rate, format_ratio, format_value, plural
+from unisono.watch.figures import format_bytes, format_elapsed, format_rate, format_ratio, format_value, plural
 from unisono.watch.plain_renderer import PlainRenderer
 from unisono.watch.renderer import EpochView, Renderer, RunningSum
 
@@ -181,12 +181,11 @@ class Progress:
         if not isinstance(names, Sequence) or not isinstance(shares, Sequence):
             return
         text = f"{plural(len(shares), 'stage')}, of {', '.join(f'{share:.0%}' for share in shares)} of the time"
-        text += f", beginning with {', '.join(map(str, names))}"
-        if (waiting := _number(event, "waiting")) is not None:
-            text += f"; ranks wait {waiting:.0%} of a step"
-        if step_s := _number(event, "step_s"):
-            text += f" of {format_elapsed(step_s)}"
-        look.remark(self._sayable(text))
+        if isinstance(nbytes := event.get("nbytes"), Sequence):
+            text += f" and {', '.join(map(format_bytes, nbytes))}"
+        look.remark(self._sayable(f"{text}, beginning with {', '.join(map(str, names))}"))
+        if (step_s := _number(event, "step_s")) is not None:
+            look.remark(self._sayable(_expected_step(event, step_s)))
 
     def _begin(self, look: Renderer, event: Event) -> None:
         self._leave(look)
@@ -397,6 +396,20 @@ def _result(result: Any) -> str:
         return ""
     ratio = "" if total is None or count is None else format_ratio(total, count)
     return format_value(value) + (f" ({ratio})" if ratio else "")
+
+
+def _expected_step(event: Event, step_s: float) -> str:
+    """Return what is expected of the steps of a pipeline, as a line."""
+    took = format_elapsed(step_s) if step_s >= 1 else f"{1e3 * step_s:.3g} ms"
+    text = f"{event['schedule']}: a step of {took} is expected" if event.get("schedule") else f"a step of {took}"
+    if least_s := _number(event, "least_step_s"):
+        text += f", within {step_s / least_s - 1:.0%} of the least possible"
+    if (waiting := _number(event, "waiting")) is not None:
+        text += f"; ranks wait {waiting:.0%} of it"
+    advised, then, now = (_number(event, key) for key in ("advised_micro_batches", "advised_waiting", "micro_batches"))
+    if advised is not None and then is not None and now is not None:
+        text += f", or {then:.0%} with {advised:.0f} micro-batches instead of {now:.0f} (more virtual ranks)"
+    return text
 
 
 def _number(event: Event, key: str) -> float | None:

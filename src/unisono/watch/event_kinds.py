@@ -214,6 +214,13 @@ class PipelineFields(TypedDict):
     """The time of a step as expected, without what sending takes."""
     waiting: float
     """The part of this time in which ranks wait for each other, 0 to 1."""
+    least_step_s: float
+    """The time below which no division into as many stages, and no order of their passes, could bring a step."""
+    advised_micro_batches: int | None
+    """A number of micro-batches with which ranks would wait for less than a tenth of a step. None: they do so already,
+    or it would take more than 16 times as many."""
+    advised_waiting: float | None
+    """The part of a step in which they would wait then."""
     seconds: float
     """Seconds that it took to measure."""
 

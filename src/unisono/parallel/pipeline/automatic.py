@@ -12,11 +12,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from unisono.parallel.pipeline.balance import ModelSegment, Split, balance
+from unisono.parallel.pipeline.balance import ModelSegment, Split
 from unisono.parallel.pipeline.candidates import find_places
+from unisono.parallel.pipeline.expectation import MoreMicroBatches, fastest, least_step, more_micro_batches
 from unisono.parallel.pipeline.measuring import measure_segments
-from unisono.parallel.pipeline.schedule import StageCost, make_schedule
-from unisono.parallel.pipeline.timeline import simulate
 
 __all__ = ["StageDivision", "divide", "measure_places"]
 
@@ -28,10 +27,15 @@ class StageDivision:
     starts: tuple[str, ...]
     """The blocks with which stages begin, from the second stage on."""
     split: Split
+    schedule: str
     step_s: float
     """The time of a step, without what sending takes."""
     waiting: float
     """The part of this time in which ranks wait, 0 to 1."""
+    least_step_s: float
+    """What a step takes at least with any division and any order of passes."""
+    advice: MoreMicroBatches | None
+    """How ranks would wait less. None: they wait little, or that would not help."""
 
 
 def measure_places(
@@ -52,14 +56,14 @@ def measure_places(
 
 
 def divide(
-    measured: bytes, *, stages: int, schedule: str, ranks: int, micro_batches: int, limit_nbytes: int | None
+    measured: bytes, *, stages: int, schedules: Sequence[str], ranks: int, micro_batches: int, limit_nbytes: int | None
 ) -> StageDivision:
-    """Return the division into stages whose slowest stage is fastest.
+    """Return the division into stages whose slowest stage is fastest, and the schedule with the shortest step.
 
     Args:
         measured: What `measure_places` returned.
         stages: The number of stages.
-        schedule: The name of a schedule.
+        schedules: The names of the schedules to choose from.
         ranks: The number of ranks of a replica.
         micro_batches: The number of micro-batches of a step.
         limit_nbytes: The memory that a rank may take. None: any.
@@ -68,18 +72,20 @@ def divide(
         ValueError: There are fewer places than stages, or no division keeps the limit.
     """
     segments = [ModelSegment(*each) for each in json.loads(measured)]
-    per_rank = stages // ranks
-    passes = make_schedule(schedule, ranks=ranks, micro_batches=micro_batches, stages_per_rank=per_rank)
-    held = simulate(passes, [StageCost()] * stages).most_under_way
-    under_way = [-(-held[passes.stage_ranks[stage]] // per_rank) for stage in range(stages)]
-    limit = None if limit_nbytes is None else limit_nbytes // per_rank
-    split = balance(segments, stages, under_way=under_way, limit_nbytes=limit)
-    ends = (*split.begins[1:], len(segments))
-    costs = []
-    for begin, end in zip(split.begins, ends, strict=True):
-        forward_s = sum(each.forward_s for each in segments[begin:end])
-        backward_s = sum(each.backward_s for each in segments[begin:end])
-        costs.append(StageCost(forward_s, backward_s / 2, backward_s / 2))
-    timeline = simulate(passes, costs)
-    starts = tuple(segments[begin].name for begin in split.begins[1:])
-    return StageDivision(starts, split, timeline.duration, timeline.bubble)
+    expected = fastest(
+        segments,
+        stages=stages,
+        schedules=schedules,
+        ranks=ranks,
+        micro_batches=micro_batches,
+        limit_nbytes=limit_nbytes,
+    )
+    return StageDivision(
+        starts=tuple(segments[begin].name for begin in expected.split.begins[1:]),
+        split=expected.split,
+        schedule=expected.schedule,
+        step_s=expected.timeline.duration,
+        waiting=expected.timeline.bubble,
+        least_step_s=least_step(segments, stages=stages, ranks=ranks, micro_batches=micro_batches),
+        advice=more_micro_batches(expected, ranks=ranks, micro_batches=micro_batches),
+    )

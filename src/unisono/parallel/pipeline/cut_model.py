@@ -48,6 +48,8 @@ class CutModel:
         self.ownership = StageOwnership()
         self.starts = pipeline.names
         """The submodules with which stages begin; None until the first batch, if the number of stages is given."""
+        self._schedule = pipeline.schedule_for(size)
+        """The name of the schedule; with a number of stages and "auto", that of the first batch's choice."""
         self._averages: list[nn.Module] = []
         self._optimizers: list[Optimizer] = []
         self.tell: Callable[[PipelineFields], None] | None = None
@@ -64,7 +66,7 @@ class CutModel:
             runner = PipelineRunner(
                 model,
                 starts=self.starts,
-                schedule=self._pipeline.schedule_for(self.ranks.size),
+                schedule=self._schedule,
                 group=self.ranks.pipeline.group,
                 layouts=foreign.layouts,
             )
@@ -119,7 +121,9 @@ class CutModel:
         micro_batches: int,
         loss_of: Callable[[Any], Tensor] | None,
     ) -> None:
-        """Find where stages begin, if the user has left it open. Every rank must call it before the first plan.
+        """Find where stages begin, if the user has left it open, and the fastest schedule, if that is open, too.
+
+        Every rank must call it before the first plan.
 
         The first rank measures, and all compute the same division. Time: four passes of a micro-batch of the whole
         model.
@@ -145,16 +149,16 @@ class CutModel:
             return json.dumps(micro_batches).encode() + b"\n" + found
 
         head, _, measured = self._world.broadcast_bytes(measure).partition(b"\n")
-        schedule, count = self._pipeline.schedule_for(self.ranks.size), int(head)
+        count = int(head)
         division = divide(
             measured,
             stages=stages,
-            schedule=schedule,
+            schedules=self._pipeline.schedules_for(self.ranks.size),
             ranks=self.ranks.size,
             micro_batches=count,
             limit_nbytes=self._limit_nbytes(),
         )
-        self.starts = division.starts
+        self.starts, self._schedule = division.starts, division.schedule
         if self.tell is not None:
             seconds = division.split.seconds
             self.tell(
@@ -163,15 +167,25 @@ class CutModel:
                     "shares": [round(each / sum(seconds), 4) for each in seconds],
                     "nbytes": division.split.nbytes,
                     "excess": round(division.split.excess, 4),
-                    "schedule": schedule,
+                    "schedule": division.schedule,
                     "micro_batches": count,
                     "step_s": round(division.step_s, 6),
                     "waiting": round(division.waiting, 4),
+                    "least_step_s": round(division.least_step_s, 6),
+                    "advised_micro_batches": None if division.advice is None else division.advice.micro_batches,
+                    "advised_waiting": None if division.advice is None else round(division.advice.waiting, 4),
                     "seconds": round(time.monotonic() - since_s, 3),
                 }
             )
 
     def _limit_nbytes(self) -> int | None:
+        """Return the memory that the stages of any rank may take, equal on all ranks. Every rank must call it."""
+        limits = [
+            each for each in self._world.gather(self._own_limit_nbytes(), "trainer.step cutting the model") if each
+        ]
+        return min(limits, default=None)
+
+    def _own_limit_nbytes(self) -> int | None:
         if self._pipeline.memory_gib is not None:
             return int(self._pipeline.memory_gib * 2**30)
         device = next(self.model.parameters()).device

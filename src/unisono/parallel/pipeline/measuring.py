@@ -2,6 +2,7 @@
 
 The whole model runs on one micro-batch. The time from the first call of one place to that of the next one belongs to
 the first, forward and backward; in the backward pass it is noted when the gradient of a block's inputs is there.
+With one thread on a CPU, it is CPU time, which other programs on the machine disturb less.
 """
 
 from __future__ import annotations
@@ -67,8 +68,9 @@ def measure_segments(
     """
     runs = []
     names = places.names
+    clock = _clock_for(next(model.parameters()).device)
     for number in range(_WARM_UPS + _REPEATS):
-        run = _Run(len(names) + 1)
+        run = _Run(len(names) + 1, clock)
         with kept_generators(), _kept_gradients(model):
             own = _copied(model)
             blocks = {name: own.get_submodule(name) for name in names}
@@ -104,7 +106,8 @@ def measure_segments(
 class _Run:
     """One pass through the model: what each segment takes."""
 
-    def __init__(self, segments: int) -> None:
+    def __init__(self, segments: int, clock: Callable[[], float]) -> None:
+        self._clock = clock
         self.forward_s, self.backward_s = [0.0] * segments, [0.0] * segments
         self.kept_nbytes = [0] * segments
         self._segment, self._since_s = 0, 0.0
@@ -115,13 +118,13 @@ class _Run:
 
     def start(self) -> None:
         """Note that the first segment begins."""
-        self._since_s = time.perf_counter()
+        self._since_s = self._clock()
 
     def begin(self, segment: int) -> None:
         """Note that a segment begins."""
-        now_s = time.perf_counter()
+        now_s = self._clock()
         self.forward_s[self._segment] += now_s - self._since_s
-        self._segment, self._since_s = segment, time.perf_counter()
+        self._segment, self._since_s = segment, self._clock()
         self._begun.add(segment)
 
     def end_forward(self) -> None:
@@ -160,21 +163,33 @@ class _Run:
             return tensor
 
         def note() -> None:
-            self._reached[segment] = time.perf_counter()
+            self._reached[segment] = self._clock()
 
         marked: Tensor = _Mark.apply(tensor, note)  # type: ignore[no-untyped-call]
         return marked
 
     def backward(self, loss: Tensor) -> None:
         """Run the backward pass."""
-        since_s = time.perf_counter()
+        since_s = self._clock()
         loss.backward()  # type: ignore[no-untyped-call]
-        self._reached[0] = time.perf_counter()
+        self._reached[0] = self._clock()
         # A segment whose inputs need no gradient ends with the one before it.
         for segment in sorted(self._begun, reverse=True):
             reached_s = self._reached.get(segment)
             if reached_s is not None and reached_s > since_s:
                 self.backward_s[segment], since_s = reached_s - since_s, reached_s
+
+
+def _clock_for(device: torch.device) -> Callable[[], float]:
+    """Return what tells the time of computations on a device, in seconds."""
+    if device.type == "cpu":
+        return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+
+    def after_all_kernels() -> float:
+        torch.accelerator.synchronize(device)
+        return time.perf_counter()
+
+    return time.perf_counter if device.type == "meta" else after_all_kernels
 
 
 @contextmanager

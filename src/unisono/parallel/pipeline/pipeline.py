@@ -38,7 +38,8 @@ class Pipeline:
             keeps at most as many micro-batches as there are stages), "zero-bubble" (gradients of weights are computed
             later, where a rank would wait, for some more computing and memory), "interleaved" (several stages on each
             rank, for shorter waits; the number of stages is a multiple of the number of ranks of a replica), or "auto":
-            "1f1b" where each stage has a rank of its own, otherwise "interleaved".
+            "1f1b" where each stage has a rank of its own, or "zero-bubble" if the number of stages is given and that
+            is faster by the measured times; otherwise "interleaved".
         replicas: Number of copies of the model, which divide the virtual ranks. None: one for each full set of ranks
             with a rank for each stage; with "interleaved", or fewer ranks than stages, one.
         memory_gib: The memory that the stages of a rank may take, in GiB, where the number of stages is given: for
@@ -120,7 +121,7 @@ class Pipeline:
         )
 
     def schedule_for(self, ranks: int) -> str:
-        """Return the name of the schedule for a number of ranks of a replica.
+        """Return the name of the schedule for a number of ranks of a replica, if there are no measured times.
 
         >>> pipeline = Pipeline(stages=4)
         >>> pipeline.schedule_for(4), pipeline.schedule_for(2)
@@ -128,7 +129,18 @@ class Pipeline:
         """
         if self.schedule != "auto":
             return self.schedule
-        return "1f1b" if ranks == self.num_stages else "interleaved"
+        return self.schedules_for(ranks)[0]
+
+    def schedules_for(self, ranks: int) -> tuple[str, ...]:
+        """Return the names of the schedules to choose from by measured times.
+
+        >>> Pipeline(stages=4).schedules_for(4), Pipeline(stages=4, schedule="gpipe").schedules_for(4)
+        (('1f1b', 'zero-bubble'), ('gpipe',))
+        """
+        if self.schedule != "auto":
+            return (self.schedule,)
+        # GPipe is never faster than 1F1B, and takes more memory.
+        return ("1f1b", "zero-bubble") if ranks == self.num_stages else ("interleaved",)
 
     def draw(self, *, micro_batches: int, ranks: int | None = None, columns: int = 100) -> str:
         """Return a drawing of a step: a line for each rank, F and B for the passes of micro-batches, · for waits.
