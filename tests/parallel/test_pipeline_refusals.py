@@ -88,7 +88,16 @@ def buffer_of_blocks(m, x):
     return m.l[2](h) + m.mean
 
 
+def buffer_of_another_stage(m, x):
+    return m.l[2](m.norm(m.l[0](x))) + m.norm.running_mean
+
+
 REFUSED = [
+    (
+        buffer_of_another_stage,
+        ["l.2"],
+        r"buffer norm.running_mean is read on stage 1 \(at .* in buffer_of_another_stage\)",
+    ),
     (mask_with_view, ["l.2"], r"in mask_with_view modifies in place .* which every stage made"),
     (inner_gradient, ["l.2"], r"in inner_gradient calls grad between blocks"),
     (decides_by_value, ["l.2"], r"test_pipeline_refusals.py:\d+ in decides_by_value reads numbers .*__bool__"),

@@ -20,7 +20,7 @@ from unisono.parallel.pipeline.foreign import ForeignParameters
 from unisono.parallel.pipeline.mapping import map_stages
 from unisono.parallel.pipeline.pipeline import Pipeline
 from unisono.parallel.pipeline.runner import PipelineRunner
-from unisono.parallel.pipeline.stage_plan import PipelinePlan
+from unisono.parallel.pipeline.stage_plan import PipelinePlan, check_readers
 from unisono.watch.event_kinds import PipelineFields
 
 __all__ = ["CutModel"]
@@ -57,6 +57,9 @@ class CutModel:
         self._runners: dict[int, tuple[PipelineRunner, ForeignParameters]] = {}
         self._checked: dict[int, PipelinePlan] = {}
         """Plans that agree with the map of the first step, by id."""
+        self._writers: dict[str, int] = {}
+        self._readers: dict[str, dict[int, str]] = {}
+        """Of buffers, in all of these plans: what a step modifies may be read in an evaluation."""
 
     def runner(self, model: nn.Module) -> PipelineRunner:
         """Return what runs a model of this form: the model itself, or its average."""
@@ -199,7 +202,7 @@ class CutModel:
         """Return the plan of a function for the inputs of a micro-batch; see `PipelineRunner.plan`.
 
         Raises:
-            CutError: The model cannot be cut so.
+            CutError: The model cannot be cut so, or a stage reads a buffer that another one modifies in other passes.
             UnisonoError: A stage would need a parameter that it has not had in the first step.
         """
         plan = self.runner(model).plan(function, inputs, state)
@@ -213,6 +216,10 @@ class CutModel:
             )
         if len(self._checked) >= _KEPT_PLANS:
             self._checked.clear()
+        self._writers |= plan.written_buffers
+        for name, stages in plan.read_buffers.items():
+            self._readers.setdefault(name, {}).update(stages)
+        check_readers(self._writers, self._readers)
         self._checked[id(plan)] = plan
         return plan
 

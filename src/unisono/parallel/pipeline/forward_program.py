@@ -72,6 +72,8 @@ class Call:
     writes: tuple[int, ...] = ()
     """The values that it makes by modifying a tensor in place."""
     parameters: tuple[str, ...] = ()
+    read_buffers: tuple[str, ...] = ()
+    """The buffers of blocks that it reads, its own or others'."""
     written_buffers: tuple[str, ...] = ()
     """The buffers of a block that it modifies, such as BatchNorm's running statistics."""
     everywhere: bool = False

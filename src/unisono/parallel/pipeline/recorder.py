@@ -352,6 +352,7 @@ class _Recorder(TorchFunctionMode):
         numbers = dict.fromkeys(self._number_of[one] for one in observer.read if one in self._number_of)
         call.reads = tuple(self.program.objects[one].values[-1] for one in numbers)
         call.parameters = tuple(self._leaves[one][0] for one in observer.read if one in self._leaves)
+        call.read_buffers = tuple(self._buffers[one][0] for one in observer.read if one in self._buffers)
         call.written_buffers = tuple(self._buffers[one][0] for one in observer.written if one in self._buffers)
         written = [self._leaves[one][0] for one in observer.written if one in self._leaves]
         if written:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from unisono.errors import CutError
 from unisono.parallel.pipeline.forward_program import Call, ForwardProgram, ObjectRef
 
-__all__ = ["PipelinePlan", "StagePlan", "ValueTransfer", "first_calls", "plan_stages"]
+__all__ = ["PipelinePlan", "StagePlan", "ValueTransfer", "check_readers", "first_calls", "plan_stages"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +72,10 @@ class PipelinePlan:
     """Of no stage: runs only what the model's code reads numbers from, to find out if the program fits an input."""
     parameter_stages: dict[str, tuple[int, ...]]
     """The stages that use each parameter, ascending. Gradients go from the last to the first, as with values."""
+    written_buffers: dict[str, int]
+    """The stage that modifies a buffer of a block."""
+    read_buffers: dict[str, dict[int, str]]
+    """For each buffer of a block, the stages that read it, with a line of code that does."""
 
 
 def first_calls(program: ForwardProgram, starts: Sequence[str]) -> tuple[int, ...]:
@@ -124,6 +128,7 @@ def plan_stages(program: ForwardProgram, begins: Sequence[int]) -> PipelinePlan:
     needed: list[set[int]] = [set() for _ in range(count)]
     parameter_stages: dict[str, set[int]] = defaultdict(set)
     buffer_stages: dict[str, dict[int, Call]] = defaultdict(dict)
+    buffer_readers: dict[str, dict[int, str]] = defaultdict(dict)
 
     def use(value: int, stage: int) -> None:
         made = program.values[value]
@@ -142,9 +147,12 @@ def plan_stages(program: ForwardProgram, begins: Sequence[int]) -> PipelinePlan:
             parameter_stages[name].add(stage)
         for name in call.written_buffers:
             buffer_stages[name].setdefault(stage, call)
+        for name in call.read_buffers:
+            buffer_readers[name].setdefault(stage, call.line)
     for value in program.results:
         use(value, count - 1)
-    _check_buffers(buffer_stages)
+    writers = _check_buffers(buffer_stages)
+    check_readers(writers, buffer_readers)
     transfers = tuple(
         ValueTransfer(
             value,
@@ -197,7 +205,13 @@ def plan_stages(program: ForwardProgram, begins: Sequence[int]) -> PipelinePlan:
         has_hooks=False,
     )
     return PipelinePlan(
-        program, tuple(stages), transfers, path, {name: tuple(sorted(used)) for name, used in parameter_stages.items()}
+        program,
+        tuple(stages),
+        transfers,
+        path,
+        {name: tuple(sorted(used)) for name, used in parameter_stages.items()},
+        writers,
+        dict(buffer_readers),
     )
 
 
@@ -225,7 +239,27 @@ def _returned_again(program: ForwardProgram) -> frozenset[int]:
     )
 
 
-def _check_buffers(buffer_stages: dict[str, dict[int, Call]]) -> None:
+def check_readers(writers: Mapping[str, int], readers: Mapping[str, Mapping[int, str]]) -> None:
+    """Check that no stage reads a buffer that another one modifies.
+
+    Args:
+        writers: The stage that modifies each buffer.
+        readers: For each buffer, the stages that read it, with the line of code.
+
+    Raises:
+        CutError: One does.
+    """
+    for name, writer in writers.items():
+        for stage, line in readers.get(name, {}).items():
+            if stage != writer:
+                raise CutError(
+                    f"buffer {name} is read on stage {stage} (at {line}), and stage {writer} modifies it: only that "
+                    "has its present value. Let the block return what other code needs, or begin stages elsewhere."
+                )
+
+
+def _check_buffers(buffer_stages: dict[str, dict[int, Call]]) -> dict[str, int]:
+    """Return the stage that modifies each buffer."""
     for name, stages in buffer_stages.items():
         if len(stages) > 1:
             first, second = sorted(stages)[:2]
@@ -233,6 +267,7 @@ def _check_buffers(buffer_stages: dict[str, dict[int, Call]]) -> None:
                 f"buffer {name} is modified on stages {first} and {second}, since its block is called on both (at "
                 f"{stages[second].line}). Cut the model so that all calls of the block are on one stage."
             )
+    return {name: stage for name, stages in buffer_stages.items() for stage in stages}
 
 
 def _check_received(program: ForwardProgram, transfers: Sequence[ValueTransfer], needed: Sequence[set[int]]) -> None:
