@@ -20,6 +20,7 @@ from bench import (
     recovery,
     replicate,
     shared,
+    split,
     start,
     step,
 )
@@ -53,6 +54,7 @@ BENCHMARKS: tuple[Benchmark, ...] = (
     _benchmark(shared, "Trainer.step in shared memory against DDP, and against ranks that train alone"),
     _benchmark(protect, "Trainer.step in shared memory with and without protection against a death in the update"),
     _benchmark(pipeline, "parallel=Pipeline(...) against the schedule's ideal and torch.distributed.pipelining"),
+    _benchmark(split, "the automatic split of a pipeline against the best split, found by brute force"),
     _benchmark(exchange, "the exact sum over ranks against gloo's all_reduce"),
     _benchmark(collectives, "process groups over shared memory against gloo"),
     _benchmark(comm, "unisono.comm against the raw calls of torch.distributed"),

@@ -34,6 +34,7 @@ def test_list_names_every_benchmark_with_a_line():
     assert names[:6] == ["permutation", "step", "ddp", "replicate", "shared", "protect"]
     assert names[6:] == [
         "pipeline",
+        "split",
         "exchange",
         "collectives",
         "comm",
@@ -75,6 +76,17 @@ def test_pipeline_measures_against_the_ideal_and_torch(tmp_path):
     assert [row["peer_name"] for row in rows] == peers
     assert all(row["parameters"] == {"micro_batches": 4, "ranks": 2} and row["n"] == 3 for row in rows)
     assert [row["goal"] and row["goal"]["bound"] for row in rows] == [0.926, None, 1.0]
+
+
+@pytest.mark.soak
+def test_split_measures_in_two_and_four_stages(tmp_path):
+    ended = bench("split", "--quick", "--json", str(tmp_path / "rows"))
+    assert ended.returncode == 0, ended.stderr
+    rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
+    assert [row["parameters"]["stages"] for row in rows] == [2, 4]
+    assert [len(row["parameters"][side].split(", ")) for row in rows for side in ("ours_begins", "best_begins")] == [
+        1, 1, 3, 3,
+    ]  # fmt: skip
 
 
 @pytest.mark.soak
