@@ -176,7 +176,9 @@ def test_too_many_stages_and_too_little_memory_are_refused_with_numbers():
     measured = measure_places(model, pipeline_models.square, (torch.randn(8, 64),), stages=2, loss_of=lambda loss: loss)
     with pytest.raises(ValueError, match=r"5 stages need 5 places at which one may begin, and the model has 4"):
         divide(measured, stages=5, schedules=["1f1b"], ranks=5, micro_batches=8, limit_nbytes=None)
-    with pytest.raises(ValueError, match=r"no division into 2 stages fits 0\.0 MiB each: the best one needs 0\.\d MiB"):
+    with pytest.raises(
+        ValueError, match=r"no division into 2 stages fits 0.000954 MiB each: the best one needs 0\.\d+ MiB"
+    ):
         divide(measured, stages=2, schedules=["1f1b"], ranks=2, micro_batches=8, limit_nbytes=1000)
     tight = divide(measured, stages=2, schedules=["1f1b"], ranks=2, micro_batches=8, limit_nbytes=180_000)
     assert tight.starts == ("2",)

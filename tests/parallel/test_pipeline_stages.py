@@ -38,11 +38,41 @@ def test_bad_input_is_refused():
         unisono.parallel.cut(model, ["1"])
     with pytest.raises(ValueError, match=r"'2', which is not a submodule of the model"):
         unisono.parallel.cut(model, unisono.parallel.Pipeline(stages=["2"]))
+    with pytest.raises(ValueError, match=r"'0.weight' is on meta, and cut\(\) takes a model in the memory of the CPU"):
+        unisono.parallel.cut(nn.Sequential(nn.Linear(2, 2, device="meta"), nn.Linear(2, 2)), pipeline)
     stages = unisono.parallel.cut(model, pipeline)
     with pytest.raises(TypeError, match=r"returned a tensor of shape \[3, 2\]: return the loss of the micro-batch"):
         stages.backward(lambda model, x: model(x), [torch.randn(3, 2)], seed=0)
     with pytest.raises(TypeError, match=r"which cannot be called: give a function of the model and a micro-batch"):
         stages.forward(None, [])
+
+
+def test_ranks_with_other_micro_batches_are_refused(fork_ranks):
+    script = """
+import torch, unisono
+from torch import nn
+model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+stages = unisono.parallel.cut(model, unisono.parallel.Pipeline(stages=["1"]))
+rank = torch.distributed.get_rank()
+for micro_batches in ([torch.zeros(2, 2)] * (4 - rank), [torch.zeros(2, 2), torch.zeros(2 + rank, 2)]):
+    for call in (lambda: stages.backward(lambda m, x: m(x).sum(), micro_batches, seed=0),
+                 lambda: stages.forward(lambda m, x: m(x), micro_batches)):
+        try:
+            call()
+        except unisono.errors.RankMismatchError as error:
+            print(error)
+"""
+    job = fork_ranks(2, script)
+    counts = (
+        "rank 1 was given 3 micro-batches, and rank 0 4: give all ranks the same ones, also those without the first"
+    )
+    shapes = (
+        "the tensors of micro-batch 1 are float32[3, 2] on rank 1, and float32[2, 2] on rank 0: give all ranks the same"
+    )
+    for rank in range(2):
+        told = job.lines(rank)
+        assert len(told) == 4
+        assert all(line.startswith(start) for line, start in zip(told, [counts, counts, shapes, shapes], strict=True))
 
 
 def test_more_ranks_than_stages_are_refused(fork_ranks):

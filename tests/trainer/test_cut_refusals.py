@@ -16,6 +16,9 @@ MESSAGES = {
     "1f1b": 'ValueError: schedule="1f1b" needs a rank for each of the 4 stages of a replica, and there are 2 ranks: '
     'start a multiple of 4 ranks, name other stages, or give schedule="auto" for several stages on a rank',
     "more than blocks": "ValueError: 2 stages are to begin with 'layers.1': name each submodule once",
+    "more stages than places": "ValueError: 12 stages need 12 places at which one may begin, and the model has 5: give "
+    "fewer stages, or a model of smaller blocks",
+    "too little memory": "ValueError: no division into 2 stages fits 0.00102 MiB each: the best one needs 0.0",
     "no stages": "ValueError: stages=[] leaves the model whole",
     "a name alone": "TypeError: stages='layers.2' is a str: give the number of stages, or the names of the submodules",
     "no pipeline": "TypeError: parallel='layers.2' is a str; give unisono.parallel.Pipeline(stages=[...])",
@@ -37,6 +40,8 @@ MESSAGES = {
 }
 OF_SEVERAL_RANKS = {
     "too many stages",
+    "more stages than places",
+    "too little memory",
     "1f1b",
     "replicas",
     "interleaved",

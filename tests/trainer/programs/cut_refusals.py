@@ -84,6 +84,8 @@ CASES = {
     "too many stages": lambda: step(stages=["layers.1", "layers.2"]),
     "1f1b": lambda: make(parallel=Pipeline(stages=["layers.1", "layers.2", "head"], schedule="1f1b")),
     "more than blocks": lambda: step(stages=["layers.1", "layers.1"]),
+    "more stages than places": lambda: step(stages=12),
+    "too little memory": lambda: make(parallel=Pipeline(stages=2, memory_gib=1e-6)).evaluate(loss, DATA, batch_size=16),
     "no stages": lambda: step(stages=[]),
     "a name alone": lambda: step(stages="layers.2"),
     "no pipeline": lambda: make(parallel="layers.2"),

@@ -151,6 +151,11 @@ class _Table:
         return best[count][1]
 
 
+def _mebibytes(nbytes: int) -> str:
+    mebibytes = nbytes / 2**20
+    return f"{mebibytes:,.0f} MiB" if mebibytes >= 100 else f"{mebibytes:.3g} MiB"
+
+
 def _too_little(table: _Table, stages: int, limit_nbytes: int | None) -> str:
     """Describe why no division keeps the limit: what the least one needs."""
     assert limit_nbytes is not None
@@ -162,6 +167,6 @@ def _too_little(table: _Table, stages: int, limit_nbytes: int | None) -> str:
         else:
             high = middle
     return (
-        f"no division into {stages} stages fits {limit_nbytes / 2**20:.1f} MiB each: the best one needs "
-        f"{low / 2**20:.1f} MiB. Give more stages, smaller micro-batches, or activation checkpointing"
+        f"no division into {stages} stages fits {_mebibytes(limit_nbytes)} each: the best one needs "
+        f"{_mebibytes(low)}. Give more stages, smaller micro-batches, or activation checkpointing"
     )

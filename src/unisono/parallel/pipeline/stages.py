@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,8 +16,10 @@ from unisono.collectives.world import World
 from unisono.engine.model_contents import plain_name
 from unisono.engine.norm import block_norms, blocks_of, clip_factor, dense_strides, global_norm, in_memory_order
 from unisono.engine.staged import SharedParameterCopies
+from unisono.errors import RankMismatchError
 from unisono.parallel.pipeline.blocks import find_blocks
 from unisono.parallel.pipeline.cut_model import CutModel
+from unisono.parallel.pipeline.leaves import flatten
 from unisono.parallel.pipeline.pipeline import Pipeline
 from unisono.parallel.pipeline.runner import LossRoot
 from unisono.plan import derive_key
@@ -37,7 +40,7 @@ def cut(model: nn.Module, pipeline: Pipeline) -> PipelineStages:
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: The ranks cannot be divided so, or a name is not that of a submodule.
+        ValueError: The ranks cannot be divided so, a name is not that of a submodule, or the model is on a GPU.
     """
     if not isinstance(model, nn.Module) or not isinstance(pipeline, Pipeline):
         raise TypeError(
@@ -45,6 +48,12 @@ def cut(model: nn.Module, pipeline: Pipeline) -> PipelineStages:
             f"{type(model).__name__} and {type(pipeline).__name__}"
         )
     find_blocks(model, pipeline.names or ())
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if tensor.device.type != "cpu":
+            raise ValueError(
+                f"{name!r} is on {tensor.device}, and cut() takes a model in the memory of the CPU: move it there, or "
+                "use unisono.Trainer(parallel=...), which moves the model to the device of each rank"
+            )
     world = World.connect(torch.device("cpu"))
     size = pipeline.ranks_of_replica(world.size)
     if size != world.size:
@@ -88,6 +97,7 @@ class PipelineStages:
 
         Raises:
             TypeError: The function cannot be called, or returns no scalar tensor; or seed is no whole number.
+            RankMismatchError: Ranks were given other numbers of micro-batches, or tensors of other shapes.
             CutError: The model cannot be cut so.
         """
         _check(function)
@@ -103,6 +113,7 @@ class PipelineStages:
         self, cut: CutModel, function: Callable[[Any, Any], Tensor], micro_batches: Sequence[Any], passes: _Passes
     ) -> list[float]:
         inputs = [(each,) for each in micro_batches]
+        _check_alike(cut, micro_batches)
         self._send_shared()
         first = next(iter(inputs), None)
         cut.divide(function, first, micro_batches=len(inputs), loss_of=_scalar)
@@ -131,12 +142,14 @@ class PipelineStages:
 
         Raises:
             TypeError: The function cannot be called.
+            RankMismatchError: Ranks were given other numbers of micro-batches, or tensors of other shapes.
             CutError: The model cannot be cut so.
         """
         _check(function)
         with torch.no_grad(), kept_generators():
             if self._cut is None:
                 return [function(self._model, each) for each in micro_batches]
+            _check_alike(self._cut, micro_batches)
             self._send_shared()
             inputs = [(each,) for each in micro_batches]
             self._cut.divide(function, next(iter(inputs), None), micro_batches=len(inputs), loss_of=None)
@@ -258,6 +271,31 @@ def _scalar(result: Any) -> Tensor:
 
 def _check(function: Any) -> None:
     check_function("the function of a pipeline", function, meant="give a function of the model and a micro-batch")
+
+
+def _check_alike(cut: CutModel, micro_batches: Sequence[Any]) -> None:
+    """Check that all ranks have micro-batches of the same form: otherwise, one would wait for what nobody sends."""
+    own = [
+        [(tuple(leaf.shape), str(leaf.dtype)) for leaf in flatten(each)[0] if isinstance(leaf, Tensor)]
+        for each in micro_batches
+    ]
+    first, *others = cut.ranks.pipeline.gather(own, "the micro-batches of a pipeline")
+    for rank, other in enumerate(others, 1):
+        if len(other) != len(first):
+            raise RankMismatchError(
+                f"rank {rank} was given {len(other)} micro-batches, and rank 0 {len(first)}: give all ranks the same "
+                "ones, also those without the first or the last stage"
+            )
+        for number, (one, its) in enumerate(zip(first, other, strict=True)):
+            if one != its:
+                raise RankMismatchError(
+                    f"the tensors of micro-batch {number} are {_forms(its)} on rank {rank}, and {_forms(one)} on rank "
+                    "0: give all ranks the same micro-batches, in the same order"
+                )
+
+
+def _forms(tensors: Sequence[tuple[tuple[int, ...], str]]) -> str:
+    return ", ".join(f"{dtype.removeprefix('torch.')}{list(shape)}" for shape, dtype in tensors) or "none"
 
 
 def _buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
