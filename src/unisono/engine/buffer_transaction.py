@@ -72,9 +72,9 @@ class BufferTransaction:
         self._know([])
         self._sent: AllReduce | None = None
 
-    def restrict(self, names: Collection[str]) -> None:
-        """Track the buffers with these plain names alone: the others are left to other ranks."""
-        self._names, self._seen = frozenset(names), -1
+    def restrict(self, names: Collection[str] | None) -> None:
+        """Track the buffers with these plain names alone: the others are left to other ranks. None: all again."""
+        self._names, self._seen = None if names is None else frozenset(names), -1
         self.find()
 
     def start(self, *, leaves: int) -> None:

@@ -53,6 +53,8 @@ class EngineFactory:
     ) -> None:
         self._world, self._modules = world, modules
         self._shared: tuple[SharedRuntime, SharedParameters, SharedConsistencyCheck] | None = None
+        self.runtime = runtime
+        """The shared memory of the ranks; None if they have none, as on several hosts."""
         self._virtual_ranks, self._overlap, self._protect = virtual_ranks, overlap, protect
         self._made: list[Engine] = []
         self._loads: LoadStateDictHook | None = None

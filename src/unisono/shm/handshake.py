@@ -48,6 +48,7 @@ def handshake(
     make: Callable[[], Segment],
     names: Sequence[int] | None = None,
     look: Callable[[], None] | None = None,
+    keeps_descriptor: bool = False,
 ) -> tuple[Segment, Peers]:
     """Share one segment among the ranks of a group. Every rank must call it.
 
@@ -60,6 +61,7 @@ def handshake(
         names: The numbers by which errors name ranks. Default: those in the group.
         look: Raises if a rank has died. Called several times a second. Default: ranks exchange descriptions of their
             processes through the store, and check those.
+        keeps_descriptor: Leave the descriptor of the segment open on this rank, which can then share it once more.
 
     Returns:
         The segment, and the processes of the ranks.
@@ -75,7 +77,16 @@ def handshake(
         store.set(own, own_process())
         with Newcomers() as newcomers:
             look = _Look(store, newcomers, rank=rank, names=names)
-            found = handshake(store, rank=rank, size=size, timeout_s=timeout_s, make=make, names=names, look=look)
+            found = handshake(
+                store,
+                rank=rank,
+                size=size,
+                timeout_s=timeout_s,
+                make=make,
+                names=names,
+                look=look,
+                keeps_descriptor=keeps_descriptor,
+            )
         store.set(own, _THROUGH)
         return found
     if rank == 0:
@@ -84,12 +95,22 @@ def handshake(
         except (UnisonoError, ValueError) as error:
             store.set(_PLACE, f"{_NONE}{error}")
             raise
-        return _receive_all(store, segment, timeout_s=timeout_s, names=names, look=look)
-    return _go_there(store, rank=rank, timeout_s=timeout_s, names=names, look=look)
+        keeps = keeps_descriptor
+        return _receive_all(store, segment, timeout_s=timeout_s, names=names, look=look, keeps_descriptor=keeps)
+    found = _go_there(store, rank=rank, timeout_s=timeout_s, names=names, look=look)
+    if not keeps_descriptor:
+        found[0].close_descriptor()
+    return found
 
 
 def _receive_all(
-    store: Store, segment: Segment, *, timeout_s: float, names: Sequence[int], look: Callable[[], None]
+    store: Store,
+    segment: Segment,
+    *,
+    timeout_s: float,
+    names: Sequence[int],
+    look: Callable[[], None],
+    keeps_descriptor: bool,
 ) -> tuple[Segment, Peers]:
     deadline_s, size = time.monotonic() + timeout_s, len(names)
     guests: dict[int, _Guest] = {}
@@ -100,7 +121,8 @@ def _receive_all(
         listener.setblocking(False)
         silent: list[socket.socket] = []
         held.callback(_close_all, silent)
-        held.callback(segment.close_descriptor)
+        if not keeps_descriptor:
+            held.callback(segment.close_descriptor)
         store.set(_PLACE, f"{host_id()} {socket.gethostname()} {name}")
         while len(guests) < size - 1:
             # One that says nothing, such as a stopped process, keeps nobody waiting.
@@ -226,9 +248,7 @@ def _go_there(
                 os.close(fd)
             look()  # rank 0 may have given up because another rank died
             raise PeerError(f"{host_rank} ended before it could share its memory with {own_rank}")
-        segment = Segment(fds[0])
-        segment.close_descriptor()
-        return segment, Peers(rank, fds[1:])
+        return Segment(fds[0]), Peers(rank, fds[1:])
 
 
 def _fds_from(door: socket.socket, count: int, *, deadline_s: float, look: Callable[[], None]) -> list[int]:

@@ -44,6 +44,7 @@ from unisono.trainer.hyperparameters import given_by, settings_of
 from unisono.trainer.model_checks import check_models
 from unisono.trainer.modules import check_batch_norms, check_embeddings, parameter_names, plain_modules
 from unisono.trainer.pipeline_gradients import PipelineGradients
+from unisono.trainer.recoverable_state import RecoverableState, WholeState
 from unisono.trainer.recovery import Recovery
 from unisono.trainer.restoration import restore
 from unisono.trainer.resume import ResumedRun
@@ -59,7 +60,10 @@ from unisono.trainer.setup import (
     named_optimizers,
 )
 from unisono.trainer.snapshot import Cursor, Subjects, check_storable_models
+from unisono.trainer.stage_commits import StageCommits
 from unisono.trainer.stage_gathering import StageGathering
+from unisono.trainer.stage_state import StageState
+from unisono.trainer.staged_state import StagedState, make_staged_engines
 from unisono.trainer.step import StepRunner
 from unisono.trainer.step_fingerprint import StepFingerprint
 from unisono.trainer.step_gradients import StepGradients
@@ -69,6 +73,11 @@ __all__ = ["Models", "TrainerParts", "assemble"]
 
 Models = nn.Module | Mapping[str, nn.Module]
 
+_NO_COPIES = (
+    "a model that is cut over ranks dies with the rank that has a part of it, unless all ranks are on one host and "
+    "compute on CPUs: then they keep the parts for each other in shared memory"
+)
+
 
 @dataclass(kw_only=True, slots=True)
 class TrainerParts:
@@ -77,7 +86,8 @@ class TrainerParts:
     run: RunContext
     settings: TrainerSettings
     recovery: Recovery
-    engines: EngineFactory | StagedEngineFactory
+    state: RecoverableState
+    """What depends on the ranks that there are."""
     carried: CarriedStates
     cut: CutModel | None
     """The model, if it is cut over ranks."""
@@ -97,6 +107,11 @@ class TrainerParts:
     warnings: list[str]
     """Sentences for the user about the directory and its checkpoint."""
 
+    @property
+    def engines(self) -> EngineFactory | StagedEngineFactory:
+        """Makes engines for the ranks that there are now."""
+        return self.state.engines
+
     def compare(self, intent: StepDescription) -> None:
         """Check that all ranks are about to do the same. Every rank must call it."""
         self.engines.comparison.compare(intent)
@@ -106,26 +121,8 @@ class TrainerParts:
         """Writes values into the models between steps."""
         return self.engines.weights
 
-    def disconnect(self) -> None:
-        """Release the process group: only when nothing holds it does it close its connections, as others wait for."""
-        world = self.run.world
-        world.group = None
-        if not self.engines.shares:
-            self.connect(world)
 
-    def connect(self, world: World) -> None:
-        """Make engines for other ranks, or for this one alone. Every one of these ranks must call it."""
-        subjects = self.subjects
-        assert isinstance(subjects.buffers, BufferTransaction)  # the ranks of a model that is cut never change
-        self.run.world.renew(world)
-        self.engines.close()
-        self.engines = _select(self.settings, self.run.world, subjects.modules, subjects.optimizers, self.recovery)
-        subjects.buffers.connect(self.engines.all_reduce)
-        for runner in self.runners.values():
-            runner.connect(self.engines)
-
-
-def assemble(  # noqa: PLR0915  one thing after the other
+def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
     model: Models,
     optimizer: Optimizer | Mapping[str, Optimizer],
     settings: TrainerSettings,
@@ -215,20 +212,18 @@ def assemble(  # noqa: PLR0915  one thing after the other
         ranks_of_replica=1 if cut is None else cut.ranks.size,
         resizing=recovery,
     )
-    engines: EngineFactory | StagedEngineFactory = _select(settings, world, modules, optimizers, recovery)
+
+    def select() -> EngineFactory:
+        return _select(settings, world, modules, optimizers, recovery)
+
+    base = select()
+    engines: EngineFactory | StagedEngineFactory = base
     carried = CarriedStates({name: each for name, each in settings.stateful.items() if isinstance(each, Carried)}, run)
     buffers: BufferTransaction | StagedBuffers
     if cut is None:
-        assert isinstance(engines, EngineFactory)
-        buffers = BufferTransaction(modules, world, engines.all_reduce, virtual_ranks=settings.virtual_ranks)
+        buffers = BufferTransaction(modules, world, base.all_reduce, virtual_ranks=settings.virtual_ranks)
     else:
-        engines = staged = StagedEngineFactory(
-            cut.ranks,
-            list(modules.values()),
-            cut.ownership,
-            engines.comparison,
-            virtual_ranks=settings.virtual_ranks,
-        )
+        engines = staged = make_staged_engines(cut, base, modules, virtual_ranks=settings.virtual_ranks)
         buffers = StagedBuffers(
             modules, cut.ranks, cut.ownership, staged.all_reduce_of, virtual_ranks=settings.virtual_ranks
         )
@@ -294,15 +289,38 @@ def assemble(  # noqa: PLR0915  one thing after the other
             )
     subjects = replace(subjects, given=given)
     gathering = None
-    if cut is not None:
+    state: RecoverableState
+    if cut is None:
+        assert isinstance(buffers, BufferTransaction)
+        state = WholeState(run, select=select, engines=base, subjects=subjects, buffers=buffers, runners=runners)
+    else:
         assert isinstance(buffers, StagedBuffers)
-        gathering = StageGathering(cut, subjects, buffers)
+        commits = StageCommits(
+            world, cut, StageState(cut, subjects, buffers), is_on=lambda: recovery.is_on, refuse=recovery.refuse
+        )
         cut.has_beside(subjects.averages.values(), subjects.optimizers.values())
+        cut.before_release = commits.commit_base
+        gathering = StageGathering(cut, subjects, buffers, commits)
+        state = StagedState(
+            run,
+            select=select,
+            engines=staged,
+            cut=cut,
+            subjects=subjects,
+            buffers=buffers,
+            runners=runners,
+            gathering=gathering,
+            commits=commits,
+        )
+        if recovery.is_joined:
+            commits.connect(base.runtime)
+            if base.runtime is None or chosen.type != "cpu":
+                recovery.refuse(_NO_COPIES)
     return TrainerParts(
         run=run,
         settings=settings,
         recovery=recovery,
-        engines=engines,
+        state=state,
         carried=carried,
         cut=cut,
         gathering=gathering,
@@ -328,7 +346,7 @@ def _select(
 ) -> EngineFactory:
     """Return the factory of the run's engines. Every rank must call it."""
     return select_engines(
-        settings.engine,
+        settings.engine if settings.parallel is None else "collective",
         world,
         modules.values(),
         optimizers.values(),

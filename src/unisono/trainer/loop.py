@@ -47,7 +47,7 @@ class Loop:
         self._recovery, self._run, self._cursor = parts.recovery, parts.run, parts.cursor
         self.history = parts.history
         self.optimizers = OptimizerSteps(parts)
-        self._carried, self._log = parts.carried, log
+        self._carried, self._log, self._state = parts.carried, log, parts.state
         self._batch: Batch | None = None
         self._calls = 0
         self._epochs: int | None = None
@@ -296,15 +296,21 @@ class Loop:
         name = self.optimizers.name(optimizer)
         runner = self.optimizers.runners[name]
         self._saves.save_evaluated()
+        self._state.begin()
         try:
             with self._carried.transaction():
                 result = runner.run(loss_fn, batch, call=self._calls, options=options)
-        except UnisonoError:
-            # A signal to all ranks has ended the others, too: this rank's signal explains more than their end.
-            self._saves.raise_pending()
+            if not result.skipped:
+                self.optimizers.update_averages(name)
+            self._state.commit(runner.transaction)
+        except BaseException as error:
+            self._state.give_up()
+            if isinstance(error, UnisonoError):
+                # A signal to all ranks has ended the others, too: this rank's signal explains more than their end.
+                self._saves.raise_pending()
             raise
         if not result.skipped:
-            self.optimizers.follow(name)
+            self.optimizers.update_schedules(name)
         self._count_step(batch)
         runner.transaction.close()
         self._count_loss(batch, result)

@@ -34,8 +34,8 @@ class OptimizerSteps:
             raise ValueError(f"optimizer={optimizer!r}, but Trainer was given {given}")
         return optimizer
 
-    def follow(self, name: str | None) -> None:
-        """Update averages and schedules after a step of the optimizer with this name."""
+    def update_averages(self, name: str | None) -> None:
+        """Update averages after a step of the optimizer with this name."""
         runner = self.runners[name]
         for prefix, average in self._averages.items():
             if runner.trains(self._modules[prefix]):
@@ -43,6 +43,9 @@ class OptimizerSteps:
                     average.update_parameters(self._modules[prefix])
                 else:
                     update_average(average, self._modules[prefix], self._cut.own_pairs(average.module))
+
+    def update_schedules(self, name: str | None) -> None:
+        """Update schedules after a step of the optimizer with this name."""
         if self._interval == "step":
             for of_optimizer, scheduler in self._schedulers.items():
                 if name in (of_optimizer, None):

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from unisono.collectives.world import World
-from unisono.engine import BufferTransaction
 from unisono.job.current import active_job
 from unisono.recovery_link import Membership
 from unisono.trainer.assembly import TrainerParts
@@ -18,9 +17,8 @@ from unisono.trainer.evaluation_history import EvaluationHistory
 from unisono.trainer.loader_cache import LoaderCache
 from unisono.trainer.loop import Loop
 from unisono.trainer.rank_positions import Position
-from unisono.trainer.restoration import restore
 from unisono.trainer.run_log import announce_to_listeners
-from unisono.trainer.snapshot import Cursor, capture, facts_of
+from unisono.trainer.snapshot import Cursor, facts_of
 from unisono.trainer.tensor_groups import TensorGroups, broadcast_groups
 from unisono.watch import EventLog
 
@@ -90,39 +88,25 @@ class RecoverableRun:
         batch = self._loop.batch
         if batch is not None and batch.versions() != self._loop.versions:
             return "the loss function writes to the tensors of its batch, so the step cannot be computed again"
-        is_writing = any(runner.transaction.writing for runner in self._parts.runners.values())
-        if is_writing and not self._parts.engines.shares:
-            return "a rank died while this one wrote weights"
-        return None
+        return self._parts.state.obstacle()
 
     def repair(self, dead: Collection[int]) -> str | None:
         """Put back what dead ranks were writing; return why that is not possible, if it is not."""
-        if self._parts.engines.repair(dead) and self._undo_buffers():
-            return None
-        return "a rank died while it wrote weights that all ranks share, and the state from before cannot be put back"
-
-    def _undo_buffers(self) -> bool:
-        """Put back the buffers of a step that was not committed; return False if that is not possible."""
-        buffers, is_whole = self._parts.subjects.buffers, True
-        for runner in self._parts.runners.values():
-            if runner.transaction.writing:
-                assert isinstance(buffers, BufferTransaction)  # ranks of a model that is cut are not replaced
-                is_whole = buffers.undo()
-                runner.transaction.writing = False
-        return is_whole
+        return self._parts.state.repair(dead)
 
     def disconnect(self) -> None:
         """Release the process group."""
-        self._parts.disconnect()
+        self._parts.state.disconnect()
 
     def connect(self) -> None:
         """Make engines for the process group that there is now. Every rank must call it."""
-        self._parts.connect(World.connect(self._parts.run.device))
+        self._parts.state.connect(World.connect(self._parts.run.device))
         self._loaders.forget()
 
     def send_state(self, source: int, *, wanted: bool, keeps_objects: bool) -> None:
         """Send the state of one rank to those that want it; see `recoverable.Recoverable`."""
         document, groups = broadcast_groups(self.world, self._capture, source=source, wanted=wanted)
+        self._parts.state.heed(document["state"])
         cursor = None
         if wanted:
             objects = self._parts.subjects.others if keeps_objects else {}
@@ -131,7 +115,7 @@ class RecoverableRun:
                 for name, each in objects.items()
                 if name.startswith("stateful/")
             }
-            restore(self._parts.subjects, groups, document["state"], source=f"the state of rank {source}")
+            self._parts.state.restore(groups, document["state"], source=f"the state of rank {source}")
             for each, state in own.values():
                 each.load_state_dict(state)
             self._restore_modes(document["modes"], document["trained"])
@@ -165,7 +149,7 @@ class RecoverableRun:
         parts, loop = self._parts, self._loop
         constants = {"seed": parts.run.seed, "virtual_ranks": parts.run.virtual_ranks}
         facts = {**facts_of(constants, parts.cursor), "evaluations": loop.history.state()}
-        groups, state = capture(parts.subjects, facts)
+        groups, state = parts.state.capture(facts)
         modes = {prefix: [m.training for m in root.modules()] for prefix, root in parts.modules.items()}
         trained = {prefix: [p.requires_grad for p in root.parameters()] for prefix, root in parts.modules.items()}
         return {"state": state, "modes": modes, "trained": trained, "calls": loop.calls}, groups

@@ -19,7 +19,7 @@ from unisono.trainer.hyperparameters import given_by, overruled, settings_of
 from unisono.trainer.modules import name_of_parameter, named_parameters, parameter_names
 from unisono.trainer.snapshot import Subjects, empty_buffers, model_tensors
 
-__all__ = ["listed", "put_optimizer_state", "restore"]
+__all__ = ["listed", "put_optimizer_state", "restore", "restore_common"]
 
 
 def restore(
@@ -54,14 +54,7 @@ def restore(
     single = [*subjects.optimizers] == [""]
     state = decode(document["optimizer"], groups["optimizer"])
     states: dict[str, Any] = {"": state} if single else state
-    _compare_optimizers(subjects, others["kinds"], others["hyperparameters"], source)
-    missing = sorted(subjects.others.keys() ^ others["others"].keys())
-    if missing:
-        raise CheckpointError(
-            f"{source} holds the state of {listed(others['others'])}, but Trainer was given "
-            f"{listed(subjects.others)}: give it the same scheduler, autocast and stateful objects, or start "
-            "anew in another directory."
-        )
+    _check_others(subjects, others, source)
     transient = others.get("buffers", {})
     if subjects.buffers is not None:
         subjects.buffers.check_state_dict(transient, source)
@@ -83,6 +76,33 @@ def restore(
     began = others.get("given", {})  # an older version has not stored it
     goes_on = settings_of(subjects.optimizers, subjects.others)
     return began, overruled(began, given_by(goes_on), given_by(here))
+
+
+def restore_common(
+    subjects: Subjects, groups: Mapping[str, Mapping[str, Tensor]], document: Mapping[str, Any], *, source: str
+) -> None:
+    """Restore the state that `snapshot.capture_common` described.
+
+    Raises:
+        CheckpointError, ValueError: See `restore`.
+    """
+    others = decode(document["other"], groups["other"])
+    _check_others(subjects, others, source)
+    _restore_objects(subjects, others, source)
+    for key, optimizer in subjects.optimizers.items():
+        _restore_hyperparameters(optimizer, others["hyperparameters"][key])
+
+
+def _check_others(subjects: Subjects, others: Mapping[str, Any], source: str) -> None:
+    """Raise CheckpointError if there are other optimizers or objects here."""
+    _compare_optimizers(subjects, others["kinds"], others["hyperparameters"], source)
+    missing = sorted(subjects.others.keys() ^ others["others"].keys())
+    if missing:
+        raise CheckpointError(
+            f"{source} holds the state of {listed(others['others'])}, but Trainer was given "
+            f"{listed(subjects.others)}: give it the same scheduler, autocast and stateful objects, or start "
+            "anew in another directory."
+        )
 
 
 def _restore_objects(subjects: Subjects, others: Mapping[str, Any], source: str) -> None:
@@ -115,6 +135,10 @@ def _restore_optimizer(
 ) -> None:
     optimizer.state.clear()
     put_optimizer_state(modules, optimizer, state)
+    _restore_hyperparameters(optimizer, hyperparameters)
+
+
+def _restore_hyperparameters(optimizer: Optimizer, hyperparameters: list[dict[str, Any]]) -> None:
     for group, saved in zip(optimizer.param_groups, hyperparameters, strict=True):
         group.update({key: value for key, value in saved.items() if key != "params"})
 

@@ -217,7 +217,7 @@ class SavePoints:
             self._gathering.gather(everywhere=everywhere)
 
     def _gather_if_due(self, *, epoch_ended: bool) -> None:
-        """Bring the parts of a model that is cut to rank 0, if that is about to save: it tells the others."""
+        """Bring the parts of a model that is cut to rank 0, if that is about to save; it may have to tell others."""
         if self._gathering is None or not self._keeps:
             return
         world = self._parts.run.world
@@ -225,7 +225,9 @@ class SavePoints:
             self._keeper.is_due(self._cursor.place, epoch_ended=epoch_ended)
             or (self._stops is not None and self._stops.is_pending)
         )
-        if world.broadcast_bytes(lambda: b"1" if due else b"0") == b"1":
+        if self._gathering.needs_others:
+            due = world.broadcast_bytes(lambda: b"1" if due else b"0") == b"1"
+        if due:
             self._gather(everywhere=False)
 
     def _tell_put_off(self, sentence: str) -> None:

@@ -27,6 +27,7 @@ __all__ = [
     "Cursor",
     "Subjects",
     "capture",
+    "capture_common",
     "check_same_data",
     "check_storable_models",
     "empty_buffers",
@@ -177,18 +178,37 @@ def capture(
         CheckpointError: The state of an object holds something that cannot be written without pickle.
         ValueError: An optimizer has a parameter that belongs to no model.
     """
+    others = _others(subjects, settings or settings_of(subjects.optimizers, subjects.others))
+    optimizers = {key: optimizer_state(subjects.modules, each) for key, each in subjects.optimizers.items()}
+    single = [*optimizers] == [""]
+    optimizer_document, optimizer_tensors = encode(optimizers[""] if single else optimizers)
+    if subjects.buffers is not None and (transient := subjects.buffers.state_dict()):
+        others["buffers"] = transient
+    other_document, other_tensors = encode(others)
+    groups = {"model": model_tensors(subjects.modules), "optimizer": optimizer_tensors, "other": other_tensors}
+    if subjects.averages:
+        groups["ema"] = model_tensors(subjects.averages)
+    return groups, {"facts": dict(facts), "optimizer": optimizer_document, "other": other_document}
+
+
+def capture_common(subjects: Subjects, facts: Mapping[str, Any]) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    """Return what `capture` does without weights, buffers and the state of parameters in optimizers."""
+    others = _others(subjects, settings_of(subjects.optimizers, subjects.others))
+    document, tensors = encode(others)
+    return {"other": tensors}, {"facts": dict(facts), "other": document}
+
+
+def _others(subjects: Subjects, settings: Hyperparameters) -> dict[str, Any]:
+    """Return hyperparameters, and the state of all objects beside the models."""
     names = parameter_names(subjects.modules)
-    settings = settings or settings_of(subjects.optimizers, subjects.others)
-    optimizers, hyperparameters = {}, {}
-    for key, optimizer in subjects.optimizers.items():
-        optimizers[key] = optimizer_state(subjects.modules, optimizer)
-        hyperparameters[key] = [
+    hyperparameters = {
+        key: [
             {**numbers, "params": [name_of_parameter(names, p) for p in group["params"]]}
             for numbers, group in zip(settings.hyperparameters[key], optimizer.param_groups, strict=True)
         ]
-    single = [*optimizers] == [""]
-    optimizer_document, optimizer_tensors = encode(optimizers[""] if single else optimizers)
-    others = {
+        for key, optimizer in subjects.optimizers.items()
+    }
+    return {
         "hyperparameters": hyperparameters,
         "kinds": {key: type(optimizer).__name__ for key, optimizer in subjects.optimizers.items()},
         "extra": extra_state(subjects.modules),
@@ -197,13 +217,6 @@ def capture(
         },
         "given": {where: dict(values) for where, values in subjects.given.items()},
     }
-    if subjects.buffers is not None and (transient := subjects.buffers.state_dict()):
-        others["buffers"] = transient
-    other_document, other_tensors = encode(others)
-    groups = {"model": model_tensors(subjects.modules), "optimizer": optimizer_tensors, "other": other_tensors}
-    if subjects.averages:
-        groups["ema"] = model_tensors(subjects.averages)
-    return groups, {"facts": dict(facts), "optimizer": optimizer_document, "other": other_document}
 
 
 def facts_of(run_constants: Mapping[str, Any], cursor: Cursor) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from unisono.parallel.pipeline.cut_model import CutModel
 from unisono.state.codec import decode, encode
 from unisono.trainer.restoration import put_optimizer_state
 from unisono.trainer.snapshot import Subjects, model_tensors, optimizer_state
+from unisono.trainer.stage_commits import StageCommits
 from unisono.trainer.tensor_groups import TensorGroups, broadcast_groups
 
 __all__ = ["StageGathering"]
@@ -24,21 +25,29 @@ class StageGathering:
         cut: The model.
         subjects: The objects of the run.
         buffers: The buffers of this rank's stages.
+        commits: Keep the state of all stages in shared memory, where it is gathered from if it is there.
     """
 
-    def __init__(self, cut: CutModel, subjects: Subjects, buffers: StagedBuffers) -> None:
-        self._cut, self._subjects, self._buffers = cut, subjects, buffers
+    def __init__(self, cut: CutModel, subjects: Subjects, buffers: StagedBuffers, commits: StageCommits) -> None:
+        self._cut, self._subjects, self._buffers, self._commits = cut, subjects, buffers, commits
 
     @property
     def is_whole(self) -> bool:
         """True if this rank has the present state of all stages."""
         return self._cut.ownership.has_all(is_main=self._cut.ranks.pipeline.rank == 0)
 
+    @property
+    def needs_others(self) -> bool:
+        """True if `gather` needs all ranks, since there is something to gather that is not in shared memory."""
+        ownership = self._cut.ownership
+        return ownership.map is not None and ownership.whole != "everywhere" and not self._commits.is_established
+
     def gather(self, *, everywhere: bool) -> None:
         """Bring the weights, buffers, averages and optimizer state of all stages to the first rank of each pipeline.
 
-        Every rank of the pipeline must call it. Traffic: each rank sends its part of the state to all others. Memory:
-        the state, where it is wanted.
+        Every rank of the pipeline must call it, if `needs_others` is True. Traffic: each rank then sends its part of
+        the state to all others. Otherwise each rank that wants the state reads it. Memory: the state, where it is
+        wanted.
 
         Args:
             everywhere: True to bring them to all ranks.
@@ -49,11 +58,28 @@ class StageGathering:
         wanted = everywhere or ranks.pipeline.rank == 0
         if wanted:
             self._cut.restore()
+        if self._commits.is_established:
+            if wanted:
+                for place in range(ranks.size):
+                    if place != ranks.place:
+                        self._read(place)
+                ownership.whole = "everywhere" if everywhere else "main"
+            return
         for place in range(ranks.size):
             document, groups = broadcast_groups(ranks.pipeline, self._capture, source=place, wanted=wanted)
             if wanted and place != ranks.place:
                 self._take(document, groups)
         ownership.whole = "everywhere" if everywhere else "main"
+
+    def _read(self, place: int) -> None:
+        """Take over what another rank's stages have from shared memory."""
+        content = self._commits.read(place)
+        groups = {
+            # The others are copied where they belong.
+            name: dict(tensors) if name in ("model", "ema") else {key: t.clone() for key, t in tensors.items()}
+            for name, tensors in content.groups.items()
+        }
+        self._take(content.document["optimizers"], groups)
 
     def check_whole(self, call: str) -> None:
         """Refuse a call that needs the present state of all stages on a rank that lacks it.

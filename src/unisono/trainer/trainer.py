@@ -158,8 +158,6 @@ class Trainer(RunStatus, ShortForm, ByVirtualRank, Storage):
         self._recovery = recovery = Recovery()
         if any(isinstance(each, Carried) for each in settings.stateful.values()):
             recovery.refuse("the state that virtual ranks carry dies with the rank that computes them")
-        if settings.parallel is not None:
-            recovery.refuse("a model that is cut over ranks dies with the rank that has a part of it")
         parts = assemble(model, optimizer, settings, recovery=recovery)
         self._parts, self._unknown_metrics = parts, set()
         self._run, self._cursor, self._modules = parts.run, parts.cursor, parts.modules

@@ -22,7 +22,10 @@ from torch.utils.data import Dataset, WeightedRandomSampler
 
 import unisono
 from unisono.engine.buffer_transaction import BufferTransaction
+from unisono.engine.shared.update_progress import UpdateProgress
 from unisono.engine.shared.update_protection import UpdateProtection
+from unisono.engine.staged import SharedParameterCopies, StagedEngine
+from unisono.engine.staged.state_slots import StateSlots
 from unisono.engine.tree_all_reduce import TreeAllReduce
 from unisono.job import group_watch
 from unisono.launch.control import ask, running_jobs
@@ -30,8 +33,11 @@ from unisono.state.checkpoint_store import CheckpointStore
 from unisono.state.digest import digest
 from unisono.trainer import recovery
 from unisono.trainer.loop import Loop
+from unisono.trainer.pipeline_gradients import PipelineGradients
 from unisono.trainer.recoverable_run import RecoverableRun
 from unisono.trainer.save_points import SavePoints
+from unisono.trainer.stage_commits import StageCommits
+from unisono.trainer.stage_gathering import StageGathering
 
 ASKED = json.loads(sys.argv[1])
 FOLDER = Path(ASKED["folder"])
@@ -128,7 +134,30 @@ class Diary:
 diary = Diary()
 
 
+class Tied(nn.Module):
+    """Layers of which the first and the last one have the same weights, so that two stages use them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.last.weight = self.first.weight
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.1)) for _ in range(4)
+        )
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+
+    def forward(self, x):
+        if self.training:
+            self.calls += 1
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.last(x)[:, :2]
+
+
 def classifier():
+    if "stages" in ASKED:
+        return Tied()
     width = ASKED.get("width", 24)
     return nn.Sequential(nn.Linear(16, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, 2))
 
@@ -146,7 +175,7 @@ def first_of(batch):
 def dying(value, name):
     """A value whose computation, and the backward pass to it, are places to die at."""
     at(name, trainer.steps_done)
-    if value.requires_grad:
+    if "stages" not in ASKED and value.requires_grad:  # the value may be that of another stage
         value.register_hook(lambda _: at(f"backward of {name}", trainer.steps_done))
     return value
 
@@ -215,6 +244,8 @@ def make_trainer():
         "ema_decay": 0.9,
         "progress": False,
     }
+    if "stages" in ASKED:
+        common["parallel"] = unisono.parallel.Pipeline(stages=ASKED["stages"])
     if ASKED.get("kind") == "gan":
         models = {
             "generator": nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 16)),
@@ -314,6 +345,14 @@ surround(SavePoints, "release")
 surround(CheckpointStore, "_rename_durably", lambda _store, _work, final: int(final.name.removeprefix("step-")))
 for moment in ("begin", "end", "settle", "commit"):
     surround(UpdateProtection, moment)
+for moment in ("begin_forward", "begin_backward", "end_backward"):
+    surround(PipelineGradients, moment)
+surround(StagedEngine, "update")
+surround(SharedParameterCopies, "send")
+surround(StageCommits, "commit")
+surround(StateSlots, "write")
+surround(UpdateProgress, "end")
+surround(StageGathering, "gather")
 light_fuses()
 with unisono.main_first():  # as for files that rank 0 downloads
     at("turn")

@@ -139,13 +139,21 @@ class SharedRuntime:
         assert passed == self.barriers, "ranks may have published other numbers since"
         return self._words[word::_WORDS].tolist()
 
-    def segment(self, nbytes: int, what: str, *, prepare: Callable[[Segment], None] | None = None) -> Segment:
+    def segment(
+        self,
+        nbytes: int,
+        what: str,
+        *,
+        prepare: Callable[[Segment], None] | None = None,
+        keeps_descriptor: bool = False,
+    ) -> Segment:
         """Allocate memory that all ranks share, filled with zeros. Every rank must call it, with equal arguments.
 
         Args:
             nbytes: The size.
             what: A name, for people who look at /proc/PID/maps.
             prepare: Called with the segment on one rank, to write to it before the other ranks have it.
+            keeps_descriptor: See `handshake`.
         """
 
         def make() -> Segment:
@@ -155,7 +163,7 @@ class SharedRuntime:
             return segment
 
         with self._explained():
-            segment, peers = self._handshake(make, look=self._look)
+            segment, peers = self._handshake(make, look=self._look, keeps_descriptor=keeps_descriptor)
         peers.close()
         return segment
 
@@ -298,7 +306,17 @@ class SharedRuntime:
             names = self._peer_wait.names(dead)
             self._peer_wait.give_up(f"making shared memory: the process of {names} has ended")
 
-    def _handshake(self, make: Callable[[], Segment], look: Callable[[], None]) -> tuple[Segment, Peers]:
+    def _handshake(
+        self, make: Callable[[], Segment], look: Callable[[], None], *, keeps_descriptor: bool = False
+    ) -> tuple[Segment, Peers]:
         self._handshakes += 1
-        store = self.world.store(f"{self.name}/{self._handshakes}")
-        return handshake(store, rank=self.rank, size=self.size, timeout_s=self.timeout_s, make=make, look=look)
+        store, timeout_s = self.world.store(f"{self.name}/{self._handshakes}"), self.timeout_s
+        return handshake(
+            store,
+            rank=self.rank,
+            size=self.size,
+            timeout_s=timeout_s,
+            make=make,
+            look=look,
+            keeps_descriptor=keeps_descriptor,
+        )

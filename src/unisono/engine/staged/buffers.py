@@ -47,9 +47,19 @@ class StagedBuffers:
     def settle(self) -> None:
         """Leave each buffer to the stage that has it, once that is known."""
         known = self._ownership.map
-        assert known is not None
         for stage, transaction in self.stages.items():
-            transaction.restrict({name for name, owner in known.buffers.items() if owner == stage})
+            names = None if known is None else {name for name, owner in known.buffers.items() if owner == stage}
+            transaction.restrict(names)
+
+    def connect(self, make_all_reduce: Callable[[int], MakeAllReduce]) -> None:
+        """Sum over the ranks that there are now; see `BufferTransaction`."""
+        for stage, transaction in self.stages.items():
+            transaction.connect(make_all_reduce(stage))
+
+    def undo(self) -> bool:
+        """See `BufferTransaction`."""
+        whole = [each.undo() for each in self.stages.values()]
+        return all(whole)
 
     def start(self, *, leaves: int) -> None:
         """See `BufferTransaction`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from torch import nn
@@ -59,10 +59,6 @@ class StagedEngineFactory:
         made = StagedEngine(optimizer, self._ranks, engines, self._ownership)
         self._made.append(made)
         return made
-
-    def repair(self, dead: Collection[int]) -> bool:
-        """Return True: nothing is shared that could be left half written."""
-        return True
 
     def close(self) -> None:
         """Release the models and optimizers."""

@@ -38,7 +38,7 @@ class StageRanks:
 
     @classmethod
     def connect(cls, world: World, *, stages: int, size: int) -> StageRanks:
-        """Make the groups of the grid. Every rank must call it.
+        """Make the groups of the grid. Every rank must call it. A new rank that has not joined the others is alone.
 
         Args:
             world: All ranks; their number is a multiple of `size`.
@@ -46,6 +46,8 @@ class StageRanks:
             size: Number of ranks of a pipeline.
         """
         replicas, place = world.size // size, world.rank % size
+        if world.group is None:
+            return cls._alone(world, stages=stages, size=size)
         register()
         shares = world.device.type == "cpu" and shared_memory_obstacle() is None
         hosts = world.gather(host_id(with_network=True) if shares else f"rank {world.rank}", "Trainer making stages")
@@ -64,6 +66,35 @@ class StageRanks:
         pipeline = made[world.rank // size]
         assert pipeline is not None
         return cls(size=size, stages=stages, place=place, replicas=replicas, pipeline=pipeline, columns=columns)
+
+    @classmethod
+    def _alone(cls, world: World, *, stages: int, size: int) -> StageRanks:
+        """Return the place of a new rank that has not joined the others yet, without groups."""
+        replica, place = divmod(world.rank, size)
+        replicas = world.size // size
+        return cls(
+            size=size,
+            stages=stages,
+            place=place,
+            replicas=replicas,
+            pipeline=World(rank=place, size=size, local_rank=world.local_rank),
+            columns={
+                stage: World(rank=replica, size=replicas, local_rank=world.local_rank)
+                for stage in range(place, stages, size)
+            },
+        )
+
+    def disconnect(self) -> None:
+        """Release the groups, for all who hold this grid."""
+        for each in (self.pipeline, *self.columns.values()):
+            each.group = None
+
+    def reconnect(self, world: World) -> None:
+        """Make the groups anew, for all who hold this grid, after ranks have been replaced. Every rank must call it."""
+        fresh = StageRanks.connect(world, stages=self.stages, size=self.size)
+        self.pipeline.renew(fresh.pipeline)
+        for stage, column in self.columns.items():
+            column.renew(fresh.columns[stage])
 
     @property
     def own_stages(self) -> tuple[int, ...]:

@@ -54,6 +54,8 @@ class CutModel:
         self._optimizers: list[Optimizer] = []
         self.tell: Callable[[PipelineFields], None] | None = None
         """Called once on each rank with an automatic division."""
+        self.before_release: Callable[[], None] | None = None
+        """Called by all ranks together, before they give back memory while each has the present state of all stages."""
         self._runners: dict[int, tuple[PipelineRunner, ForeignParameters]] = {}
         self._checked: dict[int, PipelinePlan] = {}
         """Plans that agree with the map of the first step, by id."""
@@ -82,16 +84,18 @@ class CutModel:
 
     def release(self) -> None:
         """Give back the memory of parameters that the stages of this rank do not use, before a step."""
-        known = self.ownership.map
-        if known is None or self.ownership.whole == "nowhere":
+        if self.ownership.map is None or self.ownership.whole == "nowhere":
             return
+        if self.ownership.whole == "everywhere" and self.before_release is not None:
+            self.before_release()
+        self.drop()
+
+    def drop(self) -> None:
+        """Give that memory back, whatever it holds."""
+        used = {*self.used}
         for model in (self.model, *self._averages):
             self.runner(model)
-            own = {
-                name
-                for name, _ in model.named_parameters()
-                if not set(self.ranks.own_stages).isdisjoint(known.parameters[plain_name(name)])
-            }
+            own = {name for name, _ in model.named_parameters() if plain_name(name) in used}
             self._runners[id(model)][1].release(own)
         parameters = dict(self.model.named_parameters())
         for optimizer in self._optimizers:
@@ -103,6 +107,35 @@ class CutModel:
         """Give all parameters memory again, for values from other ranks."""
         for _, foreign in self._runners.values():
             foreign.restore()
+
+    def disconnect(self) -> None:
+        """Release the groups of the ranks, some of which are to be replaced."""
+        self.ranks.disconnect()
+        for runner, _ in self._runners.values():
+            runner.connect(None)
+
+    def reconnect(self) -> None:
+        """Make groups anew. Every rank must call it."""
+        self.ranks.reconnect(self._world)
+        for runner, _ in self._runners.values():
+            runner.connect(self.ranks.pipeline.group)
+
+    def begin_anew(self, starts: Sequence[str] | None) -> None:
+        """Forget which stage has what, before any rank has given memory back; stages begin with these submodules."""
+        self.ownership.map = None
+        self._checked.clear()
+        if starts is not None:
+            starts = tuple(starts)
+        if starts != self.starts:
+            self.starts = starts
+            self._runners.clear()
+
+    @property
+    def used(self) -> Collection[str]:
+        """The plain names of the parameters that the stages of this rank use, once that is known."""
+        known, own = self.ownership.map, set(self.ranks.own_stages)
+        assert known is not None
+        return [name for name, stages in known.parameters.items() if not own.isdisjoint(stages)]
 
     @property
     def foreign(self) -> Collection[str]:

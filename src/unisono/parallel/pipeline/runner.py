@@ -103,6 +103,10 @@ class PipelineRunner:
         self._ranks, self._rank = (1, 0) if group is None else (group.size(), group.rank())
         self._stages: dict[tuple[int, int], tuple[Stage, StageRoutes]] = {}
 
+    def connect(self, group: dist.ProcessGroup | None) -> None:
+        """Use another group of as many ranks, in the same order, from the next step on. None: release the group."""
+        self._group = group
+
     @property
     def num_stages(self) -> int:
         """Number of stages."""
