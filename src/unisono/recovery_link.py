@@ -48,12 +48,13 @@ class RecoveryLink(Protocol):
     def come(self) -> None:
         """Note that the script has come to its Trainer, for the time that it took. Only the first call counts."""
 
-    def arm(self, virtual_ranks: int, *, gpus: int = 0) -> None:
+    def arm(self, virtual_ranks: int, *, gpus: int = 0, fixed_size: str = "") -> None:
         """Tell the launcher that a Trainer of this process survives the death of other ranks from now on.
 
         Args:
             virtual_ranks: The largest number of ranks that it can have.
             gpus: The number of GPUs if each rank needs one; 0: ranks need none, or can share one.
+            fixed_size: Why the number of ranks cannot change; "" if it can.
         """
 
     def refuse(self, reason: str) -> None:

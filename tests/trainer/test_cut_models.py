@@ -61,7 +61,12 @@ def test_sigterm_saves_the_parts_of_all_ranks(run_ranks, fork_python, tmp_path, 
     assert last in {f"from {step} {undisturbed}" for step in (5, 6, 7, 8)}
 
 
-def test_all_ranks_start_again_when_one_with_a_part_of_the_model_dies(run_ranks, tmp_path, undisturbed):
-    job = run_ranks(2, RESUMABLE, tmp_path, "2", "die=5", flags=["--max-restarts", "1"])
-    assert [job.lines(rank)[-1] for rank in range(2)] == [f"from 3 {undisturbed}"] * 2
-    assert "no rank can be replaced alone: a model that is cut over ranks dies with the rank" in job.said
+@pytest.mark.parametrize("option", ["die=5", "die=5 reset=4"])
+def test_all_ranks_start_again_when_nobody_else_has_the_part_of_one_that_dies(run_ranks, tmp_path, undisturbed, option):
+    flags = ["--max-restarts", "1", *(["--recover", "off"] if option == "die=5" else [])]
+    job = run_ranks(2, RESUMABLE, tmp_path, "2", *option.split(), flags=flags)
+    assert "starting all 2 ranks again" in job.said
+    if option == "die=5":
+        assert [job.lines(rank)[-1] for rank in range(2)] == [f"from 3 {undisturbed}"] * 2
+    else:
+        assert "no rank can be replaced alone: weights or buffers of a part of the model were changed" in job.said

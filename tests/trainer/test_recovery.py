@@ -43,7 +43,7 @@ def undisturbed(fork_python, tmp_path_factory) -> Callable[..., tuple[str, list[
     known: dict[str, tuple[str, list[dict[str, Any]]]] = {}
 
     def run(**asked: object) -> tuple[str, list[dict[str, Any]]]:
-        own = {"workers": 0, "engine": "shared", "backend": None, "stuck": None}
+        own = {"workers": 0, "engine": "auto" if "stages" in asked else "shared", "backend": None, "stuck": None}
         key = json.dumps({**asked, **own}, sort_keys=True)
         if key not in known:
             folder = tmp_path_factory.mktemp("undisturbed")
@@ -159,6 +159,40 @@ def test_deaths_within_a_recovery_change_no_bit(train, engine, stages):
     for i, stage in enumerate(stages):
         deaths += [(0, "loss", 3 * i, KILL), (1, stage, 3 * i, KILL)]
     assert train(3, *deaths, engine=engine).new == {0, 1}
+
+
+PIPELINE = {"engine": "auto", "stages": ["blocks.2"]}
+
+
+def test_deaths_in_a_pipeline_change_no_bit(train):
+    """In forward, backward, update and commit, and of rank 0 as it brings the stages together for a checkpoint."""
+    deaths = [
+        (1, "before begin_forward", 1, KILL),
+        (0, "before end_backward", 3, KILL),
+        (0, "before write", 4, KILL),
+        (0, "after gather", 5, KILL),
+        (1, "after end", 7, KILL),
+        (1, "evaluation", 8, KILL),
+    ]
+    found = train(2, *deaths, **PIPELINE, clip=0.5, directory=True)
+    assert found.new == {0, 1}
+    assert "rank 1 was killed by SIGKILL in forward of step 2; replaced" in found.replaced[0]
+    assert "rank 0 was killed by SIGKILL in backward of step 4; replaced" in found.replaced[1]
+    assert "rank 0 was killed by SIGKILL in the update of step 5; replaced" in found.replaced[2]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "asked", "deaths"),
+    [
+        (2, {}, [(1, "before commit", 0, KILL), (0, "after commit", 0, KILL), (0, "before gather", 10, KILL)]),
+        (4, {}, [(0, "before send", 2, KILL), (3, "before send", 2, KILL), (2, "after write", 6, KILL)]),
+        (2, {"stages": 4, "autocast": "fp16"}, [(1, "after update", 0, KILL), (0, "before write", 9, KILL)]),
+        (3, {"stages": ["blocks.1", "blocks.3"]}, [(1, "loss", 2, KILL), (2, "before send_state", 2, KILL)]),
+    ],
+    ids=["first and last step", "two replicas, both stages", "interleaved, fp16", "within a recovery"],
+)
+def test_deaths_at_places_of_a_pipeline_change_no_bit(train, ranks, asked, deaths):
+    train(ranks, *deaths, **{**PIPELINE, **asked})
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Random deaths: 200 runs, drawn from seeds, come to the bits of undisturbed ones.
+"""Random deaths: 200 runs, and 80 of pipelines, drawn from seeds, come to the bits of undisturbed ones.
 
 The seed of each is told, with what it stands for. To run one alone: `pytest -m soak
 "tests/trainer/test_recovery_campaign.py::test_random_deaths_change_no_bit[17]"`.
@@ -10,13 +10,14 @@ import json
 import random
 import re
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
 PROGRAM = Path(__file__).parent / "programs" / "recovering.py"
-SEEDS = range(200)
+SEEDS, PIPELINE_SEEDS = range(200), range(80)
 STAGES = ["repair", "rejoin", "connect", "send_state", "has_joined"]
 MOMENTS = ["begin", "end", "commit"]
 STEPS = {"plain": 5, "joined": 5, "sampled": 4, "gan": 5}
@@ -64,6 +65,39 @@ def drawn(seed: int) -> Case:
     return Case(ranks, asked, {**disturbance, "with_directory": rng.random() < 0.4})
 
 
+PIPELINES = [(2, ["blocks.2"]), (2, 2), (2, 4), (3, ["blocks.1", "blocks.3"]), (4, ["blocks.2"]), (4, 4)]
+"""Ranks, and their stages: with 2 stages on 4 ranks there are two replicas."""
+PASSES = ["begin_forward", "begin_backward", "end_backward", "update", "send", "commit", "write", "end", "gather"]
+
+
+def drawn_pipeline(seed: int) -> Case:
+    """Draw a pipeline and its deaths."""
+    rng = random.Random(f"pipeline {seed}")
+    ranks, stages = rng.choice(PIPELINES)
+    asked: dict[str, Any] = {"engine": "auto", "stages": stages, "optimizer": rng.choice(["sgd", "adamw"])}
+    if rng.random() < 0.5:
+        asked["clip"] = 0.5
+    if rng.random() < 0.3:
+        asked["autocast"] = rng.choice(["fp16", "bf16"])
+    victim = rng.randrange(ranks)
+    if rng.random() < 0.4:
+        asked |= {"epochs": 8}
+        others = [rank for rank in range(ranks) if rank != victim]
+        victims = [victim, *rng.sample(others, rng.choice([0, 0, 1, ranks - 2]))]
+        fuses = [(each, round(rng.uniform(0, 1.5), 4), False) for each in victims]
+        disturbance: dict[str, Any] = {"fuses": fuses, "pause_s": 0.02}
+    else:
+        step = rng.randrange(10)
+        places = [(f"{when} {each}", step) for when in ("before", "after") for each in PASSES]
+        places += [("loss", step), ("stepped", step + 1), ("body", step + 1), ("evaluation", 4), ("end", step % 2)]
+        deaths = [(victim, *rng.choice(places), "SIGKILL")]
+        if rng.random() < 0.5:
+            place, when = rng.choice(places) if rng.random() < 0.5 else (f"before {rng.choice(STAGES)}", None)
+            deaths.append(((victim + 1) % ranks if ranks > 2 else victim, place, when, "SIGKILL"))
+        disturbance = {"deaths": deaths}
+    return Case(ranks, asked, {**disturbance, "with_directory": rng.random() < 0.5})
+
+
 @pytest.fixture(scope="module")
 def waits_s(request):
     """How long ranks waited in each recovery; the median is shown at the end."""
@@ -75,15 +109,31 @@ def waits_s(request):
             print(f"\n{len(found)} recoveries: median {median:.2f} s, longest {max(found):.2f} s", flush=True)
 
 
+@pytest.fixture
+def survive(run_ranks, undisturbed, waits_s, tmp_path, capsys) -> Callable[[str, Case], None]:
+    """Run a case, and compare what its ranks come to with what one rank does that nobody disturbs."""
+
+    def run(name: str, case: Case) -> None:
+        ranks, asked, disturbance = case
+        with capsys.disabled():
+            print(f"\n{name}: {ranks} ranks, {asked}, {disturbance}", flush=True)
+        options = {**asked, **disturbance, "folder": str(tmp_path)}
+        if disturbance["with_directory"]:
+            options["directory"] = str(tmp_path / "run")
+        job = run_ranks(ranks, PROGRAM, json.dumps(options))
+        assert [job.lines(rank)[-1] for rank in range(ranks)] == [undisturbed(**asked)] * ranks, job.err
+        waits_s.extend(float(wait) for wait in re.findall(r"replaced, ([\d.]+) s", job.err))
+
+    return run
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", SEEDS)
-def test_random_deaths_change_no_bit(run_ranks, undisturbed, waits_s, tmp_path, capsys, seed):
-    ranks, asked, disturbance = drawn(seed)
-    with capsys.disabled():
-        print(f"\nseed {seed}: {ranks} ranks, {asked}, {disturbance}", flush=True)
-    options = {**asked, **disturbance, "folder": str(tmp_path)}
-    if disturbance["with_directory"]:
-        options["directory"] = str(tmp_path / "run")
-    job = run_ranks(ranks, PROGRAM, json.dumps(options))
-    assert [job.lines(rank)[-1] for rank in range(ranks)] == [undisturbed(**asked)] * ranks, job.err
-    waits_s += [float(wait) for wait in re.findall(r"replaced, ([\d.]+) s", job.err)]
+def test_random_deaths_change_no_bit(survive, seed):
+    survive(f"seed {seed}", drawn(seed))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", PIPELINE_SEEDS)
+def test_random_deaths_in_pipelines_change_no_bit(survive, seed):
+    survive(f"seed {seed}", drawn_pipeline(seed))

@@ -29,8 +29,8 @@ _ARMED = struct.Struct("=QQQ")  # when, the number of virtual ranks, and that of
 _CAME = struct.Struct("=Q")  # when the script came to its Trainer
 _JOINED = struct.Struct("=QQ")  # number of the decision, and when
 _LENGTH = struct.Struct("=Q")  # of the text behind it; written after the text
-_NOTE_AT, _ARMED_AT, _JOINED_AT, _CAME_AT, _REFUSAL_AT, _SAMPLES_AT = 0, 64, 128, 192, 1024, 4096
-_LONGEST_REFUSAL, _LONGEST_SAMPLES = 2000, 3000
+_NOTE_AT, _ARMED_AT, _JOINED_AT, _CAME_AT, _FIXED_AT, _REFUSAL_AT, _SAMPLES_AT = 0, 64, 128, 192, 256, 1024, 4096
+_LONGEST_FIXED, _LONGEST_REFUSAL, _LONGEST_SAMPLES = 700, 2000, 3000
 
 # Written by the agent. Decisions alternate between two places, so that the latest one is always whole.
 _NUMBER = struct.Struct("=Q")
@@ -88,9 +88,10 @@ class RankLink:
         if not _CAME.unpack_from(self._region, _CAME_AT)[0]:
             _CAME.pack_into(self._region, _CAME_AT, time.monotonic_ns())
 
-    def arm(self, virtual_ranks: int, *, gpus: int = 0) -> None:
+    def arm(self, virtual_ranks: int, *, gpus: int = 0, fixed_size: str = "") -> None:
         """Tell the agent that a Trainer of this process survives the death of others."""
         self.is_armed = True
+        _write_text(self._region, _FIXED_AT, fixed_size, most=_LONGEST_FIXED)
         _ARMED.pack_into(self._region, _ARMED_AT, time.monotonic_ns(), virtual_ranks, gpus)
 
     def refuse(self, reason: str) -> None:
@@ -225,6 +226,11 @@ class RecoveryPage:
     def gpus(self) -> int:
         """The number of GPUs if each rank needs one; 0: ranks need none, or can share one."""
         return int(_ARMED.unpack_from(self._region, _ARMED_AT)[2])
+
+    @property
+    def fixed_size(self) -> str:
+        """The reason why the number of ranks cannot change; "" if it can."""
+        return _read_text(self._region, _FIXED_AT)
 
     @property
     def refusal(self) -> str:

@@ -153,6 +153,7 @@ class Scaling:
         if not all(page.armed for page in pages):
             yield "its ranks have made no Trainer so far, and the number of ranks is that of a Trainer's run"
         yield from (page.refusal for page in pages if page.refusal)
+        yield from (page.fixed_size for page in pages if page.fixed_size)
         most = min((page.virtual_ranks for page in pages), default=0)
         if size > most:
             yield f"{size} ranks are too many for {plural(most, 'virtual rank')}, of which each rank needs one"

@@ -35,6 +35,10 @@ class Recoverable(Protocol):
         """The number of GPUs if each rank needs one; 0: ranks need none, or can share one."""
 
     @property
+    def fixed_size(self) -> str:
+        """Why the number of ranks cannot change; "" if it can."""
+
+    @property
     def steps_done(self) -> int:
         """Steps since the start of the run."""
 

@@ -24,6 +24,11 @@ from unisono.watch import EventLog
 
 __all__ = ["RecoverableRun"]
 
+_FIXED_SIZE = (
+    "a model is cut over its ranks, and their number decides which one has what: start the job again from a checkpoint "
+    "with another number"
+)
+
 
 class RecoverableRun:
     """See `recoverable.Recoverable`.
@@ -62,6 +67,11 @@ class RecoverableRun:
         if active is not None and "nccl" not in active.job.backend:
             return 0
         return seen if seen >= self.world.size else 0  # otherwise each rank sees some of them alone
+
+    @property
+    def fixed_size(self) -> str:
+        """Why the number of ranks cannot change; "" if it can."""
+        return "" if self._parts.cut is None else _FIXED_SIZE
 
     @property
     def steps_done(self) -> int:

@@ -101,7 +101,7 @@ class Recovery:
         if self.is_joined:
             self._counted = self._uses()
             guard_group(self._is_guarded)
-        link.arm(run.virtual_ranks, gpus=run.gpus)
+        link.arm(run.virtual_ranks, gpus=run.gpus, fixed_size=run.fixed_size)
 
     def refuse(self, reason: str) -> None:
         """Tell the launcher why it must not replace single ranks of this job."""

@@ -1,6 +1,7 @@
 """A run of a model that is cut, with a directory. Arguments: the directory, the stages ("" for none), and options.
 
-Options: max_steps=N ends early; term=N sends SIGTERM to the launcher at step N; die=N kills rank 1 there once;
+Options: max_steps=N ends early; term=N sends SIGTERM to the launcher at step N; die=N kills rank 1 there once; reset=N
+resets the statistics of all layers there;
 by_time saves by time alone; best keeps the best checkpoint.
 """
 
@@ -64,6 +65,9 @@ for _ in trainer.epochs(3, max_steps=int(options["max_steps"]) if "max_steps" in
         trainer.step(loss, batch)
         if trainer.steps_done == int(options.get("term", -1)) and trainer.is_main:
             os.kill(launcher(), signal.SIGTERM)
+        if trainer.steps_done == int(options.get("reset", -1)):
+            for block in model:
+                block.norm.reset_running_stats()
         if trainer.steps_done == int(options.get("die", -1)) and trainer.rank == 1:
             once = Path(folder) / "died"
             if not once.exists():

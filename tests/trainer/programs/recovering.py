@@ -242,6 +242,7 @@ def make_trainer():
         "stateful": {"diary": diary},
         "clip_grad_norm": ASKED.get("clip"),
         "ema_decay": 0.9,
+        "autocast": ASKED.get("autocast"),
         "progress": False,
     }
     if "stages" in ASKED:
