@@ -167,7 +167,7 @@ PIPELINE = {"engine": "auto", "stages": ["blocks.2"]}
 def test_deaths_in_a_pipeline_change_no_bit(train):
     """In forward, backward, update and commit, and of rank 0 as it brings the stages together for a checkpoint."""
     deaths = [
-        (1, "before begin_forward", 1, KILL),
+        (1, "after begin_forward", 1, KILL),
         (0, "before end_backward", 3, KILL),
         (0, "before write", 4, KILL),
         (0, "after gather", 5, KILL),

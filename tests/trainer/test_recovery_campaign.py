@@ -83,8 +83,8 @@ def drawn_pipeline(seed: int) -> Case:
     if rng.random() < 0.4:
         asked |= {"epochs": 8}
         others = [rank for rank in range(ranks) if rank != victim]
-        victims = [victim, *rng.sample(others, rng.choice([0, 0, 1, ranks - 2]))]
-        fuses = [(each, round(rng.uniform(0, 1.5), 4), False) for each in victims]
+        victims = [victim, *rng.sample(others, rng.choice([0, ranks - 2]))]  # all but one at most
+        fuses = [(each, round(rng.uniform(0, 0.8), 4), False) for each in victims]
         disturbance: dict[str, Any] = {"fuses": fuses, "pause_s": 0.02}
     else:
         step = rng.randrange(10)

@@ -111,10 +111,17 @@ class StagedBuffers:
                         module._buffers[name] = value
 
     def check_state_dict(self, state: Mapping[str, Tensor], source: str) -> None:
-        """See `BufferTransaction`. Call it before the first step."""
-        next(iter(self.stages.values())).check_state_dict(state, source)
+        """See `BufferTransaction`."""
+        known = self._ownership.map
+        for stage, each in self.stages.items():
+            # Those of other stages are theirs to check, but for names that no stage has.
+            own = {name: value for name, value in state.items() if known and known.buffers.get(name, stage) == stage}
+            each.check_state_dict(own if known else state, source)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """See `BufferTransaction`. Call it before the first step."""
+        """See `BufferTransaction`."""
+        known = self._ownership.map
         for each in self.stages.values():
             each.load_state_dict(state)
+        if known is not None:
+            self.take({name: value for name, value in state.items() if known.buffers[name] not in self.stages})

@@ -1,0 +1,174 @@
+"""Commits of a cut model: which one counts after a death, for each moment at which a rank may die.
+
+Two ranks in one process, without threads: their barrier is a function of the test. Runs with real ranks are in
+test_recovery.py.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from unisono.engine.staged import StageOwnership
+from unisono.engine.staged.state_slots import StateContent
+from unisono.engine.step_transaction import StepTransaction
+from unisono.errors import PeerError
+from unisono.shm.segment import Segment
+from unisono.trainer.stage_commits import StageCommits
+
+
+class Runtime:
+    """The shared memory of two ranks."""
+
+    timeout_s, size, name = 60.0, 2, "test"
+
+    def __init__(self, rank: int, segments: dict[str, Segment]) -> None:
+        self.rank, self._segments = rank, segments
+        self.lost: set[int] = set()
+
+    def segment(self, nbytes: int, what: str, *, prepare: Any = None, **_: object) -> Segment:
+        if what not in self._segments:
+            self._segments[what] = Segment.create(nbytes, name=what)
+            if prepare is not None:
+                prepare(self._segments[what])
+        return self._segments[what]
+
+    def barrier(self, what: str, step: StepTransaction) -> None:
+        if self.lost:
+            raise PeerError(what)
+
+    def dead(self) -> list[int]:
+        return sorted(self.lost)
+
+
+class State:
+    """The state of the stages of one rank."""
+
+    capacity = 8192
+
+    def __init__(self) -> None:
+        self.weights = torch.zeros(4)
+
+    def content(self) -> StateContent:
+        return StateContent({"model": {"w": self.weights}, "ema": {}}, None)
+
+    def put(self, content: StateContent) -> None:
+        self.weights.copy_(content.groups["model"]["w"])
+
+    def put_shared(self, content: StateContent) -> None:
+        pass
+
+    def forget(self) -> None:
+        pass
+
+    def version(self) -> int:
+        return self.weights._version
+
+    def equals(self, content: StateContent) -> bool:
+        return torch.equal(self.weights, content.groups["model"]["w"])
+
+
+class Rank:
+    def __init__(self, rank: int, segments: dict[str, Segment]) -> None:
+        self.runtime, self.state, self.refusals = Runtime(rank, segments), State(), list[str]()
+        cut: Any = SimpleNamespace(ranks=SimpleNamespace(size=2, place=rank), ownership=StageOwnership(whole="nowhere"))
+        world: Any = SimpleNamespace(rank=rank, gather=lambda value, _: [value, value])
+        state: Any = self.state
+        self.commits = StageCommits(world, cut, state, is_on=lambda: True, refuse=self.refusals.append)
+        runtime: Any = self.runtime
+        self.commits.connect(runtime)
+        self.commits.commit_base()
+
+    def step(self, value: float) -> None:
+        self.state.weights.fill_(value)
+        self.commits.commit(StepTransaction())
+
+    @property
+    def weights(self) -> float:
+        return self.state.weights[0].item()
+
+
+@pytest.fixture
+def ranks() -> list[Rank]:
+    segments: dict[str, Segment] = {}
+    found = [Rank(rank, segments) for rank in range(2)]
+    for value in (1.0, 2.0):
+        for rank in found:
+            rank.commits.begin()
+            rank.step(value)
+    return found
+
+
+def test_a_rank_that_dies_before_its_commit_takes_the_others_back(ranks):
+    survivor, _ = ranks
+    survivor.commits.begin()
+    survivor.runtime.lost = {1}
+    with pytest.raises(PeerError):
+        survivor.step(3.0)
+    assert survivor.commits.settle() == 0
+    survivor.commits.return_to_last()
+    assert survivor.weights == 2.0
+    assert survivor.commits.read(1).groups["model"]["w"][0].item() == 2.0, "the new rank goes on from the same step"
+
+
+def test_a_rank_that_dies_after_its_commit_has_done_the_step(ranks):
+    survivor, dead = ranks
+    for rank in ranks:
+        rank.commits.begin()
+    dead.step(3.0)
+    survivor.runtime.lost = {1}
+    survivor.step(3.0)
+    assert survivor.commits.settle() == 0
+    assert survivor.commits.read(1).groups["model"]["w"][0].item() == 3.0
+    assert survivor.commits.read(0).groups["model"]["w"][0].item() == 3.0
+
+
+def test_a_rank_that_gives_up_takes_one_back_that_has_made_its_commit(ranks):
+    """As where the death of a third one broke off the exchanges of the second."""
+    first, second = ranks
+    for rank in ranks:
+        rank.commits.begin()
+    second.commits.give_up()
+    first.runtime.lost, first.runtime.dead = {2}, list
+    with pytest.raises(PeerError):
+        first.step(3.0)
+    for rank in ranks:
+        assert rank.commits.settle() == 0
+        rank.commits.return_to_last()
+        assert rank.weights == 2.0
+
+
+def test_a_rank_whose_wait_was_broken_off_learns_that_the_commit_counts(ranks, monkeypatch):
+    first, second = ranks
+    for rank in ranks:
+        rank.commits.begin()
+    monkeypatch.setattr(first.runtime, "timeout_s", 0.0)
+    first.runtime.lost, first.runtime.dead = {2}, list
+    with pytest.raises(PeerError):
+        first.step(3.0)
+    second.step(3.0)
+    assert (first.commits.settle(), second.commits.settle()) == (1, 0)
+    assert first.commits.read(1).groups["model"]["w"][0].item() == 3.0
+
+
+def test_weights_that_the_loop_changes_end_the_replacement_of_ranks(ranks):
+    first, second = ranks
+    first.state.weights.mul_(1.0)
+    assert not first.commits.was_changed(), "they have the same values"
+    first.state.weights.mul_(2.0)
+    assert first.commits.was_changed() and not second.commits.was_changed()
+    first.commits.begin()
+    assert "were changed between two steps" in first.refusals[0]
+
+
+def test_a_state_that_outgrows_its_memory_is_kept_no_longer_by_any_rank(ranks):
+    for rank in ranks:
+        rank.commits.begin()
+    ranks[0].state.weights = torch.ones(10_000)
+    for rank in ranks:
+        rank.step(3.0)
+    assert "too large" in ranks[0].refusals[0]
+    assert not ranks[1].commits.is_established
