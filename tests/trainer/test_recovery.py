@@ -184,9 +184,9 @@ def test_deaths_in_a_pipeline_change_no_bit(train):
 @pytest.mark.parametrize(
     ("ranks", "asked", "deaths"),
     [
-        (2, {}, [(1, "before commit", 0, KILL), (0, "after commit", 0, KILL), (0, "before gather", 10, KILL)]),
+        (2, {}, [(1, "before commit", 0, KILL), (0, "after commit", 0, KILL), (1, "after gather", 10, KILL)]),
         (4, {}, [(0, "before send", 2, KILL), (3, "before send", 2, KILL), (2, "after write", 6, KILL)]),
-        (2, {"stages": 4, "autocast": "fp16"}, [(1, "after update", 0, KILL), (0, "before write", 9, KILL)]),
+        (2, {"stages": 4, "autocast": "fp16"}, [(1, "after update", 0, KILL), (0, "before _unscale", 4, KILL)]),
         (3, {"stages": ["blocks.1", "blocks.3"]}, [(1, "loss", 2, KILL), (2, "before send_state", 2, KILL)]),
     ],
     ids=["first and last step", "two replicas, both stages", "interleaved, fp16", "within a recovery"],

@@ -67,7 +67,18 @@ def drawn(seed: int) -> Case:
 
 PIPELINES = [(2, ["blocks.2"]), (2, 2), (2, 4), (3, ["blocks.1", "blocks.3"]), (4, ["blocks.2"]), (4, 4)]
 """Ranks, and their stages: with 2 stages on 4 ranks there are two replicas."""
-PASSES = ["begin_forward", "begin_backward", "end_backward", "update", "send", "commit", "write", "end", "gather"]
+PASSES = [
+    "begin_forward",
+    "begin_backward",
+    "end_backward",
+    "_unscale",
+    "update",
+    "send",
+    "commit",
+    "write",
+    "end",
+    "gather",
+]
 
 
 def drawn_pipeline(seed: int) -> Case:

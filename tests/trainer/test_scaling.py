@@ -81,6 +81,28 @@ def test_a_spare_takes_the_place_of_a_rank_that_came_later(train):
     assert "rank 3 was killed by SIGKILL in forward of step 5; replaced" in said
 
 
+CUT = """
+import os, torch, unisono
+from unisono.launch.control import ask, running_jobs
+
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+trainer = unisono.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), virtual_ranks=4, progress=False,
+                          parallel=unisono.parallel.Pipeline(stages=["1"]))
+for epoch in trainer.epochs(1):
+    for batch in trainer.batches(torch.utils.data.TensorDataset(torch.randn(8, 4)), batch_size=4):
+        trainer.step(lambda model, batch: model(batch[0]).square().sum(1), batch)
+    for agent in running_jobs():
+        if ask(agent, {"ask": "job"})["run_id"] == os.environ["TORCHELASTIC_RUN_ID"]:
+            print(ask(agent, {"ask": "scale", "ranks": 2 if trainer.world_size == 1 else 1})["problem"])
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_pipeline_keeps_its_number_of_ranks(run_ranks, ranks):
+    job = run_ranks(ranks, CUT)
+    assert "a model is cut over its ranks, and their number decides which one has what" in job.lines(0)[-1]
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(60))
 def test_random_changes_and_deaths_change_no_bit(train, seed):

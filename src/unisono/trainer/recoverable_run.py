@@ -71,7 +71,7 @@ class RecoverableRun:
     @property
     def fixed_size(self) -> str:
         """Why the number of ranks cannot change; "" if it can."""
-        return "" if self._parts.cut is None else _FIXED_SIZE
+        return "" if self._parts.settings.parallel is None else _FIXED_SIZE
 
     @property
     def steps_done(self) -> int:

@@ -105,6 +105,9 @@ class StagedState:
     def repair(self, dead: Collection[int]) -> str | None:
         """See `RecoverableState`."""
         more, is_torn, self._is_torn = self._commits.settle(), self._is_torn, False
+        for runner in self._runners.values():
+            if runner.scaler is not None:  # it may have unscaled the gradients of a step that is repeated
+                runner.scaler._per_optimizer_states.clear()
         if more:
             if not is_torn:
                 self._cut.drop()  # this was the commit before which no rank gives memory back

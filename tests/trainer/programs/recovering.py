@@ -348,7 +348,8 @@ for moment in ("begin", "end", "settle", "commit"):
     surround(UpdateProtection, moment)
 for moment in ("begin_forward", "begin_backward", "end_backward"):
     surround(PipelineGradients, moment)
-surround(StagedEngine, "update")
+for moment in ("update", "_unscale"):
+    surround(StagedEngine, moment)
 surround(SharedParameterCopies, "send")
 surround(StageCommits, "commit")
 surround(StateSlots, "write")
