@@ -192,9 +192,9 @@ def capture(
 
 
 def capture_common(subjects: Subjects, facts: Mapping[str, Any]) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-    """Return what `capture` does without weights, buffers and the state of parameters in optimizers."""
+    """Return what `capture` does without the state of modules, and of parameters in optimizers."""
     others = _others(subjects, settings_of(subjects.optimizers, subjects.others))
-    document, tensors = encode(others)
+    document, tensors = encode({**others, "extra": {}})
     return {"other": tensors}, {"facts": dict(facts), "other": document}
 
 

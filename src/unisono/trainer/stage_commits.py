@@ -26,6 +26,10 @@ __all__ = ["StageCommits"]
 
 _WHAT = "waiting for all ranks to have a copy of the step"
 _GROWN = "the state of the optimizer has become too large for the memory in which ranks keep it for each other"
+_ALONE = (
+    "ranks are at different steps: this one has done a step that has failed on another rank, which went on. A step that "
+    "fails on one rank must fail on all, or end the job."
+)
 CHANGED = "weights or buffers of a part of the model were changed between two steps, and only their rank has them"
 
 
@@ -106,6 +110,7 @@ class StageCommits:
 
         Raises:
             PeerError: A rank has died or given up before it had made its own: the step did not happen.
+            UnisonoError: A rank is in another call, since this step failed there alone.
         """
         if self._slots is None or self._runtime is None or self._progress is None:
             return
@@ -119,6 +124,8 @@ class StageCommits:
         except PeerError:
             if not self._progress.wait_until_committed(number, self._attempt):
                 raise
+        if self._progress.committed() < number:
+            raise UnisonoError(_ALONE)
         self._number, self._version = number, self._state.version()
         if self._slots.is_full:
             self._slots, self._is_off = None, True

@@ -77,7 +77,8 @@ class StageState:
             tensors = {name: tensor.clone() for name, tensor in content.groups[f"optimizer/{key}"].items()}
             state = decode(content.document["optimizers"][key], tensors)
             put_optimizer_state(self._subjects.modules, optimizer, {name: dict(each) for name, each in state.items()})
-        for prefix, states in decode(content.document["extra"], content.groups["extra"]).items():
+        tensors = {name: tensor.clone() for name, tensor in content.groups["extra"].items()}
+        for prefix, states in decode(content.document["extra"], tensors).items():
             for path, value in states.items():
                 self._subjects.modules[prefix].get_submodule(path).set_extra_state(value)
         self._content = None
