@@ -27,8 +27,8 @@ __all__ = ["StageCommits"]
 _WHAT = "waiting for all ranks to have a copy of the step"
 _GROWN = "the state of the optimizer has become too large for the memory in which ranks keep it for each other"
 _ALONE = (
-    "ranks are at different steps: this one has done a step that has failed on another rank, which went on. A step that "
-    "fails on one rank must fail on all, or end the job."
+    "ranks are at different steps: this one has done a step that has failed on another rank, which went on. A step "
+    "that fails on one rank must fail on all, or end the job."
 )
 CHANGED = "weights or buffers of a part of the model were changed between two steps, and only their rank has them"
 
