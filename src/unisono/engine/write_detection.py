@@ -8,19 +8,21 @@ tensor, by the address of its memory and by two of its values, since torch does 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from operator import attrgetter
+from collections.abc import Callable, Sequence
+from functools import partial
+from operator import attrgetter, itemgetter
+from typing import Any
 
 from torch import Tensor
 
 __all__ = ["WriteDetector"]
 
-_versions_of = attrgetter("_version")
-_value_of = attrgetter("value")
+_version_of = attrgetter("_version")
+_WORD_NBYTES = 4
 
 
 class WriteDetector:
-    """The state of parameters at the beginning of a step. A check takes 0.15 µs for each parameter.
+    """The state of parameters at the beginning of a step. A check takes 0.25 µs for each parameter.
 
     Args:
         parameters: The parameters to check, on any device; values are compared on the CPU only.
@@ -29,38 +31,57 @@ class WriteDetector:
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = parameters
         self._addresses: list[int] = []
-        self._words: list[ctypes._SimpleCData[int]] = []
         self._versions: list[int] = []
-        self._values: list[int] = []
+        self._read: Callable[[], Any] = tuple
+        """Reads the values, all by one call."""
+        self._values: Any = ()
 
     def remember(self) -> None:
         """Record the present state as the one at the beginning of a step."""
         addresses = list(map(Tensor.data_ptr, self._parameters))
         if addresses != self._addresses:
-            self._addresses, self._words = addresses, [word for p in self._parameters for word in _words(p)]
-        self._versions = list(map(_versions_of, self._parameters))
-        self._values = list(map(_value_of, self._words))
+            self._addresses = addresses
+            self._read = _reader([word for p in self._parameters for word in _words(p)])
+        self._versions = list(map(_version_of, self._parameters))
+        self._values = self._read()
 
     def written(self) -> Tensor | None:
         """Return a parameter that was written to since `remember`, or None."""
-        versions, addresses = list(map(_versions_of, self._parameters)), list(map(Tensor.data_ptr, self._parameters))
+        versions, addresses = list(map(_version_of, self._parameters)), list(map(Tensor.data_ptr, self._parameters))
         if versions == self._versions and addresses == self._addresses:
             # Read values only now: if an address has changed, the memory at the old one may be gone.
-            values = list(map(_value_of, self._words))
+            values = self._read()
             if values == self._values:
                 return None
         for i, p in enumerate(self._parameters):
             if versions[i] != self._versions[i] or addresses[i] != self._addresses[i]:
                 return p
         owners = [p for p in self._parameters for _ in _words(p)]
-        return next(p for p, now, then in zip(owners, values, self._values, strict=True) if now != then)
+        return next(p for p, now, then in zip(owners, values, self._values, strict=False) if now != then)
 
 
-def _words(parameter: Tensor) -> Sequence[ctypes._SimpleCData[int]]:
-    """Return two elements of a parameter, the first and one in the middle, as ctypes integers in its memory."""
+def _words(parameter: Tensor) -> Sequence[int]:
+    """Return the addresses of the words with two elements of a parameter: the first one and one in the middle."""
     if parameter.device.type != "cpu" or not parameter.numel():
         return ()
-    kind = {1: ctypes.c_uint8, 2: ctypes.c_uint16, 4: ctypes.c_uint32}.get(parameter.element_size(), ctypes.c_uint64)
     flat = parameter.detach()
     middle = flat[tuple(size // 2 for size in flat.shape)]
-    return kind.from_address(flat.data_ptr()), kind.from_address(middle.data_ptr())
+    last = parameter.element_size() - 1
+    words = {
+        place // _WORD_NBYTES * _WORD_NBYTES
+        for address in (flat.data_ptr(), middle.data_ptr())
+        for place in (address, address + last)  # of a large element, the first and the last word
+    }
+    return sorted(words)
+
+
+def _reader(addresses: Sequence[int]) -> Callable[[], Any]:
+    """Return a function that reads the words at some addresses."""
+    if not addresses:
+        return tuple
+    # A view from the first word to the last, of whose memory only the words are read. In this way one call reads all.
+    first = min(addresses)
+    count = (max(addresses) - first) // _WORD_NBYTES + 1
+    memory = memoryview((ctypes.c_uint32 * count).from_address(first)).cast("B").cast("I")
+    places = [(address - first) // _WORD_NBYTES for address in addresses]
+    return partial(itemgetter(*places, places[-1]), memory)  # at least two, since itemgetter returns a single one bare
