@@ -26,6 +26,7 @@ REFUSED = {
     "momentum in forward": "parameter 'extra' was written to in the forward pass",
     "momentum unseen": "parameter 'extra' was written to in the forward pass",
     "weights written in forward": "parameter 'main.weight' was written to in the forward pass",
+    "weights for backward written": "parameter 'main.weight' was written to in the forward pass",
 }
 
 

@@ -47,6 +47,8 @@ class Engine(Protocol):
 
     divides_update: bool
     """True if each rank updates a part of the weights alone."""
+    sends_early: bool
+    """True if other ranks may get sums of this one before `flush`, from its last `close_forward` on."""
 
     def start(self, step: StepTransaction, trained: Trained, *, leaves: int) -> None:
         """Begin a step over leaves 0 … leaves - 1, and set all p.grad to None."""

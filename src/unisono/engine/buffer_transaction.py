@@ -97,8 +97,11 @@ class BufferTransaction:
                 # Its shape or dtype is another one, or it is None now, so ranks must agree on it again.
                 self._know([k for k in self._known if k != i])
 
-    def new_buffers(self) -> bool:
+    def new_buffers(self, *, sends_early: bool = True) -> bool:
         """Return True if a buffer has changed that no earlier step changed; always False with one virtual rank.
+
+        Args:
+            sends_early: False if gradients are not sent before `launch`, which looks at parameters in any case.
 
         Raises:
             LossError: Before gradients are on their way, if the buffer cannot have one value for all virtual ranks, if
@@ -106,8 +109,8 @@ class BufferTransaction:
         """
         if self._virtual_ranks == 1:
             return False
-        if not self._changes:  # later leaves do as the first one does; if not, `launch` finds it
-            self._check_parameters()
+        if sends_early and not self._changes:  # later leaves do as the first one does; if not, `launch` finds it
+            self.check_parameters()
         if self.contents.has_new_buffers():
             self._refuse_new_buffers()
         found = [tracked for tracked in self._unknown if tracked.changed()]
@@ -125,6 +128,9 @@ class BufferTransaction:
         if self._virtual_ranks == 1:
             return  # The values that the one leaf left in place are the result.
         changes: dict[int, Tensor] = {}
+        if not self._tracked:
+            self._changes[leaf] = changes
+            return
         rest: Iterable[tuple[int, TrackedBuffer]] = enumerate(self._tracked)
         if self._norm_buffers.are_in_place():
             changes, rest = self._norm_buffers.take(leaf), self._norm_buffers.rest
@@ -148,8 +154,7 @@ class BufferTransaction:
         Raises:
             LossError: If this rank's leaves have written to a parameter.
         """
-        if self._virtual_ranks > 1:
-            self._check_parameters()
+        self.check_parameters()
         if self._known and self._world.group is not None:
             self._send()
 
@@ -350,9 +355,9 @@ class BufferTransaction:
                     )
         raise LossError("a buffer was deleted in the forward pass: set it to a tensor, or leave it as it is.")
 
-    def _check_parameters(self) -> None:
-        """Raise LossError if a forward pass has written to a parameter."""
-        written = self._parameters.written()
+    def check_parameters(self) -> None:
+        """Raise LossError if a forward pass has written to a parameter; not with one virtual rank."""
+        written = self._parameters.written() if self._virtual_ranks > 1 else None
         if written is None:
             return
         self._damaged = True

@@ -20,7 +20,7 @@ from unisono.engine.accumulation import GradientAccumulation
 from unisono.engine.all_gather_v import GroupAllGatherV
 from unisono.engine.base import Preparation, Trained
 from unisono.engine.consistency import BROKEN, ConsistencyCheck
-from unisono.engine.node_sums import take
+from unisono.engine.node_sums import drop
 from unisono.engine.norm import dense_strides
 from unisono.engine.sparse_tables import TableSums, check_optimizers, split_sparse
 from unisono.engine.step_transaction import StepTransaction
@@ -68,7 +68,7 @@ class _TreeBucket:
 class CollectiveEngine(GradientAccumulation):
     """Sums the leaves of all ranks through the process group, overlapped with backward."""
 
-    divides_update = False
+    divides_update, sends_early = False, True
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class CollectiveEngine(GradientAccumulation):
             bucket.all_reduce.start(self._layout)
             bucket.waiting = len(bucket.members)
         self._buckets[-1].waiting += 1  # for the totals
-        take(trained.parameters)
+        drop(trained.parameters)
 
     def close_forward(
         self,
@@ -174,7 +174,7 @@ class CollectiveEngine(GradientAccumulation):
         self._broken = self._broken or self._launched > 0 or self._comparison.is_open
         if self._broken:
             self._comparison.break_off()  # or the next call, such as an evaluation, would wait for ranks in this step
-        take(self._given.parameters)
+        drop(self._given.parameters)
         return True
 
     def _build(self, trained: Trained) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.engine.base import Preparation, Trained, refuse_sparse
-from unisono.engine.node_sums import NodeSum, add, take
+from unisono.engine.node_sums import NodeSum, add, drop, take
 from unisono.engine.sparse_tables import TableSums, check_optimizers, split_sparse
 from unisono.engine.step_transaction import StepTransaction
 from unisono.engine.totals import Totals, add_rows, row_of, totals_of
@@ -23,7 +23,7 @@ __all__ = ["LocalEngine"]
 class LocalEngine:
     """Sums the leaves of one process. With one leaf, p.grad stays what autograd made: no copy, no extra memory."""
 
-    divides_update = False
+    divides_update = sends_early = False
 
     def __init__(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
         self._optimizer, self._modules = optimizer, modules
@@ -39,14 +39,16 @@ class LocalEngine:
     def start(self, step: StepTransaction, trained: Trained, *, leaves: int) -> None:
         """Begin a step; see `Engine`."""
         if trained is not self._given:
-            self._trained, tables = split_sparse(trained, self._modules)
-            self._given, self._tables = trained, TableSums(tables)
-        check_optimizers(self._optimizer, self._trained, self._tables.tables)
+            dense, tables = split_sparse(trained, self._modules)
+            check_optimizers(self._optimizer, dense, tables)
+            self._given, self._trained, self._tables = trained, dense, TableSums(tables)
+        elif self._tables.tables.names:  # otherwise no hyperparameter can have become wrong
+            check_optimizers(self._optimizer, self._trained, self._tables.tables)
         self._step, self._leaves = step, leaves
         if leaves > 1:
             self._gradients = NodeSum(Node(0, leaves), add=add)
             self._totals = NodeSum(Node(0, leaves), add=add_rows)
-        take(trained.parameters)
+        drop(trained.parameters)
         if self._tables.tables.names:
             self._tables.begin(NodeLayout(((Node(0, leaves),),), leaves))
 
@@ -103,5 +105,5 @@ class LocalEngine:
 
     def abort(self, *, alike: bool) -> bool:
         """Discard the step; see `Engine`."""
-        take(self._given.parameters)
+        drop(self._given.parameters)
         return True

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from unisono.plan import Node, merges_after
 
-__all__ = ["Gradients", "NodeSum", "add", "add_one", "take"]
+__all__ = ["Gradients", "NodeSum", "add", "add_one", "drop", "take"]
 
 Gradients = list[Tensor | None]
 _T = TypeVar("_T")
@@ -73,3 +73,9 @@ def take(parameters: Iterable[Tensor]) -> Gradients:
         gradients.append(p.grad)
         p.grad = None
     return gradients
+
+
+def drop(parameters: Iterable[Tensor]) -> None:
+    """Set p.grad to None."""
+    for p in parameters:
+        p.grad = None

@@ -75,6 +75,7 @@ class VirtualRankGradients(StepGradients):
         share_loss, share_weight = None, 0.0
         carried = self._carried if self._carried else None
         note, values = self._run.note, self.values
+        counted = count_collectives()  # as long as none is called, for all micro-batches
         for part, micro_batch in enumerate(share.micro_batches):
             # Each from its own numbers: where a model is cut, the first stage does not wait for the draws of the last.
             self._run.set_generators(*model_stream(batch, call, share.virtual_rank, part))
@@ -83,7 +84,6 @@ class VirtualRankGradients(StepGradients):
             if carried is not None:
                 carried.begin(share.virtual_rank, micro_batches=len(share.micro_batches))
             note("forward", share.virtual_rank, micro_batch.indices)
-            counted = count_collectives()
             if self._autocast is None and samples > 1:
                 result = loss_fn(self._models, items)
             else:
@@ -106,16 +106,20 @@ class VirtualRankGradients(StepGradients):
                     share.virtual_rank,
                     share_loss,
                     share_weight,
-                    new_buffers=self._buffers.new_buffers(),
+                    new_buffers=self._buffers.new_buffers(sends_early=self.engine.sends_early),
                     has_values=not values.is_empty,
                     wants_resize=self._run.resizing.is_wanted(),
                 )
             note("backward", share.virtual_rank)
-            if self.scaler is None:
-                root = value.total if value.losses is None else value.losses
-                self._backward.run(root, samples=batch.size, inputs=self._inputs)
-            else:
-                self.scaler.scale(value.total / batch.size).backward(inputs=self._inputs)  # type: ignore[no-untyped-call]
+            try:
+                if self.scaler is None:
+                    root = value.total if value.losses is None else value.losses
+                    self._backward.run(root, samples=batch.size, inputs=self._inputs)
+                else:
+                    self.scaler.scale(value.total / batch.size).backward(inputs=self._inputs)  # type: ignore[no-untyped-call]
+            except RuntimeError:
+                self._buffers.check_parameters()  # autograd refuses to use those that the forward pass has written to
+                raise
         self.engine.close_leaf(share.virtual_rank)
         self._buffers.close_leaf(share.virtual_rank)
 

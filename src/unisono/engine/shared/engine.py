@@ -21,7 +21,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from unisono.engine.accumulation import GradientAccumulation
 from unisono.engine.base import Preparation, Trained
 from unisono.engine.joint_optimizer import parts_of, trained_by
-from unisono.engine.node_sums import Gradients, take
+from unisono.engine.node_sums import Gradients, drop
 from unisono.engine.norm import (
     BLOCK,
     block_norms,
@@ -70,7 +70,7 @@ class SharedEngine(GradientAccumulation):
     With `protect`, the survivors of a rank's death can put back the state from before the step; see `repair`.
     """
 
-    divides_update = True
+    divides_update, sends_early = True, False
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class SharedEngine(GradientAccumulation):
                 f"an earlier step broke off: {reason}. Ranks no longer agree on what comes next: end the "
                 "job and start it again; it resumes from the last checkpoint."
             )
-        take(trained.parameters)
+        drop(trained.parameters)
         self._arrived = self._released = self._prepared = False
         self._comparison.enter()
         if self._is_new(trained):
@@ -130,7 +130,8 @@ class SharedEngine(GradientAccumulation):
             self._build(step, trained)
         else:
             self._weights.check()
-        check_optimizers(self._optimizer, self._trained, self._tables.tables)
+        if self._tables.tables.names:  # otherwise nothing can have become wrong since `_build`
+            check_optimizers(self._optimizer, self._trained, self._tables.tables)
         layout = self._layouts.of(leaves)
         # With two sets of rows, those of the last step are not touched until all ranks have arrived at the end of this.
         turn = self._steps
@@ -155,7 +156,7 @@ class SharedEngine(GradientAccumulation):
         runtime, comparison, step = self._runtime, self._comparison, self._step
         step.writing = True  # the others may write once this rank has arrived
         is_hooked = self._has_pre_hooks()
-        if self._is_whole or is_hooked or self._has_post_hooks():  # the update may then draw random numbers
+        if is_hooked or self._is_whole or self._has_post_hooks():  # the update may then draw random numbers
             step.run_deferred()
         runtime.publish(_HOOKED, is_hooked)
         comparison.begin(step)
@@ -246,10 +247,10 @@ class SharedEngine(GradientAccumulation):
                     self._protection.commit()
                 self._show_gradients()
             else:
-                run = self._apply
+                run, is_hooked = self._apply, self._is_hooked()
                 for optimizer in reversed(self._optimizers):
                     optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers look for
-                    if self._is_hooked():
+                    if is_hooked:
                         run = with_hooks(optimizer, run)
                 run()
             self._step.run_deferred()
@@ -264,7 +265,7 @@ class SharedEngine(GradientAccumulation):
         self._streaming = False
         if self._protection is not None:
             self._protection.give_up()
-        take(self._given.parameters)
+        drop(self._given.parameters)
         self._rows.forget()
         if not self._arrived:
             return True
@@ -296,7 +297,7 @@ class SharedEngine(GradientAccumulation):
         """
         if not self._protects:
             return False
-        take(self._given.parameters)
+        drop(self._given.parameters)
         return self._protection is None or self._protection.repair(dead, is_hooked=self._is_hooked())
 
     def _is_new(self, trained: Trained) -> bool:

@@ -36,7 +36,7 @@ class StagedEngine:
         ownership: Who has which parameter.
     """
 
-    divides_update = False
+    divides_update, sends_early = False, True
 
     def __init__(
         self, optimizer: Optimizer, ranks: StageRanks, engines: Mapping[int, Engine], ownership: StageOwnership
