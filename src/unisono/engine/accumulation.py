@@ -39,7 +39,7 @@ class GradientAccumulation(ABC):
     ) -> None:
         self._optimizer, self._modules, self._overlap = optimizer, modules, overlap
         self._layouts, self._rank = layouts, rank
-        self._layout = layouts.widest
+        self._layout = NodeLayout((), 0)
         self._step = StepTransaction()
         self._given = Trained((), ())
         """The parameters of a step, as passed to `start`."""
@@ -109,10 +109,15 @@ class GradientAccumulation(ABC):
 
     def _begin(self, step: StepTransaction, layout: NodeLayout) -> None:
         """Begin a step with a given layout."""
-        self._step, self._layout, nodes = step, layout, layout.nodes[self._rank]
+        self._step, nodes = step, layout.nodes[self._rank]
         self._tables.begin(layout)
-        self._sums = [NodeSum(node, add=add) for node in nodes]
-        self._totals = [NodeSum(node, add=add_rows) for node in nodes]
+        if layout is not self._layout:
+            self._layout = layout
+            self._sums = [NodeSum(node, add=add) for node in nodes]
+            self._totals = [NodeSum(node, add=add_rows) for node in nodes]
+        for i in range(len(nodes)):
+            self._sums[i].stack.clear()
+            self._totals[i].stack.clear()
         self._used = [[False] * len(self._trained.parameters) for _ in nodes]
         self._settled = [False] * len(self._trained.parameters)
         self._streaming = False

@@ -51,7 +51,7 @@ class ModelContents:
 
         Of buffers only the names are compared, not their tensors or values.
         """
-        if self.has_new_buffers() or not self._is_as_it_was():
+        if not self._is_as_it_was():
             self._version += 1
             self._take_stock()
         return self._version
@@ -70,9 +70,11 @@ class ModelContents:
 
     def _is_as_it_was(self) -> bool:
         present = [*chain.from_iterable(map(dict.values, self._members))]
-        if len(present) != len(self._present) or any(self._empty) or not all(map(is_, present, self._present)):
+        if len(present) != len(self._present) or not all(map(is_, present, self._present)) or any(self._empty):
             return False
-        return [*map(tuple, self._named_buffers)] == self._buffer_names
+        return not self._with_buffers or (
+            [*map(tuple, self._named_buffers)] == self._buffer_names and not self.has_new_buffers()
+        )
 
     def _take_stock(self) -> None:
         seen: dict[int, str] = {}
@@ -90,11 +92,11 @@ class ModelContents:
             if isinstance(members, dict)
         ]
         self._members: list[dict[str, Any]] = [each for each in members if each]
-        self._empty = [each for each in members if not each]
         self._present = [*chain.from_iterable(map(dict.values, self._members))]
         buffers = [module._buffers for module in self._modules.values()]
         self._with_buffers = [each for each in buffers if each]
         self._without_buffers = [each for each in buffers if not each]
+        self._empty = [*self._without_buffers, *(each for each in members if not each)]
         self._num_buffers = sum(map(len, self._with_buffers))
         self._named_buffers = [each for each in self._with_buffers if isinstance(each, dict)]
         self._buffer_names = [*map(tuple, self._named_buffers)]

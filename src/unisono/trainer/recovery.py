@@ -114,7 +114,9 @@ class Recovery:
 
     def is_wanted(self) -> bool:
         """Return True if the launcher wants another number of ranks; see `run_context.Resizing`."""
-        return self._run is not None and self.is_on and self.decisions.wants_other_size(self._run.world.size)
+        if self._link is None or self._run is None:
+            return False
+        return self.is_on and self.decisions.wants_other_size(self._run.world.size)
 
     def agree(self, *, is_wanted: bool) -> None:
         """Note in a step what all ranks know of it together; see `run_context.Resizing`."""

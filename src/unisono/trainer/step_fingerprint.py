@@ -8,6 +8,7 @@ is recognized by their identity, which costs a few microseconds.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from hashlib import blake2b
 from itertools import chain
 from operator import attrgetter, is_
@@ -29,7 +30,7 @@ from unisono.trainer.modules import parameter_names
 
 __all__ = ["StepFingerprint", "intent_of_call"]
 
-_mode_of = attrgetter("training")
+_groups_of, _mode_of, _version_of = attrgetter("param_groups"), attrgetter("training"), attrgetter("_version")
 
 _MASK = 2**63 - 2
 """The bits of a fingerprint; see `StepDescription`."""
@@ -69,20 +70,21 @@ class StepFingerprint:
             call: Counts the steps taken with its batch before.
             options: How the step differs from a plain one.
         """
-        values = [*chain.from_iterable(map(dict.values, self._groups()))]
+        groups = chain.from_iterable(map(_groups_of, self._optimizers.values()))
+        values = [*chain.from_iterable(map(dict.values, groups))]
         modes = list(map(_mode_of, self._members))
         if (
             trained is not self._trained
             or len(values) != len(self._values)
             or not all(map(is_, values, self._values))
             or modes != self._modes
-            or (self._tensors and [t._version for t in self._tensors] != self._versions)
+            or (self._tensors and [*map(_version_of, self._tensors)] != self._versions)
         ):
             self._remember(trained, values, modes)
         base = self._base if not options else _number(b"%d %b" % (self._base, options.encode()))
         # No hash, which takes longer: places near each other have different numbers, and that is what is needed.
         number = (base + epoch * _EPOCH + step * _STEP + call * _CALL) & _MASK
-        return StepDescription(number, lambda: self._document(epoch, step, call, options))
+        return StepDescription(number, partial(self._document, epoch, step, call, options))
 
     def _remember(self, trained: Trained, values: list[Any], modes: list[bool]) -> None:
         if trained is not self._trained:
@@ -91,7 +93,7 @@ class StepFingerprint:
             self._fixed = _digest(repr((self._name, trained.names)).encode())
         self._trained, self._values, self._modes = trained, values, modes
         self._tensors = [value for value in values if type(value) not in PLAIN and isinstance(value, Tensor)]
-        self._versions = [t._version for t in self._tensors]
+        self._versions = [*map(_version_of, self._tensors)]
         groups = [(len(group["params"]), hyperparameters(group)) for group in self._groups()]
         self._base = _number(self._fixed + bytes(modes) + repr(groups).encode())
 

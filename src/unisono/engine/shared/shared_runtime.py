@@ -288,7 +288,7 @@ class SharedRuntime:
     @property
     def abort_reason(self) -> str | None:
         """The reason why ranks no longer agree; None while they do."""
-        return self._peer_wait.broken
+        return self._abort_flag.reason
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
