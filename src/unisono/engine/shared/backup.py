@@ -13,7 +13,7 @@ from torch import Tensor
 
 from unisono.engine.norm import BLOCK
 from unisono.engine.shared.optimizer_update import OptimizerUpdate
-from unisono.engine.shared.partition import Shard, partition
+from unisono.engine.shared.partition import Piece, partition
 from unisono.engine.shared.shared_runtime import SharedRuntime
 from unisono.shm.segment import aligned
 
@@ -23,8 +23,8 @@ __all__ = ["Backup", "Portion", "StateCopy", "portions_of"]
 class Portion(NamedTuple):
     """A range of one of a rank's pieces, which is copied in one turn."""
 
-    piece: Shard
-    shard: Shard
+    piece: Piece
+    shard: Piece
     """The range, as elements of the parameter."""
 
 
@@ -68,7 +68,7 @@ class Backup:
     def __init__(
         self,
         runtime: SharedRuntime,
-        parts: Sequence[Sequence[Shard]],
+        parts: Sequence[Sequence[Piece]],
         vectors: Sequence[Tensor],
         updates: Sequence[OptimizerUpdate],
         *,
@@ -131,20 +131,20 @@ class Backup:
         return restored
 
 
-def portions_of(pieces: Sequence[Shard], turns: int) -> Iterator[list[Portion]]:
+def portions_of(pieces: Sequence[Piece], turns: int) -> Iterator[list[Portion]]:
     """Divide a rank's pieces evenly into so many lists of portions.
 
-    >>> [[tuple(each.shard) for each in turn] for turn in portions_of([Shard(3, 16384, 65536), Shard(4, 0, 9)], 2)]
+    >>> [[tuple(each.shard) for each in turn] for turn in portions_of([Piece(3, 16384, 65536), Piece(4, 0, 9)], 2)]
     [[(3, 16384, 49152)], [(3, 49152, 65536), (4, 0, 9)]]
     """
     for ranges in partition([stop - start for _, start, stop in pieces], ranks=turns, unit=BLOCK):
         yield [
-            Portion(pieces[k], Shard(pieces[k].parameter, pieces[k].start + start, pieces[k].start + stop))
+            Portion(pieces[k], Piece(pieces[k].parameter, pieces[k].start + start, pieces[k].start + stop))
             for k, start, stop in ranges
         ]
 
 
-def _range(vectors: Sequence[Tensor], shard: Shard) -> Tensor:
+def _range(vectors: Sequence[Tensor], shard: Piece) -> Tensor:
     return vectors[shard.parameter][shard.start : shard.stop]
 
 

@@ -17,7 +17,7 @@ from unisono.engine.node_sums import Gradients
 from unisono.engine.norm import run_of
 from unisono.engine.shared.addition_schedule import AdditionSchedule, add_at_once
 from unisono.engine.shared.gradient_rows import GradientRows
-from unisono.engine.shared.partition import Shard
+from unisono.engine.shared.partition import Piece
 from unisono.engine.shared.shared_runtime import SharedRuntime
 from unisono.engine.tree_all_reduce import NodeLayout
 
@@ -37,7 +37,7 @@ class _Cut(NamedTuple):
 class _Pieces:
     """Selects some pieces of the parameters from gradients."""
 
-    def __init__(self, pieces: Sequence[Shard], rows: BatchedRows) -> None:
+    def __init__(self, pieces: Sequence[Piece], rows: BatchedRows) -> None:
         self._strides = rows.strides
         self._parameters = [piece.parameter for piece in pieces]
         self._cuts = [_Cut(k, *piece) for k, piece in enumerate(pieces) if not rows.is_whole(piece)]

@@ -16,7 +16,7 @@ from torch import Tensor
 from unisono.engine.norm import in_memory_order, run_of
 from unisono.engine.shared.addition_schedule import AdditionSchedule, add_up
 from unisono.engine.shared.gradient_rows import GradientRows
-from unisono.engine.shared.partition import Shard
+from unisono.engine.shared.partition import Piece
 from unisono.engine.tree_all_reduce import NodeLayout
 
 __all__ = ["DirectRows"]
@@ -120,7 +120,7 @@ class DirectRows(GradientRows[_DirectPlan]):
     def _make_plan(self, layout: NodeLayout) -> _DirectPlan:
         return _DirectPlan(self, layout)
 
-    def _kept(self, i: int, piece: Shard) -> Tensor:
+    def _kept(self, i: int, piece: Piece) -> Tensor:
         place = self._plan.own_places.get((i, piece.parameter))
         if place is not None:
             return place

@@ -38,7 +38,7 @@ from unisono.engine.shared.optimizer_state import give_memory_back
 from unisono.engine.shared.optimizer_update import OptimizerUpdate, with_hooks
 from unisono.engine.shared.paired_rows import PairedRows
 from unisono.engine.shared.parameter_arena import SharedParameters
-from unisono.engine.shared.partition import Shard, assign_whole, partition
+from unisono.engine.shared.partition import Piece, assign_whole, partition
 from unisono.engine.shared.sharded_optimizer import is_elementwise
 from unisono.engine.shared.shared_all_gather_v import SharedAllGatherV
 from unisono.engine.shared.shared_consistency import SharedConsistencyCheck
@@ -214,7 +214,7 @@ class SharedEngine(GradientAccumulation):
             self._show_gradients()
         return norm
 
-    def _own_totals(self) -> tuple[list[Shard], list[Tensor]]:
+    def _own_totals(self) -> tuple[list[Piece], list[Tensor]]:
         """Return this rank's pieces of the parameters that got a gradient, and their sums."""
         own = zip(self._rows.parts[self._runtime.rank], self._rows.totals, strict=True)
         used = [(piece, total) for piece, total in own if self._used_by_all[piece.parameter]]
@@ -362,7 +362,7 @@ class SharedEngine(GradientAccumulation):
         # One rank updates all of a table, with any optimizer. Tables are numbered after the other parameters.
         dealt = assign_whole([p.numel() for p in tables.parameters], ranks=runtime.size)[runtime.rank]
         self._own_tables = [piece.parameter for piece in dealt]
-        pieces = [*pieces, *(Shard(len(parameters) + i, start, stop) for i, start, stop in dealt)]
+        pieces = [*pieces, *(Piece(len(parameters) + i, start, stop) for i, start, stop in dealt)]
         places += [tables.parameters[i] for i in self._own_tables]
         parameters = (*parameters, *tables.parameters)
         names = (*dense.names, *tables.names)
@@ -376,7 +376,7 @@ class SharedEngine(GradientAccumulation):
             self._hook()
         give_memory_back()
 
-    def _make_protection(self, parts: Sequence[Sequence[Shard]]) -> UpdateProtection:
+    def _make_protection(self, parts: Sequence[Sequence[Piece]]) -> UpdateProtection:
         # The gradients of tables are not kept, and to copy whole tables takes longer than to update some of their rows.
         return UpdateProtection(
             self._runtime,

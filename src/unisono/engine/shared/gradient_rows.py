@@ -18,7 +18,7 @@ from torch import Tensor
 from unisono.engine.node_sums import Gradients
 from unisono.engine.norm import dense_strides
 from unisono.engine.shared.parameter_arena import TensorLayout
-from unisono.engine.shared.partition import Shard
+from unisono.engine.shared.partition import Piece
 from unisono.engine.shared.shared_runtime import SharedRuntime
 from unisono.engine.tree_all_reduce import NodeLayout
 
@@ -48,7 +48,7 @@ class GradientRows(ABC, Generic[_Plan]):
         self,
         runtime: SharedRuntime,
         parameters: Sequence[Tensor],
-        parts: Sequence[Sequence[Shard]],
+        parts: Sequence[Sequence[Piece]],
         *,
         widest: NodeLayout,
         spare: int = 0,
@@ -122,11 +122,11 @@ class GradientRows(ABC, Generic[_Plan]):
         """Drop the references to the gradients of `put`."""
         self._own = []
 
-    def is_whole(self, piece: Shard) -> bool:
+    def is_whole(self, piece: Piece) -> bool:
         """Return True if a piece is all of its parameter."""
         return piece.stop - piece.start == self.gradients[piece.parameter].numel()
 
-    def place(self, row: int, piece: Shard) -> Tensor:
+    def place(self, row: int, piece: Piece) -> Tensor:
         """Return a piece of a row as a tensor: a vector, or for a whole parameter one of its shape."""
         if self.is_whole(piece):
             return self._layout.whole(self._segment, piece.parameter, base=self._base(row))

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from unisono.engine.base import Trained
 from unisono.engine.joint_optimizer import trained_by
 from unisono.engine.shared.optimizer_state import SharedState
-from unisono.engine.shared.partition import Shard
+from unisono.engine.shared.partition import Piece
 from unisono.engine.shared.sharded_optimizer import ShardedOptimizer
 from unisono.engine.shared.shared_runtime import SharedRuntime
 
@@ -34,7 +34,7 @@ class OptimizerUpdate(NamedTuple):
         runtime: SharedRuntime,
         optimizer: Optimizer,
         trained: Trained,
-        pieces: Sequence[Shard],
+        pieces: Sequence[Piece],
         places: Sequence[Tensor],
     ) -> OptimizerUpdate:
         """Find the pieces of an optimizer among all of this rank."""

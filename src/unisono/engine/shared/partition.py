@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-__all__ = ["Shard", "assign_whole", "partition"]
+__all__ = ["Piece", "assign_whole", "partition"]
 
 
-class Shard(NamedTuple):
+class Piece(NamedTuple):
     """A range of one parameter's elements, in memory order: start <= element < stop."""
 
     parameter: int
@@ -18,7 +18,7 @@ class Shard(NamedTuple):
     stop: int
 
 
-def partition(numels: Sequence[int], *, ranks: int, unit: int) -> list[list[Shard]]:
+def partition(numels: Sequence[int], *, ranks: int, unit: int) -> list[list[Piece]]:
     """Divide parameters evenly; one that is longer than a unit may be cut at multiples of the unit.
 
     A parameter without elements has a piece, too, since optimizers keep state for it.
@@ -45,7 +45,7 @@ def partition(numels: Sequence[int], *, ranks: int, unit: int) -> list[list[Shar
     cuts.append(ends[-1] + 1)  # so that empty parameters at the very end belong to the last rank
     return [
         [
-            Shard(i, max(first - start, 0), min(last, stop) - start)
+            Piece(i, max(first - start, 0), min(last, stop) - start)
             for i, (start, stop) in enumerate(pairwise(ends))
             if start < last and (first < stop or first == start)
         ]
@@ -53,7 +53,7 @@ def partition(numels: Sequence[int], *, ranks: int, unit: int) -> list[list[Shar
     ]
 
 
-def assign_whole(numels: Sequence[int], *, ranks: int) -> list[list[Shard]]:
+def assign_whole(numels: Sequence[int], *, ranks: int) -> list[list[Piece]]:
     """Assign whole parameters to ranks, each time the largest to the rank with the fewest elements so far.
 
     (Graham, "Bounds on multiprocessing timing anomalies", SIAM J. Appl. Math. 17(2), 1969: at most 4/3 of the best.)
@@ -66,4 +66,4 @@ def assign_whole(numels: Sequence[int], *, ranks: int) -> list[list[Shard]]:
     for i in sorted(range(len(numels)), key=lambda i: (-numels[i], i)):
         owners[i] = loads.index(min(loads))
         loads[owners[i]] += numels[i]
-    return [[Shard(i, 0, numels[i]) for i in range(len(numels)) if owners[i] == rank] for rank in range(ranks)]
+    return [[Piece(i, 0, numels[i]) for i in range(len(numels)) if owners[i] == rank] for rank in range(ranks)]

@@ -15,7 +15,7 @@ from torch import Tensor, optim
 from torch.optim import Optimizer
 
 from unisono.engine.shared.fused_adam import FusedAdam
-from unisono.engine.shared.partition import Shard
+from unisono.engine.shared.partition import Piece
 
 __all__ = ["ShardedOptimizer", "is_divisible", "is_elementwise"]
 
@@ -51,7 +51,7 @@ class ShardedOptimizer:
         self,
         optimizer: Optimizer,
         parameters: Sequence[Tensor],
-        pieces: Sequence[Shard],
+        pieces: Sequence[Piece],
         places: Sequence[Tensor],
     ) -> None:
         group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from unisono.engine.norm import BLOCK, block_norms, blocks_of
-from unisono.engine.shared.partition import Shard
+from unisono.engine.shared.partition import Piece
 from unisono.engine.shared.row_schedule import RowSchedule
 from unisono.engine.shared.shared_runtime import SharedRuntime
 from unisono.engine.step_transaction import Passed
@@ -82,7 +82,7 @@ class StepMetadata:
             self._seen = leaves, used, [any(column) for column in columns]
         return totals_of(rows[schedule.last]), self._seen[2]
 
-    def write_norms(self, pieces: Sequence[Shard], used: Sequence[Shard], totals: Sequence[Tensor]) -> None:
+    def write_norms(self, pieces: Sequence[Piece], used: Sequence[Piece], totals: Sequence[Tensor]) -> None:
         """Write the norms of this rank's pieces, 0 for those without a gradient."""
         for index, start, stop in pieces:
             first = self._first_blocks[index]

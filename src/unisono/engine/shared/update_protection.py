@@ -22,7 +22,7 @@ from torch import Tensor
 from unisono.engine.shared.backup import Backup
 from unisono.engine.shared.gradient_rows import GradientRows
 from unisono.engine.shared.optimizer_update import OptimizerUpdate
-from unisono.engine.shared.partition import Shard
+from unisono.engine.shared.partition import Piece
 from unisono.engine.shared.sharded_optimizer import ShardedOptimizer
 from unisono.engine.shared.shared_runtime import SharedRuntime
 from unisono.engine.shared.update_progress import UpdateProgress
@@ -67,7 +67,7 @@ class UpdateProtection:
     def __init__(
         self,
         runtime: SharedRuntime,
-        parts: Sequence[Sequence[Shard]],
+        parts: Sequence[Sequence[Piece]],
         updates: Sequence[OptimizerUpdate],
         rows: Sequence[GradientRows[Any]],
         *,
