@@ -40,12 +40,19 @@ class BufferTransaction:
     Args:
         models: Modules, by the prefix of their names.
         make_all_reduce: Makes the all-reduce of the buffers' values.
+        parameters_move: True if the memory of parameters comes and goes within a step.
     """
 
     def __init__(
-        self, models: Mapping[str, nn.Module], world: World, make_all_reduce: MakeAllReduce, *, virtual_ranks: int
+        self,
+        models: Mapping[str, nn.Module],
+        world: World,
+        make_all_reduce: MakeAllReduce,
+        *,
+        virtual_ranks: int,
+        parameters_move: bool = False,
     ) -> None:
-        self._world, self._virtual_ranks = world, virtual_ranks
+        self._world, self._virtual_ranks, self._parameters_move = world, virtual_ranks, parameters_move
         self.contents = ModelContents(models)
         self._seen = -1
         self._tracked: list[TrackedBuffer] = []
@@ -249,7 +256,7 @@ class BufferTransaction:
             self._tracked = [tracked for tracked in self._tracked if tracked.path in self._names]
         self._know([i for i, tracked in enumerate(self._tracked) if id(tracked) in known])
         self._norm_buffers = NormBuffers(self._tracked)
-        self._parameters = WriteDetector(self.contents.parameters())
+        self._parameters = WriteDetector(self.contents.parameters(), move=self._parameters_move)
         return version
 
     def _agree(self) -> bool:

@@ -26,10 +26,11 @@ class WriteDetector:
 
     Args:
         parameters: The parameters to check, on any device; values are compared on the CPU only.
+        move: True if their memory comes and goes, so that only versions can be compared.
     """
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self._parameters = parameters
+    def __init__(self, parameters: Sequence[Tensor], *, move: bool = False) -> None:
+        self._parameters, self._move = parameters, move
         self._addresses: list[int] = []
         self._versions: list[int] = []
         self._read: Callable[[], Any] = tuple
@@ -38,6 +39,9 @@ class WriteDetector:
 
     def remember(self) -> None:
         """Record the present state as the one at the beginning of a step."""
+        if self._move:
+            self._versions = list(map(_version_of, self._parameters))
+            return
         addresses = list(map(Tensor.data_ptr, self._parameters))
         if addresses != self._addresses:
             self._addresses = addresses
@@ -47,6 +51,9 @@ class WriteDetector:
 
     def written(self) -> Tensor | None:
         """Return a parameter that was written to since `remember`, or None."""
+        if self._move:
+            pairs = zip(self._parameters, self._versions, strict=True)
+            return next((p for p, version in pairs if p._version != version), None)
         versions, addresses = list(map(_version_of, self._parameters)), list(map(Tensor.data_ptr, self._parameters))
         if versions == self._versions and addresses == self._addresses:
             # Read values only now: if an address has changed, the memory at the old one may be gone.

@@ -8,6 +8,8 @@ groups.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar, Token
 
 import torch.distributed as dist
@@ -22,12 +24,14 @@ __all__ = [
     "refuse_collective",
     "refuse_collectives_since",
     "refuse_inside",
+    "uncounted_collectives",
 ]
 
 _running: ContextVar[str | None] = ContextVar("running", default=None)
 """Kind of function that runs in this thread, or None."""
 
 _calls = 0
+_uncounted = 0
 
 _REMEDY = (
     "It is called once for each virtual rank's samples, and ranks have different numbers of those, so they would wait "
@@ -77,6 +81,21 @@ def refuse_inside(name: str) -> None:
 
 def count_collectives() -> int:
     """Count this process's calls of collectives in all its groups. Takes half a microsecond."""
+    return _count() - _uncounted
+
+
+@contextmanager
+def uncounted_collectives() -> Iterator[None]:
+    """Leave calls out of `count_collectives`: those that a model divided over ranks makes within a user's function."""
+    global _uncounted  # noqa: PLW0603  of this process
+    before = _count()
+    try:
+        yield
+    finally:
+        _uncounted += _count() - before
+
+
+def _count() -> int:
     count = 0
     for group in tuple(dist.distributed_c10d._world.pg_map):  # a copy, since a thread of `GroupWatch` calls this, too
         try:

@@ -4,6 +4,7 @@ from unisono.parallel.data_parallel import DataParallel
 from unisono.parallel.pipeline import Pipeline, PipelineStages, cut
 from unisono.parallel.replicas import Replicas, replicate
 from unisono.parallel.scatter_gather import Whole
+from unisono.parallel.sharding import Shard
 from unisono.parallel.sync_batch_norm import (
     BatchNormNd,
     SyncBatchNorm,
@@ -17,6 +18,7 @@ __all__ = [
     "Pipeline",
     "PipelineStages",
     "Replicas",
+    "Shard",
     "SyncBatchNorm",
     "Whole",
     "convert_sync_batchnorm",

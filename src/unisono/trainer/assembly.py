@@ -23,14 +23,18 @@ from unisono.engine import (
     WeightWrites,
     select_engines,
 )
+from unisono.engine.sharded import ShardedEngineFactory
 from unisono.engine.staged import StagedBuffers, StagedEngineFactory
 from unisono.job.placement import own_placement
+from unisono.parallel.pipeline import Pipeline
 from unisono.parallel.pipeline.cut_model import CutModel
+from unisono.parallel.sharding import Shard
+from unisono.parallel.sharding.divided_model import DividedModel
 from unisono.state.stateful import Stateful
 from unisono.trainer.averages import AverageUpdates, start_averages
 from unisono.trainer.carried import Carried, CarriedStates
 from unisono.trainer.checkpointing import Checkpointing
-from unisono.trainer.cutting import check_cut_optimizers, cut_model
+from unisono.trainer.cutting import check_cut_optimizers, cut_model, divide_model
 from unisono.trainer.description import (
     check_equal_documents,
     describe_models,
@@ -59,6 +63,8 @@ from unisono.trainer.setup import (
     keep_freed_memory,
     named_optimizers,
 )
+from unisono.trainer.shard_gathering import ShardGathering
+from unisono.trainer.sharded_gradients import ShardedGradients
 from unisono.trainer.snapshot import Cursor, Subjects, check_storable_models
 from unisono.trainer.stage_commits import StageCommits
 from unisono.trainer.stage_gathering import StageGathering
@@ -72,6 +78,7 @@ from unisono.trainer.virtual_rank_gradients import VirtualRankGradients
 __all__ = ["Models", "TrainerParts", "assemble"]
 
 Models = nn.Module | Mapping[str, nn.Module]
+Engines = EngineFactory | StagedEngineFactory | ShardedEngineFactory
 
 _NO_COPIES = (
     "a model that is cut over ranks dies with the rank that has a part of it, unless all ranks are on one host and "
@@ -89,10 +96,10 @@ class TrainerParts:
     state: RecoverableState
     """What depends on the ranks that there are."""
     carried: CarriedStates
-    cut: CutModel | None
-    """The model, if it is cut over ranks."""
-    gathering: StageGathering | None
-    """Brings its stages together."""
+    cut: CutModel | DividedModel | None
+    """The model, if it is cut or divided over ranks."""
+    gathering: StageGathering | ShardGathering | None
+    """Brings its parts together."""
     keeper: Checkpointing
     modules: dict[str, nn.Module]
     runners: dict[str | None, StepRunner]
@@ -108,7 +115,7 @@ class TrainerParts:
     """Sentences for the user about the directory and its checkpoint."""
 
     @property
-    def engines(self) -> EngineFactory | StagedEngineFactory:
+    def engines(self) -> Engines:
         """Makes engines for the ranks that there are now."""
         return self.state.engines
 
@@ -184,10 +191,12 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
     )
     if settings.directory is not None:
         check_storable_models(modules)
-    cut = None
-    if settings.parallel is not None:
+    cut: CutModel | DividedModel | None = None
+    if isinstance(settings.parallel, Pipeline):
         check_cut_optimizers(optimizers)
         cut = cut_model(settings.parallel, modules, model, world)
+    elif settings.parallel is not None:
+        cut = divide_model(settings.parallel, modules, model, optimizers, world)
     keeper = Checkpointing(settings.directory, settings.checkpoints, world)
     position = recovery.position
     found = None if position is not None else keeper.find(settings.resume)
@@ -196,7 +205,7 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
     check_constants(
         settings.virtual_ranks,
         seed=settings.seed,
-        replicas=world.size if cut is None else cut.ranks.replicas,
+        replicas=cut.ranks.replicas if isinstance(cut, CutModel) else world.size,
         facts=facts,
         directory=settings.directory,
     )
@@ -208,8 +217,9 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
         device=chosen,
         note=recovery.note,
         noting=recovery.noting,
-        is_cut=settings.parallel is not None,
-        ranks_of_replica=1 if cut is None else cut.ranks.size,
+        is_cut=isinstance(settings.parallel, Pipeline),
+        is_divided=isinstance(settings.parallel, Shard),
+        ranks_of_replica=cut.ranks.size if isinstance(cut, CutModel) else 1,
         resizing=recovery,
     )
 
@@ -217,25 +227,27 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
         return _select(settings, world, modules, optimizers, recovery)
 
     base = select()
-    engines: EngineFactory | StagedEngineFactory = base
     carried = CarriedStates({name: each for name, each in settings.stateful.items() if isinstance(each, Carried)}, run)
-    buffers: BufferTransaction | StagedBuffers
-    if cut is None:
-        buffers = BufferTransaction(modules, world, base.all_reduce, virtual_ranks=settings.virtual_ranks)
-    else:
-        engines = staged = make_staged_engines(cut, base, modules, virtual_ranks=settings.virtual_ranks)
-        buffers = StagedBuffers(
-            modules, cut.ranks, cut.ownership, staged.all_reduce_of, virtual_ranks=settings.virtual_ranks
-        )
+    engines, buffers = _of_parts(base, settings, world, modules, cut)
 
     def make_runner(of_step: Mapping[str, Optimizer]) -> StepRunner:
         single = next(iter(of_step.values()))
         stepped = single if len(of_step) == 1 else JointOptimizer([*of_step.values()])
         gradients: StepGradients
         if isinstance(buffers, StagedBuffers):
-            assert cut is not None
+            assert isinstance(cut, CutModel)
             gradients = PipelineGradients(
                 run, models=model, modules=modules, buffers=buffers, autocast=settings.autocast, cut=cut
+            )
+        elif isinstance(cut, DividedModel):
+            gradients = ShardedGradients(
+                run,
+                models=model,
+                modules=modules,
+                buffers=buffers,
+                autocast=settings.autocast,
+                carried=carried,
+                divided=cut,
             )
         else:
             gradients = VirtualRankGradients(
@@ -288,13 +300,11 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
                 "on, write to optimizer.param_groups after the Trainer has been made."
             )
     subjects = replace(subjects, given=given)
-    gathering = None
+    gathering: StageGathering | ShardGathering | None = None
     state: RecoverableState
-    if cut is None:
-        assert isinstance(buffers, BufferTransaction)
-        state = WholeState(run, select=select, engines=base, subjects=subjects, buffers=buffers, runners=runners)
-    else:
+    if isinstance(cut, CutModel):
         assert isinstance(buffers, StagedBuffers)
+        assert isinstance(engines, StagedEngineFactory)
         commits = StageCommits(
             world, cut, StageState(cut, subjects, buffers), is_on=lambda: recovery.is_on, refuse=recovery.refuse
         )
@@ -304,7 +314,7 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
         state = StagedState(
             run,
             select=select,
-            engines=staged,
+            engines=engines,
             cut=cut,
             subjects=subjects,
             buffers=buffers,
@@ -316,6 +326,12 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
             commits.connect(base.runtime)
             if base.runtime is None or chosen.type != "cpu":
                 recovery.refuse(_NO_COPIES)
+    else:
+        assert isinstance(buffers, BufferTransaction)
+        assert not isinstance(engines, StagedEngineFactory)
+        if cut is not None:
+            gathering = ShardGathering(world, cut.division, subjects)
+        state = WholeState(run, select=select, engines=engines, subjects=subjects, buffers=buffers, runners=runners)
     return TrainerParts(
         run=run,
         settings=settings,
@@ -354,6 +370,35 @@ def _select(
         overlap=settings.overlap,
         protect=recovery.is_on,
     )
+
+
+def _of_parts(
+    engines: EngineFactory,
+    settings: TrainerSettings,
+    world: World,
+    modules: Mapping[str, nn.Module],
+    cut: CutModel | DividedModel | None,
+) -> tuple[Engines, BufferTransaction | StagedBuffers]:
+    """Return the factory of engines, and the buffers, of a model that may be cut or divided over ranks."""
+    virtual_ranks = settings.virtual_ranks
+    if isinstance(cut, CutModel):
+        staged = make_staged_engines(cut, engines, modules, virtual_ranks=virtual_ranks)
+        return staged, StagedBuffers(
+            modules, cut.ranks, cut.ownership, staged.all_reduce_of, virtual_ranks=virtual_ranks
+        )
+    if isinstance(cut, DividedModel):
+        sharded = ShardedEngineFactory(
+            world,
+            list(modules.values()),
+            cut.division,
+            engines.comparison,
+            virtual_ranks=virtual_ranks,
+            overlap=settings.overlap,
+        )
+        return sharded, BufferTransaction(
+            modules, world, sharded.all_reduce, virtual_ranks=virtual_ranks, parameters_move=True
+        )
+    return engines, BufferTransaction(modules, world, engines.all_reduce, virtual_ranks=virtual_ranks)
 
 
 def _history_of(found: ResumedRun, best: str | None) -> EvaluationHistory:

@@ -8,6 +8,7 @@ from typing import Any
 from unisono.data.batch import Batch
 from unisono.metrics.average import Average
 from unisono.parallel.pipeline.cut_model import CutModel
+from unisono.parallel.sharding.divided_model import DividedModel
 from unisono.trainer.carried import CarriedStates
 from unisono.trainer.run_context import RunContext
 from unisono.trainer.sample_results import SampleResults
@@ -26,7 +27,7 @@ def evaluate(
     models: Any,
     batches: Iterator[Batch],
     *,
-    cut: CutModel | None = None,
+    cut: CutModel | DividedModel | None = None,
 ) -> Average | dict[str, Average]:
     """Return the mean of a function's values over the samples of all ranks' batches. Every rank must call it.
 

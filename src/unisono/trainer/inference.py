@@ -16,6 +16,7 @@ from unisono.data.map_loader import MapLoader
 from unisono.data.settings import Collate
 from unisono.job.user_function import refuse_inside
 from unisono.parallel.pipeline.cut_model import CutModel
+from unisono.parallel.sharding.divided_model import DividedModel
 from unisono.trainer.assembly import Models
 from unisono.trainer.carried import CarriedStates
 from unisono.trainer.evaluation import evaluate, tell
@@ -41,7 +42,7 @@ class Inference:
     _modules: Mapping[str, nn.Module]
     _subjects: Subjects
     _carried: CarriedStates
-    _cut: CutModel | None
+    _cut: CutModel | DividedModel | None
     _loader_cache: LoaderCache
     _log: EventLog
     _loop: Loop

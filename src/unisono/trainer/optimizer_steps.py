@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from unisono.parallel.pipeline.cut_model import CutModel
 from unisono.trainer.assembly import TrainerParts
 from unisono.trainer.averages import update_average
 
@@ -39,7 +40,7 @@ class OptimizerSteps:
         runner = self.runners[name]
         for prefix, average in self._averages.items():
             if runner.trains(self._modules[prefix]):
-                if self._cut is None:
+                if not isinstance(self._cut, CutModel):
                     average.update_parameters(self._modules[prefix])
                 else:
                     update_average(average, self._modules[prefix], self._cut.own_pairs(average.module))

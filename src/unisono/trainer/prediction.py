@@ -21,6 +21,7 @@ from unisono.data.batch import Batch
 from unisono.errors import DataError, LossError
 from unisono.job.user_function import refuse_inside
 from unisono.parallel.pipeline.cut_model import CutModel
+from unisono.parallel.sharding.divided_model import DividedModel
 from unisono.text import a_type, list_first
 from unisono.trainer.modules import evaluating
 from unisono.trainer.output_sinks import FileSink, MemorySink, OutputSink
@@ -114,13 +115,13 @@ class Predictor:
         *,
         modules: Mapping[str, nn.Module],
         cursor: Cursor,
-        cut: CutModel | None = None,
+        cut: CutModel | DividedModel | None = None,
     ) -> None:
         self._run, self._modules, self._cursor = run, modules, cursor
         self._results = SampleResults(
             run, function, models, what="the function of trainer.predict", carried=None, cut=cut
         )
-        self._is_cut = cut is not None
+        self._is_cut = isinstance(cut, CutModel)
         self._blocks = [run.results_of(rank) for rank in range(run.world.size)]
 
     def collect(self, batches: Iterator[Batch], destination: Literal["main", "all"] | Path, *, rows: int | None) -> Any:

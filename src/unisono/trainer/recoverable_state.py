@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from unisono.collectives.world import World
 from unisono.engine import BufferTransaction, EngineFactory, StepTransaction
+from unisono.engine.sharded import ShardedEngineFactory
 from unisono.engine.staged import StagedEngineFactory
 from unisono.trainer.restoration import restore
 from unisono.trainer.run_context import RunContext
@@ -24,7 +25,7 @@ class RecoverableState(Protocol):
     """What depends on the ranks that there are: engines, and the state that they write."""
 
     @property
-    def engines(self) -> EngineFactory | StagedEngineFactory:
+    def engines(self) -> EngineFactory | StagedEngineFactory | ShardedEngineFactory:
         """Makes engines for the ranks that there are now."""
 
     def begin(self) -> None:
@@ -79,7 +80,7 @@ class WholeState:
         run: RunContext,
         *,
         select: Callable[[], EngineFactory],
-        engines: EngineFactory,
+        engines: EngineFactory | ShardedEngineFactory,
         subjects: Subjects,
         buffers: BufferTransaction,
         runners: Mapping[str | None, StepRunner],

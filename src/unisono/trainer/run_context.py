@@ -59,10 +59,17 @@ class RunContext:
     """Returns what notes the samples that are about to be read, for the same messages; None if they are not noted."""
     is_cut: bool = False
     """True if the user has the model cut over ranks, also if this number of ranks leaves it whole."""
+    is_divided: bool = False
+    """True if the user has weights and optimizer state divided over ranks, also with one rank."""
     ranks_of_replica: int = 1
     """Number of ranks over which each replica of the model is cut; they follow each other."""
     resizing: Resizing = field(default_factory=_NoResizing)
     """Changes the number of ranks."""
+
+    @property
+    def has_whole_model(self) -> bool:
+        """True if each rank has the whole model at any time."""
+        return not self.is_cut and not self.is_divided
 
     @property
     def block(self) -> range:

@@ -13,6 +13,7 @@ from unisono.trainer.evaluation import tell_values
 from unisono.trainer.logged_values import check_values, read_values
 from unisono.trainer.recovery import Recovery
 from unisono.trainer.run_context import RunContext
+from unisono.trainer.shard_gathering import ShardGathering
 from unisono.trainer.snapshot import Cursor, Subjects, model_tensors, optimizer_state
 from unisono.trainer.stage_gathering import StageGathering
 from unisono.watch import EventLog
@@ -25,7 +26,7 @@ class RunStatus:
 
     _run: RunContext
     _cursor: Cursor
-    _gathering: StageGathering | None
+    _gathering: StageGathering | ShardGathering | None
     _modules: Mapping[str, nn.Module]
     _subjects: Subjects
     _log: EventLog
@@ -105,7 +106,7 @@ class RunStatus:
         It is equal on all ranks, and any rank may call it alone; with `parallel`, before and after a loop over epochs.
 
         Raises:
-            UnisonoError: With `parallel`, within a loop: this rank has the values of its own stages alone.
+            UnisonoError: With `parallel`, within a loop: this rank has the values of its own part alone.
             CheckpointError: A tensor has no plain memory, such as a sparse or quantized one.
             TypeError: The optimizer's state has a value other than a tensor, number, string or a container of these.
             ValueError: The optimizer has state for a parameter that belongs to no model.

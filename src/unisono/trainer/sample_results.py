@@ -8,6 +8,7 @@ from typing import Any
 from unisono.data.batch import Batch, MicroBatch, Share
 from unisono.job.user_function import count_collectives, enter, leave, refuse_collectives_since
 from unisono.parallel.pipeline.cut_model import CutModel
+from unisono.parallel.sharding.divided_model import DividedModel
 from unisono.trainer.carried import CarriedStates
 from unisono.trainer.modules import to_device
 from unisono.trainer.run_context import RunContext
@@ -24,7 +25,7 @@ class SampleResults:
         models: Its first argument.
         what: The function, for messages.
         carried: The state of virtual ranks; None leaves it alone.
-        cut: The model, if it is cut over ranks.
+        cut: The model, if it is cut or divided over ranks.
     """
 
     def __init__(
@@ -35,13 +36,15 @@ class SampleResults:
         *,
         what: str,
         carried: CarriedStates | None,
-        cut: CutModel | None,
+        cut: CutModel | DividedModel | None,
     ) -> None:
         self._run, self._function, self._models = run, function, models
         self._what, self._carried, self._cut = what, carried, cut
 
     def of(self, batch: Batch) -> Iterator[tuple[Share, MicroBatch, Any]]:
         """Yield the result for each micro-batch of a batch; where a model is cut, on the ranks of the last stage."""
+        if isinstance(self._cut, DividedModel):
+            return iter(self._of_divided(self._cut, batch))
         return self._of_whole(batch) if self._cut is None else iter(self._of_stages(self._cut, batch))
 
     def _seed(self, batch: Batch, share: Share, part: int) -> None:
@@ -65,6 +68,16 @@ class SampleResults:
                 finally:
                     leave(inside)
                 yield share, micro_batch, result
+
+    def _of_divided(self, divided: DividedModel, batch: Batch) -> list[tuple[Share, MicroBatch, Any]]:
+        if divided.division.whole == "everywhere":
+            return list(self._of_whole(batch))
+        # All results first: until the exchange has ended, other ranks wait for this one's part of the model.
+        divided.division.exchange.begin()
+        with divided.computing():
+            results = list(self._of_whole(batch))
+        divided.division.exchange.end()
+        return results
 
     def _of_stages(self, cut: CutModel, batch: Batch) -> list[tuple[Share, MicroBatch, Any]]:
         passes = _Passes(batch, self._seed, last_stage=cut.ranks.stages - 1)

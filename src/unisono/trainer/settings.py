@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from unisono.arguments import choice, flag, real, whole
 from unisono.engine import EngineKind
 from unisono.parallel.pipeline import Pipeline
+from unisono.parallel.sharding import Shard
 from unisono.state.policy import Checkpoints
 from unisono.state.stateful import Stateful
 from unisono.text import a_type
@@ -54,7 +55,7 @@ class TrainerSettings:
     threads: int
     overlap: bool
     engine: EngineKind
-    parallel: Pipeline | None
+    parallel: Pipeline | Shard | None
     progress: bool
     listeners: Sequence[Callable[[Event], None]]
     drill: Path | None = None
@@ -136,18 +137,30 @@ class TrainerSettings:
                 raise TypeError(f"listeners[{i}] is {a_type(each)}, which cannot be called with an event")
 
     def _check_parallel(self) -> None:
-        """Refuse what cannot be together with a model that is cut over ranks."""
+        """Refuse what cannot be together with a model that is cut or divided over ranks."""
         parallel: Any = self.parallel
-        if not isinstance(parallel, Pipeline):
+        if isinstance(parallel, Sequence) and any(isinstance(each, Pipeline | Shard) for each in parallel):
+            raise ValueError(
+                f"parallel={parallel!r} has several: stages that are divided over ranks in their turn are not there "
+                "yet. Give Pipeline(...) or Shard(...) alone"
+            )
+        if not isinstance(parallel, Pipeline | Shard):
             raise TypeError(
-                f"parallel={parallel!r} is {a_type(parallel)}; give unisono.parallel.Pipeline(stages=[...]), for "
-                "example"
+                f"parallel={parallel!r} is {a_type(parallel)}; give unisono.parallel.Pipeline(stages=[...]) or "
+                "unisono.parallel.Shard(), for example"
             )
         if self.engine == "shared":
             raise ValueError(
                 'engine="shared" keeps one copy of the weights for all ranks, and parallel= divides them: leave '
                 'engine="auto"'
             )
+        if isinstance(parallel, Shard):
+            if self.ema_decay is not None:
+                raise ValueError(
+                    f"ema_decay={self.ema_decay} keeps a second copy of all weights on each rank, which "
+                    "parallel=Shard(...) does not divide yet: leave out one of the two"
+                )
+            return
         if isinstance(self.stateful, Mapping):
             for name, each in self.stateful.items():
                 if isinstance(each, Carried):

@@ -47,22 +47,22 @@ _FOREIGN = (
 )
 
 
-def check_step_options(options: StepOptions, *, is_cut: bool) -> None:
+def check_step_options(options: StepOptions, *, has_whole_model: bool) -> None:
     """Refuse what a step cannot do.
 
     Args:
         options: How the step differs from the plain one.
-        is_cut: True if the model is cut over ranks.
+        has_whole_model: True if each rank has the whole model.
 
     Raises:
         TypeError: A function cannot be called.
-        ValueError: `recompute` is given without `encode`, or the step needs the whole model and it is cut.
+        ValueError: `recompute` is given without `encode`, or the step needs the whole model and no rank has it.
     """
     given = next((name for name, value in options._asdict().items() if value), None)
-    if is_cut and given is not None:
+    if not has_whole_model and given is not None:
         raise ValueError(
-            f"step({given}=...) needs the whole model on each rank, and parallel= cuts it over several: leave out one "
-            "of the two"
+            f"step({given}=...) needs the whole model on each rank, and parallel= divides it over several: leave out "
+            "one of the two"
         )
     for name in ("encode", "on_gradients"):
         if getattr(options, name) is not None:

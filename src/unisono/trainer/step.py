@@ -29,6 +29,7 @@ from unisono.engine import (
     parts_of,
     trained_by,
 )
+from unisono.engine.sharded import ShardedEngineFactory
 from unisono.engine.staged import StagedBuffers, StagedEngineFactory
 from unisono.errors import LossError, NonFiniteLossError
 from unisono.job.current import confirm_group
@@ -81,7 +82,7 @@ class StepRunner:
         models: Any,
         modules: Mapping[str, nn.Module],
         optimizer: Optimizer,
-        engines: EngineFactory | StagedEngineFactory,
+        engines: EngineFactory | StagedEngineFactory | ShardedEngineFactory,
         buffers: BufferTransaction | StagedBuffers,
         gradients: StepGradients,
         fingerprint: StepFingerprint,
@@ -111,7 +112,7 @@ class StepRunner:
         self._fails_alike = False
         """True where an error comes on all ranks at the same place."""
 
-    def connect(self, engines: EngineFactory | StagedEngineFactory) -> None:
+    def connect(self, engines: EngineFactory | StagedEngineFactory | ShardedEngineFactory) -> None:
         """Use the engine and the consistency check of the ranks that there are now, from the next step on."""
         self._engine = self._shares.engine = engines.engine(self._optimizer)
         self._comparison = engines.comparison
@@ -191,7 +192,7 @@ class StepRunner:
             intent = self._fingerprint.intent(
                 self._trained, epoch=batch.epoch, step=batch.step, call=call, options=options.describe()
             )
-            if options.encode is not None or self._run.ranks_of_replica > 1:  # before ranks wait for what others send
+            if options.encode is not None or not self._run.has_whole_model:  # before ranks wait for what others send
                 self._comparison.compare(intent)
             self._comparison.intend(intent)
         self._shares.prepare(loss_fn, batch)

@@ -25,6 +25,8 @@ from unisono.data.settings import Collate
 from unisono.engine import EngineKind
 from unisono.job.user_function import refuse_inside
 from unisono.parallel.pipeline import Pipeline
+from unisono.parallel.pipeline.cut_model import CutModel
+from unisono.parallel.sharding import Shard
 from unisono.state.policy import Checkpoints
 from unisono.state.stateful import Stateful
 from unisono.trainer.assembly import Models, assemble
@@ -130,7 +132,7 @@ class Trainer(RunStatus, ShortForm, ByVirtualRank, Storage):
         threads: int = 1,
         overlap: bool = True,
         engine: EngineKind = "auto",
-        parallel: Pipeline | None = None,
+        parallel: Pipeline | Shard | None = None,
         progress: bool = True,
         listeners: Sequence[Callable[[Event], None]] = (),
     ) -> None:
@@ -158,6 +160,8 @@ class Trainer(RunStatus, ShortForm, ByVirtualRank, Storage):
         self._recovery = recovery = Recovery()
         if any(isinstance(each, Carried) for each in settings.stateful.values()):
             recovery.refuse("the state that virtual ranks carry dies with the rank that computes them")
+        if isinstance(settings.parallel, Shard):
+            recovery.refuse("a model that is divided over ranks dies with the rank that has a part of it")
         parts = assemble(model, optimizer, settings, recovery=recovery)
         self._parts, self._unknown_metrics = parts, set()
         self._run, self._cursor, self._modules = parts.run, parts.cursor, parts.modules
@@ -178,7 +182,7 @@ class Trainer(RunStatus, ShortForm, ByVirtualRank, Storage):
             listeners=listeners,
             continues=recovery.is_on,
         )
-        if parts.cut is not None:
+        if isinstance(parts.cut, CutModel):
             parts.cut.tell = self._tell_division
         self._loader_cache = LoaderCache(self._run, partial(warn_of_rank, self._log, self._run), self._compare)
         if recovery.is_joined:
@@ -397,7 +401,7 @@ class Trainer(RunStatus, ShortForm, ByVirtualRank, Storage):
         is_plain = encode is None and on_gradients is None and recompute is False and closure is False
         if not is_plain:
             options = StepOptions(encode, flag("recompute", recompute), on_gradients, flag("closure", closure))
-            check_step_options(options, is_cut=self._run.is_cut)
+            check_step_options(options, has_whole_model=self._run.has_whole_model)
         return self._recovery.call(
             "trainer.step",
             partial(self._loop.step, loss_fn, batch, optimizer, options),

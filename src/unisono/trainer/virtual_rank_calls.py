@@ -85,10 +85,10 @@ class VirtualRankCalls:
             GroupError: It called a collective.
             PeerError: It failed on another rank.
         """
-        if self._run.is_cut:
+        if not self._run.has_whole_model:
             raise ValueError(
-                f"{name} calls a function of the whole model for each virtual rank, and parallel= cuts the model over "
-                "several ranks: leave out one of the two, or use trainer.evaluate or trainer.predict"
+                f"{name} calls a function of the whole model for each virtual rank, and parallel= divides the model "
+                "over several ranks: leave out one of the two, or use trainer.evaluate or trainer.predict"
             )
         self.compare(name, moment)
         results: dict[int, Any] = {}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from unisono.data.batch import Batch, Share
 from unisono.engine import BufferTransaction, Engine, Trained
 from unisono.job.user_function import count_collectives, enter, leave, refuse_collectives_since
-from unisono.parallel.losses import further_values
+from unisono.parallel.losses import WeightedSum, further_values
 from unisono.trainer.carried import CarriedStates
 from unisono.trainer.global_loss import (
     EncodedShare,
@@ -112,16 +112,20 @@ class VirtualRankGradients(StepGradients):
                 )
             note("backward", share.virtual_rank)
             try:
-                if self.scaler is None:
-                    root = value.total if value.losses is None else value.losses
-                    self._backward.run(root, samples=batch.size, inputs=self._inputs)
-                else:
-                    self.scaler.scale(value.total / batch.size).backward(inputs=self._inputs)  # type: ignore[no-untyped-call]
+                self._run_backward(value, batch.size)
             except RuntimeError:
                 self._buffers.check_parameters()  # autograd refuses to use those that the forward pass has written to
                 raise
         self.engine.close_leaf(share.virtual_rank)
         self._buffers.close_leaf(share.virtual_rank)
+
+    def _run_backward(self, value: WeightedSum, size: int) -> None:
+        """Compute the gradients of a micro-batch's loss, divided by the size of the global batch."""
+        if self.scaler is None:
+            root = value.total if value.losses is None else value.losses
+            self._backward.run(root, samples=size, inputs=self._inputs)
+        else:
+            self.scaler.scale(value.total / size).backward(inputs=self._inputs)  # type: ignore[no-untyped-call]
 
     def _compute_globally(self, loss_fn: Loss, batch: Batch, call: int, options: StepOptions) -> None:
         """Compute the gradients of this rank's shares for a loss over the whole global batch; see `global_loss`."""

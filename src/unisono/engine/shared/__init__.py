@@ -2,7 +2,7 @@
 
 from unisono.engine.shared.engine import SharedEngine
 from unisono.engine.shared.parameter_arena import LoadStateDictHook, SharedParameters
-from unisono.engine.shared.sharded_optimizer import is_divisible
+from unisono.engine.shared.sharded_optimizer import is_divisible, is_elementwise
 from unisono.engine.shared.shared_all_reduce import SharedAllReduce
 from unisono.engine.shared.shared_consistency import SharedConsistencyCheck
 from unisono.engine.shared.shared_runtime import SharedRuntime
@@ -15,4 +15,5 @@ __all__ = [
     "SharedParameters",
     "SharedRuntime",
     "is_divisible",
+    "is_elementwise",
 ]

@@ -1,0 +1,74 @@
+"""A model divided over ranks: its units, what is exchanged of them, and the state of the optimizers that train it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from torch.optim import Optimizer
+
+from unisono.collectives.world import World
+from unisono.engine.sharded.exchange import UnitExchange
+from unisono.engine.sharded.optimizer_shards import OptimizerShards
+from unisono.engine.sharded.unit import ShardedUnit
+from unisono.engine.shared.optimizer_state import give_memory_back
+
+__all__ = ["Division"]
+
+
+class Division:
+    """The state of a run on this rank: whole, or this rank's part of it.
+
+    Args:
+        world: The ranks, more than one.
+        units: The units of the model, the same on all ranks.
+        optimizers: The optimizers of the run.
+    """
+
+    def __init__(self, world: World, units: Sequence[ShardedUnit], optimizers: Sequence[Optimizer]) -> None:
+        self._world, self.units = world, units
+        self.exchange = UnitExchange(world, units)
+        self.whole: Literal["nowhere", "main", "everywhere"] = "everywhere"
+        """Which ranks have the whole state. Equal on all of them. "main" is rank 0, whose copy may be dropped."""
+        names = {id(p): name for unit in units for name, p in zip(unit.names, unit.parameters, strict=True)}
+        self._optimizers = optimizers
+        self._shards = {id(optimizer): OptimizerShards(optimizer, units, names) for optimizer in optimizers}
+
+    @property
+    def is_whole(self) -> bool:
+        """True if this rank has the whole state."""
+        return self.whole == "everywhere" or (self.whole == "main" and self._world.rank == 0)
+
+    @property
+    def shards(self) -> Mapping[int, OptimizerShards]:
+        """The state of the optimizers, by their identity."""
+        return self._shards
+
+    def shards_of(self, optimizer: Optimizer) -> OptimizerShards:
+        """Return the state of an optimizer."""
+        return self._shards[id(optimizer)]
+
+    def divide(self) -> None:
+        """Give back the memory of what other ranks have. Every rank must call it; local."""
+        if self.whole == "nowhere":
+            return
+        keep = self.whole == "everywhere"
+        for optimizer in self._optimizers:
+            if keep:
+                self._shards[id(optimizer)].take()
+            self._shards[id(optimizer)].clear()
+        for unit in self.units:
+            if unit.is_together:
+                unit.divide(keep=keep)
+        self.whole = "nowhere"
+        give_memory_back()
+
+    def join_weights(self, *, everywhere: bool) -> None:
+        """Bring all parameters together on rank 0, or on all ranks. Every rank must call it.
+
+        Memory: the weights there. Traffic: each rank's part to each rank that lacks it.
+        """
+        wanted = range(self._world.size) if everywhere else (0,)
+        missing = [rank for rank in wanted if not (self.whole == "main" and rank == 0)]
+        for number in range(len(self.units)):
+            self.exchange.gather(number, missing)

@@ -1,0 +1,265 @@
+"""The engine of a run whose weights, gradients and optimizer state are divided over ranks.
+
+A rank's gradients of its last leaf are taken while backward runs. Once those of a unit are complete on all ranks, they
+are summed in the order of the plan's tree, and each rank keeps its own part (`engine.sharded.exchange`). So if each
+rank has one leaf, it holds whole gradients of one unit at a time. With several leaves it holds the sums of the earlier
+ones whole until the last: which of them the tree adds lie on the same rank, so parts of them on other ranks would take
+as much memory, and more traffic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from unisono.collectives.world import World
+from unisono.engine.accumulation import GradientAccumulation
+from unisono.engine.base import Preparation, Trained
+from unisono.engine.joint_optimizer import parts_of
+from unisono.engine.node_sums import Gradients, take
+from unisono.engine.norm import block_norms, blocks_of, clip_factor, global_norm
+from unisono.engine.sharded.division import Division
+from unisono.engine.sharded.exchange import GradientRow
+from unisono.engine.sharded.unit import PieceLayout
+from unisono.engine.shared.optimizer_update import with_hooks
+from unisono.engine.shared.step_metadata import note, unscale
+from unisono.engine.sparse_tables import split_sparse
+from unisono.engine.step_transaction import StepTransaction
+from unisono.engine.totals import COUNT, Totals, as_tensor, totals_of
+from unisono.engine.tree_all_reduce import NodeLayouts, TreeAllReduce
+from unisono.errors import UnisonoError
+
+__all__ = ["ShardedEngine"]
+
+
+class ShardedEngine(GradientAccumulation):
+    """Sums gradients into the parts of ranks, and updates them; see `Engine`.
+
+    p.grad is None after a step: no rank has the whole gradient of a parameter.
+
+    Args:
+        optimizer: The optimizer, or a joint one.
+        modules: The models.
+        world: The ranks.
+        division: The units of the model, and the state of its optimizers.
+        virtual_ranks: Shares of a whole batch.
+        overlap: If False, no gradient is taken before backward has ended.
+    """
+
+    divides_update = True
+    sends_early = True
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        modules: Sequence[nn.Module],
+        world: World,
+        division: Division,
+        *,
+        virtual_ranks: int,
+        overlap: bool,
+    ) -> None:
+        layouts = NodeLayouts(world.size, virtual_ranks=virtual_ranks)
+        super().__init__(optimizer, modules, layouts, rank=world.rank, overlap=overlap)
+        self._world, self._division = world, division
+        self._optimizers = parts_of(optimizer)
+        self._places: list[tuple[int, int]] = []
+        """For each trained parameter, the number of its unit and its number in the unit."""
+        self._members: list[dict[int, int]] = []
+        """For each unit, the trained parameters by their number in the unit."""
+        self._layouts_of: list[list[PieceLayout]] = []
+        """For each unit, the trained pieces of each rank."""
+        self._missing: list[int] = []
+        """For each unit, how many of its trained parameters have no gradient of the last leaf yet."""
+        self._rows: list[list[dict[int, Tensor | None]]] = []
+        """For each unit and node of this rank, the sums by the number of the parameter in the unit."""
+        self._gradients: dict[tuple[int, int], Tensor] = {}
+        """The sums of this rank's pieces, by the number of the unit and of the piece in it."""
+        self._used_by_all: set[int] = set()
+        self._found_inf: Tensor | None = None
+        self._totals_sum: TreeAllReduce
+
+    def start(self, step: StepTransaction, trained: Trained, *, leaves: int) -> None:
+        """Begin a step; see `Engine`. The model is divided already."""
+        if trained is not self._given:
+            self._build(trained)
+        self._begin(step, self._layouts.of(leaves))
+        self._missing = [len(members) for members in self._members]
+        self._rows = [[{} for _ in self._sums] for _ in self._members]
+        self._gradients, self._found_inf = {}, None
+        self._totals_sum.start(self._layout)
+        take(trained.parameters)
+        self._division.exchange.begin(self._reduce)
+
+    def flush(self) -> None:
+        """Take part in exchanges until all ranks have done theirs, and send the totals; see `Engine`."""
+        self._division.exchange.end()
+        for i, used in enumerate(self._used):
+            row = self._totals_sum.rows[i]
+            row[:COUNT] = as_tensor(self._totals[i].total())
+            row[COUNT : COUNT + len(used)] = torch.tensor(used)
+        self._totals_sum.launch()
+        self._totals_sum.advance()
+
+    def finish(self) -> Totals:
+        """Complete the totals; see `Engine`."""
+        self._step.run_deferred()
+        numbers = self._totals_sum.finish(self._step)[: COUNT + len(self._places)].tolist()
+        pairs = zip(self._trained.parameters, numbers[COUNT:], strict=True)
+        self._used_by_all = {id(p) for p, count in pairs if count}
+        return totals_of(numbers[:COUNT])
+
+    def prepare(self, preparation: Preparation) -> float | None:
+        """Multiply, unscale and clip the sums; see `Engine`. The norm is that of all ranks' parts."""
+        factor, scaler, clip, change = preparation
+        assert change is None
+        units = self._division.units
+        gradients = [
+            gradient.view(-1)
+            for (u, k), gradient in self._gradients.items()
+            if id(units[u].parameters[units[u].pieces[k].parameter]) in self._used_by_all
+        ]
+        if factor != 1.0 and gradients:
+            torch._foreach_mul_(gradients, factor)
+        overflowed, norms = 0.0, [0.0]
+        if scaler is not None:
+            overflowed = unscale(gradients, scaler).item()
+        if clip is not None:
+            norms = block_norms([block for vector in gradients for block in blocks_of(vector)]).tolist()
+        if scaler is None and clip is None:
+            return None
+        everyone = self._world.gather((overflowed, norms), "trainer.step preparing gradients")
+        if scaler is not None:
+            self._found_inf = torch.tensor(float(max(overflowed for overflowed, _ in everyone)))
+        if clip is None:
+            return None
+        norm = global_norm([each for _, norms in everyone for each in norms])
+        scale = clip_factor(norm, clip)
+        if scale < 1.0 and gradients:
+            torch._foreach_mul_(gradients, scale)
+        return norm
+
+    def update(self, scaler: torch.amp.GradScaler | None) -> None:
+        """Update this rank's part; see `Engine`."""
+        skips = False
+        if scaler is not None:
+            assert self._found_inf is not None
+            note(scaler, self._found_inf)
+            skips = bool(self._found_inf.item()) and not self._scales_itself
+        if not skips:
+            run: Callable[[], None] = self._apply
+            for optimizer in reversed(self._optimizers):
+                optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers look for
+                if self._is_hooked(optimizer):
+                    run = with_hooks(optimizer, run)
+            run()
+        self._gradients = {}
+
+    def close(self) -> None:
+        """Release the parameters; see `Engine`."""
+        super().close()
+        self._rows, self._gradients = [], {}
+
+    def abort(self, *, alike: bool) -> bool:
+        """Discard the step; see `Engine`."""
+        self._streaming = False
+        take(self._given.parameters)
+        self._rows, self._gradients = [], {}
+        return True
+
+    @property
+    def _scales_itself(self) -> bool:
+        return getattr(self._optimizer, "_step_supports_amp_scaling", False)
+
+    def _apply(self) -> None:
+        found_inf = self._found_inf if self._scales_itself else None
+        for optimizer in self._optimizers:
+            self._division.shards_of(optimizer).step(self._gradients, self._used_by_all, found_inf)
+
+    def _is_hooked(self, optimizer: Optimizer) -> bool:
+        return bool(
+            _global_optimizer_pre_hooks
+            or _global_optimizer_post_hooks
+            or optimizer._optimizer_step_pre_hooks
+            or optimizer._optimizer_step_post_hooks
+        )
+
+    def _build(self, trained: Trained) -> None:
+        """Find the places of the parameters in units, and register hooks on them."""
+        self._unhook()
+        _, tables = split_sparse(trained, self._modules)
+        if tables.names:
+            raise ValueError(
+                f"the gradient of {tables.names[0]!r} is sparse, since its module was made with sparse=True, and "
+                "parallel=Shard(...) divides dense ones alone: build the module with sparse=False"
+            )
+        found = {id(p): (u, i) for u, unit in enumerate(self._division.units) for i, p in enumerate(unit.parameters)}
+        for name, p in zip(*trained, strict=True):
+            if id(p) not in found:
+                raise UnisonoError(
+                    f"parameter {name!r} was not there when parallel=Shard(...) divided the model, in the first step: "
+                    "make it before, and freeze it by requires_grad_(False) until it is to be trained"
+                )
+        self._given = self._trained = trained
+        self._places = [found[id(p)] for p in trained.parameters]
+        self._members = [{} for _ in self._division.units]
+        for k, (u, i) in enumerate(self._places):
+            self._members[u][i] = k
+        self._layouts_of = [
+            [
+                PieceLayout(
+                    [piece for piece in layout.pieces if piece.parameter in members],
+                    [p.dtype for p in unit.parameters],
+                )
+                for layout in unit.layouts
+            ]
+            for unit, members in zip(self._division.units, self._members, strict=True)
+        ]
+        self._totals_sum = TreeAllReduce(
+            self._world,
+            COUNT + len(trained.parameters),
+            widest=self._layouts.widest,
+            dtype=torch.float32,
+            device=self._world.device,
+        )
+        if self._overlap:
+            self._hook()
+
+    def _store_sum(self, index: int, left: Tensor | None, gradient: Tensor | None) -> None:
+        """Keep the sum of one parameter; if it is the last one of its unit, let ranks sum the unit."""
+        if left is not None and gradient is not None:
+            gradient = left.add_(gradient)
+        u, i = self._places[index]
+        self._rows[u][-1][i] = gradient
+        self._missing[u] -= 1
+        if not self._missing[u]:
+            self._division.exchange.complete(u)
+
+    def _store_node(self, i: int) -> None:
+        """Keep the sums of a node that is not the last one."""
+        self._keep(i, self._sums[i].total())
+
+    def _keep(self, node: int, sums: Gradients) -> None:
+        for (u, i), total in zip(self._places, sums, strict=True):
+            self._rows[u][node][i] = total
+
+    def _reduce(self, number: int) -> None:
+        """Sum the gradients of a unit over all ranks."""
+        members, unit = self._members[number], self._division.units[number]
+        if not members:
+            return
+        rows: Sequence[GradientRow] = self._rows[number]
+        self._rows[number] = []
+        layouts = self._layouts_of[number]
+        total = self._division.exchange.sum_rows(unit, layouts, rows, self._layout)
+        own = layouts[self._rank]
+        sums: Mapping[int, Tensor] = {
+            piece.parameter: vector for piece, vector in zip(own.pieces, own.views(total), strict=True)
+        }
+        for k, (piece, place) in enumerate(zip(unit.pieces, unit.places, strict=True)):
+            if piece.parameter in sums:
+                self._gradients[number, k] = sums[piece.parameter].view(place.shape)

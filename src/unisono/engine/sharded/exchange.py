@@ -1,0 +1,232 @@
+"""What ranks send each other while they compute with a divided model: weights when a rank needs them, and gradients.
+
+Ranks take different ways through a step: they have unequally many shares, and a model may call its blocks in another
+order or another number of times. So ranks agree on each exchange anew. In a *round*, each rank tells all others which
+unit it needs next, or that it has done all of its work, and which units' gradients it has complete; a few bytes. Units
+that some rank needs are then sent to the ranks that need them, and the gradients of units that are complete on all
+ranks are summed. A rank that fails tells it in the same way, so none waits for it.
+
+The sum of a unit's gradients follows the plan's tree: each rank gets the rows of all others for its own part, and
+finishes the tree there. This is the first phase of `engine.tree_all_reduce`; there is no second one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from unisono.collectives.world import World
+from unisono.engine.norm import in_memory_order
+from unisono.engine.sharded.unit import PieceLayout, ShardedUnit
+from unisono.engine.step_transaction import STEP_UNDONE
+from unisono.engine.tree_all_reduce import NodeLayout
+from unisono.errors import PeerError, UnisonoError
+from unisono.job.user_function import uncounted_collectives
+from unisono.plan import Node, fold
+
+__all__ = ["GradientRow", "UnitExchange"]
+
+GradientRow = Mapping[int, Tensor | None]
+"""The sums of a unit's gradients over a node, by the number of the parameter in the unit."""
+
+_DONE, _FAILED = -1, -2
+_BITS = 62
+"""Flags in a number of 64 bits."""
+_BROKEN = (
+    "an earlier exchange between ranks broke off, so that they no longer agree on what comes next: end the job and "
+    "start it again; it resumes from the last checkpoint."
+)
+
+
+class UnitExchange:
+    """Exchanges the weights and gradients of units. The calls are `begin`, `need` and `complete`, and `end` or `fail`.
+
+    Args:
+        world: The ranks, more than one.
+        units: The units, the same on all ranks.
+    """
+
+    def __init__(self, world: World, units: Sequence[ShardedUnit]) -> None:
+        assert world.group is not None
+        self._world, self._units = world, units
+        self._words = -(-len(units) // _BITS)
+        self._votes = [torch.zeros(1 + self._words, dtype=torch.int64) for _ in range(world.size)]
+        self._is_open = self._is_broken = False
+        self._complete: set[int] = set()
+        self._reduced: set[int] = set()
+        self._reduce: Callable[[int], None] = _reduce_nothing
+        self.rounds = 0
+        """Number of rounds so far."""
+
+    def begin(self, reduce: Callable[[int], None] | None = None) -> None:
+        """Begin to compute. Every rank must call it.
+
+        Args:
+            reduce: Called with the number of each unit whose gradients are complete on all ranks, in the same order on
+                all of them. None: there are no gradients.
+        """
+        if self._is_broken:
+            raise UnisonoError(_BROKEN)
+        self._is_open = True
+        self._complete, self._reduced = set(), set()
+        self._reduce = _reduce_nothing if reduce is None else reduce
+
+    def need(self, unit: int) -> None:
+        """Bring a unit together on this rank. Waits until all others are in a round, too.
+
+        Raises:
+            PeerError: Another rank has failed.
+        """
+        self._round(unit)
+
+    def complete(self, unit: int) -> None:
+        """Note that this rank has all of its gradients of a unit. They are summed in a later round."""
+        self._complete.add(unit)
+
+    def end(self) -> None:
+        """Take part in rounds until all ranks have done their work. Every rank must call it.
+
+        Raises:
+            PeerError: Another rank has failed.
+        """
+        self._complete.update(range(len(self._units)))
+        while self._is_open:
+            self._round(_DONE)
+
+    def fail(self) -> None:
+        """Tell the others that this rank has failed, if they may wait for it."""
+        if self._is_open and not self._is_broken:
+            self._round(_FAILED)
+
+    def gather(self, unit: int, ranks: Collection[int]) -> None:
+        """Bring a unit together on some ranks, at a moment when all ranks call this."""
+        with self._unbroken(), uncounted_collectives():
+            self._send_weights(unit, ranks)
+
+    def _round(self, wanted: int) -> None:
+        if not self._is_open:
+            raise UnisonoError(
+                "a model that is divided over ranks was called outside of trainer.step, trainer.evaluate and "
+                "trainer.predict, where the other ranks do not send their parts of it"
+            )
+        with self._unbroken(), uncounted_collectives():
+            self._vote(wanted)
+            votes = [vote.tolist() for vote in self._votes]
+            self.rounds += 1
+            failed = [rank for rank, vote in enumerate(votes) if vote[0] == _FAILED]
+            if failed:
+                self._is_open = False
+            else:
+                for unit in sorted({vote[0] for vote in votes if vote[0] != _DONE}):
+                    self._send_weights(unit, [rank for rank, vote in enumerate(votes) if vote[0] == unit])
+                everywhere = [_flags(vote[1:]) for vote in votes]
+                for unit in sorted(set.intersection(*everywhere) - self._reduced):
+                    self._reduced.add(unit)
+                    self._reduce(unit)
+                self._is_open = any(vote[0] != _DONE for vote in votes)
+        if failed and wanted != _FAILED:
+            raise PeerError(
+                f"rank {failed[0]} failed while this rank needed its part of the model; its own error says why. "
+                f"{STEP_UNDONE}"
+            )
+
+    def _vote(self, wanted: int) -> None:
+        """Tell all ranks what this one needs, and learn what they need."""
+        own = self._votes[self._world.rank]
+        words = [0] * self._words
+        for unit in self._complete:
+            words[unit // _BITS] |= 1 << unit % _BITS
+        own[0] = wanted
+        own[1:] = torch.tensor(words, dtype=torch.int64)
+        self._transfer(dict.fromkeys(self._peers(), own), {peer: self._votes[peer] for peer in self._peers()})
+
+    def _send_weights(self, number: int, ranks: Collection[int]) -> None:
+        unit, rank = self._units[number], self._world.rank
+        parts = [unit.own if each == rank else layout.allocate() for each, layout in enumerate(unit.layouts)]
+        wanted = rank in ranks
+        self._transfer(
+            {peer: unit.own for peer in self._peers() if peer in ranks},
+            {peer: parts[peer] for peer in self._peers() if wanted},
+        )
+        if wanted:
+            unit.join(parts)
+
+    def sum_rows(
+        self, unit: ShardedUnit, layouts: Sequence[PieceLayout], rows: Sequence[GradientRow], nodes: NodeLayout
+    ) -> Tensor:
+        """Return the sum of a unit's gradients over all ranks, for this rank's part. Every rank must call it.
+
+        Memory: this rank's rows, once more, and those of all ranks for its own part. Traffic: each row but for the own
+        part.
+
+        Args:
+            unit: The unit.
+            layouts: The pieces of each rank that have gradients.
+            rows: A row for each of this rank's nodes.
+            nodes: The nodes of all ranks.
+        """
+        rank = self._world.rank
+        packed = [_pack(unit, layout, rows) for layout in layouts]
+        received = {
+            peer: torch.empty(len(nodes.nodes[peer]), layouts[rank].nbytes, dtype=torch.uint8) for peer in self._peers()
+        }
+        self._transfer({peer: packed[peer] for peer in self._peers()}, received)
+        received[rank] = packed[rank]
+        values: dict[Node, list[Tensor]] = {}
+        for peer, of_peer in enumerate(nodes.nodes):
+            for node, row in zip(of_peer, received[peer], strict=True):
+                values[node] = layouts[rank].runs(row)
+        totals = fold(values, leaves=nodes.leaves, add=_add)
+        result = layouts[rank].allocate()
+        for place, total in zip(layouts[rank].runs(result), totals, strict=True):
+            place.copy_(total)
+        return result
+
+    def _peers(self) -> list[int]:
+        return [(self._world.rank + i) % self._world.size for i in range(1, self._world.size)]
+
+    def _transfer(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
+        group, works = self._world.group, []
+        assert group is not None
+        works += [group.recv([tensor], peer, 0) for peer, tensor in receives.items() if tensor.numel()]
+        works += [group.send([tensor], peer, 0) for peer, tensor in sends.items() if tensor.numel()]
+        for work in works:
+            self._world.waiter.wait(work)
+
+    @contextmanager
+    def _unbroken(self) -> Iterator[None]:
+        """Note an exchange that ends with an error: the other ranks no longer know what comes next."""
+        try:
+            yield
+        except BaseException:
+            self._is_broken = True
+            raise
+
+
+def _pack(unit: ShardedUnit, layout: PieceLayout, rows: Sequence[GradientRow]) -> Tensor:
+    """Return the pieces of a rank in some rows, as rows of bytes."""
+    packed = layout.allocate(len(rows))
+    for row, bytes_of_row in zip(rows, packed, strict=True):
+        for piece, place in zip(layout.pieces, layout.views(bytes_of_row), strict=True):
+            gradient = row[piece.parameter]
+            if gradient is not None:
+                vector = in_memory_order(gradient, unit.strides[piece.parameter])
+                place.copy_(vector[piece.start : piece.stop])
+    return packed
+
+
+def _add(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
+    for a, b in zip(left, right, strict=True):
+        a.add_(b)
+    return left
+
+
+def _flags(words: Sequence[int]) -> set[int]:
+    return {i * _BITS + bit for i, word in enumerate(words) for bit in range(_BITS) if word >> bit & 1}
+
+
+def _reduce_nothing(unit: int) -> None:
+    """Do nothing: there are no gradients."""

@@ -1,0 +1,80 @@
+"""Makes the engines of a run whose state is divided over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from functools import partial
+
+from torch import nn
+from torch.optim import Optimizer
+
+from unisono.collectives.world import World
+from unisono.engine.consistency import ConsistencyCheck
+from unisono.engine.sharded.division import Division
+from unisono.engine.sharded.engine import ShardedEngine
+from unisono.engine.tree_all_reduce import MakeAllReduce, TreeAllReduce
+from unisono.engine.weight_writes import PrivateWeights, WeightWrites
+
+__all__ = ["ShardedEngineFactory"]
+
+
+class ShardedEngineFactory:
+    """See `EngineFactory`.
+
+    Args:
+        world: The ranks.
+        modules: The models.
+        division: The units of the model.
+        comparison: Compares what all ranks are about to do.
+        virtual_ranks: Shares of a whole batch.
+        overlap: If False, no gradient is taken before backward has ended.
+    """
+
+    shares = False
+
+    def __init__(
+        self,
+        world: World,
+        modules: Sequence[nn.Module],
+        division: Division,
+        comparison: ConsistencyCheck,
+        *,
+        virtual_ranks: int,
+        overlap: bool,
+    ) -> None:
+        self._world, self._modules, self._division = world, modules, division
+        self._virtual_ranks, self._overlap = virtual_ranks, overlap
+        self._made: list[ShardedEngine] = []
+        self.comparison = comparison
+
+    @property
+    def weights(self) -> WeightWrites:
+        """Writes values into the models between steps, while they are whole."""
+        return PrivateWeights()
+
+    @property
+    def all_reduce(self) -> MakeAllReduce:
+        """Makes the all-reduce of a small vector."""
+        return partial(TreeAllReduce, self._world)
+
+    def engine(self, optimizer: Optimizer) -> ShardedEngine:
+        """Make the engine of an optimizer. Every rank must call it, in the same order."""
+        made = ShardedEngine(
+            optimizer,
+            self._modules,
+            self._world,
+            self._division,
+            virtual_ranks=self._virtual_ranks,
+            overlap=self._overlap,
+        )
+        self._made.append(made)
+        return made
+
+    def repair(self, dead: Collection[int]) -> bool:
+        """Return False: what a dead rank had is nowhere else."""
+        return False
+
+    def close(self) -> None:
+        """Release the models and optimizers."""
+        for engine in self._made:
+            engine.close()

@@ -1,0 +1,5 @@
+"""Models divided over ranks: parameters, gradients and optimizer state."""
+
+from unisono.parallel.sharding.shard import Shard
+
+__all__ = ["Shard"]

@@ -1,0 +1,221 @@
+"""The model of a run that is divided over ranks, while it computes: blocks come together when they are called.
+
+In a forward pass, a block is together from its call until another block is called. In a backward pass it is from the
+moment when the first gradient of its outputs arrives until those of all its inputs have, or, if that cannot be seen,
+until the end of the pass. A tensor that autograd has saved and that lies in a block's memory brings the block together
+when it is read, whatever the order. Blocks that compute again in a backward pass (activation checkpointing) stay
+together there, since autograd may hold what they have saved again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from unisono.collectives.world import World
+from unisono.engine.base import Trained
+from unisono.engine.model_contents import plain_name
+from unisono.engine.sharded import Division, ShardedUnit
+from unisono.engine.trainable import sharing_obstacle
+from unisono.errors import LossError
+from unisono.parallel.pipeline.blocks import calls_seen_by
+from unisono.parallel.sharding.shard import Shard
+from unisono.parallel.sharding.units import REST, choose_blocks, find_named, members_of
+
+__all__ = ["DividedModel"]
+
+
+class _Saved(NamedTuple):
+    """A tensor that autograd has saved, and that lies in the memory of a unit."""
+
+    unit: int
+    tensor: Tensor
+
+
+class DividedModel:
+    """A model whose parameters are divided over ranks.
+
+    Args:
+        shard: The user's settings.
+        model: The model.
+        optimizers: The optimizers of the run.
+        world: The ranks, more than one.
+
+    Raises:
+        ValueError: A name is not that of a block, or the memory of a parameter cannot be divided.
+    """
+
+    def __init__(self, shard: Shard, model: nn.Module, optimizers: Sequence[Optimizer], world: World) -> None:
+        self.model = model
+        blocks = choose_blocks(model) if shard.names is None else find_named(model, shard.names)
+        members = members_of(model, blocks)
+        check_memory(model)
+        units = [
+            ShardedUnit(name, {plain_name(each): p for each, p in own.items()}, rank=world.rank, ranks=world.size)
+            for name, own in members.items()
+        ]
+        self._blocks = {name: block for name, block in blocks.items() if name in members}
+        self._numbers = {unit.name: number for number, unit in enumerate(units)}
+        self.division = Division(world, units, optimizers)
+        self._of_storage = {key: u for u, unit in enumerate(units) for key in unit.storages()}
+        self._placeholders = {
+            key: name for unit in units for key, name in zip(unit.placeholders(), unit.names, strict=True)
+        }
+        self._calls = [0] * len(units)
+        """How often each unit was called in the forward pass of this micro-batch."""
+        self._active = [0] * len(units)
+        """How many calls of each unit are under way."""
+        self._left: int | None = None
+        """The unit that is together though its call has ended: the backward pass may begin with it."""
+        self._is_backward = False
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Bring blocks together when they are called, for the length of a `with` block. Each rank calls this.
+
+        The exchange has begun. If the block ends with an error, the other ranks learn of it.
+        """
+        division = self.division
+        try:
+            if division.is_whole:
+                yield
+                return
+            with calls_seen_by(self._blocks, self._call), saved_tensors_hooks(self._pack, self._unpack):
+                if REST in self._numbers:
+                    self._bring(self._numbers[REST])
+                yield
+        except BaseException:
+            division.exchange.fail()
+            raise
+        finally:
+            self._is_backward, self._left = False, None
+            self._calls, self._active = [0] * len(self._calls), [0] * len(self._active)
+            if not division.is_whole:
+                for unit in division.units:
+                    if unit.is_together:
+                        unit.divide(keep=False)
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Run the backward pass of a micro-batch within this."""
+        self._is_backward = True
+        try:
+            yield
+        finally:
+            self._is_backward = False
+            for number, unit in enumerate(self.division.units):
+                if unit.is_together and unit.name != REST and number != self._left:
+                    unit.divide(keep=False)
+            self._calls = [0] * len(self._calls)
+
+    def _call(self, name: str, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a block."""
+        number = self._numbers[name]
+        inputs = [] if self._is_backward else _inner_tensors((args, kwargs))
+        if not self._is_backward:
+            self._calls[number] += 1
+        self._bring(number)
+        self._active[number] += 1
+        try:
+            result = own(*args, **kwargs)
+        finally:
+            self._active[number] -= 1
+        if self._is_backward:
+            return result
+        self._left = number
+        if torch.is_grad_enabled() or inputs:
+            self._watch(number, name, inputs, result)
+        return result
+
+    def _watch(self, number: int, name: str, inputs: Sequence[Tensor], result: Any) -> None:
+        """See when the backward pass of a call begins and ends."""
+        outputs = _inner_tensors(result)
+        if torch.is_grad_enabled() and not outputs and not any(isinstance(x, Tensor) for x in tree_leaves(result)):
+            raise LossError(
+                f"block {name!r} returned an object of type {type(result).__name__}, in which no tensor is found, so "
+                "its backward pass cannot be seen: return a tensor, a tuple, a dict, or a class that is registered by "
+                "torch.utils._pytree.register_pytree_node; or leave the block out of by="
+            )
+        for output in outputs:
+            output.register_hook(partial(self._begin_backward, number))  # type: ignore[no-untyped-call]
+        if inputs:
+            waiting = {id(tensor) for tensor in inputs}
+            for tensor in inputs:
+                tensor.register_hook(partial(self._end_backward, number, waiting, id(tensor)))  # type: ignore[no-untyped-call]
+
+    def _begin_backward(self, number: int, _: Tensor) -> None:
+        self._bring(number)
+
+    def _end_backward(self, number: int, waiting: set[int], own: int, _: Tensor) -> None:
+        waiting.discard(own)
+        # What is called twice may have saved tensors that are still to be read.
+        if waiting or self._calls[number] != 1 or not self._is_backward or self._active[number]:
+            return
+        if not self.division.is_whole and self.division.units[number].is_together:
+            self.division.units[number].divide(keep=False)
+
+    def _bring(self, number: int) -> None:
+        """Bring a unit together, and give back the one whose call ended before."""
+        unit, left = self.division.units[number], self._left
+        if left is not None and left != number and not self._active[left] and not self._is_backward:
+            self._left = None
+            if self.division.units[left].is_together:
+                self.division.units[left].divide(keep=False)
+        if not unit.is_together:
+            self.division.exchange.need(number)
+            if self._is_backward:
+                self._left = number  # the forward pass of the next micro-batch may begin with the last one
+
+    def _pack(self, tensor: Tensor) -> Any:
+        if tensor.layout is not torch.strided or tensor.is_meta:
+            return tensor.detach()
+        key = tensor.untyped_storage()._cdata
+        number = self._of_storage.get(key)
+        if number is not None:
+            return _Saved(number, tensor.detach())
+        if key in self._placeholders:
+            raise LossError(
+                f"parameter {self._placeholders[key]!r} was used outside of its block, where this rank has no more "
+                "than a part of it: leave its block out of by=, so that it is there in the whole step, or name a "
+                "block around all of its uses"
+            )
+        return tensor.detach()
+
+    def _unpack(self, saved: Any) -> Tensor:
+        if type(saved) is not _Saved:
+            return saved  # type: ignore[no-any-return]
+        self._bring(saved.unit)
+        return saved.tensor
+
+
+def check_memory(model: nn.Module) -> None:
+    """Refuse parameters whose memory cannot come and go.
+
+    Raises:
+        ValueError: There is one.
+    """
+    named = dict(model.named_parameters())
+    if any(p.device.type != "cpu" for p in named.values()):
+        raise ValueError(
+            "parallel=Shard(...) works on CPU ranks alone so far, and the model is on "
+            f"{next(p.device for p in named.values() if p.device.type != 'cpu')}"
+        )
+    obstacle = sharing_obstacle(Trained(tuple(named), tuple(named.values())), [*named.values(), *model.buffers()])
+    if obstacle is not None:
+        raise ValueError(
+            f"parallel=Shard(...) gives back the memory of parameters, and {obstacle}. Give it memory of its own: "
+            "p.data = p.data.contiguous().clone()"
+        )
+
+
+def _inner_tensors(value: Any) -> list[Tensor]:
+    """Return the tensors in a value that autograd has computed."""
+    return [x for x in tree_leaves(value) if isinstance(x, Tensor) and x.requires_grad and not x.is_leaf]

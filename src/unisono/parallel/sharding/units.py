@@ -1,0 +1,110 @@
+"""Which parameters come together when: pure functions of a model's modules and their names."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import Tensor, nn
+
+from unisono.parallel.pipeline.blocks import is_called
+
+__all__ = ["REST", "choose_blocks", "find_named", "members_of"]
+
+REST = ""
+"""The name of the unit with the parameters of no block, or of several."""
+
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_TABLES = (nn.Embedding, nn.EmbeddingBag)
+"""Modules whose parameters models often use elsewhere without a call, as the weights of their heads."""
+_LEAST = 0.01
+"""The least part of all parameters for which a block that was not named comes and goes."""
+
+
+def find_named(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
+    """Return the submodules with some names.
+
+    Raises:
+        ValueError: A name is not that of a submodule with parameters that is called, or contains another one.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    >>> list(find_named(model, ["2"]))
+    ['2']
+    """
+    modules = dict(model.named_modules())
+    for name in names:
+        if name not in modules or not name:
+            near = difflib.get_close_matches(name, [known for known in modules if known], n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"by= names {name!r}, which is not a submodule of the model{hint}")
+        if not is_called(modules[name]):
+            inner = next((f"{name}.{child}" for child, _ in modules[name].named_children()), None)
+            hint = f": name its items, such as {inner!r}" if inner else ""
+            raise ValueError(f"by= names {name!r}, a {type(modules[name]).__name__}, which is never called{hint}")
+        if next(modules[name].parameters(), None) is None:
+            raise ValueError(f"by= names {name!r}, a {type(modules[name]).__name__}, which has no parameters")
+        inner = next((other for other in names if other.startswith(f"{name}.")), None)
+        if inner is not None:
+            raise ValueError(f"by= names {name!r} and {inner!r} inside it: name one of them")
+    return {name: modules[name] for name in names}
+
+
+def choose_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the blocks that `by="block"` stands for, in the order of their names in the model.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    >>> list(choose_blocks(model))
+    ['0', '2']
+    """
+    total = sum(p.numel() for p in model.parameters())
+    seen: set[int] = set()
+    blocks = {}
+    for name, module in _outermost(model, ""):
+        if id(module) not in seen and sum(p.numel() for p in module.parameters()) >= _LEAST * total > 0:
+            seen.add(id(module))
+            blocks[name] = module
+    return blocks
+
+
+def _outermost(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    is_list = isinstance(module, _LISTS)
+    for child_name, child in module.named_children():
+        full = f"{name}.{child_name}" if name else child_name
+        if next(child.parameters(), None) is None:
+            continue
+        if is_called(child) and (is_list or not _holds_list(child)):
+            if not isinstance(child, _TABLES):
+                yield full, child
+        else:
+            yield from _outermost(child, full)
+
+
+def _holds_list(module: nn.Module) -> bool:
+    """Return True if a module is a list of layers with parameters, or holds one."""
+    return any(
+        isinstance(inner, _LISTS) and sum(next(child.parameters(), None) is not None for child in inner.children()) > 1
+        for inner in module.modules()
+    )
+
+
+def members_of(model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, dict[str, Tensor]]:
+    """Return the parameters of each block by name, and under `REST` those of no block or of several.
+
+    A parameter that is held by modules of two blocks, or of a block and of what lies outside, belongs to none.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    >>> model[2].weight = model[0].weight
+    >>> {name: list(own) for name, own in members_of(model, {"0": model[0], "1": model[1]}).items()}
+    {'0': ['0.bias'], '1': ['1.weight', '1.bias'], '': ['0.weight', '2.bias']}
+    """
+    of_module = {id(inner): name for name, block in blocks.items() for inner in block.modules()}
+    owners: dict[int, set[str]] = {}
+    for module in model.modules():
+        for p in module._parameters.values():
+            if p is not None:
+                owners.setdefault(id(p), set()).add(of_module.get(id(module), REST))
+    found: dict[str, dict[str, Tensor]] = {name: {} for name in (*blocks, REST)}
+    for name, p in model.named_parameters():
+        (first, *others) = owners[id(p)]
+        found[REST if others else first][name] = p
+    return {name: own for name, own in found.items() if own}

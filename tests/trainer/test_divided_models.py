@@ -1,0 +1,52 @@
+"""Models that are divided over ranks: the bits of one rank, on any number of them, and checkpoints for any division."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).parent / "programs" / "divided.py"
+RESUMABLE = PROGRAM.with_name("divided_resumable.py")
+
+
+@pytest.fixture(scope="module")
+def whole(fork_python):
+    return fork_python(PROGRAM, "whole")
+
+
+@pytest.mark.parametrize(("ranks", "by"), [(2, "block"), (3, "named"), (4, "block")])
+def test_parts_of_ranks_change_no_bit(fork_ranks, whole, ranks, by):
+    job = fork_ranks(ranks, PROGRAM, by)
+    assert len(whole) == 10
+    assert [job.lines(rank) for rank in range(ranks)] == [whole] * ranks
+
+
+@pytest.fixture(scope="module")
+def undisturbed(fork_python, tmp_path_factory):
+    return fork_python(RESUMABLE, tmp_path_factory.mktemp("undisturbed"), "")[-1].removeprefix("from 0 ")
+
+
+def test_a_run_goes_on_with_another_division(fork_ranks, tmp_path, undisturbed):
+    for ranks, how, steps in [(4, "block", 2), (2, "1,2", 4), (1, "", 5), (3, "stages:1,3", 7)]:
+        fork_ranks(ranks, RESUMABLE, tmp_path, how, f"max_steps={steps}")
+    job = fork_ranks(3, RESUMABLE, tmp_path, "block")
+    assert [job.lines(rank)[-1] for rank in range(3)] == [f"from 7 {undisturbed}"] * 3
+
+
+def test_rank_0_has_all_parts_when_it_saves_by_time_and_the_best(fork_ranks, fork_python, tmp_path, undisturbed):
+    fork_ranks(2, RESUMABLE, tmp_path, "block", "by_time", "best", "max_steps=5")
+    assert fork_python(RESUMABLE, tmp_path, "", "by_time", "best")[-1] == f"from 5 {undisturbed}"
+
+
+def test_sigterm_saves_the_parts_of_all_ranks(run_ranks, fork_python, tmp_path, undisturbed):
+    job = run_ranks(2, RESUMABLE, tmp_path, "block", "term=5", code=143)
+    assert not job.out
+    last = fork_python(RESUMABLE, tmp_path, "")[-1]
+    assert last in {f"from {step} {undisturbed}" for step in (5, 6, 7, 8)}
+
+
+def test_all_ranks_start_again_when_one_with_a_part_of_the_model_dies(run_ranks, tmp_path, undisturbed):
+    job = run_ranks(2, RESUMABLE, tmp_path, "block", "die=5", flags=["--max-restarts", "1"])
+    assert [job.lines(rank)[-1] for rank in range(2)] == [f"from 3 {undisturbed}"] * 2
+    assert "no rank can be replaced alone: a model that is cut or divided over ranks dies with the rank" in job.said
