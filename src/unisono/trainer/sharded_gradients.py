@@ -35,6 +35,10 @@ class ShardedGradients(VirtualRankGradients):
     ) -> None:
         super().__init__(run, models=models, modules=modules, buffers=buffers, carried=carried, autocast=autocast)
         self._divided = divided
+        self.hint = (
+            "A parameter that is used without a call of its block is NaN there: with parallel=Shard(...), leave such "
+            "blocks out of by=."
+        )
 
     def present(self, trained: Trained) -> Trained:
         """Return the parameters that this rank has memory for: all of them before the first step, then none."""

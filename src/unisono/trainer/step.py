@@ -294,7 +294,7 @@ class StepRunner:
                 if not math.isfinite(value.item())
             ]
             found = [share for shares in self._run.world.gather(bad, "trainer.step") for share in shares]
-            raise NonFiniteLossError(_describe_bad(totals.loss, where, found))
+            raise NonFiniteLossError(_describe_bad(totals.loss, where, found, hint=self._shares.hint))
         if totals.weight == 0:
             raise LossError(
                 f"the weights of all {batch.size} samples of {where} add up to 0, so the loss has no mean: give at "
@@ -337,11 +337,12 @@ class StepRunner:
         self._fails_alike = False
 
 
-def _describe_bad(loss: float, where: str, bad: list[_BadShare]) -> str:
+def _describe_bad(loss: float, where: str, bad: list[_BadShare], *, hint: str = "") -> str:
     culprits = "".join(
         f"\n  virtual rank {share.virtual_rank} (rank {share.rank}): loss {share.loss}, "
         f"samples {list_first(share.indices, _SHOWN_SAMPLES)}"
         for share in bad
     )
     culprits = culprits or "\n  each virtual rank's own loss is finite; their sum is not"
-    return f"the loss is {loss} at {where}. {STEP_UNDONE}{culprits}\nLook at those samples, or lower the learning rate."
+    advice = " ".join(filter(None, ("Look at those samples, or lower the learning rate.", hint)))
+    return f"the loss is {loss} at {where}. {STEP_UNDONE}{culprits}\n{advice}"

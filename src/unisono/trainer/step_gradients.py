@@ -80,6 +80,8 @@ class StepGradients(ABC):
         """Scales the loss of a float16 step, so that small gradients do not vanish."""
         self.losses: list[tuple[Share, Tensor]] = []
         """The sum of the losses of each share of the last step."""
+        self.hint = ""
+        """A sentence about losses that are NaN, for messages."""
         self.values = ValueSums("loss function")
         """The further values of the last step."""
 

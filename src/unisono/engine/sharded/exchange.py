@@ -109,8 +109,8 @@ class UnitExchange:
     def _round(self, wanted: int) -> None:
         if not self._is_open:
             raise UnisonoError(
-                "a model that is divided over ranks was called outside of trainer.step, trainer.evaluate and "
-                "trainer.predict, where the other ranks do not send their parts of it"
+                "a part of a model that is divided over ranks was called, or a backward pass through it run, outside "
+                "of trainer.step, trainer.evaluate and trainer.predict: the other ranks do not send their parts then"
             )
         with self._unbroken(), uncounted_collectives():
             self._vote(wanted)
@@ -145,8 +145,11 @@ class UnitExchange:
 
     def _send_weights(self, number: int, ranks: Collection[int]) -> None:
         unit, rank = self._units[number], self._world.rank
-        parts = [unit.own if each == rank else layout.allocate() for each, layout in enumerate(unit.layouts)]
         wanted = rank in ranks
+        parts = [
+            unit.own if each == rank else torch.empty(layout.nbytes if wanted else 0, dtype=torch.uint8)
+            for each, layout in enumerate(unit.layouts)
+        ]
         self._transfer(
             {peer: unit.own for peer in self._peers() if peer in ranks},
             {peer: parts[peer] for peer in self._peers() if wanted},

@@ -25,7 +25,7 @@ from unisono.engine.base import Trained
 from unisono.engine.model_contents import plain_name
 from unisono.engine.sharded import Division, ShardedUnit
 from unisono.engine.trainable import sharing_obstacle
-from unisono.errors import LossError
+from unisono.errors import LossError, UnisonoError
 from unisono.parallel.pipeline.blocks import calls_seen_by
 from unisono.parallel.sharding.shard import Shard
 from unisono.parallel.sharding.units import REST, choose_blocks, find_named, members_of
@@ -75,7 +75,17 @@ class DividedModel:
         """How many calls of each unit are under way."""
         self._left: int | None = None
         """The unit that is together though its call has ended: the backward pass may begin with it."""
-        self._is_backward = False
+        self._is_backward = self._is_computing = False
+        model.register_forward_pre_hook(self._check_call)
+
+    def _check_call(self, module: nn.Module, _: Any) -> None:
+        """Refuse a call of the model where its blocks cannot come together."""
+        if not self._is_computing and not self.division.is_whole:
+            raise UnisonoError(
+                f"{type(module).__name__} was called outside of trainer.step, trainer.evaluate and trainer.predict, "
+                "and with parallel=Shard(...) each rank has a part of its parameters alone: use one of these, or call "
+                "it after the loop over trainer.epochs"
+            )
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -84,6 +94,7 @@ class DividedModel:
         The exchange has begun. If the block ends with an error, the other ranks learn of it.
         """
         division = self.division
+        self._is_computing = True
         try:
             if division.is_whole:
                 yield
@@ -96,7 +107,8 @@ class DividedModel:
             division.exchange.fail()
             raise
         finally:
-            self._is_backward, self._left = False, None
+            self._is_computing = self._is_backward = False
+            self._left = None
             self._calls, self._active = [0] * len(self._calls), [0] * len(self._active)
             if not division.is_whole:
                 for unit in division.units:
