@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 PROGRAM = Path(__file__).parent / "programs" / "divided_refusals.py"
-CANNOT = "cannot be divided over ranks: it is not known to treat each element of a parameter alone. Those of torch that do"
+CANNOT = (
+    "cannot be divided over ranks: it is not known to treat each element of a parameter alone. Those of torch that do"
+)
 MESSAGES = {
     "unknown name": "ValueError: by= names 'layer.2', which is not a submodule of the model; did you mean 'layers.2'?",
     "never called": "ValueError: by= names 'layers', a ModuleList, which is never called: name its items, such as "

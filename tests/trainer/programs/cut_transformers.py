@@ -1,6 +1,7 @@
-"""Trains unmodified models of transformers that are cut over ranks; prints a digest of all results for each.
+"""Trains unmodified models of transformers that are cut or divided over ranks; prints a digest of all results for each.
 
-Argument: the number of stages ("1" leaves models whole), then optionally names of models.
+Argument: the number of stages ("1" leaves models whole), or "shard" to divide them, or "whole" to do the same without;
+then optionally names of models.
 """
 
 import hashlib
@@ -15,7 +16,8 @@ from torch.utils.data import TensorDataset
 
 import unisono
 
-stages, *chosen = int(sys.argv[1]), *sys.argv[2:]
+how, *chosen = sys.argv[1:]
+is_averaged, stages = how.isdigit(), int(how) if how.isdigit() else 1
 SMALL = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
 }  # fmt: skip
@@ -77,14 +79,15 @@ def train(name):
     torch.manual_seed(0)
     model = make().train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    parallel = unisono.parallel.Pipeline(stages=starts[stages]) if stages > 1 else None
     trainer = unisono.Trainer(
         model,
         optimizer,
         virtual_ranks=4,
         clip_grad_norm=1.0,
-        ema_decay=0.9,
+        ema_decay=0.9 if is_averaged else None,
         progress=False,
-        parallel=unisono.parallel.Pipeline(stages=starts[stages]) if stages > 1 else None,
+        parallel=unisono.parallel.Shard() if how == "shard" else parallel,
     )
     found = []
     for _epoch in trainer.epochs(2):
@@ -92,7 +95,7 @@ def train(name):
             result = trainer.step(loss, batch)
             found.append((float(result), result.grad_norm))
         found.append(trainer.evaluate(mean(loss), data, batch_size=16))
-        found.append(trainer.evaluate(mean(loss), data, batch_size=20, ema=True))
+        found.append(trainer.evaluate(mean(loss), data, batch_size=20, ema=is_averaged))
     outputs = trainer.predict(logits, data, batch_size=16, to="all")
     found.append(hashlib.sha256(outputs.contiguous().numpy().tobytes()).hexdigest())
     found.append(trainer.digest())

@@ -9,7 +9,7 @@ as much memory, and more traffic.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -77,6 +77,8 @@ class ShardedEngine(GradientAccumulation):
         """For each unit, how many of its trained parameters have no gradient of the last leaf yet."""
         self._rows: list[list[dict[int, Tensor | None]]] = []
         """For each unit and node of this rank, the sums by the number of the parameter in the unit."""
+        self._totals_of: list[Tensor] = []
+        """For each unit, the sums of this rank's trained pieces, as bytes."""
         self._gradients: dict[tuple[int, int], Tensor] = {}
         """The sums of this rank's pieces, by the number of the unit and of the piece in it."""
         self._used_by_all: set[int] = set()
@@ -90,7 +92,7 @@ class ShardedEngine(GradientAccumulation):
         self._begin(step, self._layouts.of(leaves))
         self._missing = [len(members) for members in self._members]
         self._rows = [[{} for _ in self._sums] for _ in self._members]
-        self._gradients, self._found_inf = {}, None
+        self._found_inf = None
         self._totals_sum.start(self._layout)
         take(trained.parameters)
         self._division.exchange.begin(self._reduce)
@@ -157,18 +159,17 @@ class ShardedEngine(GradientAccumulation):
                 if self._is_hooked(optimizer):
                     run = with_hooks(optimizer, run)
             run()
-        self._gradients = {}
 
     def close(self) -> None:
         """Release the parameters; see `Engine`."""
         super().close()
-        self._rows, self._gradients = [], {}
+        self._rows, self._totals_of, self._gradients = [], [], {}
 
     def abort(self, *, alike: bool) -> bool:
         """Discard the step; see `Engine`."""
         self._streaming = False
         take(self._given.parameters)
-        self._rows, self._gradients = [], {}
+        self._rows = []
         return True
 
     @property
@@ -226,8 +227,20 @@ class ShardedEngine(GradientAccumulation):
             dtype=torch.float32,
             device=self._world.device,
         )
+        self._allocate()
         if self._overlap:
             self._hook()
+
+    def _allocate(self) -> None:
+        """Allocate the sums of this rank's pieces. They stay from step to step: optimizers know their addresses."""
+        self._totals_of, self._gradients = [], {}
+        for u, (unit, layouts) in enumerate(zip(self._division.units, self._layouts_of, strict=True)):
+            own = layouts[self._rank]
+            self._totals_of.append(total := own.allocate())
+            sums = {piece.parameter: vector for piece, vector in zip(own.pieces, own.views(total), strict=True)}
+            for k, (piece, place) in enumerate(zip(unit.pieces, unit.places, strict=True)):
+                if piece.parameter in sums:
+                    self._gradients[u, k] = sums[piece.parameter].view(place.shape)
 
     def _store_sum(self, index: int, left: Tensor | None, gradient: Tensor | None) -> None:
         """Keep the sum of one parameter; if it is the last one of its unit, let ranks sum the unit."""
@@ -255,11 +268,4 @@ class ShardedEngine(GradientAccumulation):
         rows: Sequence[GradientRow] = self._rows[number]
         self._rows[number] = []
         layouts = self._layouts_of[number]
-        total = self._division.exchange.sum_rows(unit, layouts, rows, self._layout)
-        own = layouts[self._rank]
-        sums: Mapping[int, Tensor] = {
-            piece.parameter: vector for piece, vector in zip(own.pieces, own.views(total), strict=True)
-        }
-        for k, (piece, place) in enumerate(zip(unit.pieces, unit.places, strict=True)):
-            if piece.parameter in sums:
-                self._gradients[number, k] = sums[piece.parameter].view(place.shape)
+        self._division.exchange.sum_rows(unit, layouts, rows, self._layout, out=self._totals_of[number])

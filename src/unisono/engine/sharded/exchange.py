@@ -158,9 +158,15 @@ class UnitExchange:
             unit.join(parts)
 
     def sum_rows(
-        self, unit: ShardedUnit, layouts: Sequence[PieceLayout], rows: Sequence[GradientRow], nodes: NodeLayout
-    ) -> Tensor:
-        """Return the sum of a unit's gradients over all ranks, for this rank's part. Every rank must call it.
+        self,
+        unit: ShardedUnit,
+        layouts: Sequence[PieceLayout],
+        rows: Sequence[GradientRow],
+        nodes: NodeLayout,
+        *,
+        out: Tensor,
+    ) -> None:
+        """Sum a unit's gradients over all ranks, for this rank's part. Every rank must call it.
 
         Memory: this rank's rows, once more, and those of all ranks for its own part. Traffic: each row but for the own
         part.
@@ -170,6 +176,7 @@ class UnitExchange:
             layouts: The pieces of each rank that have gradients.
             rows: A row for each of this rank's nodes.
             nodes: The nodes of all ranks.
+            out: Gets the sum, as bytes.
         """
         rank = self._world.rank
         packed = [_pack(unit, layout, rows) for layout in layouts]
@@ -183,10 +190,9 @@ class UnitExchange:
             for node, row in zip(of_peer, received[peer], strict=True):
                 values[node] = layouts[rank].runs(row)
         totals = fold(values, leaves=nodes.leaves, add=_add)
-        result = layouts[rank].allocate()
-        for place, total in zip(layouts[rank].runs(result), totals, strict=True):
+        values.clear()  # the function within `fold` that calls itself would keep it until a garbage collection
+        for place, total in zip(layouts[rank].runs(out), totals, strict=True):
             place.copy_(total)
-        return result
 
     def _peers(self) -> list[int]:
         return [(self._world.rank + i) % self._world.size for i in range(1, self._world.size)]
