@@ -8,6 +8,8 @@ import pytest
 
 PROGRAM = Path(__file__).parent / "programs" / "divided.py"
 RESUMABLE = PROGRAM.with_name("divided_resumable.py")
+SOME = ("fp16", "residual", "u_net", "frozen", "wide")
+OTHERS = ("mlp", "bf16", "language_model", "checkpointed", "wandering", "wide")
 
 
 @pytest.fixture(scope="module")
@@ -15,11 +17,12 @@ def whole(fork_python):
     return fork_python(PROGRAM, "whole")
 
 
-@pytest.mark.parametrize(("ranks", "by"), [(2, "block"), (3, "named"), (4, "block")])
-def test_parts_of_ranks_change_no_bit(fork_ranks, whole, ranks, by):
-    job = fork_ranks(ranks, PROGRAM, by)
-    assert len(whole) == 10
-    assert [job.lines(rank) for rank in range(ranks)] == [whole] * ranks
+@pytest.mark.parametrize(("ranks", "by", "names"), [(2, "block", SOME), (3, "named", OTHERS), (4, "block", OTHERS)])
+def test_parts_of_ranks_change_no_bit(fork_ranks, whole, ranks, by, names):
+    job = fork_ranks(ranks, PROGRAM, by, *names)
+    expected = [line for name in names for line in whole if line.startswith(f"{name}:")]
+    assert [job.lines(rank) for rank in range(ranks)] == [expected] * ranks
+    assert len(expected) == len(names)
 
 
 @pytest.fixture(scope="module")

@@ -154,15 +154,18 @@ class TrainerSettings:
                 'engine="shared" keeps one copy of the weights for all ranks, and parallel= divides them: leave '
                 'engine="auto"'
             )
-        if isinstance(parallel, Shard):
-            if self.ema_decay is not None:
-                raise ValueError(
-                    f"ema_decay={self.ema_decay} keeps a second copy of all weights on each rank, which "
-                    "parallel=Shard(...) does not divide yet: leave out one of the two"
-                )
-            return
+        if isinstance(parallel, Shard) and self.ema_decay is not None:
+            raise ValueError(
+                f"ema_decay={self.ema_decay} keeps a second copy of all weights on each rank, which "
+                "parallel=Shard(...) does not divide yet: leave out one of the two"
+            )
         if isinstance(self.stateful, Mapping):
             for name, each in self.stateful.items():
+                if isinstance(each, Carried) and isinstance(parallel, Shard):
+                    raise ValueError(  # noqa: TRY004  the type is right elsewhere
+                        f"stateful[{name!r}] is carried by virtual ranks, which parallel=Shard(...) does not know yet: "
+                        "leave out one of the two"
+                    )
                 if isinstance(each, Carried):
                     raise ValueError(  # noqa: TRY004  the type is right elsewhere
                         f"stateful[{name!r}] is carried by virtual ranks, whose forward pass is on several ranks with "

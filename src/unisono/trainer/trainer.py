@@ -88,8 +88,8 @@ class Trainer(RunStatus, ShortForm, ByVirtualRank, Storage):
             host; "collective" keeps a copy for each rank and sends gradients; "auto" is "shared" where that is possible
             and all optimizers are torch's. Changes no bit. With "shared", write weights through the optimizer only; an
             optimizer that is not torch's must treat each parameter separately.
-        parallel: `unisono.parallel.Pipeline(...)` cuts a model that is too large for one rank over several. Changes no
-            bit.
+        parallel: `unisono.parallel.Pipeline(...)` cuts a model that is too large for one rank over several, and
+            `unisono.parallel.Shard()` divides weights, gradients and optimizer state over all. Changes no bit.
         progress: Show progress on the terminal; otherwise only warnings.
         listeners: Functions that rank 0 calls with each event of the run, a dict; see docs/events.md, and
             docs/logging.md for `unisono.loggers`. Their exceptions propagate out of the method that the event is about;

@@ -1,4 +1,4 @@
-"""What a division over ranks refuses, one after the other: prints the name of each case with the error that it raised."""
+"""What a division over ranks refuses, one after the other: prints the name of each case with the error it raised."""
 
 import torch
 from torch import nn
@@ -136,6 +136,7 @@ CASES = {
     "shared": lambda: make(engine="shared"),
     "compiled": lambda: make(torch.compile(Net())),
     "several models": two_models,
+    "carried": lambda: make(stateful={"h": unisono.Carried(lambda _: 0)}),
     "averaged": lambda: make(ema_decay=0.9),
     "LBFGS": lambda: make(optimizer=torch.optim.LBFGS),
     "Adafactor": lambda: make(optimizer=torch.optim.Adafactor),
