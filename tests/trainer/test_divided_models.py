@@ -52,4 +52,4 @@ def test_sigterm_saves_the_parts_of_all_ranks(run_ranks, fork_python, tmp_path, 
 def test_all_ranks_start_again_when_one_with_a_part_of_the_model_dies(run_ranks, tmp_path, undisturbed):
     job = run_ranks(2, RESUMABLE, tmp_path, "block", "die=5", flags=["--max-restarts", "1"])
     assert [job.lines(rank)[-1] for rank in range(2)] == [f"from 3 {undisturbed}"] * 2
-    assert "no rank can be replaced alone: a model that is cut or divided over ranks dies with the rank" in job.said
+    assert "no rank can be replaced alone: a model that is divided over ranks dies with the rank" in job.said
