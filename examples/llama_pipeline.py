@@ -21,7 +21,7 @@ import unisono
 
 parser = argparse.ArgumentParser(description="Train a Llama of transformers that is cut over ranks.")
 parser.add_argument("--stages", type=int, default=2, choices=range(2, 5))
-parser.add_argument("--schedule", default="1f1b", choices=["1f1b", "gpipe", "interleaved"])
+parser.add_argument("--schedule", default="1f1b", choices=["auto", "1f1b", "gpipe", "interleaved", "zero-bubble"])
 parser.add_argument("--epochs", type=int, default=1)
 parser.add_argument("--steps", type=int, help="stop after so many steps in all")
 parser.add_argument("--batch-size", type=int, default=64, help="sequences of all ranks together")

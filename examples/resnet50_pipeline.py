@@ -18,7 +18,7 @@ import unisono
 
 parser = argparse.ArgumentParser(description="Train a ResNet-50 that is cut over ranks.")
 parser.add_argument("--stages", type=int, default=2, choices=range(2, 9))
-parser.add_argument("--schedule", default="1f1b", choices=["1f1b", "gpipe", "interleaved"])
+parser.add_argument("--schedule", default="1f1b", choices=["auto", "1f1b", "gpipe", "interleaved", "zero-bubble"])
 parser.add_argument("--epochs", type=int, default=5)
 parser.add_argument("--batch-size", type=int, default=128, help="images of all ranks together")
 parser.add_argument("--virtual-ranks", type=int, default=8, help="fixed shares of a batch: the micro-batches")

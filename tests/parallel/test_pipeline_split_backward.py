@@ -87,7 +87,14 @@ def with_penalty(model, x):
     return square(model, x) + sum(parameter.square().sum() for parameter in model.parameters())
 
 
+def frozen_embedding():
+    model = LanguageModel()
+    model.embedding.requires_grad_(False)
+    return model
+
+
 CASES = {
+    "a frozen parameter that is shared": (frozen_embedding, next_token, ["layers.1", "layers.3"], {1, 2}),
     "batch norm": (mlp, square, ["1", "8"], {1, 2}),
     "convolutions": (Residual, square, ["blocks.2", "blocks.4"], {1, 2}),
     "skips": (UNet, square, ["middle", "wider.1"], {1, 2}),
@@ -105,7 +112,7 @@ CASES = {
 
 
 def inputs_of(name):
-    if name == "shared parameters":
+    if "shared" in name and "view" not in name:
         return torch.randint(0, 30, (4, 8))
     shapes = {"convolutions": (3, 4, 6, 6), "skips": (2, 2, 10, 10), "batch norm": (5, 16), "a penalty": (5, 16)}
     return torch.randn(*shapes.get(name, (6, 6)))

@@ -208,7 +208,7 @@ class _Graph:
     @classmethod
     def of(cls, roots: Sequence[Tensor], sent: Sequence[Tensor]) -> _Graph | None:
         """Return the graph below some roots, or None if it has functions that cannot be called in parts."""
-        found = cls({id(parameter): parameter for parameter in sent})
+        found = cls({id(parameter): parameter for parameter in sent if parameter.requires_grad})
         for root in roots:
             if root.grad_fn is None:
                 found.early[id(root)] = root
