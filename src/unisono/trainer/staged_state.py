@@ -150,13 +150,10 @@ class StagedState:
         cut, known = self._cut, self._cut.ownership.map
         is_whole = not self._commits.is_established or cut.ownership.whole == "everywhere"
         groups, document = (capture if is_whole else capture_common)(self._subjects, facts)
-        document["cut"] = {
-            "starts": cut.starts,
-            "map": None,
-            "is_whole": is_whole,
-        }
-        if known is not None and self._commits.is_established:
-            document["cut"]["map"] = [dict(known.parameters), dict(known.buffers)]
+        found = None
+        if known is not None and self._commits.is_established:  # otherwise the first step begins anew
+            found = [dict(known.parameters), dict(known.buffers)]
+        document["cut"] = {"starts": cut.starts, "map": found, "is_whole": is_whole}
         return groups, document
 
     def heed(self, document: Mapping[str, Any]) -> None:
