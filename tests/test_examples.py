@@ -85,6 +85,16 @@ def test_pipelines_learn_and_have_one_digest(fork_ranks, name):
     assert cut == [alone] * len(cut)
 
 
+def test_layers_on_two_devices_learn_what_the_whole_model_learns(fork_python):
+    options = ["--width", 32, "--layers", 1, "--steps", 40]
+    devices, _, loss = fork_python(EXAMPLES / "toy_two_devices.py", *options)
+    assert re.fullmatch(r"devices: net1 on (cpu|cuda:0), net2 on (cpu|cuda:1)", devices)
+    assert re.fullmatch(r"loss: 0\.0\d{5}", loss)
+    if "cuda" not in devices:
+        for more in (["--whole"], ["--by", "memory"]):
+            assert fork_python(EXAMPLES / "toy_two_devices.py", *options, *more)[-1] == loss
+
+
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
 def test_examples_stay_short(path):
     assert len(path.read_text().splitlines()) <= 100

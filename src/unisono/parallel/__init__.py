@@ -2,6 +2,7 @@
 
 from unisono.parallel.data_parallel import DataParallel
 from unisono.parallel.pipeline import Pipeline, PipelineStages, cut
+from unisono.parallel.placed import PlacedModel, place
 from unisono.parallel.replicas import Replicas, replicate
 from unisono.parallel.scatter_gather import Whole
 from unisono.parallel.sharding import Shard
@@ -17,12 +18,14 @@ __all__ = [
     "DataParallel",
     "Pipeline",
     "PipelineStages",
+    "PlacedModel",
     "Replicas",
     "Shard",
     "SyncBatchNorm",
     "Whole",
     "convert_sync_batchnorm",
     "cut",
+    "place",
     "replicate",
     "revert_sync_batchnorm",
 ]

@@ -20,7 +20,9 @@ from torch.nn.parameter import is_lazy
 
 from unisono.errors import LossError
 from unisono.parallel.device_copies import carry, copy_to
+from unisono.parallel.device_names import as_device
 from unisono.parallel.losses import loss_of, read_loss
+from unisono.parallel.placed.forward import refuse_placed
 from unisono.parallel.scatter_gather import divide, join, moved
 from unisono.parallel.sync_batch_norm import SyncBatchNorm
 from unisono.text import a_type
@@ -74,9 +76,9 @@ class DataParallel:
             raise ValueError(f"dim={dim} must count from the front: 0 or more")
         self.module = module
         """The given model."""
-        self.devices = [_device(each) for each in device_ids]
+        self.devices = [as_device(each) for each in device_ids]
         """The devices, one per replica; the module lies on the first."""
-        self.output_device = self.devices[0] if output_device is None else _device(output_device)
+        self.output_device = self.devices[0] if output_device is None else as_device(output_device)
         """The device of outputs and losses."""
         self.dim = dim
         """The dimension along which inputs are divided."""
@@ -168,18 +170,8 @@ class DataParallel:
         return f"DataParallel({type(self.module).__name__}, {[str(device) for device in self.devices]})"
 
 
-def _device(given: int | str | torch.device) -> torch.device:
-    device = torch.device("cuda", given) if isinstance(given, int) else torch.device(given)
-    if device.type == "cpu":
-        return torch.device("cpu")
-    there = torch.get_device_module(device).device_count()
-    index: int | None = device.index
-    if (index or 0) >= there:
-        raise ValueError(f"{device} is not there: this process has {there} devices of type {device.type}")
-    return device if index is not None else torch.device(device.type, torch.get_device_module(device).current_device())
-
-
 def _check_copyable(module: nn.Module) -> None:
+    refuse_placed(module, "DataParallel copies a model to other devices")
     for name, each in module.named_modules():
         where = f"{name!r} is" if name else "the model is"
         if isinstance(each, (SyncBatchNorm, nn.SyncBatchNorm)):

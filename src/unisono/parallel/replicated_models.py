@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from unisono.parallel.gradient_bucket import Parameter
+from unisono.parallel.placed.forward import placed_devices
 from unisono.parallel.wrappers import wrapper_of
 from unisono.text import a_type
 
@@ -24,7 +25,7 @@ def named_models(models: Models) -> dict[str, nn.Module]:
 
     Raises:
         TypeError: It is not a module or a list or dict of modules, or a module is wrapped by another library.
-        ValueError: It has no module.
+        ValueError: It has no module, or one whose layers are on several devices.
     """
     if isinstance(models, nn.Module):
         found: dict[str, Any] = {"model": models}
@@ -39,6 +40,12 @@ def named_models(models: Models) -> dict[str, nn.Module]:
             raise TypeError(f"models has the key {name!r}; models are given by names, which are strings")
         if not isinstance(model, nn.Module):
             raise TypeError(f"{name} is {_what(model)}, and must be a torch.nn.Module")
+        placed = placed_devices(model)
+        if placed is not None and len(placed) > 1:
+            raise ValueError(
+                f"{name} has been placed on {', '.join(map(str, placed))}, and replicate() sums the gradients of one "
+                "device of each rank: leave out one of the two"
+            )
         for path, module in model.named_modules(prefix=name):
             wrapper = wrapper_of(module, path)
             if wrapper is not None:

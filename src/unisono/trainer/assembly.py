@@ -45,7 +45,7 @@ from unisono.trainer.description import (
 )
 from unisono.trainer.evaluation_history import EvaluationHistory
 from unisono.trainer.hyperparameters import given_by, settings_of
-from unisono.trainer.model_checks import check_models
+from unisono.trainer.model_checks import check_models, check_placed
 from unisono.trainer.modules import check_batch_norms, check_embeddings, parameter_names, plain_modules
 from unisono.trainer.pipeline_gradients import PipelineGradients
 from unisono.trainer.recoverable_state import RecoverableState, WholeState
@@ -152,6 +152,7 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
     optimizers = named_optimizers(optimizer)
     schedulers = check_schedulers(settings.scheduler, optimizers, settings.stateful)
     chosen = choose_device(settings.device, modules, local_rank=own_placement().local_rank)
+    check_placed(modules, chosen)
     if chosen.type == "cpu":
         torch.set_num_threads(settings.threads)
         keep_freed_memory()

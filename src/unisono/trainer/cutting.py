@@ -12,6 +12,7 @@ from unisono.engine.shared import is_elementwise
 from unisono.parallel.pipeline import Pipeline
 from unisono.parallel.pipeline.blocks import find_blocks
 from unisono.parallel.pipeline.cut_model import CutModel
+from unisono.parallel.placed.forward import refuse_placed
 from unisono.parallel.sharding import Shard
 from unisono.parallel.sharding.divided_model import DividedModel, check_memory
 from unisono.parallel.sharding.units import choose_blocks, find_named
@@ -44,8 +45,8 @@ def cut_model(pipeline: Pipeline, modules: Mapping[str, nn.Module], given: objec
         world: All ranks.
 
     Raises:
-        ValueError: There are several models, the model is compiled as a whole, the ranks cannot be divided so, or a
-            name is not that of a submodule.
+        ValueError: There are several models, the model is placed, or compiled as a whole, the ranks cannot be divided
+            so, or a name is not that of a submodule.
     """
     if len(modules) > 1:
         names = ", ".join(repr(name.removesuffix(".")) for name in modules)
@@ -60,6 +61,7 @@ def cut_model(pipeline: Pipeline, modules: Mapping[str, nn.Module], given: objec
             "torch.compile has made one program of it: compile the modules within a stage instead, such as "
             "model.layers[0].compile()"
         )
+    refuse_placed(model, "parallel=Pipeline(...) runs a model with one stage on each rank")
     find_blocks(model, pipeline.names or ())
     return CutModel(pipeline, model, world) if world.size > 1 else None
 
@@ -94,6 +96,7 @@ def divide_model(
             "parallel=Shard(...) brings the parameters of blocks together when they are called, and torch.compile has "
             "made one program of the whole model: compile the blocks instead, such as model.layers[0].compile()"
         )
+    refuse_placed(model, "parallel=Shard(...) divides the parameters of a model over ranks")
     for optimizer in optimizers.values():
         if not is_elementwise(optimizer):
             raise ValueError(

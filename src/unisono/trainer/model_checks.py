@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from unisono.engine.gradient_hooks import watchers_of
 from unisono.parallel import Replicas
+from unisono.parallel.placed.forward import placed_devices
 from unisono.parallel.reducer import Reducer
 from unisono.parallel.wrappers import wrapper_of
 from unisono.text import a_type
 
-__all__ = ["check_models", "unwrapped_optimizer"]
+__all__ = ["check_models", "check_placed", "unwrapped_optimizer"]
 
 
 def check_models(model: Any) -> None:
@@ -21,7 +23,8 @@ def check_models(model: Any) -> None:
 
     Raises:
         TypeError: A model is not a module, or a key of the dict is not a name.
-        ValueError: The dict is empty, a module is wrapped or sharded, or its parameters have no values yet.
+        ValueError: The dict is empty, a module is wrapped or sharded, its layers are on several devices, or its
+            parameters have no values yet.
     """
     models = model if isinstance(model, Mapping) else {"model": model}
     if not models:
@@ -40,6 +43,13 @@ def check_models(model: Any) -> None:
             raise TypeError(f"model has the key {key!r}; models are given by names, which are strings")
         for name, module in root.named_modules(prefix=key):
             _check_module(module, name)
+        placed = placed_devices(root)
+        if placed is not None and len(placed) > 1:
+            raise ValueError(
+                f"{key!r} has been placed on {', '.join(map(str, placed))}, and a Trainer keeps each model on one "
+                "device of each rank: train it in a loop of your own (docs/placement.md), or remove() the placement "
+                "and give Trainer parallel=unisono.parallel.Pipeline(...) and a rank for each device."
+            )
         for name, parameter in root.named_parameters(prefix=key):
             if nn.parameter.is_lazy(parameter):
                 raise ValueError(f"parameter {name!r} has no size yet: run the model on one batch before Trainer")
@@ -66,6 +76,22 @@ def _check_module(module: nn.Module, name: str) -> None:
             f"{name!r} is wrapped in {wrapper[0]}, which looks after gradients or parameters itself, as the Trainer "
             f"does: give Trainer {wrapper[1]}."
         )
+
+
+def check_placed(modules: Mapping[str, nn.Module], device: torch.device) -> None:
+    """Check that models whose layers have been placed are where the run's device is.
+
+    Raises:
+        ValueError: One is elsewhere.
+    """
+    for prefix, module in modules.items():
+        placed = placed_devices(module)
+        if placed is not None and placed != [device]:
+            name = repr(prefix.removesuffix(".") or "model")
+            raise ValueError(
+                f"{name} has been placed on {', '.join(map(str, placed))}, and the Trainer's device is {device}: place "
+                f'it there, or give Trainer device="{placed[0]}"'
+            )
 
 
 def unwrapped_optimizer(optimizer: Any) -> Any:

@@ -59,7 +59,12 @@ class Split:
 
 
 def balance(
-    segments: Sequence[ModelSegment], stages: int, *, under_way: Sequence[int], limit_nbytes: int | None = None
+    segments: Sequence[ModelSegment],
+    stages: int,
+    *,
+    under_way: Sequence[int],
+    limit_nbytes: int | Sequence[int | None] | None = None,
+    parts: str = "stages",
 ) -> Split:
     """Return the division with the fastest slowest stage; among those within 1 %, the one that sends least.
 
@@ -67,7 +72,8 @@ def balance(
         segments: The parts of the model, in order.
         stages: The number of stages.
         under_way: For each stage, how many micro-batches it holds activations of.
-        limit_nbytes: The memory that a stage may take. None: any.
+        limit_nbytes: The memory that a stage may take, or that each of them may take. None: any.
+        parts: What stages are called in messages.
 
     Raises:
         ValueError: There are fewer segments than stages, or no division keeps the limit; the message has the numbers.
@@ -79,16 +85,18 @@ def balance(
     """
     if len(segments) < stages:
         raise ValueError(
-            f"{stages} stages need {stages} places at which one may begin, and the model has {len(segments)}: give "
-            "fewer stages, or a model of smaller blocks"
+            f"{stages} {parts} need {stages} places at which one may begin, and the model has {len(segments)}: give "
+            f"fewer {parts}, or a model of smaller blocks"
         )
-    table = _Table(segments, under_way, limit_nbytes)
+    limits: Sequence[int | None]
+    limits = [limit_nbytes] * stages if limit_nbytes is None or isinstance(limit_nbytes, int) else limit_nbytes
+    table = _Table(segments, under_way, limits)
     bound = table.best_bound(stages)
     if bound is None:
-        raise ValueError(_too_little(table, stages, limit_nbytes))
+        raise ValueError(_too_little(table, stages, limits, parts))
     begins = table.cheapest(stages, bound * (1 + _SLACK))
     ends = (*begins[1:], len(segments))
-    whole = _Table(segments, under_way, None).best_bound(stages)
+    whole = _Table(segments, under_way, [None] * stages).best_bound(stages)
     assert whole is not None
     return Split(
         begins,
@@ -101,15 +109,20 @@ def balance(
 class _Table:
     """Costs of runs of segments, and the dynamic programs over them."""
 
-    def __init__(self, segments: Sequence[ModelSegment], under_way: Sequence[int], limit_nbytes: int | None) -> None:
+    def __init__(
+        self, segments: Sequence[ModelSegment], under_way: Sequence[int], limits: Sequence[int | None]
+    ) -> None:
         self._segments, self._under_way = segments, under_way
-        self._limit = math.inf if limit_nbytes is None else limit_nbytes
+        self._limits = [math.inf if each is None else each for each in limits]
         self._seconds = [0.0, *accumulate(each.seconds for each in segments)]
         self._state = [0, *accumulate(each.state_nbytes for each in segments)]
         self._activation = [0, *accumulate(each.activation_nbytes for each in segments)]
 
     def seconds(self, begin: int, end: int) -> float:
         return self._seconds[end] - self._seconds[begin]
+
+    def fits(self, stage: int, begin: int, end: int) -> bool:
+        return self.nbytes(stage, begin, end) <= self._limits[stage]
 
     def nbytes(self, stage: int, begin: int, end: int) -> int:
         held = self._activation[end] - self._activation[begin]
@@ -125,7 +138,7 @@ class _Table:
                     (
                         max(best[begin], self.seconds(begin, end))
                         for begin in range(stage, end)
-                        if self.nbytes(stage, begin, end) <= self._limit
+                        if self.fits(stage, begin, end)
                     ),
                     default=math.inf,
                 )
@@ -142,7 +155,7 @@ class _Table:
             for end in range(stage + 1, count + 1):
                 for begin in range(stage, end):
                     sent, begins = best[begin]
-                    if self.seconds(begin, end) > bound or self.nbytes(stage, begin, end) > self._limit:
+                    if self.seconds(begin, end) > bound or not self.fits(stage, begin, end):
                         continue
                     sent += self._segments[begin].entering_nbytes if stage else 0
                     if sent < following[end][0]:
@@ -153,20 +166,25 @@ class _Table:
 
 def _mebibytes(nbytes: int) -> str:
     mebibytes = nbytes / 2**20
-    return f"{mebibytes:,.0f} MiB" if mebibytes >= 100 else f"{mebibytes:.3g} MiB"
+    return f"{mebibytes:,.0f}" if mebibytes >= 100 else f"{mebibytes:.3g}"
 
 
-def _too_little(table: _Table, stages: int, limit_nbytes: int | None) -> str:
-    """Describe why no division keeps the limit: what the least one needs."""
-    assert limit_nbytes is not None
-    low, high = limit_nbytes, max(table.nbytes(stage, 0, len(table._segments)) for stage in range(stages))
+def _too_little(table: _Table, stages: int, limits: Sequence[int | None], parts: str) -> str:
+    """Describe why no division keeps the limits: what the least one needs where all stages have as much."""
+    low, high = 0, max(table.nbytes(stage, 0, len(table._segments)) for stage in range(stages))
     while low < high:
         middle = (low + high) // 2
-        if _Table(table._segments, table._under_way, middle).best_bound(stages) is None:
+        if _Table(table._segments, table._under_way, [middle] * stages).best_bound(stages) is None:
             low = middle + 1
         else:
             high = middle
+    if len(set(limits)) == 1:
+        assert limits[0] is not None
+        given, each = f"{_mebibytes(limits[0])} MiB each", ""
+    else:
+        given = ", ".join("any" if limit is None else _mebibytes(limit) for limit in limits) + " MiB"
+        each = " of each"
     return (
-        f"no division into {stages} stages fits {_mebibytes(limit_nbytes)} each: the best one needs "
-        f"{_mebibytes(low)}. Give more stages, smaller micro-batches, or activation checkpointing"
+        f"no division into {stages} {parts} fits {given}: the best one needs {_mebibytes(low)} MiB{each}. Give more "
+        f"{parts}, smaller micro-batches, or activation checkpointing"
     )

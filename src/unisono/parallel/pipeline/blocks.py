@@ -7,14 +7,14 @@ is a container: its own code runs on every stage. A submodule without parameters
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any, cast
 
 from torch import nn
 
-__all__ = ["CALL", "calls_seen_by", "find_blocks", "is_called"]
+__all__ = ["CALL", "calls_seen_by", "find_blocks", "is_called", "nearest_name"]
 
 CALL = "_unisono_pipeline_call"
 
@@ -36,8 +36,7 @@ def find_blocks(model: nn.Module, starts: Sequence[str]) -> dict[str, nn.Module]
     modules = dict(model.named_modules())
     for name in starts:
         if name not in modules or not name:
-            near = difflib.get_close_matches(name, [known for known in modules if known], n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = nearest_name(name, modules)
             raise ValueError(f"a stage is to begin with {name!r}, which is not a submodule of the model{hint}")
         if starts.count(name) > 1:
             raise ValueError(f"{starts.count(name)} stages are to begin with {name!r}: name each submodule once")
@@ -56,6 +55,16 @@ def find_blocks(model: nn.Module, starts: Sequence[str]) -> dict[str, nn.Module]
             found[id(module)] = name
             blocks[name] = module
     return blocks
+
+
+def nearest_name(name: str, known: Iterable[str]) -> str:
+    """Return the end of a message about an unknown name, with the nearest known one if there is one.
+
+    >>> nearest_name("layer.0", ["layers.0", "head"]), nearest_name("x", ["head"])
+    ("; did you mean 'layers.0'?", '')
+    """
+    near = difflib.get_close_matches(name, [each for each in known if each], n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _outermost(

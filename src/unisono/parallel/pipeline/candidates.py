@@ -13,7 +13,7 @@ from unisono.parallel.pipeline.forward_program import ForwardProgram
 from unisono.parallel.pipeline.recorder import record
 from unisono.parallel.pipeline.stage_plan import first_calls, plan_stages
 
-__all__ = ["Places", "find_places"]
+__all__ = ["Places", "find_places", "layer_names"]
 
 _DEEPEST = 100
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -41,10 +41,9 @@ def find_places(model: nn.Module, function: Callable[..., Any], inputs: Sequence
     Raises:
         CutError: The model's own code reads numbers, or changes tensors in place, so that it cannot be cut at all.
     """
-    total = sum(parameter.numel() for parameter in model.parameters())
-    depth = max((name.count(".") for name in _layers(model, "", total / (2 * stages), _DEEPEST)), default=0)
+    depth = max((name.count(".") for name in layer_names(model, stages=stages)), default=0)
     while True:
-        names = [*_layers(model, "", total / (2 * stages), depth)]
+        names = layer_names(model, stages=stages, depth=depth)
         try:
             program = record(model, function, inputs, starts=names)
             break
@@ -64,6 +63,18 @@ def find_places(model: nn.Module, function: Callable[..., Any], inputs: Sequence
     begin = next((call.number for call in program.calls if not call.everywhere), 0)
     found = sorted(each for each in found if each[0] > begin)
     return Places(tuple(name for _, name in found), tuple(call for call, _ in found), program)
+
+
+def layer_names(model: nn.Module, *, stages: int, depth: int = _DEEPEST) -> list[str]:
+    """Return the layers in containers, and the parts of large modules, in the order in which they are registered.
+
+    Args:
+        model: The whole model.
+        stages: The number of stages that there are to be: a module is large if it has half of a stage's share.
+        depth: How many modules deep to look.
+    """
+    total = sum(parameter.numel() for parameter in model.parameters())
+    return [*_layers(model, "", total / (2 * stages), depth)]
 
 
 def _layers(module: nn.Module, name: str, limit: float, depth: int) -> Iterator[str]:

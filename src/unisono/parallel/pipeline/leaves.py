@@ -15,7 +15,7 @@ from torch import Tensor
 from unisono.collectives.structure import children, rebuild
 from unisono.parallel.pipeline.placeholder import TensorLayout
 
-__all__ = ["Builder", "described", "flatten"]
+__all__ = ["Builder", "children_of", "described", "flatten", "rebuilt"]
 
 Builder = Callable[[Iterator[Any]], Any]
 """Builds a nested value from an iterator of its leaves."""
@@ -36,20 +36,22 @@ def flatten(value: Any) -> tuple[list[Any], Builder]:
 
 
 def _take(value: Any, leaves: list[Any]) -> Builder:
-    found = None if isinstance(value, _PLAIN) else _children(value)
+    found = None if isinstance(value, _PLAIN) else children_of(value)
     if found is None:
         leaves.append(value)
         return next
     keys = [key for key, _ in found]
     builders = [_take(child, leaves) for _, child in found]
-    return lambda given: _rebuild(value, keys, [build(given) for build in builders])
+    return lambda given: rebuilt(value, keys, [build(given) for build in builders])
 
 
-def _children(value: Any) -> list[tuple[Any, Any]] | None:
+def children_of(value: Any) -> list[tuple[Any, Any]] | None:
+    """Return the children of a value, as pairs of key and child; None if it is a leaf."""
     return list(value.data.items()) if isinstance(value, UserDict) else children(value)
 
 
-def _rebuild(value: Any, keys: list[Any], held: list[Any]) -> Any:
+def rebuilt(value: Any, keys: list[Any], held: list[Any]) -> Any:
+    """Return a value like another one with other children, whose keys are those of `children_of`."""
     if not isinstance(value, UserDict):
         return rebuild(value, keys, held)
     made = copy.copy(value)
@@ -65,7 +67,7 @@ def described(value: Any, depth: int = 0) -> Hashable:
     """
     if isinstance(value, Tensor):
         return TensorLayout.of(value)
-    found = None if isinstance(value, _PLAIN) or depth > _DEEPEST else _children(value)
+    found = None if isinstance(value, _PLAIN) or depth > _DEEPEST else children_of(value)
     if found is None and not isinstance(value, (*_PLAIN, type)) and hasattr(value, "__dict__"):
         found = list(vars(value).items())
     if found is None:

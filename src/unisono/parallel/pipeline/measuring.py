@@ -24,10 +24,10 @@ from unisono.parallel.pipeline.candidates import Places
 from unisono.parallel.pipeline.traffic import bytes_across
 from unisono.state.random import kept_generators
 
-__all__ = ["measure_segments"]
+__all__ = ["STATE_COPIES", "measure_segments"]
 
 _WARM_UPS, _REPEATS = 1, 3
-_STATE_COPIES = 4
+STATE_COPIES = 4
 """A parameter, its gradient, and the two averages of Adam."""
 _BACKWARD = 2.0
 """The time of a backward pass by that of a forward pass, where only that is measured."""
@@ -219,5 +219,5 @@ def _state_nbytes(model: nn.Module, places: Places) -> list[int]:
         while call.number >= bounds[segment]:
             segment += 1
         for name in call.parameters:
-            found[segment] += _STATE_COPIES * sizes.pop(name, 0)
+            found[segment] += STATE_COPIES * sizes.pop(name, 0)
     return found

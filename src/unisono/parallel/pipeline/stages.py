@@ -22,6 +22,7 @@ from unisono.parallel.pipeline.cut_model import CutModel
 from unisono.parallel.pipeline.leaves import flatten
 from unisono.parallel.pipeline.pipeline import Pipeline
 from unisono.parallel.pipeline.runner import LossRoot
+from unisono.parallel.placed.forward import refuse_placed
 from unisono.plan import derive_key
 from unisono.state.random import kept_generators, set_generators
 
@@ -40,13 +41,15 @@ def cut(model: nn.Module, pipeline: Pipeline) -> PipelineStages:
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: The ranks cannot be divided so, a name is not that of a submodule, or the model is on a GPU.
+        ValueError: The ranks cannot be divided so, a name is not that of a submodule, `place` has placed the model, or
+            it is on a GPU.
     """
     if not isinstance(model, nn.Module) or not isinstance(pipeline, Pipeline):
         raise TypeError(
             "cut(model, pipeline) takes an nn.Module and a unisono.parallel.Pipeline, and got "
             f"{type(model).__name__} and {type(pipeline).__name__}"
         )
+    refuse_placed(model, "cut() runs a model with one stage on each rank")
     find_blocks(model, pipeline.names or ())
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
         if tensor.device.type != "cpu":

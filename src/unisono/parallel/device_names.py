@@ -1,0 +1,43 @@
+"""Devices as users name them, and whether they are there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from unisono.text import a_type
+
+__all__ = ["as_device"]
+
+
+def as_device(given: Any) -> torch.device:
+    """Return the device that a user means, with its number unless it is the CPU or "meta".
+
+    Args:
+        given: The number of a GPU, a name, or a torch.device.
+
+    Raises:
+        TypeError: It is none of these.
+        ValueError: torch does not know it, or this process does not have it.
+
+    >>> as_device("cpu"), as_device(torch.device("cpu", 1)), as_device("meta")
+    (device(type='cpu'), device(type='cpu'), device(type='meta'))
+    """
+    if isinstance(given, bool) or not isinstance(given, int | str | torch.device):
+        raise TypeError(f"{given!r} is {a_type(given)}: give a device as a name such as 'cuda:0', or a GPU's number")
+    try:
+        device = torch.device("cuda", given) if isinstance(given, int) else torch.device(given)
+    except RuntimeError:
+        raise ValueError(f"{given!r} is no device that torch knows: give 'cpu', 'cuda:0' or the like") from None
+    if device.type in ("cpu", "meta"):
+        return torch.device(device.type)
+    try:
+        module = torch.get_device_module(device)
+    except RuntimeError:
+        raise ValueError(f"{device} is not there: this torch has no support for {device.type}") from None
+    there = module.device_count()
+    index: int | None = device.index
+    if (index or 0) >= there:
+        raise ValueError(f"{device} is not there: this process has {there} devices of type {device.type}")
+    return device if index is not None else torch.device(device.type, module.current_device())
