@@ -5,8 +5,9 @@ Two ranks are threads of one process. Runs with real ranks are in test_recovery.
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
@@ -32,13 +33,16 @@ class Runtime:
         self.rank, self._segments, self._meeting = rank, segments, meeting
         self.lost: set[int] = set()
 
-    def segment(self, nbytes: int, what: str, *, prepare: Any = None, **_: object) -> Segment:
+    def segment(self, nbytes: int, what: str, *, prepare: Any = None, keeps_descriptor: bool = False) -> Segment:
         if not self.rank:
             self._segments[what] = Segment.create(nbytes, name=what)
             if prepare is not None:
                 prepare(self._segments[what])
         self._meeting.wait(10)
-        return self._segments[what]
+        own = Segment(os.dup(self._segments[what].fd))
+        if not keeps_descriptor:
+            own.close_descriptor()
+        return own
 
     def barrier(self, what: str, step: StepTransaction) -> None:
         if self.lost:
@@ -102,7 +106,7 @@ class Rank:
 
 
 @pytest.fixture
-def ranks() -> list[Rank]:
+def ranks() -> Iterator[list[Rank]]:
     segments, meeting = dict[str, Segment](), threading.Barrier(2)
     found = [Rank(Runtime(rank, segments, meeting)) for rank in range(2)]
     on_both(*(rank.commits.commit_base for rank in found))
@@ -110,7 +114,9 @@ def ranks() -> list[Rank]:
         for rank in found:
             rank.commits.begin()
         on_both(*(partial(rank.step, value) for rank in found))
-    return found
+    yield found
+    for segment in segments.values():
+        segment.close_descriptor()
 
 
 def on_both(*calls: Callable[[], object]) -> list[BaseException | None]:
