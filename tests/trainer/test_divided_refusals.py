@@ -58,6 +58,7 @@ def test_each_is_an_error_that_says_what_to_do(fork_ranks, ranks):
 
 
 FAILING = """
+import copy, pickle
 import torch, unisono
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -68,6 +69,7 @@ data = TensorDataset(torch.randn(32, 8))
 trainer = unisono.Trainer(
     model, torch.optim.AdamW(model.parameters()), virtual_ranks=4, progress=False, parallel=unisono.parallel.Shard()
 )
+teacher = copy.deepcopy(model)
 fails = {1: 0, 2: 1}  # which rank, by step
 
 def loss(model, batch):
@@ -79,6 +81,7 @@ def loss(model, batch):
 told = []
 for _ in trainer.epochs(2):
     for batch in trainer.batches(data, batch_size=8):
+        assert teacher(data.tensors[0]).isfinite().all()
         for attempt in range(2):
             try:
                 trainer.step(loss, batch)
@@ -87,6 +90,7 @@ for _ in trainer.epochs(2):
                 if trainer.steps_done == 3:
                     told.append(error)
                 print(f"{trainer.steps_done} {type(error).__name__}: {str(error).splitlines()[0]}", flush=True)
+assert torch.equal(pickle.loads(pickle.dumps(model))(data.tensors[0]), model(data.tensors[0]))
 print(trainer.digest())
 """
 PEER = "PeerError: rank {} failed while this rank needed its part of the model; its own error says why."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from torch.optim import Optimizer
@@ -38,11 +38,6 @@ class Division:
     def is_whole(self) -> bool:
         """True if this rank has the whole state."""
         return self.whole == "everywhere" or (self.whole == "main" and self._world.rank == 0)
-
-    @property
-    def shards(self) -> Mapping[int, OptimizerShards]:
-        """The state of the optimizers, by their identity."""
-        return self._shards
 
     def shards_of(self, optimizer: Optimizer) -> OptimizerShards:
         """Return the state of an optimizer."""

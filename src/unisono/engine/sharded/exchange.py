@@ -58,8 +58,6 @@ class UnitExchange:
         self._complete: set[int] = set()
         self._reduced: set[int] = set()
         self._reduce: Callable[[int], None] = _reduce_nothing
-        self.rounds = 0
-        """Number of rounds so far."""
 
     def begin(self, reduce: Callable[[int], None] | None = None) -> None:
         """Begin to compute. Every rank must call it.
@@ -115,7 +113,6 @@ class UnitExchange:
         with self._unbroken(), uncounted_collectives():
             self._vote(wanted)
             votes = [vote.tolist() for vote in self._votes]
-            self.rounds += 1
             failed = [rank for rank, vote in enumerate(votes) if vote[0] == _FAILED]
             if failed:
                 self._is_open = False

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from unisono.engine.norm import BLOCK, dense_strides
+from unisono.engine.norm import BLOCK, dense_strides, in_memory_order
 from unisono.engine.shared.partition import Piece, partition
 from unisono.plan.alignment import BUFFER_NUMEL, align_up
 
@@ -100,7 +100,7 @@ class ShardedUnit:
         self.layouts = [PieceLayout(pieces, dtypes) for pieces in parts]
         """The part of each rank."""
         self.own = self.layouts[rank].allocate()
-        """This rank's part, as bytes. It holds the weights, except while `is_whole`."""
+        """This rank's part, as bytes. It has the weights, except while the run is whole everywhere."""
         # A parameter without dimensions keeps none: its state cannot be told from a number then, and need not be.
         self.places = [
             vector.view(()) if not self.parameters[piece.parameter].dim() else vector
@@ -127,11 +127,6 @@ class ShardedUnit:
         """This rank's pieces."""
         return self.layouts[self._rank].pieces
 
-    @property
-    def nbytes(self) -> int:
-        """The size of the whole unit."""
-        return sum(p.numel() * p.dtype.itemsize for p in self.parameters)
-
     def storages(self) -> list[int]:
         """Return the identities of the memory of the parameters when they are together."""
         return [whole.untyped_storage()._cdata for whole in self._whole]
@@ -149,7 +144,8 @@ class ShardedUnit:
         """
         if keep:
             for piece, place in zip(self.pieces, self.places, strict=True):
-                place.view(-1).copy_(self._vector(self.parameters[piece.parameter].data)[piece.start : piece.stop])
+                values = in_memory_order(self.parameters[piece.parameter].data, self.strides[piece.parameter])
+                place.view(-1).copy_(values[piece.start : piece.stop])
         for p, apart, whole in zip(self.parameters, self._apart, self._whole, strict=True):
             p.data = apart
             whole.untyped_storage().resize_(0)
@@ -165,14 +161,10 @@ class ShardedUnit:
         vectors = []
         for whole in self._whole:
             whole.untyped_storage().resize_(whole.numel() * whole.dtype.itemsize)
-            vectors.append(self._vector(whole))
+            vectors.append(whole.as_strided((whole.numel(),), (1,)))
         for layout, part in zip(self.layouts, parts, strict=True):
             for piece, values in zip(layout.pieces, layout.views(part), strict=True):
                 vectors[piece.parameter][piece.start : piece.stop].copy_(values)
         for p, whole in zip(self.parameters, self._whole, strict=True):
             p.data = whole
         self.is_together = True
-
-    def _vector(self, tensor: Tensor) -> Tensor:
-        """Return a dense tensor as a vector in memory order."""
-        return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())

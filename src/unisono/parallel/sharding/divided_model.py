@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,23 @@ class _Saved(NamedTuple):
 
     unit: int
     tensor: Tensor
+
+
+class _CallCheck:
+    """Checks each call of a model; a copy of it, such as that of a copied or pickled model, checks nothing."""
+
+    _divided: ref[DividedModel] | None = None
+
+    def __init__(self, divided: DividedModel) -> None:
+        self._divided = ref(divided)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+    def __call__(self, module: nn.Module, inputs: Any) -> None:
+        divided = None if self._divided is None else self._divided()
+        if divided is not None:
+            divided.check_call()
 
 
 class DividedModel:
@@ -76,14 +94,18 @@ class DividedModel:
         self._left: int | None = None
         """The unit that is together though its call has ended: the backward pass may begin with it."""
         self._is_backward = self._is_computing = False
-        model.register_forward_pre_hook(self._check_call)
+        model.register_forward_pre_hook(_CallCheck(self))
 
-    def _check_call(self, module: nn.Module, _: Any) -> None:
-        """Refuse a call of the model where its blocks cannot come together."""
+    def check_call(self) -> None:
+        """Refuse a call of the model where its blocks cannot come together.
+
+        Raises:
+            UnisonoError: No step, evaluation or prediction is under way, and the model is divided.
+        """
         if not self._is_computing and not self.division.is_whole:
             raise UnisonoError(
-                f"{type(module).__name__} was called outside of trainer.step, trainer.evaluate and trainer.predict, "
-                "and with parallel=Shard(...) each rank has a part of its parameters alone: use one of these, or call "
+                f"{type(self.model).__name__} was called outside of trainer.step, trainer.evaluate and "
+                "trainer.predict, and with parallel=Shard(...) each rank has a part of its parameters alone: use one of these, or call "
                 "it after the loop over trainer.epochs"
             )
 
