@@ -105,8 +105,8 @@ class DividedModel:
         if not self._is_computing and not self.division.is_whole:
             raise UnisonoError(
                 f"{type(self.model).__name__} was called outside of trainer.step, trainer.evaluate and "
-                "trainer.predict, and with parallel=Shard(...) each rank has a part of its parameters alone: use one of these, or call "
-                "it after the loop over trainer.epochs"
+                "trainer.predict, and with parallel=Shard(...) each rank has a part of its parameters alone: use one "
+                "of these, or call it after the loop over trainer.epochs"
             )
 
     @contextmanager
