@@ -1,18 +1,20 @@
 """`parallel=Pipeline(...)` on two ranks against the schedule's ideal, and against torch.distributed.pipelining by hand.
 
 A stack of 8 equal residual blocks, cut in the middle; 1F1B, one thread a rank, fused AdamW, m micro-batches of two
-samples with 32 tokens each. By hand, activations go over gloo, with unisono through shared memory. The ideal is
+samples: short ones, with 32 tokens and blocks 256 wide, and longer ones, with 64 tokens and blocks 512 wide. By hand,
+activations go over gloo, with unisono through shared memory. The ideal of 1F1B is
 t₁·(m+p-1)/(m·p) on p = 2 ranks, where t₁ is a plain loop over the same micro-batches in one process while the other
 rank sleeps. Cores that compute at the same time slow each other down, which no pipeline can help: in the rows "both
 cores busy", t₁ is the time of the slower of two processes that run that loop side by side. The peer by hand is
 PipelineStage and Schedule1F1B, with zero_grad(set_to_none=True) and an optimizer for each stage. Sides take turns in
-single steps, which both ranks begin at the same time; the slower one counts.
+single steps, which both ranks begin at the same time; the slower one counts. Rows of zero-bubble have the same peer.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,15 +33,27 @@ from unisono.parallel import Pipeline
 __all__ = ["run"]
 
 _RANKS = 2
-_BLOCKS, _SAMPLES, _TOKENS = 8, 2, 32
+_BLOCKS, _SAMPLES = 8, 2
 _IDEAL_GOAL = Goal(of="ratio", bound=0.926)  # a step of at most 1.08 times the ideal
 
 
 def run(effort: Effort) -> Iterator[Row]:
-    """Measure each number of micro-batches."""
-    width, numbers = (16, (4,)) if effort.quick else (256, (8, 16))
-    for micro_batches in numbers:
-        yield from run_ranks(_compare, _RANKS, effort, width, micro_batches)
+    """Measure each size of blocks, with each number of micro-batches."""
+    sizes = [_Size(16, 8, 40)] if effort.quick else [_Size(256, 32, 40), _Size(512, 64, 10)]
+    for size in sizes:
+        for micro_batches in (4,) if effort.quick else (8, 16):
+            yield from run_ranks(_compare, _RANKS, effort, size, micro_batches)
+
+
+class _Size(NamedTuple):
+    """How much a micro-batch computes."""
+
+    width: int
+    """The width of a block."""
+    tokens: int
+    """The tokens of a sample."""
+    rounds: int
+    """How often each side is measured."""
 
 
 class _Block(nn.Module):
@@ -63,13 +77,13 @@ class _Stack(nn.Module):
         return x
 
 
-def _subject(width: int, micro_batches: int) -> Subject:
+def _subject(width: int, tokens: int, micro_batches: int) -> Subject:
     """Make a stack whose outputs are logits of tokens, so that all stages have the same work."""
     return Subject(
         name=f"{_BLOCKS} blocks d{width}",
         build=lambda: _Stack(width, _BLOCKS),
-        inputs=lambda n: torch.randn(n, _TOKENS, width),
-        targets=lambda n: torch.randint(width, (n, _TOKENS)),
+        inputs=lambda n: torch.randn(n, tokens, width),
+        targets=lambda n: torch.randint(width, (n, tokens)),
         batch_size=_SAMPLES * micro_batches,
         block=1,
     )
@@ -108,12 +122,16 @@ def _mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
-def _compare(effort: Effort, width: int, micro_batches: int) -> list[Row]:
-    subject = _subject(width, micro_batches)
-    pipeline = Pipeline(stages=[f"blocks.{_BLOCKS // _RANKS}"], schedule="1f1b")
-    ours = TrainerSide(subject, virtual_ranks=micro_batches, shares=1, parallel=pipeline)
+def _compare(effort: Effort, size: _Size, micro_batches: int) -> list[Row]:
+    subject = _subject(size.width, size.tokens, micro_batches)
+    starts = [f"blocks.{_BLOCKS // _RANKS}"]
+    ours, bubbleless = (
+        TrainerSide(subject, virtual_ranks=micro_batches, shares=1, parallel=Pipeline(stages=starts, schedule=schedule))
+        for schedule in ("1f1b", "zero-bubble")
+    )
     by_hand, theirs = ByHand(subject), _TorchSide(subject, micro_batches)
     loss, _ = ours.step()
+    check_equal(loss, bubbleless.step()[0], what="zero-bubble")
     check_equal(loss, by_hand.step(ours.batch)[0], what="the plain loop")
     their_loss, _ = theirs.step(ours.batch)
     if their_loss is not None:
@@ -126,23 +144,27 @@ def _compare(effort: Effort, width: int, micro_batches: int) -> list[Row]:
 
         return measure
 
-    ours_s, theirs_s, alone_s, busy_s = in_turn(
+    ours_s, bubbleless_s, theirs_s, alone_s, busy_s = in_turn(
         [
             side(lambda: ours.step()[1]),
+            side(lambda: bubbleless.step()[1]),
             side(lambda: theirs.step(ours.batch)[1]),
             side(lambda: by_hand.step(ours.batch)[1], ranks=1),
             side(lambda: by_hand.step(ours.batch)[1]),
         ],
-        rounds=effort.rounds(40),
+        rounds=effort.rounds(size.rounds),
     )
     steps, loops = slowest(Pairs(ours_s, theirs_s)), slowest(Pairs(alone_s, busy_s))
+    without_bubble = slowest(Pairs(bubbleless_s, theirs_s)).ours
     fill = (micro_batches + _RANKS - 1) / (micro_batches * _RANKS)
 
-    def row(extra: str, peer_name: str, peer_s: Sequence[float], goal: Goal | None) -> Row:
+    def row(
+        extra: str, peer_name: str, peer_s: Sequence[float], goal: Goal | None, own_s: Sequence[float] = steps.ours
+    ) -> Row:
         return summarise(
             "pipeline",
             f"{subject.name}, {micro_batches} micro-batches{extra}",
-            ours=[1e3 * s for s in steps.ours],
+            ours=[1e3 * s for s in own_s],
             peer=[1e3 * s for s in peer_s],
             peer_name=peer_name,
             unit="ms",
@@ -155,4 +177,11 @@ def _compare(effort: Effort, width: int, micro_batches: int) -> list[Row]:
         row("", "the ideal of 1F1B", [fill * s for s in loops.ours], _IDEAL_GOAL),
         row(", both cores busy", "the ideal of 1F1B", [fill * s for s in loops.peer], None),
         row("", "torch.distributed.pipelining", steps.peer, Goal(of="ratio", bound=1.0)),
+        row(
+            ", zero-bubble",
+            "the ideal of 1F1B",
+            [fill * s for s in loops.ours],
+            Goal(of="ratio", bound=1.0),
+            without_bubble,
+        ),
     ]
