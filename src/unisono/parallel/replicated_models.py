@@ -40,12 +40,6 @@ def named_models(models: Models) -> dict[str, nn.Module]:
             raise TypeError(f"models has the key {name!r}; models are given by names, which are strings")
         if not isinstance(model, nn.Module):
             raise TypeError(f"{name} is {_what(model)}, and must be a torch.nn.Module")
-        placed = placed_devices(model)
-        if placed is not None and len(placed) > 1:
-            raise ValueError(
-                f"{name} has been placed on {', '.join(map(str, placed))}, and replicate() sums the gradients of one "
-                "device of each rank: leave out one of the two"
-            )
         for path, module in model.named_modules(prefix=name):
             wrapper = wrapper_of(module, path)
             if wrapper is not None:
@@ -53,6 +47,12 @@ def named_models(models: Models) -> dict[str, nn.Module]:
                     f"{path} is wrapped in {wrapper[0]}, which looks after gradients or parameters too: give replicate "
                     f"{wrapper[1]}"
                 )
+        placed = placed_devices(model)
+        if placed is not None and len(placed) > 1:
+            raise ValueError(
+                f"{name} has been placed on {', '.join(map(str, placed))}, and replicate() sums the gradients of one "
+                "device of each rank: leave out one of the two"
+            )
     if not found:
         raise ValueError("no model was given")
     return found
