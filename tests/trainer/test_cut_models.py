@@ -70,3 +70,33 @@ def test_all_ranks_start_again_when_nobody_else_has_the_part_of_one_that_dies(ru
         assert [job.lines(rank)[-1] for rank in range(2)] == [f"from 3 {undisturbed}"] * 2
     else:
         assert "no rank can be replaced alone: weights or buffers of a part of the model were changed" in job.said
+
+
+LONG_PASSES = """
+import sys
+import torch, unisono
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.Tanh()) for _ in range(6)))
+chosen = []
+trainer = unisono.Trainer(
+    model,
+    torch.optim.SGD(model.parameters(), lr=0.1),
+    virtual_ranks=3,
+    progress=False,
+    parallel=unisono.parallel.Pipeline(stages=3, schedule=sys.argv[1]),
+    listeners=[lambda event: chosen.append(event["schedule"]) if event["event"] == "pipeline" else None],
+)
+data = torch.utils.data.TensorDataset(torch.randn(768, 512))
+for _ in trainer.epochs(1):
+    for batch in trainer.batches(data, batch_size=384):
+        trainer.step(lambda model, rows: model(rows[0]).square().mean(1), batch)
+print(*chosen, trainer.digest())
+"""
+
+
+def test_auto_divides_long_backward_passes_where_ranks_would_wait(fork_ranks):
+    found = {schedule: fork_ranks(3, LONG_PASSES, schedule).lines()[-1].split() for schedule in ("auto", "1f1b")}
+    assert found["auto"][0] == "zero-bubble"
+    assert found["auto"][-1] == found["1f1b"][-1]
