@@ -17,7 +17,18 @@ def whole(fork_python):
     return fork_python(PROGRAM, "whole")
 
 
-@pytest.mark.parametrize(("ranks", "by", "names"), [(2, "block", SOME), (3, "named", OTHERS), (4, "block", OTHERS)])
+@pytest.mark.parametrize(
+    ("ranks", "by", "names"),
+    [
+        (2, "block", SOME),
+        (3, "named", OTHERS),
+        (4, "block", OTHERS),
+        (3, "size", (*OTHERS, "u_net")),
+        (3, "zero1", (*SOME, "wandering")),
+        (4, "replicas", ("fp16", "residual", "wandering", "checkpointed", "wide")),
+        (4, "size_replicas", ("residual", "checkpointed")),
+    ],
+)
 def test_parts_of_ranks_change_no_bit(fork_ranks, whole, ranks, by, names):
     job = fork_ranks(ranks, PROGRAM, by, *names)
     expected = [line for name in names for line in whole if line.startswith(f"{name}:")]

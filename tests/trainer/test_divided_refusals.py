@@ -17,8 +17,16 @@ MESSAGES = {
     "nested": "ValueError: by= names 'layers.0' and 'layers.0.linear' inside it: name one of them",
     "twice": "ValueError: by=['layers.1', 'layers.1'] has 'layers.1' 2 times: name each submodule once",
     "no names": "ValueError: by=[] names no block",
-    "a name alone": "TypeError: by='layers.2' is a str: give \"block\", or the names of the submodules",
+    "a name alone": 'TypeError: by=\'layers.2\' is a str: give "block", "size", or the names of the submodules',
     "no name": "TypeError: by=[2] has 2, an int, where the name of a submodule is due",
+    "a size alone": 'ValueError: unit_bytes=64 is the size of units with by="size" alone',
+    "no size": "ValueError: unit_bytes=0 must be at least 1",
+    "zero": "ValueError: zero=2 must be 3, which divides weights, gradients and the optimizer's state, or 1",
+    "zero=1 by size": "ValueError: zero=1 keeps all weights on each rank, so by='size' has no meaning: leave it out",
+    "zero=1 and replicas": "ValueError: zero=1 keeps all weights on each rank already",
+    "no replica": "ValueError: replicas=0 must be at least 1",
+    "too many replicas": "ValueError: replicas=3 cannot share 2 ranks evenly: start 3, or leave out replicas=",
+    "compiled blocks": 'ValueError: by="size" sees the operations that read parameters, and torch.compile has made',
     "with a pipeline": "stages that are divided over ranks in their turn are not there yet",
     "no division": "TypeError: parallel='layers.2' is a str; give unisono.parallel.Pipeline(stages=[...]) or",
     "shared": 'ValueError: engine="shared" keeps one copy of the weights for all ranks, and parallel= divides them',
@@ -43,7 +51,16 @@ MESSAGES = {
     "a call": "UnisonoError: Net was called outside of trainer.step, trainer.evaluate and trainer.predict",
     "new parameter": "UnisonoError: parameter 'late' was not there when parallel=Shard(...) divided the model",
 }
-OF_SEVERAL_RANKS = {"sparse", "opaque", "elsewhere", "multiplying", "digest", "a call", "new parameter"}
+OF_SEVERAL_RANKS = {
+    "too many replicas",
+    "sparse",
+    "opaque",
+    "elsewhere",
+    "multiplying",
+    "digest",
+    "a call",
+    "new parameter",
+}
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -397,7 +397,11 @@ def _of_parts(
             overlap=settings.overlap,
         )
         return sharded, BufferTransaction(
-            modules, world, sharded.all_reduce, virtual_ranks=virtual_ranks, parameters_move=True
+            modules,
+            world,
+            sharded.all_reduce,
+            virtual_ranks=virtual_ranks,
+            parameters_move=not cut.division.grid.keeps_weights,
         )
     return engines, BufferTransaction(modules, world, engines.all_reduce, virtual_ranks=virtual_ranks)
 

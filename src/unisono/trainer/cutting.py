@@ -14,8 +14,7 @@ from unisono.parallel.pipeline.blocks import find_blocks
 from unisono.parallel.pipeline.cut_model import CutModel
 from unisono.parallel.placed.forward import refuse_placed
 from unisono.parallel.sharding import Shard
-from unisono.parallel.sharding.divided_model import DividedModel, check_memory
-from unisono.parallel.sharding.units import choose_blocks, find_named
+from unisono.parallel.sharding.divided_model import DividedModel, blocks_of, check_memory
 from unisono.trainer.closure import needs_closure
 
 __all__ = ["check_cut_optimizers", "cut_model", "divide_model"]
@@ -105,9 +104,13 @@ def divide_model(
                 "Adadelta, RMSprop, Rprop and ASGD themselves, not classes made from them. Take one of these, or leave "
                 "out parallel="
             )
-    if shard.names is None:
-        choose_blocks(model)
-    else:
-        find_named(model, shard.names)
+    blocks_of(shard, model)
     check_memory(model)
+    if world.size > 1 and world.size % shard.replicas:
+        nearest = world.size // shard.replicas * shard.replicas
+        fewer = f"{nearest} or " if nearest else ""
+        raise ValueError(
+            f"replicas={shard.replicas} cannot share {world.size} ranks evenly: start "
+            f"{fewer}{nearest + shard.replicas}, or leave out replicas="
+        )
     return DividedModel(shard, model, [*optimizers.values()], world) if world.size > 1 else None

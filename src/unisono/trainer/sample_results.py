@@ -70,7 +70,7 @@ class SampleResults:
                 yield share, micro_batch, result
 
     def _of_divided(self, divided: DividedModel, batch: Batch) -> list[tuple[Share, MicroBatch, Any]]:
-        if divided.division.whole == "everywhere":
+        if divided.division.whole == "everywhere" or divided.division.grid.keeps_weights:
             return list(self._of_whole(batch))
         # All results first: until the exchange has ended, other ranks wait for this one's part of the model.
         divided.division.exchange.begin()

@@ -42,7 +42,7 @@ class ShardedGradients(VirtualRankGradients):
 
     def present(self, trained: Trained) -> Trained:
         """Return the parameters that this rank has memory for: all of them before the first step, then none."""
-        return trained if self._divided.division.is_whole else Trained((), ())
+        return trained if self._divided.division.has_weights else Trained((), ())
 
     def prepare(self, loss_fn: Loss, batch: Batch) -> None:
         """Give back the memory of what other ranks have."""

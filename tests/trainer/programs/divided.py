@@ -1,6 +1,6 @@
 """Trains models that are divided over ranks; prints a digest of all results for each.
 
-Arguments: how models are divided ("whole", "block" or "named"), then optionally names of cases.
+Arguments: how models are divided (a key of HOW), then optionally names of cases.
 """
 
 import contextlib
@@ -147,12 +147,23 @@ CASES = {
 }  # fmt: skip
 
 
+HOW = {
+    "whole": lambda names: None,
+    "block": lambda names: unisono.parallel.Shard(),
+    "named": lambda names: unisono.parallel.Shard(by=names),
+    "size": lambda names: unisono.parallel.Shard(by="size"),
+    "zero1": lambda names: unisono.parallel.Shard(zero=1),
+    "replicas": lambda names: unisono.parallel.Shard(by=names, replicas=2),
+    "size_replicas": lambda names: unisono.parallel.Shard(by="size", unit_bytes=3000, replicas=2),
+}
+
+
 def train(name):
     make, loss, data, names, make_optimizer, options, micro_batch_size = CASES[name]
     torch.manual_seed(0)
     model = make()
     optimizer = make_optimizer(model)
-    parallel = None if by == "whole" else unisono.parallel.Shard(by="block" if by == "block" else names)
+    parallel = HOW[by](names)
     options = {"virtual_ranks": 8, **options}
     trainer = unisono.Trainer(model, optimizer, parallel=parallel, progress=False, seed=3, **options)
     several = isinstance(optimizer, dict)

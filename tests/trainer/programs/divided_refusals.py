@@ -123,6 +123,12 @@ def new_parameter():
     trainer.step(loss, next(trainer.batches(DATA, batch_size=16)))
 
 
+def compiled_block():
+    model = Net()
+    model.layers[1].compile()
+    make(model, by="size")
+
+
 CASES = {
     "unknown name": lambda: make(by=["layer.2"]),
     "never called": lambda: make(by=["layers"]),
@@ -131,6 +137,14 @@ CASES = {
     "no names": lambda: Shard(by=[]),
     "a name alone": lambda: make(by="layers.2"),
     "no name": lambda: make(by=[2]),
+    "a size alone": lambda: Shard(unit_bytes=64),
+    "no size": lambda: Shard(by="size", unit_bytes=0),
+    "zero": lambda: Shard(zero=2),
+    "zero=1 by size": lambda: Shard(zero=1, by="size"),
+    "zero=1 and replicas": lambda: Shard(zero=1, replicas=2),
+    "no replica": lambda: Shard(replicas=0),
+    "too many replicas": lambda: make(parallel=Shard(replicas=3)),
+    "compiled blocks": compiled_block,
     "with a pipeline": lambda: make(parallel=[Shard(), Pipeline(stages=["layers.2"])]),
     "no division": lambda: make(parallel="layers.2"),
     "shared": lambda: make(engine="shared"),

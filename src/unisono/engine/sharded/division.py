@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from unisono.collectives.world import World
 from unisono.engine.sharded.exchange import UnitExchange
+from unisono.engine.sharded.grid import ShardGrid
 from unisono.engine.sharded.optimizer_shards import OptimizerShards
 from unisono.engine.sharded.unit import ShardedUnit
 from unisono.engine.shared.optimizer_state import give_memory_back
@@ -23,11 +24,14 @@ class Division:
         world: The ranks, more than one.
         units: The units of the model, the same on all ranks.
         optimizers: The optimizers of the run.
+        grid: This rank's place.
     """
 
-    def __init__(self, world: World, units: Sequence[ShardedUnit], optimizers: Sequence[Optimizer]) -> None:
-        self._world, self.units = world, units
-        self.exchange = UnitExchange(world, units)
+    def __init__(
+        self, world: World, units: Sequence[ShardedUnit], optimizers: Sequence[Optimizer], grid: ShardGrid
+    ) -> None:
+        self._world, self.units, self.grid = world, units, grid
+        self.exchange = UnitExchange(world, units, grid)
         self.whole: Literal["nowhere", "main", "everywhere"] = "everywhere"
         """Which ranks have the whole state. Equal on all of them. "main" is rank 0, whose copy may be dropped."""
         names = {id(p): name for unit in units for name, p in zip(unit.names, unit.parameters, strict=True)}
@@ -38,6 +42,11 @@ class Division:
     def is_whole(self) -> bool:
         """True if this rank has the whole state."""
         return self.whole == "everywhere" or (self.whole == "main" and self._world.rank == 0)
+
+    @property
+    def has_weights(self) -> bool:
+        """True if this rank has the values of all parameters, at any time."""
+        return self.is_whole or self.grid.keeps_weights
 
     def shards_of(self, optimizer: Optimizer) -> OptimizerShards:
         """Return the state of an optimizer."""
@@ -52,17 +61,22 @@ class Division:
             if keep:
                 self._shards[id(optimizer)].take()
             self._shards[id(optimizer)].clear()
-        for unit in self.units:
-            if unit.is_together:
-                unit.divide(keep=keep)
+        if not self.grid.keeps_weights:
+            for unit in self.units:
+                if keep:
+                    unit.keep()
+                if unit.is_together:
+                    unit.divide()
         self.whole = "nowhere"
         give_memory_back()
 
     def join_weights(self, *, everywhere: bool) -> None:
         """Bring all parameters together on rank 0, or on all ranks. Every rank must call it.
 
-        Memory: the weights there. Traffic: each rank's part to each rank that lacks it.
+        Memory: the weights there. Traffic: each rank's part to each rank of its replica that lacks it.
         """
+        if self.grid.keeps_weights:
+            return
         wanted = range(self._world.size) if everywhere else (0,)
         missing = [rank for rank in wanted if not (self.whole == "main" and rank == 0)]
         for number in range(len(self.units)):

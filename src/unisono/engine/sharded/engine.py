@@ -177,9 +177,15 @@ class ShardedEngine(GradientAccumulation):
         return getattr(self._optimizer, "_step_supports_amp_scaling", False)
 
     def _apply(self) -> None:
-        found_inf = self._found_inf if self._scales_itself else None
+        division, found_inf = self._division, self._found_inf if self._scales_itself else None
+        trained = [number for number, members in enumerate(self._members) if members]
+        if division.grid.keeps_weights:
+            for number in trained:
+                division.units[number].keep()
         for optimizer in self._optimizers:
-            self._division.shards_of(optimizer).step(self._gradients, self._used_by_all, found_inf)
+            division.shards_of(optimizer).step(self._gradients, self._used_by_all, found_inf)
+        for number in trained:
+            division.exchange.spread(number)
 
     def _is_hooked(self, optimizer: Optimizer) -> bool:
         return bool(

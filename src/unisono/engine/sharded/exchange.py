@@ -7,7 +7,8 @@ that some rank needs are then sent to the ranks that need them, and the gradient
 ranks are summed. A rank that fails tells it in the same way, so none waits for it.
 
 The sum of a unit's gradients follows the plan's tree: each rank gets the rows of all others for its own part, and
-finishes the tree there. This is the first phase of `engine.tree_all_reduce`; there is no second one.
+finishes the tree there. This is the first phase of `engine.tree_all_reduce`. In the place of its second phase, ranks
+that keep the same weights send each other their updated parts (`spread`); without replicas there are none.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from unisono.collectives.world import World
 from unisono.engine.norm import in_memory_order
+from unisono.engine.sharded.grid import ShardGrid
 from unisono.engine.sharded.unit import PieceLayout, ShardedUnit
 from unisono.engine.step_transaction import STEP_UNDONE
 from unisono.engine.tree_all_reduce import NodeLayout
@@ -47,11 +49,12 @@ class UnitExchange:
     Args:
         world: The ranks, more than one.
         units: The units, the same on all ranks.
+        grid: This rank's place.
     """
 
-    def __init__(self, world: World, units: Sequence[ShardedUnit]) -> None:
+    def __init__(self, world: World, units: Sequence[ShardedUnit], grid: ShardGrid) -> None:
         assert world.group is not None
-        self._world, self._units = world, units
+        self._world, self._units, self._grid = world, units, grid
         self._words = -(-len(units) // _BITS)
         self._votes = [torch.zeros(1 + self._words, dtype=torch.int64) for _ in range(world.size)]
         self._is_open = self._is_broken = False
@@ -104,6 +107,19 @@ class UnitExchange:
         with self._unbroken(), uncounted_collectives():
             self._send_weights(unit, ranks)
 
+    def spread(self, unit: int) -> None:
+        """Send this rank's updated part of a unit to all ranks that keep it, at a moment when all ranks call this.
+
+        Traffic: with R replicas divided over S ranks each, a rank sends and gets (R - 1)/(R S) of the unit.
+        """
+        own = self._units[unit]
+        received = own.updated()
+        if not received:
+            return
+        with self._unbroken(), uncounted_collectives():
+            self._transfer(dict.fromkeys(received, own.own), received)
+        own.settle(received)
+
     def _round(self, wanted: int) -> None:
         if not self._is_open:
             raise UnisonoError(
@@ -141,18 +157,20 @@ class UnitExchange:
         self._transfer(dict.fromkeys(self._peers(), own), {peer: self._votes[peer] for peer in self._peers()})
 
     def _send_weights(self, number: int, ranks: Collection[int]) -> None:
-        unit, rank = self._units[number], self._world.rank
+        """Send a unit to some ranks, each within its replica."""
+        unit, rank, replica = self._units[number], self._world.rank, self._grid.replica
         wanted = rank in ranks
-        parts = [
-            unit.own if each == rank else torch.empty(layout.nbytes if wanted else 0, dtype=torch.uint8)
-            for each, layout in enumerate(unit.layouts)
+        columns = [
+            unit.held if each == rank else torch.empty(unit.held_nbytes(each) if wanted else 0, dtype=torch.uint8)
+            for each in replica
         ]
+        peers = [peer for peer in self._peers() if peer in replica]
         self._transfer(
-            {peer: unit.own for peer in self._peers() if peer in ranks},
-            {peer: parts[peer] for peer in self._peers() if wanted},
+            {peer: unit.held for peer in peers if peer in ranks},
+            {peer: columns[peer - replica.start] for peer in peers if wanted},
         )
         if wanted:
-            unit.join(parts)
+            unit.join(columns)
 
     def sum_rows(
         self,

@@ -1,10 +1,13 @@
 """A unit: parameters of which each rank keeps a part, and which are brought together while a block computes.
 
-Each rank's part lies in one vector of bytes, its pieces one after the other, so that it is sent without a copy. Pieces
-are cut at multiples of `norm.BLOCK` elements: an element-wise optimizer and the norm then see what they see in one
-process. A parameter keeps its name, its shape and its identity. While its unit is apart, its values are NaN, expanded
-from one number; while it is together, they lie in memory that is given back afterwards and filled again at the same
-tensor, to which graphs of autograd refer.
+Each rank updates a part, whose pieces lie one after the other in a vector of bytes, so that it is sent without a copy.
+Pieces are cut at multiples of `norm.BLOCK` elements: an element-wise optimizer and the norm then see what they see in
+one process. With several replicas, a rank also keeps the parts that its holders in other replicas update, behind each
+other in one vector (`held`): together they are the part that it sends within its replica. A parameter keeps its name,
+its shape and its identity. While its unit is apart, its values are NaN, expanded from one number; while it is together,
+they lie in memory that is given back afterwards and filled again at the same tensor, to which graphs of autograd refer.
+
+With as many replicas as ranks, parameters stay where the user made them, and a rank's part is a copy for the update.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import torch
 from torch import Tensor
 
 from unisono.engine.norm import BLOCK, dense_strides, in_memory_order
+from unisono.engine.sharded.grid import ShardGrid
 from unisono.engine.shared.partition import Piece, partition
 from unisono.plan.alignment import BUFFER_NUMEL, align_up
 
@@ -78,33 +82,39 @@ class ShardedUnit:
     Args:
         name: The name of the block that computes with them; "" for those of no block.
         parameters: The parameters by name. They are dense, and each has memory of its own.
-        rank: This rank.
-        ranks: The number of ranks.
+        grid: This rank's place.
 
-    >>> layer = torch.nn.Linear(3, 2)
-    >>> unit = ShardedUnit("", dict(layer.named_parameters()), rank=0, ranks=1)
+    >>> layer = torch.nn.Linear(300, 200)
+    >>> unit = ShardedUnit("", dict(layer.named_parameters()), ShardGrid(rank=0, ranks=2))
     >>> before = layer.weight.detach().clone()
-    >>> unit.divide(keep=True)
+    >>> other = ShardedUnit("", dict(layer.named_parameters()), ShardGrid(rank=1, ranks=2))
+    >>> for each in (other, unit):
+    ...     each.keep()
+    >>> unit.divide()
     >>> layer.weight.shape, bool(layer.weight.isnan().all()), layer.weight.untyped_storage().nbytes()
-    (torch.Size([2, 3]), True, 4)
-    >>> unit.join([unit.own])
+    (torch.Size([200, 300]), True, 4)
+    >>> unit.join([unit.held, other.held])
     >>> torch.equal(layer.weight, before)
     True
     """
 
-    def __init__(self, name: str, parameters: Mapping[str, Tensor], *, rank: int, ranks: int) -> None:
+    def __init__(self, name: str, parameters: Mapping[str, Tensor], grid: ShardGrid) -> None:
         self.name, self.names, self.parameters = name, tuple(parameters), tuple(parameters.values())
-        self._rank = rank
+        self._grid, self._rank = grid, grid.rank
         dtypes = [p.dtype for p in self.parameters]
-        parts = partition([p.numel() for p in self.parameters], ranks=ranks, unit=BLOCK)
+        parts = partition([p.numel() for p in self.parameters], ranks=grid.ranks, unit=BLOCK)
         self.layouts = [PieceLayout(pieces, dtypes) for pieces in parts]
-        """The part of each rank."""
-        self.own = self.layouts[rank].allocate()
-        """This rank's part, as bytes. It has the weights, except while the run is whole everywhere."""
+        """The part that each rank updates."""
+        holders = (grid.rank,) if grid.keeps_weights else grid.holders(grid.rank)
+        self.held = torch.zeros(sum(self.layouts[rank].nbytes for rank in holders), dtype=torch.uint8)
+        """The parts that this rank keeps, as bytes. They have the weights, except while the run is whole everywhere."""
+        self._parts_of_holders = dict(zip(holders, self._split(self.held, holders), strict=True))
+        self.own = self._parts_of_holders[grid.rank]
+        """The part that this rank updates."""
         # A parameter without dimensions keeps none: its state cannot be told from a number then, and need not be.
         self.places = [
             vector.view(()) if not self.parameters[piece.parameter].dim() else vector
-            for piece, vector in zip(self.pieces, self.layouts[rank].views(self.own), strict=True)
+            for piece, vector in zip(self.pieces, self.layouts[grid.rank].views(self.own), strict=True)
         ]
         """The pieces in it, which the optimizer updates."""
         self.strides = [dense_strides(p) for p in self.parameters]
@@ -124,7 +134,7 @@ class ShardedUnit:
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
-        """This rank's pieces."""
+        """The pieces that this rank updates."""
         return self.layouts[self._rank].pieces
 
     def storages(self) -> list[int]:
@@ -135,36 +145,65 @@ class ShardedUnit:
         """Return the identities of the memory of the parameters when they are apart."""
         return [apart.untyped_storage()._cdata for apart in self._apart]
 
-    @torch.no_grad()
-    def divide(self, *, keep: bool) -> None:
-        """Give back the memory of the parameters.
+    def held_nbytes(self, rank: int) -> int:
+        """Return the length of `held` on a rank."""
+        return sum(self.layouts[holder].nbytes for holder in self._grid.holders(rank))
 
-        Args:
-            keep: True to take this rank's part from their present values first.
-        """
-        if keep:
-            for piece, place in zip(self.pieces, self.places, strict=True):
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Take what this rank keeps from the present values of the parameters."""
+        for rank, part in self._parts_of_holders.items():
+            layout = self.layouts[rank]
+            for piece, place in zip(layout.pieces, layout.views(part), strict=True):
                 values = in_memory_order(self.parameters[piece.parameter].data, self.strides[piece.parameter])
-                place.view(-1).copy_(values[piece.start : piece.stop])
+                place.copy_(values[piece.start : piece.stop])
+
+    @torch.no_grad()
+    def divide(self) -> None:
+        """Give back the memory of the parameters."""
         for p, apart, whole in zip(self.parameters, self._apart, self._whole, strict=True):
             p.data = apart
             whole.untyped_storage().resize_(0)
         self.is_together = False
 
     @torch.no_grad()
-    def join(self, parts: Sequence[Tensor]) -> None:
+    def join(self, columns: Sequence[Tensor]) -> None:
         """Give the parameters memory, and fill it.
 
         Args:
-            parts: The part of each rank, as bytes.
+            columns: `held` of each rank of a replica.
         """
         vectors = []
         for whole in self._whole:
             whole.untyped_storage().resize_(whole.numel() * whole.dtype.itemsize)
             vectors.append(whole.as_strided((whole.numel(),), (1,)))
-        for layout, part in zip(self.layouts, parts, strict=True):
-            for piece, values in zip(layout.pieces, layout.views(part), strict=True):
-                vectors[piece.parameter][piece.start : piece.stop].copy_(values)
+        for shard, column in enumerate(columns):
+            holders = self._grid.holders(shard)
+            for rank, part in zip(holders, self._split(column, holders), strict=True):
+                self._write(vectors, rank, part)
         for p, whole in zip(self.parameters, self._whole, strict=True):
             p.data = whole
         self.is_together = True
+
+    def updated(self) -> dict[int, Tensor]:
+        """Return where updated parts of other ranks are to be received, by rank; then call `settle` with it."""
+        if self._grid.keeps_weights:
+            others = [rank for rank in range(self._grid.ranks) if rank != self._rank]
+            return {rank: torch.empty(self.layouts[rank].nbytes, dtype=torch.uint8) for rank in others}
+        return {rank: part for rank, part in self._parts_of_holders.items() if rank != self._rank}
+
+    @torch.no_grad()
+    def settle(self, received: Mapping[int, Tensor]) -> None:
+        """Write the updated parts of all ranks into the parameters, if this rank keeps these whole."""
+        if self._grid.keeps_weights:
+            vectors = [in_memory_order(p.data, own) for p, own in zip(self.parameters, self.strides, strict=True)]
+            for rank, part in {**received, self._rank: self.own}.items():
+                self._write(vectors, rank, part)
+
+    def _write(self, vectors: Sequence[Tensor], rank: int, part: Tensor) -> None:
+        layout = self.layouts[rank]
+        for piece, values in zip(layout.pieces, layout.views(part), strict=True):
+            vectors[piece.parameter][piece.start : piece.stop].copy_(values)
+
+    def _split(self, column: Tensor, holders: Sequence[int]) -> Sequence[Tensor]:
+        return torch.split(column, [self.layouts[rank].nbytes for rank in holders])

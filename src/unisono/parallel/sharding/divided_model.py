@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ref
 
 import torch
@@ -24,21 +24,15 @@ from torch.utils._pytree import tree_leaves
 from unisono.collectives.world import World
 from unisono.engine.base import Trained
 from unisono.engine.model_contents import plain_name
-from unisono.engine.sharded import Division, ShardedUnit
+from unisono.engine.sharded import Division, ShardedUnit, ShardGrid
 from unisono.engine.trainable import sharing_obstacle
 from unisono.errors import LossError, UnisonoError
 from unisono.parallel.pipeline.blocks import calls_seen_by
+from unisono.parallel.sharding.parameter_uses import ParameterUses, Saved
 from unisono.parallel.sharding.shard import Shard
-from unisono.parallel.sharding.units import REST, choose_blocks, find_named, members_of
+from unisono.parallel.sharding.units import REST, choose_blocks, find_named, members_of, members_of_size
 
 __all__ = ["DividedModel"]
-
-
-class _Saved(NamedTuple):
-    """A tensor that autograd has saved, and that lies in the memory of a unit."""
-
-    unit: int
-    tensor: Tensor
 
 
 class _CallCheck:
@@ -73,16 +67,19 @@ class DividedModel:
 
     def __init__(self, shard: Shard, model: nn.Module, optimizers: Sequence[Optimizer], world: World) -> None:
         self.model = model
-        blocks = choose_blocks(model) if shard.names is None else find_named(model, shard.names)
-        members = members_of(model, blocks)
         check_memory(model)
+        blocks = blocks_of(shard, model)
+        grid = ShardGrid(rank=world.rank, ranks=world.size, replicas=world.size if shard.zero == 1 else shard.replicas)
+        members = members_of_size(model, shard.unit_bytes) if blocks is None else members_of(model, blocks)
         units = [
-            ShardedUnit(name, {plain_name(each): p for each, p in own.items()}, rank=world.rank, ranks=world.size)
-            for name, own in members.items()
+            ShardedUnit(name, {plain_name(each): p for each, p in own.items()}, grid) for name, own in members.items()
         ]
-        self._blocks = {name: block for name, block in blocks.items() if name in members}
+        self._blocks = {name: block for name, block in (blocks or {}).items() if name in members}
         self._numbers = {unit.name: number for number, unit in enumerate(units)}
-        self.division = Division(world, units, optimizers)
+        self.division = Division(world, units, optimizers, grid)
+        self._uses = ParameterUses(self.division) if blocks is None else None
+        """Brings units together by the operations that read them; None: calls of blocks do."""
+        self._alive: dict[int, int] = {}
         self._of_storage = {key: u for u, unit in enumerate(units) for key in unit.storages()}
         self._placeholders = {
             key: name for unit in units for key, name in zip(unit.placeholders(), unit.names, strict=True)
@@ -102,7 +99,7 @@ class DividedModel:
         Raises:
             UnisonoError: No step, evaluation or prediction is under way, and the model is divided.
         """
-        if not self._is_computing and not self.division.is_whole:
+        if not self._is_computing and not self.division.has_weights:
             raise UnisonoError(
                 f"{type(self.model).__name__} was called outside of trainer.step, trainer.evaluate and "
                 "trainer.predict, and with parallel=Shard(...) each rank has a part of its parameters alone: use one "
@@ -118,8 +115,12 @@ class DividedModel:
         division = self.division
         self._is_computing = True
         try:
-            if division.is_whole:
+            if division.has_weights:
                 yield
+                return
+            if self._uses is not None:
+                with self._uses, saved_tensors_hooks(self._pack, self._unpack):
+                    yield
                 return
             with calls_seen_by(self._blocks, self._call), saved_tensors_hooks(self._pack, self._unpack):
                 if REST in self._numbers:
@@ -132,10 +133,10 @@ class DividedModel:
             self._is_computing = self._is_backward = False
             self._left = None
             self._calls, self._active = [0] * len(self._calls), [0] * len(self._active)
-            if not division.is_whole:
+            if not division.has_weights:
                 for unit in division.units:
                     if unit.is_together:
-                        unit.divide(keep=False)
+                        unit.divide()
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -145,10 +146,15 @@ class DividedModel:
             yield
         finally:
             self._is_backward = False
-            for number, unit in enumerate(self.division.units):
-                if unit.is_together and unit.name != REST and number != self._left:
-                    unit.divide(keep=False)
-            self._calls = [0] * len(self._calls)
+            if self.division.has_weights:
+                pass
+            elif self._uses is not None:
+                self._uses.end_backward()
+            else:
+                for number, unit in enumerate(self.division.units):
+                    if unit.is_together and unit.name != REST and number != self._left:
+                        unit.divide()
+                self._calls = [0] * len(self._calls)
 
     def _call(self, name: str, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a block."""
@@ -193,8 +199,8 @@ class DividedModel:
         # What is called twice may have saved tensors that are still to be read.
         if waiting or self._calls[number] != 1 or not self._is_backward or self._active[number]:
             return
-        if not self.division.is_whole and self.division.units[number].is_together:
-            self.division.units[number].divide(keep=False)
+        if not self.division.has_weights and self.division.units[number].is_together:
+            self.division.units[number].divide()
 
     def _bring(self, number: int) -> None:
         """Bring a unit together, and give back the one whose call ended before."""
@@ -202,7 +208,7 @@ class DividedModel:
         if left is not None and left != number and not self._active[left] and not self._is_backward:
             self._left = None
             if self.division.units[left].is_together:
-                self.division.units[left].divide(keep=False)
+                self.division.units[left].divide()
         if not unit.is_together:
             self.division.exchange.need(number)
             if self._is_backward:
@@ -213,8 +219,10 @@ class DividedModel:
             return tensor.detach()
         key = tensor.untyped_storage()._cdata
         number = self._of_storage.get(key)
+        if number is not None and self._uses is not None:
+            return self._uses.save(number, tensor.detach())
         if number is not None:
-            return _Saved(number, tensor.detach())
+            return Saved(number, tensor.detach(), self._alive)
         if key in self._placeholders:
             raise LossError(
                 f"parameter {self._placeholders[key]!r} was used outside of its block, where this rank has no more "
@@ -224,10 +232,36 @@ class DividedModel:
         return tensor.detach()
 
     def _unpack(self, saved: Any) -> Tensor:
-        if type(saved) is not _Saved:
+        if type(saved) is not Saved:
             return saved  # type: ignore[no-any-return]
+        if self._uses is not None:
+            return self._uses.unpack(saved)
         self._bring(saved.unit)
         return saved.tensor
+
+
+def blocks_of(shard: Shard, model: nn.Module) -> dict[str, nn.Module] | None:
+    """Return the blocks of a model by name; None where weights come together by operations, or are whole.
+
+    Raises:
+        ValueError: A name is not that of a block, or operations of a compiled module would not be seen.
+    """
+    if shard.names is not None:
+        return find_named(model, shard.names)
+    if shard.by == "block" and shard.zero != 1:
+        return choose_blocks(model)
+    compiled = next((name for name, module in model.named_modules() if is_compiled(module)), None)
+    if shard.by == "size" and compiled is not None:
+        raise ValueError(
+            f'by="size" sees the operations that read parameters, and torch.compile has made one program of '
+            f'{compiled!r}: take by="block", or name the compiled modules in by=[...]'
+        )
+    return None
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return True if torch.compile has made one program of a module."""
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
 
 
 def check_memory(model: nn.Module) -> None:

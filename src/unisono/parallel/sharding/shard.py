@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from unisono.arguments import whole
 from unisono.text import a_type
 
 __all__ = ["Shard"]
@@ -18,32 +19,64 @@ class Shard:
     Each rank keeps a part of all parameters, and of the optimizer's state, and gets the sum of the gradients for that
     part alone. The parameters of a block come together while it computes. With one rank, the model stays whole.
 
-    >>> Shard(by=["layers.0", "layers.1"])
-    Shard(by=('layers.0', 'layers.1'))
+    >>> Shard(by=["layers.0", "layers.1"]).by
+    ('layers.0', 'layers.1')
 
     Args:
-        by: The blocks: the names of submodules whose parameters come together when they are called, such as
-            [f"layers.{i}" for i in range(12)]. "block" takes the items of the model's lists of layers (`ModuleList`,
-            `ModuleDict` and `Sequential`, the outermost ones) and the modules beside those lists, except embeddings,
-            since models use these elsewhere, too, and blocks of less than 1 % of the parameters. What belongs to no
-            block, or to several, is together during the whole step.
+        by: Which parameters come together when. "block": those of a block while it is called; blocks are the items of
+            the model's lists of layers (`ModuleList`, `ModuleDict` and `Sequential`, the outermost ones) and the
+            modules beside those lists, except embeddings, since models use these elsewhere, too, and blocks of less
+            than 1 % of the parameters. Names of submodules, such as [f"layers.{i}" for i in range(12)], are these
+            blocks and no others. What belongs to no block, or to several, is together during the whole step. "size":
+            parameters that follow each other, in units of about equal bytes, while operations of torch read one of
+            them, whatever the modules are.
+        unit_bytes: The size of a unit with by="size", in bytes; a larger parameter is a unit of its own. None: a
+            sixteenth of the model.
+        zero: 3 divides weights, gradients and the optimizer's state. 1 divides the optimizer's state alone: weights
+            are whole on each rank at any time, and gradients until they are summed. (The numbers are those of
+            Rajbhandari et al., "ZeRO", 2020.)
+        replicas: How many times the weights are there: ranks = replicas x the ranks that each replica is divided over,
+            which follow each other. The optimizer's state is there once in any case.
 
     Raises:
-        TypeError: by is neither "block" nor names.
-        ValueError: There is no name, or one comes twice.
+        TypeError: An argument has the wrong type.
+        ValueError: There is no name, or one comes twice; a number is out of range; or arguments exclude each other.
     """
 
-    by: Literal["block"] | Sequence[str] = "block"
+    by: Literal["block", "size"] | Sequence[str] = "block"
+    unit_bytes: int | None = None
+    zero: Literal[1, 3] = 3
+    replicas: int = 1
 
     def __post_init__(self) -> None:
         """Check the arguments."""
+        self._check_by()
+        if self.unit_bytes is not None:
+            whole("unit_bytes", self.unit_bytes, least=1, meant="a number of bytes, such as 64 * 2**20")
+            if self.by != "size":
+                raise ValueError(f'unit_bytes={self.unit_bytes} is the size of units with by="size" alone')
+        whole("replicas", self.replicas, least=1, meant="a whole number, such as 2")
+        if whole("zero", self.zero) not in (1, 3):
+            raise ValueError(
+                f"zero={self.zero} must be 3, which divides weights, gradients and the optimizer's state, or 1, which "
+                "divides the optimizer's state alone"
+            )
+        if self.zero == 1 and self.by != "block":
+            raise ValueError(f"zero=1 keeps all weights on each rank, so by={self.by!r} has no meaning: leave it out")
+        if self.zero == 1 and self.replicas > 1:
+            raise ValueError(
+                f"zero=1 keeps all weights on each rank already, so there are as many replicas as ranks: leave out "
+                f"replicas={self.replicas}, or zero=1"
+            )
+
+    def _check_by(self) -> None:
         by: Any = self.by
-        if by == "block" and isinstance(by, str):
+        if isinstance(by, str) and by in ("block", "size"):
             return
         if isinstance(by, str) or not isinstance(by, Sequence):
             raise TypeError(
-                f'by={by!r} is {a_type(by)}: give "block", or the names of the submodules that come together when '
-                'they are called, as in by=["layers.0", "layers.1"]'
+                f'by={by!r} is {a_type(by)}: give "block", "size", or the names of the submodules that come together '
+                'when they are called, as in by=["layers.0", "layers.1"]'
             )
         for name in by:
             if not isinstance(name, str):
@@ -58,5 +91,5 @@ class Shard:
 
     @property
     def names(self) -> tuple[str, ...] | None:
-        """The blocks; None for "block"."""
+        """The blocks; None for "block" and "size"."""
         return None if isinstance(self.by, str) else tuple(self.by)

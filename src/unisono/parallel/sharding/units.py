@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from unisono.parallel.pipeline.blocks import is_called
 
-__all__ = ["REST", "choose_blocks", "find_named", "members_of"]
+__all__ = ["REST", "choose_blocks", "find_named", "members_of", "members_of_size"]
 
 REST = ""
 """The name of the unit with the parameters of no block, or of several."""
@@ -19,6 +19,8 @@ _TABLES = (nn.Embedding, nn.EmbeddingBag)
 """Modules whose parameters models often use elsewhere without a call, as the weights of their heads."""
 _LEAST = 0.01
 """The least part of all parameters for which a block that was not named comes and goes."""
+_UNITS = 16
+"""The number of units of about equal size, if it is not given."""
 
 
 def find_named(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
@@ -108,3 +110,27 @@ def members_of(model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, d
         (first, *others) = owners[id(p)]
         found[REST if others else first][name] = p
     return {name: own for name, own in found.items() if own}
+
+
+def members_of_size(model: nn.Module, unit_bytes: int | None) -> dict[str, dict[str, Tensor]]:
+    """Return the parameters of each unit of about equal size, by the name of the unit's first parameter.
+
+    A parameter belongs to the unit in which its middle lies, if units are marked off in all parameters one after the
+    other. So units have the given size, more or less half of the parameters at their ends.
+
+    Args:
+        model: The model.
+        unit_bytes: The size; None: a sixteenth of the model.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    >>> {name: list(own) for name, own in members_of_size(model, 40).items()}
+    {'0.weight': ['0.weight', '0.bias', '1.weight'], '1.bias': ['1.bias', '2.weight', '2.bias']}
+    """
+    named = [(name, p, p.numel() * p.element_size()) for name, p in model.named_parameters()]
+    size = unit_bytes or max(1, -(-sum(nbytes for _, _, nbytes in named) // _UNITS))
+    units: dict[int, dict[str, Tensor]] = {}
+    end = 0
+    for name, p, nbytes in named:
+        units.setdefault((2 * end + nbytes) // (2 * size), {})[name] = p
+        end += nbytes
+    return {next(iter(own)): own for own in units.values()}
