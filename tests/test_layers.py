@@ -17,8 +17,8 @@ import unisono
 ROOT = Path(unisono.__file__).parent
 # From the top. The launcher and the trainer do not need each other.
 LAYERS = [
-    "cli", "drill", "launch", "comm", "trainer", "parallel", "rank_zero", "metrics", "loggers", "engine", "data",
-    "state", "collectives", "job", "shm", "plan", "watch",
+    "cli", "drill", "report", "launch", "comm", "trainer", "parallel", "rank_zero", "metrics", "loggers", "engine",
+    "data", "state", "collectives", "job", "shm", "plan", "watch",
 ]  # fmt: skip
 APART = {("launch", layer) for layer in ("comm", "trainer", "engine", "data", "state", "collectives", "job", "shm")}
 
@@ -77,7 +77,9 @@ def _own_package(module: str) -> set[str]:
     return {module.rpartition(".")[0]}
 
 
-@pytest.mark.parametrize("module", ["unisono", "unisono.cli.main", "unisono.watch", "unisono.launch"])
+@pytest.mark.parametrize(
+    "module", ["unisono", "unisono.cli.main", "unisono.watch", "unisono.launch", "unisono.report.page"]
+)
 def test_the_launchers_side_starts_without_torch(module):
     code = f"import sys, {module}; sys.exit('torch' in sys.modules or 'rich' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

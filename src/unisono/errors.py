@@ -8,6 +8,7 @@
     ├── CheckpointError        a checkpoint cannot be written, read or applied
     │   └── CorruptCheckpointError  its bytes are not those that were written
     ├── LaunchError            a job cannot be started
+    ├── ReportError            the events of a run cannot be read, or its report cannot be written
     ├── GroupError             a process group is used before it exists, after its end, by a rank outside it, or
     │                         where collectives are not allowed: in a loss function
     └── PeerError              another rank failed or did not arrive, so this one cannot continue
@@ -29,6 +30,7 @@ __all__ = [
     "PathChangedError",
     "PeerError",
     "RankMismatchError",
+    "ReportError",
     "UnisonoError",
 ]
 
@@ -71,6 +73,10 @@ class CorruptCheckpointError(CheckpointError):
 
 class LaunchError(UnisonoError):
     """A job cannot be started."""
+
+
+class ReportError(UnisonoError):
+    """The events of a run cannot be read, or a report of them cannot be written."""
 
 
 class GroupError(UnisonoError):

@@ -13,9 +13,10 @@ import click
 
 from unisono.cli.drill import drill
 from unisono.cli.ps import ps, stacks
+from unisono.cli.report import report
 from unisono.cli.run import run
 from unisono.cli.scale import scale
-from unisono.errors import LaunchError
+from unisono.errors import LaunchError, ReportError
 
 __all__ = ["cli", "main"]
 
@@ -36,7 +37,7 @@ def cli(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for command in (run, drill, ps, stacks, scale):
+for command in (run, drill, ps, stacks, scale, report):
     cli.add_command(command)
 
 
@@ -50,7 +51,7 @@ def main() -> None:
         message = error.format_message().rstrip(".")
         click.echo(f"unisono: {message[:1].lower()}{message[1:]}; see `{command} --help`", err=True)
         code = 2
-    except LaunchError as error:
+    except (LaunchError, ReportError) as error:
         click.echo(f"unisono: {error}", err=True)
         code = 2
     except (KeyboardInterrupt, click.Abort):

@@ -1,0 +1,76 @@
+"""`unisono report`: what the page of each state says, in a real browser where there is one."""
+
+import json
+
+import pytest
+import written_runs
+from browser import CHROMIUM, Browser
+from click.testing import CliRunner
+
+from unisono.cli.main import cli
+from unisono.errors import ReportError
+from unisono.report.downsampling import downsample
+from unisono.report.page import read_report, render_page
+from unisono.report.source import open_run
+
+INSIDE = """[...document.querySelectorAll("main *")].filter((e) => {
+  if (e.closest("svg") || !e.textContent.trim() || e.children.length) return false;
+  const box = e.getBoundingClientRect();
+  return box.width > 0 && (box.left < -0.5 || box.right > innerWidth + 0.5 || e.scrollWidth > e.clientWidth + 1
+    && getComputedStyle(e).display !== "inline");
+}).map((e) => e.textContent.slice(0, 60))"""
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    if CHROMIUM is None:
+        pytest.skip("there is no chromium: apt-get install chromium")
+    found = Browser(tmp_path_factory.mktemp("browser"))
+    yield found
+    found.close()
+
+
+@pytest.mark.parametrize("state", written_runs.STATES)
+def test_a_page_is_whole_in_a_browser(browser, tmp_path, state):
+    page = tmp_path / "page.html"
+    page.write_text(render_page(open_run(written_runs.STATES[state](tmp_path / state))))
+    for width, dark in ((400, False), (1280, True), (2560, False)):
+        browser.open(page, width=width, dark=dark)
+        assert browser.problems == []
+        assert browser.requests == [page.resolve().as_uri()]
+        assert browser.value("document.title") == f"{state} - unisono report"
+        assert browser.value("document.documentElement.scrollWidth") <= width
+        assert browser.value(INSIDE) == []
+
+
+def test_the_data_in_a_page_reads_back(tmp_path):
+    document = open_run(written_runs.nasty(tmp_path / "nasty"))
+    (tmp_path / "page.html").write_text(render_page(document))
+    assert read_report(tmp_path / "page.html") == json.loads(json.dumps(document))
+
+
+def test_a_spike_among_many_steps_is_kept():
+    found = downsample((step, 97.25 if step == 54_321 else 1.0) for step in range(100_000))
+    assert (len(found["x"]) <= 1000, max(found["high"]), found["greatest"]) == (True, 97.25, (97.25, 54_321))
+
+
+def test_a_torn_line_is_skipped_and_a_run_without_an_end_is_stopped(tmp_path):
+    folder = written_runs.without_an_end(tmp_path / "run")
+    with (folder / "events.jsonl").open("a") as file:
+        file.write('{"time":1785225700.1,"event":"st')
+    document = open_run(folder)
+    assert (document["state"], document["totals"]["steps_done"]) == ("stopped", 81)
+
+
+@pytest.mark.parametrize(("name", "said"), [("missing", "does not exist"), (".", "is no run")])
+def test_what_is_no_run_is_an_error(tmp_path, name, said):
+    with pytest.raises(ReportError, match=said):
+        open_run(tmp_path / name)
+
+
+def test_a_page_that_cannot_be_written_is_an_error_and_writes_nothing(tmp_path):
+    folder = written_runs.one_step(tmp_path / "run")
+    done = CliRunner().invoke(cli, ["report", str(folder), "-o", str(tmp_path / "none" / "x.html")])
+    assert isinstance(done.exception, ReportError)
+    assert "cannot be written: No such file or directory" in str(done.exception)
+    assert [path.name for path in folder.iterdir()] == ["events.jsonl"]

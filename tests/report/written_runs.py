@@ -1,0 +1,178 @@
+"""Logs of runs that never were, one for each state that a report has to show."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+
+START_S = 1785225600.0
+NASTY = "</script><script>document.title='taken'</script><img src=x onerror=alert(1)>"
+FACTS = {
+    "version": "0.1.0", "world_size": 4, "virtual_ranks": 8, "seed": 0, "parameters": 27098, "device": "cpu",
+    "threads": 1, "directory": "runs/digits", "torch": "2.13.0", "arguments": ["train.py", "--lr", "0.1"],
+    "commit": "5b48af7c1f0d2e3b4a5968778695a4b3c2d1e0f9",
+    "machine": {
+        "host": "node7", "system": "Linux 6.1", "python": "3.11.2", "cores": 8, "memory": 33_554_432_000,
+        "processor": "AMD EPYC 7763 64-Core Processor",
+    },
+    "settings": {"virtual_ranks": 8, "clip_grad_norm": 1.0, "optimizer": "AdamW(lr=0.001)"},
+}  # fmt: skip
+
+
+class Log:
+    """Writes events one after the other, at times that it makes up."""
+
+    def __init__(self, folder: Path, **facts) -> None:
+        folder.mkdir(parents=True)
+        self.folder, self.now_s, self.random = folder, START_S, random.Random(0)
+        self._file = (folder / "events.jsonl").open("w", buffering=1 << 20)
+        self("run", **{**FACTS, **facts})
+
+    def __call__(self, kind: str, after_s: float = 0.0, **fields) -> None:
+        self.now_s += after_s
+        event = {"time": round(self.now_s, 6), "event": kind, **fields}
+        self._file.write(json.dumps(event, separators=(",", ":")) + "\n")
+
+    def epoch(self, epoch: int, *, first: int, steps: int = 20, epochs: int = 10) -> None:
+        own = {"epoch": epoch, "epochs": epochs, "steps": steps, "first_step": 0, "num_samples": 128 * steps}
+        self("epoch", 0.01, **own, total_steps=first, run_steps=epochs * steps)
+
+    def step(self, total: int, of: int, *, step_s: float = 0.02, epoch: int = 0, loss=None, **others) -> None:
+        noise = math.exp(self.random.gauss(0, 0.2))
+        if loss is None:
+            loss = 0.1 + 2 * math.exp(-4 * total / of) * noise
+        rate = 1e-3 * (1 + math.cos(math.pi * total / of)) / 2
+        fields = {"loss": loss, "samples": 128, "lr": rate, "step_s": step_s, "grad_norm": 1.2 * noise, **others}
+        self("step", step_s, epoch=epoch, step=0, total_steps=total, **fields)
+
+    def evaluation(self, epoch: int, name: str = "test", metric: str = "accuracy", value: float = 0.9) -> None:
+        values = {metric: {"value": value, "total": 0.0, "count": 1}}
+        self("evaluation", 0.2, epoch=epoch, name=name, values=values, seconds=0.2)
+
+    def checkpoint(self, total: int) -> None:
+        self(
+            "checkpoint",
+            path=f"runs/digits/checkpoints/step-{total:09}",
+            total_steps=total,
+            nbytes=327680,
+            seconds=0.05,
+        )
+
+    def close(self) -> Path:
+        self._file.close()
+        return self.folder
+
+
+def _epochs(log: Log, epochs: range, *, ranks: int = 4, evaluates: bool = True, of: int = 10) -> None:
+    waits = [0.0] * ranks
+    for epoch in epochs:
+        log.epoch(epoch, first=20 * epoch)
+        for step in range(20 * epoch + 1, 20 * epoch + 21):
+            more = {}
+            if step % 10 == 0:
+                waits = [wait + 0.02 * 10 * (0.05 if rank == 1 else 0.4) for rank, wait in enumerate(waits)]
+                more = {"waits": [round(wait, 3) for wait in waits], "memory": 400_000_000 + 1000 * step}
+            log.step(step, 20 * of, step_s=0.02 * (1 + 0.2 * log.random.random()), epoch=epoch, **more)
+        if evaluates:
+            log.evaluation(epoch, value=1 - 0.8 * math.exp(-epoch / 3))
+        log.checkpoint(20 * epoch + 20)
+
+
+def finished(folder: Path) -> Path:
+    log = Log(folder)
+    _epochs(log, range(10))
+    log("end", total_steps=200, seconds=log.now_s - START_S, digest="3f" * 32)
+    return log.close()
+
+
+def without_an_end(folder: Path) -> Path:
+    """A run that still trains, or was killed: what distinguishes them is not in the log."""
+    log = Log(folder)
+    _epochs(log, range(4))
+    log.epoch(4, first=80)
+    log.step(81, 200)
+    return log.close()
+
+
+def failed(folder: Path) -> Path:
+    log = Log(folder)
+    _epochs(log, range(3))
+    log.epoch(3, first=60)
+    log.step(61, 200, loss="nan")
+    log("warning", message="3 workers on 2 cores: use fewer")
+    log("failure", message="NonFiniteLossError: the loss of step 62 is nan; the samples are 17, 204 and 1033")
+    return log.close()
+
+
+def recovered(folder: Path) -> Path:
+    log = Log(folder)
+    _epochs(log, range(4))
+    place = {"epoch": 4, "step": 0, "total_steps": 80}
+    log("recovery", 0.25, number=1, ranks=[2], **place, seconds=0.25, call="trainer.step")
+    log("resize", 0.1, number=2, ranks=2, before=4, **place, seconds=0.1)
+    _epochs(log, range(4, 6), ranks=2)
+    log.now_s += 7200
+    log("run", **{**FACTS, "world_size": 3})
+    log("resume", path="runs/digits/checkpoints/step-000000100", epoch=5, step=0, total_steps=100)
+    _epochs(log, range(5, 10), ranks=3)
+    log("end", total_steps=200, seconds=5.0, digest="3f" * 32)
+    return log.close()
+
+
+def million(folder: Path, steps: int = 1_000_000) -> Path:
+    log = Log(folder)
+    log.epoch(0, first=0, steps=steps, epochs=1)
+    for step in range(1, steps + 1):
+        log.step(step, steps, loss=97.25 if step == 654_321 else None)
+    log("end", total_steps=steps, seconds=2e4)
+    return log.close()
+
+
+def one_step(folder: Path) -> Path:
+    log = Log(folder, world_size=1)
+    log.epoch(0, first=0, steps=1, epochs=1)
+    log.step(1, 1)
+    log("end", total_steps=1, seconds=0.02)
+    return log.close()
+
+
+def no_step(folder: Path) -> Path:
+    return Log(folder).close()
+
+
+def without_evaluation(folder: Path) -> Path:
+    log = Log(folder)
+    _epochs(log, range(10), evaluates=False)
+    log("end", total_steps=200, seconds=4.0)
+    return log.close()
+
+
+def many_ranks(folder: Path) -> Path:
+    log = Log(folder, world_size=64, virtual_ranks=64)
+    _epochs(log, range(10), ranks=64)
+    log("end", total_steps=200, seconds=4.0)
+    return log.close()
+
+
+def nasty(folder: Path) -> Path:
+    """A run whose names and texts are HTML, or do not end."""
+    machine = {"host": NASTY, "processor": "x" * 400}
+    log = Log(folder, arguments=["train.py", NASTY, "y" * 500], directory=NASTY, machine=machine, device=NASTY)
+    log.epoch(0, first=0)
+    for step in range(1, 4):
+        log.step(step, 20, values={NASTY: 0.5 + step, "a_name_without_spaces_" * 12: 1.0})
+        log("log", epoch=0, total_steps=step, values={"\u202eright to left": 1.0, "größe & <b>": -step})
+    log.evaluation(0, name=NASTY, metric="<i>" * 40)
+    log("warning", message=NASTY + " " + "z" * 3000)
+    log("failure", message=f"ValueError: {NASTY}")
+    return log.close()
+
+
+STATES = {
+    run.__name__: run
+    for run in (
+        finished, without_an_end, failed, recovered, one_step, no_step, without_evaluation, many_ranks, nasty
+    )
+}  # fmt: skip
