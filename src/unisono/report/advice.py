@@ -35,7 +35,7 @@ def advise(document: Document) -> list[Advice]:
 def _end(document: Document) -> Iterator[Advice]:
     if document["state"] not in ("failed", "stopped"):
         return
-    what = document["error"] or "The run has no end: its process was killed, or its loop was left early."
+    what = document["error"] or "The run has no end: it failed, was killed, or its loop was left. See its output."
     done, checkpoint = document["totals"]["steps_done"], document["checkpoint"]
     saved = checkpoint.get("total_steps") if checkpoint else None
     if not isinstance(saved, int):

@@ -42,7 +42,7 @@ def sentence(document: Document) -> str:
         return f"Step {format_count(steps)}{of} after {time}" + (f", about {format_span(left)} left." if left else ".")
     if document["state"] == "failed":
         return f"Ended by an exception after step {format_count(steps)}{of}, after {time}."
-    return f"Ended without an exception or an end after step {format_count(steps)}{of}: killed, or left by its loop."
+    return f"Ended early, after step {format_count(steps)}{of}: it failed, was killed, or its loop was left."
 
 
 def _left_s(document: Document) -> float | None:
