@@ -1,8 +1,8 @@
 """Waits of this process for other ranks, for observers such as the launcher's recorder of calls.
 
 The recorder follows the functions of torch.distributed on its own. Waits outside of them are reported here: those in
-shared memory, unless a first look finds that no rank is awaited, and those of groups of the backend shm. Without an
-observer, a wait costs half a microsecond more.
+shared memory, unless a first look finds that no rank is awaited, those for messages between stages of a pipeline, and
+those of groups of the backend shm. Without an observer, a wait costs half a microsecond more.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ class Wait(NamedTuple):
     size: int
     """Number of ranks in the group."""
     sequence: int
-    """Counts the waits of the group; equal on all ranks that wait for each other."""
+    """Counts the waits of the group; equal on all ranks that wait for each other. 0 for a message."""
+    peer: int | None = None
+    """The rank of the job that a message is from or for; None if all ranks of the group are awaited."""
 
 
 WaitObserver = Callable[[Wait], Callable[[bool], None]]

@@ -69,3 +69,37 @@ def test_a_rank_that_is_stuck_after_another_was_replaced_is_killed_too(warm_laun
     assert result.returncode == 0, result.stderr
     assert "rank 0 kept the others waiting for 1.5 s; killed (--stuck-timeout)" in result.stderr
     assert "all ranks of the group are in it" not in result.stderr
+
+
+@pytest.mark.parametrize("how", ["os.kill(os.getpid(), signal.SIGSTOP)", "lock.acquire()"])
+def test_a_stuck_stage_is_killed_and_replaced(warm_launcher, how):
+    script = f"""
+        import os, pathlib, signal, threading, torch, unisono
+        from torch import nn
+        lock, mark = threading.Lock(), pathlib.Path("mark")
+        lock.acquire()
+        torch.manual_seed(0)
+
+        class Stuck(nn.Linear):
+            def forward(self, x):
+                if unisono.rank() == 2 and trainer.steps_done == 3 and not mark.exists():
+                    mark.touch()
+                    {how}
+                return super().forward(x)
+
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), Stuck(4, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        pipeline = unisono.parallel.Pipeline(stages=["1", "2"])
+        trainer = unisono.Trainer(model, optimizer, virtual_ranks=4, progress=False, parallel=pipeline)
+        data = torch.utils.data.TensorDataset(torch.ones(40, 4))
+        for epoch in trainer.epochs(1):
+            for batch in trainer.batches(data, batch_size=8):
+                trainer.step(lambda model, batch: model(batch[0]).square().mean(1), batch)
+        print(trainer.steps_done, trainer.recovered)
+        """
+    name = warm_launcher.write("stuck.py", script)
+    result = warm_launcher.run("run", "-n", "3", "--hang-report", "0.5", "--stuck-timeout", "1.5", name)
+    assert result.returncode == 0, result.stderr
+    assert {line.partition("] ")[2] for line in result.stdout.splitlines()} == {"5 False", "5 True"}
+    assert "in recv for rank 2" in result.stderr
+    assert "rank 2 kept the others waiting for 1.5 s; killed (--stuck-timeout)" in result.stderr

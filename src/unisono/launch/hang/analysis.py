@@ -217,7 +217,7 @@ def _find_waits(by_rank: Mapping[int, Situation], *, now_ns: int, patience_ns: i
 
 def _wait_in(call: RecordedCall, situation: Situation, by_rank: Mapping[int, Situation]) -> OperationWait:
     members = call.ranks or tuple(sorted(by_rank))
-    if call.kind == "point-to-point":
+    if call.kind in ("point-to-point", "message"):
         others = tuple(rank for rank in members if rank != situation.rank) if call.peer is None else (call.peer,)
         operations: tuple[OperationState, ...] = (_operation(situation.rank, call),)
         missing = others

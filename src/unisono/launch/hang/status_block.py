@@ -44,7 +44,7 @@ _TEXT = struct.Struct("IIQ")
 _ANSWER_AT, _ANSWER_SIZE = _CALLS_AT + _MOST_PLACES * _PLACE_SIZE, 24 << 10
 _FAILURE_AT, _FAILURE_SIZE = _ANSWER_AT + 2 * _ANSWER_SIZE, 48 << 10
 
-CallKind = Literal["collective", "point-to-point", "setup"]
+CallKind = Literal["collective", "point-to-point", "message", "setup"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +56,7 @@ class RecordedCall:
     name: str
     """The function, for example "all_reduce"."""
     kind: CallKind
-    """A collective of a group, a send or receive, or a call that makes a group."""
+    """A collective of a group, a send or receive, the wait for a message in a step, or a call that makes a group."""
     group: str
     """Name that torch gave the process group; "" if it is not known."""
     label: str

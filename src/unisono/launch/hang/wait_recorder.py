@@ -1,7 +1,7 @@
-"""Records the waits in a step of a Trainer whose ranks share memory, in the rank's status block.
+"""Records waits in a step that `call_recorder` does not see, in the rank's status block.
 
-Such a step calls no function of torch.distributed, so `call_recorder` does not see it. Its waits are counted like
-collectives of one group.
+Where the ranks of a Trainer share memory, a step calls no function of torch.distributed: its waits are counted like
+collectives of one group. Stages of a pipeline wait for messages after the call that begins to receive them.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ def install(recorder: CallRecorder) -> None:
         if block is None:
             return lambda _: None
         caller = recorder.find_caller()
-        key = (wait.name, wait.group, caller)
+        key = (wait.name, wait.group, wait.peer, caller)
         text = texts.get(key)
         if text is None:
             file, line, function = caller
             text = texts[key] = encode_call(
                 name=wait.name,
-                kind="collective",
+                kind="collective" if wait.peer is None else "message",
                 group=wait.group,
-                ranks=format_ranks(range(wait.size), separator=","),
+                ranks=format_ranks(range(wait.size), separator=",") if wait.peer is None else "",
+                peer=wait.peer,
                 file=file,
                 line=line,
                 function=function,

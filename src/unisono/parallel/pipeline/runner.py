@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from unisono.activity import Observed, Wait
 from unisono.parallel.pipeline.messages import Message, MessageLayout
 from unisono.parallel.pipeline.placeholder import TensorLayout
 from unisono.parallel.pipeline.plan_cache import PlanCache
@@ -60,6 +61,30 @@ class _Channel(NamedTuple):
     micro_batch: int
 
 
+class _Transfer(NamedTuple):
+    """A message that is under way, and the memory that it needs until it has arrived."""
+
+    memory: Tensor
+    work: dist.Work | None
+    """None for a message between stages of this rank."""
+    wait: Wait | None
+
+    @property
+    def is_over(self) -> bool:
+        """True if nothing is left to wait for."""
+        return self.work is None or self.work.is_completed()
+
+    def finish(self) -> Tensor:
+        """Wait until the message has arrived, as observers see; return its memory."""
+        if self.work is not None:
+            if self.wait is None or self.work.is_completed():
+                self.work.wait()
+            else:
+                with Observed(self.wait):
+                    self.work.wait()
+        return self.memory
+
+
 @dataclass(slots=True)
 class _Step:
     """What one step has under way."""
@@ -69,11 +94,16 @@ class _Step:
     stage_ranks: tuple[int, ...]
     passes: dict[tuple[int, int], StagePass] = field(default_factory=dict)
     """By stage and micro-batch."""
-    arrivals: dict[_Channel, tuple[Tensor, dist.Work | None]] = field(default_factory=dict)
-    """Messages that come, or have come; without work those between stages of this rank."""
-    sends: list[tuple[Tensor, dist.Work]] = field(default_factory=list)
+    arrivals: dict[_Channel, _Transfer] = field(default_factory=dict)
+    """Messages that come, or have come."""
+    sends: list[_Transfer] = field(default_factory=list)
     weight_passes: dict[tuple[int, int], Callable[[], None]] = field(default_factory=dict)
     """By stage and micro-batch, those whose passes for inputs have run."""
+
+    def finish_sends(self) -> None:
+        """Wait until other ranks have all messages."""
+        for each in self.sends:
+            each.finish()
 
 
 class PipelineRunner:
@@ -102,10 +132,13 @@ class PipelineRunner:
         self._schedule, self._group = schedule, group
         self._ranks, self._rank = (1, 0) if group is None else (group.size(), group.rank())
         self._stages: dict[tuple[int, int], tuple[Stage, StageRoutes]] = {}
+        self._waits: dict[tuple[str, int], Wait] = {}
+        """By what is called and the other rank of the pipeline."""
 
     def connect(self, group: dist.ProcessGroup | None) -> None:
         """Use another group of as many ranks, in the same order, from the next step on. None: release the group."""
         self._group = group
+        self._waits.clear()
 
     @property
     def num_stages(self) -> int:
@@ -157,9 +190,8 @@ class PipelineRunner:
                 self._backward_weight(step, action, passes)
             else:
                 self._backward(step, action, passes)
-            step.sends = [each for each in step.sends if not each[1].is_completed()]
-        for _, work in step.sends:
-            work.wait()
+            step.sends = [each for each in step.sends if not each.is_over]
+        step.finish_sends()
 
     def infer(
         self,
@@ -176,9 +208,8 @@ class PipelineRunner:
         for action in self._with_receives(step, actions):
             self._forward(step, action, micro_batches[action.micro_batch], passes)
             step.passes.clear()
-            step.sends = [each for each in step.sends if not each[1].is_completed()]
-        for _, work in step.sends:
-            work.wait()
+            step.sends = [each for each in step.sends if not each.is_over]
+        step.finish_sends()
 
     def _schedule_for(self, micro_batches: int) -> Schedule:
         return make_schedule(
@@ -269,16 +300,14 @@ class PipelineRunner:
             if rank != self._rank:
                 memory = layout.allocate()
                 work = dist.irecv(memory, group=self._group, group_src=rank, tag=self._tag(channel))
-                step.arrivals[channel] = memory, work
+                step.arrivals[channel] = _Transfer(memory, work, self._wait("recv", rank))
 
     def _receive(self, step: _Step, action: Action, layouts: Mapping[int, MessageLayout[Any]]) -> list[Message[Any]]:
         """Wait for the messages that a pass needs."""
         found = []
         for source, layout in layouts.items():
-            memory, work = step.arrivals.pop(_Channel(source, action.stage, action.micro_batch))
-            if work is not None:
-                work.wait()
-            found.append(layout.unpack(memory))
+            arrival = step.arrivals.pop(_Channel(source, action.stage, action.micro_batch))
+            found.append(layout.unpack(arrival.finish()))
         return found
 
     def _send(
@@ -288,11 +317,19 @@ class PipelineRunner:
             rank, channel = step.stage_ranks[target], _Channel(action.stage, target, action.micro_batch)
             memory = layout.pack(content)
             if rank == self._rank:
-                step.arrivals[channel] = memory, None
+                step.arrivals[channel] = _Transfer(memory, None, None)
             else:
                 work = dist.isend(memory, group=self._group, group_dst=rank, tag=self._tag(channel))
-                assert work is not None
-                step.sends.append((memory, work))
+                step.sends.append(_Transfer(memory, work, self._wait("send", rank)))
+
+    def _wait(self, name: str, rank: int) -> Wait:
+        """Return the wait for a message, as observers see it."""
+        key = name, rank
+        if key not in self._waits:
+            assert self._group is not None
+            peer = dist.get_global_rank(self._group, rank)
+            self._waits[key] = Wait(name, self._group.group_name, self._ranks, 0, peer)
+        return self._waits[key]
 
     def _tag(self, channel: _Channel) -> int:
         return (channel.micro_batch * self.num_stages + channel.source) * self.num_stages + channel.target
