@@ -103,3 +103,31 @@ def test_a_stuck_stage_is_killed_and_replaced(warm_launcher, how):
     assert {line.partition("] ")[2] for line in result.stdout.splitlines()} == {"5 False", "5 True"}
     assert "in recv for rank 2" in result.stderr
     assert "rank 2 kept the others waiting for 1.5 s; killed (--stuck-timeout)" in result.stderr
+
+
+def test_a_rank_with_a_stuck_part_of_a_divided_model_is_killed(warm_launcher):
+    script = """
+        import os, signal, torch, unisono
+        from torch import nn
+        torch.manual_seed(0)
+
+        class Stuck(nn.Linear):
+            def forward(self, x):
+                if unisono.rank() == 1 and trainer.steps_done == 3:
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                return super().forward(x)
+
+        model = nn.Sequential(nn.Linear(4, 4), Stuck(4, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        shard = unisono.parallel.Shard(by=["0", "1"])
+        trainer = unisono.Trainer(model, optimizer, virtual_ranks=4, progress=False, parallel=shard)
+        data = torch.utils.data.TensorDataset(torch.ones(40, 4))
+        for epoch in trainer.epochs(1):
+            for batch in trainer.batches(data, batch_size=8):
+                trainer.step(lambda model, batch: model(batch[0]).square().mean(1), batch)
+        """
+    name = warm_launcher.write("stuck.py", script)
+    result = warm_launcher.run("run", "-n", "2", "--hang-report", "0.5", "--stuck-timeout", "1.5", name)
+    assert result.returncode == 137, result.stderr
+    assert "in recv for rank 1" in result.stderr
+    assert "rank 1 kept the others waiting for 1.5 s; killed (--stuck-timeout)" in result.stderr

@@ -12,6 +12,7 @@ import time
 
 import torch.distributed as dist
 
+from unisono.activity import Observed, Wait
 from unisono.polling import Backoff
 
 __all__ = ["PollingWait"]
@@ -32,8 +33,12 @@ class PollingWait:
         self._polls, self._poll_s = polls, poll_s
         self._backoff = Backoff()
 
-    def wait(self, work: dist.Work) -> None:
+    def wait(self, work: dist.Work, seen: Wait | None = None) -> None:
         """Wait for the end of a work.
+
+        Args:
+            work: The work.
+            seen: How observers see a wait that polling does not end. None: they do not, as the backend's record has it.
 
         Raises:
             RuntimeError: The work failed, as in `Work.wait`.
@@ -43,7 +48,11 @@ class PollingWait:
                 self._backoff.left -= 1
             else:
                 self._backoff.note(paid=self._poll(work))
-        work.wait()
+        if seen is None or work.is_completed():
+            work.wait()
+        else:
+            with Observed(seen):
+                work.wait()
 
     def _poll(self, work: dist.Work) -> bool:
         """Poll for at most `poll_s`. Return True if the work has ended."""

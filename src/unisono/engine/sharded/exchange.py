@@ -19,6 +19,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from unisono.activity import Wait
 from unisono.collectives.world import World
 from unisono.engine.norm import in_memory_order
 from unisono.engine.sharded.grid import ShardGrid
@@ -215,10 +216,10 @@ class UnitExchange:
     def _transfer(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
         group, works = self._world.group, []
         assert group is not None
-        works += [group.recv([tensor], peer, 0) for peer, tensor in receives.items() if tensor.numel()]
-        works += [group.send([tensor], peer, 0) for peer, tensor in sends.items() if tensor.numel()]
-        for work in works:
-            self._world.waiter.wait(work)
+        works += [("recv", peer, group.recv([tensor], peer, 0)) for peer, tensor in receives.items() if tensor.numel()]
+        works += [("send", peer, group.send([tensor], peer, 0)) for peer, tensor in sends.items() if tensor.numel()]
+        for name, peer, work in works:
+            self._world.waiter.wait(work, Wait(name, group.group_name, self._world.size, 0, peer))
 
     @contextmanager
     def _unbroken(self) -> Iterator[None]:
