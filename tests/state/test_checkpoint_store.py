@@ -204,7 +204,7 @@ def rewrite_manifest(info, change):
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (lambda c: c.update(format=2), "format 2, and this unisono reads 1"),
+        (lambda c: c.update(format=3), "format 3, and this unisono reads 1 and 2"),
         (lambda c: c.update(step=2), "is of step 2, but the folder is step-000000001"),
         (lambda c: c["files"][0].update(name="../model.safetensors"), r"names '\.\./model\.safetensors'"),
         (lambda c: c["files"][0].update(name="/etc/passwd"), "names '/etc/passwd'"),
@@ -212,7 +212,7 @@ def rewrite_manifest(info, change):
         (lambda c: c["files"][0].update(name=3), "names 3"),
         (lambda c: c["files"].pop(), "lists the files"),
         (lambda c: c["files"].append(c["files"][0]), "lists the files"),
-        (lambda c: c["files"][0].update(nbytes="8"), "lists the files"),
+        (lambda c: c["files"][0].update(nbytes="8"), "lacks what it must say"),
         (lambda c: c["files"][0].update(more=1), "lacks what it must say"),
         (lambda c: c["groups"].pop("model"), "lists the files"),
         (lambda c: c["groups"].update({"../x": c["groups"]["model"]}), "lists the files"),

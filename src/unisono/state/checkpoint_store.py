@@ -35,17 +35,18 @@ from unisono.state.best import BEST_LEFTOVERS, read_best, step_folder
 from unisono.state.codec import Json, to_json
 from unisono.state.durable_files import (
     CheckedFile,
-    FileEntry,
     failing_with_remedy,
     flush_folder,
     is_locked,
     locked,
     make_folder,
+    nbytes_of,
     remedy,
     swap_names,
     write_file,
 )
 from unisono.state.manifest import GROUP, MANIFEST, STATE, SUFFIX, manifest_of, render_manifest
+from unisono.state.regions import FileEntry
 from unisono.state.safetensors_format import FilePart, plan_file, read_bytes, read_tensors
 
 __all__ = ["CheckpointInfo", "CheckpointStore", "Loaded"]
@@ -117,7 +118,7 @@ class CheckpointStore:
             pieces, described[group] = plan_file(tensors, group)
             files.append((group + SUFFIX, pieces))
         files.append((STATE, [to_json(document)]))
-        needed = sum(_nbytes(piece) for _, pieces in files for piece in pieces)
+        needed = sum(nbytes_of(pieces) for _, pieces in files)
 
         work = self.folder / f".tmp-{os.getpid()}-{secrets.token_hex(4)}-{final.name}"
         doing = "creating the folder"
@@ -330,10 +331,6 @@ class CheckpointStore:
             f"the checkpoint of {what} was not written to {self.folder}: {reason}, while {doing}. It needs "
             f"{needed:,} bytes and {free}. Older checkpoints are untouched. {remedy(error, self.folder)}"
         )
-
-
-def _nbytes(piece: FilePart) -> int:
-    return len(piece) if isinstance(piece, bytes) else piece[1].numel() * piece[1].element_size()
 
 
 def _is_good(store: CheckpointStore, info: CheckpointInfo) -> bool:

@@ -13,24 +13,27 @@ import hashlib
 import io
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
 from unisono.errors import CheckpointError, CorruptCheckpointError
 from unisono.state.digest import exact, memory
+from unisono.state.regions import CHUNK, FileEntry, Region, RegionHashes, chunks, region_nbytes
 from unisono.state.safetensors_format import FilePart
 
 __all__ = [
     "CheckedFile",
-    "FileEntry",
+    "check_hash",
+    "explained",
     "failing_with_remedy",
     "flush_folder",
     "is_locked",
     "locked",
     "make_folder",
+    "nbytes_of",
+    "open_file",
     "read_file",
     "remedy",
     "run_in_children",
@@ -40,42 +43,36 @@ __all__ = [
 
 # From linux/fcntl.h and linux/fs.h.
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
-# A chunk stays in the CPU's cache between being written and being hashed: one pass over memory, not two.
-_CHUNK = 1 << 20
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FileEntry:
-    """The expected name, size and hash of a file."""
-
-    name: str
-    nbytes: int
-    sha256: str
 
 
 def write_file(path: Path, pieces: list[FilePart]) -> FileEntry:
     """Write a file, flush it to the disk, and return its entry.
 
-    The hash is that of the bytes in memory, taken while they are written. A hash of the file would confirm a bad write,
+    The hashes are those of the bytes in memory, taken while they are written. A hash of the file would confirm a bad
+    write,
     and reading it back would read the page cache: 0.15 s for 300 MB, without a check of the disk.
     `CheckpointStore.verify` checks that later.
     """
-    sha = hashlib.sha256()
+    hashes = RegionHashes(region_nbytes(nbytes_of(pieces)))
     nbytes = 0
     with path.open("xb") as file:
         for piece in pieces:
             view = memoryview(piece) if isinstance(piece, bytes) else memory(exact(piece[1], piece[0]))
-            for start in range(0, len(view), _CHUNK):
-                chunk = view[start : start + _CHUNK]
+            for chunk in chunks(view, hashes):
                 file.write(chunk)
-                sha.update(chunk)
+                hashes.add(chunk)
             nbytes += len(view)
         file.flush()
         os.fsync(file.fileno())
     found = path.stat().st_size
     if found != nbytes:
         raise OSError(errno.EIO, f"{nbytes:,} bytes were written and the file has {found:,}", str(path))
-    return FileEntry(name=path.name, nbytes=nbytes, sha256=sha.hexdigest())
+    return FileEntry(name=path.name, nbytes=nbytes, regions=hashes.finish())
+
+
+def nbytes_of(pieces: Iterable[FilePart]) -> int:
+    """Return the size of parts of a file, in bytes."""
+    return sum(len(each) if isinstance(each, bytes) else each[1].numel() * each[1].element_size() for each in pieces)
 
 
 def make_folder(folder: Path) -> None:
@@ -192,27 +189,30 @@ def failing_with_remedy(folder: Path, what: str, *, note: str = "") -> Iterator[
 
 
 class CheckedFile:
-    """A file that is hashed while it is read, from its first byte to its last.
+    """A file whose bytes are compared with its hashes while it is read, from its first byte to its last.
 
     Raises:
-        CorruptCheckpointError: The path is no file, has a wrong size or cannot be read; here and in all methods.
+        CorruptCheckpointError: The path is no file, has a wrong size, cannot be read or is damaged; here and in all
+            methods.
     """
 
     def __init__(self, path: Path, entry: FileEntry) -> None:
         self._path, self._entry = path, entry
-        self._sha = hashlib.sha256()
-        self._left = entry.nbytes
+        self._regions = iter(entry.regions)
+        self._region, self._sha = next(self._regions), hashlib.sha256()
+        self._at = 0
         expected = f"{entry.nbytes:,} bytes"
-        with _explained(path, expected):
+        with explained(path, expected):
             self._file = open_file(path, lambda size: size == entry.nbytes, expected)
 
     def read(self, view: memoryview) -> None:
         """Fill a view with the next bytes; ValueError if fewer are left."""
-        if len(view) > self._left:
-            raise ValueError(f"{len(view):,} bytes were asked for, and {self._left:,} are left")
-        with _explained(self._path, f"{self._entry.nbytes:,} bytes"):
-            for start in range(0, len(view), _CHUNK):
-                chunk = view[start : start + _CHUNK]
+        left = self._entry.nbytes - self._at
+        if len(view) > left:
+            raise ValueError(f"{len(view):,} bytes were asked for, and {left:,} are left")
+        with explained(self._path, f"{self._entry.nbytes:,} bytes"):
+            while view:
+                chunk = view[: min(CHUNK, self._region.stop - self._at)]
                 filled = 0
                 while filled < len(chunk):
                     found = self._file.readinto(chunk[filled:])
@@ -220,24 +220,44 @@ class CheckedFile:
                         raise OSError(errno.EIO, "the file ended early")
                     filled += found
                 self._sha.update(chunk)
-        self._left -= len(view)
+                self._at += len(chunk)
+                if self._at == self._region.stop:
+                    self._check()
+                view = view[len(chunk) :]
 
     def finish(self) -> None:
-        """Read the rest of the file, and compare the hash of all bytes with the expected one."""
-        rest = memoryview(bytearray(min(self._left, _CHUNK)))
-        while self._left:
-            self.read(rest[: self._left])
-        if self._sha.hexdigest() != self._entry.sha256:
-            raise CorruptCheckpointError(
-                f"{self._path}: expected sha256 {self._entry.sha256}, found {self._sha.hexdigest()} in "
-                f"{self._entry.nbytes:,} bytes: the file was changed or the disk is failing. Take an older checkpoint."
-            )
+        """Read the rest of the file, and compare it, too."""
+        rest = memoryview(bytearray(min(self._entry.nbytes - self._at, CHUNK)))
+        while self._at < self._entry.nbytes:
+            self.read(rest[: self._entry.nbytes - self._at])
+        if not self._entry.nbytes:
+            self._check()
+
+    def _check(self) -> None:
+        """Compare the region that has been read, and go to the next one that is not empty."""
+        check_hash(self._path, self._entry, self._region, self._sha.hexdigest())
+        self._sha = hashlib.sha256()
+        self._region = next((each for each in self._regions if each.stop > each.start), self._region)
 
     def __enter__(self) -> CheckedFile:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
+
+
+def check_hash(path: Path, entry: FileEntry, region: Region, found: str) -> None:
+    """Compare the hash of the bytes of a region with the expected one.
+
+    Raises:
+        CorruptCheckpointError: They differ.
+    """
+    if found != region.sha256:
+        where = f"{entry.nbytes:,} bytes" if len(entry.regions) == 1 else region.told()
+        raise CorruptCheckpointError(
+            f"{path}: expected sha256 {region.sha256}, found {found} in {where}: the file was changed or the disk is "
+            "failing. Take an older checkpoint."
+        )
 
 
 def read_file(path: Path, fits: Callable[[int], bool], expected: str) -> bytes:
@@ -251,7 +271,7 @@ def read_file(path: Path, fits: Callable[[int], bool], expected: str) -> bytes:
     Raises:
         CorruptCheckpointError: The path is no file, has a wrong size or cannot be read.
     """
-    with _explained(path, expected), open_file(path, fits, expected) as file:
+    with explained(path, expected), open_file(path, fits, expected) as file:
         return file.readall()
 
 
@@ -271,7 +291,8 @@ def open_file(path: Path, fits: Callable[[int], bool], expected: str) -> io.File
 
 
 @contextmanager
-def _explained(path: Path, expected: str) -> Iterator[None]:
+def explained(path: Path, expected: str) -> Iterator[None]:
+    """Raise CorruptCheckpointError for an OSError inside, while a file is read."""
     try:
         yield
     except OSError as error:

@@ -9,14 +9,15 @@ import hashlib
 import importlib.metadata
 import json
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from unisono.errors import CorruptCheckpointError
 from unisono.state.codec import Json
-from unisono.state.durable_files import FileEntry, read_file
+from unisono.state.durable_files import read_file
+from unisono.state.regions import FileEntry, entry_of, render_entry
 from unisono.text import a_type
 
 __all__ = [
@@ -40,7 +41,8 @@ SUFFIX = ".safetensors"
 GROUP = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
 """Pattern of valid group names."""
 
-_FORMAT = 1
+_FORMAT, _FORMAT_OF_REGIONS = 1, 2
+"""The second has hashes of regions, for files that several ranks have written, or that are larger than one region."""
 _LIMIT = 64 << 20
 
 
@@ -60,13 +62,14 @@ def render_manifest(step: int, entries: list[FileEntry], groups: dict[str, Json]
         version = importlib.metadata.version("unisono")
     except importlib.metadata.PackageNotFoundError:  # run from a source tree
         version = "unknown"
+    files = [render_entry(entry) for entry in entries]
     return _seal(
         {
-            "format": _FORMAT,
+            "format": _FORMAT if all("sha256" in each for each in files) else _FORMAT_OF_REGIONS,
             "unisono": version,
             "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "step": step,
-            "files": [asdict(entry) for entry in entries],
+            "files": files,
             "groups": groups,
         }
     )
@@ -104,10 +107,10 @@ def parse_manifest(data: bytes, where: str, folder_name: str) -> Manifest:
         raise corrupt(f"is not JSON ({len(data):,} bytes: {error}): it was cut off or changed") from error
     if not isinstance(content, dict):
         raise corrupt(f"holds {a_type(content)}, expected an object")
-    if content.get("format") != _FORMAT:
+    if content.get("format") not in (_FORMAT, _FORMAT_OF_REGIONS):
         raise corrupt(
-            f"has format {content.get('format')!r}, and this unisono reads {_FORMAT}: it is damaged, or comes from a "
-            f"newer unisono (upgrade to read it)"
+            f"has format {content.get('format')!r}, and this unisono reads {_FORMAT} and {_FORMAT_OF_REGIONS}: it is "
+            "damaged, or comes from a newer unisono (upgrade to read it)"
         )
     claimed = content.pop("sha256", None)
     # Rendered again and compared to the byte: this finds a change in white space or in the case of a digit, too.
@@ -115,17 +118,16 @@ def parse_manifest(data: bytes, where: str, folder_name: str) -> Manifest:
         found = hashlib.sha256(json.dumps(content, indent=1).encode()).hexdigest()
         raise corrupt(f"was changed after it was written: expected sha256 {claimed}, found {found}")
     try:
-        entries = [FileEntry(**entry) for entry in content["files"]]
+        entries = [entry_of(entry) for entry in content["files"]]
         manifest = Manifest(step=content["step"], files=entries, groups=content["groups"])
         expected = {*(f"{group}{SUFFIX}" for group in manifest.groups), STATE}
-        sound = all(type(entry.nbytes) is int and type(entry.sha256) is str for entry in entries)
-        sound = sound and all(
+        sound = all(
             isinstance(group["names"], list)
             and isinstance(group["aliases"], dict)
             and isinstance(group["dtypes"], dict)
             for group in manifest.groups.values()
         )
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise corrupt(f"lacks what it must say: {type(error).__name__}: {error}") from error
     names = [entry.name for entry in entries]
     # A file's name comes from the file: it must not lead out of the folder.

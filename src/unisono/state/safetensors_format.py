@@ -1,9 +1,11 @@
-"""Files of tensors in the open safetensors format: planned before they are written, and read one tensor at a time.
+"""Files of tensors in the open safetensors format: planned before they are written, and read as a whole or in parts.
 
 The format (https://huggingface.co/docs/safetensors): 8 bytes with the header's length, the header as JSON, the data. It
 is written and read here, without the library. Its save_file needs NumPy; its serialize_file copies all data before
 version 0.8, and reports a full disk without an errno; its loaders hold a file's bytes in addition to the tensors, or
 map a file that may change after it was checked.
+
+The layout of a file is a function of names, dtypes and shapes (`lay_out`), so several processes can write parts of it.
 Pure: no files. Start reading at `plan_file` and `read_tensors`.
 """
 
@@ -12,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,7 +23,20 @@ from unisono.errors import CheckpointError
 from unisono.state.codec import Json, decode_dtype
 from unisono.state.digest import check_storable, memory, same_memory
 
-__all__ = ["FilePart", "encode_header", "plan_file", "read_bytes", "read_tensors", "type_name"]
+__all__ = [
+    "FileLayout",
+    "FilePart",
+    "StoredTensor",
+    "encode_header",
+    "lay_out",
+    "original_types",
+    "parse_header",
+    "plan_file",
+    "read_bytes",
+    "read_tensors",
+    "tied_names",
+    "type_name",
+]
 
 FilePart: TypeAlias = bytes | tuple[str, Tensor]
 """A part of a file: bytes, or a tensor by name, whose memory is the part."""
@@ -55,6 +70,74 @@ _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _LENGTH_NBYTES = 8
 
 
+class FileLayout(NamedTuple):
+    """The place of each tensor in a file."""
+
+    header: bytes
+    """The beginning of the file."""
+    starts: dict[str, int]
+    """Position in the file of the first byte of each stored tensor, in the order of the file."""
+    nbytes: int
+    """The size of the file."""
+    described: dict[str, Json]
+    """A description for `read_tensors`."""
+
+
+def lay_out(forms: Mapping[str, Tensor], aliases: Mapping[str, str], group: str) -> FileLayout:
+    """Return the layout of a file. It depends on names, dtypes and shapes alone.
+
+    Args:
+        forms: A tensor of the dtype and shape of each one in the file, by name; it needs no values.
+        aliases: For each name that is not stored, the stored one of the same values.
+        group: What precedes a name in errors.
+
+    Raises:
+        CheckpointError: The format cannot hold a name.
+
+    >>> lay_out({"a": torch.empty(2, device="meta"), "b": torch.empty(1, dtype=torch.float64)}, {}, "model").starts
+    {'b': 152, 'a': 160}
+    """
+    dtypes: dict[str, str] = {}
+    kept: list[tuple[int, str, Json]] = []
+    for name, form in forms.items():
+        if name == "__metadata__" or not _is_text(name):
+            raise CheckpointError(f"{group} has a tensor named {name!r}, which safetensors cannot hold. Rename it.")
+        if name in aliases:
+            continue
+        dtype, shape = form.dtype, [*form.shape]
+        if dtype.is_complex:
+            dtype, shape = dtype.to_real(), [*shape, 2]
+        elif dtype not in _DTYPES:
+            dtype = _CARRIERS[dtype.itemsize]
+        if dtype != form.dtype:
+            dtypes[name] = str(form.dtype).removeprefix("torch.")
+        kept.append((-dtype.itemsize, name, {"dtype": _DTYPES[dtype], "shape": [*shape]}))
+    # Wide types first, as in the library: every tensor is then aligned in the file, and can be mapped.
+    kept.sort(key=lambda entry: entry[:2])
+    # Tied names for other readers, where the library's save_model puts them; unisono reads those of the manifest.
+    entries: dict[str, Json] = {"__metadata__": {**aliases, "format": "pt"}}
+    offset = 0
+    offsets: dict[str, int] = {}
+    for _, name, described in kept:
+        end = offset + forms[name].numel() * forms[name].element_size()
+        entries[name] = {**described, "data_offsets": [offset, end]}  # type: ignore[dict-item]
+        offsets[name], offset = offset, end
+    header = encode_header(entries)
+    return FileLayout(
+        header,
+        {name: len(header) + start for name, start in offsets.items()},
+        len(header) + offset,
+        {"names": [*forms], "aliases": {**aliases}, "dtypes": {**dtypes}},
+    )
+
+
+def tied_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return, for each name whose memory an earlier name views in the same way, that name."""
+    first: dict[tuple[object, ...], str] = {}
+    owners = {name: first.setdefault(same_memory(tensor), name) for name, tensor in tensors.items()}
+    return {name: owner for name, owner in owners.items() if owner != name}
+
+
 def plan_file(tensors: Mapping[str, Tensor], group: str) -> tuple[list[FilePart], dict[str, Json]]:
     """Return the parts of a safetensors file in order, and a description for `read_tensors`. Copies nothing.
 
@@ -63,41 +146,10 @@ def plan_file(tensors: Mapping[str, Tensor], group: str) -> tuple[list[FilePart]
     Raises:
         CheckpointError: A tensor cannot be stored; the message has its group and name.
     """
-    first: dict[tuple[object, ...], str] = {}
-    aliases: dict[str, str] = {}
-    dtypes: dict[str, str] = {}
-    kept: list[tuple[int, str, Json]] = []
     for name, tensor in tensors.items():
         check_storable(tensor, f"{group}.{name}")
-        if name == "__metadata__" or not _is_text(name):
-            raise CheckpointError(f"{group} has a tensor named {name!r}, which safetensors cannot hold. Rename it.")
-        owner = first.setdefault(same_memory(tensor), name)
-        if owner != name:
-            aliases[name] = owner
-            continue
-        dtype, shape = tensor.dtype, [*tensor.shape]
-        if dtype.is_complex:
-            dtype, shape = dtype.to_real(), [*shape, 2]
-        elif dtype not in _DTYPES:
-            dtype = _CARRIERS[dtype.itemsize]
-        if dtype != tensor.dtype:
-            dtypes[name] = str(tensor.dtype).removeprefix("torch.")
-        kept.append((-dtype.itemsize, name, {"dtype": _DTYPES[dtype], "shape": [*shape]}))
-    # Wide types first, as in the library: every tensor is then aligned in the file, and can be mapped.
-    kept.sort(key=lambda entry: entry[:2])
-    # Tied names for other readers, where the library's save_model puts them; unisono reads those of the manifest.
-    header: dict[str, Json] = {"__metadata__": {**aliases, "format": "pt"}}
-    offset = 0
-    for _, name, described in kept:
-        end = offset + tensors[name].numel() * tensors[name].element_size()
-        header[name] = {**described, "data_offsets": [offset, end]}  # type: ignore[dict-item]
-        offset = end
-    data: list[FilePart] = [(name, tensors[name]) for _, name, _ in kept]
-    return [encode_header(header), *data], {
-        "names": [*tensors],
-        "aliases": {**aliases},
-        "dtypes": {**dtypes},
-    }
+    layout = lay_out(tensors, tied_names(tensors), group)
+    return [layout.header, *((name, tensors[name]) for name in layout.starts)], layout.described
 
 
 def encode_header(header: Mapping[str, Json], *, room: int = 0) -> bytes:
@@ -137,6 +189,36 @@ def read_tensors(
     Raises:
         ValueError, KeyError, TypeError or AttributeError: The bytes are not such a file.
     """
+    stored, notes = parse_header(read, nbytes, ordered=described is None)
+    tensors: dict[str, Tensor] = {}
+    for name, each in stored.items():
+        tensors[name] = torch.empty(each.shape, dtype=each.dtype)
+        read(memory(tensors[name]))
+    return original_types(tensors, notes, described)
+
+
+class StoredTensor(NamedTuple):
+    """A tensor as it is stored in a file."""
+
+    dtype: torch.dtype
+    shape: list[int]
+    start: int
+    """Position of its first byte in the file."""
+
+
+def parse_header(
+    read: Callable[[memoryview], None], nbytes: int, *, ordered: bool
+) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
+    """Return the tensors of a file in its order, and the notes in its header.
+
+    Args:
+        read: See `read_tensors`.
+        nbytes: The size of the file.
+        ordered: True to put the header's entries in the order of the data.
+
+    Raises:
+        ValueError, KeyError, TypeError or AttributeError: See `read_tensors`.
+    """
     if nbytes < _LENGTH_NBYTES:
         raise ValueError(f"{nbytes} bytes are too few for a header")
     length = int.from_bytes(read_bytes(read, _LENGTH_NBYTES), "little")
@@ -144,8 +226,9 @@ def read_tensors(
         raise ValueError(f"the header should have {length:,} bytes, and the file has {nbytes:,}")
     header = json.loads(read_bytes(read, length))
     entries = [(name, entry) for name, entry in header.items() if name != "__metadata__"]
-    if described is None:
+    if ordered:
         entries.sort(key=lambda item: (item[1]["data_offsets"], item[0]))
+    found: dict[str, StoredTensor] = {}
     offset = 0
     for name, entry in entries:
         start, end = entry["data_offsets"]
@@ -154,18 +237,26 @@ def read_tensors(
         dtype, shape = _READABLE[entry["dtype"]], entry["shape"]
         if start != offset or end - start != math.prod(shape) * dtype.itemsize or min(shape, default=0) < 0:
             raise ValueError(f"{name!r} should have shape {shape} and lie at {start}:{end}, behind {offset}")
+        found[name] = StoredTensor(dtype, shape, _LENGTH_NBYTES + length + start)
         offset = end
     if offset != nbytes - _LENGTH_NBYTES - length:
         raise ValueError(f"the tensors end at {offset:,}, and {nbytes - _LENGTH_NBYTES - length:,} bytes are there")
-    tensors: dict[str, Tensor] = {}
-    for name, entry in entries:
-        tensor = torch.empty(entry["shape"], dtype=_READABLE[entry["dtype"]])
-        read(memory(tensor))
-        tensors[name] = tensor
+    return found, dict(header.get("__metadata__", {}))
+
+
+def original_types(
+    tensors: dict[str, Tensor], notes: Mapping[str, Any], described: Mapping[str, Any] | None
+) -> dict[str, Tensor]:
+    """Return stored tensors by all of their names, and with the dtypes that they had. Copies nothing.
+
+    Args:
+        tensors: The tensors as they are stored.
+        notes: Those in the file's header.
+        described: See `read_tensors`.
+    """
     if described is None:
         # Where the library's save_model notes tied names, among other notes such as the format.
-        notes = header.get("__metadata__", {}).items()
-        tied = {name: owner for name, owner in notes if owner in tensors and name != "format"}
+        tied = {name: owner for name, owner in notes.items() if owner in tensors and name != "format"}
         return {**{name: tensors[owner] for name, owner in tied.items()}, **tensors}
     for name, kind in described["dtypes"].items():
         stored, wanted = tensors[name], decode_dtype(kind)
