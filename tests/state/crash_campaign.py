@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from unisono.state import checkpoint_store as store_module
+from unisono.state import checkpoint_work as work_module
 from unisono.state.best import Best, read_best, write_best
 from unisono.state.checkpoint_store import CheckpointInfo, CheckpointStore
 
@@ -134,11 +134,11 @@ def at_random_moments(folder, kills, seed):
 
 def at_every_call(folder):
     """With a file system that can exchange names, and then the writes alone without one."""
-    able = store_module.swap_names
+    able = work_module.swap_names
     kills = [kills_at_every_call(folder)]
-    store_module.swap_names = lambda first, second: False
+    work_module.swap_names = lambda first, second: False
     kills.append(kills_at_every_call(folder, writes_alone=True))
-    store_module.swap_names = able
+    work_module.swap_names = able
     return {"kills": sum(kills)}
 
 
@@ -172,7 +172,7 @@ def kills_at_every_call(folder, *, writes_alone=False):
 
         for name in CHANGING_CALLS:
             setattr(os, name, functools.partial(wrapped, getattr(os, name)))
-        store_module.swap_names = functools.partial(wrapped, store_module.swap_names)
+        work_module.swap_names = functools.partial(wrapped, work_module.swap_names)
         work(report)
 
     begun = CheckpointStore(folder.with_name("begun"))

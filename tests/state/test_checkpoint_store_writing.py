@@ -12,6 +12,7 @@ from checkpoint_contents import assert_equal, flip, groups
 
 from unisono.errors import CheckpointError
 from unisono.state import checkpoint_store as store_module
+from unisono.state import checkpoint_work
 from unisono.state.checkpoint_store import CheckpointStore
 from unisono.state.durable_files import locked
 
@@ -169,8 +170,8 @@ def test_a_path_without_rights_and_without_an_answer_is_explained(store, monkeyp
     def no_answer(*args):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(store_module.shutil, "disk_usage", no_answer)
-    monkeypatch.setattr(store_module, "make_folder", no_answer)
+    monkeypatch.setattr(checkpoint_work.shutil, "disk_usage", no_answer)
+    monkeypatch.setattr(checkpoint_work, "make_folder", no_answer)
     with pytest.raises(CheckpointError, match=r"\[Errno 13\] Permission denied, while .* free space is unknown"):
         store.write(1, groups(), {})
 
@@ -211,7 +212,7 @@ def test_an_interrupt_leaves_nothing(store, monkeypatch):
     def interrupt(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(store_module, "flush_folder", interrupt)
+    monkeypatch.setattr(checkpoint_work, "flush_folder", interrupt)
     with contextlib.suppress(KeyboardInterrupt):
         store.write(2, groups(), {})
     assert [path.name for path in store.folder.iterdir()] == ["step-000000001"]

@@ -8,20 +8,20 @@
     best.json, best         which step is the best one: see `state.best`
 
 A checkpoint is written into a `.tmp-…` folder beside the others, flushed to the disk, then renamed: a crash at any
-moment leaves the older checkpoints as they were. Nothing is read with pickle and no file is executed. One process
-writes at a time (rank 0); any number may read. Start reading at `CheckpointStore.write` and `CheckpointStore.load`.
+moment leaves the older checkpoints as they were. Nothing is read with pickle and no file is executed. Rank 0 writes, or
+all ranks of a job write their parts (`part_writing`) and rank 0 completes it; any number of processes may read. Start
+reading at `CheckpointStore.write` and `CheckpointStore.load`.
 """
 
 from __future__ import annotations
 
 import builtins  # inside CheckpointStore, `list` is its method
-import errno
 import json
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -32,20 +32,20 @@ from torch import Tensor
 
 from unisono.errors import CheckpointError, CorruptCheckpointError
 from unisono.state.best import BEST_LEFTOVERS, read_best, step_folder
+from unisono.state.checkpoint_work import CheckpointWork
 from unisono.state.codec import Json, to_json
 from unisono.state.durable_files import (
     CheckedFile,
     failing_with_remedy,
     flush_folder,
     is_locked,
-    locked,
-    make_folder,
     nbytes_of,
-    remedy,
-    swap_names,
     write_file,
 )
-from unisono.state.manifest import GROUP, MANIFEST, STATE, SUFFIX, manifest_of, render_manifest
+from unisono.state.manifest import GROUP, STATE, SUFFIX, manifest_of
+from unisono.state.open_checkpoint import OpenCheckpoint
+from unisono.state.part_plan import PartPlan
+from unisono.state.part_writing import FileRange, PartsError, PartWriter, await_parts
 from unisono.state.regions import FileEntry
 from unisono.state.safetensors_format import FilePart, plan_file, read_bytes, read_tensors
 
@@ -107,9 +107,6 @@ class CheckpointStore:
             TypeError: The document is not JSON, or an argument has the wrong type.
             ValueError: The step is negative, or a group's name is invalid.
         """
-        if step < 0:
-            raise ValueError(f"step={step} must not be negative")
-        final = self.folder / (step_folder(step) if tag is None else f"tag-{tag}")
         files: list[tuple[str, list[FilePart]]] = []
         described: dict[str, Json] = {}
         for group, tensors in groups.items():
@@ -118,32 +115,99 @@ class CheckpointStore:
             pieces, described[group] = plan_file(tensors, group)
             files.append((group + SUFFIX, pieces))
         files.append((STATE, [to_json(document)]))
-        needed = sum(nbytes_of(pieces) for _, pieces in files)
-
-        work = self.folder / f".tmp-{os.getpid()}-{secrets.token_hex(4)}-{final.name}"
-        doing = "creating the folder"
+        work = CheckpointWork(self.folder, step, tag, needed=sum(nbytes_of(pieces) for _, pieces in files))
         try:
-            make_folder(self.folder)
-            work.mkdir()
-            with locked(work):
-                entries: list[FileEntry] = []
-                for name, pieces in files:
-                    doing = f"writing {name}"
-                    entries.append(write_file(work / name, pieces))
-                doing = f"writing {MANIFEST}"
-                manifest = write_file(work / MANIFEST, [render_manifest(step, entries, described)])
-                flush_folder(work)
-                doing = f"renaming it to {final.name}"
-                self._rename_durably(work, final)
+            work.begin()
+            entries: list[FileEntry] = []
+            for name, pieces in files:
+                work.doing = f"writing {name}"
+                entries.append(write_file(work.path / name, pieces))
+            path, nbytes = work.commit(entries, described)
         except OSError as error:
-            shutil.rmtree(work, ignore_errors=True)  # before the free space is read: half a checkpoint is useless
-            what = f"step {step}" if tag is None else f"step {step}, tagged {tag!r},"
-            raise CheckpointError(self._explain(what, needed, doing, error)) from error
+            raise work.explained(error) from error
         finally:
-            shutil.rmtree(work, ignore_errors=True)  # after a success it has been renamed
-        self._written.add(final)
-        nbytes = sum(entry.nbytes for entry in [*entries, manifest])
-        return CheckpointInfo(path=final, step=step, nbytes=nbytes)
+            work.close()
+        self._written.add(path)
+        return CheckpointInfo(path=path, step=step, nbytes=nbytes)
+
+    def begin_parts(self, step: int, *, tag: str | None = None) -> CheckpointWork:
+        """Begin a checkpoint that several ranks write, on rank 0. The call after it is `write_parts`.
+
+        Args:
+            step: The number of steps done.
+            tag: See `write`.
+
+        Raises:
+            CheckpointError: Its folder cannot be made.
+        """
+        work = CheckpointWork(self.folder, step, tag)
+        try:
+            work.begin()
+        except OSError as error:
+            raise work.explained(error) from error
+        return work
+
+    def write_parts(
+        self,
+        work: CheckpointWork,
+        writer: PartWriter,
+        ranges: Sequence[FileRange],
+        *,
+        plans: Mapping[str, PartPlan],
+        groups: Mapping[str, Mapping[str, Tensor]],
+        document: Json,
+    ) -> CheckpointInfo:
+        """Write the part of rank 0, wait for those of all ranks, and return when the checkpoint is safe on the disk.
+
+        Not a collective: it waits for files. Memory: none.
+
+        Args:
+            work: What `begin_parts` returned.
+            writer: Writes this rank's part.
+            ranges: This rank's part.
+            plans: The plan of each group that ranks have parts of.
+            groups: The groups that this rank writes alone.
+            document: Everything else.
+
+        Raises:
+            CheckpointError: See `write`; also if another rank could not write its part, or has died.
+        """
+        files = {group + SUFFIX: plan.layout.nbytes for group, plan in plans.items()}
+        described: dict[str, Json] = {group: plan.layout.described for group, plan in plans.items()}
+        try:
+            text = to_json(document)
+            own: list[FileEntry] = []
+            for group, tensors in groups.items():
+                work.doing = f"writing {group}{SUFFIX}"
+                pieces, described[group] = plan_file(tensors, group)
+                work.needed += nbytes_of(pieces)
+                own.append(write_file(work.path / (group + SUFFIX), pieces))
+            work.doing, work.needed = f"writing {STATE}", work.needed + len(text) + sum(files.values())
+            own.append(write_file(work.path / STATE, [text]))
+            work.doing = "writing the parts of ranks"
+            writer.write(ranges, files)
+            entries = await_parts(work.path, len(next(iter(plans.values())).starts), files)
+            path, nbytes = work.commit([*entries, *own], described)
+        except OSError as error:
+            raise work.explained(error) from error
+        except PartsError as error:
+            raise CheckpointError(
+                f"the checkpoint of {work.told} was not written to {self.folder}: {error}. Older checkpoints are "
+                "untouched."
+            ) from error
+        finally:
+            writer.close()
+            work.close()
+        self._written.add(path)
+        return CheckpointInfo(path=path, step=work.step, nbytes=nbytes)
+
+    def open(self, info: CheckpointInfo) -> OpenCheckpoint:
+        """Return a checkpoint of which parts can be read; what is read is compared with its hashes.
+
+        Raises:
+            CorruptCheckpointError: Its manifest is damaged.
+        """
+        return OpenCheckpoint(info.path)
 
     def step_path(self, step: int) -> Path:
         """Return the folder of a step's checkpoint, which need not exist."""
@@ -282,7 +346,7 @@ class CheckpointStore:
                 (self.folder / name).unlink(missing_ok=True)
             for path in sorted(self.folder.glob(".tmp-*-*")):
                 found = _LEFTOVER.fullmatch(path.name)
-                if not found or not path.is_dir() or is_locked(path):
+                if not found or not path.is_dir() or is_locked(path) or any(map(is_locked, path.glob("part-*.lock"))):
                     continue
                 final = self.folder / found[2]
                 if found[1] == "replaced" and not final.exists():
@@ -292,45 +356,6 @@ class CheckpointStore:
                     shutil.rmtree(path)
                     removed.append(path)
         return removed
-
-    def _rename_durably(self, work: Path, final: Path) -> None:
-        """Rename a complete checkpoint to its final name, and flush that to the disk. It exists from that moment on."""
-        if final.exists() and not final.is_dir():
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(final))
-        if final.exists() and swap_names(work, final):
-            try:
-                flush_folder(self.folder)
-            except OSError:
-                swap_names(work, final)
-                raise
-            return  # `write` removes the old one
-        aside: Path | None = None
-        if final.exists():
-            aside = self.folder / f".tmp-{os.getpid()}-{secrets.token_hex(4)}-replaced-{final.name}"
-            final.rename(aside)
-        try:
-            work.rename(final)
-            flush_folder(self.folder)
-        except OSError:
-            if not work.exists():  # the name may not be on the disk: then the checkpoint was not written
-                final.rename(work)
-            if aside is not None:
-                aside.rename(final)
-            raise
-        if aside is not None:
-            shutil.rmtree(aside, ignore_errors=True)  # on failure `clean` removes it at the next start
-
-    def _explain(self, what: str, needed: int, doing: str, error: OSError) -> str:
-        try:
-            there = next(path for path in [self.folder, *self.folder.absolute().parents] if path.exists())
-            free = f"{shutil.disk_usage(there).free:,} bytes are free there"
-        except OSError as no_answer:
-            free = f"the free space is unknown ({no_answer})"
-        reason = f"[Errno {error.errno}] {error.strerror}" if error.errno else str(error)
-        return (
-            f"the checkpoint of {what} was not written to {self.folder}: {reason}, while {doing}. It needs "
-            f"{needed:,} bytes and {free}. Older checkpoints are untouched. {remedy(error, self.folder)}"
-        )
 
 
 def _is_good(store: CheckpointStore, info: CheckpointInfo) -> bool:

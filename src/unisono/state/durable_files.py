@@ -111,7 +111,7 @@ def swap_names(first: Path, second: Path) -> bool:
 
 
 _held: set[int] = set()
-"""Files by which this process holds locks on folders."""
+"""Files by which this process holds locks."""
 
 
 @functools.cache  # a registration is for good
@@ -128,10 +128,13 @@ def _release_all() -> None:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold a lock on a folder while its writer runs. A process id would not do: containers reuse it at each start."""
+def locked(path: Path) -> Iterator[None]:
+    """Hold a lock on a folder or a file while its writer runs.
+
+    A process id would not do: containers reuse it at each start.
+    """
     run_in_children(_release_all)
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     _held.add(handle)
     try:
         with suppress(OSError):  # no locks on this file system: `clean` then assumes that there is one writer
@@ -142,9 +145,9 @@ def locked(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def is_locked(folder: Path) -> bool:
-    """Return True if a process holds the lock of a folder."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def is_locked(path: Path) -> bool:
+    """Return True if a process holds the lock of a folder or a file."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,0 +1,70 @@
+"""Which rank writes which bytes of a file of tensors, where several ranks have parts of them. Pure.
+
+All ranks compute the plan from what each of them has. Start reading at `plan_parts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from unisono.errors import CheckpointError
+from unisono.state.safetensors_format import FileLayout, lay_out
+
+__all__ = ["Claim", "PartPlan", "plan_parts"]
+
+
+class Claim(NamedTuple):
+    """Elements of a tensor that a rank has: start <= element < stop, in the order of indices."""
+
+    name: str
+    start: int
+    stop: int
+
+
+class PartPlan(NamedTuple):
+    """The layout of a file, and what each rank writes into it."""
+
+    layout: FileLayout
+    starts: list[dict[Claim, int]]
+    """For each rank, where in the file each of its ranges begins."""
+
+
+def plan_parts(
+    group: str, forms: Mapping[str, Tensor], aliases: Mapping[str, str], claims: Sequence[Sequence[Claim]]
+) -> PartPlan:
+    """Plan a file. A range that several ranks have is written by the first of them.
+
+    Args:
+        group: What precedes a name in errors.
+        forms: See `safetensors_format.lay_out`.
+        aliases: See there.
+        claims: What each rank has.
+
+    Raises:
+        CheckpointError: No rank has some elements, or the format cannot hold a name.
+
+    >>> import torch
+    >>> form = torch.empty(4, device="meta")
+    >>> plan = plan_parts("model", {"w": form}, {}, [[Claim("w", 0, 3)], [Claim("w", 3, 4), Claim("w", 0, 3)]])
+    >>> plan.layout.nbytes - 16, plan.starts
+    (96, [{Claim(name='w', start=0, stop=3): 96}, {Claim(name='w', start=3, stop=4): 108}])
+    """
+    layout = lay_out(forms, aliases, group)
+    starts: list[dict[Claim, int]] = [{} for _ in claims]
+    reached: dict[str, int] = {}
+    owned = sorted((claim.name, claim.start, claim.stop, rank) for rank, own in enumerate(claims) for claim in own)
+    for name, start, stop, rank in owned:
+        if name in layout.starts and start == reached.get(name, 0) and stop > start:
+            starts[rank][Claim(name, start, stop)] = layout.starts[name] + start * forms[name].element_size()
+            reached[name] = stop
+    missing = [name for name in layout.starts if reached.get(name, 0) != forms[name].numel()]
+    if missing:
+        name = missing[0]
+        raise CheckpointError(
+            f"no rank has the elements of {group}.{name} from {reached.get(name, 0):,} on, of {forms[name].numel():,}: "
+            "the parts of ranks do not fit together."
+        )
+    return PartPlan(layout, starts)
