@@ -20,12 +20,12 @@ def whole(fork_python):
         (2, "gpipe", 2),
         (4, "1f1b", 4),
         (2, "auto", 4),
-        (4, "1f1b", 2),
-        (4, "zero-bubble", 4),
         (4, "zero-bubble", 2),
         (1, "1f1b", 3),
         (3, "auto", "auto3"),
-        (4, "interleaved", "auto4"),
+        pytest.param(4, "1f1b", 2, marks=pytest.mark.soak),
+        pytest.param(4, "zero-bubble", 4, marks=pytest.mark.soak),
+        pytest.param(4, "interleaved", "auto4", marks=pytest.mark.soak),
     ],
 )
 def test_stages_replicas_and_schedules_change_no_bit(fork_ranks, whole, ranks, schedule, stages):
