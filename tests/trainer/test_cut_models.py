@@ -14,23 +14,32 @@ def whole(fork_python):
     return fork_python(PROGRAM, "1f1b", 1)
 
 
+WAYS = [
+    (2, "gpipe", 2, "mlp residual u_net"),
+    (4, "1f1b", 4, "fp16 bf16 language_model checkpointed"),
+    (2, "auto", 4, "mlp u_net language_model"),
+    (4, "zero-bubble", 2, "fp16 residual bf16 checkpointed"),
+    (1, "1f1b", 3, "mlp fp16 residual bf16 u_net language_model checkpointed"),
+    (3, "auto", "auto3", "residual bf16 language_model"),
+]
+"""Each model meets several schedules, with all of schedules, replicas and measured splits among them."""
+
+
+@pytest.mark.parametrize(("ranks", "schedule", "stages", "models"), WAYS)
+def test_stages_replicas_and_schedules_change_no_bit(fork_ranks, whole, ranks, schedule, stages, models):
+    job = fork_ranks(ranks, PROGRAM, schedule, stages, *models.split())
+    expected = [line for line in whole if line.partition(":")[0] in models.split()]
+    assert len(whole) == 7 and len(expected) == len(models.split())
+    assert [job.lines(rank) for rank in range(ranks)] == [expected] * ranks
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("ranks", "schedule", "stages"),
-    [
-        (2, "gpipe", 2),
-        (4, "1f1b", 4),
-        (2, "auto", 4),
-        (4, "zero-bubble", 2),
-        (1, "1f1b", 3),
-        (3, "auto", "auto3"),
-        pytest.param(4, "1f1b", 2, marks=pytest.mark.soak),
-        pytest.param(4, "zero-bubble", 4, marks=pytest.mark.soak),
-        pytest.param(4, "interleaved", "auto4", marks=pytest.mark.soak),
-    ],
+    [*(way[:3] for way in WAYS), (4, "1f1b", 2), (4, "zero-bubble", 4), (4, "interleaved", "auto4")],
 )
-def test_stages_replicas_and_schedules_change_no_bit(fork_ranks, whole, ranks, schedule, stages):
+def test_all_models_in_all_ways(fork_ranks, whole, ranks, schedule, stages):
     job = fork_ranks(ranks, PROGRAM, schedule, stages)
-    assert len(whole) == 7
     assert [job.lines(rank) for rank in range(ranks)] == [whole] * ranks
 
 
