@@ -16,7 +16,7 @@ class Spans:
     >>> for second in range(4):
     ...     spans.add(second, second + 0.5)
     >>> spans.document()
-    [[0, 1.5, 2, 1.0], [2, 2.5, 1, 0.5], [3, 3.5, 1, 0.5]]
+    [[0, 1.5, 2, 1.0], [2, 3.5, 2, 1.0]]
     """
 
     def __init__(self, most: int = _MOST) -> None:
