@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import unisono
-from unisono.state.checkpoint_store import CheckpointStore
+from unisono.state.checkpoint_work import CheckpointWork
 from unisono.trainer import best_checkpoint
 
 directory, engine, *rest = sys.argv[1:]
@@ -41,14 +41,14 @@ def record(folder, best):
     die("recorded", best.step)
 
 
-def rename(store, work, final):
-    if final.name.startswith("tag-"):
+def rename(work):
+    if work._final.name.startswith("tag-"):
         die("tagging", trainer.steps_done)
-    real_rename(store, work, final)
+    real_rename(work)
 
 
 real_record, best_checkpoint.write_best = best_checkpoint.write_best, record
-real_rename, CheckpointStore._rename_durably = CheckpointStore._rename_durably, rename
+real_rename, CheckpointWork._rename_durably = CheckpointWork._rename_durably, rename
 
 trainer = unisono.Trainer(
     model,

@@ -29,7 +29,7 @@ from unisono.engine.staged.state_slots import StateSlots
 from unisono.engine.tree_all_reduce import TreeAllReduce
 from unisono.job import group_watch
 from unisono.launch.control import ask, running_jobs
-from unisono.state.checkpoint_store import CheckpointStore
+from unisono.state.checkpoint_work import CheckpointWork
 from unisono.state.digest import digest
 from unisono.trainer import recovery
 from unisono.trainer.loop import Loop
@@ -343,7 +343,7 @@ for stage in ("launch", "advance", "finish"):
 surround(BufferTransaction, "_agree")
 surround(Loop, "_tell_epoch")
 surround(SavePoints, "release")
-surround(CheckpointStore, "_rename_durably", lambda _store, _work, final: int(final.name.removeprefix("step-")))
+surround(CheckpointWork, "_rename_durably", lambda work: int(work._final.name.removeprefix("step-")))
 for moment in ("begin", "end", "settle", "commit"):
     surround(UpdateProtection, moment)
 for moment in ("begin_forward", "begin_backward", "end_backward"):
