@@ -1,4 +1,6 @@
+import gc
 import itertools
+import weakref
 
 import pytest
 
@@ -99,6 +101,18 @@ def test_fold_uses_each_value_once_and_may_work_in_place():
     values = {Node(leaf, leaf + 1): [leaf] for leaf in range(11)}
     assert fold(values, leaves=11, add=add) == list(range(11))
     assert len(used) == 2 * 10
+
+
+def test_values_are_let_go_without_a_garbage_collection():
+    values = {Node(leaf, leaf + 1): {leaf} for leaf in range(3)}
+    first = weakref.ref(values[Node(0, 1)])
+    gc.disable()
+    try:
+        fold(values, leaves=3, add=lambda left, right: left | right)
+        del values
+        assert first() is None
+    finally:
+        gc.enable()
 
 
 def test_a_leaf_that_no_node_covers_is_named():

@@ -77,18 +77,17 @@ def fold(values: Mapping[Node, T], *, leaves: int, add: Callable[[T, T], T]) -> 
     '((0 1) (2 3))'
     """
 
-    def value(start: int, size: int) -> T:
-        stop = min(start + size, leaves)
-        known = values.get(Node(start, stop))
-        if known is not None:
-            return known
-        half = size // 2
-        if half == 0:
-            raise ValueError(f"no given node covers leaf {start} of {leaves}")
-        if start + half >= leaves:
-            return value(start, half)
-        return add(value(start, half), value(start + half, half))
-
     if leaves < 1:
         raise ValueError(f"leaves={leaves}: a tree has at least one leaf")
-    return value(0, 1 << (leaves - 1).bit_length())
+    return _value(values, 0, 1 << (leaves - 1).bit_length(), leaves, add)
+
+
+def _value(values: Mapping[Node, T], start: int, size: int, leaves: int, add: Callable[[T, T], T]) -> T:
+    known = values.get(Node(start, min(start + size, leaves)))
+    if known is not None:
+        return known
+    half = size // 2
+    if half == 0:
+        raise ValueError(f"no given node covers leaf {start} of {leaves}")
+    left = _value(values, start, half, leaves, add)
+    return left if start + half >= leaves else add(left, _value(values, start + half, half, leaves, add))

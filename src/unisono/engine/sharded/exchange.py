@@ -206,7 +206,6 @@ class UnitExchange:
             for node, row in zip(of_peer, received[peer], strict=True):
                 values[node] = layouts[rank].runs(row)
         totals = fold(values, leaves=nodes.leaves, add=_add)
-        values.clear()  # the function within `fold` that calls itself would keep it until a garbage collection
         for place, total in zip(layouts[rank].runs(out), totals, strict=True):
             place.copy_(total)
 
