@@ -14,6 +14,7 @@ from torch import nn
 from unisono.parallel.pipeline.automatic import divide, measure_places
 from unisono.parallel.pipeline.balance import ModelSegment
 from unisono.parallel.pipeline.candidates import find_places
+from unisono.parallel.pipeline.measuring import measure_segments
 
 
 @pytest.fixture(autouse=True)
@@ -190,3 +191,13 @@ def test_without_gradients_the_backward_pass_is_estimated():
         measured = measure_places(model, mean, (torch.randn(2, 4),), stages=2, loss_of=None)
     found = divide(measured, stages=2, schedules=["gpipe"], ranks=2, micro_batches=4, limit_nbytes=None)
     assert found.starts == ("layers.2",)
+
+
+def test_activations_are_neither_parameters_nor_their_views_nor_the_micro_batch():
+    width, samples = 48, 4
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(2)])
+    x = torch.randn(samples, width)
+    places = find_places(model, lambda model, x: model(x).sum(), (x,), stages=2)
+    segments = measure_segments(model, lambda model, x: model(x).sum(), (x,), places, loss_of=lambda loss: loss)
+    # Backward reads transposed weights, which are views, and what Tanh returned, which the next Linear keeps, too.
+    assert [segment.activation_nbytes for segment in segments] == [samples * width * 4] * 2

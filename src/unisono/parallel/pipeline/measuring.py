@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch._guards import detect_fake_mode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from unisono.parallel.pipeline.balance import ModelSegment
 from unisono.parallel.pipeline.blocks import calls_seen_by
@@ -54,6 +55,7 @@ def measure_segments(
     places: Places,
     *,
     loss_of: Callable[[Any], Tensor] | None,
+    clock: Callable[[], float] | None = None,
 ) -> list[ModelSegment]:
     """Return the parts of a model between the places at which a stage could begin.
 
@@ -65,12 +67,17 @@ def measure_segments(
         inputs: Those of a micro-batch.
         places: The places.
         loss_of: Returns the scalar from which backward starts. None: only forward passes are measured.
+        clock: Returns a time in seconds that does not differ from pass to pass, such as that of fake tensors: one pass
+            is then enough. None: time is measured.
     """
     runs = []
     names = places.names
-    clock = _clock_for(next(model.parameters()).device)
-    for number in range(_WARM_UPS + _REPEATS):
-        run = _Run(len(names) + 1, clock)
+    warm_ups, repeats = (_WARM_UPS, _REPEATS) if clock is None else (0, 1)
+    clock = clock or _clock_for(next(model.parameters()).device)
+    # Operators keep transposed weights, which are views of parameters, and the micro-batch itself.
+    given = [tensor for tensor in (*model.parameters(), *tree_leaves(inputs)) if isinstance(tensor, Tensor)]
+    for number in range(warm_ups + repeats):
+        run = _Run(len(names) + 1, clock, given=given)
         with kept_generators(), _kept_gradients(model):
             own = _copied(model)
             blocks = {name: own.get_submodule(name) for name in names}
@@ -84,7 +91,7 @@ def measure_segments(
             run.end_forward()
             if loss is not None:
                 run.backward(loss)
-        if number >= _WARM_UPS:
+        if number >= warm_ups:
             runs.append(run)
     across = bytes_across(places.program)
     states = _state_nbytes(model, places)
@@ -106,14 +113,15 @@ def measure_segments(
 class _Run:
     """One pass through the model: what each segment takes."""
 
-    def __init__(self, segments: int, clock: Callable[[], float]) -> None:
+    def __init__(self, segments: int, clock: Callable[[], float], *, given: Sequence[Tensor]) -> None:
         self._clock = clock
         self.forward_s, self.backward_s = [0.0] * segments, [0.0] * segments
         self.kept_nbytes = [0] * segments
         self._segment, self._since_s = 0, 0.0
         self._inside = False
         self._begun = {0}
-        self._seen: set[int] = set()
+        # Not the address of the data, which fake tensors have not.
+        self._seen = {tensor.untyped_storage()._cdata for tensor in given}
         self._reached: dict[int, float] = {}
 
     def start(self) -> None:
@@ -134,8 +142,8 @@ class _Run:
     def keep(self, tensor: Tensor) -> Tensor:
         """Count a tensor that is kept for the backward pass."""
         storage = tensor.untyped_storage()
-        if not isinstance(tensor, nn.Parameter) and storage.data_ptr() not in self._seen:
-            self._seen.add(storage.data_ptr())
+        if storage._cdata not in self._seen:
+            self._seen.add(storage._cdata)
             self.kept_nbytes[self._segment] += storage.nbytes()
         return tensor
 
@@ -206,7 +214,12 @@ def _kept_gradients(model: nn.Module) -> Iterator[None]:
 
 def _copied(model: nn.Module) -> nn.Module:
     """Return the model with the same parameters, and copies of all else that its code may write."""
-    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+    memo: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
+    mode = detect_fake_mode([*model.parameters()])
+    if mode is not None:
+        # A copy of a fake tensor has a copy of its mode, whose weak references would be freed twice.
+        memo |= {id(mode): mode, **{id(buffer): buffer.clone() for buffer in model.buffers()}}
+    return copy.deepcopy(model, memo)
 
 
 def _state_nbytes(model: nn.Module, places: Places) -> list[int]:
