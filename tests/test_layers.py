@@ -17,8 +17,8 @@ import unisono
 ROOT = Path(unisono.__file__).parent
 # From the top. The launcher and the trainer do not need each other.
 LAYERS = [
-    "cli", "drill", "report", "launch", "comm", "trainer", "parallel", "rank_zero", "metrics", "loggers", "engine",
-    "data", "state", "collectives", "job", "shm", "plan", "watch",
+    "cli", "drill", "report", "estimate", "launch", "comm", "trainer", "parallel", "rank_zero", "metrics", "loggers",
+    "engine", "data", "state", "collectives", "job", "shm", "plan", "watch",
 ]  # fmt: skip
 APART = {("launch", layer) for layer in ("comm", "trainer", "engine", "data", "state", "collectives", "job", "shm")}
 

@@ -9,6 +9,7 @@
     │   └── CorruptCheckpointError  its bytes are not those that were written
     ├── LaunchError            a job cannot be started
     ├── ReportError            the events of a run cannot be read, or its report cannot be written
+    ├── EstimateError          the cost of a model cannot be computed from what its build function returns
     ├── GroupError             a process group is used before it exists, after its end, by a rank outside it, or
     │                         where collectives are not allowed: in a loss function
     └── PeerError              another rank failed or did not arrive, so this one cannot continue
@@ -23,6 +24,7 @@ __all__ = [
     "CorruptCheckpointError",
     "CutError",
     "DataError",
+    "EstimateError",
     "GroupError",
     "LaunchError",
     "LossError",
@@ -77,6 +79,10 @@ class LaunchError(UnisonoError):
 
 class ReportError(UnisonoError):
     """The events of a run cannot be read, or a report of them cannot be written."""
+
+
+class EstimateError(UnisonoError):
+    """The cost of training a model cannot be computed."""
 
 
 class GroupError(UnisonoError):

@@ -12,11 +12,12 @@ from typing import NoReturn
 import click
 
 from unisono.cli.drill import drill
+from unisono.cli.plan import plan
 from unisono.cli.ps import ps, stacks
 from unisono.cli.report import report
 from unisono.cli.run import run
 from unisono.cli.scale import scale
-from unisono.errors import LaunchError, ReportError
+from unisono.errors import EstimateError, LaunchError, ReportError
 
 __all__ = ["cli", "main"]
 
@@ -37,7 +38,7 @@ def cli(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for command in (run, drill, ps, stacks, scale, report):
+for command in (run, drill, ps, stacks, scale, plan, report):
     cli.add_command(command)
 
 
@@ -51,7 +52,7 @@ def main() -> None:
         message = error.format_message().rstrip(".")
         click.echo(f"unisono: {message[:1].lower()}{message[1:]}; see `{command} --help`", err=True)
         code = 2
-    except (LaunchError, ReportError) as error:
+    except (EstimateError, LaunchError, ReportError) as error:
         click.echo(f"unisono: {error}", err=True)
         code = 2
     except (KeyboardInterrupt, click.Abort):

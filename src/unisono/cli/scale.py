@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from typing import Any
 
 import click
 
 from unisono.cli.ps import find_job
+from unisono.cli.status_line import show_status
 from unisono.errors import LaunchError
 from unisono.launch.control import ask
 from unisono.watch.figures import plural
@@ -57,9 +57,9 @@ def _follow(job: dict[str, Any], *, title: str) -> dict[str, Any]:
             "waiting": "the ranks come to the end of a step",
             "changing": "the ranks meet",
         }.get(status["state"], "")
-        if doing != shown and sys.stderr.isatty():
+        if doing != shown:
             shown = doing
-            click.echo(f"\r\033[K{doing + ' ...' if doing else ''}", nl=False, err=True)
+            show_status(doing)
         if not doing:
             return status
         time.sleep(_POLL_S)

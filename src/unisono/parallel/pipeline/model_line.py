@@ -11,7 +11,7 @@ import torch
 
 __all__ = ["model_line", "model_line_of"]
 
-_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 
 

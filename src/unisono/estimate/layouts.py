@@ -1,0 +1,405 @@
+"""What a step costs in each layout: how many ranks compute a model, and what each of them keeps. Pure functions.
+
+The sizes are those that the engines allocate: rows of gradients by the nodes of the plan's tree, sums of earlier
+shares, copies for recovery. Where a number depends on the rank, it is that of the rank with the most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from unisono.engine.shared.addition_schedule import AdditionSchedule
+from unisono.engine.shared.update_protection import TURNS
+from unisono.engine.tree_all_reduce import NodeLayout
+from unisono.estimate.model_profile import ModelProfile
+from unisono.plan import Node, merges_after, rank_block
+
+__all__ = ["LayoutCost", "Machine", "MemoryParts", "Workload", "costs_without_stages", "heap_holes", "live_sums"]
+
+_SMALL_NBYTES = 1 << 20
+"""Models below this size have other rows in shared memory, which are as small as they are."""
+_ADDITION = 3
+"""Bytes moved for each byte of a sum: both operands are read, and one is written."""
+_COPY = 2
+_HEAP = 0.3
+"""What the C library's heap cannot use again, of what lies in it: holes between blocks that are still used. Measured
+with glibc 2.36 for the examples: 0.25 to 0.35."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """How a step is divided."""
+
+    ranks: int
+    virtual_ranks: int
+    micro_batches: int = 1
+    """Micro-batches of a share."""
+    hosts: int = 1
+    recovers: bool = True
+    """True if ranks keep what is needed to replace one of them, as under `unisono run`."""
+
+    def shares_of(self, ranks: int) -> int:
+        """Return the number of shares of the rank that has the most."""
+        return -(-self.virtual_ranks // ranks)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """What steps run on."""
+
+    base_nbytes: int
+    """The memory of a process with torch and the user's file, without a model."""
+    memory_bytes_per_s: float
+    link_bytes_per_s: float
+    """What a rank can send to others."""
+    cores: int
+
+    def crowding(self, ranks: int) -> float:
+        """Return how many times as long computing takes because ranks share cores."""
+        return max(1.0, ranks / self.cores)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryParts:
+    """The memory of a rank at the moment when it has the most, in bytes. Shared memory counts in equal parts."""
+
+    parameters: int
+    """With buffers."""
+    gradients: int
+    """With sums of earlier shares, and what other ranks send or read."""
+    optimizer: int
+    activations: int
+    """With the batch, and what an update takes for a moment if that is more."""
+    copies: int = 0
+    """What replaces a rank that dies."""
+    holes: int = 0
+    """What the C library's heap cannot use again."""
+    base: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        training = self.parameters + self.gradients + self.optimizer + self.activations
+        return training + self.copies + self.holes + self.base
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayoutCost:
+    """A layout and what it costs."""
+
+    name: str
+    code: str
+    """The argument of the Trainer."""
+    memory: MemoryParts
+    sent_nbytes: int
+    """What a rank sends in a step."""
+    step_s: float
+    waiting: float = 0.0
+    """The part of ranks' time in which they wait for a stage, 0 to 1."""
+    ranks: int = 1
+
+
+def live_sums(node: Node) -> list[int]:
+    """Return for each leaf of a node how many sums of earlier leaves are there while it is computed.
+
+    >>> live_sums(Node(0, 8))
+    [0, 1, 1, 2, 1, 2, 2, 3]
+    """
+    found, depth = [], 0
+    for leaf in range(node.start, node.stop):
+        found.append(depth)
+        depth += 1 - merges_after(leaf, node)
+    return found
+
+
+def costs_without_stages(
+    profile: ModelProfile, workload: Workload, machine: Machine, *, alone: ModelProfile | None = None
+) -> Iterator[LayoutCost]:
+    """Yield the layouts in which each rank computes the whole model for its shares.
+
+    Args:
+        profile: The model, as a rank runs it.
+        workload: How a step is divided.
+        machine: What it runs on.
+        alone: The model as one process runs it, which has the cores of all ranks. None: the same.
+    """
+    yield _one_process(alone or profile, workload, machine)
+    if workload.ranks > 1:
+        if workload.hosts == 1 and profile.shares_update:
+            yield _shared(profile, workload, machine)
+        yield _replicas(profile, workload, machine)
+        if profile.is_elementwise:
+            yield _shards(profile, workload, machine)
+
+
+def pass_nbytes(profile: ModelProfile, micro_batches: int, *, taken: bool = False) -> int:
+    """Return what the passes of a share take at most, with its gradients.
+
+    Args:
+        profile: The model.
+        micro_batches: Those of the share: from the second on, the gradients of the first are there.
+        taken: True if gradients are taken while the backward pass runs, so that they do not come together.
+    """
+    if micro_batches > 1:
+        return profile.gradients_nbytes + profile.activations_nbytes + profile.largest_gradient_nbytes
+    if taken:
+        return profile.activations_nbytes + profile.largest_gradient_nbytes
+    return max(profile.peak_nbytes, profile.gradients_nbytes)
+
+
+def heap_holes(nbytes: float) -> int:
+    """Return what the C library's heap cannot use again, if this much is in use."""
+    return round(_HEAP * max(0.0, nbytes))
+
+
+def _memory(
+    profile: ModelProfile,
+    machine: Machine,
+    *,
+    parameters: float,
+    gradients: float,
+    optimizer: float,
+    peak: float,
+    batch: int,
+    copies: float = 0.0,
+    update: float | None = None,
+    shared: float = 0.0,
+) -> MemoryParts:
+    """Return the parts of a peak.
+
+    Args:
+        profile: The model.
+        machine: The machine.
+        parameters: Those that are there all the time.
+        gradients: The part of the peak that counts as gradients.
+        optimizer: State of the optimizer.
+        peak: Gradients and activations at the moment when they are most.
+        batch: The inputs of the rank's shares.
+        copies: For recovery.
+        update: Gradients and what the update takes. None: gradients whole, and as profiled.
+        shared: What of gradients and state lies in shared memory.
+    """
+    in_update = profile.gradients_nbytes + profile.update_nbytes if update is None else update
+    most = max(peak, in_update)
+    holes = heap_holes(most + batch + optimizer - shared)
+    gradients = min(gradients, most)
+    return MemoryParts(
+        parameters=round(parameters) + profile.buffers_nbytes,
+        gradients=round(gradients),
+        optimizer=round(optimizer),
+        activations=round(most - gradients) + batch,
+        copies=round(copies),
+        holes=holes,
+        base=machine.base_nbytes,
+    )
+
+
+def compute_s(profile: ModelProfile, shares: int, micro_batches: int) -> float:
+    """Return the time in which a rank computes its shares, without adding them."""
+    return shares * micro_batches * (profile.forward_s + profile.backward_s)
+
+
+def _moved_s(nbytes: float, machine: Machine) -> float:
+    return nbytes / machine.memory_bytes_per_s
+
+
+def _one_process(profile: ModelProfile, workload: Workload, machine: Machine) -> LayoutCost:
+    leaves, whole = workload.virtual_ranks, profile.gradients_nbytes
+    most_sums = max(live_sums(Node(0, leaves)))
+    one_pass = pass_nbytes(profile, workload.micro_batches)
+    step_s = (
+        compute_s(profile, leaves, workload.micro_batches)
+        + _moved_s(((leaves - 1) * _ADDITION + _COPY) * whole, machine)
+        + profile.update_s
+    )
+    return LayoutCost(
+        name="one process",
+        code="",
+        memory=_memory(
+            profile,
+            machine,
+            parameters=profile.parameters_nbytes,
+            gradients=(most_sums + 1) * whole,
+            optimizer=profile.optimizer_nbytes,
+            peak=most_sums * whole + one_pass,
+            batch=leaves * workload.micro_batches * profile.inputs_nbytes,
+        ),
+        sent_nbytes=0,
+        step_s=step_s,
+    )
+
+
+def _peak_of_leaves(profile: ModelProfile, nodes: tuple[Node, ...], micro_batches: int) -> tuple[int, int]:
+    """Return the most that sums of earlier leaves and passes take on a rank, and of that the sums.
+
+    The gradients of a rank's last leaf are taken while its backward pass runs.
+    """
+    whole, most, sums = profile.gradients_nbytes, 0, 0
+    for node in nodes:
+        for leaf, depth in zip(range(node.start, node.stop), live_sums(node), strict=True):
+            is_last = leaf == nodes[-1].stop - 1
+            nbytes = depth * whole + pass_nbytes(profile, micro_batches, taken=is_last)
+            if nbytes > most:
+                most, sums = nbytes, depth * whole
+                if not is_last or micro_batches > 1:
+                    sums += whole
+    return most, sums
+
+
+def _layout(workload: Workload) -> NodeLayout:
+    leaves = workload.virtual_ranks
+    return NodeLayout.of(leaves=leaves, world_size=workload.ranks, virtual_ranks=leaves)
+
+
+def _busiest(layout: NodeLayout, workload: Workload) -> int:
+    """Return the rank with the most shares; of several, the one with the most nodes."""
+    blocks = [
+        len(rank_block(rank, world_size=workload.ranks, virtual_ranks=workload.virtual_ranks))
+        for rank in range(workload.ranks)
+    ]
+    return max(range(workload.ranks), key=lambda rank: (blocks[rank], len(layout.nodes[rank])))
+
+
+def _additions_s(profile: ModelProfile, workload: Workload, machine: Machine) -> float:
+    """Return the time in which a rank adds up its shares."""
+    shares = workload.shares_of(workload.ranks)
+    return _moved_s((shares - 1) * _ADDITION * profile.gradients_nbytes, machine)
+
+
+def row_nbytes(whole: int, layout: NodeLayout, rank: int) -> int:
+    """Return the memory of a rank's rows in a sum through the process group, and of those that it receives."""
+    ranks, counts = len(layout.nodes), [len(nodes) for nodes in layout.nodes]
+    own = counts[rank] * whole
+    if ranks == 2 and counts == [1, 1]:  # the backend's own all-reduce
+        return own
+    others = sum(counts) - counts[rank]
+    return own + others * (whole if ranks == 2 else -(-whole // ranks))
+
+
+def sum_traffic(whole: int, layout: NodeLayout, rank: int) -> int:
+    """Return what a rank sends in a sum through the process group."""
+    ranks, rows = len(layout.nodes), len(layout.nodes[rank])
+    if ranks == 2:
+        return rows * whole
+    return (rows + 1) * whole * (ranks - 1) // ranks
+
+
+def _replicas(profile: ModelProfile, workload: Workload, machine: Machine) -> LayoutCost:
+    layout = _layout(workload)
+    rank, whole = _busiest(layout, workload), profile.gradients_nbytes
+    shares, crowding = workload.shares_of(workload.ranks), machine.crowding(workload.ranks)
+    rows, sent = row_nbytes(whole, layout, rank), sum_traffic(whole, layout, rank)
+    peak, sums = _peak_of_leaves(profile, layout.nodes[rank], workload.micro_batches)
+    step_s = (
+        compute_s(profile, shares, workload.micro_batches)
+        + _additions_s(profile, workload, machine)
+        + _moved_s((len(layout.nodes[rank]) * _COPY + _COPY) * whole, machine)
+        + profile.update_s
+    ) * crowding + sent / machine.link_bytes_per_s
+    return LayoutCost(
+        name=f"{workload.ranks} replicas",
+        code='engine="collective"' if workload.hosts == 1 else "",
+        memory=_memory(
+            profile,
+            machine,
+            parameters=profile.parameters_nbytes,
+            gradients=rows + sums,
+            optimizer=profile.optimizer_nbytes,
+            peak=rows + peak,
+            batch=shares * workload.micro_batches * profile.inputs_nbytes,
+            update=rows + profile.update_nbytes,
+        ),
+        sent_nbytes=sent,
+        step_s=step_s,
+        ranks=workload.ranks,
+    )
+
+
+def _shared(profile: ModelProfile, workload: Workload, machine: Machine) -> LayoutCost:
+    layout, ranks = _layout(workload), workload.ranks
+    rank, whole = _busiest(layout, workload), profile.gradients_nbytes
+    shares, crowding = workload.shares_of(ranks), machine.crowding(ranks)
+    nodes = sum(map(len, layout.nodes))
+    is_large = profile.parameters_nbytes >= _SMALL_NBYTES
+    if not is_large:
+        rows = 2 * nodes
+    elif ranks == 2:
+        rows = AdditionSchedule.most_rows(layout)
+    else:  # two nodes that the tree adds share a row
+        rows = -(-nodes // 2)
+    state, copies = profile.parameters_nbytes + profile.optimizer_nbytes, 0
+    if workload.recovers:
+        copies = state + ((TURNS - 1) * whole if is_large and profile.is_elementwise else 0)
+    peak, sums = _peak_of_leaves(profile, layout.nodes[rank], workload.micro_batches)
+    own = whole / ranks if ranks == 2 else 0  # a rank's part of its own gradient stays where it is
+    gradients = rows * whole / ranks
+    step_s = (
+        compute_s(profile, shares, workload.micro_batches)
+        + _additions_s(profile, workload, machine)
+        + _moved_s(len(layout.nodes[rank]) * _COPY * whole * (ranks - 1) / ranks, machine)
+        + _moved_s((nodes - 1) * _ADDITION * whole / ranks, machine)
+        + profile.update_s / ranks
+        + (_moved_s(_COPY * state / ranks / TURNS, machine) if workload.recovers else 0)
+    ) * crowding
+    return LayoutCost(
+        name=f"{ranks} ranks, shared memory",
+        code="",
+        memory=_memory(
+            profile,
+            machine,
+            parameters=profile.parameters_nbytes / ranks,
+            gradients=gradients + sums + own,
+            optimizer=profile.optimizer_nbytes / ranks,
+            peak=gradients + peak + own,
+            batch=shares * workload.micro_batches * profile.inputs_nbytes,
+            copies=copies / ranks,
+            update=gradients + (profile.update_nbytes / ranks),
+            shared=gradients + profile.optimizer_nbytes / ranks,
+        ),
+        sent_nbytes=0,
+        step_s=step_s,
+        ranks=ranks,
+    )
+
+
+def _shards(profile: ModelProfile, workload: Workload, machine: Machine) -> LayoutCost:
+    layout, ranks = _layout(workload), workload.ranks
+    rank, whole = _busiest(layout, workload), profile.gradients_nbytes
+    shares, crowding = workload.shares_of(ranks), machine.crowding(ranks)
+    rest, block = profile.outside_blocks_nbytes, profile.largest_block_nbytes
+    together = rest + 2 * block - (rest + 2 * block) // ranks
+    own_rows, rows = len(layout.nodes[rank]), sum(map(len, layout.nodes))
+    # While a unit is summed: its gradients, packed for others, and what comes from them; and those of the next one.
+    unit = max(block, rest)
+    sending = (2 + own_rows) * unit + (rows - own_rows) * unit // ranks
+    peak, sums = _peak_of_leaves(profile, layout.nodes[rank], workload.micro_batches)
+    earlier = (own_rows - 1) * whole
+    away = (ranks - 1) / ranks
+    blocks = profile.parameters_nbytes - rest
+    passes = shares * workload.micro_batches
+    sent = round(away * (2 * passes * blocks + rest + own_rows * whole))
+    step_s = (
+        compute_s(profile, shares, workload.micro_batches)
+        + _additions_s(profile, workload, machine)
+        + _moved_s(own_rows * _COPY * whole + rows * _ADDITION * whole / ranks + 2 * passes * blocks * _COPY, machine)
+        + profile.update_s / ranks
+    ) * crowding + sent / machine.link_bytes_per_s
+    held = whole / ranks
+    return LayoutCost(
+        name=f"{ranks} shards",
+        code='parallel=unisono.parallel.Shard(by="block")',
+        memory=_memory(
+            profile,
+            machine,
+            parameters=profile.parameters_nbytes / ranks + together,
+            gradients=held + earlier + sums + sending,
+            optimizer=profile.optimizer_nbytes / ranks,
+            peak=held + earlier + peak + sending,
+            batch=shares * workload.micro_batches * profile.inputs_nbytes,
+            update=held + profile.update_nbytes / ranks,
+        ),
+        sent_nbytes=sent,
+        step_s=step_s,
+        ranks=ranks,
+    )

@@ -1,0 +1,310 @@
+"""What one micro-batch and one update of a model take: memory by kind, and time. Start reading at `profile_model`.
+
+The model, its gradients and its activations are fake tensors, which have layouts and no memory.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+)
+
+from unisono.engine.shared import is_divisible, is_elementwise
+from unisono.errors import CutError, EstimateError, UnisonoError
+from unisono.estimate.live_memory import LiveMemory, MemoryEvent, peak_nbytes, storage_key
+from unisono.estimate.operator_times import OperatorTimes
+from unisono.estimate.user_build import Subject, UserCodeError, batch_of, build_subject, tensors_in
+from unisono.parallel.losses import loss_of, read_loss
+from unisono.parallel.pipeline.balance import ModelSegment
+from unisono.parallel.pipeline.candidates import find_places
+from unisono.parallel.pipeline.measuring import measure_segments
+from unisono.parallel.pipeline.model_line import model_line_of
+from unisono.parallel.sharding.units import REST, choose_blocks, members_of
+
+__all__ = ["ModelProfile", "Segments", "profile_model"]
+
+_NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
+_REPEATS = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Segments:
+    """The parts of a model for pipelines, or why it cannot be cut."""
+
+    found: tuple[ModelSegment, ...] = ()
+    obstacle: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelProfile:
+    """What a model takes, in bytes and seconds."""
+
+    model: str
+    """The name of its class."""
+    optimizer: str
+    """The name of its class."""
+    num_parameters: int
+    micro_batch: int
+    """The number of samples of a micro-batch."""
+    parameters_nbytes: int
+    buffers_nbytes: int
+    gradients_nbytes: int
+    largest_gradient_nbytes: int
+    optimizer_nbytes: int
+    """The optimizer's state."""
+    inputs_nbytes: int
+    """A micro-batch."""
+    kept_nbytes: int
+    """What is there when the forward pass of a micro-batch has ended."""
+    peak_nbytes: int
+    """The most that passes of a micro-batch take, with the gradients that they have made."""
+    activations_nbytes: int
+    """The most that they take without these."""
+    update_nbytes: int
+    """The most that an update takes, for a moment, beside its state."""
+    forward_s: float
+    backward_s: float
+    update_s: float
+    shares_update: bool = True
+    """True if ranks can share the optimizer's work, as those of torch.optim."""
+    is_elementwise: bool = True
+    """True if the optimizer treats each element alone, so that parameters may be divided."""
+    outside_blocks_nbytes: int = 0
+    """The parameters that are together during a whole step with `Shard`."""
+    largest_block_nbytes: int = 0
+    """The parameters of the largest block of `Shard`."""
+    segments: dict[int, Segments] = field(default_factory=dict)
+    """By number of stages."""
+
+
+def profile_model(
+    build: Callable[[], Any],
+    *,
+    micro_batch: int,
+    stages: Sequence[int],
+    times: OperatorTimes | None,
+) -> ModelProfile:
+    """Return what a model takes.
+
+    Args:
+        build: Returns model, optimizer, loss function and data.
+        micro_batch: The number of samples of a micro-batch.
+        stages: The numbers of stages for which the model is to be divided.
+        times: Says how long operators take. None: the model is built and run for real on this machine, which takes its
+            memory, and is measured.
+
+    Raises:
+        EstimateError: The model's code needs numbers that fake tensors have not, or returns no loss.
+        UserCodeError: The user's code failed.
+    """
+    if times is None:
+        return _profile(build_subject(build), micro_batch, stages, None)
+    # The dataset may be real: its samples become fake where an operator reads them.
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.compiler.set_stance("force_eager"):
+        try:
+            return _profile(build_subject(build), micro_batch, stages, times)
+        except UserCodeError as error:
+            if isinstance(error.__cause__, _NEEDS_VALUES):
+                raise _needs_values(error.__cause__) from error.__cause__
+            raise
+
+
+def _needs_values(error: BaseException) -> EstimateError:
+    return EstimateError(
+        f"{model_line_of(error)} needs the values of a tensor, and here there are none: --measure builds the model and "
+        "runs a micro-batch for real. If it is the data, make them outside of the build function"
+    )
+
+
+class _Clock:
+    """Tells the time that operators have taken so far: by their description, or real time."""
+
+    def __init__(self, times: OperatorTimes | None) -> None:
+        self._times, self._seconds = times, 0.0
+
+    def on_operator(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        if self._times is not None:
+            self._seconds += self._times.seconds(func, args, kwargs, result)
+
+    def __call__(self) -> float:
+        if self._times is not None:
+            return self._seconds
+        return time.thread_time() if torch.get_num_threads() == 1 else time.perf_counter()
+
+
+def _profile(subject: Subject, micro_batch: int, stages: Sequence[int], times: OperatorTimes | None) -> ModelProfile:
+    model, optimizer = subject.model, subject.optimizer
+    batch = batch_of(subject.sample, micro_batch)
+    inputs = tensors_in(batch)
+
+    def scalar(result: Any) -> Tensor:
+        loss = result if isinstance(result, Tensor) else loss_of(result)
+        return read_loss(loss, samples=micro_batch).total
+
+    known = [*model.parameters(), *model.buffers(), *inputs]
+    clock = _Clock(times)
+    memory = LiveMemory(known, on_operator=clock.on_operator)
+    with memory:
+        first = _run(subject, batch, scalar, clock, memory)
+    sizes = [p.grad.untyped_storage().nbytes() for p in model.parameters() if p.grad is not None]
+    state = _state_nbytes(optimizer)
+    update = peak_nbytes(memory.events[len(first.events) :])
+    optimizer.zero_grad(set_to_none=True)
+    timed = [first]
+    if times is None:  # counting memory takes time, so it is told by further runs
+        timed = []
+        for _ in range(_REPEATS):
+            timed.append(_run(subject, batch, scalar, clock))
+            optimizer.zero_grad(set_to_none=True)
+    blocks = members_of(model, choose_blocks(model))
+    block_sizes = {name: sum(p.nbytes for p in own.values()) for name, own in blocks.items()}
+    return ModelProfile(
+        model=type(model).__name__,
+        optimizer=type(optimizer).__name__,
+        num_parameters=sum(p.numel() for p in model.parameters()),
+        micro_batch=micro_batch,
+        parameters_nbytes=sum(p.nbytes for p in model.parameters()),
+        buffers_nbytes=sum(b.nbytes for b in model.buffers()),
+        gradients_nbytes=sum(sizes),
+        largest_gradient_nbytes=max(sizes, default=0),
+        optimizer_nbytes=state,
+        inputs_nbytes=sum(tensor.nbytes for tensor in inputs),
+        kept_nbytes=first.kept_nbytes,
+        peak_nbytes=peak_nbytes(first.events),
+        activations_nbytes=peak_nbytes(first.events, without=first.gradients),
+        update_nbytes=max(0, update - state),
+        forward_s=min(each.forward_s for each in timed),
+        backward_s=min(each.backward_s for each in timed),
+        update_s=min(each.update_s for each in timed),
+        shares_update=is_divisible(optimizer),
+        is_elementwise=is_elementwise(optimizer),
+        outside_blocks_nbytes=block_sizes.pop(REST, 0),
+        largest_block_nbytes=max(block_sizes.values(), default=0),
+        segments={count: _segments(subject, batch, scalar, count, times) for count in stages},
+    )
+
+
+class _Passes(NamedTuple):
+    """One micro-batch and an update."""
+
+    forward_s: float
+    backward_s: float
+    update_s: float
+    kept_nbytes: int
+    """What is there when the forward pass has ended."""
+    gradients: list[int]
+    """The numbers of the gradients' storages in the events."""
+    events: list[MemoryEvent]
+    """What happened before the update."""
+
+
+def _run(
+    subject: Subject, batch: Any, scalar: Callable[[Any], Tensor], clock: _Clock, memory: LiveMemory | None = None
+) -> _Passes:
+    """Run one micro-batch and an update."""
+    model, optimizer, loss_fn, _ = subject
+    events = memory.events if memory is not None else []
+    since_s = clock()
+    try:
+        result = loss_fn(model, batch)
+    except Exception as error:
+        raise UserCodeError from error
+    try:
+        loss = scalar(result)
+    except UnisonoError as error:
+        raise EstimateError(str(error)) from None
+    del result
+    try:
+        forward_s, kept = clock() - since_s, sum(event.nbytes for event in events)
+        since_s = clock()
+        loss.backward()  # type: ignore[no-untyped-call]
+        del loss
+    except Exception as error:
+        raise UserCodeError from error
+    backward_s = clock() - since_s
+    gradients = [] if memory is None else [memory.number_of(p.grad) for p in model.parameters() if p.grad is not None]
+    made = list(events)
+    since_s = clock()
+    try:
+        optimizer.step()
+    except Exception as error:
+        raise UserCodeError from error
+    return _Passes(forward_s, backward_s, clock() - since_s, kept, gradients, made)
+
+
+def _state_nbytes(optimizer: torch.optim.Optimizer) -> int:
+    held = {
+        storage_key(value): value.untyped_storage().nbytes()
+        for state in optimizer.state.values()
+        for value in tensors_in(state)
+    }
+    return sum(held.values())
+
+
+def _segments(
+    subject: Subject,
+    batch: Any,
+    scalar: Callable[[Any], Tensor],
+    stages: int,
+    times: OperatorTimes | None,
+) -> Segments:
+    """Return the parts of a model for a number of stages."""
+    model, _, loss_fn, sample = subject
+    clock = _Clock(times)
+    try:
+        with _outside_of_fakes():
+            given = batch_of(_real(sample), len_of(batch))
+            places = find_places(_without_memory(model), loss_fn, (given,), stages=stages)
+        if len(places.names) + 1 < stages:
+            return Segments(obstacle=f"the model has {len(places.names)} places at which a stage could begin")
+        if times is None:
+            return Segments(found=tuple(measure_segments(model, loss_fn, (batch,), places, loss_of=scalar)))
+        with LiveMemory(on_operator=clock.on_operator):
+            found = measure_segments(model, loss_fn, (batch,), places, loss_of=scalar, clock=clock)
+    except CutError as error:
+        return Segments(obstacle=str(error))
+    return Segments(found=tuple(found))
+
+
+def len_of(batch: Any) -> int:
+    """Return the number of samples of a micro-batch of tensors."""
+    tensors = tensors_in(batch)
+    return len(tensors[0]) if tensors and tensors[0].dim() else 1
+
+
+@contextmanager
+def _outside_of_fakes() -> Iterator[None]:
+    with torch.utils._python_dispatch._disable_current_modes():
+        yield
+
+
+def _real(sample: Any) -> Any:
+    """Return a sample with zeros where a tensor is fake."""
+    return torch.utils._pytree.tree_map_only(
+        Tensor, lambda tensor: torch.zeros(tensor.shape, dtype=tensor.dtype), sample
+    )
+
+
+def _without_memory(model: nn.Module) -> nn.Module:
+    """Return a copy of a model whose parameters are real and take the memory of a number each."""
+    mode = detect_fake_mode([*model.parameters()])
+    memo: dict[int, Any] = {} if mode is None else {id(mode): mode}  # see measuring.py
+    for parameter in model.parameters():
+        one = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+        memo[id(parameter)] = nn.Parameter(one, requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.zeros(buffer.shape, dtype=buffer.dtype)
+    return copy.deepcopy(model, memo)

@@ -1,0 +1,133 @@
+"""The layouts of a model that a user names, with their costs. Start reading at `make_plan`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from unisono.errors import EstimateError
+from unisono.estimate.layouts import LayoutCost, Machine, Workload, costs_without_stages
+from unisono.estimate.model_profile import ModelProfile, profile_model
+from unisono.estimate.operator_times import OperatorTimes
+from unisono.estimate.pipelines import Uncut, costs_of_pipelines, stage_counts
+from unisono.estimate.process_memory import base_nbytes
+from unisono.estimate.rates import link_rate, memory_rate
+from unisono.estimate.user_build import find_build
+from unisono.machine import usable_cores
+
+__all__ = ["Plan", "Request", "make_plan"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """What is to be planned."""
+
+    target: str
+    """The build function; see `find_build`."""
+    ranks: int
+    batch_size: int
+    virtual_ranks: int
+    micro_batch_size: int | None = None
+    memory_nbytes: int | None = None
+    """What a rank may take. None: any."""
+    measures: bool = False
+    """True to build and run the model for real."""
+
+    def __post_init__(self) -> None:
+        """Check the numbers.
+
+        Raises:
+            EstimateError: They do not go together.
+        """
+        if self.ranks > self.virtual_ranks:
+            raise EstimateError(
+                f"{self.ranks} ranks share {self.virtual_ranks} virtual ranks, so some would have none: give "
+                f"--virtual-ranks {self.ranks} or more"
+            )
+        if self.batch_size < self.virtual_ranks:
+            raise EstimateError(
+                f"a batch of {self.batch_size} samples is not enough for {self.virtual_ranks} virtual ranks: give "
+                f"--batch {self.virtual_ranks} or more, or fewer virtual ranks"
+            )
+
+    @property
+    def share(self) -> int:
+        """The number of samples of a virtual rank; of the largest share, if they differ."""
+        return -(-self.batch_size // self.virtual_ranks)
+
+    @property
+    def micro_batch(self) -> int:
+        """The number of samples of a micro-batch."""
+        return min(self.share, self.micro_batch_size or self.share)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What each layout would cost."""
+
+    request: Request
+    profile: ModelProfile
+    costs: tuple[LayoutCost, ...]
+    uncut: tuple[Uncut, ...]
+    """Pipelines into which the model cannot be cut."""
+
+
+def make_plan(request: Request, *, tell: Callable[[str], None]) -> Plan:
+    """Return what each layout of a model would cost.
+
+    Args:
+        request: What is to be planned.
+        tell: Called with what is being done, for a person who waits.
+
+    Raises:
+        EstimateError: The model cannot be planned.
+        UserCodeError: The user's code failed.
+    """
+    tell("importing the model")
+    build = find_build(request.target)
+    cores = usable_cores()
+    threads = max(1, cores // request.ranks)
+    machine = Machine(
+        base_nbytes=base_nbytes(build),
+        memory_bytes_per_s=memory_rate(),
+        link_bytes_per_s=link_rate(),
+        cores=cores,
+    )
+    stages = [count for count in stage_counts(request.ranks) if request.ranks // count <= request.virtual_ranks]
+    tell("timing operators" if not request.measures else "running a micro-batch")
+    profile = _profile(build, request, stages, threads)
+    alone = profile if threads == cores else _profile(build, request, [], cores)
+    workload = Workload(
+        ranks=request.ranks,
+        virtual_ranks=request.virtual_ranks,
+        micro_batches=-(-request.share // request.micro_batch),
+    )
+    found = [
+        *costs_without_stages(profile, workload, machine, alone=alone),
+        *costs_of_pipelines(profile, workload, machine, limit_nbytes=request.memory_nbytes),
+    ]
+    return Plan(
+        request=request,
+        profile=profile,
+        costs=tuple(each for each in found if isinstance(each, LayoutCost)),
+        uncut=tuple(each for each in found if isinstance(each, Uncut)),
+    )
+
+
+def _profile(build: Callable[[], Any], request: Request, stages: list[int], threads: int) -> ModelProfile:
+    """Profile a model as a rank with some threads runs it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", threads)))
+    try:
+        return profile_model(
+            build,
+            micro_batch=request.micro_batch,
+            stages=stages,
+            times=None if request.measures else OperatorTimes(),
+        )
+    finally:
+        torch.set_num_threads(before)

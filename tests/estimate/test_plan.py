@@ -1,0 +1,121 @@
+"""`unisono plan`: what it prints, what it counts, and what it refuses."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+PROGRAMS = Path(__file__).parent / "programs"
+MODELS = PROGRAMS / "planned_models.py"
+SIZES = "--ranks 2 --batch 32"
+COMMANDS = {
+    "text": f"{MODELS}:build {SIZES}",
+    "json": f"{MODELS}:build {SIZES} --json",
+    "half": f"{MODELS}:build {SIZES} --micro-batch 2 --json",
+    "real": f"{MODELS}:build {SIZES} --measure --json",
+    "tight": f"{MODELS}:build {SIZES} --memory 1MB",
+    "large": f"{MODELS}:build_large --ranks 4 --batch 32 --memory 16GiB",
+    "no file": f"{MODELS.with_name('planned_model.py')}:build {SIZES}",
+    "no function": f"{MODELS}:biuld {SIZES}",
+    "a number": f"{MODELS}:NOT_A_FUNCTION {SIZES}",
+    "no module": f"planned_modells:build {SIZES}",
+    "three": f"{MODELS}:build_three {SIZES}",
+    "broken": f"{MODELS}:build_broken {SIZES}",
+    "branching": f"{MODELS}:build_branching {SIZES}",
+    "no loss": f"{MODELS}:build_without_loss {SIZES}",
+    "other optimizer": f"{MODELS}:build_other_optimizer {SIZES}",
+    "size": f"{MODELS}:build {SIZES} --memory lots",
+    "ranks": f"{MODELS}:build --ranks 16 --batch 32",
+    "batch": f"{MODELS}:build --ranks 2 --batch 4",
+}
+PARAMETERS = 4 * (64 * 64 + 64)
+
+
+@pytest.fixture(scope="module")
+def answers(fork_python, tmp_path_factory):
+    path = tmp_path_factory.mktemp("plan") / "commands"
+    path.write_text("".join(f"plan {shlex.join(shlex.split(line))}\n" for line in COMMANDS.values()))
+    return dict(zip(COMMANDS, map(json.loads, fork_python(PROGRAMS / "command.py", path)), strict=True))
+
+
+def test_the_table_has_80_columns_and_ends_with_what_to_type(answers):
+    lines = answers["text"]["out"].splitlines()
+    assert answers["text"]["code"] == 0 and answers["text"]["err"] == ""
+    assert lines[:2] == ["Sequential: 16,640 parameters, AdamW", "batch 32 = 8 virtual ranks x 4 samples"]
+    rows = [line.split("  ")[0] for line in lines[4:9]]
+    assert rows == ["one process", "2 ranks, shared memory", "2 replicas", "2 shards", "2 stages"]
+    assert max(map(len, lines[:-2])) <= 80
+    assert "unisono.Trainer(model, optimizer, virtual_ranks=8" in lines[-2]
+    assert lines[-1].strip() in ("python train.py", "unisono run -n 2 train.py")
+
+
+def test_sizes_are_those_of_the_model(answers):
+    found = json.loads(answers["json"]["out"])
+    profile = found["profile"]
+    assert profile["num_parameters"] == PARAMETERS
+    assert profile["parameters_nbytes"] == profile["gradients_nbytes"] == 4 * PARAMETERS
+    assert profile["optimizer_nbytes"] == 8 * PARAMETERS + 4 * 8  # two averages, and a step for each parameter
+    # 4 samples: what ReLU keeps, 4 layers; the targets and the probabilities
+    assert profile["kept_nbytes"] >= 4 * 4 * 64 * 4
+    by_name = {layout["name"]: layout for layout in found["layouts"]}
+    assert by_name["2 shards"]["memory"]["optimizer"] == round(profile["optimizer_nbytes"] / 2)
+    # 4 shares of a rank are a node of the tree, so one sum is sent.
+    assert by_name["2 replicas"]["sent_nbytes"] == 4 * PARAMETERS
+    assert by_name["2 ranks, shared memory"]["sent_nbytes"] == 0
+
+
+def test_a_model_that_is_built_has_the_sizes_of_one_that_is_not(answers):
+    fake, real = (json.loads(answers[name]["out"])["profile"] for name in ("json", "real"))
+    for key in fake:
+        if key.endswith("_nbytes"):
+            assert fake[key] == real[key], key
+
+
+def test_micro_batches_have_less_to_keep(answers):
+    whole, half = (json.loads(answers[name]["out"])["profile"] for name in ("json", "half"))
+    assert half["micro_batch"] == 2 and half["inputs_nbytes"] * 2 == whole["inputs_nbytes"]
+    assert half["kept_nbytes"] < whole["kept_nbytes"]
+
+
+def test_a_limit_that_nothing_keeps_is_told_with_what_takes_most(answers):
+    out = answers["tight"]["out"]
+    assert out.count("too large") == 5
+    assert re.search(r"Nothing fits 1\.00 MB\. .+ needs least, \d+ MB, most of it for\n\w+: .+", out)
+
+
+def test_a_model_larger_than_this_machine_is_planned(answers):
+    assert "Sequential: 12.9 B parameters" in answers["large"]["out"], answers["large"]["err"]
+    assert "Nothing fits 17.2 GB" in answers["large"]["out"]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("no file", r"there is no file '\S+planned_model\.py'; did you mean \S+planned_models\.py\?"),
+        ("no function", r"has no function 'biuld'; did you mean 'build'\?"),
+        ("a number", r"'NOT_A_FUNCTION' of \S+ is an int, where a function is due"),
+        ("no module", r"there is no module 'planned_modells'"),
+        ("three", r"the build function returned 3 values: return model, optimizer, loss, data"),
+        ("branching", r"planned_models\.py:\d+.* needs the values of a tensor.*--measure"),
+        ("no loss", r"NoneType"),
+        ("other optimizer", r"the optimizer has none of the model's parameters"),
+        ("size", r"'lots' is no size of memory: give one such as 16GiB"),
+        ("ranks", r"16 ranks share 8 virtual ranks, so some would have none: give --virtual-ranks 16 or more"),
+        ("batch", r"a batch of 4 samples is not enough for 8 virtual ranks: give --batch 8 or more"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(answers, name, words):
+    answer = answers[name]
+    assert answer["code"] == 2 and answer["out"] == ""
+    assert re.search(words, answer["err"]), answer["err"]
+    assert "Traceback" not in answer["err"]
+
+
+def test_an_error_of_the_users_code_is_shown_without_ours(answers):
+    err = answers["broken"]["err"]
+    assert answers["broken"]["code"] == 2
+    assert "planned_models.py" in err and "build_broken" in err and "TypeError" in err
+    assert "src/unisono" not in err
+    assert err.splitlines()[-1].endswith("planned_models.py:build_broken failed, see above")
