@@ -136,6 +136,7 @@ def rank_host() -> Iterator[RankHost]:
     """The process that forks ranks for this process's tests."""
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "OMP_"))}
     environ |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "THP_MEM_ALLOC_ENABLE": "1"}
+    environ |= {"HF_HUB_OFFLINE": "1"}  # read when the host imports transformers
     command = [sys.executable, str(Path(__file__).parent / "rank_host.py")]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environ, start_new_session=True) as process:

@@ -29,7 +29,11 @@ _GRACE_S = 10.0
 _SHOW_STACKS = signal.SIGRTMAX - 3
 """Makes a rank, and each process that it has forked, write its stacks to standard error."""
 
-_IMPORTED_BY = {"sklearn": "sklearn.datasets"}
+_IMPORTED_BY = {
+    "sklearn": "sklearn.datasets",
+    "import torchmetrics": "torchmetrics",
+    "import transformers": "transformers.models.auto.modeling_auto",
+}
 """What scripts with a word in them import that takes each rank half a second or more."""
 
 
