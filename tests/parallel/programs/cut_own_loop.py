@@ -28,7 +28,7 @@ model = make()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 places = int(stages[1:]) if stages.startswith("n") else stages.split(",")
 cut = unisono.parallel.cut(model, unisono.parallel.Pipeline(stages=places, schedule=schedule))
-sizes = [4, 4, 3, 4, 2]
+sizes = [4, 4, 3, 4, 3]
 found = []
 for step in range(3):
     micro_batches = [torch.randn(size, *shape) if shape else torch.randint(0, 30, (size, 8)) for size in sizes]
