@@ -9,6 +9,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from unisono.variables import HOST_VARIABLE
+
 __all__ = ["host_id", "kernel_text", "let_threads_finish", "resident_bytes", "shared_memory_obstacle", "usable_cores"]
 
 
@@ -26,13 +28,16 @@ def kernel_text(path: Path | str) -> str:
 def host_id(*, with_network: bool = False) -> str:
     """Return a name of the running system: the same in all its containers, and new at every boot.
 
-    The host name replaces whatever the system hides.
+    The host name replaces whatever the system hides. A launcher of several hosts has the last word on which ranks are
+    on different ones.
 
     Args:
         with_network: True to distinguish the networks within the system too. Containers may have one each, and abstract
             sockets do not reach from one to another.
     """
     system = kernel_text("/proc/sys/kernel/random/boot_id").strip() or socket.gethostname()
+    if named := os.environ.get(HOST_VARIABLE):
+        system = f"{system} {named}"
     if not with_network:
         return system
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["CHECK_VARIABLE", "CPU_BACKEND_VARIABLE", "DRILL_VARIABLE", "EVENTS_VARIABLE"]
+__all__ = ["CHECK_VARIABLE", "CPU_BACKEND_VARIABLE", "DRILL_VARIABLE", "EVENTS_VARIABLE", "HOST_VARIABLE"]
 
 CHECK_VARIABLE = "UNISONO_CHECK"
 """If 1, `unisono.comm` compares calls between ranks. `unisono run --check` sets it."""
@@ -15,3 +15,7 @@ DRILL_VARIABLE = "UNISONO_DRILL"
 
 EVENTS_VARIABLE = "UNISONO_EVENTS_FD"
 """The file descriptor of the pipe to which rank 0 writes progress events, one JSON object per line."""
+
+HOST_VARIABLE = "UNISONO_HOST"
+"""A name of the host of a rank in a job on several hosts, set by `unisono run`: ranks with different names share no
+memory, even if the systems look alike, as copies of a virtual machine do."""

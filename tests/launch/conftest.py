@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from host_network import HostNetwork, Hosts, obstacle
 
 from launcher import Launcher, LaunchHost
 
@@ -28,3 +29,27 @@ def warm_launcher(tmp_path: Path, launch_host: LaunchHost | None) -> Iterator[La
     launcher = Launcher(tmp_path, launch_host)
     yield launcher
     launcher.check_nothing_is_left()
+
+
+@pytest.fixture(scope="module")
+def host_network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    """Three hosts; the tests are skipped where they cannot be made."""
+    if (reason := obstacle()) is not None:
+        pytest.skip(f"several hosts cannot be made here: {reason}")
+    network = HostNetwork(3)
+    hosts = Hosts(network, tmp_path_factory.mktemp("hosts"), tmp_path_factory.mktemp)
+    try:
+        hosts._launch_host(0), hosts._launch_host(1)
+        yield hosts
+    finally:
+        hosts.close()
+        network.close()
+
+
+@pytest.fixture
+def hosts(host_network: Hosts, tmp_path: Path) -> Iterator[Hosts]:
+    """Three hosts. A test that leaves a process behind on one fails."""
+    host_network.folder, host_network.launchers = tmp_path, []
+    yield host_network
+    for launcher in host_network.launchers:
+        launcher.check_nothing_is_left()

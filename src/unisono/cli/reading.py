@@ -1,6 +1,6 @@
 """Readers of the values of flags: from the text on the command line to the fields of a job.
 
-Pure functions, except that a host name is looked up. A wrong text raises ValueError with what was expected; `cli.flags`
+Pure functions. A wrong text raises ValueError with what was expected; `cli.flags`
 puts the name of the flag and its value in front of that.
 """
 
@@ -13,15 +13,12 @@ import signal
 from collections.abc import Callable
 from typing import NamedTuple
 
-from unisono.launch.preflight import is_this_machine
-
 __all__ = [
     "Endpoint",
     "Streams",
     "read_count",
     "read_endpoint",
     "read_filters",
-    "read_host",
     "read_node_rank",
     "read_nodes",
     "read_port",
@@ -34,7 +31,6 @@ __all__ = [
     "streams_of",
 ]
 
-_SEVERAL = "jobs on several machines are not there yet; leave it out, or start this one with torchrun"
 _MOST_DIGITS = 9
 _PORTS = 1 << 16
 
@@ -81,30 +77,33 @@ def read_port(text: str) -> int:
     return int(text)
 
 
-def read_nodes(text: str) -> None:
-    """Check a number of machines, or a range MIN:MAX of them, which has to be 1."""
+def read_nodes(text: str) -> tuple[int, int]:
+    """Read a number of machines, or a range MIN:MAX of them.
+
+    >>> read_nodes("2"), read_nodes("2:4")
+    ((2, 2), (2, 4))
+    """
     if not re.fullmatch(r"\d{1,9}(:\d{1,9})?", text, re.ASCII):
-        raise ValueError("is not a number of machines: it is 1 or 1:1 here")
-    if set(map(int, text.split(":"))) != {1}:
-        raise ValueError(f"is more than this machine: {_SEVERAL}")
+        raise ValueError("is not a number of machines: give one, such as 2, or a range MIN:MAX, such as 2:4")
+    least, _, most = text.partition(":")
+    found = int(least), int(most or least)
+    if not 1 <= found[0] <= found[1]:
+        raise ValueError("has no number in it: a range is MIN:MAX, such as 2:4, from 1 up")
+    return found
 
 
-def read_node_rank(text: str) -> None:
-    """Check the rank of this machine, which has to be 0."""
-    if not _is_number(text) or int(text) != 0:
-        raise ValueError(f"is not 0, the rank of the only machine: {_SEVERAL}")
+def read_node_rank(text: str) -> int:
+    """Read the number of this machine, from 0."""
+    if not _is_number(text):
+        raise ValueError("is not the number of a machine: they count from 0")
+    return int(text)
 
 
-def read_host(text: str) -> None:
-    """Check an address that has to be this machine's."""
-    if not is_this_machine(text):
-        raise ValueError(f"is not this machine: {_SEVERAL}")
-
-
-def read_rendezvous(text: str) -> None:
-    """Check the name of a rendezvous backend: both of torch's own mean the same on one machine."""
+def read_rendezvous(text: str) -> str:
+    """Read the name of a rendezvous backend."""
     if text not in ("c10d", "static"):
-        raise ValueError("is not needed on one machine, where ranks meet in the job's own store: leave it out")
+        raise ValueError("is neither c10d nor static: leave it out, and --node-rank decides")
+    return text
 
 
 class Endpoint(NamedTuple):
@@ -115,7 +114,7 @@ class Endpoint(NamedTuple):
 
 
 def read_endpoint(text: str) -> Endpoint:
-    """Read HOST or HOST:PORT; an IPv6 address stands in brackets. The host has to be this machine.
+    """Read HOST or HOST:PORT; an IPv6 address stands in brackets.
 
     >>> read_endpoint("localhost:29400"), read_endpoint("localhost")
     (Endpoint(host='localhost', port=29400), Endpoint(host='localhost', port=None))
@@ -124,7 +123,6 @@ def read_endpoint(text: str) -> Endpoint:
     if found is None:
         raise ValueError("is not an endpoint: give HOST:PORT, with an IPv6 address in brackets")
     port = None if found["port"] is None else read_port(found["port"])
-    read_host(found["host"] or "localhost")
     return Endpoint(found["host"], port)
 
 

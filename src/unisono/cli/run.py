@@ -1,6 +1,7 @@
-"""`unisono run`: start a program on several ranks of this machine. The flags are torchrun's and a few of our own.
+"""`unisono run`: start a program on several ranks, of this machine or of several.
 
-`FLAGS` lists them in the order of the help; `job_of` makes a job of their values. Start reading at `run`.
+The flags are torchrun's and a few of our own. `FLAGS` lists them in the order of the help; `job_of` makes a job of
+their values. Start reading at `run`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import click
 
 from unisono.cli import reading
 from unisono.cli.flags import Flag, FlagCommand, Reader
+from unisono.cli.hosts import hosts_of
 from unisono.launch import LaunchJob, check_target, run_job
 from unisono.launch.gpus import usable_gpus
 from unisono.launch.launch_job import Output
@@ -31,7 +33,7 @@ _RANKS, _PROGRAM, _ENDS, _OUTPUT, _MEETING, _IGNORED = (
     "Failures, hangs and the end",
     "Output",
     "Where ranks meet",
-    "Accepted for torchrun's sake, without effect on one machine",
+    "Accepted for torchrun's sake, without effect",
 )
 
 
@@ -223,49 +225,79 @@ FLAGS = (
         for stream in ("stdout", "stderr")
     ),
     Flag(
-        ["--master-port"],
+        ["--nnodes"],
         section=_MEETING,
-        type=Reader(reading.read_port),
-        metavar="PORT",
-        help="Port of the job's store on the loopback address.  [a free one]",
+        type=Reader(reading.read_nodes),
+        metavar="N or MIN:MAX",
+        help="Number of machines. Each runs this command, with the same flags.  [1]",
     ),
     Flag(
         ["--rdzv-endpoint"],
         section=_MEETING,
         type=Reader(reading.read_endpoint),
         metavar="HOST:PORT",
-        help="The same in other words. HOST must be this machine.",
+        help="Where machines meet: one of them, and a port there. On one machine: --master-port in other words.",
     ),
     Flag(
         ["--rdzv-id"],
         section=_MEETING,
         metavar="ID",
-        help="Name of the job: TORCHELASTIC_RUN_ID, and a folder in the log folder.  [drawn]",
+        help="Name of the job: TORCHELASTIC_RUN_ID, and a folder in the log folder. Machines with the same name meet.  "
+        "[drawn; on several machines: none]",
+    ),
+    Flag(
+        ["--rdzv-backend"],
+        section=_MEETING,
+        type=Reader(reading.read_rendezvous),
+        metavar="NAME",
+        help="c10d numbers machines by their addresses, static by --node-rank.  [static with --node-rank, else c10d]",
+    ),
+    Flag(
+        ["--node-rank"],
+        section=_MEETING,
+        type=Reader(reading.read_node_rank),
+        metavar="R",
+        help="Number of this machine, from 0, the machine of the endpoint.",
+    ),
+    Flag(
+        ["--local-addr"],
+        section=_MEETING,
+        metavar="HOST",
+        help="This machine's address for the others.  [the one from which it reaches the endpoint]",
+    ),
+    Flag(
+        ["--rdzv-conf"],
+        section=_MEETING,
+        metavar="NAME=VALUE,...",
+        help="Settings of torch's rendezvous, such as join_timeout=600, and host_timeout=5: seconds after which a "
+        "silent machine counts as lost.",
+    ),
+    Flag(
+        ["--rdzv-token-file"],
+        section=_MEETING,
+        torchruns=False,
+        metavar="FILE",
+        help="A file with a secret that all machines share, made by `unisono token`: others are refused.",
+    ),
+    Flag(
+        ["--master-addr"],
+        section=_MEETING,
+        metavar="HOST",
+        help="The machine of --rdzv-endpoint, in other words. On one machine, ranks meet at 127.0.0.1.",
+    ),
+    Flag(
+        ["--master-port"],
+        section=_MEETING,
+        type=Reader(reading.read_port),
+        metavar="PORT",
+        help="Its port. On one machine: the port of the job's store on the loopback address.  [a free one]",
     ),
     Flag(
         ["--standalone"],
         section=_MEETING,
         is_flag=True,
-        help="Take a free port and a drawn ID, whatever the three flags above say.",
+        help="One machine: take a free port and a drawn ID, whatever the flags above say.",
     ),
-    Flag(
-        ["--master-addr"],
-        section=_MEETING,
-        type=Reader(reading.read_host),
-        metavar="HOST",
-        help="Must be this machine. Ranks meet at 127.0.0.1.",
-    ),
-    Flag(["--nnodes"], section=_IGNORED, type=Reader(reading.read_nodes), metavar="1", help="Must be 1 or 1:1."),
-    Flag(["--node-rank"], section=_IGNORED, type=Reader(reading.read_node_rank), metavar="0", help="Must be 0."),
-    Flag(
-        ["--rdzv-backend"],
-        section=_IGNORED,
-        type=Reader(reading.read_rendezvous),
-        metavar="NAME",
-        help="Must be c10d or static.",
-    ),
-    Flag(["--rdzv-conf"], section=_IGNORED, metavar="TEXT"),
-    Flag(["--local-addr"], section=_IGNORED, metavar="HOST"),
     Flag(["--monitor-interval"], section=_IGNORED, type=Reader(reading.read_seconds), metavar="SECONDS"),
     Flag(["--event-log-handler"], section=_IGNORED, metavar="NAME"),
     Flag(["--run-path"], section=_IGNORED, is_flag=True, help="PROGRAM is a script, also with --no-python or -m."),
@@ -276,11 +308,11 @@ FLAGS = (
 
 @click.command(
     cls=FlagCommand,
-    short_help="Run a program on several ranks of this machine.",
+    short_help="Run a program on several ranks, of this machine or of several.",
     params=[*FLAGS, click.Argument(["command"], nargs=-1, type=click.UNPROCESSED, metavar="PROGRAM [ARGUMENTS]...")],
 )
 def run(command: tuple[str, ...], **given: Any) -> int:
-    """Run a program on several ranks of this machine.
+    """Run a program on several ranks of this machine, or of several.
 
     PROGRAM is a Python script, or a module with -m; it finds its rank in the environment, as under torchrun. Each line
     that a rank prints gets the rank in front. If a rank fails, the others are ended and its exit code is returned.
@@ -290,6 +322,7 @@ def run(command: tuple[str, ...], **given: Any) -> int:
     \b
     unisono run -n 4 train.py --lr 0.1
     unisono run -n auto -m package.train
+    unisono run --nnodes 2 -n 8 --rdzv-endpoint host0:29500 train.py    # on each of two machines
     """
     if not command:
         raise click.UsageError("no program given, for example: unisono run -n 4 train.py")
@@ -328,30 +361,34 @@ def job_of(given: Mapping[str, Any], command: tuple[str, ...]) -> LaunchJob:
     if given["stuck_timeout"] == 0:
         raise ValueError("--stuck-timeout 0 would kill every rank: give more than 0 seconds, or leave it out")
     as_path = given["run_path"]
+    hosts = hosts_of(given)
     return LaunchJob(
         target=command[0],
         arguments=command[1:],
         module=given["module"] and not as_path,
         python=as_path or not given["no_python"],
         ranks=given["nproc_per_node"],
-        run_id="" if given["standalone"] else given["rdzv_id"] or "",
+        run_id=hosts.run_id if hosts is not None else "" if given["standalone"] else given["rdzv_id"] or "",
         role=given["role"],
         start_method="spawn" if given["start_method"] == "spawn" else "fork",
         preload=given["preload"],
         pass_local_rank=given["pass_local_rank"],
         stdin=0 if given["stdin"] is None and given["nproc_per_node"] == 1 else given["stdin"],
         virtual_local_rank=given["virtual_local_rank"],
-        master_port=0 if given["standalone"] else _port(given["rdzv_endpoint"], given["master_port"]),
+        master_port=0
+        if given["standalone"] or hosts is not None
+        else _port(given["rdzv_endpoint"], given["master_port"]),
         max_restarts=given["max_restarts"],
-        recover=given["recover"] == "on",
+        recover=given["recover"] == "on" and hosts is None,
         spares=given["spares"],
         shutdown_timeout_s=given["shutdown_timeout"],
-        hang_report_s=given["hang_report"],
+        hang_report_s=given["hang_report"] if hosts is None else 0.0,  # it would take ranks of other hosts for absent
         hang_abort_s=given["hang_abort"],
         stuck_timeout_s=given["stuck_timeout"],
         signals=given["signals_to_handle"],
         numa_binding=given["numa_binding"],
         cpu_backend=given["cpu_backend"] or "gloo",
+        hosts=hosts,
         output=_output(given, ranks=given["nproc_per_node"]),
     )
 

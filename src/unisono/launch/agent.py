@@ -13,11 +13,11 @@ import secrets
 import selectors
 import signal
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from unisono.launch.answers import describe_job, describe_stacks
 from unisono.launch.channel import Message
@@ -40,7 +40,13 @@ from unisono.launch.signals import describe_signal, signals_as_bytes
 from unisono.memory import read_counters
 from unisono.text import name_ranks
 
+if TYPE_CHECKING:
+    from unisono.launch.hosts.job_hosts import JobHosts
+
 __all__ = ["run_job"]
+
+_BLAME_S = 3.0
+"""How long to wait, if ranks here only lost a peer, for another host to tell that a rank there was the cause."""
 
 OnFailure = Callable[[int, int], bool]
 OnRecovery = Callable[[dict[str, Any]], None]
@@ -112,6 +118,8 @@ class _Agent:
         self._recoveries: list[dict[str, Any]] = []
         self._ending: Ending | None = None
         self._postmortem: Postmortem | None = None
+        self._hosts: JobHosts | None = None
+        self._blame_due_s: float | None = None  # until then another host may tell that a rank there was the cause
 
     def run(self) -> int:
         """Run the job and return its exit code."""
@@ -121,8 +129,7 @@ class _Agent:
             signals = stack.enter_context(signals_as_bytes(self._job.signals))
             # Other children of the caller do not belong to the job.
             stack.callback(self._clean_up, spare=descendants(os.getpid()))
-            self._server = ForkServerHandle(self._job, self._environment)
-            stack.callback(self._server.close)  # after an error, too
+            self._start_server(stack)
             self._shutdown = JobShutdown(self._job, relay=self._relay, server=self._server)
             stack.callback(Control(self._selector, self._answer).close)
             self._selector.register(self._server.channel, selectors.EVENT_READ, self._on_message)
@@ -137,6 +144,20 @@ class _Agent:
         # The usual signal handlers are back, so an interrupt ends this even if a reader has stopped reading.
         self._relay.flush()
         return code
+
+    def _start_server(self, stack: ExitStack) -> None:
+        if self._job.hosts is None:
+            self._server = ForkServerHandle(self._job, self._environment)
+            stack.callback(self._server.close)  # after an error, too
+            return
+        from unisono.launch.hosts.job_hosts import JobHosts  # noqa: PLC0415  not needed on one machine
+
+        self._hosts = hosts = JobHosts(self._job.hosts, ranks=self._job.ranks, role=self._job.role)
+        stack.callback(hosts.close)
+        self._server = ForkServerHandle(self._job, self._environment, hosts=hosts)
+        stack.callback(self._server.close)
+        hosts.started()
+        self._selector.register(hosts.channel, selectors.EVENT_READ, self._on_hosts)
 
     def _clean_up(self, spare: Collection[int]) -> None:
         """End the processes that are left and remove their files: after a killed fork server, all of the job's."""
@@ -164,13 +185,15 @@ class _Agent:
         if self._changes is not None and self._shutdown.state is None:
             if not self._changes.tick():
                 self._on_failed()
-            if (size := self._now.size) != self._job.ranks:  # also for a restart
+            if (size := self._now.size - self._now.first) != self._job.ranks:  # also for a restart
                 self._job = replace(self._asked, ranks=size, spares=self._asked.spares if size > 1 else 0)
+        if self._hosts is not None:
+            self._tell_hosts(self._hosts)
         self._shutdown.advance()
 
     def _timeout_s(self) -> float | None:
         """Return how long the loop may sleep; None: until something happens."""
-        deadlines = [self._relay.next_deadline_s()]
+        deadlines = [self._relay.next_deadline_s(), self._blame_due_s]
         if self._generation is not None:
             deadlines.append(self._generation.observer.next_deadline_s())
         if (shutdown := self._shutdown.state) is not None:
@@ -191,7 +214,7 @@ class _Agent:
             if kind == "ready":
                 self._port, self._scratch, self._server.pid = message["port"], message["scratch"], message["pid"]
                 self._relay.notice("")
-                self._start_ranks()
+                self._start_when_met()
             elif kind == "unstarted":
                 self._on_unstarted(**message)
             elif kind == "store lost":
@@ -218,6 +241,63 @@ class _Agent:
     def _ranks(self) -> RankChanges:
         assert self._changes is not None, "a rank spoke before there was one"
         return self._changes
+
+    def _on_hosts(self) -> None:
+        """Handle what is told about the other hosts."""
+        assert self._hosts is not None
+        hosts = self._hosts
+        for message in hosts.receive():
+            kind = message["type"]
+            if kind == "notice" and self._generation is None:
+                self._relay.notice(message["text"])
+            elif kind == "refused" and self._shutdown.state is None:
+                self._shutdown.begin(Shutdown(code=2, reason=message["message"]), signal.SIGTERM, ())
+            elif kind == "joined":
+                assert hosts.place is not None
+                self._job = self._asked = replace(self._job, place=hosts.place)
+                self._relay.begin_at(hosts.place.first_rank)
+                self._relay.say(hosts.describe())
+                self._start_when_met()
+            elif kind == "report":
+                self._on_host_ended(hosts)
+            elif kind == "finished" and self._shutdown.state is None:
+                self._server.end()
+        if hosts.channel.closed:
+            self._selector.unregister(hosts.channel)
+
+    def _on_host_ended(self, hosts: JobHosts) -> None:
+        """End the ranks of this host because the job has ended on another one."""
+        assert hosts.report is not None
+        state, running = self._shutdown.state, self._shutdown.running
+        if self._blame_due_s is not None:
+            self._conclude_generation()
+        elif state is None and self._generation is not None:
+            reason = Shutdown(code=hosts.report.code, reason=hosts.report.reason, ranks=len(running))
+            self._shutdown.begin(reason, signal.SIGTERM, running)
+            if not running:  # they have succeeded, and waited for those of other hosts
+                self._server.end()
+        elif state is not None and state.failed:
+            self._shutdown.end_failed()
+
+    def _tell_hosts(self, hosts: JobHosts) -> None:
+        """Tell the other hosts once that the job ends here, as soon as the cause is known."""
+        shutdown = self._shutdown.state
+        if self._blame_due_s is not None and time.monotonic() >= self._blame_due_s:
+            self._conclude_generation()
+        if shutdown is None or hosts.told or hosts.report is not None:
+            return
+        if not shutdown.failed:
+            hosts.tell("ended", shutdown.reason or "the launcher ended the job; its terminal says why", shutdown.code)
+            if self._generation is not None and not self._shutdown.running:
+                self._server.end()
+        elif self._now.failed and not (verdict := self._now.judge()).lost:
+            hosts.tell("failed", self._examine().headline, verdict.code)
+
+    def _start_when_met(self) -> None:
+        """Start the ranks once there is a fork server and, if there are other hosts, their agents have come."""
+        have_met = self._hosts is None or self._hosts.place is not None
+        if self._server.pid and have_met and self._generation is None and self._shutdown.state is None:
+            self._start_ranks()
 
     def _start_ranks(self) -> None:
         self._generation = generation = Generation(self._job, attempt=self._restarts, relay=self._relay)
@@ -249,7 +329,7 @@ class _Agent:
             self._shutdown.begin_for_loss(f"rank {rank} could not be started in the place of one that died: {problem}")
         else:
             self._shutdown.begin_for_loss(
-                f"rank {rank} could not be started, {rank} of {self._job.ranks} were: {problem}"
+                f"rank {rank} could not be started, {rank - self._now.first} of {self._job.ranks} were: {problem}"
             )
         if not self._shutdown.running:
             self._on_generation_end()
@@ -279,25 +359,46 @@ class _Agent:
         self._ranks.spares.close()
         if shutdown is None:
             replacing.look()
+        if shutdown is None and self._hosts is not None:
+            self._hosts.finish()
+            self._relay.notice("unisono: the ranks of this host are done; waiting for the other hosts ...")
+            return
         if shutdown is None or not shutdown.failed:
             self._server.end()
             return
+        hosts = self._hosts
+        if hosts is not None and hosts.report is None and generation.judge().lost:
+            self._blame_due_s = time.monotonic() + _BLAME_S
+            return
+        self._conclude_generation()
+
+    def _conclude_generation(self) -> None:
+        """Report the failure of a generation whose ranks have ended, and start them again or finish."""
+        shutdown, generation = self._shutdown.state, self._now
+        assert shutdown is not None
+        self._blame_due_s = None
+        replacing = self._ranks.replacing
         verdict = generation.judge()
+        if self._hosts is not None and self._hosts.report is not None and verdict.lost:
+            report = self._hosts.report
+            self._examine().write()
+            generation.close()
+            self._shutdown.state = replace(
+                shutdown, failed=False, code=report.code, reason=report.reason, ranks=self._job.ranks
+            )
+            self._server.end()
+            return
         ending = Ending(code=verdict.cause.code, account=verdict.cause.account, met=generation.observer.has_met())
         # A user who has asked the job to end does not want it to start again.
         most = self._restarts if shutdown.reason else self._job.max_restarts
         decision = decide_restart(ending, self._ending, restarts=self._restarts, max_restarts=most)
         self._ending = ending
-        postmortem = Postmortem(
-            self._job,
-            generation,
-            relay=self._relay,
-            memory=self._memory,
-            restarts=self._restarts,
-            recoveries=self._recoveries,
-            remarks=[*filter(None, (replacing.reason, replacing.explain(verdict), decision.reason))],
+        postmortem = self._examine(
+            remarks=[*filter(None, (replacing.reason, replacing.explain(verdict), decision.reason))]
         )
         postmortem.write()
+        if self._hosts is not None:
+            self._hosts.tell("failed", postmortem.headline, verdict.code)
         generation.close()
         if decision.restart:
             self._restarts += 1
@@ -313,6 +414,17 @@ class _Agent:
             self._shutdown.state = replace(shutdown, code=verdict.code)
             self._postmortem = postmortem
             self._server.end()
+
+    def _examine(self, remarks: Sequence[str] = ()) -> Postmortem:
+        return Postmortem(
+            self._job,
+            self._now,
+            relay=self._relay,
+            memory=self._memory,
+            restarts=self._restarts,
+            recoveries=self._recoveries,
+            remarks=remarks,
+        )
 
     def _end_for_hang(self, hang: str) -> None:
         self._shutdown.begin(Shutdown(code=1), signal.SIGTERM, self._shutdown.running)
@@ -345,12 +457,13 @@ class _Agent:
         if kind == "job":
             facts = {"restarts": self._restarts, "recoveries": len(self._recoveries), "started_s": self._started_s}
             spares = 0 if self._changes is None else self._changes.spares.ready
-            return describe_job(
-                job, running=self._shutdown.running, facts={**facts, "spares": spares, **self._relay.progress}
-            )
+            running = {rank - job.first_rank for rank in self._shutdown.running}
+            return describe_job(job, running=running, facts={**facts, "spares": spares, **self._relay.progress})
         if kind == "scale" and type(ranks := question.get("ranks")) is int:
             is_over = self._shutdown.state is not None or self._changes is None
             problem = "it is about to end" if is_over else self._ranks.scaling.request(ranks)
+            if job.hosts is not None:
+                problem = "it runs on several hosts, whose ranks keep their number"
             return {"problem": problem, "ranks": job.ranks}
         if kind == "scaling":
             return self._changes.scaling.status if self._changes is not None else None

@@ -9,7 +9,8 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterable, Mapping, Sequence
 
-from unisono.variables import EVENTS_VARIABLE
+from unisono.launch.hosts.settings import HostPlace
+from unisono.variables import EVENTS_VARIABLE, HOST_VARIABLE
 
 __all__ = [
     "job_environment",
@@ -17,14 +18,14 @@ __all__ = [
     "rank_environment",
 ]
 
-_OUTER = frozenset({EVENTS_VARIABLE, "TORCHELASTIC_ERROR_FILE"})
+_OUTER = frozenset({EVENTS_VARIABLE, HOST_VARIABLE, "TORCHELASTIC_ERROR_FILE"})
 """Variables that belong to the rank of an outer launcher, inside which this job may run."""
 
 _LOCAL_RANK = "${local_rank}"
 
 
 def job_environment(
-    inherited: Mapping[str, str], *, ranks: int, cores: int, huge_pages: bool = False
+    inherited: Mapping[str, str], *, ranks: int, cores: int, huge_pages: bool = False, interface: str = "lo"
 ) -> dict[str, str]:
     """Return the whole environment that all ranks of a job share.
 
@@ -33,6 +34,7 @@ def job_environment(
     Args:
         huge_pages: True to make torch put CPU tensors of 2 MB and more on huge pages. That is for programs that keep
             freed memory, as those with a Trainer do: otherwise the system allocates such a tensor each time.
+        interface: The network interface over which ranks reach each other; "" to let libraries choose one.
 
     >>> job_environment({"HOME": "/root"}, ranks=4, cores=10)["OMP_NUM_THREADS"]
     '2'
@@ -41,11 +43,9 @@ def job_environment(
     """
     defaults = {
         "OMP_NUM_THREADS": str(max(1, cores // ranks)),
-        # All ranks are on this machine, so nothing has to be reachable from outside, and a host name that resolves to
-        # an address that the machine does not have cannot stop the job. For gloo, NCCL, TensorPipe (torch RPC):
-        "GLOO_SOCKET_IFNAME": "lo",
-        "NCCL_SOCKET_IFNAME": "lo",
-        "TP_SOCKET_IFNAME": "lo",
+        # With all ranks on this machine, nothing has to be reachable from outside, and a host name that resolves to an
+        # address that the machine does not have cannot stop the job. For gloo, NCCL, TensorPipe (torch RPC):
+        **{f"{library}_SOCKET_IFNAME": interface for library in ("GLOO", "NCCL", "TP") if interface},
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     }
     if huge_pages:
@@ -67,16 +67,20 @@ def rank_environment(
     visible_gpus: str | None = None,
     signals: Iterable[int] = (),
     error_file: str | None = None,
+    place: HostPlace | None = None,
 ) -> dict[str, str]:
-    """Return the variables of one rank of a job on one machine.
+    """Return the variables of one rank of a job.
 
     Args:
+        rank: The number of the rank among those of this machine.
+        ranks: The number of ranks of this machine.
         port: The port of the job's store on the loopback address.
         restarts: The number of times that the ranks have been restarted.
         virtual_local_rank: True to show the rank one GPU only, as number 0, and to set LOCAL_RANK to 0.
         visible_gpus: CUDA_VISIBLE_DEVICES as the user set it, None if it is not set; used with `virtual_local_rank`.
         signals: The signals that are passed to ranks.
         error_file: The file to which elastic's `@record` writes an exception.
+        place: The place of this machine among several; None if there is no other.
 
     >>> variables = rank_environment(1, ranks=4, port=29500, run_id="a")
     >>> variables["RANK"], variables["LOCAL_RANK"], variables["WORLD_SIZE"], variables["MASTER_PORT"]
@@ -106,6 +110,18 @@ def rank_environment(
     if virtual_local_rank:
         gpu = str(rank) if visible_gpus is None else visible_gpus.split(",")[rank].strip()
         variables |= {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": gpu}
+    if place is not None:
+        variables |= {
+            "RANK": str(place.first_rank + rank),
+            "ROLE_RANK": str(place.first_role_rank + rank),
+            "GROUP_RANK": str(place.host),
+            "WORLD_SIZE": str(place.world_size),
+            "ROLE_WORLD_SIZE": str(place.role_world_size),
+            "GROUP_WORLD_SIZE": str(place.hosts),
+            "MASTER_ADDR": place.master_addr,
+            "MASTER_PORT": str(place.master_port),
+            HOST_VARIABLE: place.identity,
+        }
     if names := ",".join(signal.Signals(signum).name for signum in signals):
         variables["TORCHELASTIC_SIGNALS_TO_HANDLE"] = names
     if error_file is not None:

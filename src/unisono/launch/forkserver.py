@@ -28,6 +28,7 @@ import socket
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -38,7 +39,7 @@ from unisono.launch.limits import describe_failed_fork
 from unisono.launch.linux import become_subreaper, descendants, end_descendants, ends_at_once, set_parent_death_signal
 from unisono.launch.rank_process import Program, RankFiles, RankProcess, execute, run_program, settle
 from unisono.launch.reserved_files import move_out_of_the_way
-from unisono.launch.store_process import host_store
+from unisono.launch.store_process import Member, host_store
 from unisono.variables import EVENTS_VARIABLE
 
 __all__ = ["main"]
@@ -113,7 +114,7 @@ class _Server:
         while not (received := self._channel.receive()):
             if self._channel.closed:
                 os._exit(1)
-        message = received[0][0]
+        message, links = received[0]
         self._program = Program(**message["program"])
         if self._program.forked:
             gc.disable()  # objects that torch creates on import stay, and collecting takes a sixth of the time
@@ -138,7 +139,7 @@ class _Server:
             self._end()
         listener.listen(socket.SOMAXCONN)
         self._scratch = make_scratch() if self._program.python else ""
-        self._leave_store(listener)
+        self._leave_store(listener, {**message["hosts"], "link": links[0]} if links else None)
         become_subreaper()
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
@@ -146,11 +147,12 @@ class _Server:
         self._channel.send({"type": "ready", **ready})
         listener.close()
 
-    def _leave_store(self, listener: socket.socket) -> None:
+    def _leave_store(self, listener: socket.socket, hosts: dict[str, Any] | None) -> None:
         """Continue in a child of this process, which hosts the job's store from now on.
 
         The store is in another process because it runs threads and the server must have none. It listens on a socket
-        bound beforehand: no other process can take the port, and none outside this machine can reach it.
+        bound beforehand: no other process can take the port, and none outside this machine can reach it. On several
+        hosts, that process also meets the others.
         """
         self._guardian, alive = os.pipe2(os.O_CLOEXEC)  # it is closed when the guardian ends, for whatever reason
         try:
@@ -162,8 +164,11 @@ class _Server:
         if server:
             for file in (self._guardian, self._reports, self._report, self._wakeups, self._wakeup):
                 os.close(file)
-            host_store(server, agent=self._channel, listener=listener, scratch=self._scratch)
+            join = None if hosts is None else (hosts["link"], partial(_join_hosts, hosts))
+            host_store(server, agent=self._channel, listener=listener, scratch=self._scratch, join=join)
         os.close(alive)
+        if hosts is not None:
+            os.close(hosts["link"])
 
     def _obey(self, message: Message, files: list[int]) -> RankProcess | None:
         kind = message["type"]
@@ -287,6 +292,27 @@ class _Server:
         remove_scratch(self._scratch)
         # Unloading torch takes 0.1 s, and there is nothing here to flush.
         os._exit(0)
+
+
+def _join_hosts(hosts: dict[str, Any]) -> Member:
+    """Begin to meet the other hosts of the job, in the process that hosts stores."""
+    # Not at the top: these import torch, or are not needed on one machine.
+    from unisono.launch.hosts.addresses import HostAddresses  # noqa: PLC0415
+    from unisono.launch.hosts.member import HostMember  # noqa: PLC0415
+    from unisono.launch.hosts.settings import HostSettings  # noqa: PLC0415
+
+    # torch writes about each connection that another host breaks, with a stack; the agent tells it in a sentence.
+    sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)  # Python's own errors are still shown
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    os.close(nowhere)
+    return HostMember(
+        HostSettings(**hosts["settings"]),
+        HostAddresses(**hosts["addresses"]),
+        ranks=hosts["ranks"],
+        role=hosts["role"],
+        agent=Channel(socket.socket(fileno=hosts["link"])),
+    )
 
 
 def _group_of(pid: int) -> int | None:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 from unisono.errors import LaunchError
 from unisono.launch.channel import Channel
@@ -28,6 +28,23 @@ __all__ = ["LAST_S", "ForkServerHandle"]
 
 LAST_S = 10.0
 """How long the fork server may take, after ranks have been killed, to say that they have ended, and then to end."""
+
+
+class Hosts(Protocol):
+    """What the store's host needs to meet other hosts (`launch.hosts.job_hosts`)."""
+
+    @property
+    def interface(self) -> str:
+        """The network interface over which ranks reach each other; "" if it is not known."""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Settings, addresses, number of ranks and role."""
+
+    @property
+    def link(self) -> int:
+        """The file over which the agent is told about hosts."""
+
 
 _FIRST_SPARE = 1 << 20
 """Numbers of spare processes are above this one, those of ranks below."""
@@ -45,12 +62,13 @@ class ForkServerHandle:
     Args:
         job: The job that ranks run.
         environment: The caller's environment variables.
+        hosts: On several hosts, what the store's host needs to meet the others.
 
     Raises:
         LaunchError: No process could be started.
     """
 
-    def __init__(self, job: LaunchJob, environment: Mapping[str, str]) -> None:
+    def __init__(self, job: LaunchJob, environment: Mapping[str, str], *, hosts: Hosts | None = None) -> None:
         self.pid = 0
         """The process id of the fork server; 0 until it is known."""
         ours, theirs = socket.socketpair()
@@ -61,7 +79,11 @@ class ForkServerHandle:
                     [sys.executable, "-c", _SERVER, str(theirs.fileno()), str(os.getpid())],
                     stdin=subprocess.DEVNULL,
                     env=job_environment(
-                        environment, ranks=job.ranks, cores=usable_cores(), huge_pages=uses_trainer(source)
+                        environment,
+                        ranks=job.ranks,
+                        cores=usable_cores(),
+                        huge_pages=uses_trainer(source),
+                        interface="lo" if hosts is None else hosts.interface,
                     ),
                     pass_fds=[theirs.fileno(), *job.files],
                     start_new_session=True,
@@ -83,7 +105,12 @@ class ForkServerHandle:
             "cpu_backend": job.cpu_backend,
             "recover": job.recover,
         }
-        self._send("start", program=program, preload=modules_to_preload(job, source), port=job.master_port)
+        preload = modules_to_preload(job, source)
+        message = {"type": "start", "program": program, "preload": preload, "port": job.master_port}
+        if hosts is None:
+            self.channel.send(message)
+        else:
+            self.channel.send({**message, "hosts": hosts.facts}, [hosts.link])
 
     def fork(self, rank: int, *, environment: Mapping[str, str], files: Mapping[str, int]) -> None:
         """Request the start of a rank, and close its files in this process."""

@@ -38,10 +38,13 @@ class Generation:
 
     def __init__(self, job: LaunchJob, *, attempt: int, relay: Relay) -> None:
         self._job, self._relay, self.attempt = job, relay, attempt
-        self.size = job.ranks
-        """The number of ranks. Processes with higher numbers are not ranks yet, or no longer."""
+        self.first = job.first_rank
+        """The lowest rank of this machine."""
+        self.size = self.first + job.ranks
+        """The number above the highest rank of this machine: on one machine, the number of ranks. Processes with higher
+        numbers are not ranks yet, or no longer."""
         self.observer = Observer(
-            job.ranks,
+            self.size,
             hang_report_s=job.hang_report_s,
             hang_abort_s=job.hang_abort_s,
             stuck_s=job.stuck_timeout_s,
@@ -79,9 +82,14 @@ class Generation:
         stdout, stderr, *events = self._relay.open(rank, attempt=self.attempt)
         self.running.add(rank)
         files = {"stdout": stdout, "stderr": stderr, "page": page, "dump": dump, "ask": ask}
-        if rank == self._job.stdin and (file := _own_stdin()) is not None:
+        if rank - self.first == self._job.stdin and (file := _own_stdin()) is not None:
             files["stdin"] = file
         return files | ({"events": events[0]} if events else {})
+
+    @property
+    def ranks(self) -> range:
+        """The ranks of this machine."""
+        return range(self.first, self.size)
 
     def want(self, size: int) -> None:
         """Tell all ranks, also those that come later, how many there are to be; 0: no change is wanted."""
@@ -122,7 +130,7 @@ class Generation:
 
         Args:
             rank: None for a process that has no rank yet: its variables name a rank that does not exist.
-            ranks: The number of ranks.
+            ranks: The number above the highest rank of this machine.
             port: The port of the job's store.
             visible_gpus: CUDA_VISIBLE_DEVICES of the launcher, None if it is not set.
         """
@@ -130,8 +138,9 @@ class Generation:
         if rank is not None:
             folder = self._relay.rank_folder(rank, attempt=self.attempt)
         return rank_environment(
-            ranks if rank is None else rank,
-            ranks=ranks,
+            ranks if rank is None else rank - self.first,
+            ranks=ranks - self.first,
+            place=job.place,
             port=port,
             run_id=job.run_id,
             role=job.role,

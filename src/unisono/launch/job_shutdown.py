@@ -85,7 +85,7 @@ class JobShutdown:
             return
         verdict = self._generation.judge()
         if verdict.sure and (verdict.cause.account is None or self.running <= self._generation.failed):
-            self._end_failed()
+            self.end_failed()
         elif verdict.sure:
             self.state = replace(self.state, begins_s=min(self.state.begins_s, time.monotonic() + COMPANY_S))
 
@@ -100,7 +100,7 @@ class JobShutdown:
                 self._relay.say(f"the fork server has not ended within {LAST_S:g} s; killed")
                 self._server.kill()
         elif shutdown.begins_s is not None and now_s >= shutdown.begins_s:
-            self._end_failed()
+            self.end_failed()
         elif shutdown.waited_for_s is not None and now_s >= shutdown.waited_for_s:
             self.state = replace(shutdown, waited_for_s=None)
             if self.running:
@@ -129,9 +129,14 @@ class JobShutdown:
         else:
             self._server.kill()
 
-    def _end_failed(self) -> None:
-        """Ask the ranks that have not failed to end; one that has failed may still be about to end."""
+    def end_failed(self) -> None:
+        """Ask the ranks that have not failed to end; one that has failed may still be about to end.
+
+        Does nothing if they have been asked.
+        """
         assert self.state is not None
+        if self.state.begins_s is None:
+            return
         assert self._generation is not None
         if not self._generation.judge().sure:
             self._generation.look_at_leavers()

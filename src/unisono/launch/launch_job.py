@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from unisono.errors import LaunchError
+from unisono.launch.hosts.settings import HostPlace, HostSettings
 from unisono.launch.program import read_program
 
 __all__ = ["LaunchJob", "Output", "check_target"]
@@ -98,8 +99,22 @@ class LaunchJob:
     """True if a command with flags started it, which reports may name, and not a call of `unisono.spawn`."""
     stdin: int | None = None
     """The rank that has the standard input of this process. None: it is empty for all."""
+    hosts: HostSettings | None = None
+    """The other hosts and where all meet. None: this machine is the only one."""
+    place: HostPlace | None = None
+    """The place of this machine among the hosts, once they have met."""
     files: tuple[int, ...] = ()
     """Open files of this process that ranks keep, by number."""
+
+    @property
+    def first_rank(self) -> int:
+        """The lowest rank of this machine."""
+        return self.place.first_rank if self.place is not None else 0
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks on all hosts, as far as it is known."""
+        return self.place.world_size if self.place is not None else self.ranks
 
     def __post_init__(self) -> None:  # noqa: PLR0912  each setting in turn
         if self.ranks < 1:
@@ -130,10 +145,25 @@ class LaunchJob:
             raise ValueError(f"cpu_backend={self.cpu_backend!r} must be 'gloo' or 'shm'")
         if self.cpu_backend != "gloo" and not self.python:
             raise ValueError(f"--cpu-backend {self.cpu_backend} changes torch within ranks: leave out --no-python")
+        if self.hosts is not None:
+            self._check_hosts()
         if self.spares:
             self._check_spares()
         if self.output.directory is not None and ("/" in self.run_id or self.run_id in (".", "..")):
             raise ValueError(f"run_id={self.run_id!r} cannot be the name of a log folder: leave out '/', '.' and '..'")
+
+    def _check_hosts(self) -> None:
+        """Refuse what this machine's launcher cannot do for ranks of others."""
+        again = "start it again from its checkpoint"
+        for name, is_given, why in (
+            (f"--max-restarts {self.max_restarts}", self.max_restarts, f"ends as a whole: {again}"),
+            (f"--spares {self.spares}", self.spares, f"replaces no rank: {again}"),
+            ("--hang-abort", self.hang_abort_s is not None, "compares no ranks of different hosts: leave it out"),
+            ("--stuck-timeout", self.stuck_timeout_s is not None, "compares no ranks of different hosts: leave it out"),
+            ("--cpu-backend shm", self.cpu_backend == "shm", "shares no memory: leave it out, and hosts use gloo"),
+        ):
+            if is_given:
+                raise ValueError(f"{name} is for one machine, and a job on several {why}")
 
     def _check_spares(self) -> None:
         """Refuse spare processes where none could take the place of a rank."""

@@ -69,7 +69,7 @@ class RankChanges:
 
     def start(self) -> None:
         """Start the processes of all ranks."""
-        for rank in range(self._generation.size):
+        for rank in self._generation.ranks:
             self._fork(rank, self._generation.open(rank))
 
     def tick(self) -> bool:

@@ -125,7 +125,7 @@ class Replacing:
 
     def look(self) -> None:
         """Print that ranks have been replaced, once all have joined."""
-        pages = [self._generation.pages[rank] for rank in range(self._generation.size)]
+        pages = [self._generation.pages[rank] for rank in self._generation.ranks]
         if not self._replaced or self._deaths or any(page.joined != self.number for page in pages):
             return
         begin_ns = min(death.failure.time_ns for death in self._replaced)
@@ -168,7 +168,7 @@ class Replacing:
     def is_calm(self) -> bool:
         """True if no rank has failed or is about to join the others."""
         generation = self._generation
-        return not self._deaths and not generation.failed and not any(map(self._lacks_state, range(generation.size)))
+        return not self._deaths and not generation.failed and not any(map(self._lacks_state, generation.ranks))
 
     def is_new(self, rank: int) -> bool:
         """Return True if the latest process of a rank took the place of another."""
@@ -240,7 +240,7 @@ class Replacing:
     def _tell_ranks(self) -> None:
         """Write the latest decision into the pages of all ranks."""
         generation = self._generation
-        new = [rank for rank in range(generation.size) if self._lacks_state(rank)]
+        new = [rank for rank in generation.ranks if self._lacks_state(rank)]
         for rank in generation.running:
             generation.pages[rank].decide(self.number, new, size=generation.size)
         for rank in generation.running:

@@ -13,8 +13,9 @@ import select
 import signal
 import socket
 import time
+from collections.abc import Callable
 from datetime import timedelta
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 from unisono.launch.channel import Channel
 from unisono.launch.cleanup import remove_scratch
@@ -25,8 +26,34 @@ __all__ = ["host_store"]
 _PATIENCE_S = 6.0
 """How long the fork server may take to end everything when the agent is gone, before it is killed."""
 
+_CHECK_S = 1.0
+"""How often to look whether other hosts can still be reached."""
 
-def host_store(server: int, *, agent: Channel, listener: socket.socket, scratch: str) -> NoReturn:
+
+class Member(Protocol):
+    """This host's part in a job on several hosts (`launch.hosts.member`)."""
+
+    def receive(self) -> bool:
+        """Take the messages of the agent; return False if it is gone."""
+
+    def orphaned(self) -> None:
+        """Tell the other hosts that the agent is gone."""
+
+    def check(self) -> None:
+        """Tell the agent if the other hosts cannot be reached. To be called about once a second."""
+
+    def close(self) -> None:
+        """Leave the other hosts. Takes some seconds at most."""
+
+
+def host_store(
+    server: int,
+    *,
+    agent: Channel,
+    listener: socket.socket,
+    scratch: str,
+    join: tuple[int, Callable[[], Member]] | None = None,
+) -> NoReturn:
     """Host the store until the fork server has ended; then end the processes that it left, and this one the same way.
 
     Args:
@@ -34,15 +61,20 @@ def host_store(server: int, *, agent: Channel, listener: socket.socket, scratch:
         agent: The channel to the agent, from which nothing is read here.
         listener: A socket bound to the port of the store.
         scratch: The job's folder for sockets.
+        join: On several hosts, the file over which the agent tells about them, and what begins to meet them.
     """
     become_subreaper()
     wakeups, wakeup = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
-    store = _host_store(listener)
+    store = _host_store(listener) if join is None else None
+    listener.close()  # the store has it by now; with other hosts, ranks meet elsewhere
     poll = select.poll()
     poll.register(wakeups, select.POLLIN)
     poll.register(agent.fileno(), 0)  # only whether it is closed
+    link, member = (-1, None) if join is None else (join[0], join[1]())
+    if member is not None:
+        poll.register(link, select.POLLIN)
     deadline_s: float | None = None
     while not (ended := os.waitpid(server, os.WNOHANG))[0]:
         left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
@@ -50,13 +82,22 @@ def host_store(server: int, *, agent: Channel, listener: socket.socket, scratch:
             os.kill(server, signal.SIGKILL)
             deadline_s = None
             continue
+        if member is not None:
+            member.check()
+            left_s = _CHECK_S if left_s is None else min(left_s, _CHECK_S)
         for file, _ in poll.poll(None if left_s is None else 1000 * left_s):
             if file == wakeups:
                 os.read(wakeups, 1024)
+            elif file == link and member is not None:
+                if not member.receive():
+                    poll.unregister(link)
+                    member.orphaned()
             else:
                 poll.unregister(file)
                 os.kill(server, signal.SIGCONT)  # a stopped one would not notice
                 deadline_s = time.monotonic() + _PATIENCE_S
+    if member is not None:
+        member.close()
     code = os.waitstatus_to_exitcode(ended[1])
     if code != 0:  # otherwise it has left nothing
         end_descendants()

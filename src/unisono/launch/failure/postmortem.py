@@ -49,10 +49,10 @@ class Postmortem:
             if situation := ", and ".join(filter(None, words)):
                 told.append(f"rank {rank} was {situation}")
         self._circumstances = Circumstances(
-            ranks=job.ranks,
+            ranks=job.world_size,
             folder=str(Path.cwd()),
             evidence=evidence(verdict.cause.code, memory, read_counters()),
-            log_files={rank: relay.log_files(rank) for rank in range(job.ranks)},
+            log_files={rank: relay.log_files(rank) for rank in generation.ranks},
             restarts=restarts,
             max_restarts=job.max_restarts,
             mismatch=generation.observer.explain() or "",

@@ -97,6 +97,8 @@ class RootCause:
     """True if the absent ranks had ended with exit code 0, and were not just elsewhere."""
     absent_left: bool = False
     """True if the absent ranks had left their process groups, and had not ended yet."""
+    lost: bool = False
+    """True if the cause itself only lost a peer: one of another host may be the cause."""
     sure: bool = True
     """False if a failure that may still arrive is likely to change the cause. Then wait a moment before ending others:
     only a lost connection is known, and the rank that closed it has not failed yet."""
@@ -171,6 +173,7 @@ def find_root_cause(
         absent=tuple(sorted(absent)),
         absent_finished=bool(absent) and bool(finished),
         absent_left=bool(absent) and bool(left) and not finished,
+        lost=least >= _LOST,
         sure=least < _LOST or not running,
     )
 

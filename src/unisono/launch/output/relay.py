@@ -110,6 +110,12 @@ class Relay:
         self._redraw_s: float | None = None
         self._output = output
         self._logs = RunLogs(output, run_id=run_id, complain=self.say)
+        self._first_rank = 0
+
+    def begin_at(self, rank: int) -> None:
+        """Let the ranks of this machine begin at a number. Flags and log folders count from 0 on each machine."""
+        self._live_rank += rank - self._first_rank
+        self._first_rank = rank
 
     @property
     def broken(self) -> bool:
@@ -147,11 +153,13 @@ class Relay:
         if earlier is not None:
             _close_all(earlier.logs.values())
         again = earlier is not None and earlier.attempt == attempt
-        writer = self._ranks[rank] = _Rank(rank, attempt, self._logs.open(rank, attempt, again=again))
+        writer = self._ranks[rank] = _Rank(
+            rank, attempt, self._logs.open(rank - self._first_rank, attempt, again=again)
+        )
         for read, stream in zip(reads, (*self._streams, *([None] if rank == 0 else [])), strict=True):
             os.set_blocking(read, False)
             name = STREAMS[stream.number] if stream else ""
-            way = route(self._output, rank, name)
+            way = route(self._output, rank - self._first_rank, name)
             self._pipes.append(pipe := _Pipe(read, writer, attempt, stream, way, writer.logs.get(name)))
             if self._reading:
                 self._selector.register(read, selectors.EVENT_READ, partial(self._read, pipe))
@@ -191,7 +199,7 @@ class Relay:
 
     def rank_folder(self, rank: int, *, attempt: int = 0) -> Path | None:
         """Return the folder of a rank's log files, if there is one: torchrun's TORCHELASTIC_ERROR_FILE lies there."""
-        return self._logs.rank_folder(rank, attempt)
+        return self._logs.rank_folder(rank - self._first_rank, attempt)
 
     def log(self, rank: int, text: str) -> None:
         """Append text that the rank has not printed, its traceback, to the log file of its standard error."""

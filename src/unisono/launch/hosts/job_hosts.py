@@ -1,0 +1,146 @@
+"""The hosts of a job as this host's agent sees them: what to tell them, and what they have told.
+
+The other end is `launch.hosts.member`, in the process that hosts stores. Does not import torch. Start reading at
+`JobHosts`.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from unisono.launch.channel import Channel, Message
+from unisono.launch.hosts.addresses import find_addresses
+from unisono.launch.hosts.settings import HostPlace, HostSettings
+
+__all__ = ["HostReport", "JobHosts"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostReport:
+    """How the job has ended on a host."""
+
+    kind: str
+    """"failed": one of its ranks has; "ended": a signal or a user; "lost": the host cannot be reached."""
+    headline: str
+    """What has happened, without the host."""
+    code: int
+    """The exit code of the job."""
+    host: str
+    """The name of the host; "" if the headline says it."""
+
+    @property
+    def reason(self) -> str:
+        """What has happened, as a sentence."""
+        if not self.host:
+            return self.headline
+        return f"host {self.host}: {self.headline}" if self.kind != "lost" else f"host {self.host} {self.headline}"
+
+
+class JobHosts:
+    """The other hosts of a job.
+
+    Args:
+        settings: Where all meet.
+        ranks: The number of ranks of this host.
+        role: ROLE_NAME of its ranks.
+
+    Raises:
+        LaunchError: The addresses cannot be found.
+    """
+
+    def __init__(self, settings: HostSettings, *, ranks: int, role: str) -> None:
+        self.settings = settings
+        self._addresses = find_addresses(settings)
+        ours, self._theirs = socket.socketpair()
+        self.channel = Channel(ours)
+        self._ranks, self._role = ranks, role
+        self._names: dict[str, str] = {}
+        self.place: HostPlace | None = None
+        """The place of this host; None before all have met."""
+        self.report: HostReport | None = None
+        """The first that was told of another host."""
+        self.told = False
+        """True if this host has told the others how the job has ended here."""
+        self.finished = False
+        """True if the ranks of all hosts have succeeded."""
+
+    @property
+    def interface(self) -> str:
+        """The network interface over which this host reaches the others; "" if it is not known."""
+        return self._addresses.interface
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the process needs that meets the other hosts."""
+        return {
+            "settings": {**asdict(self.settings), "conf": dict(self.settings.conf)},
+            "addresses": asdict(self._addresses),
+            "ranks": self._ranks,
+            "role": self._role,
+        }
+
+    @property
+    def link(self) -> int:
+        """The file over which that process is told about the job, and tells about the other hosts."""
+        return self._theirs.fileno()
+
+    def started(self) -> None:
+        """Close the other end: the process that has it has been started."""
+        self._theirs.close()
+
+    def receive(self) -> list[Message]:
+        """Return what has been told, after taking note of it."""
+        messages = [message for message, _ in self.channel.receive()]
+        for message in messages:
+            if message["type"] == "joined":
+                self.place, self._names = HostPlace(**message["place"]), message["names"]
+            elif message["type"] == "finished":
+                self.finished = True
+            elif message["type"] == "report" and self.report is None:
+                self.report = self._read(message)
+        return messages
+
+    def tell(self, kind: str, headline: str, code: int) -> None:
+        """Tell the other hosts how the job ends here, once."""
+        if not self.told:
+            self.told = True
+            self.channel.send({"type": "report", "kind": kind, "headline": headline, "code": code})
+
+    def finish(self) -> None:
+        """Tell the other hosts that the ranks of this one have succeeded."""
+        self.channel.send({"type": "finish"})
+
+    def describe(self) -> str:
+        """Return this host's place in words."""
+        assert self.place is not None
+        return describe(self.place, self._ranks)
+
+    def close(self) -> None:
+        """Close both ends."""
+        self._theirs.close()
+        self.channel.close()
+
+    def _read(self, message: Mapping[str, Any]) -> HostReport:
+        host = str(message["host"])
+        name = self._names.get(host, "")
+        return HostReport(
+            kind=message["kind"],
+            headline=message["headline"],
+            code=message["code"],
+            host=f"{host}, {name}," if name and message["kind"] == "lost" else f"{host}, {name}" if name else "",
+        )
+
+
+def describe(place: HostPlace, ranks: int) -> str:
+    """Return this host's place in words.
+
+    >>> describe(HostPlace(host=1, hosts=2, first_rank=4, world_size=8, first_role_rank=4, role_world_size=8,
+    ...                    master_addr="a", master_port=1, identity=""), 4)
+    'host 1 of 2, ranks 4-7 of 8'
+    """
+    last = place.first_rank + ranks - 1
+    names = f"rank {last}" if ranks == 1 else f"ranks {place.first_rank}-{last}"
+    return f"host {place.host} of {place.hosts}, {names} of {place.world_size}"

@@ -1,0 +1,383 @@
+"""The meeting of a job's hosts at a store, as torchrun's agents do it: with them, or among themselves.
+
+Hosts get their numbers from torch's rendezvous: the dynamic handler of `torch.distributed.elastic` ("c10d"), or the
+number that each was given ("static"). Then they exchange how many ranks each has, in the form of torchrun's agents.
+Start reading at `meet`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from torch import distributed as dist
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
+
+from unisono.launch.hosts.addresses import HostAddresses
+from unisono.launch.hosts.arrivals import Arrivals
+from unisono.launch.hosts.settings import HostSettings
+
+__all__ = ["HostRefusedError", "Meeting", "meet"]
+
+_PAUSE_S = 0.1
+_CLOSED_S = 10.0
+"""How long a host comes again where it finds a job of the same name that has ended."""
+
+_PATIENCE_S = 3.0
+"""How long an endpoint may be unreachable before a line says that it is waited for."""
+
+_ROLE_INFO = "torchelastic/role_info"
+_ASSIGNED_RANKS = "torchelastic/assigned_ranks"
+_HELLO = "unisono/hello"
+
+
+class HostRefusedError(Exception):
+    """Hosts cannot form a job; the message is for the user."""
+
+
+@dataclass(kw_only=True)
+class Meeting:
+    """The result of a rendezvous of hosts. It owns the stores that this host serves."""
+
+    host: int
+    """The number of this host."""
+    hosts: int
+    """How many hosts there are."""
+    first_rank: int
+    world_size: int
+    first_role_rank: int
+    role_world_size: int
+    master_addr: str
+    master_port: int
+    store: Any
+    """The store of this round of the rendezvous."""
+    handler: DynamicRendezvousHandler | None
+    """torch's handler; None with the static rendezvous."""
+    connect: Callable[[], Any]
+    """Opens another connection to the store at the endpoint."""
+    hello: Mapping[str, Any]
+    """What this host has said of itself."""
+    hellos: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """By number, what each host of unisono has said; those of torchrun say nothing."""
+    hosts_store: bool = False
+    """True if others need a store of this process."""
+    servers: list[Any] = field(default_factory=list)
+    """The stores that this process serves."""
+
+
+def meet(
+    settings: HostSettings,
+    addresses: HostAddresses,
+    *,
+    ranks: int,
+    role: str,
+    hello: Mapping[str, Any],
+    notice: Callable[[str], None],
+) -> Meeting:
+    """Wait for the other hosts; return who they are and which ranks are whose.
+
+    Args:
+        ranks: The number of ranks of this host.
+        role: ROLE_NAME of its ranks.
+        hello: What this host says of itself to others of unisono.
+        notice: Called with a line about what is waited for.
+
+    Raises:
+        HostRefusedError: The endpoint cannot be reached or used, or not enough hosts come in time.
+    """
+    began_s = time.monotonic()
+    while True:
+        try:
+            return _meet(
+                settings,
+                addresses,
+                ranks=ranks,
+                role=role,
+                hello=hello,
+                notice=notice,
+                deadline_s=began_s + settings.join_timeout_s,
+            )
+        except RendezvousClosedError as error:
+            # The job before this one, which is about to give up its port.
+            if time.monotonic() - began_s > _CLOSED_S:
+                raise HostRefusedError(
+                    f"the job {settings.run_id!r} at {settings.endpoint} has ended; give the next one another --rdzv-id"
+                ) from error
+        time.sleep(_PAUSE_S)
+
+
+def _meet(
+    settings: HostSettings,
+    addresses: HostAddresses,
+    *,
+    ranks: int,
+    role: str,
+    hello: Mapping[str, Any],
+    notice: Callable[[str], None],
+    deadline_s: float,
+) -> Meeting:
+    servers: list[Any] = []
+    address = _open(settings, addresses, servers, notice=notice, deadline_s=deadline_s)
+
+    def connect(*, joins: bool = False) -> Any:
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            address,
+            settings.endpoint_port,
+            # torchrun's host of a static rendezvous waits until so many have connected; a client does not wait.
+            settings.max_hosts if joins else None,
+            is_master=False,
+            timeout=timedelta(seconds=60),
+            wait_for_workers=joins,
+        )
+
+    store = servers[0] if servers else connect(joins=settings.backend == "static")
+    notice(f"unisono: waiting for hosts at {settings.endpoint} ...")
+    with Arrivals(connect(), settings, hello, notice=notice) as came:
+        return _number(
+            settings,
+            addresses,
+            store,
+            servers,
+            came,
+            connect,
+            ranks=ranks,
+            role=role,
+            hello=hello,
+            deadline_s=deadline_s,
+        )
+
+
+def _number(  # noqa: PLR0917  parts of one function
+    settings: HostSettings,
+    addresses: HostAddresses,
+    store: Any,
+    servers: list[Any],
+    came: Arrivals,
+    connect: Callable[[], Any],
+    *,
+    ranks: int,
+    role: str,
+    hello: Mapping[str, Any],
+    deadline_s: float,
+) -> Meeting:
+    """Get this host's number and ranks from the rendezvous."""
+    handler: DynamicRendezvousHandler | None = None
+    if settings.backend == "static":
+        assert settings.node_rank is not None
+        host, hosts = settings.node_rank, settings.max_hosts
+        own: Any = dist.PrefixStore(settings.run_id, store)  # type: ignore[attr-defined]
+        master = (settings.endpoint_host, settings.endpoint_port)
+    else:
+        handler = _Handler.made(settings, addresses, store, servers)
+        try:
+            info = handler.next_rendezvous()
+        except RendezvousTimeoutError as error:
+            raise HostRefusedError(came.too_few(settings.min_hosts)) from error
+        except RendezvousConnectionError as error:
+            raise HostRefusedError(came.closed()) from error
+        host, hosts, own = info.rank, info.world_size, info.store
+        boot = info.bootstrap_store_info
+        assert boot is not None
+        master = (boot.master_addr, boot.master_port)
+    own.set(f"{_HELLO}/{host}", json.dumps(hello))  # before the ranks, so that whoever knows these can read it
+    numbers = _assign_ranks(own, host, hosts, ranks=ranks, role=role, deadline_s=deadline_s)
+    if numbers is None:
+        raise HostRefusedError(came.too_few(hosts))
+    first_rank, world_size, first_role_rank, role_world_size = numbers
+    names = [f"{_HELLO}/{each}" for each in range(hosts)]
+    hellos = {each: json.loads(own.get(name)) for each, name in enumerate(names) if own.check([name])}
+    return Meeting(
+        host=host,
+        hosts=hosts,
+        first_rank=first_rank,
+        world_size=world_size,
+        first_role_rank=first_role_rank,
+        role_world_size=role_world_size,
+        master_addr=master[0],
+        master_port=master[1],
+        store=own,
+        handler=handler,
+        connect=connect,
+        hello=hello,
+        hellos=hellos,
+        hosts_store=bool(servers),
+        servers=servers,
+    )
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """Return a listener on one address of this host; "" for all.
+
+    Raises:
+        OSError: The port is in use, or the address is not of this host.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen(socket.SOMAXCONN)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _serve(address: str, listener: socket.socket) -> Any:
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        address,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=60),
+        master_listen_fd=listener.detach(),
+        use_libuv=True,
+    )
+
+
+def _open(
+    settings: HostSettings,
+    addresses: HostAddresses,
+    servers: list[Any],
+    *,
+    notice: Callable[[str], None],
+    deadline_s: float,
+) -> str:
+    """Serve the store of the endpoint if this host is it, or wait until it can be reached; return its address."""
+    if addresses.hosts_endpoint:
+        address = addresses.listen or addresses.local
+        try:
+            listener = listen(addresses.listen, settings.endpoint_port)
+        except OSError as error:
+            if settings.backend == "static":
+                raise HostRefusedError(
+                    f"port {settings.endpoint_port} of {address} cannot be used: {error.strerror}; another job may use "
+                    "it: give another --rdzv-endpoint or --master-port on all hosts"
+                ) from error
+            # Another agent of this machine may serve it, as torchrun's do.
+        else:
+            servers.append(_serve(address, listener))
+            return address
+    address = addresses.endpoint
+    since_s, told = time.monotonic(), False
+    while True:
+        try:
+            with socket.create_connection((address, settings.endpoint_port), timeout=5.0):
+                return address
+        except OSError as error:
+            now_s = time.monotonic()
+            if now_s >= deadline_s:
+                reason = error.strerror or str(error)
+                raise HostRefusedError(
+                    f"no rendezvous at {settings.endpoint_host} ({address}), port {settings.endpoint_port}, within "
+                    f"{settings.join_timeout_s:g} s: {reason}; start `unisono run` on that host with the same "
+                    "--rdzv-endpoint, and let the port through its firewall"
+                ) from error
+            if not told and now_s - since_s > _PATIENCE_S:
+                told = True
+                notice(f"unisono: waiting for {settings.endpoint} ({error.strerror or error}) ...")
+        time.sleep(_PAUSE_S)
+
+
+class _Handler(DynamicRendezvousHandler):
+    """torch's handler, which serves the ranks' store on this host's address only, not on all."""
+
+    _addresses: HostAddresses
+    _servers: list[Any]
+
+    @classmethod
+    def made(cls, settings: HostSettings, addresses: HostAddresses, store: Any, servers: list[Any]) -> _Handler:
+        def limit(name: str) -> timedelta | None:
+            return timedelta(seconds=float(settings.conf[name])) if name in settings.conf else None
+
+        handler = cls.from_backend(
+            settings.run_id,
+            store,
+            C10dRendezvousBackend(store, settings.run_id),
+            settings.min_hosts,
+            settings.max_hosts,
+            addresses.local,
+            RendezvousTimeout(
+                join=timedelta(seconds=settings.join_timeout_s),
+                last_call=limit("last_call_timeout"),
+                close=limit("close_timeout"),
+                heartbeat=limit("heartbeat_timeout"),
+            ),
+            keep_alive_interval=int(settings.conf.get("keep_alive_interval", 5)),
+            keep_alive_max_attempt=int(settings.conf.get("keep_alive_max_attempt", 3)),
+        )
+        assert isinstance(handler, cls)
+        handler._addresses, handler._servers = addresses, servers
+        return handler
+
+    def _create_tcp_store_server(self, master_addr: str, master_port: int) -> Any:
+        server = _serve(master_addr, listen(self._addresses.local, master_port))
+        self._servers.append(server)
+        return server
+
+
+def _assign_ranks(
+    store: Any, host: int, hosts: int, *, ranks: int, role: str, deadline_s: float
+) -> tuple[int, int, int, int] | None:
+    """Exchange numbers of ranks with torchrun's agents, or others like this one.
+
+    Returns:
+        The first rank of this host, the number of ranks, and the same two among ranks with its role; None if not all
+        hosts have answered in time.
+    """
+    if os.environ.get("TORCH_ELASTIC_WORKER_IDENTICAL", "0") == "1":  # torchrun's promise that all hosts are alike
+        return host * ranks, hosts * ranks, host * ranks, hosts * ranks
+    store.set(f"{_ROLE_INFO}/{host}", json.dumps({"role": role, "rank": host, "local_world_size": ranks}))
+    if host == 0:
+        if not _await(store, [f"{_ROLE_INFO}/{each}" for each in range(hosts)], deadline_s):
+            return None
+        infos = [json.loads(store.get(f"{_ROLE_INFO}/{each}")) for each in range(hosts)]
+        for each, numbers in enumerate(number_ranks([(info["role"], info["local_world_size"]) for info in infos])):
+            store.set(f"{_ASSIGNED_RANKS}/{each}", json.dumps(numbers))
+    if not _await(store, [f"{_ASSIGNED_RANKS}/{host}"], deadline_s):
+        return None
+    first, size, first_of_role, size_of_role = json.loads(store.get(f"{_ASSIGNED_RANKS}/{host}"))
+    return first, size, first_of_role, size_of_role
+
+
+def number_ranks(hosts: list[tuple[str, int]]) -> list[list[int]]:
+    """Return the first rank, the number of ranks, and both among ranks of the same role, for each host. Pure.
+
+    Args:
+        hosts: The role and the number of ranks of each host.
+
+    >>> number_ranks([("default", 2), ("default", 3)])
+    [[0, 5, 0, 5], [2, 5, 2, 5]]
+    >>> number_ranks([("reader", 1), ("default", 2), ("default", 1)])
+    [[0, 4, 0, 1], [1, 4, 0, 3], [3, 4, 2, 3]]
+    """
+    sizes: dict[str, int] = {}
+    for role, ranks in hosts:
+        sizes[role] = sizes.get(role, 0) + ranks
+    first, in_role, numbers = 0, dict.fromkeys(sizes, 0), []
+    for role, ranks in hosts:
+        numbers.append([first, sum(sizes.values()), in_role[role], sizes[role]])
+        first += ranks
+        in_role[role] += ranks
+    return numbers
+
+
+def _await(store: Any, keys: list[str], deadline_s: float) -> bool:
+    """Wait for keys; return False if some are not there in time."""
+    while not store.check(keys):
+        if time.monotonic() >= deadline_s:
+            return False
+        time.sleep(_PAUSE_S / 2)
+    return True

@@ -1,0 +1,178 @@
+"""Hosts of their own on this machine: network namespaces with an address and a name each, on one bridge.
+
+All devices live in the namespaces, the bridge too, so that removing these removes everything. Names hold the process id
+of their maker: what a killed one has left is removed by the next.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from launcher import TIMEOUT_S, Launcher, LaunchHost
+
+TESTS = Path(__file__).parent.parent
+_PREFIX = "unisono-"
+_FILES = Path("/etc/netns")
+"""For each namespace, files that its processes find in /etc."""
+
+
+def obstacle() -> str | None:
+    """Why this machine cannot make hosts; None if it can."""
+    if os.getuid() != 0:
+        return "making network namespaces needs root"
+    for program in ("ip", "unshare"):
+        if shutil.which(program) is None:
+            return f"there is no program {program!r}"
+    name = f"{_PREFIX}{os.getpid()}-try"
+    tried = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
+    if tried.returncode:
+        return f"network namespaces cannot be made: {tried.stderr.strip()}"
+    _ip("netns", "del", name)
+    return None
+
+
+class HostNetwork:
+    """Hosts host0, host1, … with the addresses 10.97.0.1, 10.97.0.2, …, which know each other by name."""
+
+    def __init__(self, hosts: int) -> None:
+        remove_stale()
+        self._stem = f"{_PREFIX}{os.getpid()}-{secrets.token_hex(2)}"
+        self._names: list[str] = []
+        try:
+            self._make(hosts)
+        except BaseException:
+            self.close()
+            raise
+
+    def address(self, host: int) -> str:
+        return f"10.97.0.{host + 1}"
+
+    def command(self, host: int, *command: str, name: str | None = None) -> list[str]:
+        """The command on a host, which believes itself to have that name."""
+        set_name = f'hostname {name or f"host{host}"} && exec "$@"'
+        return ["ip", "netns", "exec", self._names[host], "unshare", "--uts", "sh", "-c", set_name, "-", *command]
+
+    def set_link(self, host: int, state: str) -> None:
+        """Plug the cable of a host in ("up") or out ("down")."""
+        _ip("-n", self._stem, "link", "set", f"p{host}", state)
+
+    def transmitted(self, host: int) -> int:
+        """The bytes that a host has sent to others so far."""
+        shown = subprocess.run(
+            ["ip", "netns", "exec", self._names[host], "cat", "/proc/net/dev"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        line = next(line for line in shown.stdout.splitlines() if "eth0:" in line)
+        return int(line.partition(":")[2].split()[8])
+
+    def close(self) -> None:
+        for name in (*self._names, self._stem):
+            _remove(name)
+
+    def _make(self, hosts: int) -> None:
+        _ip("netns", "add", self._stem)
+        _ip("-n", self._stem, "link", "add", "br0", "type", "bridge")
+        _ip("-n", self._stem, "link", "set", "br0", "up")
+        table = "".join(f"{self.address(host)} host{host}\n" for host in range(hosts))
+        for host in range(hosts):
+            name = f"{self._stem}-{host}"
+            _ip("netns", "add", name)
+            self._names.append(name)
+            folder = _FILES / name
+            folder.mkdir(parents=True)
+            (folder / "hosts").write_text(f"127.0.0.1 localhost\n{table}")
+            # Without a network there is no DNS: a look-up that asks for it makes torch warn of each connection.
+            (folder / "nsswitch.conf").write_text("hosts: files\n")
+            _ip("-n", self._stem, "link", "add", f"p{host}", "type", "veth", "peer", "name", "eth0", "netns", name)
+            _ip("-n", self._stem, "link", "set", f"p{host}", "master", "br0", "up")
+            _ip("-n", name, "addr", "add", f"{self.address(host)}/24", "dev", "eth0")
+            for device in ("lo", "eth0"):
+                _ip("-n", name, "link", "set", device, "up")
+
+
+class Hosts:
+    """Hosts with a network between them, on each of which jobs can be started."""
+
+    def __init__(self, network: HostNetwork, folder: Path, make_folder: Callable[[str], Path]) -> None:
+        self.network, self.folder = network, folder
+        self._make_folder = make_folder
+        self._launch_hosts: dict[int, LaunchHost] = {}
+        self._processes: list[subprocess.Popen[str]] = []
+        self.launchers: list[Launcher] = []
+
+    def start(self, host: int, *arguments: str) -> subprocess.Popen[bytes]:
+        """Start `unisono` on a host."""
+        self.launchers.append(launcher := Launcher(self.folder, self._launch_host(host)))
+        return launcher.start(*arguments)
+
+    def run(
+        self, *arguments: str, hosts: int = 2, ranks: int = 2, flags: Sequence[str] = ()
+    ) -> list[subprocess.CompletedProcess[str]]:
+        """Run a job on all hosts, to its end."""
+        started = [self.start_rank(host, *arguments, hosts=hosts, ranks=ranks, flags=flags) for host in range(hosts)]
+        return [finish(process) for process in started]
+
+    def start_rank(
+        self, host: int, *arguments: str, hosts: int = 2, ranks: int = 2, flags: Sequence[str] = ()
+    ) -> subprocess.Popen[bytes]:
+        """Start the part of a job that runs on one host."""
+        where = ("--nnodes", str(hosts), "-n", str(ranks), "--rdzv-endpoint", "host0:29500")
+        return self.start(host, "run", *where, *flags, *arguments)
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.stdin.close()  # type: ignore[union-attr]
+            process.stdout.close()  # type: ignore[union-attr]
+            process.wait(timeout=60)
+
+    def _launch_host(self, host: int) -> LaunchHost:
+        if host not in self._launch_hosts:
+            code = f"import sys; sys.path[0] = {str(TESTS)!r}; import launch_host; exec(launch_host.serve())"
+            environ = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "OMP_"))}
+            process = subprocess.Popen(
+                self.network.command(host, sys.executable, "-c", code),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**environ, "OMP_NUM_THREADS": "1"},
+                start_new_session=True,
+            )
+            self._processes.append(process)
+            self._launch_hosts[host] = LaunchHost(process, self._make_folder)
+        return self._launch_hosts[host]
+
+
+def finish(process: subprocess.Popen[bytes]) -> subprocess.CompletedProcess[str]:
+    """Wait for the end of a launcher."""
+    out, err = process.communicate(timeout=TIMEOUT_S)
+    return subprocess.CompletedProcess(process.args, process.returncode, out.decode(), err.decode())
+
+
+def remove_stale() -> None:
+    """Remove the namespaces of makers that are gone."""
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False).stdout
+    for name in (line.split()[0] for line in listed.splitlines() if line.startswith(_PREFIX)):
+        maker = name.removeprefix(_PREFIX).partition("-")[0]
+        if maker.isdigit() and not Path(f"/proc/{maker}").exists():
+            _remove(name)
+
+
+def _remove(name: str) -> None:
+    subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+    shutil.rmtree(_FILES / name, ignore_errors=True)
+    with suppress(OSError):
+        _FILES.rmdir()
+
+
+def _ip(*arguments: str | Sequence[str]) -> None:
+    done = subprocess.run(["ip", *map(str, arguments)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"ip {' '.join(map(str, arguments))}: {done.stderr}"

@@ -1,0 +1,205 @@
+"""Jobs on several hosts, which are network namespaces: they meet, share a failure's cause, and notice who is lost."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from host_network import Hosts, finish
+
+from printed import ranks_of
+
+TRAIN = """
+import torch
+import torch.nn.functional as F
+import unisono
+torch.manual_seed(3)
+model = torch.nn.Sequential(torch.nn.Linear(6, 33), torch.nn.Tanh(), torch.nn.Linear(33, 3))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+data = torch.utils.data.TensorDataset(torch.randn(48, 6), torch.randint(0, 3, (48,)))
+trainer = unisono.Trainer(model, optimizer, virtual_ranks=4, seed=5)
+for epoch in trainer.epochs(2):
+    for batch in trainer.batches(data, batch_size=12):
+        trainer.step(lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], reduction="none"), batch)
+trainer.print("weights sha256:", trainer.digest())
+job = unisono.init()
+trainer.print("backend:", job.backend, job.num_nodes, job.world_size)
+"""
+
+FACTS = """
+import json, os, sys
+from pathlib import Path
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.tensor([float(dist.get_rank())])
+dist.all_reduce(total)
+names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
+         "ROLE_WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"]
+lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+listening = sorted({line[1].partition(":")[0] for line in lines if line[3] == "0A"})
+facts = {name: os.environ.get(name) for name in names}
+sys.stdout.write(json.dumps({**facts, "total": total.item(), "listening": listening}) + "\\n")
+sys.stdout.flush()
+dist.destroy_process_group()
+"""
+
+WORK = """
+import os, sys, time
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+for step in range(100000):
+    dist.all_reduce(torch.ones(1))
+    if step == 5 and dist.get_rank() == 0:
+        print("working", flush=True)
+    if step == 20 and dist.get_rank() == int(sys.argv[1]):
+        os.kill(os.getpid(), 9)
+    time.sleep(0.01)
+"""
+
+
+def write(hosts: Hosts, source: str) -> str:
+    (hosts.folder / "script.py").write_text(source)
+    return "script.py"
+
+
+def start_work(hosts: Hosts, *, dies: int = -1) -> list[subprocess.Popen[bytes]]:
+    """Start a job of one rank on each of two hosts, and wait until it works."""
+    started = [hosts.start_rank(host, write(hosts, WORK), str(dies), ranks=1) for host in range(2)]
+    assert started[0].stdout is not None
+    assert b"working" in started[0].stdout.readline()
+    return started
+
+
+def test_a_run_on_two_hosts_has_the_bits_of_a_run_on_one(hosts, run_ranks):
+    two = hosts.run(write(hosts, TRAIN))
+    assert [job.returncode for job in two] == [0, 0], two[0].stderr + two[1].stderr
+    assert "backend: gloo 2 4" in two[0].stdout
+    one = run_ranks(1, TRAIN)
+    assert f"weights sha256: {one.sha()}" in two[0].stdout
+    assert "[0] " in two[0].stdout and two[1].stdout == ""
+
+
+def test_ranks_find_their_places_and_only_their_hosts_address_is_listened_on(hosts):
+    jobs = hosts.run(write(hosts, FACTS), ranks=2)
+    assert [job.returncode for job in jobs] == [0, 0], jobs[0].stderr + jobs[1].stderr
+    facts = {}
+    for host, job in enumerate(jobs):
+        for line in job.stdout.splitlines():
+            for rank in ranks_of(line):
+                facts[rank] = json.loads(line.partition("] ")[2])
+                assert facts[rank].pop("GROUP_RANK") == str(host)
+    for rank in range(4):
+        listening = facts[rank].pop("listening")
+        own = {f"{host + 1:02X}00610A" for host in range(2)} | {"0100007F"}  # 10.97.0.N and 127.0.0.1, as in the kernel
+        assert set(listening) <= own, listening
+        assert facts[rank] == {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank % 2),
+            "WORLD_SIZE": "4",
+            "LOCAL_WORLD_SIZE": "2",
+            "GROUP_WORLD_SIZE": "2",
+            "ROLE_RANK": str(rank),
+            "ROLE_WORLD_SIZE": "4",
+            "MASTER_ADDR": "10.97.0.1",
+            "TORCHELASTIC_RUN_ID": "none",
+            "total": 6.0,
+        }
+
+
+def test_a_killed_rank_ends_the_job_on_all_hosts_which_name_it(hosts):
+    jobs = [finish(process) for process in start_work(hosts, dies=1)]
+    assert [job.returncode for job in jobs] == [137, 137]
+    assert "unisono: host 1, host1 (10.97.0.2): rank 1 was killed by SIGKILL; 1 rank ended" in jobs[0].stderr
+    assert "unisono: rank 1 was killed by SIGKILL" in jobs[1].stderr
+
+
+def test_a_killed_launcher_ends_the_job_on_the_other_host(hosts):
+    jobs = start_work(hosts)
+    begin_s = time.monotonic()
+    os.kill(jobs[1].pid, signal.SIGKILL)
+    first = finish(jobs[0])
+    assert time.monotonic() - begin_s < 8
+    assert first.returncode == 1
+    assert "unisono: host 1, host1 (10.97.0.2), its launcher was killed; 1 rank ended" in first.stderr
+    assert finish(jobs[1]).returncode == -signal.SIGKILL
+
+
+def test_a_host_behind_a_broken_link_is_named_and_both_sides_end(hosts):
+    jobs = start_work(hosts)
+    try:
+        hosts.network.set_link(1, "down")
+        first, second = map(finish, jobs)
+    finally:
+        hosts.network.set_link(1, "up")
+    assert (first.returncode, second.returncode) == (1, 1)
+    assert "host 1, host1 (10.97.0.2), has not answered for 5 s" in first.stderr
+    assert "the host of the rendezvous, host0:29500, has not answered for 5 s" in second.stderr
+
+
+def test_an_interrupt_on_one_host_ends_all(hosts):
+    jobs = start_work(hosts)
+    os.kill(jobs[1].pid, signal.SIGINT)
+    first, second = map(finish, jobs)
+    assert (first.returncode, second.returncode) == (130, 130)
+    assert "host 1, host1 (10.97.0.2): interrupted; 1 rank ended" in first.stderr
+    assert "unisono: interrupted; 1 rank ended" in second.stderr
+
+
+def test_hosts_that_came_are_named_if_others_do_not(hosts):
+    flags = ("--rdzv-conf", "join_timeout=3")
+    jobs = hosts.run(write(hosts, FACTS), hosts=2, flags=("--nnodes", "3", *flags))
+    for job in jobs:
+        assert job.returncode == 2
+        assert "2 of 3 hosts" in job.stderr
+        assert "host0 (10.97.0.1)" in job.stderr and "host1 (10.97.0.2)" in job.stderr
+    assert any("came to host0:29500 within 3 s" in job.stderr for job in jobs)
+
+
+def test_an_endpoint_that_cannot_be_reached_is_named(hosts):
+    flags = ("--rdzv-endpoint", "host2:29500", "--rdzv-conf", "join_timeout=1")
+    job = finish(hosts.start_rank(0, write(hosts, FACTS), flags=flags))
+    assert job.returncode == 2
+    assert "no rendezvous at host2 (10.97.0.3), port 29500, within 1 s: Connection refused; start" in job.stderr
+
+
+@pytest.mark.parametrize("endpoint", ["unisono", pytest.param("torchrun", marks=pytest.mark.soak)])
+def test_torchrun_on_one_host_and_unisono_on_the_other_meet(hosts, endpoint):
+    host = 1 if endpoint == "unisono" else 0
+    where = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", "host0:29500"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *where, "--local-addr", hosts.network.address(host)]
+    script = write(hosts, FACTS)
+    with subprocess.Popen(
+        hosts.network.command(host, *torchrun, script),
+        cwd=hosts.folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    ) as process:
+        ours = finish(hosts.start_rank(1 - host, script, ranks=1))
+        theirs = finish(process)
+    assert (ours.returncode, theirs.returncode) == (0, 0), ours.stderr + theirs.stderr
+    told = [json.loads(text[text.index("{") :]) for text in (ours.stdout, theirs.stdout)]
+    assert [facts["total"] for facts in told] == [1.0, 1.0]
+    assert sorted(facts["RANK"] for facts in told) == ["0", "1"]
+    assert {facts["WORLD_SIZE"] for facts in told} == {"2"}
+
+
+def test_the_network_is_removed_also_after_a_kill(tmp_path):
+    from host_network import obstacle, remove_stale
+
+    if obstacle() is not None:
+        pytest.skip(f"several hosts cannot be made here: {obstacle()}")
+    code = (
+        f"import sys, os; sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parent.parent)]!r}\n"
+        "from host_network import HostNetwork\nHostNetwork(1)\nos.kill(os.getpid(), 9)"
+    )
+    process = subprocess.run([sys.executable, "-c", code], check=False)
+    assert process.returncode == -9
+    remove_stale()
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    makers = {line.split()[0].split("-")[1] for line in listed.splitlines() if line.startswith("unisono-")}
+    assert all(Path(f"/proc/{maker}").exists() for maker in makers)
