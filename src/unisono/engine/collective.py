@@ -20,6 +20,7 @@ from unisono.engine.accumulation import GradientAccumulation
 from unisono.engine.all_gather_v import GroupAllGatherV
 from unisono.engine.base import Preparation, Trained
 from unisono.engine.consistency import BROKEN, ConsistencyCheck
+from unisono.engine.host_tree_all_reduce import HostGrid, HostTreeAllReduce, group_all_reduce
 from unisono.engine.node_sums import drop
 from unisono.engine.norm import dense_strides
 from unisono.engine.sparse_tables import TableSums, check_optimizers, split_sparse
@@ -45,7 +46,7 @@ class _TreeBucket:
         self.offsets: list[int] = []
         self.numel = 0
         self.waiting = 0
-        self.all_reduce: TreeAllReduce
+        self.all_reduce: TreeAllReduce | HostTreeAllReduce
         self._views: dict[int, list[Tensor]] = {}
 
     def append(self, index: int, parameter: Tensor) -> None:
@@ -79,10 +80,11 @@ class CollectiveEngine(GradientAccumulation):
         *,
         virtual_ranks: int,
         overlap: bool = True,
+        grid: HostGrid | None = None,
     ) -> None:
         layouts = NodeLayouts(world.size, virtual_ranks=virtual_ranks)
         super().__init__(optimizer, modules, layouts, rank=world.rank, overlap=overlap)
-        self._comparison, self._world = comparison, world
+        self._comparison, self._world, self._grid = comparison, world, grid
         self._buckets: list[_TreeBucket] = []
         self._slots: list[tuple[_TreeBucket, int]] = []
         self._totals_offset = 0
@@ -147,6 +149,10 @@ class CollectiveEngine(GradientAccumulation):
             for index, view in zip(bucket.members, bucket.views(bucket.all_reduce.total, parameters), strict=True):
                 parameters[index].grad = view
         self._tables.finish(self._step)
+        for phase in range(2, HostTreeAllReduce.phases):
+            for bucket in self._buckets:  # one bucket is added up while others are on their way
+                if phase < bucket.all_reduce.phases:
+                    bucket.all_reduce.advance()
         for bucket in self._buckets:
             bucket.all_reduce.finish(self._step)
         start = self._totals_offset
@@ -201,8 +207,13 @@ class CollectiveEngine(GradientAccumulation):
         self._totals_offset = self._buckets[-1].numel
         self._buckets[-1].numel += COUNT + len(dense.parameters)
         for bucket in self._buckets:
-            bucket.all_reduce = TreeAllReduce(
-                self._world, bucket.numel, widest=self._layouts.widest, dtype=bucket.dtype, device=bucket.device
+            bucket.all_reduce = group_all_reduce(
+                self._world,
+                self._grid,
+                bucket.numel,
+                widest=self._layouts.widest,
+                dtype=bucket.dtype,
+                device=bucket.device,
             )
         if self._overlap:
             self._hook()

@@ -14,6 +14,7 @@ from unisono.collectives.world import World
 from unisono.engine.base import Engine, Trained
 from unisono.engine.collective import CollectiveEngine
 from unisono.engine.consistency import ConsistencyCheck, GroupConsistencyCheck, NoConsistencyCheck
+from unisono.engine.host_tree_all_reduce import HostGrid, HostTreeAllReduce, group_all_reduce
 from unisono.engine.local import LocalEngine
 from unisono.engine.shared import (
     LoadStateDictHook,
@@ -50,12 +51,14 @@ class EngineFactory:
         protect: bool,
         runtime: SharedRuntime | None,
         shares: bool,
+        grid: HostGrid | None = None,
     ) -> None:
         self._world, self._modules = world, modules
         self._shared: tuple[SharedRuntime, SharedParameters, SharedConsistencyCheck] | None = None
         self.runtime = runtime
         """The shared memory of the ranks; None if they have none, as on several hosts."""
         self._virtual_ranks, self._overlap, self._protect = virtual_ranks, overlap, protect
+        self._grid = grid
         self._made: list[Engine] = []
         self._loads: LoadStateDictHook | None = None
         self.comparison: ConsistencyCheck = NoConsistencyCheck()
@@ -113,16 +116,22 @@ class EngineFactory:
                 protect=self._protect,
             )
         return CollectiveEngine(
-            optimizer, self._modules, self._world, self.comparison, virtual_ranks=virtual_ranks, overlap=overlap
+            optimizer,
+            self._modules,
+            self._world,
+            self.comparison,
+            virtual_ranks=virtual_ranks,
+            overlap=overlap,
+            grid=self._grid,
         )
 
     def all_reduce(
         self, numel: int, *, widest: NodeLayout, dtype: torch.dtype, device: torch.device
-    ) -> TreeAllReduce | SharedAllReduce:
+    ) -> TreeAllReduce | HostTreeAllReduce | SharedAllReduce:
         """Make the all-reduce of a small vector. Every rank must call it, in the same order."""
         if self._shared is not None:
             return SharedAllReduce(self._shared[0], numel, widest=widest, dtype=dtype)
-        return TreeAllReduce(self._world, numel, widest=widest, dtype=dtype, device=device)
+        return group_all_reduce(self._world, self._grid, numel, widest=widest, dtype=dtype, device=device)
 
 
 def select_engines(
@@ -150,7 +159,7 @@ def select_engines(
         ValueError: On all ranks, if `kind` is "shared" and the ranks cannot share memory or the model.
     """
     modules, optimizers = list(modules), list(optimizers)
-    runtime = None
+    runtime = grid = None
     may_share = kind == "shared" or (kind == "auto" and all(map(is_divisible, optimizers)))
     shares = False
     if world.group is not None:
@@ -169,6 +178,7 @@ def select_engines(
             (host_id(with_network=True), to_shared_memory, to_sharing, secrets.token_hex(8), process)
         )
         hosts = {host for host, *_ in everyone}
+        grid = HostGrid.of([host for host, *_ in everyone])
         obstacle = next((f"rank {r}: {a or b}" for r, (_, a, b, *_) in enumerate(everyone) if a or b), None)
         if obstacle is None and len(hosts) > 1:
             obstacle = f"the {world.size} ranks are on {len(hosts)} hosts"
@@ -181,7 +191,14 @@ def select_engines(
         if shares or (len(hosts) == 1 and not any(why_not for _, why_not, *_ in everyone)):
             runtime = SharedRuntime(world, f"unisono/{everyone[0][3]}", [process for *_, process in everyone])
     return EngineFactory(
-        world, modules, virtual_ranks=virtual_ranks, overlap=overlap, protect=protect, runtime=runtime, shares=shares
+        world,
+        modules,
+        virtual_ranks=virtual_ranks,
+        overlap=overlap,
+        protect=protect,
+        runtime=runtime,
+        shares=shares,
+        grid=grid,
     )
 
 

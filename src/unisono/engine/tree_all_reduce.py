@@ -23,10 +23,10 @@ from unisono.engine.step_transaction import StepTransaction
 from unisono.plan import Node, fold, nodes_of, rank_block
 from unisono.plan.alignment import BUFFER_NUMEL, align_up
 
-__all__ = ["AllReduce", "MakeAllReduce", "NodeLayout", "NodeLayouts", "TreeAllReduce"]
+__all__ = ["DIRECT_NBYTES", "AllReduce", "MakeAllReduce", "NodeLayout", "NodeLayouts", "TreeAllReduce", "additions"]
 
-# Below this size latency decides, and the second phase costs more than sending everything to everyone.
-_DIRECT_NBYTES = 64 * 1024
+DIRECT_NBYTES = 64 * 1024
+"""Up to this size latency decides, and a second phase costs more than sending everything to everyone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +93,9 @@ class MakeAllReduce(Protocol):
 class TreeAllReduce:
     """An all-reduce through the process group; see `AllReduce`. Its buffers are kept between steps."""
 
+    phases = 2
+    """How often data is sent at most: in `launch`, and in `advance`, to be called once."""
+
     def __init__(
         self, world: World, numel: int, *, widest: NodeLayout, dtype: torch.dtype, device: torch.device
     ) -> None:
@@ -104,7 +107,7 @@ class TreeAllReduce:
         self._batched = world.device.type != "cpu"
         self.numel = align_up(max(numel, 1), BUFFER_NUMEL * world.size)
         """The length of the vector, padded so that it divides into aligned segments."""
-        self._direct = world.size == 2 or self.numel * dtype.itemsize <= _DIRECT_NBYTES
+        self._direct = world.size == 2 or self.numel * dtype.itemsize <= DIRECT_NBYTES
         self._counts = [len(nodes) for nodes in widest.nodes]
         self.rows = torch.zeros(self._counts[world.rank], self.numel, dtype=dtype, device=device).unbind()
         """This rank's rows, each of shape [numel]; unused padding stays zero."""
@@ -170,7 +173,7 @@ class TreeAllReduce:
         for rank, nodes in enumerate(layout.nodes):
             rows = [row[kept] for row in own] if rank == self._rank else self._peer_rows[rank][: len(nodes)]
             values.update(zip(nodes, rows, strict=True))
-        plan = self._plans[layout.leaves] = _ReducePlan(sends, receives, *_additions(values, leaves=layout.leaves))
+        plan = self._plans[layout.leaves] = _ReducePlan(sends, receives, *additions(values, leaves=layout.leaves))
         return plan
 
     def _allocate_peer_rows(self) -> None:
@@ -230,7 +233,7 @@ class _ReducePlan:
         return self.total
 
 
-def _additions(values: Mapping[Node, Tensor], *, leaves: int) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
+def additions(values: Mapping[Node, Tensor], *, leaves: int) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
     """Return the additions, in place on the left, that finish the tree, and the tensor that holds the result."""
     additions: list[tuple[Tensor, Tensor]] = []
 
