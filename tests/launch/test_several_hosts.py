@@ -197,6 +197,28 @@ def test_an_endpoint_that_cannot_be_reached_is_named(hosts):
     assert "no rendezvous at host2 (10.97.0.3), port 29500, within 1 s: Connection refused; start" in job.stderr
 
 
+def test_hosts_with_a_token_meet_and_refuse_others(hosts):
+    assert finish(hosts.start(0, "token", "token")).returncode == 0
+    assert (hosts.folder / "token").stat().st_mode & 0o077 == 0
+    assert "exists already" in finish(hosts.start(0, "token", "token")).stderr
+    finish(hosts.start(0, "token", "other"))
+    script = write(hosts, FACTS)
+    first = hosts.start_rank(0, script, ranks=1, flags=("--rdzv-token-file", "token"))
+    wrong = finish(hosts.start_rank(1, script, ranks=1, flags=("--rdzv-token-file", "other")))
+    assert wrong.returncode == 2
+    assert "host0 (10.97.0.1), port 29500, has another token than this host" in wrong.stderr
+    without = finish(hosts.start_rank(1, script, ranks=1))
+    assert without.returncode == 2
+    assert "host0 (10.97.0.1), port 29500, asks for a token" in without.stderr
+    second = finish(hosts.start_rank(1, script, ranks=1, flags=("--rdzv-token-file", "token")))
+    done = finish(first)
+    assert (done.returncode, second.returncode) == (0, 0), done.stderr + second.stderr
+    assert done.stderr.count("refused a connection from 10.97.0.2, which does not know the token") == 1
+    told = [json.loads(job.stdout[job.stdout.index("{") :]) for job in (done, second)]
+    assert [facts["MASTER_ADDR"] for facts in told] == ["127.0.0.1", "127.0.0.1"]
+    assert [facts["total"] for facts in told] == [1.0, 1.0]
+
+
 @pytest.mark.parametrize("endpoint", ["unisono", pytest.param("torchrun", marks=pytest.mark.soak)])
 def test_torchrun_on_one_host_and_unisono_on_the_other_meet(hosts, endpoint):
     host = 1 if endpoint == "unisono" else 0

@@ -55,7 +55,12 @@ def hosts_of(given: Mapping[str, Any]) -> HostSettings | None:
 
 
 def _read_token(path: Path) -> str:
-    raise ValueError(f"--rdzv-token-file {path}: not there yet")
+    from unisono.launch.hosts.token import read_token  # noqa: PLC0415  few jobs have one
+
+    try:
+        return read_token(path)
+    except ValueError as error:
+        raise ValueError(f"--rdzv-token-file {error}") from error
 
 
 def _check_one(given: Mapping[str, Any]) -> None:

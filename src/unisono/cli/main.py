@@ -17,6 +17,7 @@ from unisono.cli.ps import ps, stacks
 from unisono.cli.report import report
 from unisono.cli.run import run
 from unisono.cli.scale import scale
+from unisono.cli.token import token
 from unisono.errors import EstimateError, LaunchError, ReportError
 
 __all__ = ["cli", "main"]
@@ -38,7 +39,7 @@ def cli(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for command in (run, drill, ps, stacks, scale, plan, report):
+for command in (run, drill, ps, stacks, scale, plan, report, token):
     cli.add_command(command)
 
 

@@ -250,6 +250,8 @@ class _Agent:
             kind = message["type"]
             if kind == "notice" and self._generation is None:
                 self._relay.notice(message["text"])
+            elif kind == "warned":
+                self._relay.say(message["text"])
             elif kind == "refused" and self._shutdown.state is None:
                 self._shutdown.begin(Shutdown(code=2, reason=message["message"]), signal.SIGTERM, ())
             elif kind == "joined":

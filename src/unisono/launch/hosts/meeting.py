@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -27,24 +26,18 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 
 from unisono.launch.hosts.addresses import HostAddresses
 from unisono.launch.hosts.arrivals import Arrivals
+from unisono.launch.hosts.endpoint import Door, HostRefusedError, listen, open_door, serve_store
 from unisono.launch.hosts.settings import HostSettings
 
-__all__ = ["HostRefusedError", "Meeting", "meet"]
+__all__ = ["Meeting", "meet"]
 
 _PAUSE_S = 0.1
 _CLOSED_S = 10.0
 """How long a host comes again where it finds a job of the same name that has ended."""
 
-_PATIENCE_S = 3.0
-"""How long an endpoint may be unreachable before a line says that it is waited for."""
-
 _ROLE_INFO = "torchelastic/role_info"
 _ASSIGNED_RANKS = "torchelastic/assigned_ranks"
 _HELLO = "unisono/hello"
-
-
-class HostRefusedError(Exception):
-    """Hosts cannot form a job; the message is for the user."""
 
 
 @dataclass(kw_only=True)
@@ -85,6 +78,7 @@ def meet(
     role: str,
     hello: Mapping[str, Any],
     notice: Callable[[str], None],
+    warn: Callable[[str], None],
 ) -> Meeting:
     """Wait for the other hosts; return who they are and which ranks are whose.
 
@@ -93,6 +87,7 @@ def meet(
         role: ROLE_NAME of its ranks.
         hello: What this host says of itself to others of unisono.
         notice: Called with a line about what is waited for.
+        warn: Called, also later and by another thread, with a sentence about strangers.
 
     Raises:
         HostRefusedError: The endpoint cannot be reached or used, or not enough hosts come in time.
@@ -107,6 +102,7 @@ def meet(
                 role=role,
                 hello=hello,
                 notice=notice,
+                warn=warn,
                 deadline_s=began_s + settings.join_timeout_s,
             )
         except RendezvousClosedError as error:
@@ -126,15 +122,16 @@ def _meet(
     role: str,
     hello: Mapping[str, Any],
     notice: Callable[[str], None],
+    warn: Callable[[str], None],
     deadline_s: float,
 ) -> Meeting:
-    servers: list[Any] = []
-    address = _open(settings, addresses, servers, notice=notice, deadline_s=deadline_s)
+    door = open_door(settings, addresses, notice=notice, warn=warn, deadline_s=deadline_s)
+    servers: list[Any] = [] if door.store is None else [door.store]
 
     def connect(*, joins: bool = False) -> Any:
         return dist.TCPStore(  # type: ignore[attr-defined]
-            address,
-            settings.endpoint_port,
+            door.address,
+            door.port,
             # torchrun's host of a static rendezvous waits until so many have connected; a client does not wait.
             settings.max_hosts if joins else None,
             is_master=False,
@@ -152,6 +149,7 @@ def _meet(
             servers,
             came,
             connect,
+            door,
             ranks=ranks,
             role=role,
             hello=hello,
@@ -166,6 +164,7 @@ def _number(  # noqa: PLR0917  parts of one function
     servers: list[Any],
     came: Arrivals,
     connect: Callable[[], Any],
+    door: Door,
     *,
     ranks: int,
     role: str,
@@ -191,6 +190,8 @@ def _number(  # noqa: PLR0917  parts of one function
         boot = info.bootstrap_store_info
         assert boot is not None
         master = (boot.master_addr, boot.master_port)
+    if settings.token:  # ranks meet at the store of the hosts, to which only they have a way
+        master = (door.address, door.port)
     own.set(f"{_HELLO}/{host}", json.dumps(hello))  # before the ranks, so that whoever knows these can read it
     numbers = _assign_ranks(own, host, hosts, ranks=ranks, role=role, deadline_s=deadline_s)
     if numbers is None:
@@ -217,85 +218,12 @@ def _number(  # noqa: PLR0917  parts of one function
     )
 
 
-def listen(address: str, port: int) -> socket.socket:
-    """Return a listener on one address of this host; "" for all.
-
-    Raises:
-        OSError: The port is in use, or the address is not of this host.
-    """
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.socket(family)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((address, port))
-        listener.listen(socket.SOMAXCONN)
-    except OSError:
-        listener.close()
-        raise
-    return listener
-
-
-def _serve(address: str, listener: socket.socket) -> Any:
-    return dist.TCPStore(  # type: ignore[attr-defined]
-        address,
-        listener.getsockname()[1],
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=60),
-        master_listen_fd=listener.detach(),
-        use_libuv=True,
-    )
-
-
-def _open(
-    settings: HostSettings,
-    addresses: HostAddresses,
-    servers: list[Any],
-    *,
-    notice: Callable[[str], None],
-    deadline_s: float,
-) -> str:
-    """Serve the store of the endpoint if this host is it, or wait until it can be reached; return its address."""
-    if addresses.hosts_endpoint:
-        address = addresses.listen or addresses.local
-        try:
-            listener = listen(addresses.listen, settings.endpoint_port)
-        except OSError as error:
-            if settings.backend == "static":
-                raise HostRefusedError(
-                    f"port {settings.endpoint_port} of {address} cannot be used: {error.strerror}; another job may use "
-                    "it: give another --rdzv-endpoint or --master-port on all hosts"
-                ) from error
-            # Another agent of this machine may serve it, as torchrun's do.
-        else:
-            servers.append(_serve(address, listener))
-            return address
-    address = addresses.endpoint
-    since_s, told = time.monotonic(), False
-    while True:
-        try:
-            with socket.create_connection((address, settings.endpoint_port), timeout=5.0):
-                return address
-        except OSError as error:
-            now_s = time.monotonic()
-            if now_s >= deadline_s:
-                reason = error.strerror or str(error)
-                raise HostRefusedError(
-                    f"no rendezvous at {settings.endpoint_host} ({address}), port {settings.endpoint_port}, within "
-                    f"{settings.join_timeout_s:g} s: {reason}; start `unisono run` on that host with the same "
-                    "--rdzv-endpoint, and let the port through its firewall"
-                ) from error
-            if not told and now_s - since_s > _PATIENCE_S:
-                told = True
-                notice(f"unisono: waiting for {settings.endpoint} ({error.strerror or error}) ...")
-        time.sleep(_PAUSE_S)
-
-
 class _Handler(DynamicRendezvousHandler):
     """torch's handler, which serves the ranks' store on this host's address only, not on all."""
 
     _addresses: HostAddresses
     _servers: list[Any]
+    _guarded: bool
 
     @classmethod
     def made(cls, settings: HostSettings, addresses: HostAddresses, store: Any, servers: list[Any]) -> _Handler:
@@ -319,11 +247,13 @@ class _Handler(DynamicRendezvousHandler):
             keep_alive_max_attempt=int(settings.conf.get("keep_alive_max_attempt", 3)),
         )
         assert isinstance(handler, cls)
-        handler._addresses, handler._servers = addresses, servers
+        handler._addresses, handler._servers, handler._guarded = addresses, servers, bool(settings.token)
         return handler
 
-    def _create_tcp_store_server(self, master_addr: str, master_port: int) -> Any:
-        server = _serve(master_addr, listen(self._addresses.local, master_port))
+    def _create_tcp_store_server(self, _: str, master_port: int) -> Any:
+        # With a token, ranks use the store of the hosts: this one is for nobody.
+        address = "127.0.0.1" if self._guarded else self._addresses.local
+        server = serve_store(address, listen(address, master_port))
         self._servers.append(server)
         return server
 

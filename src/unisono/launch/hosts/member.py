@@ -1,9 +1,9 @@
 """This host's part in a job on several hosts: it meets the others, then watches them until the job has ended.
 
 It lives in a thread of the process that hosts stores (`launch.store_process`), since it needs torch. From the agent
-come `report` (this host's end, for all) and `finish` (its ranks have succeeded); to the agent go `notice`, `refused`,
-`joined` (a `HostPlace`), `report` (of another host, or about one) and `finished` (the ranks of all hosts have). Start
-reading at `HostMember._live`.
+come `report` (this host's end, for all) and `finish` (its ranks have succeeded); to the agent go `notice`, `warned`,
+`refused`, `joined` (a `HostPlace`), `report` (of another host, or about one) and `finished` (the ranks of all hosts
+have). Start reading at `HostMember._live`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from torch import distributed as dist
 
 from unisono.launch.channel import Channel, Message
 from unisono.launch.hosts.addresses import HostAddresses
-from unisono.launch.hosts.meeting import HostRefusedError, Meeting, meet
+from unisono.launch.hosts.endpoint import HostRefusedError
+from unisono.launch.hosts.meeting import Meeting, meet
 from unisono.launch.hosts.settings import HostPlace, HostSettings
 from unisono.machine import host_id
 
@@ -106,6 +107,7 @@ class HostMember:
                 role=self._role,
                 hello=self._hello(),
                 notice=lambda text: self._tell("notice", text=text),
+                warn=lambda text: self._tell("warned", text=text),
             )
             self._peers = self._compare(self._meeting)
         except HostRefusedError as error:

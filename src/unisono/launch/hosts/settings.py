@@ -47,7 +47,7 @@ class HostSettings:
     """The address of this host for the others. None: the one from which it reaches the endpoint."""
     conf: Mapping[str, str] = field(default_factory=dict)
     """Settings of torch's rendezvous by name, such as `join_timeout` in seconds; `host_timeout` is unisono's own."""
-    token: str = ""
+    token: str = field(default="", repr=False)
     """The shared secret, as hexadecimal digits; "" for none."""
 
     def __post_init__(self) -> None:
