@@ -114,6 +114,32 @@ def test_a_host_sends_no_more_than_in_a_ring_all_reduce_over_hosts(hosts):
     assert 0.9 < ratio < 1.1
 
 
+def test_a_run_continues_where_rank_0_has_its_checkpoints_and_not_elsewhere(hosts):
+    source = TRAIN.replace("seed=5)", "seed=5, directory='run')")
+    folders = [hosts.folder / "0", hosts.folder / "1"]  # hosts that share no file system
+    for folder in folders:
+        folder.mkdir()
+        (folder / "script.py").write_text(source)
+
+    def run(flags: list[str]) -> list[subprocess.CompletedProcess[str]]:
+        started = []
+        for host in range(2):
+            hosts.folder = folders[host]
+            rank = flags[host]
+            where = ("--node-rank", rank, "--rdzv-endpoint", f"host{flags.index('0')}:29500")
+            started.append(hosts.start_rank(host, "script.py", ranks=1, flags=where))
+        return [finish(process) for process in started]
+
+    first = run(["0", "1"])
+    assert [job.returncode for job in first] == [0, 0], first[0].stderr
+    again = run(["0", "1"])
+    assert "step 8" in again[0].stderr + again[0].stdout
+    for job in run(["1", "0"]):
+        assert job.returncode == 1
+        assert "checkpoints up to step 8 in" in " ".join(job.stderr.split())
+    assert not (folders[1] / "run" / "checkpoints").exists() or not list((folders[1] / "run" / "checkpoints").iterdir())
+
+
 def test_ranks_find_their_places_and_only_their_hosts_address_is_listened_on(hosts):
     jobs = hosts.run(write(hosts, FACTS), ranks=2)
     assert [job.returncode for job in jobs] == [0, 0], jobs[0].stderr + jobs[1].stderr

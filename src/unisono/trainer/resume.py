@@ -5,6 +5,7 @@ Only rank 0 needs the disk. Start reading at `find`.
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from unisono.collectives.world import World
 from unisono.errors import CheckpointError
+from unisono.job.ranks import local_world_size
 from unisono.state.checkpoint_store import CheckpointStore
 from unisono.state.durable_files import make_folder
 from unisono.state.lock import DirectoryLock
@@ -39,8 +41,11 @@ def find(world: World, directory: Path, store: CheckpointStore, lock: DirectoryL
 
     Raises:
         CheckpointError: On all ranks, if the directory is in use or cannot be used, if there is no checkpoint and
-            resume="must", if there is one and resume="never", or if all are damaged.
+            resume="must", if there is one and resume="never", if all are damaged, or if a rank of another host finds a
+            newer one than rank 0.
     """
+    if local_world_size() < world.size:
+        _compare_hosts(world, directory, store)
 
     def read() -> tuple[dict[str, Any], TensorGroups]:
         """Read the checkpoint on rank 0, and return a description of its content or of the error, and its tensors."""
@@ -54,6 +59,27 @@ def find(world: World, directory: Path, store: CheckpointStore, lock: DirectoryL
     if "error" in head:
         raise CheckpointError(head["error"])
     return ResumedRun(head["source"], groups, head["document"], head["warnings"])
+
+
+def _compare_hosts(world: World, directory: Path, store: CheckpointStore) -> None:
+    """Refuse to begin where rank 0 lacks what another host has: the run would start anew, or from an old checkpoint.
+
+    Hosts may share a file system or not; if they do, all find the same.
+    """
+    try:
+        listed = store.list()
+    except CheckpointError:  # rank 0 reports its own later; what others cannot read, they would not use
+        listed = []
+    found = world.gather((listed[0].step if listed else 0, socket.gethostname()), "Trainer finding its run")
+    (step, host), newest = found[0], max(range(len(found)), key=lambda rank: found[rank][0])
+    if found[newest][0] > step:
+        there, other = found[newest]
+        has = f"up to step {step}" if step else "none"
+        raise CheckpointError(
+            f"rank {newest} on host {other} finds checkpoints up to step {there} in {directory}, and rank 0 on host "
+            f"{host}, which reads for all, {has}: start rank 0 on {other} (with `unisono run`, as --node-rank 0), or "
+            f"copy the directory to {host}."
+        )
 
 
 def _read(
