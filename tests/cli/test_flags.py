@@ -9,6 +9,7 @@ from torch.distributed.run import get_args_parser
 
 from unisono.cli import run as command
 from unisono.cli.run import FLAGS, job_of
+from unisono.cli.slurm import flags_of_slurm
 from unisono.launch.launch_job import LaunchJob, Output
 
 BOTH = frozenset({"stdout", "stderr"})
@@ -166,3 +167,20 @@ def test_what_is_shown_and_copied():
     assert (output.directory, output.shown) == (Path("logs"), frozenset({0, 2}))
     assert (output.stdout_filters, output.stderr_filters) == (("loss", "1,000"), ())
     assert job("--log-dir", "/dev/null").output.directory is None
+
+
+def test_srun_tells_machines_unless_flags_do():
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "1", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2"}
+    step |= {"SLURM_STEP_NODELIST": "gpu[003-004]", "SLURM_NODEID": "1"}
+
+    def flags(*words: str, **changes: str) -> dict[str, object]:
+        context = command.run.make_context("run", [*words, "x.py"], parent=click.Context(click.Group("unisono")))
+        return flags_of_slurm(context.params, step | changes)
+
+    found = flags()
+    assert (found["nnodes"], found["node_rank"], found["rdzv_id"]) == ((2, 2), 1, "slurm-7.1")
+    assert found["rdzv_endpoint"] == ("gpu003", 20050)
+    assert flags("--nnodes", "2", "--rdzv-endpoint", "a:1") == flags("--standalone") == {}
+    assert flags(SLURM_STEP_NUM_NODES="1", SLURM_STEP_NUM_TASKS="1") == {}  # as in an interactive shell
+    with pytest.raises(ValueError, match="8 launchers on 2 machines"):
+        flags(SLURM_STEP_NUM_TASKS="8")

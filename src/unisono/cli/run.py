@@ -18,6 +18,7 @@ import click
 from unisono.cli import reading
 from unisono.cli.flags import Flag, FlagCommand, Reader
 from unisono.cli.hosts import hosts_of
+from unisono.cli.slurm import flags_of_slurm
 from unisono.launch import LaunchJob, check_target, run_job
 from unisono.launch.gpus import usable_gpus
 from unisono.launch.launch_job import Output
@@ -327,6 +328,7 @@ def run(command: tuple[str, ...], **given: Any) -> int:
     if not command:
         raise click.UsageError("no program given, for example: unisono run -n 4 train.py")
     try:
+        given |= flags_of_slurm(given, os.environ)
         job = job_of(given, command)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
