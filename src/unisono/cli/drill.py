@@ -217,6 +217,8 @@ def _job_of(given: Mapping[str, Any], command: tuple[str, ...]) -> LaunchJob:
         job = job_of({**defaults, **given}, command)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
+    if job.hosts is not None:
+        raise click.UsageError("a drill runs on one machine: leave --nnodes out, and unset PET_NNODES")
     if job.ranks == 1:
         raise click.UsageError("a drill needs at least 2 ranks, as nobody goes on after the death of the only one")
     return replace(job, output=Output(), stdin=None, max_restarts=0, recover=True, hang_abort_s=None)

@@ -216,9 +216,8 @@ class _RendezvousRanks:
             # The script passed the rank: the launcher's numbers belong to another job.
             placement = Placement(launcher="none", rank=meeting.rank, world_size=meeting.world_size)
         self._meeting, self._timeout = meeting, timeout
-        told = self.exchange(
-            "node", lambda: [placement.launcher, placement.numbered, placement.node_name(host_id()), host_id()]
-        )
+        host = host_id(with_network=True)
+        told = self.exchange("node", lambda: [placement.launcher, placement.numbered, placement.node_name(host), host])
         # Among processes that a rank started, one can have that rank's number: the launcher's belong to another job.
         launcher = placement.launcher if len({launcher for launcher, *_ in told}) == 1 else "none"
         numbered = launcher != "none" and all(by_launcher for _, by_launcher, _, _ in told)
@@ -269,7 +268,7 @@ def _facts(backend: str, ranks: _RendezvousRanks, device: str | torch.device | N
     chosen = rank_device(device, backend, local_rank=ranks.placement.local_rank)
     return {
         "backend": backend,
-        "host": host_id(),
+        "host": host_id(with_network=True),
         "device": str(chosen),
         "gpu": own_gpu(chosen),
         "cpu_backend": os.environ.get(CPU_BACKEND_VARIABLE),

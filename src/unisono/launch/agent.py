@@ -20,7 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO
 
 from unisono.launch.answers import describe_job, describe_stacks
-from unisono.launch.channel import Message
+from unisono.launch.channel import Channel, Message
 from unisono.launch.cleanup import remove_scratch
 from unisono.launch.control import Control
 from unisono.launch.failure.postmortem import Postmortem, write_report
@@ -41,12 +41,10 @@ from unisono.memory import read_counters
 from unisono.text import name_ranks
 
 if TYPE_CHECKING:
-    from unisono.launch.hosts.job_hosts import JobHosts
+    from unisono.launch.hosts.host_watch import HostWatch
+    from unisono.launch.hosts.settings import HostPlace
 
 __all__ = ["run_job"]
-
-_BLAME_S = 3.0
-"""How long to wait, if ranks here only lost a peer, for another host to tell that a rank there was the cause."""
 
 OnFailure = Callable[[int, int], bool]
 OnRecovery = Callable[[dict[str, Any]], None]
@@ -118,8 +116,7 @@ class _Agent:
         self._recoveries: list[dict[str, Any]] = []
         self._ending: Ending | None = None
         self._postmortem: Postmortem | None = None
-        self._hosts: JobHosts | None = None
-        self._blame_due_s: float | None = None  # until then another host may tell that a rank there was the cause
+        self._hosts: HostWatch | None = None
 
     def run(self) -> int:
         """Run the job and return its exit code."""
@@ -130,7 +127,6 @@ class _Agent:
             # Other children of the caller do not belong to the job.
             stack.callback(self._clean_up, spare=descendants(os.getpid()))
             self._start_server(stack)
-            self._shutdown = JobShutdown(self._job, relay=self._relay, server=self._server)
             stack.callback(Control(self._selector, self._answer).close)
             self._selector.register(self._server.channel, selectors.EVENT_READ, self._on_message)
             self._selector.register(signals, selectors.EVENT_READ, partial(self._on_signal, signals))
@@ -146,18 +142,31 @@ class _Agent:
         return code
 
     def _start_server(self, stack: ExitStack) -> None:
-        if self._job.hosts is None:
-            self._server = ForkServerHandle(self._job, self._environment)
-            stack.callback(self._server.close)  # after an error, too
-            return
-        from unisono.launch.hosts.job_hosts import JobHosts  # noqa: PLC0415  not needed on one machine
+        """Start the fork server and, in a job on several hosts, what meets the others."""
+        hosts = None
+        if self._job.hosts is not None:
+            # Not at the top: not needed on one machine.
+            from unisono.launch.hosts.host_watch import HostWatch  # noqa: PLC0415
+            from unisono.launch.hosts.job_hosts import JobHosts  # noqa: PLC0415
 
-        self._hosts = hosts = JobHosts(self._job.hosts, ranks=self._job.ranks, role=self._job.role)
-        stack.callback(hosts.close)
+            hosts = JobHosts(self._job.hosts, ranks=self._job.ranks, role=self._job.role)
+            stack.callback(hosts.close)
         self._server = ForkServerHandle(self._job, self._environment, hosts=hosts)
-        stack.callback(self._server.close)
-        hosts.started()
-        self._selector.register(hosts.channel, selectors.EVENT_READ, self._on_hosts)
+        stack.callback(self._server.close)  # after an error, too
+        self._shutdown = JobShutdown(self._job, relay=self._relay, server=self._server)
+        if hosts is not None:
+            hosts.started()
+            self._hosts = HostWatch(
+                hosts,
+                relay=self._relay,
+                server=self._server,
+                shutdown=self._shutdown,
+                generation=lambda: self._generation,
+                joined=self._on_joined,
+                examine=self._examine,
+                conclude=self._conclude_generation,
+            )
+            self._selector.register(hosts.channel, selectors.EVENT_READ, partial(self._on_hosts, hosts.channel))
 
     def _clean_up(self, spare: Collection[int]) -> None:
         """End the processes that are left and remove their files: after a killed fork server, all of the job's."""
@@ -188,12 +197,12 @@ class _Agent:
             if (size := self._now.size - self._now.first) != self._job.ranks:  # also for a restart
                 self._job = replace(self._asked, ranks=size, spares=self._asked.spares if size > 1 else 0)
         if self._hosts is not None:
-            self._tell_hosts(self._hosts)
+            self._hosts.tick()
         self._shutdown.advance()
 
     def _timeout_s(self) -> float | None:
         """Return how long the loop may sleep; None: until something happens."""
-        deadlines = [self._relay.next_deadline_s(), self._blame_due_s]
+        deadlines = [self._relay.next_deadline_s(), None if self._hosts is None else self._hosts.deadline_s]
         if self._generation is not None:
             deadlines.append(self._generation.observer.next_deadline_s())
         if (shutdown := self._shutdown.state) is not None:
@@ -242,62 +251,18 @@ class _Agent:
         assert self._changes is not None, "a rank spoke before there was one"
         return self._changes
 
-    def _on_hosts(self) -> None:
-        """Handle what is told about the other hosts."""
+    def _on_hosts(self, channel: Channel) -> None:
         assert self._hosts is not None
-        hosts = self._hosts
-        for message in hosts.receive():
-            kind = message["type"]
-            if kind == "notice" and self._generation is None:
-                self._relay.notice(message["text"])
-            elif kind == "warned":
-                self._relay.say(message["text"])
-            elif kind == "refused" and self._shutdown.state is None:
-                self._shutdown.begin(Shutdown(code=2, reason=message["message"]), signal.SIGTERM, ())
-            elif kind == "joined":
-                assert hosts.place is not None
-                self._job = self._asked = replace(self._job, place=hosts.place)
-                self._relay.begin_at(hosts.place.first_rank)
-                self._relay.say(hosts.describe())
-                self._start_when_met()
-            elif kind == "report":
-                self._on_host_ended(hosts)
-            elif kind == "finished" and self._shutdown.state is None:
-                self._server.end()
-        if hosts.channel.closed:
-            self._selector.unregister(hosts.channel)
+        if not self._hosts.on_message():
+            self._selector.unregister(channel)
 
-    def _on_host_ended(self, hosts: JobHosts) -> None:
-        """End the ranks of this host because the job has ended on another one."""
-        assert hosts.report is not None
-        state, running = self._shutdown.state, self._shutdown.running
-        if self._blame_due_s is not None:
-            self._conclude_generation()
-        elif state is None and self._generation is not None:
-            reason = Shutdown(code=hosts.report.code, reason=hosts.report.reason, ranks=len(running))
-            self._shutdown.begin(reason, signal.SIGTERM, running)
-            if not running:  # they have succeeded, and waited for those of other hosts
-                self._server.end()
-        elif state is not None and state.failed:
-            self._shutdown.end_failed()
-
-    def _tell_hosts(self, hosts: JobHosts) -> None:
-        """Tell the other hosts once that the job ends here, as soon as the cause is known."""
-        shutdown = self._shutdown.state
-        if self._blame_due_s is not None and time.monotonic() >= self._blame_due_s:
-            self._conclude_generation()
-        if shutdown is None or hosts.told or hosts.report is not None:
-            return
-        if not shutdown.failed:
-            hosts.tell("ended", shutdown.reason or "the launcher ended the job; its terminal says why", shutdown.code)
-            if self._generation is not None and not self._shutdown.running:
-                self._server.end()
-        elif self._now.failed and not (verdict := self._now.judge()).lost:
-            hosts.tell("failed", self._examine().headline, verdict.code)
+    def _on_joined(self, place: HostPlace) -> None:
+        self._job = self._asked = replace(self._job, place=place)
+        self._start_when_met()
 
     def _start_when_met(self) -> None:
         """Start the ranks once there is a fork server and, if there are other hosts, their agents have come."""
-        have_met = self._hosts is None or self._hosts.place is not None
+        have_met = self._hosts is None or self._hosts.has_met
         if self._server.pid and have_met and self._generation is None and self._shutdown.state is None:
             self._start_ranks()
 
@@ -362,33 +327,23 @@ class _Agent:
         if shutdown is None:
             replacing.look()
         if shutdown is None and self._hosts is not None:
-            self._hosts.finish()
-            self._relay.notice("unisono: the ranks of this host are done; waiting for the other hosts ...")
+            self._hosts.on_success()
             return
         if shutdown is None or not shutdown.failed:
             self._server.end()
             return
-        hosts = self._hosts
-        if hosts is not None and hosts.report is None and generation.judge().lost:
-            self._blame_due_s = time.monotonic() + _BLAME_S
-            return
-        self._conclude_generation()
+        if self._hosts is None or not self._hosts.awaits_cause(generation):
+            self._conclude_generation()
 
     def _conclude_generation(self) -> None:
         """Report the failure of a generation whose ranks have ended, and start them again or finish."""
         shutdown, generation = self._shutdown.state, self._now
         assert shutdown is not None
-        self._blame_due_s = None
         replacing = self._ranks.replacing
         verdict = generation.judge()
-        if self._hosts is not None and self._hosts.report is not None and verdict.lost:
-            report = self._hosts.report
+        if self._hosts is not None and self._hosts.takes_blame(verdict, ranks=self._job.ranks):
             self._examine().write()
             generation.close()
-            self._shutdown.state = replace(
-                shutdown, failed=False, code=report.code, reason=report.reason, ranks=self._job.ranks
-            )
-            self._server.end()
             return
         ending = Ending(code=verdict.cause.code, account=verdict.cause.account, met=generation.observer.has_met())
         # A user who has asked the job to end does not want it to start again.
@@ -400,7 +355,7 @@ class _Agent:
         )
         postmortem.write()
         if self._hosts is not None:
-            self._hosts.tell("failed", postmortem.headline, verdict.code)
+            self._hosts.tell_failure(postmortem, verdict)
         generation.close()
         if decision.restart:
             self._restarts += 1

@@ -123,7 +123,7 @@ def _receive_all(
         held.callback(_close_all, silent)
         if not keeps_descriptor:
             held.callback(segment.close_descriptor)
-        store.set(_PLACE, f"{host_id()} {socket.gethostname()} {name}")
+        store.set(_PLACE, f"{_own_host()} {socket.gethostname()} {name}")
         while len(guests) < size - 1:
             # One that says nothing, such as a stopped process, keeps nobody waiting.
             ready, _, _ = select.select([listener, *silent], [], [], _SLICE_S)
@@ -155,6 +155,11 @@ def _receive_all(
                 raise PeerError(died_in_handshake([names[guest.rank]])) from error
         store.delete_key(_PLACE)  # a later group with this prefix must not connect here
         return segment, Peers(0, [os.dup(fd) for fd in pidfds])
+
+
+def _own_host() -> str:
+    """Return one word that this process has in common with those that it can reach by an abstract socket."""
+    return host_id(with_network=True).replace(" ", "/")
 
 
 def _close_all(ends: Sequence[socket.socket]) -> None:
@@ -217,7 +222,7 @@ def _go_there(
         if place.startswith(_NONE):
             raise UnisonoError(f"{host_rank} has no shared memory to offer: {place.removeprefix(_NONE)}")
         host, host_name, name = place.split(" ")
-        if host != host_id():
+        if host != _own_host():
             refusal = (
                 f"{host_rank} runs on {host_name} and {own_rank} on {socket.gethostname()}: only ranks of one host can "
                 "share memory. Use gloo or nccl for a group of several hosts."

@@ -28,6 +28,7 @@ from torch import distributed as dist
 
 from unisono.launch.channel import Channel, Message
 from unisono.launch.hosts.addresses import HostAddresses
+from unisono.launch.hosts.comparison import find_difference
 from unisono.launch.hosts.endpoint import HostRefusedError
 from unisono.launch.hosts.meeting import Meeting, meet
 from unisono.launch.hosts.settings import HostPlace, HostSettings
@@ -109,7 +110,6 @@ class HostMember:
                 notice=lambda text: self._tell("notice", text=text),
                 warn=lambda text: self._tell("warned", text=text),
             )
-            self._peers = self._compare(self._meeting)
         except HostRefusedError as error:
             self._tell("refused", message=str(error))
             return
@@ -118,6 +118,10 @@ class HostMember:
             self._tell("refused", message=f"hosts could not meet at {self._settings.endpoint}: {reason}")
             return
         meeting = self._meeting
+        if (problem := find_difference(meeting.hellos)) is not None:
+            self._tell("refused", message=problem)
+            return
+        self._peers = {host: hello for host, hello in meeting.hellos.items() if host != meeting.host}
         place = HostPlace(
             host=meeting.host,
             hosts=meeting.hosts,
@@ -160,30 +164,6 @@ class HostMember:
             host: str(hello["name"]) if (hello := self._meeting.hellos.get(host)) else "(torchrun)"
             for host in range(self._meeting.hosts)
         }
-
-    def _compare(self, meeting: Meeting) -> dict[int, dict[str, Any]]:
-        """Return what the other hosts say of themselves.
-
-        Raises:
-            HostRefusedError: They have other versions than this one, or the same address.
-        """
-        hellos = meeting.hellos
-        for name in ("unisono", "torch", "Python"):
-            found = {host: hello["versions"].get(name) for host, hello in sorted(hellos.items())}
-            if len(set(found.values())) > 1:
-                listed = ", ".join(f"{value} on {hellos[host]['name']}" for host, value in found.items())
-                raise HostRefusedError(
-                    f"hosts have different versions of {name}, and bits may depend on it: {listed}; install the same"
-                )
-        by_address: dict[str, int] = {}
-        for host, hello in sorted(hellos.items()):
-            other = by_address.setdefault(hello["address"], host)
-            if other != host and hellos[other]["system"] != hello["system"]:
-                raise HostRefusedError(
-                    f"hosts {other} and {host} cannot be told apart: both are {hello['name']} for the others; give "
-                    "each its own address with --local-addr"
-                )
-        return {host: hello for host, hello in hellos.items() if host != meeting.host}
 
     def _watch(self, meeting: Meeting) -> None:
         """Exchange signs of life and reports with the other hosts until the job has ended."""

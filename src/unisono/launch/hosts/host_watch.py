@@ -1,0 +1,142 @@
+"""What the agent does about other hosts: it ends its ranks when they tell of an end, and tells them of its own.
+
+The agent's loop calls. Start reading at `HostWatch.on_message`.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from unisono.launch.failure.postmortem import Postmortem
+from unisono.launch.failure.root_cause import RootCause
+from unisono.launch.forkserver_handle import ForkServerHandle
+from unisono.launch.generation import Generation
+from unisono.launch.hosts.job_hosts import JobHosts
+from unisono.launch.hosts.settings import HostPlace
+from unisono.launch.job_shutdown import JobShutdown
+from unisono.launch.output.relay import Relay
+from unisono.launch.shutdown import Shutdown
+
+__all__ = ["HostWatch"]
+
+_BLAME_S = 3.0
+"""How long to wait, if ranks here only lost a peer, for another host to tell that a rank there was the cause."""
+
+
+class HostWatch:
+    """The other hosts of a job, for its agent.
+
+    Args:
+        hosts: The channel to them.
+        generation: Returns the ranks of this host; None before they have been started.
+        joined: Called when all hosts have met, with the place of this one.
+        examine: Returns the report on the ranks, of which one has failed.
+        conclude: Reports the failure of ranks that have all ended.
+    """
+
+    def __init__(
+        self,
+        hosts: JobHosts,
+        *,
+        relay: Relay,
+        server: ForkServerHandle,
+        shutdown: JobShutdown,
+        generation: Callable[[], Generation | None],
+        joined: Callable[[HostPlace], None],
+        examine: Callable[[], Postmortem],
+        conclude: Callable[[], None],
+    ) -> None:
+        self._hosts, self._relay, self._server, self._shutdown = hosts, relay, server, shutdown
+        self._generation, self._joined, self._examine, self._conclude = generation, joined, examine, conclude
+        self.deadline_s: float | None = None
+        """When `tick` stops waiting for another host to tell the cause, by the monotonic clock; None: it does not."""
+
+    @property
+    def has_met(self) -> bool:
+        """True if all hosts have come."""
+        return self._hosts.place is not None
+
+    def on_message(self) -> bool:
+        """Act on what has been told; return False if nothing can follow."""
+        hosts = self._hosts
+        for message in hosts.receive():
+            kind = message["type"]
+            if kind == "notice" and self._generation() is None:
+                self._relay.notice(message["text"])
+            elif kind == "warned":
+                self._relay.say(message["text"])
+            elif kind == "refused" and self._shutdown.state is None:
+                self._shutdown.begin(Shutdown(code=2, reason=message["message"]), signal.SIGTERM, ())
+            elif kind == "joined" and hosts.place is not None:
+                self._relay.begin_at(hosts.place.first_rank)
+                self._relay.say(hosts.describe())
+                self._joined(hosts.place)
+            elif kind == "report":
+                self._on_report()
+            elif kind == "finished" and self._shutdown.state is None:
+                self._server.end()
+        return not hosts.channel.closed
+
+    def tick(self) -> None:
+        """Tell the other hosts once that the job ends here, as soon as the cause is known."""
+        if self.deadline_s is not None and time.monotonic() >= self.deadline_s:
+            self._stop_waiting()
+        hosts, shutdown, generation = self._hosts, self._shutdown.state, self._generation()
+        if shutdown is None or hosts.told or hosts.report is not None:
+            return
+        if not shutdown.failed:
+            hosts.tell("ended", shutdown.reason or "the launcher ended the job; its terminal says why", shutdown.code)
+            if generation is not None and not self._shutdown.running:
+                self._server.end()
+        elif generation is not None and generation.failed and not (verdict := generation.judge()).lost:
+            self.tell_failure(self._examine(), verdict)
+
+    def on_success(self) -> None:
+        """Wait for the ranks of the other hosts: those of this one have succeeded."""
+        self._hosts.finish()
+        self._relay.notice("unisono: the ranks of this host are done; waiting for the other hosts ...")
+
+    def awaits_cause(self, generation: Generation) -> bool:
+        """Return True if another host may yet tell the cause of a failure here, and `conclude` is called later."""
+        if self._hosts.report is None and generation.judge().lost:
+            self.deadline_s = time.monotonic() + _BLAME_S
+            return True
+        return False
+
+    def takes_blame(self, verdict: RootCause, *, ranks: int) -> bool:
+        """End the job with the cause that another host has told, if ranks here only lost a peer; otherwise do nothing.
+
+        Args:
+            ranks: The number of ranks of this host, for the message.
+        """
+        report, state = self._hosts.report, self._shutdown.state
+        if report is None or state is None or not verdict.lost:
+            return False
+        self._shutdown.state = replace(state, failed=False, code=report.code, reason=report.reason, ranks=ranks)
+        self._server.end()
+        return True
+
+    def tell_failure(self, postmortem: Postmortem, verdict: RootCause) -> None:
+        """Tell the other hosts that a rank of this one has failed."""
+        self._hosts.tell("failed", postmortem.headline, verdict.code)
+
+    def _on_report(self) -> None:
+        """End the ranks of this host because the job has ended on another one."""
+        report, state, running = self._hosts.report, self._shutdown.state, self._shutdown.running
+        assert report is not None
+        if self.deadline_s is not None:
+            self._stop_waiting()
+        elif state is None and self._generation() is not None:
+            reason = Shutdown(code=report.code, reason=report.reason, ranks=len(running))
+            self._shutdown.begin(reason, signal.SIGTERM, running)
+            if not running:  # they have succeeded, and waited for those of other hosts
+                self._server.end()
+        elif state is not None and state.failed:
+            self._shutdown.end_failed()
+
+    def _stop_waiting(self) -> None:
+        self.deadline_s = None
+        self._conclude()
