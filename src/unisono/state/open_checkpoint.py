@@ -34,6 +34,11 @@ class OpenCheckpoint:
         self._entries = {entry.name: entry for entry in self._manifest.files}
 
     @property
+    def step(self) -> int:
+        """The number of steps done."""
+        return self._manifest.step
+
+    @property
     def groups(self) -> list[str]:
         """The names of the groups of tensors."""
         return [*self._manifest.groups]

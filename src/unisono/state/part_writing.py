@@ -24,7 +24,7 @@ from unisono.state.digest import exact, memory
 from unisono.state.durable_files import locked
 from unisono.state.regions import FileEntry, Region, RegionHashes, chunks, region_nbytes
 
-__all__ = ["FileRange", "PartWriter", "PartsError", "await_parts"]
+__all__ = ["FileRange", "PartWriter", "PartsError", "await_parts", "is_begun_by"]
 
 _POLL_S = 0.02
 _PATIENCE_S = 60.0
@@ -70,13 +70,15 @@ class PartWriter:
             nbytes: The size of each file.
         """
         try:
-            content: object = {name: self._write_file(name, ranges, size) for name, size in nbytes.items()}
-        except OSError as error:
-            content = f"[Errno {error.errno}] {error.strerror}"
-        # The folder is gone if rank 0 has given up.
-        with suppress(FileNotFoundError):
-            _write_report(self._work, self._rank, content)
-        self.close()
+            try:
+                content: object = {name: self._write_file(name, ranges, size) for name, size in nbytes.items()}
+            except OSError as error:
+                content = f"[Errno {error.errno}] {error.strerror}"
+            # The folder is gone if rank 0 has given up.
+            with suppress(FileNotFoundError):
+                _write_report(self._work, self._rank, content)
+        finally:
+            self.close()
 
     def close(self) -> None:
         """Release the lock of this rank."""
@@ -105,6 +107,11 @@ class PartWriter:
             os.close(handle)
         regions += hashes.finish() if hashes is not None else ()
         return [(start, stop, sha256) for start, stop, sha256, _ in regions]
+
+
+def is_begun_by(work: Path, ranks: int) -> bool:
+    """Return True if all ranks have begun to write to a folder: their files are seen from here."""
+    return all(_lock_path(work, rank).exists() for rank in range(ranks))
 
 
 def await_parts(work: Path, ranks: int, nbytes: dict[str, int]) -> list[FileEntry]:

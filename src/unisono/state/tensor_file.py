@@ -118,6 +118,12 @@ class TensorFile:
         self.read([TensorRange(name, 0, tensor)])
         return tensor
 
+    def read_all(self) -> dict[str, Tensor]:
+        """Return all tensors by name."""
+        tensors = {name: torch.empty(form.shape, dtype=form.dtype) for name, form in self.forms.items()}
+        self.read(TensorRange(name, 0, tensor) for name, tensor in tensors.items())
+        return tensors
+
     def _open(self) -> io.FileIO:
         entry = self._entry
         if entry is None:

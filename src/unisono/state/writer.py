@@ -19,6 +19,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from torch import Tensor
 
@@ -71,9 +72,23 @@ class BackgroundWriter:
         made: dict[tuple[object, ...], Tensor] = {}
         copies = {group: copy_each(tensors, made, f"{group}.") for group, tensors in groups.items()}
         document = json.loads(to_json(document))  # the caller's lists may change while the thread works
+        self.start(step, partial(self._store.write, step, copies, document))
+
+    def start(self, step: int, write: Callable[[], CheckpointInfo]) -> None:
+        """Write a checkpoint in the background by a function, which is then the only user of what it writes.
+
+        Waits for a write that is in progress; see `submit` for errors.
+
+        Args:
+            step: The number of steps done.
+            write: Writes it, and returns when it is safe on the disk. Called in a thread.
+        """
+        error = self.wait()
+        if error is not None:
+            raise error
         self._error, self._told = None, True
         # One thread for each write, not one that waits for work: that would prevent the process from ending.
-        thread = threading.Thread(target=self._run, args=(step, copies, document), name=f"checkpoint of step {step}")
+        thread = threading.Thread(target=self._run, args=(step, write), name=f"checkpoint of step {step}")
         thread.start()
         self._thread = thread
 
@@ -100,10 +115,10 @@ class BackgroundWriter:
         """True during a write: `submit` would wait."""
         return self._thread is not None and self._thread.is_alive()
 
-    def _run(self, step: int, groups: dict[str, dict[str, Tensor]], document: Json) -> None:
+    def _run(self, step: int, write: Callable[[], CheckpointInfo]) -> None:
         start = time.monotonic()
         try:
-            info = self._store.write(step, groups, document)
+            info = write()
             if self._on_written is not None:
                 self._on_written(info, time.monotonic() - start)
             self._store.prune(self._keep)

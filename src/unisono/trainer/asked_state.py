@@ -8,6 +8,7 @@ parts are noted; the rest, such as weights, must not have changed since. Start r
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -73,15 +74,22 @@ class AskedState:
         """True while a step writes weights."""
         return any(runner.transaction.writing for runner in self._runners.values())
 
-    def capture(self, noted: _Noted | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Describe the run as it is, or as it was when it was noted, if no step was done since then."""
+    def capture(
+        self, noted: _Noted | None = None, optimizers: Mapping[str, dict[str, dict[str, Any]]] | None = None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Describe the run as it is, or as it was when it was noted, if no step was done since then.
+
+        Args:
+            noted: What was noted. None: the run as it is.
+            optimizers: See `snapshot.capture`.
+        """
         constants = {"seed": self._run.seed, "virtual_ranks": self._run.virtual_ranks}
         cursor, settings, evaluations = self._cursor, None, len(self._history)
         if noted is not None:
             (epoch, step, total_steps), settings, evaluations = noted.place, noted.settings, noted.evaluations
             cursor = replace(cursor, epoch=epoch, step=step, total_steps=total_steps)
         facts = {**facts_of(constants, cursor), "evaluations": self._history.state(evaluations)}
-        return capture(self._subjects, facts, settings)
+        return capture(self._subjects, facts, settings, optimizers)
 
     def why_lost(self) -> str | None:
         """Return why the noted state no longer exists; None if it does."""

@@ -47,6 +47,7 @@ from unisono.trainer.evaluation_history import EvaluationHistory
 from unisono.trainer.hyperparameters import given_by, settings_of
 from unisono.trainer.model_checks import check_models, check_placed
 from unisono.trainer.modules import check_batch_norms, check_embeddings, parameter_names, plain_modules
+from unisono.trainer.part_restoration import restore_parts
 from unisono.trainer.pipeline_gradients import PipelineGradients
 from unisono.trainer.recoverable_state import RecoverableState, WholeState
 from unisono.trainer.recovery import Recovery
@@ -200,7 +201,7 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
         cut = divide_model(settings.parallel, modules, model, optimizers, world)
     keeper = Checkpointing(settings.directory, settings.checkpoints, world)
     position = recovery.position
-    found = None if position is not None else keeper.find(settings.resume)
+    found = None if position is not None else keeper.find(settings.resume, in_parts=isinstance(cut, DividedModel))
     source = None if found is None else found.source
     facts = None if found is None or source is None else found.document["facts"]
     check_constants(
@@ -293,7 +294,11 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
     elif found is None or source is None:
         check_equal_values(world, modules, optimizers)
     else:
-        given, overruled = restore(subjects, found.groups, found.document, source=source)
+        if found.checkpoint is None:
+            given, overruled = restore(subjects, found.groups, found.document, source=source)
+        else:
+            assert isinstance(cut, DividedModel)
+            given, overruled = restore_parts(world, subjects, cut.division, found.checkpoint, found.document)
         cursor, history = Cursor(**found.document["facts"]["cursor"]), _history_of(found, settings.checkpoints.best)
         if overruled:
             warnings.append(

@@ -1,25 +1,32 @@
 """The directory of a run: the lock on it, and writing checkpoints when they are due.
 
-Only rank 0 uses the directory, so the ranks need no shared file system.
+Only rank 0 uses the directory, so the ranks need no shared file system. If they have one, the ranks of a divided run
+write their parts there.
 """
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
 from unisono.collectives.world import World
 from unisono.errors import CheckpointError
 from unisono.state.checkpoint_store import CheckpointInfo, CheckpointStore
+from unisono.state.checkpoint_work import CheckpointWork
+from unisono.state.codec import to_json
+from unisono.state.digest import copy_each
 from unisono.state.lock import DirectoryLock
 from unisono.state.policy import Checkpoints, is_due
 from unisono.state.writer import BackgroundWriter
 from unisono.trainer.best_checkpoint import BestCheckpoint
 from unisono.trainer.evaluation_history import Evaluated, EvaluationHistory
+from unisono.trainer.part_saving import OwnPart, PartSaving
 from unisono.trainer.rank_errors import raised_on_all
 from unisono.trainer.resume import Resume, ResumedRun, find
 from unisono.watch import EventLog
@@ -29,6 +36,8 @@ __all__ = ["Checkpointing", "Place"]
 Place = tuple[int, int, int]
 """Epoch, its next step, and steps done in all: see `Cursor.place`."""
 Snapshot = tuple[dict[str, dict[str, Tensor]], dict[str, Any]]
+Optimizers = Mapping[str, dict[str, dict[str, Any]]]
+"""The state of optimizers by name, parameter and key."""
 
 
 class Checkpointing:
@@ -48,10 +57,10 @@ class Checkpointing:
         self._raised: BaseException | None = None
         """The exception of a listener of the event "checkpoint", raised in the writer's thread."""
 
-    def find(self, resume: Resume) -> ResumedRun | None:
+    def find(self, resume: Resume, *, in_parts: bool) -> ResumedRun | None:
         """Lock the directory and return the newest good checkpoint; None without a directory.
 
-        Every rank must call it. See `resume.find`, also for errors.
+        Every rank must call it. See `resume.find`, also for the arguments and for errors.
 
         Raises:
             ValueError: resume="must" without a directory.
@@ -62,7 +71,7 @@ class Checkpointing:
             return None
         assert self._directory is not None
         assert self._lock is not None
-        return find(self._world, self._directory, self._store, self._lock, resume)
+        return find(self._world, self._directory, self._store, self._lock, resume, in_parts=in_parts)
 
     @property
     def store(self) -> CheckpointStore | None:
@@ -249,6 +258,97 @@ class Checkpointing:
             self._writer.submit(place[2], groups, document)
         self._last, self._last_s = place, time.monotonic()
 
+    def save_parts(
+        self, place: Place, capture: Callable[[Optimizers], Snapshot], saving: PartSaving, *, tag: str | None = None
+    ) -> bool:
+        """Let each rank write its part of a checkpoint: in the background or, with a tag, until it is on the disk.
+
+        Every rank must call it. A disk that fails is a warning at the next save, as with `save`.
+
+        Args:
+            place: The place of the run.
+            capture: Returns the state of the run, given that of the optimizers, on rank 0.
+            saving: Has this rank's part.
+            tag: See `save_tag`.
+
+        Returns:
+            False on all ranks if they do not share the directory: nothing is written then.
+
+        Raises:
+            BaseException: On rank 0, see `save`; the others raise PeerError.
+            CheckpointError: With a tag, on all ranks, if it cannot be written.
+        """
+        work: CheckpointWork | None = None
+
+        def begin() -> bytes:
+            nonlocal work
+            assert self._store is not None
+            assert self._writer is not None
+            if tag is None:
+                self._raise_for_listener()
+            self.hold()
+            if tag is None and (earlier := self._wait()) is not None:
+                self._warn(f"checkpoint not written: {earlier}")
+            self._writer.join()
+            try:
+                work = self._store.begin_parts(place[2], tag=tag)
+            except CheckpointError as error:
+                if tag is not None:
+                    raise
+                self._is_written = False
+                self._writer.start(place[2], partial(_fail, error))
+                return b""
+            return str(work.path.absolute()).encode()
+
+        saving.join()
+        folder = self._world.broadcast_bytes(begin)
+        if folder:
+            part = saving.prepare(Path(folder.decode()))
+            if part is None:
+                if work is not None:
+                    work.close()
+                return False
+            if tag is not None:
+                with raised_on_all(self._world, "trainer.save(tag=...)"):
+                    started_s = time.monotonic()
+                    if work is None:
+                        part.write()
+                    else:
+                        self._emit(self._completion(work, part, capture)(), time.monotonic() - started_s)
+                return True
+            if work is None:
+                saving.start(part)
+            else:
+                assert self._writer is not None
+                write = self._completion(work, part, capture, best=self._best)
+                self._is_written = False
+                self._writer.start(place[2], write)
+        self._last, self._last_s = place, time.monotonic()
+        return True
+
+    def _completion(
+        self,
+        work: CheckpointWork,
+        part: OwnPart,
+        capture: Callable[[Optimizers], Snapshot],
+        *,
+        best: BestCheckpoint | None = None,
+    ) -> Callable[[], CheckpointInfo]:
+        """Return the function that writes the part of rank 0, waits for the others and completes the checkpoint."""
+        assert self._store is not None
+        try:
+            groups, document = capture(part.optimizers)
+            own = {name: copy_each(group, {}, f"{name}.") for name, group in groups.items() if name not in part.plans}
+            plain = json.loads(to_json(document))  # the caller's lists may change while the thread works
+            if best is not None:
+                best.writing(work.step)
+        except BaseException:
+            part.writer.close()
+            work.close()
+            raise
+        write = self._store.write_parts
+        return partial(write, work, part.writer, part.ranges, plans=part.plans, groups=own, document=plain)
+
     def save_tag(self, tag: str, place: Place, capture: Callable[[], Snapshot]) -> None:
         """Write a checkpoint that is kept until the user deletes it, and wait on all ranks until it is on disk.
 
@@ -357,3 +457,7 @@ class Checkpointing:
                 raise error
             finally:
                 del error  # or it and this frame would keep each other, and the loop under way with them
+
+
+def _fail(error: CheckpointError) -> NoReturn:
+    raise error

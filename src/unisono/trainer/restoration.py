@@ -5,7 +5,8 @@ Start reading at `restore`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from unisono.trainer.hyperparameters import given_by, overruled, settings_of
 from unisono.trainer.modules import name_of_parameter, named_parameters, parameter_names
 from unisono.trainer.snapshot import Subjects, empty_buffers, model_tensors
 
-__all__ = ["listed", "put_optimizer_state", "restore", "restore_common"]
+__all__ = ["Comparison", "listed", "put_optimizer_state", "restore", "restore_common"]
 
 
 def restore(
@@ -38,44 +39,89 @@ def restore(
             state; the message then says that others may have taken theirs.
         ValueError: An optimizer has a parameter that belongs to no model.
     """
-    own = model_tensors(subjects.modules)
-    empty = empty_buffers(subjects.modules)
-    unfilled = {name: groups["model"][name] for name in empty if name in groups["model"]}
-    _compare({**own, **unfilled}, groups["model"], source, "model")
-    averages = model_tensors(subjects.averages)
-    if averages:
-        if "ema" not in groups:
-            raise CheckpointError(
-                f"{source} holds no averaged weights, but Trainer was given ema_decay: leave ema_decay out, or start "
-                "anew in another directory."
-            )
-        _compare(averages, groups["ema"], source, "averaged model")
-    others = decode(document["other"], groups["other"])
-    single = [*subjects.optimizers] == [""]
-    state = decode(document["optimizer"], groups["optimizer"])
-    states: dict[str, Any] = {"": state} if single else state
-    _check_others(subjects, others, source)
-    transient = others.get("buffers", {})
-    if subjects.buffers is not None:
-        subjects.buffers.check_state_dict(transient, source)
+    comparison = Comparison(subjects, groups, document, source=source)
+    with comparison.restoring():
+        with torch.no_grad():
+            for name, (module, buffer, device) in comparison.unfilled.items():
+                module._buffers[buffer] = groups["model"][name].to(device, copy=True)
+            for name, tensor in comparison.own.items():
+                tensor.copy_(groups["model"][name])
+            for name, tensor in comparison.averages.items():
+                tensor.copy_(groups["ema"][name])
+        for key, optimizer in subjects.optimizers.items():
+            optimizer.state.clear()
+            put_optimizer_state(subjects.modules, optimizer, comparison.states[key])
+    return comparison.began, comparison.overruled
 
-    here = settings_of(subjects.optimizers, subjects.others)
-    _restore_objects(subjects, others, source)
-    with torch.no_grad():
-        for name, tensor in unfilled.items():
-            module, buffer, device = empty[name]
-            module._buffers[buffer] = tensor.to(device, copy=True)
-        for name, tensor in own.items():
-            tensor.copy_(groups["model"][name])
-        for name, tensor in averages.items():
-            tensor.copy_(groups["ema"][name])
-    if subjects.buffers is not None:
-        subjects.buffers.load_state_dict(transient)
-    for key, optimizer in subjects.optimizers.items():
-        _restore_optimizer(subjects.modules, optimizer, states[key], others["hyperparameters"][key])
-    began = others.get("given", {})  # an older version has not stored it
-    goes_on = settings_of(subjects.optimizers, subjects.others)
-    return began, overruled(began, given_by(goes_on), given_by(here))
+
+class Comparison:
+    """A checkpoint that is one of this run: names, dtypes and shapes are equal. Nothing has been changed.
+
+    Args:
+        subjects: The objects of the run.
+        groups: The tensors; of the groups "model", "ema" and "optimizer", they need no values.
+        document: The document.
+        source: The path of the checkpoint, for messages.
+
+    Raises:
+        CheckpointError, ValueError: See `restore`.
+    """
+
+    def __init__(
+        self,
+        subjects: Subjects,
+        groups: Mapping[str, Mapping[str, Tensor]],
+        document: Mapping[str, Any],
+        *,
+        source: str,
+    ) -> None:
+        self._subjects, self._source = subjects, source
+        self.own = model_tensors(subjects.modules)
+        """The tensors of the models, to which values are to be written."""
+        self.unfilled = {
+            name: place for name, place in empty_buffers(subjects.modules).items() if name in groups["model"]
+        }
+        """Buffers that are None here and have values there; see `snapshot.empty_buffers`."""
+        unfilled = {name: groups["model"][name] for name in self.unfilled}
+        _compare({**self.own, **unfilled}, groups["model"], source, "model")
+        self.averages = model_tensors(subjects.averages)
+        """The same of averaged models."""
+        if self.averages:
+            if "ema" not in groups:
+                raise CheckpointError(
+                    f"{source} holds no averaged weights, but Trainer was given ema_decay: leave ema_decay out, or "
+                    "start anew in another directory."
+                )
+            _compare(self.averages, groups["ema"], source, "averaged model")
+        self._others = decode(document["other"], groups["other"])
+        state = decode(document["optimizer"], groups["optimizer"])
+        self.states: dict[str, dict[str, dict[str, Any]]] = {"": state} if [*subjects.optimizers] == [""] else state
+        """The state of each optimizer by parameter name."""
+        _check_others(subjects, self._others, source)
+        if subjects.buffers is not None:
+            subjects.buffers.check_state_dict(self._others.get("buffers", {}), source)
+        self.began: dict[str, dict[str, Any]] = self._others.get("given", {})  # an older version has not stored it
+        """The script's settings of optimizers and schedulers at the first start."""
+        self.overruled: list[str] = []
+        """After `restoring`: descriptions of the present settings that have no effect."""
+
+    @contextmanager
+    def restoring(self) -> Iterator[None]:
+        """Restore all objects, then what the `with` block writes: models and the state of optimizers, then the rest.
+
+        Raises:
+            CheckpointError: An object refuses its state.
+        """
+        subjects, others = self._subjects, self._others
+        here = settings_of(subjects.optimizers, subjects.others)
+        _restore_objects(subjects, others, self._source)
+        yield
+        if subjects.buffers is not None:
+            subjects.buffers.load_state_dict(others.get("buffers", {}))
+        for key, optimizer in subjects.optimizers.items():
+            _restore_hyperparameters(optimizer, others["hyperparameters"][key])
+        goes_on = settings_of(subjects.optimizers, subjects.others)
+        self.overruled = overruled(self.began, given_by(goes_on), given_by(here))
 
 
 def restore_common(
@@ -128,14 +174,6 @@ def _restore_objects(subjects: Subjects, others: Mapping[str, Any], source: str)
                 f"{name} refused what {source} holds ({type(error).__name__}: {error}). Weights and optimizers are as "
                 "they were, but other such objects may have taken their state: build them anew before they are used."
             ) from error
-
-
-def _restore_optimizer(
-    modules: Mapping[str, nn.Module], optimizer: Optimizer, state: dict[str, Any], hyperparameters: list[dict[str, Any]]
-) -> None:
-    optimizer.state.clear()
-    put_optimizer_state(modules, optimizer, state)
-    _restore_hyperparameters(optimizer, hyperparameters)
 
 
 def _restore_hyperparameters(optimizer: Optimizer, hyperparameters: list[dict[str, Any]]) -> None:

@@ -1,11 +1,14 @@
 """The checkpoint from which a run continues: rank 0 reads it, checks it while reading, and sends it to all ranks.
 
-Only rank 0 needs the disk. Start reading at `find`.
+Only rank 0 needs the disk. But the ranks of a divided run, if they see the same files, each check a part, and read what
+they need later (`part_restoration`). Start reading at `find`.
 """
 
 from __future__ import annotations
 
+import json
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -14,9 +17,10 @@ from torch import Tensor
 from unisono.collectives.world import World
 from unisono.errors import CheckpointError
 from unisono.job.ranks import local_world_size
-from unisono.state.checkpoint_store import CheckpointStore
+from unisono.state.checkpoint_store import CheckpointInfo, CheckpointStore
 from unisono.state.durable_files import make_folder
 from unisono.state.lock import DirectoryLock
+from unisono.state.open_checkpoint import OpenCheckpoint
 from unisono.trainer.tensor_groups import TensorGroups, broadcast_groups
 
 __all__ = ["Resume", "ResumedRun", "find"]
@@ -32,12 +36,30 @@ class ResumedRun(NamedTuple):
     groups: dict[str, dict[str, Tensor]]
     document: dict[str, Any]
     warnings: list[str]
+    checkpoint: OpenCheckpoint | None = None
+    """The checkpoint, checked, of which each rank reads its part; None: `groups` has all tensors."""
 
 
-def find(world: World, directory: Path, store: CheckpointStore, lock: DirectoryLock, resume: Resume) -> ResumedRun:
+def find(
+    world: World,
+    directory: Path,
+    store: CheckpointStore,
+    lock: DirectoryLock,
+    resume: Resume,
+    *,
+    in_parts: bool = False,
+) -> ResumedRun:
     """Lock the directory of a run, read its newest good checkpoint on rank 0, and send it to all ranks.
 
-    Every rank must call it. Memory: the tensors, once on each rank.
+    Every rank must call it. Memory: the tensors, once on each rank; none with in_parts, if all see the same files.
+
+    Args:
+        world: The ranks.
+        directory: The directory.
+        store: Its checkpoints.
+        lock: Its lock.
+        resume: See `Trainer`.
+        in_parts: Let ranks read parts, if they can.
 
     Raises:
         CheckpointError: On all ranks, if the directory is in use or cannot be used, if there is no checkpoint and
@@ -46,11 +68,41 @@ def find(world: World, directory: Path, store: CheckpointStore, lock: DirectoryL
     """
     if local_world_size() < world.size:
         _compare_hosts(world, directory, store)
+    begun: _Begun | None = None
+
+    def begin() -> _Begun:
+        """Lock the directory on rank 0, once."""
+        nonlocal begun
+        if begun is None:
+            begun = _begin(directory, store, lock, resume)
+        return begun
+
+    def paths() -> bytes:
+        try:
+            return json.dumps([str(info.path.absolute()) for info in begin().checkpoints]).encode()
+        except CheckpointError as error:
+            lock.release()
+            return json.dumps({"error": str(error)}).encode()
+
+    if in_parts and world.size > 1:
+        head = json.loads(world.broadcast_bytes(paths))
+        if "error" in head:
+            raise CheckpointError(head["error"])
+        found = _open_in_parts(world, [Path(path) for path in head])
+        if found is not None:
+            warnings = [] if begun is None else begun.warnings
+            checkpoint, document, damaged = found
+            if checkpoint is None or document is None:
+                if world.rank == 0:
+                    lock.release()
+                raise _all_damaged(directory, damaged)
+            warnings = warnings + [f"{error} Resuming from step {checkpoint.step} instead." for error in damaged]
+            return ResumedRun(str(checkpoint.path), {}, document, warnings, checkpoint)
 
     def read() -> tuple[dict[str, Any], TensorGroups]:
         """Read the checkpoint on rank 0, and return a description of its content or of the error, and its tensors."""
         try:
-            return _read(directory, store, lock, resume)
+            return _read(directory, store, begin())
         except CheckpointError as error:
             lock.release()
             return {"error": str(error)}, {}
@@ -82,9 +134,15 @@ def _compare_hosts(world: World, directory: Path, store: CheckpointStore) -> Non
         )
 
 
-def _read(
-    directory: Path, store: CheckpointStore, lock: DirectoryLock, resume: Resume
-) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
+class _Begun(NamedTuple):
+    """What rank 0 finds in a directory that it has locked."""
+
+    checkpoints: list[CheckpointInfo]
+    """All of them, newest first, also damaged ones."""
+    warnings: list[str]
+
+
+def _begin(directory: Path, store: CheckpointStore, lock: DirectoryLock, resume: Resume) -> _Begun:
     try:
         make_folder(store.folder)
         unlocked = lock.acquire()
@@ -100,16 +158,65 @@ def _read(
             f'{directory} already holds a run, up to step {listed[0].step}, and resume="never": choose another '
             'directory, remove this one, or let resume="auto" continue it.'
         )
+    if resume == "must" and not listed:
+        raise CheckpointError(f'{directory} holds no checkpoint, and resume="must": check the path')
+    return _Begun(listed, [] if unlocked is None else [unlocked])
+
+
+def _read(
+    directory: Path, store: CheckpointStore, begun: _Begun
+) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
     loaded, damaged = store.load_newest()
-    warnings = [] if unlocked is None else [unlocked]
     if loaded is None and damaged:
-        raise CheckpointError(
-            f"all {len(damaged)} checkpoints in {directory} are damaged; the newest: {damaged[0]} Remove them to "
-            "start anew, or restore them from a copy."
-        )
+        raise _all_damaged(directory, [str(error) for error in damaged])
     if loaded is None:
-        if resume == "must":
-            raise CheckpointError(f'{directory} holds no checkpoint, and resume="must": check the path')
-        return {"source": None, "document": {}, "warnings": warnings}, {}
-    warnings += [f"{error} Resuming from step {loaded.info.step} instead." for error in damaged]
+        return {"source": None, "document": {}, "warnings": begun.warnings}, {}
+    warnings = begun.warnings + [f"{error} Resuming from step {loaded.info.step} instead." for error in damaged]
     return {"source": str(loaded.info.path), "document": loaded.document, "warnings": warnings}, loaded.groups
+
+
+def _all_damaged(directory: Path, damaged: Sequence[str]) -> CheckpointError:
+    return CheckpointError(
+        f"all {len(damaged)} checkpoints in {directory} are damaged; the newest: {damaged[0]} Remove them to "
+        "start anew, or restore them from a copy."
+    )
+
+
+def _open_in_parts(
+    world: World, paths: Sequence[Path]
+) -> tuple[OpenCheckpoint | None, dict[str, Any] | None, list[str]] | None:
+    """Return the newest good checkpoint with its document, and the errors of newer ones. Every rank must call it.
+
+    Each rank checks a part of the bytes.
+
+    Returns:
+        None if there are none, or a rank does not see the files of rank 0. The checkpoint is None if all are damaged.
+    """
+    damaged: list[str] = []
+    for path in paths:
+        checkpoint, error = None, ""
+        try:
+            checkpoint = OpenCheckpoint(path)
+        except CheckpointError as raised:
+            error = str(raised)
+        everyone = world.gather((error, checkpoint and checkpoint.digest), "Trainer resuming")
+        error, digest = everyone[0]
+        if error:
+            damaged.append(error)
+            continue
+        if checkpoint is None or any(other != digest for _, other in everyone):
+            return None
+        document = None
+        try:
+            checkpoint.verify(part=world.rank, parts=world.size)
+            document = checkpoint.document()
+            for group in checkpoint.groups:
+                checkpoint.group(group)
+        except CheckpointError as raised:
+            error = str(raised)
+        errors = [each for each in world.gather(error, "Trainer resuming") if each]
+        if not errors:
+            assert isinstance(document, dict)
+            return checkpoint, document, damaged
+        damaged.append(errors[0])
+    return (None, None, damaged) if damaged else None

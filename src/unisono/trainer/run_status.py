@@ -103,10 +103,11 @@ class RunStatus:
     def digest(self) -> str:
         """Return the SHA-256 of all parameters, buffers and optimizer state as 64 hex digits: the identity of a result.
 
-        It is equal on all ranks, and any rank may call it alone; with `parallel`, before and after a loop over epochs.
+        It is equal on all ranks, and any rank may call it alone. With `parallel`, call it after the loop over epochs,
+        or before the first step; with shards, not before the loop of a run that goes on, whose ranks have parts alone.
 
         Raises:
-            UnisonoError: With `parallel`, within a loop: this rank has the values of its own part alone.
+            UnisonoError: With `parallel`: this rank has the values of its own part alone.
             CheckpointError: A tensor has no plain memory, such as a sparse or quantized one.
             TypeError: The optimizer's state has a value other than a tensor, number, string or a container of these.
             ValueError: The optimizer has state for a parameter that belongs to no model.

@@ -16,6 +16,7 @@ from unisono.trainer.assembly import TrainerParts
 from unisono.trainer.checkpointing import Place
 from unisono.trainer.drilled import tell_end
 from unisono.trainer.rescue import Rescue
+from unisono.trainer.shard_gathering import ShardGathering
 from unisono.trainer.step_fingerprint import intent_of_call
 from unisono.trainer.stop_signals import StopSignals
 from unisono.watch import EventLog
@@ -91,7 +92,7 @@ class SavePoints:
             self._keeper.save_if_due(self._cursor.place, self._asked.capture, epoch_ended=epoch_ended)
         self.is_asking = True
         if not finishing and self._stops is not None and self._stops.is_due(is_main=self._parts.run.world.rank == 0):
-            if self._parts.run.world.rank == 0 and not self._is_whole:
+            if self._parts.run.world.rank == 0 and not self._is_whole and self._keeper.is_newer(self._cursor.place):
                 return  # the signal came after the others were told that there is nothing to save
             self.save_if_whole()
             self._stops.raise_pending()
@@ -100,6 +101,10 @@ class SavePoints:
         """Save a checkpoint now, in the background or, with a tag, until it is on disk; see `Trainer.save`."""
         self._keep_carried()
         if self._keeps:
+            if self._save_parts(tag):
+                if tag is None:
+                    self._asked.note()
+                return
             self._gather(everywhere=False)
         if tag is not None:
             self._keeper.save_tag(tag, self._cursor.place, self._asked.capture)
@@ -217,18 +222,30 @@ class SavePoints:
             self._gathering.gather(everywhere=everywhere)
 
     def _gather_if_due(self, *, epoch_ended: bool) -> None:
-        """Bring the parts of a model that is cut to rank 0, if that is about to save; it may have to tell others."""
+        """Let ranks write their parts of a model that is cut, if that is due, or bring them to rank 0, which saves.
+
+        Rank 0 may have to tell the others.
+        """
         if self._gathering is None or not self._keeps:
             return
-        world = self._parts.run.world
+        world, place = self._parts.run.world, self._cursor.place
         due = world.rank == 0 and (
-            self._keeper.is_due(self._cursor.place, epoch_ended=epoch_ended)
-            or (self._stops is not None and self._stops.is_pending)
+            self._keeper.is_due(place, epoch_ended=epoch_ended)
+            or (self._stops is not None and self._stops.is_pending and self._keeper.is_newer(place))
         )
         if self._gathering.needs_others:
             due = world.broadcast_bytes(lambda: b"1" if due else b"0") == b"1"
-        if due:
+        if due and not self._save_parts():
             self._gather(everywhere=False)
+
+    def _save_parts(self, tag: str | None = None) -> bool:
+        """Let each rank write its part, if the run is divided and they can; otherwise return False on all ranks."""
+        gathering = self._gathering
+        if not isinstance(gathering, ShardGathering) or not gathering.is_divided:
+            return False
+        return self._keeper.save_parts(
+            self._cursor.place, lambda optimizers: self._asked.capture(None, optimizers), gathering.saving, tag=tag
+        )
 
     def _tell_put_off(self, sentence: str) -> None:
         """Tell that a signal is put off, unless the launcher sent it since a rank has failed: it tells that itself."""

@@ -8,6 +8,7 @@ from unisono.collectives.world import World
 from unisono.engine.sharded import Division
 from unisono.errors import UnisonoError
 from unisono.state.codec import decode, encode
+from unisono.trainer.part_saving import PartSaving
 from unisono.trainer.snapshot import Subjects
 from unisono.trainer.tensor_groups import TensorGroups, broadcast_groups
 
@@ -25,6 +26,13 @@ class ShardGathering:
 
     def __init__(self, world: World, division: Division, subjects: Subjects) -> None:
         self._world, self._division, self._subjects = world, division, subjects
+        self.saving = PartSaving(world, division, subjects)
+        """Lets each rank write its own part of a checkpoint."""
+
+    @property
+    def is_divided(self) -> bool:
+        """True if no rank has the whole state, so that each can write its part. Equal on all ranks."""
+        return self._division.whole == "nowhere"
 
     @property
     def is_whole(self) -> bool:

@@ -165,7 +165,10 @@ def optimizer_state(modules: Mapping[str, nn.Module], optimizer: Optimizer) -> d
 
 
 def capture(
-    subjects: Subjects, facts: Mapping[str, Any], settings: Hyperparameters | None = None
+    subjects: Subjects,
+    facts: Mapping[str, Any],
+    settings: Hyperparameters | None = None,
+    optimizers: Mapping[str, dict[str, dict[str, Any]]] | None = None,
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
     """Return groups of tensors, which share memory with the run, and a JSON document that describe the run.
 
@@ -173,13 +176,15 @@ def capture(
         subjects: The objects of the run.
         facts: The run's constants and its cursor.
         settings: The settings to store, from an earlier moment. None: the current ones.
+        optimizers: The state of optimizers by parameter name, where it is divided over ranks. None: what they have.
 
     Raises:
         CheckpointError: The state of an object holds something that cannot be written without pickle.
         ValueError: An optimizer has a parameter that belongs to no model.
     """
     others = _others(subjects, settings or settings_of(subjects.optimizers, subjects.others))
-    optimizers = {key: optimizer_state(subjects.modules, each) for key, each in subjects.optimizers.items()}
+    if optimizers is None:
+        optimizers = {key: optimizer_state(subjects.modules, each) for key, each in subjects.optimizers.items()}
     single = [*optimizers] == [""]
     optimizer_document, optimizer_tensors = encode(optimizers[""] if single else optimizers)
     if subjects.buffers is not None and (transient := subjects.buffers.state_dict()):

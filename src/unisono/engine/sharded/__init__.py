@@ -5,11 +5,12 @@ from unisono.engine.sharded.engine import ShardedEngine
 from unisono.engine.sharded.exchange import UnitExchange
 from unisono.engine.sharded.factory import ShardedEngineFactory
 from unisono.engine.sharded.grid import ShardGrid
-from unisono.engine.sharded.optimizer_shards import OptimizerShards
+from unisono.engine.sharded.optimizer_shards import OptimizerPiece, OptimizerShards
 from unisono.engine.sharded.unit import ShardedUnit
 
 __all__ = [
     "Division",
+    "OptimizerPiece",
     "OptimizerShards",
     "ShardGrid",
     "ShardedEngine",

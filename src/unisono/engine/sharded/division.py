@@ -70,6 +70,19 @@ class Division:
         self.whole = "nowhere"
         give_memory_back()
 
+    def begin_divided(self) -> None:
+        """Go on with the parts that were read into `ShardedUnit.held_places` and `OptimizerShards.load`. Local.
+
+        Where each rank keeps all weights, they were read into the parameters.
+        """
+        for optimizer in self._optimizers:
+            self._shards[id(optimizer)].clear()
+        if not self.grid.keeps_weights:
+            for unit in self.units:
+                unit.divide()
+        self.whole = "nowhere"
+        give_memory_back()
+
     def join_weights(self, *, everywhere: bool) -> None:
         """Bring all parameters together on rank 0, or on all ranks. Every rank must call it.
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from unisono.activity import Wait
-from unisono.collectives.world import World
+from unisono.collectives.world import World, as_bytes
 from unisono.engine.norm import in_memory_order
 from unisono.engine.sharded.grid import ShardGrid
 from unisono.engine.sharded.unit import PieceLayout, ShardedUnit
@@ -120,6 +120,27 @@ class UnitExchange:
         with self._unbroken(), uncounted_collectives():
             self._transfer(dict.fromkeys(received, own.own), received)
         own.settle(received)
+
+    def assemble(self, own: Tensor, numels: Mapping[int, int], *, owner: int) -> Tensor | None:
+        """Put the parts of a vector together on one rank, at a moment when all ranks call this; None on the others.
+
+        Args:
+            own: This rank's part; on a rank that has none, an empty vector.
+            numels: The number of elements of the part of each rank that has one, in the order of the vector.
+            owner: The rank that gets the vector.
+        """
+        rank = self._world.rank
+        if rank != owner:
+            with self._unbroken(), uncounted_collectives():
+                self._transfer({owner: as_bytes(own.contiguous())} if rank in numels else {}, {})
+            return None
+        vector = own.new_empty(sum(numels.values()))
+        parts = dict(zip(numels, torch.split(vector, [*numels.values()]), strict=True))
+        if rank in parts:
+            parts.pop(rank).copy_(own)
+        with self._unbroken(), uncounted_collectives():
+            self._transfer({}, {peer: as_bytes(part) for peer, part in parts.items()})
+        return vector
 
     def _round(self, wanted: int) -> None:
         if not self._is_open:

@@ -7,7 +7,7 @@ where it is to be saved or seen as a whole.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,26 @@ from unisono.engine.sharded.unit import ShardedUnit
 from unisono.engine.shared.partition import Piece
 from unisono.engine.shared.sharded_optimizer import ShardedOptimizer
 
-__all__ = ["OptimizerShards"]
+__all__ = ["OptimizerPiece", "OptimizerShards"]
+
+
+class OptimizerPiece(NamedTuple):
+    """A piece of a parameter that this rank updates."""
+
+    name: str
+    """The name of the parameter."""
+    shape: torch.Size
+    """The shape of the parameter."""
+    strides: tuple[int, ...]
+    """The order of its elements in memory, in which a piece is cut."""
+    start: int
+    stop: int
+    state: Mapping[str, Any]
+    """The optimizer's state of the piece."""
+
+    def has_element_of_each(self, value: Any) -> bool:
+        """Return True for a tensor of the state that has an element for each one of the piece, such as an average."""
+        return isinstance(value, Tensor) and bool(value.dim()) and list(value.shape) == [self.stop - self.start]
 
 
 class OptimizerShards:
@@ -90,6 +109,25 @@ class OptimizerShards:
                 self.sharded.state[place] = {
                     key: _part(value, p, piece, self._strides[id(p)]) for key, value in state.items()
                 }
+
+    def pieces(self) -> list[OptimizerPiece]:
+        """Return this rank's pieces, with the state that they have."""
+        self._build()
+        found = []
+        for piece, place in zip(self.sharded.pieces, self.sharded.places, strict=True):
+            p = self._parameters[piece.parameter]
+            name, strides = self._names[id(p)], self._strides[id(p)]
+            state = self.sharded.state.get(place, {})
+            found.append(OptimizerPiece(name, p.shape, strides, piece.start, piece.stop, state))
+        return found
+
+    def load(self, states: Sequence[dict[str, Any]]) -> None:
+        """Replace the state of this rank's pieces, in the order of `pieces`. An empty one stands for none."""
+        self.sharded.state.clear()
+        self.sharded.forget()
+        self.sharded.state.update(
+            {place: state for place, state in zip(self.sharded.places, states, strict=True) if state}
+        )
 
     def clear(self) -> None:
         """Drop the state in the user's optimizer."""

@@ -137,6 +137,26 @@ class ShardedUnit:
         """The pieces that this rank updates."""
         return self.layouts[self._rank].pieces
 
+    def is_row_major(self, number: int) -> bool:
+        """Return True if the elements of a parameter lie in memory in the order of their indices."""
+        shape, strides = self.parameters[number].shape, self.strides[number]
+        return torch.empty_strided(shape, strides, device="meta").is_contiguous()
+
+    def updated_values(self) -> list[tuple[Piece, Tensor]]:
+        """Return the pieces that this rank updates, with their present values as vectors. Copies nothing."""
+        if not self._grid.keeps_weights:
+            return [*zip(self.pieces, self.layouts[self._rank].views(self.own), strict=True)]
+        whole = [in_memory_order(p.data, own) for p, own in zip(self.parameters, self.strides, strict=True)]
+        return [(piece, whole[piece.parameter][piece.start : piece.stop]) for piece in self.pieces]
+
+    def held_places(self) -> list[tuple[Piece, Tensor]]:
+        """Return the pieces that this rank keeps, with the vectors that hold them while the unit is apart."""
+        return [
+            pair
+            for rank, part in self._parts_of_holders.items()
+            for pair in zip(self.layouts[rank].pieces, self.layouts[rank].views(part), strict=True)
+        ]
+
     def storages(self) -> list[int]:
         """Return the identities of the memory of the parameters when they are together."""
         return [whole.untyped_storage()._cdata for whole in self._whole]

@@ -1,0 +1,200 @@
+"""What each rank of a divided run writes of a checkpoint: ranges of tensors by name, and their values.
+
+Weights need no exchange, since each rank knows what all of them have. Of the optimizers' state, ranks tell each other
+what they have; the numbers that are the same in all pieces, such as the count of steps, come with it. Start reading at
+`Contents`; `own_table` and `merged_state` are the description of the optimizers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from unisono.engine.sharded import Division
+from unisono.state.codec import decode, encode
+from unisono.state.digest import exact
+from unisono.state.part_plan import Claim, PartPlan, plan_parts
+from unisono.state.safetensors_format import tied_names
+from unisono.trainer.modules import parameter_names
+from unisono.trainer.snapshot import Subjects, model_tensors
+
+__all__ = ["Contents", "PieceState", "Table", "merged_state", "own_table"]
+
+
+class PieceState(NamedTuple):
+    """The state of one piece of a parameter in an optimizer, without its large tensors."""
+
+    name: str
+    start: int
+    stop: int
+    dtypes: dict[str, torch.dtype | None]
+    """By key, the dtype of a tensor that has an element for each one of the piece; None for other values."""
+    others: dict[str, Any]
+    """The other values, with the first piece of a parameter alone: they are the same in all of its pieces."""
+
+
+Table = Mapping[str, Sequence[PieceState]]
+"""What a rank has, by the name of the optimizer."""
+
+
+def own_table(division: Division, optimizers: Mapping[str, Optimizer]) -> dict[str, list[PieceState]]:
+    """Return what this rank has of the optimizers' state."""
+    return {
+        key: [
+            PieceState(
+                piece.name,
+                piece.start,
+                piece.stop,
+                {
+                    each: value.dtype if piece.has_element_of_each(value) else None
+                    for each, value in piece.state.items()
+                },
+                {
+                    each: value
+                    for each, value in piece.state.items()
+                    if not piece.start and not piece.has_element_of_each(value)
+                },
+            )
+            for piece in division.shards_of(optimizer).pieces()
+            if piece.state
+        ]
+        for key, optimizer in optimizers.items()
+    }
+
+
+def merged_state(tables: Sequence[Table], shapes: Mapping[str, torch.Size]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return the state of whole optimizers, as `snapshot.optimizer_state` does; large tensors are without values.
+
+    Args:
+        tables: What each rank has.
+        shapes: The shape of each parameter by name.
+
+    >>> piece = PieceState("w", 0, 2, {"step": None, "sum": torch.float32}, {"step": 3})
+    >>> rest = PieceState("w", 2, 4, {"step": None, "sum": torch.float32}, {})
+    >>> state = merged_state([{"": [piece]}, {"": [rest]}], {"w": torch.Size([4])})
+    >>> state[""]["w"]["step"], state[""]["w"]["sum"].shape
+    (3, torch.Size([4]))
+    """
+    merged: dict[str, dict[str, dict[str, Any]]] = {}
+    for key in tables[0]:
+        firsts = {piece.name: piece for table in tables for piece in table[key] if not piece.start}
+        merged[key] = {
+            name: {
+                each: piece.others[each] if dtype is None else torch.empty(shapes[name], dtype=dtype, device="meta")
+                for each, dtype in piece.dtypes.items()
+            }
+            for name, piece in sorted(firsts.items())
+        }
+    return merged
+
+
+class Contents:
+    """The groups "model" and "optimizer" of a checkpoint: who writes what, and copies of what this rank writes.
+
+    Every rank must make it. What no rank has a part of, such as buffers, rank 0 writes. A parameter that is cut, and
+    whose elements do not lie in memory in the order of their indices, is assembled on the first rank that has some.
+
+    Memory: this rank's part, and what it assembles. Traffic: that of what is assembled.
+
+    Args:
+        rank: This rank.
+        division: Its part of the run.
+        subjects: The objects of the run.
+        tables: What each rank has of the optimizers' state.
+
+    Raises:
+        CheckpointError: A tensor cannot be stored, or ranks do not have all of one.
+    """
+
+    def __init__(self, rank: int, division: Division, subjects: Subjects, tables: Sequence[Table]) -> None:
+        self._rank, self._division = rank, division
+        names = parameter_names(subjects.modules)
+        known = {
+            names[id(p)]: (p.shape, unit.strides[i], unit.is_row_major(i))
+            for unit in division.units
+            for i, p in enumerate(unit.parameters)
+        }
+        self.optimizers = merged_state(tables, {name: shape for name, (shape, *_) in known.items()})
+        """The state of the optimizers, with tensors on the meta device for what is divided."""
+        self.values: dict[str, dict[Claim, Tensor]] = {"model": {}, "optimizer": {}}
+        """What this rank writes of each group."""
+        self._forms = known
+        self._claims: dict[str, list[list[Claim]]] = {group: [[] for _ in tables] for group in self.values}
+        self.plans = {
+            "model": self._plan_model(subjects, names),
+            "optimizer": self._plan_optimizers(subjects, tables),
+        }
+
+    def _plan_model(self, subjects: Subjects, names: Mapping[int, str]) -> PartPlan:
+        tensors = model_tensors(subjects.modules)
+        aliases = tied_names(tensors)
+        for unit in self._division.units:
+            own = {piece.parameter: vector for piece, vector in unit.updated_values()}
+            for i, p in enumerate(unit.parameters):
+                spans = {
+                    rank: (piece.start, piece.stop)
+                    for rank, layout in enumerate(unit.layouts)
+                    for piece in layout.pieces
+                    if piece.parameter == i
+                }
+                self._claim("model", names[id(p)], names[id(p)], spans, own.get(i, p.new_empty(0)))
+        self._claim_rest("model", {name: each for name, each in tensors.items() if name not in aliases})
+        return plan_parts("model", tensors, aliases, self._claims["model"])
+
+    def _plan_optimizers(self, subjects: Subjects, tables: Sequence[Table]) -> PartPlan:
+        single = [*self.optimizers] == [""]
+        document, tensors = encode(self.optimizers[""] if single else self.optimizers)
+        found = decode(document, tensors)
+        names = {id(tensor): name for name, tensor in tensors.items()}
+        for key, optimizer in subjects.optimizers.items():
+            own = {piece.name: piece.state for piece in self._division.shards_of(optimizer).pieces()}
+            spans: dict[str, dict[int, tuple[int, int]]] = {}
+            for rank, table in enumerate(tables):
+                for piece in table[key]:
+                    spans.setdefault(piece.name, {})[rank] = (piece.start, piece.stop)
+            for parameter, state in (found if single else found[key]).items():
+                for each, form in state.items():
+                    if isinstance(form, Tensor) and form.is_meta:
+                        vector = own.get(parameter, {}).get(each, torch.empty(0, dtype=form.dtype))
+                        self._claim("optimizer", names[id(form)], parameter, spans[parameter], vector)
+        self._claim_rest("optimizer", tensors)
+        return plan_parts("optimizer", tensors, {}, self._claims["optimizer"])
+
+    def _claim(self, group: str, name: str, parameter: str, spans: Mapping[int, tuple[int, int]], own: Tensor) -> None:
+        """Note who writes a tensor of which ranks have parts, and copy this rank's part.
+
+        Args:
+            group: The group of the tensor.
+            name: The name of the tensor.
+            parameter: The name of the parameter that it belongs to.
+            spans: By rank, the elements that each has, in the order of memory.
+            own: Those that this rank has.
+        """
+        shape, strides, is_row_major = self._forms[parameter]
+        values, claims = self.values[group], self._claims[group]
+        if is_row_major:
+            for rank, (start, stop) in spans.items():
+                claims[rank].append(Claim(name, start, stop))
+            if self._rank in spans:
+                values[Claim(name, *spans[self._rank])] = own.detach().clone()
+            return
+        owner = next(iter(spans))
+        claims[owner].append(claim := Claim(name, 0, shape.numel()))
+        numels = {rank: stop - start for rank, (start, stop) in spans.items()}
+        whole = self._division.exchange.assemble(own.detach(), numels, owner=owner)
+        if whole is not None:
+            values[claim] = whole.as_strided(shape, strides).contiguous().view(-1)
+
+    def _claim_rest(self, group: str, tensors: Mapping[str, Tensor]) -> None:
+        """Let rank 0 write what no rank has a part of, since it is the same on all."""
+        claims = self._claims[group]
+        claimed = {claim.name for own in claims for claim in own}
+        for name, tensor in tensors.items():
+            if name not in claimed:
+                claims[0].append(claim := Claim(name, 0, tensor.numel()))
+                if self._rank == 0:
+                    self.values[group][claim] = exact(tensor, f"{group}.{name}").reshape(-1).clone()

@@ -1,0 +1,102 @@
+"""Checkpoints of a divided run that all ranks write, each its own part, so that none needs the whole.
+
+At a save, ranks exchange what they have and copy their parts. From then on they talk by files in the folder of the
+checkpoint (`state.part_writing`), so threads can write while training uses the collectives. Rank 0 completes it. Start
+reading at `PartSaving.prepare`.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from unisono.collectives.world import World
+from unisono.engine.sharded import Division
+from unisono.state.manifest import SUFFIX
+from unisono.state.part_plan import PartPlan
+from unisono.state.part_writing import FileRange, PartWriter, is_begun_by
+from unisono.trainer.divided_parts import Contents, own_table
+from unisono.trainer.snapshot import Subjects
+
+__all__ = ["OwnPart", "PartSaving"]
+
+
+class OwnPart(NamedTuple):
+    """What this rank writes of a checkpoint. The values are copies."""
+
+    writer: PartWriter
+    plans: dict[str, PartPlan]
+    """By group, who writes what."""
+    ranges: list[FileRange]
+    optimizers: dict[str, dict[str, dict[str, Any]]]
+    """See `Contents.optimizers`."""
+
+    def write(self) -> None:
+        """Write it, and leave a report for rank 0."""
+        self.writer.write(self.ranges, {group + SUFFIX: plan.layout.nbytes for group, plan in self.plans.items()})
+
+
+class PartSaving:
+    """Prepares and writes this rank's parts of checkpoints.
+
+    Args:
+        world: The ranks.
+        division: The state of the run on this rank.
+        subjects: The objects of the run.
+    """
+
+    def __init__(self, world: World, division: Division, subjects: Subjects) -> None:
+        self._world, self._division, self._subjects = world, division, subjects
+        self._thread: threading.Thread | None = None
+
+    def prepare(self, folder: Path) -> OwnPart | None:
+        """Copy this rank's part of the present state; None on all ranks if not all of them can write to the folder.
+
+        Every rank must call it, while the run is divided. Memory: the part. Traffic: a description of the optimizers'
+        state, and parameters that have to be assembled (see `Contents`).
+
+        Args:
+            folder: The folder of the checkpoint, which rank 0 has begun.
+
+        Raises:
+            CheckpointError: A tensor cannot be stored.
+        """
+        world, writer = self._world, None
+        with suppress(OSError):  # this rank has no such folder, or no right to write there: then rank 0 writes alone
+            writer = PartWriter(folder, world.rank)
+        try:
+            own = (writer is not None, own_table(self._division, self._subjects.optimizers))
+            everyone = world.gather(own, "a checkpoint in parts")
+            # A folder of the same name on another host would do, but for the files that rank 0 must find there.
+            is_shared = world.broadcast_bytes(lambda: b"1" if is_begun_by(folder, world.size) else b"0") == b"1"
+            if writer is None or not is_shared:
+                if writer is not None:
+                    writer.close()
+                return None
+            contents = Contents(world.rank, self._division, self._subjects, [table for _, table in everyone])
+        except BaseException:
+            if writer is not None:
+                writer.close()
+            raise
+        ranges: list[FileRange] = []
+        for group, plan in contents.plans.items():
+            values = contents.values[group]
+            if world.rank == 0:
+                ranges.append(FileRange(group + SUFFIX, 0, plan.layout.header))
+            starts = plan.starts[world.rank]
+            ranges += [FileRange(group + SUFFIX, at, values[claim]) for claim, at in starts.items()]
+        return OwnPart(writer, contents.plans, ranges, contents.optimizers)
+
+    def start(self, part: OwnPart) -> None:
+        """Write a part in the background. The program's end waits for it."""
+        self.join()
+        self._thread = threading.Thread(target=part.write, name="part of a checkpoint")
+        self._thread.start()
+
+    def join(self) -> None:
+        """Wait until this rank writes nothing."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None

@@ -1,0 +1,112 @@
+"""Checkpoints that the ranks of a divided run write in parts, and of which each rank reads its own part."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).parent / "programs" / "divided_saved.py"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(fork_python, tmp_path_factory):
+    (line,) = fork_python(PROGRAM, tmp_path_factory.mktemp("undisturbed"), "")
+    return line.removeprefix("from 0 ")
+
+
+@pytest.fixture
+def saved(fork_ranks, tmp_path):
+    """The directory of a run of which 3 ranks have written the checkpoints of steps 3 and 5 in parts."""
+    fork_ranks(3, PROGRAM, tmp_path, "block", "compare", "max_steps=5")
+    folder = tmp_path / "checkpoints"
+    shutil.rmtree(folder / "step-000000005")
+    (folder / "tag-parts").rename(folder / "step-000000005")
+    return tmp_path
+
+
+def regions(folder, name):
+    """Return the place and the writer of each region of a file."""
+    (entry,) = (each for each in json.loads((folder / "manifest.json").read_text())["files"] if each["name"] == name)
+    stops = [each.split(" ") for each in entry["regions"]]
+    starts = [0, *(int(stop) for stop, *_ in stops)]
+    return [(start, int(stop), int(rank)) for start, (stop, _, rank) in zip(starts, stops, strict=False)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "how"),
+    [
+        (3, "block"),
+        pytest.param(4, "size", marks=pytest.mark.soak),
+        pytest.param(3, "zero1", marks=pytest.mark.soak),
+        pytest.param(4, "replicas", marks=pytest.mark.soak),
+    ],
+)
+def test_parts_of_ranks_make_the_files_that_one_rank_would_write(fork_ranks, tmp_path, undisturbed, ranks, how):
+    job = fork_ranks(ranks, PROGRAM, tmp_path, how, "compare")
+    assert [job.lines(rank) for rank in range(ranks)] == [[f"from 0 {undisturbed}"]] * ranks
+    folder = tmp_path / "checkpoints" / "tag-parts"
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        assert {rank for *_, rank in regions(folder, file)} == {*range(ranks)}
+
+
+@pytest.mark.parametrize(
+    "later",
+    [
+        [(2, "zero1"), (4, "replicas")],
+        pytest.param([(4, "size"), (1, ""), (2, "block")], marks=pytest.mark.soak),
+        pytest.param([(2, "replicas"), (4, "block")], marks=pytest.mark.soak),
+    ],
+)
+def test_each_rank_reads_its_part_whoever_wrote_it(fork_ranks, saved, undisturbed, later):
+    begun = 5
+    for ranks, how in later[:-1]:
+        fork_ranks(ranks, PROGRAM, saved, how, f"max_steps={begun + 2}")
+        begun += 2
+    ranks, how = later[-1]
+    job = fork_ranks(ranks, PROGRAM, saved, how)
+    assert [job.lines(rank) for rank in range(ranks)] == [[f"from {begun} {undisturbed}"]] * ranks
+
+
+def test_a_damaged_part_is_told_with_its_writer_and_an_older_checkpoint_taken(fork_ranks, saved, undisturbed):
+    newest = saved / "checkpoints" / "step-000000005"
+    file = newest / "optimizer.safetensors"
+    start, stop, _ = next(each for each in regions(newest, file.name) if each[2] == 1)
+    data = bytearray(file.read_bytes())
+    data[(start + stop) // 2] ^= 1
+    file.write_bytes(data)
+    job = fork_ranks(2, PROGRAM, saved, "block")
+    assert [job.lines(rank) for rank in range(2)] == [[f"from 4 {undisturbed}"]] * 2
+    assert f"bytes {start:,} to {stop:,}, which rank 1 wrote" in job.err
+    assert "optimizer.safetensors" in job.err
+    assert "Resuming from step 4 instead" in job.err
+
+
+def test_a_missing_file_and_a_checkpoint_of_another_model_are_named(fork_ranks, saved):
+    newest = saved / "checkpoints" / "step-000000005"
+    job = fork_ranks(2, PROGRAM, saved, "block", "width=128", code=1)
+    assert f"{newest} is a checkpoint of another model" in job.err
+    assert "embedding.weight is float32[300, 64] there and float32[300, 128] here" in job.err
+    for folder in (saved / "checkpoints").glob("step-*"):
+        (folder / "model.safetensors").unlink()
+    job = fork_ranks(2, PROGRAM, saved, "block", code=1)
+    assert "checkpoints in" in job.err
+    assert "are damaged; the newest" in job.err
+    assert "model.safetensors" in job.err
+
+
+def test_a_rank_that_dies_while_it_writes_leaves_the_older_checkpoints(run_ranks, tmp_path, undisturbed):
+    job = run_ranks(2, PROGRAM, tmp_path, "block", "die=7", flags=["--max-restarts", "1"])
+    assert [job.lines(rank)[-1] for rank in range(2)] == [f"from 4 {undisturbed}"] * 2
+    assert not [*(tmp_path / "checkpoints").glob(".tmp-*")]
+
+
+def test_ranks_that_do_not_see_the_files_leave_them_to_rank_0(fork_ranks, tmp_path, undisturbed):
+    fork_ranks(2, PROGRAM, tmp_path, "block", "apart=1", "max_steps=5")
+    manifest = (tmp_path / "checkpoints" / "step-000000003" / "manifest.json").read_text()
+    assert not re.search(r'[0-9a-f]{64} [0-9]+"', manifest)  # a region with its writer
+    job = fork_ranks(2, PROGRAM, tmp_path, "block", "apart=1")
+    assert [job.lines(rank) for rank in range(2)] == [[f"from 5 {undisturbed}"]] * 2
