@@ -110,3 +110,11 @@ def test_ranks_that_do_not_see_the_files_leave_them_to_rank_0(fork_ranks, tmp_pa
     assert not re.search(r'[0-9a-f]{64} [0-9]+"', manifest)  # a region with its writer
     job = fork_ranks(2, PROGRAM, tmp_path, "block", "apart=1")
     assert [job.lines(rank) for rank in range(2)] == [[f"from 5 {undisturbed}"]] * 2
+
+
+@pytest.mark.parametrize(("ranks", "how"), [(4, "replicas"), pytest.param(2, "zero1", marks=pytest.mark.soak)])
+def test_weights_are_loaded_into_the_parts_of_ranks(fork_ranks, fork_python, tmp_path, undisturbed, ranks, how):
+    (expected,) = fork_python(PROGRAM, tmp_path / "whole", "", "load")
+    assert expected != f"from 0 {undisturbed}"
+    job = fork_ranks(ranks, PROGRAM, tmp_path / "divided", how, "load")
+    assert [job.lines(rank) for rank in range(ranks)] == [[expected]] * ranks

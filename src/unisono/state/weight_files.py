@@ -23,10 +23,12 @@ from torch import Tensor
 from unisono.errors import CheckpointError
 from unisono.state.digest import check_storable, copy_each
 from unisono.state.durable_files import flush_folder, make_folder, open_file, remedy, write_file
+from unisono.state.regions import CHUNK
 from unisono.state.safetensors_format import plan_file, read_tensors
+from unisono.state.tensor_file import TensorFile
 from unisono.text import a_type
 
-__all__ = ["SUFFIXES", "read_weights", "write_weights"]
+__all__ = ["SUFFIXES", "open_weights", "read_weights", "write_weights"]
 
 SUFFIXES = {".safetensors": True, ".pt": False, ".pth": False, ".bin": False}
 """By the suffix of a file's name, True for safetensors and False for a file of torch.save."""
@@ -65,6 +67,26 @@ def read_weights(path: Path, *, key: str | None = None) -> dict[str, Tensor]:
             "it is something else."
         ) from error
     return _flat(_unpickle(path), path, key)
+
+
+def open_weights(path: Path) -> TensorFile | None:
+    """Return a safetensors file of which tensors can be read one at a time; None for a file of torch.save.
+
+    It is read once as a whole, in constant memory, so that what cannot be read is found before anything is changed.
+
+    Raises:
+        CheckpointError: The file cannot be read, or has neither format.
+    """
+    try:
+        with open_file(path, lambda size: True, "a file of weights") as file:
+            if file.read(9).startswith(_TORCH_MAGIC):
+                return None
+            found, buffer = TensorFile(path), bytearray(CHUNK)
+            while file.readinto(buffer):
+                pass
+            return found
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}. Check the path and its rights.") from error
 
 
 def _fill(file: io.FileIO, view: memoryview) -> None:

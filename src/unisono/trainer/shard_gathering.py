@@ -44,6 +44,12 @@ class ShardGathering:
         """True if `gather` needs all ranks, since there is something to gather."""
         return self._division.whole != "everywhere"
 
+    def divide_again(self) -> bool:
+        """Drop the whole copy of rank 0, and return True if the run is divided then. Every rank must call it; local."""
+        if self._division.whole == "main":
+            self._division.divide()
+        return self.is_divided
+
     def gather(self, *, everywhere: bool) -> None:
         """Bring weights and optimizer state to rank 0. Every rank must call it.
 

@@ -23,6 +23,7 @@ from unisono.trainer.evaluation_history import evaluations_since_improvement
 from unisono.trainer.loop import Loop
 from unisono.trainer.rank_errors import raised_on_all
 from unisono.trainer.recovery import Recovery
+from unisono.trainer.shard_gathering import ShardGathering
 from unisono.trainer.snapshot import extra_state, model_tensors
 from unisono.trainer.weight_loading import LoadedWeights, Source, load_weights, read_source
 from unisono.watch import EventLog
@@ -129,20 +130,25 @@ class Storage:
         call = f"trainer.load({str(path)!r}, strict={strict}, ema={ema}, key={key!r})"
         parts = self._parts
 
+        gathering, is_divided = parts.gathering, False
+
         def read() -> Source | None:
             parts.keeper.settle()
             if path != _BEST:
-                return read_source(where, ema=ema, key=key)
+                return read_source(where, ema=ema, key=key, one_by_one=is_divided)
             if parts.keeper.best is None:
                 raise CheckpointError('load("best") needs a run with a directory and Checkpoints(best=...)')
             if parts.keeper.best.needs_checkpoint(parts.cursor.total_steps) and not ema:
                 return None  # the present weights are the best ones, and will be saved
-            return read_source(parts.keeper.best.path(), ema=ema, key=key)
+            return read_source(parts.keeper.best.path(), ema=ema, key=key, one_by_one=is_divided)
 
         def load() -> LoadedWeights:
+            nonlocal is_divided
             self._compare(call)
-            if parts.gathering is not None:
-                parts.gathering.gather(everywhere=True)
+            if isinstance(gathering, ShardGathering) and gathering.divide_again():
+                is_divided = True
+            elif gathering is not None:
+                gathering.gather(everywhere=True)
             loaded = load_weights(
                 parts.run.world,
                 parts.subjects,

@@ -1,13 +1,14 @@
 """Weights alone from a checkpoint or a file: rank 0 reads, all ranks compare names and shapes, then all get the values.
 
 The file is read and checked as a whole before a weight is changed. Tensors are then sent one at a time, so only rank 0
-holds all of them, and only rank 0 needs the disk. Start reading at `load_weights`; `match` is the pure part.
+holds all of them, and only rank 0 needs the disk. For a divided run, rank 0 reads each tensor a second time when it is
+sent, so it holds one at a time, too. Start reading at `load_weights`; `match` is the pure part.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,12 +18,13 @@ from torch import Tensor
 from unisono.collectives.world import World
 from unisono.engine import WeightWrites
 from unisono.engine.model_contents import plain_name
-from unisono.errors import CheckpointError
-from unisono.state.checkpoint_store import CheckpointInfo, CheckpointStore, Loaded
+from unisono.errors import CheckpointError, CorruptCheckpointError
+from unisono.state.checkpoint_store import CheckpointInfo, CheckpointStore
 from unisono.state.codec import decode_dtype
 from unisono.state.digest import same_memory
 from unisono.state.manifest import MANIFEST
-from unisono.state.weight_files import read_weights
+from unisono.state.tensor_file import TensorFile
+from unisono.state.weight_files import open_weights, read_weights
 from unisono.trainer.rank_errors import raised_on_all
 from unisono.trainer.restoration import listed
 from unisono.trainer.snapshot import Subjects, empty_buffers, model_tensors
@@ -46,22 +48,45 @@ class LoadedWeights(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Weights that rank 0 has read."""
+    """Weights that rank 0 has read, or will read one at a time."""
 
     path: str
-    weights: dict[str, Tensor]
-    averages: dict[str, Tensor]
+    weights: Weights
+    averages: Weights
     """Averaged weights, if the source has them."""
     warnings: list[str]
 
 
-def read_source(path: Path, *, ema: bool, key: str | None) -> Source:
+class Weights:
+    """Tensors by name.
+
+    Args:
+        tensors: The tensors.
+        file: Has their values, if they are on the meta device.
+        names: Their names in the file.
+    """
+
+    def __init__(
+        self, tensors: Mapping[str, Tensor], file: TensorFile | None = None, names: Mapping[str, str] | None = None
+    ) -> None:
+        self.forms = tensors
+        """Tensors of which dtypes and shapes count."""
+        self._file, self._names = file, names or {}
+
+    def value(self, name: str) -> Tensor:
+        """Return a tensor with its values."""
+        return self.forms[name] if self._file is None else self._file.read_tensor(self._names[name])
+
+
+def read_source(path: Path, *, ema: bool, key: str | None, one_by_one: bool = False) -> Source:
     """Read the weights in a file, a checkpoint, or the newest good checkpoint of a run's directory.
 
     Args:
         path: The file or folder.
         ema: Read averaged weights as the weights.
         key: See `read_weights`.
+        one_by_one: Only check the content, and read each tensor when it is asked for. A file of torch.save is read as a
+            whole.
 
     Raises:
         CheckpointError: There is nothing to read, it is damaged, or it has no averaged weights.
@@ -69,41 +94,73 @@ def read_source(path: Path, *, ema: bool, key: str | None) -> Source:
     if not path.is_dir():
         if ema:
             raise CheckpointError(f"ema=True is for checkpoints, which may have averaged weights, and {path} is a file")
-        return Source(str(path), _named(read_weights(path, key=key)), {}, [])
+        file = open_weights(path) if one_by_one and key is None else None
+        return Source(
+            str(path), _named(read_weights(path, key=key)) if file is None else _of_file(file), Weights({}), []
+        )
     if key is not None:
         raise CheckpointError(f"key={key!r} is for files of torch.save, and {path} is a folder: leave key out")
-    loaded, warnings = _read_checkpoint(path, ["model", "ema"])
-    groups, where = loaded.groups, str(loaded.info.path)
+    where, groups, warnings = _read_checkpoint(path, ["model", "ema"], one_by_one=one_by_one)
     if "model" not in groups:
         raise CheckpointError(f"{where} holds no weights of models; it has {listed(groups)}")
     if ema and "ema" not in groups:
         raise CheckpointError(f"{where} holds no averaged weights: its run had no ema_decay. Leave ema=True out.")
-    averages = groups.get("ema", {})
+    averages = groups.get("ema", Weights({}))
     return Source(where, averages if ema else groups["model"], averages, warnings)
 
 
-def _read_checkpoint(path: Path, groups: Sequence[str]) -> tuple[Loaded, list[str]]:
+def _read_checkpoint(
+    path: Path, groups: Sequence[str], *, one_by_one: bool
+) -> tuple[str, dict[str, Weights], list[str]]:
     resolved = path.resolve()  # a link, such as that to the best one
-    if (resolved / MANIFEST).exists():
-        return CheckpointStore(resolved.parent).load(CheckpointInfo(path=resolved, step=0, nbytes=0), groups=groups), []
-    store = CheckpointStore(resolved / "checkpoints" if (resolved / "checkpoints").is_dir() else resolved)
-    loaded, damaged = store.load_newest(groups=groups)
-    if loaded is None and damaged:
+    is_one = (resolved / MANIFEST).exists()
+    folder = resolved / "checkpoints" if (resolved / "checkpoints").is_dir() else resolved
+    store = CheckpointStore(resolved.parent if is_one else folder)
+    listed = [CheckpointInfo(path=resolved, step=0, nbytes=0)] if is_one else store.list()
+    damaged: list[str] = []
+    for info in listed:
+        try:
+            found = _read_groups(store, info, groups, one_by_one=one_by_one)
+        except CorruptCheckpointError as error:
+            if is_one:
+                raise
+            damaged.append(str(error))
+        else:
+            return str(info.path), found, [f"{error} Loading from step {info.step} instead." for error in damaged]
+    if damaged:
         raise CheckpointError(f"all {len(damaged)} checkpoints in {path} are damaged; the newest: {damaged[0]}")
-    if loaded is None:
-        raise CheckpointError(
-            f"{path} holds no checkpoint: give the directory of a run, one of its checkpoints, a safetensors file or "
-            "one of torch.save"
-        )
-    return loaded, [f"{error} Loading from step {loaded.info.step} instead." for error in damaged]
+    raise CheckpointError(
+        f"{path} holds no checkpoint: give the directory of a run, one of its checkpoints, a safetensors file or "
+        "one of torch.save"
+    )
 
 
-def _named(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors by the names in plain models: without what torch.compile and DDP put there."""
-    names = {name: plain_name(name) for name in tensors}
-    if names and all(name.startswith(_WRAPPED) for name in names.values()):
-        names = {name: plain.removeprefix(_WRAPPED) for name, plain in names.items()}
-    return {names[name]: tensor for name, tensor in tensors.items()}
+def _read_groups(
+    store: CheckpointStore, info: CheckpointInfo, groups: Sequence[str], *, one_by_one: bool
+) -> dict[str, Weights]:
+    if not one_by_one:
+        return {name: Weights(tensors) for name, tensors in store.load(info, groups=groups).groups.items()}
+    checkpoint = store.open(info)
+    checkpoint.verify()
+    return {name: _of_file(checkpoint.group(name), named=False) for name in groups if name in checkpoint.groups}
+
+
+def _of_file(file: TensorFile, *, named: bool = True) -> Weights:
+    names = _plain_names(file.forms) if named else {name: name for name in file.forms}
+    return Weights({plain: file.forms[name] for name, plain in names.items()}, file, {p: n for n, p in names.items()})
+
+
+def _named(tensors: Mapping[str, Tensor]) -> Weights:
+    """Return tensors by the names in plain models."""
+    return Weights({plain: tensors[name] for name, plain in _plain_names(tensors).items()})
+
+
+def _plain_names(names: Iterable[str]) -> dict[str, str]:
+    """Return the name in a plain model for each name: without what torch.compile and DDP put there."""
+    plain = {name: plain_name(name) for name in names}
+    if plain and all(name.startswith(_WRAPPED) for name in plain.values()):
+        plain = {name: each.removeprefix(_WRAPPED) for name, each in plain.items()}
+    return plain
 
 
 def match(
@@ -189,7 +246,7 @@ def load_weights(
             return json.dumps({"error": told}).encode()
         if source is None:
             return json.dumps({"present": True}).encode()
-        tables = {name: _table(tensors) for name, tensors in (("model", source.weights), ("ema", source.averages))}
+        tables = {name: _table(each.forms) for name, each in (("model", source.weights), ("ema", source.averages))}
         return json.dumps({"path": source.path, "warnings": source.warnings, **tables}).encode()
 
     head: dict[str, Any] = json.loads(world.broadcast_bytes(describe))
@@ -212,7 +269,7 @@ def load_weights(
         warn(message)
     with writes.writing() as write:
         for name in common:
-            value = _received(world, weights[name], None if source is None else source.weights[name])
+            value = _received(world, weights[name], None if source is None else source.weights.value(name))
             if name in own:
                 write(own[name], value)
             else:
@@ -222,7 +279,7 @@ def load_weights(
                 write(of_averages[name], value)
         for name in of_averages:
             if name in averages and averages[name].shape == of_averages[name].shape:
-                value = _received(world, averages[name], None if source is None else source.averages[name])
+                value = _received(world, averages[name], None if source is None else source.averages.value(name))
                 write(of_averages[name], value)
     return result
 

@@ -1,8 +1,8 @@
 """A divided run whose parameters are odd: saved by parts of ranks, and by rank 0, which must give the same files.
 
 Arguments: the directory; how to divide, "" for not at all; and options. max_steps=N ends early. compare saves the state
-of step 5 twice, and compares. apart=R lets rank R see no files of checkpoints. die=N kills rank 1 once, while it writes
-its part of the checkpoint of step N. width=N is another model.
+of step 5 twice, and compares. load loads the weights of step 3 after step 6. apart=R lets rank R see no files of
+checkpoints. die=N kills rank 1 once, while it writes its part of the checkpoint of step N. width=N is another model.
 """
 
 import os
@@ -93,6 +93,8 @@ begun = trainer.steps_done
 for _ in trainer.epochs(3, max_steps=int(options["max_steps"]) if "max_steps" in options else None):
     for batch in trainer.batches(data, batch_size=12):
         trainer.step(loss, batch)
+        if trainer.steps_done == 6 and "load" in options:
+            trainer.load(Path(folder) / "checkpoints" / "step-000000003")
         if trainer.steps_done == 5 and "compare" in options:
             trainer.save("parts")
             trainer.export(Path(folder) / "weights.safetensors")

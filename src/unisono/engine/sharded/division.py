@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Literal
 
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from unisono.collectives.world import World
+from unisono.engine.norm import in_memory_order
 from unisono.engine.sharded.exchange import UnitExchange
 from unisono.engine.sharded.grid import ShardGrid
 from unisono.engine.sharded.optimizer_shards import OptimizerShards
 from unisono.engine.sharded.unit import ShardedUnit
 from unisono.engine.shared.optimizer_state import give_memory_back
+from unisono.engine.shared.partition import Piece
 
-__all__ = ["Division"]
+__all__ = ["DividedWeights", "Division"]
 
 
 class Division:
@@ -94,3 +99,39 @@ class Division:
         missing = [rank for rank in wanted if not (self.whole == "main" and rank == 0)]
         for number in range(len(self.units)):
             self.exchange.gather(number, missing)
+
+
+class DividedWeights:
+    """Writes values into the models of a divided run: into the parts of ranks, where these are not whole.
+
+    Args:
+        division: The state of the run.
+    """
+
+    def __init__(self, division: Division) -> None:
+        self._division = division
+
+    @contextmanager
+    def writing(self) -> Iterator[Callable[[Tensor, Tensor], None]]:
+        """See `WeightWrites`."""
+        division = self._division
+        places: dict[int, tuple[tuple[int, ...], list[tuple[Piece, Tensor]]]] = {}
+        if not division.has_weights:
+            for unit in division.units:
+                held: list[list[tuple[Piece, Tensor]]] = [[] for _ in unit.parameters]
+                for piece, place in unit.held_places():
+                    held[piece.parameter].append((piece, place))
+                places.update(zip(unit.placeholders(), zip(unit.strides, held, strict=True), strict=True))
+
+        def write(tensor: Tensor, value: Tensor) -> None:
+            found = places.get(tensor.untyped_storage()._cdata)
+            if found is None:
+                tensor.copy_(value)
+                return
+            strides, own = found
+            vector = in_memory_order(value, strides)
+            for piece, place in own:
+                place.copy_(vector[piece.start : piece.stop])
+
+        with torch.no_grad():
+            yield write

@@ -10,10 +10,10 @@ from torch.optim import Optimizer
 
 from unisono.collectives.world import World
 from unisono.engine.consistency import ConsistencyCheck
-from unisono.engine.sharded.division import Division
+from unisono.engine.sharded.division import DividedWeights, Division
 from unisono.engine.sharded.engine import ShardedEngine
 from unisono.engine.tree_all_reduce import MakeAllReduce, TreeAllReduce
-from unisono.engine.weight_writes import PrivateWeights, WeightWrites
+from unisono.engine.weight_writes import WeightWrites
 
 __all__ = ["ShardedEngineFactory"]
 
@@ -49,8 +49,8 @@ class ShardedEngineFactory:
 
     @property
     def weights(self) -> WeightWrites:
-        """Writes values into the models between steps, while they are whole."""
-        return PrivateWeights()
+        """Writes values into the models between steps."""
+        return DividedWeights(self._division)
 
     @property
     def all_reduce(self) -> MakeAllReduce:
