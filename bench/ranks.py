@@ -1,4 +1,4 @@
-"""A measurement inside several fresh processes that share a gloo group over loopback, and begin and count together."""
+"""A measurement inside several fresh processes that share a group, and begin and count together."""
 
 from __future__ import annotations
 
@@ -24,13 +24,16 @@ _SPIN_S = 5e-4
 """The last part of that, in which they look at the clock: a sleep may end so much too late."""
 
 
-def run_ranks(function: Callable[..., list[Row]], world_size: int, *arguments: object) -> list[Row]:
+def run_ranks(
+    function: Callable[..., list[Row]], world_size: int, *arguments: object, backend: str = "gloo"
+) -> list[Row]:
     """Call a function of a module on every rank of a new group, and give rank 0's rows.
 
-    Each rank has one torch thread. Raises: torch's ProcessException with the traceback if a rank fails.
+    Each rank has one torch thread; gloo is over loopback. Raises: torch's ProcessException with the traceback if a rank
+    fails.
     """
     with tempfile.TemporaryDirectory() as folder:
-        spawn(_on_rank, args=(world_size, folder, function, arguments), nprocs=world_size)  # type: ignore[no-untyped-call]
+        spawn(_on_rank, args=(world_size, folder, backend, function, arguments), nprocs=world_size)  # type: ignore[no-untyped-call]
         return [row_from_json(line) for line in Path(folder, "rows").read_text(encoding="utf-8").splitlines()]
 
 
@@ -56,12 +59,17 @@ def slowest(pairs: Pairs) -> Pairs:
 
 
 def _on_rank(
-    rank: int, world_size: int, folder: str, function: Callable[..., list[Row]], arguments: tuple[object, ...]
+    rank: int,
+    world_size: int,
+    folder: str,
+    backend: str,
+    function: Callable[..., list[Row]],
+    arguments: tuple[object, ...],
 ) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # this process's own; else gloo asks the resolver for an address
     store = dist.FileStore(str(Path(folder, "store")), world_size)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     try:
         rows = function(*arguments)
         if rank == 0:

@@ -33,6 +33,7 @@ def test_list_names_every_benchmark_with_a_line():
     names = [line.split(maxsplit=1)[0] for line in ended.stdout.splitlines() if len(line.split()) > 1]
     assert names[:6] == ["permutation", "step", "ddp", "replicate", "shared", "protect"]
     assert names[6:] == [
+        "shards",
         "pipeline",
         "split",
         "exchange",
@@ -76,6 +77,17 @@ def test_pipeline_measures_against_the_ideal_and_torch(tmp_path):
     assert [row["peer_name"] for row in rows] == peers
     assert all(row["parameters"] == {"micro_batches": 4, "ranks": 2} and row["n"] == 3 for row in rows)
     assert [row["goal"] and row["goal"]["bound"] for row in rows] == [0.926, None, 1.0, 1.0]
+
+
+@pytest.mark.soak
+def test_shards_measure_every_division_and_both_backends(tmp_path):
+    ended = bench("shards", "--quick", "--json", str(tmp_path / "rows"))
+    assert ended.returncode == 0, ended.stderr
+    rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
+    assert [row["parameters"].get("division") or row["parameters"]["backend"] for row in rows] == [
+        'by="block"', 'by="block"', 'by="size"', "zero=1", "replicas=2", 'by="block"', "gloo", "shm",
+    ]  # fmt: skip
+    assert [(row["parameters"]["ranks"], row["unit"]) for row in rows] == [(4, "MB")] * 6 + [(2, "ms")] * 2
 
 
 @pytest.mark.soak

@@ -1,0 +1,216 @@
+"""`parallel=Shard(...)`: the memory of a rank against a replica's, and a step against torch's `fully_shard` by hand.
+
+Memory: the peak of a process in mid-run, above what it took before there was a model, of the rank that has most; 4
+ranks with a virtual rank each, jobs of their own. It is that of weights, gradients, optimizer and all that a step needs
+besides. The peer is `Trainer(engine="collective")`, which keeps the whole model on each rank. A rank with shards should
+take at most 0.4 times as much; `zero=1` and `replicas=2` divide less, so they have no goal. A save is `trainer.save`
+in the background and another one after it, and a resume is the making of a Trainer that finds a checkpoint: each may
+take the rank's own part of weights and averages, and 64 MB, above what the process had before. The model is a stack of
+16 equal blocks with 33.6 million parameters. Time: 2 ranks, `fully_shard` on each block and on the model,
+zero_grad(set_to_none=True), the rank's own loss.item(); both have fused AdamW and the same batches and backend. Sides
+take turns in blocks of steps, which all ranks begin at the same time; that of the slowest rank counts. A step should
+take at most 1.1 times as long.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from bench.ddp import in_blocks
+from bench.measure import Effort
+from bench.models import Subject, optimizer_of
+from bench.ranks import run_ranks
+from bench.rows import Goal, Row, summarise
+from bench.sides import ByHand, TrainerSide, check_equal
+from unisono.parallel import Shard
+
+__all__ = ["run"]
+
+_MEMORY_GOAL = Goal(of="ratio", bound=2.5)  # at most 0.4 times a replica's
+_TIME_GOAL = Goal(of="ratio", bound=0.909)  # at most 1.1 times fully_shard's
+_DEFAULT = 'by="block"'
+_DIVISIONS: dict[str, tuple[dict[str, Any], Goal | None]] = {
+    _DEFAULT: ({}, _MEMORY_GOAL),
+    'by="size"': ({"by": "size"}, _MEMORY_GOAL),
+    "zero=1": ({"zero": 1}, None),
+    "replicas=2": ({"replicas": 2}, None),
+}
+_STEPS = 3
+"""Steps before memory is looked at, and steps in which it is."""
+
+
+def run(effort: Effort) -> Iterator[Row]:
+    """Measure the memory of each way to divide, of saves and of resumes, then steps of two sizes over two backends."""
+    width, blocks = (32, 4) if effort.quick else (1024, 16)
+    part = None if effort.quick else Goal(of="ours", bound=_part_mb(width, blocks, ranks=4) + 64)
+    with tempfile.TemporaryDirectory() as folder:
+        whole, whole_save = run_ranks(_memory, 4, width, blocks, None, "whole", f"{folder}/whole")
+        for name, (options, goal) in _DIVISIONS.items():
+            kept = f"{folder}/parts" if name == _DEFAULT else None
+            mid_run, *save = run_ranks(_memory, 4, width, blocks, options, name, kept)
+            yield _beside(mid_run, whole, None if effort.quick else goal)
+            for row in save:
+                yield _beside(row, whole_save, part)
+        (whole_resume,) = run_ranks(_resume, 4, width, blocks, None, "whole", f"{folder}/whole")
+        (resume,) = run_ranks(_resume, 4, width, blocks, {}, _DEFAULT, f"{folder}/parts")
+        yield _beside(resume, whole_resume, part)
+    for backend in ("gloo", "shm"):
+        for width, block in ((16, 2),) if effort.quick else ((64, 20), (512, 2)):
+            yield from run_ranks(_against_fully_shard, 2, effort, width, block, backend=backend)
+
+
+def _part_mb(width: int, blocks: int, *, ranks: int) -> float:
+    """Return the size of a rank's part of the weights and of the two averages of AdamW."""
+    return 3 * 4 * 2 * blocks * (width + 1) * width / ranks / 1e6
+
+
+def _beside(row: Row, replica: Row, goal: Goal | None) -> Row:
+    """Return a row with the figure of replicas as that of its peer."""
+    return replace(row, peer=replica.ours, goal=goal)
+
+
+def _subject(width: int, blocks: int, *, block: int = 1) -> Subject:
+    """Make a stack of equal blocks of two linear layers."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(
+            *(
+                nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU())
+                for _ in range(blocks)
+            )
+        )
+
+    return Subject(
+        name=f"{blocks} blocks d{width}",
+        build=build,
+        inputs=lambda n: torch.randn(n, width),
+        targets=lambda n: torch.randint(width, (n,)),
+        batch_size=16,
+        block=block,
+    )
+
+
+def _memory(width: int, blocks: int, options: dict[str, Any] | None, name: str, folder: str | None) -> list[Row]:
+    """Measure the peak of a rank in mid-run; with a folder, also how much a save takes above what is there then.
+
+    Without options, the model is whole on each rank.
+    """
+    _warm_up()
+    before = _status_mb("VmRSS")
+    side = _side(width, blocks, options, None if folder is None else Path(folder))
+    for _ in range(_STEPS):
+        side.step()
+    _forget_peak()
+    for _ in range(_STEPS):
+        side.step()
+    rows = [_row(f"memory of a rank, {name}", _status_mb("VmHWM") - before, width, blocks, name)]
+    if folder is not None:
+        before = _status_mb("VmRSS")
+        _forget_peak()
+        side.trainer.save()
+        side.trainer.save(tag="after")  # waits for the one before
+        rows.append(_row(f"a save, {name}", _status_mb("VmHWM") - before, width, blocks, name))
+    return rows
+
+
+def _resume(width: int, blocks: int, options: dict[str, Any] | None, name: str, folder: str) -> list[Row]:
+    """Measure how much the making of a Trainer takes that goes on from a checkpoint, above the model's own memory."""
+    _warm_up()
+    model = _subject(width, blocks).build()
+    before = _status_mb("VmRSS")
+    _forget_peak()
+    side = _side(width, blocks, options, Path(folder), model=model)
+    assert side.trainer.steps_done, "there was no checkpoint to go on from"
+    return [_row(f"a resume, {name}", _status_mb("VmHWM") - before, width, blocks, name)]
+
+
+def _warm_up() -> None:
+    """Take a step of a small model, so that torch loads its code."""
+    model = nn.Linear(8, 8)
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer_of(model).step()
+
+
+def _side(
+    width: int, blocks: int, options: dict[str, Any] | None, folder: Path | None, *, model: nn.Module | None = None
+) -> TrainerSide:
+    subject, ranks = _subject(width, blocks), dist.get_world_size()
+    if model is not None:
+        subject = replace(subject, build=lambda: model)
+    division: dict[str, Any] = {"engine": "collective"} if options is None else {"parallel": Shard(**options)}
+    return TrainerSide(subject, virtual_ranks=ranks, shares=ranks, directory=folder, **division)
+
+
+def _row(what: str, own: float, width: int, blocks: int, name: str) -> Row:
+    """Make a row of the figure of the rank that has most."""
+    ranks = dist.get_world_size()
+    everyone = [own] * ranks
+    dist.all_gather_object(everyone, own)
+    most = max(everyone)
+    return summarise(
+        "shards",
+        f"{_subject(width, blocks).name}, {ranks} ranks, {what}",
+        ours=[most],
+        peer=[most],
+        peer_name="replicas",
+        unit="MB",
+        ranks=ranks,
+        division=name,
+    )
+
+
+def _forget_peak() -> None:
+    """Let VmHWM begin again with what the process has now."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+def _status_mb(field: str) -> float:
+    found = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"), re.MULTILINE)
+    assert found is not None, f"this kernel's /proc/self/status has no {field}"
+    return int(found[1]) * 1024 / 1e6
+
+
+def _against_fully_shard(effort: Effort, width: int, block: int) -> list[Row]:
+    subject, ranks, backend = _subject(width, 8, block=block), dist.get_world_size(), dist.get_backend()
+
+    def wrap(model: nn.Module) -> nn.Module:
+        mesh = init_device_mesh("cpu", (ranks,))
+        for each in model.children():
+            fully_shard(each, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return model
+
+    ours = TrainerSide(subject, virtual_ranks=ranks, shares=ranks, parallel=Shard())
+    peer = ByHand(subject, wrap=wrap)
+    loss, _ = ours.step()
+    peer_loss, _ = peer.step(ours.batch)
+    losses = [peer_loss] * ranks
+    dist.all_gather_object(losses, peer_loss)
+    check_equal(loss, sum(losses) / ranks, what=subject.name)
+    pairs = in_blocks(
+        effort, subject.block, ours=lambda: ours.step()[1], peer=lambda: peer.step(ours.batch)[1], prepare=ours.take
+    )
+    return [
+        summarise(
+            "shards",
+            f"{subject.name}, {ranks} ranks x {subject.batch_size}, {backend}",
+            **pairs._asdict(),
+            peer_name=f"fully_shard over {backend}",
+            unit="ms",
+            goal=None if effort.quick else _TIME_GOAL,
+            model=subject.name,
+            ranks=ranks,
+            backend=backend,
+        )
+    ]
