@@ -18,7 +18,7 @@ ROOT = Path(unisono.__file__).parent
 # From the top. The launcher and the trainer do not need each other.
 LAYERS = [
     "cli", "drill", "report", "estimate", "launch", "comm", "trainer", "parallel", "rank_zero", "metrics", "loggers",
-    "engine", "data", "state", "collectives", "job", "shm", "plan", "watch",
+    "engine", "embedding", "data", "state", "collectives", "job", "shm", "plan", "watch",
 ]  # fmt: skip
 APART = {("launch", layer) for layer in ("comm", "trainer", "engine", "data", "state", "collectives", "job", "shm")}
 
@@ -98,6 +98,7 @@ def state():
 before = state()
 from unisono import Trainer, Checkpoints, Average
 import unisono.data, unisono.comm, unisono.loggers, unisono.engine, unisono.launch, unisono.watch, unisono.parallel
+import unisono.embedding
 assert state() == before
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

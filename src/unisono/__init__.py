@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from unisono import comm as comm
     from unisono import data as data
+    from unisono import embedding as embedding
     from unisono import loggers as loggers
     from unisono import metrics as metrics
     from unisono import parallel as parallel
@@ -79,7 +80,7 @@ _HOMES = {
     "world_size": "unisono.job.ranks",
 }
 
-_PACKAGES = frozenset({"comm", "data", "loggers", "metrics", "parallel"})
+_PACKAGES = frozenset({"comm", "data", "embedding", "loggers", "metrics", "parallel"})
 """Packages that `import unisono` makes available; each is imported on first use."""
 
 

@@ -11,7 +11,15 @@ from pathlib import Path
 
 from unisono.variables import HOST_VARIABLE
 
-__all__ = ["host_id", "kernel_text", "let_threads_finish", "resident_bytes", "shared_memory_obstacle", "usable_cores"]
+__all__ = [
+    "available_bytes",
+    "host_id",
+    "kernel_text",
+    "let_threads_finish",
+    "resident_bytes",
+    "shared_memory_obstacle",
+    "usable_cores",
+]
 
 
 def kernel_text(path: Path | str) -> str:
@@ -65,6 +73,14 @@ def let_threads_finish(timeout_s: float = 1.0) -> None:
     while calm < 2 and time.monotonic() < deadline_s:
         time.sleep(0.001)  # without the interpreter, so that others can take it
         calm = calm + 1 if _all_others_sleep() else 0
+
+
+def available_bytes() -> int | None:
+    """Return the memory that can be taken without swapping, as the kernel estimates it; None where it does not."""
+    for line in kernel_text("/proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
 
 
 def resident_bytes() -> int | None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
+from unisono.embedding.row_sums import add_row_gradients, coalesce_rows, row_gradient
 from unisono.engine.all_gather_v import AllGatherV, next_part
 from unisono.engine.base import Trained
 from unisono.engine.joint_optimizer import parts_of, trained_by
@@ -170,7 +171,7 @@ class TableSums:
                 indices, message = next_part(message, torch.int64, count)
                 values, message = next_part(message, p.dtype, count * p.shape[1:].numel())
                 indices, values = (part.to(p.device) for part in (indices, values))
-                sums.append(_table_like(p, indices.view(1, -1), values.view(count, *p.shape[1:]), is_coalesced=True))
+                sums.append(row_gradient(indices, values.view(count, *p.shape[1:]), p.shape))
             found.append((node, sums))
         return found
 
@@ -185,12 +186,12 @@ def _coalesced(name: str, gradient: Tensor | None) -> Tensor | None:
             f"gradient is not one of rows ({gradient.layout}): something else uses the parameter, too, as with tied "
             "weights. Build the module with sparse=False and use a dense optimizer, or do not tie the weights."
         )
-    gradient = gradient.detach()
-    if gradient._nnz() < 2 or gradient.is_coalesced():
-        # Here coalesce would copy nothing, and the values may share memory with other gradients, or be expanded.
-        values = gradient._values().clone(memory_format=torch.contiguous_format)
-        return _table_like(gradient, gradient._indices(), values, is_coalesced=True)
-    return gradient.coalesce()
+    summed = coalesce_rows(gradient.detach())
+    values = summed._values()
+    if values.untyped_storage().data_ptr() == gradient._values().untyped_storage().data_ptr():
+        # Nothing was added up, and the values may share memory with other gradients, or be expanded.
+        values = values.clone(memory_format=torch.contiguous_format)
+    return row_gradient(summed._indices()[0], values, gradient.shape)
 
 
 def _add(left: Gradients, right: Gradients) -> Gradients:
@@ -201,13 +202,4 @@ def _add(left: Gradients, right: Gradients) -> Gradients:
 def _add_tables(left: Tensor | None, right: Tensor | None) -> Tensor | None:
     if left is None or right is None:
         return right if left is None else left
-    # Not left + right: whether that turns -0.0 into 0.0 depends on the memory layout of the two.
-    indices = torch.cat([left._indices(), right._indices()], dim=1)
-    values = torch.cat([left._values(), right._values()])
-    return _table_like(left, indices, values, is_coalesced=False).coalesce()
-
-
-def _table_like(like: Tensor, indices: Tensor, values: Tensor, *, is_coalesced: bool) -> Tensor:
-    return torch.sparse_coo_tensor(
-        indices, values, like.shape, is_coalesced=is_coalesced or None, check_invariants=False
-    )
+    return add_row_gradients(left, right)

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, optim
 from torch.optim import Optimizer
 
+from unisono.embedding.table_optimizer import TableOptimizer
 from unisono.engine.shared.fused_adam import FusedAdam
 from unisono.engine.shared.partition import Piece
 
@@ -23,7 +24,9 @@ _ELEMENTWISE = frozenset({
     optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adagrad, optim.Adadelta,
     optim.RMSprop, optim.Rprop, optim.ASGD,
 })  # fmt: skip
-_PARAMETERWISE = frozenset({optim.Adafactor, optim.SparseAdam, *([optim.Muon] if hasattr(optim, "Muon") else [])})
+_PARAMETERWISE = frozenset({
+    optim.Adafactor, optim.SparseAdam, TableOptimizer, *([optim.Muon] if hasattr(optim, "Muon") else []),
+})  # fmt: skip
 
 
 def is_divisible(optimizer: Optimizer) -> bool:

@@ -1,0 +1,18 @@
+"""Embedding tables whose cost per step is that of the rows looked up, not of the rows that there are."""
+
+from unisono.embedding.row_optimizers import SGD, Adagrad, Adam, RowOptimizer, RowwiseAdagrad, RowwiseAdam
+from unisono.embedding.table_optimizer import TableOptimizer
+from unisono.embedding.tables import Table, Tables, dense_parameters
+
+__all__ = [
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "RowOptimizer",
+    "RowwiseAdagrad",
+    "RowwiseAdam",
+    "Table",
+    "TableOptimizer",
+    "Tables",
+    "dense_parameters",
+]

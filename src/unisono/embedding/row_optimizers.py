@@ -1,0 +1,193 @@
+"""Optimizers of table rows: how the gradients of some rows change these rows and their state.
+
+A rule gets a group of rows at a time, few enough for the cache, so that one pass over memory reads a row, updates it
+and writes it back. It computes each row from this row alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from unisono.arguments import real
+
+__all__ = ["SGD", "Adagrad", "Adam", "RowOptimizer", "RowwiseAdagrad", "RowwiseAdam", "rule_named"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowOptimizer:
+    """Settings of a row optimizer. Only rows that were looked up change, in values and in state.
+
+    Raises:
+        TypeError, ValueError: A setting is no number, or out of its range.
+    """
+
+    lr: float
+    """The learning rate."""
+    weight_decay: float = 0.0
+    """Added to the gradient of a row that was looked up, times the row (L2)."""
+    clip_row_norm: float | None = None
+    """The bound of the norm of a row's gradient, before weight decay; None: no bound."""
+
+    per_row: ClassVar[tuple[str, ...]] = ()
+    """State with a number for each row."""
+    per_element: ClassVar[tuple[str, ...]] = ()
+    """State with a number for each element."""
+
+    def __post_init__(self) -> None:
+        """Check the settings."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name == "betas":
+                if not isinstance(value, tuple) or len(value) != 2 or not all(0 <= real("betas", b) < 1 for b in value):
+                    raise ValueError(f"betas={value!r}: give two numbers from 0 to below 1")
+            elif value is not None or field.name != "clip_row_norm":
+                number = real(field.name, value)
+                if not 0 <= number < float("inf") or (field.name == "clip_row_norm" and number == 0):
+                    raise ValueError(f"{field.name}={value!r}: give a finite number of {_least(field.name)}")
+
+    def group(self) -> dict[str, Any]:
+        """Return the settings as those of a parameter group."""
+        return {"rule": type(self).__name__, **asdict(self)}
+
+    @staticmethod
+    def change(
+        rows: Tensor, gradient: Tensor, state: Mapping[str, Tensor], group: Mapping[str, Any], step: float
+    ) -> None:
+        """Change rows [k, dim] and their state, both in place.
+
+        Args:
+            rows: Copies of the table's rows.
+            gradient: Their gradients, [k, dim], which may not be written.
+            state: Copies of their state, [k] or [k, dim].
+            group: The settings.
+            step: The number of this update of the table, from 1.
+        """
+        raise NotImplementedError
+
+
+def _least(name: str) -> str:
+    return "more than 0" if name == "clip_row_norm" else "0 or more"
+
+
+def rule_named(name: str) -> type[RowOptimizer]:
+    """Return the rule of a parameter group."""
+    return _RULES[name]
+
+
+def _mean_square(gradient: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(gradient, dim=1)
+    return norm.mul_(norm).div_(gradient.shape[1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class SGD(RowOptimizer):
+    """`w -= lr * g`, as `torch.optim.SGD` without momentum does."""
+
+    @staticmethod
+    def change(
+        rows: Tensor, gradient: Tensor, state: Mapping[str, Tensor], group: Mapping[str, Any], step: float
+    ) -> None:
+        """See `RowOptimizer.change`."""
+        rows.add_(gradient, alpha=-group["lr"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adagrad(RowOptimizer):
+    """`sum += g²; w -= lr * g / (√sum + eps)`, as `torch.optim.Adagrad` does with sparse gradients."""
+
+    eps: float = 1e-10
+    """Added to the divisor."""
+
+    per_element: ClassVar[tuple[str, ...]] = ("sum",)
+
+    @staticmethod
+    def change(
+        rows: Tensor, gradient: Tensor, state: Mapping[str, Tensor], group: Mapping[str, Any], step: float
+    ) -> None:
+        """See `RowOptimizer.change`."""
+        total = state["sum"].addcmul_(gradient, gradient)
+        rows.addcdiv_(gradient, total.sqrt().add_(group["eps"]), value=-group["lr"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowwiseAdagrad(RowOptimizer):
+    """Adagrad with one number for each row: `sum += mean(g²); w -= lr * g / (√sum + eps)`."""
+
+    eps: float = 1e-8
+    """Added to the divisor."""
+
+    per_row: ClassVar[tuple[str, ...]] = ("sum",)
+
+    @staticmethod
+    def change(
+        rows: Tensor, gradient: Tensor, state: Mapping[str, Tensor], group: Mapping[str, Any], step: float
+    ) -> None:
+        """See `RowOptimizer.change`."""
+        total = state["sum"].add_(_mean_square(gradient))
+        rates = total.sqrt().add_(group["eps"]).reciprocal_().mul_(group["lr"])
+        rows.addcmul_(gradient, rates.unsqueeze(1), value=-1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adam(RowOptimizer):
+    """Adam as `torch.optim.SparseAdam`: moments of a row change only in steps that look it up."""
+
+    lr: float = 1e-3
+    """The learning rate."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """The decay of the means of gradients and of their squares."""
+    eps: float = 1e-8
+    """Added to the divisor."""
+
+    per_element: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+
+    @staticmethod
+    def change(
+        rows: Tensor, gradient: Tensor, state: Mapping[str, Tensor], group: Mapping[str, Any], step: float
+    ) -> None:
+        """See `RowOptimizer.change`."""
+        beta1, beta2 = group["betas"]
+        mean = state["exp_avg"].lerp_(gradient, 1 - beta1)
+        square = state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        rows.addcdiv_(mean, square.sqrt().add_(group["eps"]), value=-_corrected(group["lr"], beta1, beta2, step))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowwiseAdam(RowOptimizer):
+    """Adam with one mean of squares for each row, that of its mean square."""
+
+    lr: float = 1e-3
+    """The learning rate."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """The decay of the means of gradients and of their squares."""
+    eps: float = 1e-8
+    """Added to the divisor."""
+
+    per_row: ClassVar[tuple[str, ...]] = ("exp_avg_sq",)
+    per_element: ClassVar[tuple[str, ...]] = ("exp_avg",)
+
+    @staticmethod
+    def change(
+        rows: Tensor, gradient: Tensor, state: Mapping[str, Tensor], group: Mapping[str, Any], step: float
+    ) -> None:
+        """See `RowOptimizer.change`."""
+        beta1, beta2 = group["betas"]
+        mean = state["exp_avg"].lerp_(gradient, 1 - beta1)
+        square = state["exp_avg_sq"].mul_(beta2).add_(_mean_square(gradient), alpha=1 - beta2)
+        rates = square.sqrt().add_(group["eps"]).reciprocal_().mul_(_corrected(group["lr"], beta1, beta2, step))
+        rows.addcmul_(mean, rates.unsqueeze(1), value=-1.0)
+
+
+def _corrected(lr: float, beta1: float, beta2: float, step: float) -> float:
+    """Return the step size with the correction of the moments' bias, as in `torch.optim.SparseAdam`."""
+    return float(lr * (1 - beta2**step) ** 0.5 / (1 - beta1**step))
+
+
+_RULES: dict[str, type[RowOptimizer]] = {
+    rule.__name__: rule for rule in (SGD, Adagrad, RowwiseAdagrad, Adam, RowwiseAdam)
+}

@@ -1,0 +1,126 @@
+"""The optimizer of tables: an optimizer of torch that updates the rows in a sparse gradient, and no others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from unisono.embedding.huge_pages import advise_huge_pages
+from unisono.embedding.row_optimizers import RowOptimizer, rule_named
+from unisono.embedding.row_sums import coalesce_rows
+
+__all__ = ["TableOptimizer"]
+
+_CHUNK_NBYTES = 768 * 1024
+"""The bytes of the rows that are updated together, with their gradients and state: they should fit the L2 cache."""
+_WIDEST = {4: torch.complex128, 2: torch.float64}
+"""A row is written as elements of this type, as each write of an element costs the same. By floats per element."""
+
+
+class TableOptimizer(Optimizer):
+    """Updates tables from sparse gradients, each by a rule of its own.
+
+    `Tables.optimizer` is one. It has a parameter group for each table, whose `lr` a scheduler may change. The state is
+    made at the first update of a table, with zeros; memory: see each rule. The time of a step is proportional to the
+    rows in the gradient.
+
+    Args:
+        tables: Each table's weight, [rows, dim], and its rule.
+    """
+
+    def __init__(self, tables: Sequence[tuple[Tensor, RowOptimizer]]) -> None:
+        super().__init__([{"params": [weight], **rule.group()} for weight, rule in tables], {})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update the rows in p.grad.
+
+        Args:
+            closure: Computes the loss and its gradient again, and returns it.
+
+        Returns:
+            What the closure returned; None without one.
+
+        Raises:
+            ValueError: A gradient is dense.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._update(p, group)
+        return loss
+
+    def _update(self, p: Tensor, group: dict[str, Any]) -> None:
+        gradient = p.grad
+        assert gradient is not None
+        if not gradient.is_sparse:
+            raise ValueError(
+                f"the gradient of a table of shape {list(p.shape)} is dense: something else than its module has used "
+                "its weight, as with tied weights. Use a table by its module alone."
+            )
+        gradient = coalesce_rows(gradient)
+        rule, state = rule_named(group["rule"]), self.state[p]
+        if not state:
+            state["step"] = 0
+            for key in rule.per_row:
+                state[key] = torch.zeros(len(p), dtype=p.dtype, device=p.device)
+            for key in rule.per_element:
+                state[key] = torch.zeros_like(p)
+                advise_huge_pages(state[key])
+        state["step"] += 1
+        stores = {key: _Rows.of(state[key]) for key in (*rule.per_row, *rule.per_element)}
+        weights = _Rows.of(p.detach())
+        indices, values = gradient._indices()[0], gradient._values()
+        chunk = max(len(indices), 1)
+        if p.device.type == "cpu":
+            row_nbytes = p.shape[1] * p.element_size() * (2 + len(rule.per_element))
+            chunk = max(_CHUNK_NBYTES // row_nbytes, 64)
+        for start in range(0, len(indices), chunk):
+            which, of_rows = indices[start : start + chunk], values[start : start + chunk]
+            rows = weights.read(which)
+            taken = {key: store.read(which) for key, store in stores.items()}
+            if group["clip_row_norm"] is not None:
+                norm = torch.linalg.vector_norm(of_rows, dim=1, keepdim=True)
+                of_rows = of_rows * (group["clip_row_norm"] / (norm + 1e-6)).clamp_(max=1.0)
+            if group["weight_decay"] != 0:
+                of_rows = of_rows.add(rows, alpha=group["weight_decay"])
+            rule.change(rows, of_rows, taken, group, state["step"])
+            for key, store in stores.items():
+                store.write(which, taken[key])
+            weights.write(which, rows)
+
+
+class _Rows(NamedTuple):
+    """The rows of a table or of its state."""
+
+    tensor: Tensor
+    wide: torch.dtype | None
+    """The type as which rows are written; None: their own."""
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Rows:
+        wide = None
+        if tensor.dim() == 2 and tensor.dtype == torch.float32 and tensor.is_contiguous():
+            wide = next(
+                (t for n, t in _WIDEST.items() if not tensor.shape[1] % n and not tensor.storage_offset() % n), None
+            )
+        return cls(tensor, wide)
+
+    def read(self, which: Tensor) -> Tensor:
+        """Return copies of rows."""
+        return self.tensor.index_select(0, which)
+
+    def write(self, which: Tensor, rows: Tensor) -> None:
+        """Write rows; none may be named twice."""
+        if self.wide is None:
+            self.tensor.index_copy_(0, which, rows)
+        else:
+            self.tensor.view(self.wide).index_copy_(0, which, rows.view(self.wide))

@@ -1,0 +1,49 @@
+"""The optimizer of embedding tables, which a Trainer steps with the others without being given it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+from torch.optim import Optimizer
+
+from unisono.embedding.table_optimizer import TableOptimizer
+from unisono.embedding.tables import tables_in
+from unisono.text import a_type
+
+__all__ = ["TABLES", "with_tables"]
+
+TABLES = "tables"
+"""The name of the optimizer."""
+
+
+def with_tables(optimizers: dict[str, Optimizer], modules: Mapping[str, nn.Module]) -> dict[str, Optimizer]:
+    """Return the optimizers, and that of the embedding tables which none of them has, as "tables".
+
+    Raises:
+        ValueError: An optimizer of torch has the weight of a table, or another one is named "tables".
+    """
+    tables = tables_in(modules.values())
+    for each in optimizers.values():
+        if isinstance(each, TableOptimizer):
+            for group in each.param_groups:
+                for p in group["params"]:
+                    tables.pop(id(p), None)
+    for name, each in optimizers.items():
+        found = [tables[id(p)] for group in each.param_groups for p in group["params"] if id(p) in tables]
+        if found:
+            of_name = f" {name!r}" if name else ""
+            raise ValueError(
+                f"table {found[0].name!r} has an optimizer of its own, {type(found[0].table.optimizer).__name__}, and "
+                f"the optimizer{of_name} that Trainer was given, {a_type(each)}, has its weight, too. Make that one "
+                "with unisono.embedding.dense_parameters(model)."
+            )
+    if not tables:
+        return optimizers
+    if TABLES in optimizers:
+        raise ValueError(
+            f"Trainer names the optimizer of embedding tables {TABLES!r}, and was given another one of this name: "
+            "call that one something else"
+        )
+    rules = [(module.weight, module.table.optimizer) for module in tables.values()]
+    return {**optimizers, TABLES: TableOptimizer(rules)}

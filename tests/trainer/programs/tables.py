@@ -1,0 +1,108 @@
+"""Train embedding tables in several ways and print a digest of each: `tables.py DIRECTORY ENGINES`.
+
+DIRECTORY/begun gets checkpoints of a run that one rank begins. More ranks go on with a copy of it, DIRECTORY/ENGINE.
+"""
+
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import unisono
+from unisono.embedding import SGD, Adagrad, Adam, RowwiseAdagrad, RowwiseAdam, Table, Tables, dense_parameters
+from unisono.errors import NonFiniteLossError
+from unisono.state.digest import digest
+
+RULES = [SGD(lr=0.1, weight_decay=0.1), Adagrad(lr=0.1), RowwiseAdagrad(lr=0.1), Adam(lr=0.1), RowwiseAdam(lr=0.1)]
+
+
+class Net(nn.Module):
+    """A table of words that is used twice, one of bags, and one that some virtual ranks use, or none."""
+
+    def __init__(self, rule):
+        super().__init__()
+        torch.manual_seed(3)
+        tables = Tables(
+            {
+                "words": Table(rows=300, dim=6, optimizer=rule),
+                "bags": Table(rows=40, dim=6, pooling="mean", padding_idx=0, optimizer=RowwiseAdagrad(lr=0.1)),
+                "rare": Table(rows=9, dim=6, optimizer=SGD(lr=0.1, clip_row_norm=0.01)),
+            }
+        )
+        self.words, self.bags, self.rare = tables["words"], tables["bags"], tables["rare"]
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x):
+        y = self.words(x[:, :2]).mean(1) + self.words(x[:, 2]) + self.bags((x[:, 3:] % 40) * (x[:, 3:] % 3 == 0))
+        if x[0, 0] % 8 == 0:
+            y = y + self.rare(x[:, 0] % 9)
+        return self.last(y)
+
+
+def data():
+    generator = torch.Generator().manual_seed(1)
+    # Few words are frequent, and so are in the shares of several virtual ranks. The last batch has 3 samples.
+    words = (300 * torch.rand(83, 5, generator=generator) ** 3).long()
+    return TensorDataset(words, torch.randint(0, 3, (83,), generator=generator))
+
+
+def loss(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def make(rule, **options):
+    model = Net(rule)
+    optimizer = torch.optim.AdamW(dense_parameters(model), lr=0.01)
+    return unisono.Trainer(model, optimizer, virtual_ranks=5, engine=ENGINE, progress=False, **options)
+
+
+def train(rule, *, steps=8, **options):
+    trainer = make(rule, **options)
+    for _ in trainer.epochs(9, max_steps=steps):
+        for batch in trainer.batches(data(), batch_size=20, micro_batch_size=3):
+            trainer.step(loss, batch)
+    return trainer
+
+
+def resumed():
+    """One rank begins the run, any number of them goes on with it."""
+    begun, directory = Path(sys.argv[1]) / "begun", Path(sys.argv[1]) / ENGINE
+    if ENGINE == "auto":
+        train(RowwiseAdam(lr=0.1), directory=begun, steps=3)
+        shutil.copytree(begun, directory)
+    return train(RowwiseAdam(lr=0.1), directory=directory, resume="must").digest()
+
+
+def aborted():
+    """A loss that is NaN on one virtual rank, or an id out of range on all, changes nothing; then training goes on."""
+    trainer = make(RowwiseAdagrad(lr=0.1))
+    for batch in trainer.batches(data(), batch_size=20, drop_last=True):
+        before = trainer.digest()
+        try:
+            trainer.step(lambda model, b: loss(model, b) * torch.where(b[1] > 0, torch.nan, 1.0), batch)
+        except NonFiniteLossError:
+            assert trainer.digest() == before
+        else:
+            raise AssertionError("no exception")
+        trainer.step(loss, batch)
+    return trainer.digest()
+
+
+def read():
+    """Evaluation and prediction read the tables; the digest is that of what they return."""
+    trainer = train(RowwiseAdagrad(lr=0.1))
+    outputs = trainer.predict(lambda model, batch: model(batch[0]), data(), batch_size=20)
+    mean = trainer.evaluate(loss, data(), batch_size=20)
+    return digest({"outputs": outputs, "mean": float(mean)})
+
+
+for ENGINE in sys.argv[2].split(","):
+    results = {type(rule).__name__: train(rule).digest() for rule in RULES}
+    results |= {"clipped": train(RULES[2], clip_grad_norm=0.05).digest(), "resumed": resumed(), "aborted": aborted()}
+    results["read"] = read()
+    for name, sha in results.items():
+        unisono.print0(f"{ENGINE}: {name} = {sha}")

@@ -1,0 +1,100 @@
+"""Embedding tables in a Trainer: the same bits on any number of ranks and in each engine, and what is refused."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import unisono
+from tests.digests import digests
+from unisono.embedding import SGD, Adam, Table, Tables, dense_parameters
+
+PROGRAM = Path(__file__).parent / "programs" / "tables.py"
+DATA = TensorDataset(torch.arange(120).view(40, 3) ** 2 % 17, torch.arange(40) % 3)
+
+
+@pytest.fixture(scope="module")
+def on_one_rank(fork_python, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tables")
+    found = digests(fork_python(PROGRAM, folder, "auto"), least=9)
+    return folder / "begun", {name.removeprefix("auto: "): sha for name, sha in found.items()}
+
+
+@pytest.mark.parametrize("n", [2, 3, pytest.param(4, marks=pytest.mark.soak)])
+def test_tables_have_one_digest_on_any_number_of_ranks_in_each_engine(fork_ranks, on_one_rank, tmp_path, n):
+    begun, expected = on_one_rank
+    engines = ("shared", "collective")
+    for engine in engines:
+        shutil.copytree(begun, tmp_path / engine)
+    found = digests(
+        [line.split("] ", 1)[-1] for line in fork_ranks(n, PROGRAM, tmp_path, ",".join(engines)).lines()], least=18
+    )
+    assert found == {f"{engine}: {name}": sha for engine in engines for name, sha in expected.items()}
+
+
+def test_what_must_matter_does(on_one_rank):
+    _, sha = on_one_rank
+    assert sha["resumed"] == sha["RowwiseAdam"]
+    assert len({*sha.values()}) == len(sha) - 1
+
+
+def build(rule):
+    torch.manual_seed(0)
+    tables = Tables({"item": Table(rows=17, dim=4, pooling="sum", optimizer=rule)})
+    return tables, nn.Sequential(tables["item"], nn.Linear(4, 3))
+
+
+def per_sample(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def train(model, optimizer, **options):
+    trainer = unisono.Trainer(model, optimizer, virtual_ranks=1, progress=False, **options)
+    for batch in trainer.batches(DATA, batch_size=20, shuffle=False):
+        trainer.step(per_sample, batch)
+    return trainer
+
+
+def test_one_step_updates_both_as_a_plain_loop_does():
+    (_, model), (tables, plain) = build(Adam(lr=0.1)), build(Adam(lr=0.1))
+    train(model, optim.AdamW(dense_parameters(model), lr=0.1))
+    optimizer = optim.AdamW(dense_parameters(plain), lr=0.1)
+    for part in (slice(20), slice(20, 40)):
+        optimizer.zero_grad(), tables.zero_grad()
+        per_sample(plain, (DATA.tensors[0][part], DATA.tensors[1][part])).mean().backward()
+        optimizer.step(), tables.step()
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_their_optimizer_may_be_given_by_name():
+    (_, model), (tables, named) = build(Adam(lr=0.1)), build(Adam(lr=0.1))
+    one = train(model, optim.SGD(dense_parameters(model), lr=0.1))
+    two = train(named, {"rest": optim.SGD(dense_parameters(named), lr=0.1), "items": tables.optimizer})
+    assert all(map(torch.equal, model.parameters(), named.parameters()))
+    assert one.digest() != two.digest() and two.optimizer["items"].state[named[0].weight]["step"] == 2
+
+
+def test_an_optimizer_that_takes_a_tables_weight_is_refused():
+    _, model = build(SGD(lr=0.1))
+    with pytest.raises(ValueError, match=r"table 'item' has an optimizer of its own, SGD.*an AdamW.*dense_parameters"):
+        train(model, optim.AdamW(model.parameters()))
+    other = {"tables": optim.SGD(dense_parameters(model), lr=0.1)}
+    with pytest.raises(ValueError, match="Trainer names the optimizer of embedding tables 'tables'"):
+        train(model, other)
+
+
+def test_a_checkpoint_of_another_dim_is_refused(tmp_path):
+    _, model = build(SGD(lr=0.1))
+    train(model, optim.SGD(dense_parameters(model), lr=0.1), directory=tmp_path).save()
+    tables = Tables({"item": Table(rows=17, dim=5, pooling="sum", optimizer=SGD(lr=0.1))})
+    other = nn.Sequential(tables["item"], nn.Linear(5, 3))
+    with pytest.raises(unisono.errors.CheckpointError, match=r"0.weight.*\[17, 4\]") as caught:
+        train(other, optim.SGD(dense_parameters(other), lr=0.1), directory=tmp_path)
+    assert "[17, 5]" in str(caught.value)
