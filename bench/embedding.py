@@ -1,0 +1,151 @@
+"""Embedding tables in a Trainer against DDP with nn.EmbeddingBag(sparse=True), and the kernel against torch's.
+
+Two ranks, 256 bags of 8 ids each on each rank, rows of 16 floats, a linear layer to 8 classes, SGD for both: the model
+of PyTorch's tutorial on parameter servers. The peer: DDP over gloo, zero_grad, forward, backward, loss.item(), step.
+Sides take turns in blocks of steps, which both ranks begin at the same time; that of the slower rank counts. The kernel
+is lookup, backward and update of one process with one thread, with `Adam` against nn.EmbeddingBag and SparseAdam.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import count
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn, optim
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
+
+import unisono
+from bench.ddp import in_blocks
+from bench.measure import Effort, alternate
+from bench.models import classify
+from bench.ranks import run_ranks
+from bench.rows import Goal, Row, summarise
+from bench.sides import check_equal
+from unisono.embedding import SGD, Adam, Table, Tables, dense_parameters
+
+__all__ = ["run"]
+
+_ROWS = (30, 100_000, 1_000_000)
+_BAGS, _IDS, _DIM, _CLASSES = 256, 8, 16, 8
+_RATE = 0.05
+
+
+def run(effort: Effort) -> Iterator[Row]:
+    """Measure two ranks against DDP, then the kernel."""
+    for rows in _ROWS[:1] if effort.quick else _ROWS:
+        yield from run_ranks(_against_ddp, 2, effort, rows)
+    kernels = [(1000, 8, 64, 4)] if effort.quick else [(100_000, 16, 2048, 8), (1_000_000, 64, 4096, 10)]
+    for rows, dim, bags, ids in kernels:
+        yield _kernel(effort, rows, dim, bags, ids)
+
+
+class _Hybrid(nn.Module):
+    """A table of bags and a linear layer."""
+
+    def __init__(self, bags: nn.Module) -> None:
+        super().__init__()
+        self.bags = bags
+        self.last = nn.Linear(_DIM, _CLASSES)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return the scores of classes."""
+        scores: Tensor = self.last(self.bags(ids))
+        return scores
+
+
+def _against_ddp(effort: Effort, rows: int) -> list[Row]:
+    size = dist.get_world_size()
+    torch.manual_seed(0)
+    tables = Tables({"item": Table(rows=rows, dim=_DIM, pooling="sum", optimizer=SGD(lr=_RATE))})
+    model = _Hybrid(tables["item"])
+    plain = _Hybrid(nn.EmbeddingBag(rows, _DIM, mode="sum", sparse=True))
+    plain.load_state_dict(model.state_dict())
+    data = TensorDataset(
+        torch.randint(0, rows, (8 * size * _BAGS, _IDS)), torch.randint(0, _CLASSES, (8 * size * _BAGS,))
+    )
+    trainer = unisono.Trainer(model, optim.SGD(dense_parameters(model), lr=_RATE), virtual_ranks=size, progress=False)
+    endless = (batch for _ in count() for batch in trainer.batches(data, batch_size=size * _BAGS))
+    batch = next(endless)
+    wrapped = DistributedDataParallel(plain, process_group=dist.new_group(backend="gloo"))
+    optimizer = optim.SGD(plain.parameters(), lr=_RATE)
+
+    def take() -> None:
+        nonlocal batch
+        batch = next(endless)
+
+    def step() -> tuple[float, float]:
+        start = perf_counter()
+        loss = trainer.step(classify, batch)
+        return loss, perf_counter() - start
+
+    def by_hand() -> tuple[float, float]:
+        ((ids, targets),) = batch.micro_batches
+        start = perf_counter()
+        optimizer.zero_grad()
+        loss = F.cross_entropy(wrapped(ids), targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        return loss.item(), perf_counter() - start
+
+    theirs = [0.0] * size
+    dist.all_gather_object(theirs, by_hand()[0])
+    check_equal(step()[0], sum(theirs) / size, what=f"{rows} rows")
+    pairs = in_blocks(effort, 20, ours=lambda: step()[1], peer=lambda: by_hand()[1], prepare=take)
+    # in_blocks gives milliseconds of a step.
+    samples = 1000.0 * size * _BAGS
+    return [
+        summarise(
+            "embedding",
+            f"{rows} rows x {_DIM}, 2 ranks x {_BAGS} bags of {_IDS}",
+            **pairs.as_rates(ours=samples, peer=samples)._asdict(),
+            peer_name="DDP, sparse=True",
+            unit="samples/s",
+            goal=Goal(of="ratio", bound=4.0),
+            rows=rows,
+        )
+    ]
+
+
+def _kernel(effort: Effort, rows: int, dim: int, bags: int, width: int) -> Row:
+    torch.manual_seed(0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    batches = [torch.randint(0, rows, (bags, width)) for _ in range(16)]
+    gradient = torch.randn(bags, dim)
+    tables = Tables({"item": Table(rows=rows, dim=dim, pooling="sum", optimizer=Adam(lr=_RATE))})
+    plain = nn.EmbeddingBag(rows, dim, mode="sum", sparse=True)
+    optimizer = optim.SparseAdam(plain.parameters(), lr=_RATE)
+
+    def side(module: nn.Module, update: Callable[[], object]) -> Callable[[], float]:
+        turns = count()
+
+        def measure() -> float:
+            ids = batches[next(turns) % len(batches)]
+            start = perf_counter()
+            module(ids).backward(gradient)
+            update()
+            seconds = perf_counter() - start
+            module.zero_grad()
+            return seconds
+
+        return measure
+
+    pairs = alternate(
+        side(tables["item"], tables.step), side(plain, optimizer.step), rounds=effort.rounds(21), seed=effort.seed
+    )
+    torch.set_num_threads(threads)
+    ids = bags * width / 1e6
+    return summarise(
+        "embedding",
+        f"Adam, {rows} rows x {dim}, {bags * width} ids, one core",
+        **pairs.as_rates(ours=ids, peer=ids)._asdict(),
+        peer_name="EmbeddingBag + SparseAdam",
+        unit="M ids/s",
+        goal=Goal(of="ratio", bound=4.0),
+        rows=rows,
+    )
