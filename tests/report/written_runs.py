@@ -12,7 +12,7 @@ NASTY = "</script><script>document.title='taken'</script><img src=x onerror=aler
 FACTS = {
     "version": "0.1.0", "world_size": 4, "virtual_ranks": 8, "seed": 0, "parameters": 27098, "device": "cpu",
     "threads": 1, "directory": "runs/digits", "torch": "2.13.0", "arguments": ["train.py", "--lr", "0.1"],
-    "commit": "5b48af7c1f0d2e3b4a5968778695a4b3c2d1e0f9",
+    "git": {"commit": "5b48af7c1f0d2e3b4a5968778695a4b3c2d1e0f9", "branch": "main"},
     "machine": {
         "host": "node7", "system": "Linux 6.1", "python": "3.11.2", "cores": 8, "memory": 33_554_432_000,
         "processor": "AMD EPYC 7763 64-Core Processor",

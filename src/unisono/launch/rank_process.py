@@ -32,6 +32,7 @@ from unisono.launch.recovery_page import RankLink
 from unisono.launch.reserved_files import OwnFile, move_out_of_the_way
 from unisono.launch.spare_process import RankGrant
 from unisono.machine import let_threads_finish
+from unisono.program_end import note_exception
 
 __all__ = ["Program", "RankFiles", "RankProcess", "execute", "main", "run_program", "settle"]
 
@@ -200,6 +201,7 @@ def _run(process: RankProcess) -> int:
         return 2
     except SystemExit as end:
         if code := _exit_code(end):
+            note_exception(end)
             tell(end, code)
         else:
             _finish(block)
@@ -207,11 +209,13 @@ def _run(process: RankProcess) -> int:
             print(end.code, file=sys.stderr)  # as Python does
         return code
     except KeyboardInterrupt as interrupt:
+        note_exception(interrupt)
         tell(interrupt, 128 + signal.SIGINT)
         return 128 + signal.SIGINT
     # This is the top level of the user's program: an exception that it did not catch ends here.
     except BaseException as error:
         error.__traceback__ = without_frames(error.__traceback__, __file__)
+        note_exception(error)
         if not tell(error, 1) or _shows_errors_itself():
             sys.excepthook(type(error), error, error.__traceback__)
         return 1

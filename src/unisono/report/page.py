@@ -224,7 +224,7 @@ def _facts(document: Document) -> str:
     number = facts.get("parameters")
     rows: list[tuple[str, Any]] = [
         ("Command", " ".join(_quoted(facts.get("arguments"))) or None),
-        ("Git commit", facts.get("commit")),
+        ("Git commit", _commit(_mapping(facts.get("git")))),
         ("Parameters", format_count(number) if isinstance(number, int) else None),
         ("Seed", facts.get("seed")),
         ("Virtual ranks", facts.get("virtual_ranks")),
@@ -277,6 +277,13 @@ def _processor(machine: Mapping[str, Any]) -> str | None:
     if isinstance(machine.get("memory"), int):
         told.append(format_bytes(machine["memory"]))
     return ", ".join(told) or None
+
+
+def _commit(git: Mapping[str, Any]) -> str | None:
+    commit = git.get("commit")
+    if not commit:
+        return None
+    return f"{commit}, {git['branch']}" if git.get("branch") else f"{commit}, on no branch"
 
 
 def _versions(facts: Mapping[str, Any]) -> str:

@@ -140,6 +140,7 @@ class _Summary:
 
     def _epoch(self, event: Event, at_s: float) -> None:
         self.epoch = {key: event.get(key) for key in ("epoch", "epochs", "steps", "run_steps", "num_samples")}
+        self.state, self.error = "open", None  # a program that caught a failure goes on
         self._rewind(_whole(event.get("total_steps")))
         self.between_s = 0.0
 
@@ -243,7 +244,9 @@ class _Summary:
             self.other_warnings += 1
 
     def _failure(self, event: Event, at_s: float) -> None:
-        self.state, self.error = "failed", str(event.get("message", ""))[:_LONGEST]
+        kind, message = str(event.get("type") or ""), str(event.get("message") or "")
+        self.state = "stopped" if kind in ("SIGTERM", "KeyboardInterrupt") else "failed"
+        self.error = ": ".join(each for each in (kind, message) if each)[:_LONGEST]
 
     def _over(self, event: Event, at_s: float) -> None:
         self.state = "finished"

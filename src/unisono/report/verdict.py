@@ -42,6 +42,8 @@ def sentence(document: Document) -> str:
         return f"Step {format_count(steps)}{of} after {time}" + (f", about {format_span(left)} left." if left else ".")
     if document["state"] == "failed":
         return f"Ended by an exception after step {format_count(steps)}{of}, after {time}."
+    if document["error"]:
+        return f"Ended by a signal after step {format_count(steps)}{of}, after {time}."
     return f"Ended early, after step {format_count(steps)}{of}: it failed, was killed, or its loop was left."
 
 

@@ -6,6 +6,7 @@ epoch. `trainer` has the calls of users and describes their arguments. Start rea
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
 from collections.abc import Generator, Iterator, Mapping
@@ -19,15 +20,18 @@ from unisono.errors import UnisonoError
 from unisono.trainer.assembly import TrainerParts
 from unisono.trainer.epoch import EpochResult
 from unisono.trainer.epoch_batches import EpochBatches
+from unisono.trainer.failure_record import FailureRecord
 from unisono.trainer.loader_cache import Loader
 from unisono.trainer.optimizer_steps import OptimizerSteps
 from unisono.trainer.rollouts import Rollouts
 from unisono.trainer.save_points import SavePoints
 from unisono.trainer.snapshot import Cursor, check_same_data
+from unisono.trainer.state_digests import digest_at_end
 from unisono.trainer.step import Loss, StepOptions
 from unisono.trainer.step_events import StepEvents
 from unisono.trainer.step_result import StepResult
 from unisono.watch import EventLog
+from unisono.watch.event_kinds import EndFields
 
 __all__ = ["Loop"]
 
@@ -67,6 +71,8 @@ class Loop:
         self._started_s = time.monotonic()
         self._events = StepEvents(log, parts.run.device)
         self._saves = SavePoints(parts, log, keeps=keeps)
+        self._failures = FailureRecord(log, parts, keeps=keeps)
+        self._digested = (parts.modules, parts.subjects.optimizers) if keeps else None
         if keeps:
             self._saves.heed_signals(self._can_stop)
 
@@ -119,6 +125,7 @@ class Loop:
         cursor = self._cursor
         self._saves.hold("trainer.epochs")
         self._epochs, self._last_step, self._exhausted = epochs, max_steps, None
+        self._failures.begin(self)
         try:
             if cursor.epoch >= epochs or self._is_over():
                 self._tell_over(epochs, max_steps)
@@ -138,14 +145,27 @@ class Loop:
             self._run.set_generators("loop", cursor.epoch, cursor.step, 0)
             self._saves.release()
         except GeneratorExit:
+            self._failures.leave(inspect.currentframe())
             self._saves.save_left()
             raise
         finally:
             self._epochs = self._last_step = None
             self._recovery.leave_epochs()
-        self._log.emit("end", total_steps=cursor.total_steps, seconds=round(time.monotonic() - self._started_s, 3))
+        self._failures.end()
+        self._tell_end()
         self._saves.tell_drill()
         self._saves.end_loop()
+
+    def _tell_end(self) -> None:
+        if not self._log.hears("end"):
+            return
+        fields: EndFields = {
+            "total_steps": self._cursor.total_steps,
+            "seconds": round(time.monotonic() - self._started_s, 3),
+        }
+        if self._digested is not None and (digest := digest_at_end(*self._digested)) is not None:
+            fields["digest"] = digest
+        self._log.emit("end", **fields)
 
     def next_epoch(self) -> int:
         """Return the epoch whose batches come next.
@@ -185,7 +205,20 @@ class Loop:
         left = None if loader.steps is None else loader.steps - (0 if is_new else cursor.step)
         if left is not None and self._last_step is not None:
             left = max(0, min(left, self._last_step - cursor.total_steps))
-        return EpochBatches(self._batches_left(loader), left)
+        return EpochBatches(self._batches_watched(loader), left)
+
+    def _batches_watched(self, loader: _Loader) -> Generator[Batch, None, None]:
+        """Yield the batches that are left. Where there is no loop over epochs, it is this one that may fail."""
+        if self._epochs is not None:
+            yield from self._batches_left(loader)
+            return
+        self._failures.begin(self)
+        try:
+            yield from self._batches_left(loader)
+        except GeneratorExit:
+            self._failures.leave(inspect.currentframe())
+            raise
+        self._failures.end()
 
     def _batches_left(self, loader: _Loader) -> Generator[Batch, None, None]:
         cursor = self._cursor

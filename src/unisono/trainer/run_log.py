@@ -15,6 +15,7 @@ import torch
 
 from unisono.data.workers import warn_on_stderr
 from unisono.trainer.assembly import TrainerParts
+from unisono.trainer.provenance import describe_machine, describe_settings, git_state, program_arguments
 from unisono.trainer.run_context import RunContext
 from unisono.watch import Event, EventLog, Progress
 from unisono.watch.event_kinds import RunFields
@@ -90,7 +91,7 @@ def announce_to_listeners(log: EventLog, parts: TrainerParts) -> None:
 
 def _facts(parts: TrainerParts) -> RunFields:
     run, directory = parts.run, parts.settings.directory
-    return {
+    facts: RunFields = {
         "version": version("unisono"),
         "world_size": run.world.size,
         "virtual_ranks": run.virtual_ranks,
@@ -100,4 +101,10 @@ def _facts(parts: TrainerParts) -> RunFields:
         "threads": torch.get_num_threads(),
         "directory": None if directory is None else str(directory),
         "torch": str(torch.__version__),
+        "arguments": program_arguments(),
+        "machine": describe_machine(run.device),
+        "settings": describe_settings(parts.settings, parts.subjects.optimizers),
     }
+    if (git := git_state(Path.cwd())) is not None:
+        facts["git"] = git
+    return facts

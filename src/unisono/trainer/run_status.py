@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from unisono.job.user_function import refuse_inside
-from unisono.state.digest import digest
 from unisono.trainer.evaluation import tell_values
 from unisono.trainer.logged_values import check_values, read_values
 from unisono.trainer.recovery import Recovery
 from unisono.trainer.run_context import RunContext
 from unisono.trainer.shard_gathering import ShardGathering
-from unisono.trainer.snapshot import Cursor, Subjects, model_tensors, optimizer_state
+from unisono.trainer.snapshot import Cursor, Subjects
 from unisono.trainer.stage_gathering import StageGathering
+from unisono.trainer.state_digests import digest_of
 from unisono.watch import EventLog
 
 __all__ = ["RunStatus"]
@@ -114,7 +114,4 @@ class RunStatus:
         """
         if self._gathering is not None:
             self._gathering.check_whole("trainer.digest")
-        optimizers = {
-            name: optimizer_state(self._modules, optimizer) for name, optimizer in self._subjects.optimizers.items()
-        }
-        return digest({"model": model_tensors(self._modules), "optimizer": optimizers})
+        return digest_of(self._modules, self._subjects.optimizers)

@@ -16,6 +16,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
 
+from unisono.program_end import note_signal
+
 __all__ = ["StopSignals"]
 
 # A terminal sends Ctrl-C to all processes of a job, and some launchers forward it too: that does not count as a second.
@@ -111,6 +113,7 @@ class StopSignals:
         self._signum = None
         if signum == signal.SIGINT:
             raise KeyboardInterrupt
+        note_signal("SIGTERM", "asked to end, as by a batch system")
         # A second SIGTERM must not interrupt saving; SIGKILL still ends the process.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise SystemExit(128 + signal.SIGTERM)

@@ -14,8 +14,11 @@ __all__ = [
     "EpochFields",
     "EvaluationFields",
     "Event",
+    "FailureFields",
+    "GitFields",
     "Kind",
     "LogFields",
+    "MachineFields",
     "OverFields",
     "PipelineFields",
     "ProgressFields",
@@ -41,12 +44,39 @@ Kind: TypeAlias = Literal[
     "warning",
     "over",
     "end",
+    "failure",
     "progress",
 ]
 """The kinds of events."""
 
 Event: TypeAlias = Mapping[str, Any]
 """One event as listeners and readers get it. Use `.get` to read it: an older or newer version may have written it."""
+
+
+class GitFields(TypedDict):
+    """The state of a working tree, as .git tells it. Whether its files have changed since is not known."""
+
+    commit: str
+    """40 or 64 hexadecimal digits."""
+    branch: str | None
+    """None if the commit was checked out, and no branch."""
+
+
+class MachineFields(TypedDict):
+    """A host."""
+
+    host: str
+    system: str
+    """Name and release of the kernel."""
+    python: str
+    """Version of Python."""
+    cores: int
+    """Cores that the process may use."""
+    memory: NotRequired[int]
+    """Bytes of main memory."""
+    processor: NotRequired[str]
+    gpu: NotRequired[str]
+    """Name of the GPU of rank 0."""
 
 
 class RunFields(TypedDict):
@@ -66,6 +96,14 @@ class RunFields(TypedDict):
     """Folder of the checkpoints; None if none are kept."""
     torch: str
     """Version of torch."""
+    arguments: NotRequired[Sequence[str]]
+    """The program and its arguments; values that look like secrets are "***"."""
+    git: NotRequired[GitFields]
+    """The state of the working tree that the current folder is in, if it is in one."""
+    machine: NotRequired[MachineFields]
+    """The host of rank 0."""
+    settings: NotRequired[Mapping[str, Any]]
+    """The arguments of the Trainer that are not None, and its optimizers."""
 
 
 class ResumeFields(TypedDict):
@@ -249,6 +287,19 @@ class EndFields(TypedDict):
     total_steps: int
     seconds: float
     """Seconds since the loop over epochs began."""
+    digest: NotRequired[str]
+    """`Trainer.digest()`, if the run has a directory and a state that is not large."""
+
+
+class FailureFields(TypedDict):
+    """An exception or a signal has ended the program before the end of the loop."""
+
+    type: str
+    """The name of the exception's type, or "SIGTERM"."""
+    message: str
+    """The first line of its message, up to 300 characters."""
+    total_steps: int
+    """Steps of the run done before."""
 
 
 class ProgressFields(TypedDict):

@@ -25,6 +25,7 @@ from unisono.watch.event_kinds import (
     EpochFields,
     EvaluationFields,
     Event,
+    FailureFields,
     Kind,
     LogFields,
     OverFields,
@@ -143,6 +144,8 @@ class EventLog:
     def emit(self, kind: Literal["over"], /, **fields: Unpack[OverFields]) -> None: ...
     @overload
     def emit(self, kind: Literal["end"], /, **fields: Unpack[EndFields]) -> None: ...
+    @overload
+    def emit(self, kind: Literal["failure"], /, **fields: Unpack[FailureFields]) -> None: ...
     @overload
     def emit(self, kind: Literal["progress"], /, **fields: Unpack[ProgressFields]) -> None: ...
     def emit(self, kind: Kind, /, **fields: Any) -> None:

@@ -1,0 +1,53 @@
+"""Digests of a run's state: of all of it, and of each tensor, to find where two runs begin to differ."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from hashlib import blake2b
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from unisono.errors import CheckpointError
+from unisono.state.digest import digest, exact, memory
+from unisono.trainer.snapshot import model_tensors, optimizer_state
+
+__all__ = ["digest_at_end", "digest_of", "digests_of_tensors"]
+
+_SMALL_NBYTES = 64 << 20
+"""The size of weights up to which a digest is made at the end, which takes up to 0.2 s then with an optimizer of two
+averages."""
+
+
+def digest_of(modules: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]) -> str:
+    """Return the SHA-256 of all parameters, buffers and optimizer state; see `Trainer.digest`."""
+    states = {name: optimizer_state(modules, optimizer) for name, optimizer in optimizers.items()}
+    return digest({"model": model_tensors(modules), "optimizer": states})
+
+
+def digest_at_end(modules: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]) -> str | None:
+    """Return the same for a state of usual kinds that is not large; otherwise None."""
+    if sum(tensor.numel() * tensor.element_size() for tensor in model_tensors(modules).values()) > _SMALL_NBYTES:
+        return None
+    try:
+        return digest_of(modules, optimizers)
+    except (CheckpointError, TypeError, ValueError):  # a state that has no digest does not end a run that is done
+        return None
+
+
+def digests_of_tensors(modules: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Return 16 hexadecimal digits of the bits of each parameter and buffer, by name, equal where they are.
+
+    Cost: one pass over the memory, at about 1 GB/s.
+
+    Raises:
+        CheckpointError: A tensor has no plain memory.
+    """
+    return {name: _short(tensor, name) for name, tensor in model_tensors(modules).items()}
+
+
+def _short(tensor: Tensor, name: str) -> str:
+    plain = exact(tensor, name)
+    hashed = blake2b(f"{plain.dtype} {list(plain.shape)} ".encode(), digest_size=8)
+    hashed.update(memory(plain))
+    return hashed.hexdigest()
