@@ -22,6 +22,8 @@ def main(how: str, folder: str) -> None:
     data = torch.utils.data.TensorDataset(torch.randn(256, 4), torch.arange(256) % 3)
     every = unisono.Checkpoints(every_steps=4)
     options = {"virtual_ranks": 4, "checkpoints": every, "clip_grad_norm": 1.0, "progress": False}
+    if how != "ends without digests":
+        options["digest_every"] = 2
     trainer = unisono.Trainer(model, optimizer, directory=folder, **options)
     for _ in trainer.epochs(2):
         for batch in trainer.batches(data, batch_size=16):
@@ -37,6 +39,9 @@ def main(how: str, folder: str) -> None:
                 killed.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
             trainer.step(loss, batch)
+            if trainer.steps_done == 7 and how == "changes a weight":
+                with torch.no_grad():
+                    model[2].bias[1] += 1e-6
         if trainer.steps_done == 20 and how.startswith("breaks"):
             break
         trainer.evaluate(loss, data, name="train")

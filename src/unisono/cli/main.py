@@ -11,6 +11,7 @@ from typing import NoReturn
 
 import click
 
+from unisono.cli.compare import compare
 from unisono.cli.drill import drill
 from unisono.cli.plan import plan
 from unisono.cli.ps import ps, stacks
@@ -39,7 +40,7 @@ def cli(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for command in (run, drill, ps, stacks, scale, plan, report, token):
+for command in (run, drill, ps, stacks, scale, plan, report, compare, token):
     cli.add_command(command)
 
 

@@ -24,6 +24,8 @@ class Line(NamedTuple):
     name: str
     """The name of its run; empty if there is one run."""
     curve: Mapping[str, Any]
+    color: int = 0
+    """The number of its run, which decides the color."""
 
 
 def smoothing_of(buckets: int) -> float:
@@ -68,7 +70,7 @@ def render_chart(
     ys = value_scale(
         [value for curve in curves for value in curve["low"]], [value for curve in curves for value in curve["high"]]
     )
-    drawn = "".join(_line(i, line, xs, ys, smooth=smooth) for i, line in enumerate(lines))
+    drawn = "".join(_line(line, xs, ys, smooth=smooth) for line in lines)
     grid = "".join(f'<path d="M0 {_y(ys, y)}H{_WIDTH}"/>' for y in ys.ticks())
     labels = "".join(
         f'<span style="top:{100 * (1 - ys.at(y)):.2f}%">{format_tick(y, ys.step())}</span>' for y in ys.ticks()
@@ -91,14 +93,14 @@ def render_chart(
 def _spoken(title: str, lines: Sequence[Line]) -> str:
     """Return what a chart shows, for those who cannot see it."""
     told = []
-    for name, curve in lines:
+    for name, curve, _ in lines:
         of = f"{name}: " if name else ""
         ends = f"{format_value(curve['mean'][0])} to {format_value(curve['mean'][-1])}"
         told.append(f"{of}{ends} from step {format_count(curve['x'][0])} to {format_count(curve['x'][-1])}")
     return f"{title}, {'; '.join(told)}"
 
 
-def _line(place: int, line: Line, xs: Scale, ys: Scale, *, smooth: bool) -> str:
+def _line(line: Line, xs: Scale, ys: Scale, *, smooth: bool) -> str:
     curve = line.curve
     across = [_x(xs, x) for x in curve["x"]]
     part = smoothing_of(len(across)) if smooth else 0.0
@@ -110,7 +112,7 @@ def _line(place: int, line: Line, xs: Scale, ys: Scale, *, smooth: bool) -> str:
     if part:
         parts.append(f'<path class="raw" d="{_path(across, curve["mean"], ys)}"/>')
     parts.append(f'<path class="mean" d="{_path(across, smoothed(curve["mean"], part), ys)}"/>')
-    return f'<g class="line c{place % 6}">{"".join(parts)}</g>'
+    return f'<g class="line c{line.color % 6}">{"".join(parts)}</g>'
 
 
 def _path(across: Sequence[str], values: Sequence[float], ys: Scale) -> str:

@@ -185,6 +185,7 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
             "threads": settings.threads,
             "overlap": settings.overlap,
             "engine": settings.engine,
+            "digest_every": settings.digest_every,
             "parallel": plain(settings.parallel),
             **describe_models(modules),
             **describe_optimizers(optimizers, parameter_names(modules)),

@@ -26,7 +26,7 @@ from unisono.trainer.optimizer_steps import OptimizerSteps
 from unisono.trainer.rollouts import Rollouts
 from unisono.trainer.save_points import SavePoints
 from unisono.trainer.snapshot import Cursor, check_same_data
-from unisono.trainer.state_digests import digest_at_end
+from unisono.trainer.state_digests import RegularDigests, digest_at_end
 from unisono.trainer.step import Loss, StepOptions
 from unisono.trainer.step_events import StepEvents
 from unisono.trainer.step_result import StepResult
@@ -72,6 +72,7 @@ class Loop:
         self._events = StepEvents(log, parts.run.device)
         self._saves = SavePoints(parts, log, keeps=keeps)
         self._failures = FailureRecord(log, parts, keeps=keeps)
+        self._digests = RegularDigests(parts, log)
         self._digested = (parts.modules, parts.subjects.optimizers) if keeps else None
         if keeps:
             self._saves.heed_signals(self._can_stop)
@@ -390,6 +391,7 @@ class Loop:
         self._recovery.ask()
         self._note_asked()
         if self._recovery.is_joined:  # otherwise the state is not the run's yet
+            self._digests.tell_if_due(self._cursor.total_steps)
             self._saves.ask(epoch_ended=epoch_ended, finishing=finishing)
 
     def _note_asked(self) -> None:

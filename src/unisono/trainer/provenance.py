@@ -146,7 +146,8 @@ def describe_settings(settings: TrainerSettings, optimizers: Mapping[str, Optimi
         name.strip() or "optimizer": _short(_optimizer(optimizer))
         for name, optimizer in ((f"optimizer {key}", each) for key, each in optimizers.items())
     }
-    left_out = {"directory", "resume", "stateful", "device", "progress", "listeners", "drill", "checkpoints"}
+    elsewhere = {"directory", "device", "stateful", "checkpoints"}  # in this event already, or below
+    left_out = elsewhere | {"digest_every", "resume", "progress", "listeners", "drill"}
     for each in fields(settings):
         value = getattr(settings, each.name)
         if each.name not in left_out and value is not None:

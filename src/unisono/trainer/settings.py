@@ -58,6 +58,7 @@ class TrainerSettings:
     parallel: Pipeline | Shard | None
     progress: bool
     listeners: Sequence[Callable[[Event], None]]
+    digest_every: int | None
     drill: Path | None = None
     """The folder of the run of `unisono drill` that this is; None: it is none."""
 
@@ -92,7 +93,7 @@ class TrainerSettings:
         folder = self.directory if self.drill is None else self.drill
         return None if folder is None else folder / "events.jsonl"
 
-    def _check(self) -> None:
+    def _check(self) -> None:  # noqa: PLR0912  one thing after the other
         if self.virtual_ranks is REQUIRED or self.virtual_ranks is None:
             raise TypeError(
                 "virtual_ranks is missing: the number of fixed shares of every global batch, which decides the result "
@@ -108,6 +109,8 @@ class TrainerSettings:
         choice("autocast", self.autocast, ("bf16", "fp16", None))
         flag("overlap", self.overlap)
         flag("progress", self.progress)
+        if self.digest_every is not None:
+            whole("digest_every", self.digest_every, least=1, meant="a whole number of steps, or None")
         if self.parallel is not None:
             self._check_parallel()
         if self.clip_grad_norm is not None and not real("clip_grad_norm", self.clip_grad_norm) > 0:
@@ -153,6 +156,11 @@ class TrainerSettings:
             raise ValueError(
                 'engine="shared" keeps one copy of the weights for all ranks, and parallel= divides them: leave '
                 'engine="auto"'
+            )
+        if self.digest_every is not None:
+            raise ValueError(
+                f"digest_every={self.digest_every} needs all weights on rank 0, and with parallel= each rank has a "
+                "part of them: leave it out. `unisono compare` compares losses, and the digest at the end, without it"
             )
         if isinstance(parallel, Shard) and self.ema_decay is not None:
             raise ValueError(

@@ -10,9 +10,11 @@ from torch.optim import Optimizer
 
 from unisono.errors import CheckpointError
 from unisono.state.digest import digest, exact, memory
+from unisono.trainer.assembly import TrainerParts
 from unisono.trainer.snapshot import model_tensors, optimizer_state
+from unisono.watch import EventLog
 
-__all__ = ["digest_at_end", "digest_of", "digests_of_tensors"]
+__all__ = ["RegularDigests", "digest_at_end", "digest_of"]
 
 _SMALL_NBYTES = 64 << 20
 """The size of weights up to which a digest is made at the end, which takes up to 0.2 s then with an optimizer of two
@@ -35,7 +37,32 @@ def digest_at_end(modules: Mapping[str, nn.Module], optimizers: Mapping[str, Opt
         return None
 
 
-def digests_of_tensors(modules: Mapping[str, nn.Module]) -> dict[str, str]:
+class RegularDigests:
+    """Emits the digests of the weights after every so many steps.
+
+    Args:
+        parts: The parts of the run.
+        log: Gets the events.
+    """
+
+    def __init__(self, parts: TrainerParts, log: EventLog) -> None:
+        self._modules, self._log, self._every = parts.modules, log, parts.settings.digest_every
+        self._latest = parts.cursor.total_steps
+
+    def tell_if_due(self, total_steps: int) -> None:
+        """Emit the digests of the present weights, once after each number of steps at which they are due.
+
+        Raises:
+            CheckpointError: A tensor has no plain memory, such as a sparse one.
+        """
+        if self._every is None or total_steps == self._latest or total_steps % self._every:
+            return
+        self._latest = total_steps
+        if self._log.hears("digest"):
+            self._log.emit("digest", total_steps=total_steps, tensors=_digests_of_tensors(self._modules))
+
+
+def _digests_of_tensors(modules: Mapping[str, nn.Module]) -> dict[str, str]:
     """Return 16 hexadecimal digits of the bits of each parameter and buffer, by name, equal where they are.
 
     Cost: one pass over the memory, at about 1 GB/s.

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CheckpointFields",
+    "DigestFields",
     "EndFields",
     "EpochFields",
     "EvaluationFields",
@@ -45,6 +46,7 @@ Kind: TypeAlias = Literal[
     "over",
     "end",
     "failure",
+    "digest",
     "progress",
 ]
 """The kinds of events."""
@@ -289,6 +291,14 @@ class EndFields(TypedDict):
     """Seconds since the loop over epochs began."""
     digest: NotRequired[str]
     """`Trainer.digest()`, if the run has a directory and a state that is not large."""
+
+
+class DigestFields(TypedDict):
+    """The bits of the weights after some steps, by `Trainer(digest_every=...)`."""
+
+    total_steps: int
+    tensors: Mapping[str, str]
+    """For each parameter and buffer, by name, 16 hexadecimal digits that are equal where dtype, shape and bits are."""
 
 
 class FailureFields(TypedDict):

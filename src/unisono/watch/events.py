@@ -21,6 +21,7 @@ from unisono.text import a_type
 from unisono.watch.continuation import SHARED, content_of, finite, is_missing, last_shared
 from unisono.watch.event_kinds import (
     CheckpointFields,
+    DigestFields,
     EndFields,
     EpochFields,
     EvaluationFields,
@@ -144,6 +145,8 @@ class EventLog:
     def emit(self, kind: Literal["over"], /, **fields: Unpack[OverFields]) -> None: ...
     @overload
     def emit(self, kind: Literal["end"], /, **fields: Unpack[EndFields]) -> None: ...
+    @overload
+    def emit(self, kind: Literal["digest"], /, **fields: Unpack[DigestFields]) -> None: ...
     @overload
     def emit(self, kind: Literal["failure"], /, **fields: Unpack[FailureFields]) -> None: ...
     @overload
