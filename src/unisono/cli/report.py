@@ -9,11 +9,13 @@ from pathlib import Path
 import click
 
 from unisono.errors import ReportError
-from unisono.report.output import write_page
+from unisono.report.output import write_lines, write_page
 from unisono.report.page import read_report, render_page
-from unisono.report.source import open_run
+from unisono.report.source import events_of, open_run
 from unisono.report.summary import Document
+from unisono.report.trace import trace_of
 from unisono.report.verdict import sentence, state_word
+from unisono.watch import read_events
 from unisono.watch.figures import format_bytes
 
 __all__ = ["report"]
@@ -28,7 +30,10 @@ __all__ = ["report"]
     help="The page; - for standard output. Default: RUN/report.html",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print what the page shows as JSON, and write no page.")
-def report(run: Path, output: Path | None, as_json: bool) -> int:
+@click.option(
+    "--trace", type=click.Path(path_type=Path), help="Write the run's times for ui.perfetto.dev instead of a page."
+)
+def report(run: Path, output: Path | None, as_json: bool, trace: Path | None) -> int:
     """Make a page that shows a run: what became of it, its curves, its ranks, and where the time went.
 
     RUN is the directory of a Trainer, also while it trains. The page is one file that needs no network. With --json,
@@ -38,7 +43,16 @@ def report(run: Path, output: Path | None, as_json: bool) -> int:
     unisono report runs/digits
     unisono report runs/digits -o digits.html
     unisono report --json digits.html
+    unisono report runs/digits --trace trace.json
     """
+    if trace is not None:
+        if as_json or output is not None:
+            raise click.UsageError("--trace writes a trace and no page: give it without --json and --output")
+        if is_page(run):
+            raise ReportError(f"{run} is a page, which has no single steps: give the directory of the run")
+        write_lines(trace, trace_of(read_events(events_of(run))))
+        click.echo(f"{trace} ({format_bytes(trace.stat().st_size)}); open it at https://ui.perfetto.dev")
+        return 0
     if as_json:
         if output is not None:
             raise click.UsageError("--json prints to standard output, and --output is for a page: give one of them")

@@ -111,7 +111,8 @@ def _line(line: Line, xs: Scale, ys: Scale, *, smooth: bool) -> str:
         parts.append(f'<path class="band" d="M{above} {below}Z"/>')
     if part:
         parts.append(f'<path class="raw" d="{_path(across, curve["mean"], ys)}"/>')
-    parts.append(f'<path class="mean" d="{_path(across, smoothed(curve["mean"], part), ys)}"/>')
+    dot = " dot" if len(across) == 1 else ""
+    parts.append(f'<path class="mean{dot}" d="{_path(across, smoothed(curve["mean"], part), ys)}"/>')
     return f'<g class="line c{line.color % 6}">{"".join(parts)}</g>'
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from hashlib import blake2b
+from hashlib import sha256
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -65,7 +65,7 @@ class RegularDigests:
 def _digests_of_tensors(modules: Mapping[str, nn.Module]) -> dict[str, str]:
     """Return 16 hexadecimal digits of the bits of each parameter and buffer, by name, equal where they are.
 
-    Cost: one pass over the memory, at about 1 GB/s.
+    Cost: one pass over the memory, at 1 to 2 GB/s.
 
     Raises:
         CheckpointError: A tensor has no plain memory.
@@ -75,6 +75,6 @@ def _digests_of_tensors(modules: Mapping[str, nn.Module]) -> dict[str, str]:
 
 def _short(tensor: Tensor, name: str) -> str:
     plain = exact(tensor, name)
-    hashed = blake2b(f"{plain.dtype} {list(plain.shape)} ".encode(), digest_size=8)
+    hashed = sha256(f"{plain.dtype} {list(plain.shape)} ".encode())  # twice as fast as BLAKE2 where the CPU has it
     hashed.update(memory(plain))
-    return hashed.hexdigest()
+    return hashed.hexdigest()[:16]

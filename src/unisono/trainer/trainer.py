@@ -96,7 +96,7 @@ class Trainer(RunStatus, ShortForm, ByVirtualRank, Storage):
             for "checkpoint", which is written meanwhile, out of the loop's next call.
         digest_every: Record a digest of each parameter and buffer after every so many steps, where the loop asks for
             its next batch, so that `unisono compare` finds the first one that differs. Rank 0 reads all weights for it,
-            at about 1 GB/s, while the others wait. None: none. Not with `parallel`.
+            at 1 to 2 GB/s, while the others wait. None: none. Not with `parallel`.
 
     Raises:
         TypeError: virtual_ranks is missing, an argument has the wrong type, or the Trainer cannot use a model,

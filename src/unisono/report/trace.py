@@ -1,0 +1,121 @@
+"""A run's times in Chrome's trace format, which Perfetto and chrome://tracing show. Start reading at `trace_of`.
+
+Steps and evaluations are made by all ranks together, so they stand on one track: the log has the times of the rank that
+writes it. Spans of a track are nested or apart, never across each other, as the format wants it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from unisono.watch import Event
+
+__all__ = ["trace_of"]
+
+_PID = 1
+_LOOP, _CHECKPOINTS, _CHANGES = 1, 2, 3
+_TRACKS = {_LOOP: "epochs, steps, evaluations", _CHECKPOINTS: "checkpoints", _CHANGES: "recoveries, changes of ranks"}
+
+
+def trace_of(events: Iterable[Event]) -> Iterator[str]:
+    """Yield the text of a trace, in one pass and O(1) memory. Pure.
+
+    Args:
+        events: The events of a run, oldest first.
+    """
+    yield '{"displayTimeUnit":"ms","traceEvents":['
+    before = "\n"
+    for entry in _Trace().entries(events):
+        yield before + json.dumps(entry, separators=(",", ":"))
+        before = ",\n"
+    yield "\n]}\n"
+
+
+class _Trace:
+    """Turns events into entries of a trace."""
+
+    def __init__(self) -> None:
+        self._first_s: float | None = None
+        self._now = 0
+        """Microseconds since the first event, at the latest one."""
+        self._end = dict.fromkeys(_TRACKS, 0)
+        """The end of the last span of each track."""
+        self._epoch: int | None = None
+
+    def entries(self, events: Iterable[Event]) -> Iterator[dict[str, Any]]:
+        for track, name in _TRACKS.items():
+            yield {"ph": "M", "name": "thread_name", "pid": _PID, "tid": track, "args": {"name": name}}
+            yield {"ph": "M", "name": "thread_sort_index", "pid": _PID, "tid": track, "args": {"sort_index": track}}
+        for event in events:
+            time_s = _number(event.get("time"))
+            if time_s is None:
+                continue
+            if self._first_s is None:
+                self._first_s = time_s
+            now = max(self._now, round(1e6 * (time_s - self._first_s)))
+            if event.get("event") in ("run", "epoch", "end", "failure"):
+                yield from self._close_epoch(now if event.get("event") in ("end", "epoch") else self._now)
+            self._now = now
+            yield from self._entries_of(event)
+        yield from self._close_epoch(self._now)
+
+    def _entries_of(self, event: Event) -> Iterator[dict[str, Any]]:
+        kind = event.get("event")
+        if kind == "run":
+            name = f"unisono run, {event.get('world_size')} ranks"
+            yield {"ph": "M", "name": "process_name", "pid": _PID, "args": {"name": name}}
+            yield self._instant("run starts", _without(event))
+            yield self._counter("ranks", event.get("world_size"))
+        elif kind == "epoch":
+            self._epoch = self._end[_LOOP] = self._now
+            yield {**self._at(_LOOP, self._now), "ph": "B", "name": f"epoch {event.get('epoch')}", "cat": "epoch"}
+        elif kind == "step":
+            yield self._span(_LOOP, f"step {event.get('total_steps')}", "step", event, event.get("step_s"))
+            for name in ("loss", "lr", "grad_norm", "memory"):
+                if name in event and (value := _number(event[name])) is not None:
+                    yield self._counter(name, value)
+        elif kind == "evaluation":
+            yield self._span(_LOOP, f"evaluation {event.get('name')}", "evaluation", event, event.get("seconds"))
+        elif kind == "checkpoint":
+            name = f"checkpoint of step {event.get('total_steps')}"
+            yield self._span(_CHECKPOINTS, name, "checkpoint", event, event.get("seconds"))
+        elif kind == "recovery":
+            yield self._span(_CHANGES, f"ranks {event.get('ranks')} replaced", "wait", event, event.get("seconds"))
+        elif kind == "resize":
+            name = f"{event.get('before')} to {event.get('ranks')} ranks"
+            yield self._span(_CHANGES, name, "wait", event, event.get("seconds"))
+            yield self._counter("ranks", event.get("ranks"))
+        elif kind in ("warning", "failure", "end"):
+            yield self._instant(str(kind), _without(event))
+
+    def _close_epoch(self, now: int) -> Iterator[dict[str, Any]]:
+        if self._epoch is not None:
+            self._epoch = None
+            yield {**self._at(_LOOP, max(now, self._end[_LOOP])), "ph": "E"}
+
+    def _span(self, track: int, name: str, category: str, event: Event, seconds: Any) -> dict[str, Any]:
+        length = round(1e6 * (_number(seconds) or 0.0))
+        begun = min(self._now, max(self._end[track], self._now - length))
+        self._end[track] = self._now
+        own = {"ph": "X", "name": name, "cat": category, "dur": self._now - begun, "args": _without(event)}
+        return {**self._at(track, begun), **own}
+
+    def _instant(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        return {**self._at(_LOOP, self._now), "ph": "i", "s": "p", "name": name, "args": arguments}
+
+    def _counter(self, name: str, value: Any) -> dict[str, Any]:
+        return {"ph": "C", "name": name, "pid": _PID, "ts": self._now, "args": {"value": _number(value) or 0}}
+
+    def _at(self, track: int, now: int) -> dict[str, Any]:
+        return {"pid": _PID, "tid": track, "ts": now}
+
+
+def _number(value: Any) -> float | None:
+    return value if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) else None
+
+
+def _without(event: Event) -> dict[str, Any]:
+    return {key: value for key, value in event.items() if key not in ("time", "event")}
