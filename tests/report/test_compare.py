@@ -4,9 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from browser import CHROMIUM, Browser
 from click.testing import CliRunner
 
+import unisono
+import unisono.parallel
 from unisono.cli.main import cli
 from unisono.errors import ReportError
 from unisono.report.comparison import compare_runs, traces_of
@@ -111,3 +114,17 @@ def test_the_page_is_whole_in_a_browser(tmp_path):
             assert browser.value("document.querySelectorAll('.chart .line').length") == 9
     finally:
         browser.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"digest_every": 2, "parallel": unisono.parallel.Shard()}, ValueError, "digest_every=2 needs all weights"),
+        ({"digest_every": 0}, ValueError, "digest_every=0 must be at least 1"),
+        ({"digest_every": 1.5}, TypeError, "digest_every=1.5"),
+    ],
+)
+def test_digests_that_cannot_be_are_refused(options, error, said):
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(error, match=said):
+        unisono.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), virtual_ranks=2, progress=False, **options)

@@ -1,10 +1,20 @@
-"""Loggers: listeners of a Trainer that write its events to CSV files, TensorBoard, Weights & Biases and MLflow."""
+"""Loggers: listeners of a Trainer that write its events to CSV, TensorBoard, Prometheus, W&B and MLflow."""
 
 from unisono.loggers.csv_logger import CSVLogger
 from unisono.loggers.logger import Logger
 from unisono.loggers.mlflow_logger import MLflowLogger
+from unisono.loggers.prometheus_logger import PrometheusLogger
 from unisono.loggers.rows import Row, read_row
 from unisono.loggers.tensorboard_logger import TensorBoardLogger
 from unisono.loggers.wandb_logger import WandbLogger
 
-__all__ = ["CSVLogger", "Logger", "MLflowLogger", "Row", "TensorBoardLogger", "WandbLogger", "read_row"]
+__all__ = [
+    "CSVLogger",
+    "Logger",
+    "MLflowLogger",
+    "PrometheusLogger",
+    "Row",
+    "TensorBoardLogger",
+    "WandbLogger",
+    "read_row",
+]

@@ -18,6 +18,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from unisono.loggers.rows import Row, read_row, steps_done
+from unisono.program_end import ending
 from unisono.watch.event_kinds import Event
 
 if TYPE_CHECKING:
@@ -133,8 +134,7 @@ class Logger:
         self.close(failed=kind is not None)
 
     def _close_at_exit(self) -> None:
-        # Python sets last_value when it shows the exception that ends the program.
-        self.close(failed=getattr(sys, "last_value", None) is not None)
+        self.close(failed=ending() is not None)
 
     def _work(self) -> None:
         while True:
