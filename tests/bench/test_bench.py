@@ -27,10 +27,18 @@ def modules(monkeypatch):
     return measure, rows, tables, page
 
 
-def test_list_names_every_benchmark_with_a_line():
-    ended = bench("--list")
-    assert ended.returncode == 0, ended.stderr
-    names = [line.split(maxsplit=1)[0] for line in ended.stdout.splitlines() if len(line.split()) > 1]
+@pytest.fixture
+def command(monkeypatch):
+    """Give the function behind `python -m bench`, for what it says without measuring."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    from bench.__main__ import main
+
+    return main
+
+
+def test_list_names_every_benchmark_with_a_line(command, capsys):
+    assert command(["--list"]) == 0
+    names = [line.split(maxsplit=1)[0] for line in capsys.readouterr().out.splitlines() if len(line.split()) > 1]
     assert names[:6] == ["permutation", "step", "ddp", "replicate", "shared", "protect"]
     assert names[6:] == [
         "shards",
@@ -48,10 +56,11 @@ def test_list_names_every_benchmark_with_a_line():
     ]
 
 
-def test_unknown_benchmark_is_refused_by_name():
-    ended = bench("nonsense")
-    assert ended.returncode == 2
-    assert "nonsense" in ended.stderr
+def test_unknown_benchmark_is_refused_by_name(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        command(["nonsense"])
+    assert ended.value.code == 2
+    assert "nonsense" in capsys.readouterr().err
 
 
 def test_step_runs_from_end_to_end(tmp_path):
