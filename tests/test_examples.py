@@ -61,25 +61,29 @@ PIPELINES = {
     # with which the test images are recognised, lag behind the weights.
     "resnet50_pipeline": (
         ["--images", 512, "--size", 48, "--batch-size", 64, "--epochs", 3, "--virtual-ranks", 4],
-        [(1, []), (2, []), (4, ["--schedule", "gpipe"])],
+        [(1, []), (4, ["--schedule", "gpipe"]), (2, [])],
         r"epoch 2: loss (\d\.\d{4}), accuracy \d\.\d{4}",
         (0.1, 2.0),
     ),
     "llama_pipeline": (
         ["--steps", 12, "--batch-size", 16, "--width", 64, "--virtual-ranks", 4],
-        [(1, []), (2, []), (3, ["--stages", 3])],
+        [(1, []), (3, ["--stages", 3]), (2, [])],
         r"test loss: (\d\.\d{4})",
         (2.5, 4.5),
     ),
 }
 
 
+@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.soak)], ids=["two runs", "all runs"])
 @pytest.mark.parametrize("name", PIPELINES)
-def test_pipelines_learn_and_have_one_digest(fork_ranks, name):
+def test_pipelines_learn_and_have_one_digest(fork_ranks, name, count):
+    """On one rank, and on ranks for other stages, replicas and schedules; the long suite runs the defaults too."""
     if name == "llama_pipeline":
         pytest.importorskip("transformers")
     options, runs, pattern, bounds = PIPELINES[name]
-    alone, *cut = [fork_ranks(ranks, EXAMPLES / f"{name}.py", *options, *more).lines()[-3:] for ranks, more in runs]
+    alone, *cut = [
+        fork_ranks(ranks, EXAMPLES / f"{name}.py", *options, *more).lines()[-3:] for ranks, more in runs[:count]
+    ]
     assert has_learned(alone[0], pattern, bounds), alone[0]
     assert re.fullmatch(r"weights sha256: [0-9a-f]{64}", alone[-1])
     assert cut == [alone] * len(cut)

@@ -17,7 +17,7 @@ def slow(*values: object) -> object:
     return pytest.param(*values, marks=pytest.mark.soak)
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("n", [1, slow(2), 3, slow(4), 8])
 def test_digits_have_one_digest_on_any_number_of_ranks(fork_ranks, digits_on_one_rank, n):
     job = fork_ranks(n, EXAMPLES / "digits.py", "--epochs", 1)
     assert job.lines()[-2:] == digits_on_one_rank[-2:]
