@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from unisono.launch.hosts.settings import NO_ID, HostSettings, read_conf
 from unisono.launch.preflight import is_this_machine
+
+if TYPE_CHECKING:
+    from unisono.launch.hosts.settings import HostSettings
 
 __all__ = ["hosts_of"]
 
@@ -26,6 +28,8 @@ def hosts_of(given: Mapping[str, Any]) -> HostSettings | None:
     if most == 1:
         _check_one(given)
         return None
+    from unisono.launch.hosts.settings import NO_ID, HostSettings, read_conf  # noqa: PLC0415  not needed on one machine
+
     if given["standalone"]:
         raise ValueError(f"--standalone is for one machine, and --nnodes says {most}: leave one out")
     backend: Literal["c10d", "static"] = given["rdzv_backend"] or ("c10d" if given["node_rank"] is None else "static")

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from unisono.launch.hosts.settings import HostPlace
 from unisono.variables import EVENTS_VARIABLE, HOST_VARIABLE
+
+if TYPE_CHECKING:
+    from unisono.launch.hosts.settings import HostPlace
 
 __all__ = [
     "job_environment",

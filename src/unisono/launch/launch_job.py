@@ -16,11 +16,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from unisono.errors import LaunchError
-from unisono.launch.hosts.settings import HostPlace, HostSettings
 from unisono.launch.program import read_program
+
+if TYPE_CHECKING:
+    from unisono.launch.hosts.settings import HostPlace, HostSettings
 
 __all__ = ["LaunchJob", "Output", "check_target"]
 
