@@ -53,6 +53,13 @@ def test_parts_of_ranks_make_the_files_that_one_rank_would_write(fork_ranks, tmp
         assert {rank for *_, rank in regions(folder, file)} == {*range(ranks)}
 
 
+@pytest.mark.soak
+def test_parts_of_two_optimizers_make_the_same_files_too(fork_ranks, fork_python, tmp_path):
+    expected = fork_python(PROGRAM, tmp_path / "whole", "", "two")
+    job = fork_ranks(3, PROGRAM, tmp_path / "divided", "block", "two", "compare")
+    assert [job.lines(rank) for rank in range(3)] == [expected] * 3
+
+
 @pytest.mark.parametrize(
     "later",
     [

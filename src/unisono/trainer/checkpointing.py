@@ -6,9 +6,8 @@ write their parts there.
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,14 +18,12 @@ from unisono.collectives.world import World
 from unisono.errors import CheckpointError
 from unisono.state.checkpoint_store import CheckpointInfo, CheckpointStore
 from unisono.state.checkpoint_work import CheckpointWork
-from unisono.state.codec import to_json
-from unisono.state.digest import copy_each
 from unisono.state.lock import DirectoryLock
 from unisono.state.policy import Checkpoints, is_due
 from unisono.state.writer import BackgroundWriter
 from unisono.trainer.best_checkpoint import BestCheckpoint
 from unisono.trainer.evaluation_history import Evaluated, EvaluationHistory
-from unisono.trainer.part_saving import OwnPart, PartSaving
+from unisono.trainer.part_saving import OptimizerStates, OwnPart, PartSaving, completion
 from unisono.trainer.rank_errors import raised_on_all
 from unisono.trainer.resume import Resume, ResumedRun, find
 from unisono.watch import EventLog
@@ -36,8 +33,6 @@ __all__ = ["Checkpointing", "Place"]
 Place = tuple[int, int, int]
 """Epoch, its next step, and steps done in all: see `Cursor.place`."""
 Snapshot = tuple[dict[str, dict[str, Tensor]], dict[str, Any]]
-Optimizers = Mapping[str, dict[str, dict[str, Any]]]
-"""The state of optimizers by name, parameter and key."""
 
 
 class Checkpointing:
@@ -259,7 +254,12 @@ class Checkpointing:
         self._last, self._last_s = place, time.monotonic()
 
     def save_parts(
-        self, place: Place, capture: Callable[[Optimizers], Snapshot], saving: PartSaving, *, tag: str | None = None
+        self,
+        place: Place,
+        capture: Callable[[OptimizerStates], Snapshot],
+        saving: PartSaving,
+        *,
+        tag: str | None = None,
     ) -> bool:
         """Let each rank write its part of a checkpoint: in the background or, with a tag, until it is on the disk.
 
@@ -278,6 +278,7 @@ class Checkpointing:
             BaseException: On rank 0, see `save`; the others raise PeerError.
             CheckpointError: With a tag, on all ranks, if it cannot be written.
         """
+        assert self._store is not None
         work: CheckpointWork | None = None
 
         def begin() -> bytes:
@@ -303,10 +304,13 @@ class Checkpointing:
         saving.join()
         folder = self._world.broadcast_bytes(begin)
         if folder:
-            part = saving.prepare(Path(folder.decode()))
-            if part is None:
-                if work is not None:
+            part: OwnPart | None = None
+            try:
+                part = saving.prepare(Path(folder.decode()))
+            finally:
+                if part is None and work is not None:
                     work.close()
+            if part is None:
                 return False
             if tag is not None:
                 with raised_on_all(self._world, "trainer.save(tag=...)"):
@@ -314,40 +318,18 @@ class Checkpointing:
                     if work is None:
                         part.write()
                     else:
-                        self._emit(self._completion(work, part, capture)(), time.monotonic() - started_s)
+                        self._emit(completion(self._store, work, part, capture)(), time.monotonic() - started_s)
                 return True
             if work is None:
                 saving.start(part)
             else:
                 assert self._writer is not None
-                write = self._completion(work, part, capture, best=self._best)
+                assert self._best is not None
+                write = completion(self._store, work, part, capture, then=partial(self._best.writing, place[2]))
                 self._is_written = False
                 self._writer.start(place[2], write)
         self._last, self._last_s = place, time.monotonic()
         return True
-
-    def _completion(
-        self,
-        work: CheckpointWork,
-        part: OwnPart,
-        capture: Callable[[Optimizers], Snapshot],
-        *,
-        best: BestCheckpoint | None = None,
-    ) -> Callable[[], CheckpointInfo]:
-        """Return the function that writes the part of rank 0, waits for the others and completes the checkpoint."""
-        assert self._store is not None
-        try:
-            groups, document = capture(part.optimizers)
-            own = {name: copy_each(group, {}, f"{name}.") for name, group in groups.items() if name not in part.plans}
-            plain = json.loads(to_json(document))  # the caller's lists may change while the thread works
-            if best is not None:
-                best.writing(work.step)
-        except BaseException:
-            part.writer.close()
-            work.close()
-            raise
-        write = self._store.write_parts
-        return partial(write, work, part.writer, part.ranges, plans=part.plans, groups=own, document=plain)
 
     def save_tag(self, tag: str, place: Place, capture: Callable[[], Snapshot]) -> None:
         """Write a checkpoint that is kept until the user deletes it, and wait on all ranks until it is on disk.

@@ -7,20 +7,32 @@ reading at `PartSaving.prepare`.
 
 from __future__ import annotations
 
+import json
 import threading
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from unisono.collectives.world import World
 from unisono.engine.sharded import Division
+from unisono.state.checkpoint_store import CheckpointInfo, CheckpointStore
+from unisono.state.checkpoint_work import CheckpointWork
+from unisono.state.codec import to_json
+from unisono.state.digest import copy_each
 from unisono.state.manifest import SUFFIX
 from unisono.state.part_plan import PartPlan
 from unisono.state.part_writing import FileRange, PartWriter, is_begun_by
 from unisono.trainer.divided_parts import Contents, own_table
 from unisono.trainer.snapshot import Subjects
 
-__all__ = ["OwnPart", "PartSaving"]
+__all__ = ["OptimizerStates", "OwnPart", "PartSaving", "completion"]
+
+OptimizerStates = Mapping[str, dict[str, dict[str, Any]]]
+"""The state of optimizers by the name of the optimizer, that of the parameter and key."""
 
 
 class OwnPart(NamedTuple):
@@ -30,7 +42,7 @@ class OwnPart(NamedTuple):
     plans: dict[str, PartPlan]
     """By group, who writes what."""
     ranges: list[FileRange]
-    optimizers: dict[str, dict[str, dict[str, Any]]]
+    optimizers: OptimizerStates
     """See `Contents.optimizers`."""
 
     def write(self) -> None:
@@ -100,3 +112,32 @@ class PartSaving:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+
+
+def completion(
+    store: CheckpointStore,
+    work: CheckpointWork,
+    part: OwnPart,
+    capture: Callable[[OptimizerStates], tuple[dict[str, dict[str, Tensor]], dict[str, Any]]],
+    *,
+    then: Callable[[], None] = lambda: None,
+) -> Callable[[], CheckpointInfo]:
+    """Return the function that writes the part of rank 0, waits for the others and completes the checkpoint.
+
+    Args:
+        store: The checkpoints of the run.
+        work: The one that is written. It is closed if this raises.
+        part: What rank 0 writes.
+        capture: Returns the state of the run, given that of the optimizers. What is in no part is copied.
+        then: Called before this returns.
+    """
+    try:
+        groups, document = capture(part.optimizers)
+        own = {name: copy_each(group, {}, f"{name}.") for name, group in groups.items() if name not in part.plans}
+        plain = json.loads(to_json(document))  # the caller's lists may change while a thread works
+        then()
+    except BaseException:
+        part.writer.close()
+        work.close()
+        raise
+    return partial(store.write_parts, work, part.writer, part.ranges, plans=part.plans, groups=own, document=plain)

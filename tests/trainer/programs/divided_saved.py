@@ -3,6 +3,7 @@
 Arguments: the directory; how to divide, "" for not at all; and options. max_steps=N ends early. compare saves the state
 of step 5 twice, and compares. load loads the weights of step 3 after step 6. apart=R lets rank R see no files of
 checkpoints. die=N kills rank 1 once, while it writes its part of the checkpoint of step N. width=N is another model.
+two has two optimizers.
 """
 
 import os
@@ -79,9 +80,15 @@ if DIE >= 0 and os.environ["RANK"] == "1" and not once.exists():
         write(writer, ranges, nbytes)
 
     PartWriter.write = die_in
+optimizer = torch.optim.AdamW(trained, lr=1e-2)
+if "two" in options:
+    optimizer = {
+        "one": torch.optim.AdamW(trained[:3], lr=1e-2),
+        "other": torch.optim.SGD(trained[3:], lr=1e-2, momentum=0.9),
+    }
 trainer = unisono.Trainer(
     model,
-    torch.optim.AdamW(trained, lr=1e-2),
+    optimizer,
     virtual_ranks=4,
     directory=folder,
     progress=False,
