@@ -100,6 +100,30 @@ def read():
     return digest({"outputs": outputs, "mean": float(mean)})
 
 
+def check_replicas():
+    """A loop of one's own with `replicate` trains what one process trains on all samples."""
+
+    def train_on(of_rank, wrap):
+        torch.manual_seed(3)
+        tables = Tables({"item": Table(rows=300, dim=6, pooling="sum", optimizer=RowwiseAdagrad(lr=0.1))})
+        model = nn.Sequential(tables["item"], nn.Linear(6, 3))
+        kept = wrap(model)
+        optimizer = torch.optim.SGD(dense_parameters(model), lr=0.1)
+        for x, y in zip(data().tensors[0][:72].split(24), data().tensors[1][:72].split(24), strict=True):
+            F.cross_entropy(model(x[of_rank]), y[of_rank]).backward()
+            optimizer.step(), tables.step()
+            optimizer.zero_grad(), tables.zero_grad()
+        del kept
+        return model.state_dict()
+
+    whole = train_on(slice(None), lambda model: None)
+    parts = train_on(slice(unisono.rank(), None, unisono.world_size()), unisono.parallel.replicate)
+    for name, value in whole.items():
+        torch.testing.assert_close(parts[name], value)
+
+
+unisono.init()
+check_replicas()
 for ENGINE in sys.argv[2].split(","):
     results = {type(rule).__name__: train(rule).digest() for rule in RULES}
     results |= {"clipped": train(RULES[2], clip_grad_norm=0.05).digest(), "resumed": resumed(), "aborted": aborted()}
