@@ -54,8 +54,9 @@ def test_a_run_without_an_end_tells_why_and_goes_on_after_it(fork_ranks, tmp_pat
 def test_a_run_tells_its_failure_under_the_launcher_and_survives_the_loss_of_a_rank(run_ranks, tmp_path):
     run_ranks(2, PROGRAM, "raises", tmp_path / "failed", code=1)
     assert open_run(tmp_path / "failed")["error"] == "ValueError: five is bad"
-    run_ranks(2, PROGRAM, "loses a rank", tmp_path / "lost")
+    run_ranks(2, PROGRAM, "loses rank 0", tmp_path / "lost")
     document = open_run(tmp_path / "lost")
+    assert kinds(tmp_path / "lost").count("failure") == 1  # of rank 0, which told it before it was replaced
     assert (document["state"], document["totals"]["recoveries"], document["error"]) == ("finished", 1, None)
     assert (document["totals"]["steps_done"], document["totals"]["repeated"]) == (32, 0)
     assert kinds(tmp_path / "lost").count("end") == 1

@@ -210,6 +210,7 @@ class _Summary:
     def _recovery(self, event: Event, at_s: float) -> None:
         seconds = _number(event.get("seconds")) or 0.0
         self._spend("recovery", seconds)
+        self.state, self.error = "open", None  # rank 0 may have told its exception before it was replaced
         ranks = [rank for rank in _list(event.get("ranks")) if _whole(rank) is not None]
         self.counts["replaced"] += len(ranks)
         self._change({"kind": "recovery", "ranks": ranks, "call": event.get("call")}, event, at_s, seconds)
