@@ -11,6 +11,7 @@ import hmac
 import os
 import secrets
 import socket
+import time
 from pathlib import Path
 
 __all__ = ["TokenError", "accept", "introduce", "make_token", "read_token", "sends_greeting"]
@@ -66,11 +67,11 @@ def accept(connection: socket.socket, token: str) -> None:
         TokenError: It does not.
         OSError: The connection breaks.
     """
-    connection.settimeout(_HANDSHAKE_S)
+    end_s = time.monotonic() + _HANDSHAKE_S
     ours = secrets.token_bytes(_CHALLENGE_NBYTES)
     connection.sendall(_GREETING + ours)
-    theirs = _read(connection, _CHALLENGE_NBYTES)
-    answer = _read(connection, _DIGEST_NBYTES)
+    theirs = _read(connection, _CHALLENGE_NBYTES, end_s)
+    answer = _read(connection, _DIGEST_NBYTES, end_s)
     if not hmac.compare_digest(answer, _digest(token, b"guest", ours, theirs)):
         raise TokenError("it does not know the token")
     connection.sendall(_digest(token, b"host", ours, theirs))
@@ -84,17 +85,17 @@ def introduce(connection: socket.socket, token: str) -> None:
         TokenError: The other side has another token, or none.
         OSError: The connection breaks.
     """
-    connection.settimeout(_HANDSHAKE_S)
+    end_s = time.monotonic() + _HANDSHAKE_S
     try:
-        greeting = _read(connection, len(_GREETING))
+        greeting = _read(connection, len(_GREETING), end_s)
     except TimeoutError:
         greeting = b""
     if greeting != _GREETING:
         raise TokenError("asks for no token: it was started without --rdzv-token-file, or is not unisono's")
-    theirs = _read(connection, _CHALLENGE_NBYTES)
+    theirs = _read(connection, _CHALLENGE_NBYTES, end_s)
     ours = secrets.token_bytes(_CHALLENGE_NBYTES)
     connection.sendall(ours + _digest(token, b"guest", theirs, ours))
-    answer = _read(connection, _DIGEST_NBYTES)
+    answer = _read(connection, _DIGEST_NBYTES, end_s)
     if not hmac.compare_digest(answer, _digest(token, b"host", theirs, ours)):
         raise TokenError("has another token than this host: copy the file from one host to all")
     connection.settimeout(None)
@@ -113,9 +114,14 @@ def _digest(token: str, side: bytes, host: bytes, guest: bytes) -> bytes:
     return hmac.digest(token.encode(), side + host + guest, "sha256")
 
 
-def _read(connection: socket.socket, nbytes: int) -> bytes:
+def _read(connection: socket.socket, nbytes: int, end_s: float) -> bytes:
+    """Read so many bytes until a moment, however slowly they come; fewer if the other side closes."""
     data = b""
     while len(data) < nbytes:
+        left_s = end_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("the handshake took too long")
+        connection.settimeout(left_s)
         if not (more := connection.recv(nbytes - len(data))):
             return data  # which is no valid answer
         data += more
