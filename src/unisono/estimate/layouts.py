@@ -7,15 +7,15 @@ shares, copies for recovery. Where a number depends on the rank, it is that of t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from unisono.engine.shared.addition_schedule import AdditionSchedule
 from unisono.engine.shared.update_protection import TURNS
 from unisono.engine.tree_all_reduce import NodeLayout
+from unisono.estimate.costs import LayoutCost, Machine, MemoryParts, Workload
 from unisono.estimate.model_profile import ModelProfile
 from unisono.plan import Node, merges_after, rank_block
 
-__all__ = ["LayoutCost", "Machine", "MemoryParts", "Workload", "costs_without_stages", "heap_holes", "live_sums"]
+__all__ = ["costs_without_stages", "heap_holes", "live_sums", "row_nbytes", "sending_s", "sum_traffic"]
 
 _SMALL_NBYTES = 1 << 20
 """Models below this size have other rows in shared memory, which are as small as they are."""
@@ -25,79 +25,6 @@ _COPY = 2
 _HEAP = 0.3
 """What the C library's heap cannot use again, of what lies in it: holes between blocks that are still used. Measured
 with glibc 2.36 for the examples: 0.25 to 0.35."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Workload:
-    """How a step is divided."""
-
-    ranks: int
-    virtual_ranks: int
-    micro_batches: int = 1
-    """Micro-batches of a share."""
-    hosts: int = 1
-    recovers: bool = True
-    """True if ranks keep what is needed to replace one of them, as under `unisono run`."""
-
-    def shares_of(self, ranks: int) -> int:
-        """Return the number of shares of the rank that has the most."""
-        return -(-self.virtual_ranks // ranks)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Machine:
-    """What steps run on."""
-
-    base_nbytes: int
-    """The memory of a process with torch and the user's file, without a model."""
-    memory_bytes_per_s: float
-    link_bytes_per_s: float
-    """What a rank can send to others."""
-    cores: int
-
-    def crowding(self, ranks: int) -> float:
-        """Return how many times as long computing takes because ranks share cores."""
-        return max(1.0, ranks / self.cores)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryParts:
-    """The memory of a rank at the moment when it has the most, in bytes. Shared memory counts in equal parts."""
-
-    parameters: int
-    """With buffers."""
-    gradients: int
-    """With sums of earlier shares, and what other ranks send or read."""
-    optimizer: int
-    activations: int
-    """With the batch, and what an update takes for a moment if that is more."""
-    copies: int = 0
-    """What replaces a rank that dies."""
-    holes: int = 0
-    """What the C library's heap cannot use again."""
-    base: int = 0
-
-    @property
-    def total(self) -> int:
-        """All of them."""
-        training = self.parameters + self.gradients + self.optimizer + self.activations
-        return training + self.copies + self.holes + self.base
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayoutCost:
-    """A layout and what it costs."""
-
-    name: str
-    code: str
-    """The argument of the Trainer."""
-    memory: MemoryParts
-    sent_nbytes: int
-    """What a rank sends in a step."""
-    step_s: float
-    waiting: float = 0.0
-    """The part of ranks' time in which they wait for a stage, 0 to 1."""
-    ranks: int = 1
 
 
 def live_sums(node: Node) -> list[int]:
@@ -113,18 +40,9 @@ def live_sums(node: Node) -> list[int]:
     return found
 
 
-def costs_without_stages(
-    profile: ModelProfile, workload: Workload, machine: Machine, *, alone: ModelProfile | None = None
-) -> Iterator[LayoutCost]:
-    """Yield the layouts in which each rank computes the whole model for its shares.
-
-    Args:
-        profile: The model, as a rank runs it.
-        workload: How a step is divided.
-        machine: What it runs on.
-        alone: The model as one process runs it, which has the cores of all ranks. None: the same.
-    """
-    yield _one_process(alone or profile, workload, machine)
+def costs_without_stages(profile: ModelProfile, workload: Workload, machine: Machine) -> Iterator[LayoutCost]:
+    """Yield the layouts in which each rank computes the whole model for its shares."""
+    yield _one_process(profile, workload, machine)
     if workload.ranks > 1:
         if workload.hosts == 1 and profile.shares_update:
             yield _shared(profile, workload, machine)
@@ -202,6 +120,11 @@ def compute_s(profile: ModelProfile, shares: int, micro_batches: int) -> float:
 
 def _moved_s(nbytes: float, machine: Machine) -> float:
     return nbytes / machine.memory_bytes_per_s
+
+
+def sending_s(nbytes: float, machine: Machine) -> float:
+    """Return the time in which a rank sends this much and receives as much; both take its core."""
+    return 2 * nbytes / machine.link_bytes_per_s
 
 
 def _one_process(profile: ModelProfile, workload: Workload, machine: Machine) -> LayoutCost:
@@ -296,7 +219,7 @@ def _replicas(profile: ModelProfile, workload: Workload, machine: Machine) -> La
         + _additions_s(profile, workload, machine)
         + _moved_s((len(layout.nodes[rank]) * _COPY + _COPY) * whole, machine)
         + profile.update_s
-    ) * crowding + sent / machine.link_bytes_per_s
+    ) * crowding + sending_s(sent, machine)
     return LayoutCost(
         name=f"{workload.ranks} replicas",
         code='engine="collective"' if workload.hosts == 1 else "",
@@ -384,7 +307,7 @@ def _shards(profile: ModelProfile, workload: Workload, machine: Machine) -> Layo
         + _additions_s(profile, workload, machine)
         + _moved_s(own_rows * _COPY * whole + rows * _ADDITION * whole / ranks + 2 * passes * blocks * _COPY, machine)
         + profile.update_s / ranks
-    ) * crowding + sent / machine.link_bytes_per_s
+    ) * crowding + sending_s(sent, machine)
     held = whole / ranks
     return LayoutCost(
         name=f"{ranks} shards",

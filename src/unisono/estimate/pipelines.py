@@ -7,16 +7,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from unisono.engine.tree_all_reduce import NodeLayout
-from unisono.estimate.layouts import (
-    LayoutCost,
-    Machine,
-    MemoryParts,
-    Workload,
-    heap_holes,
-    live_sums,
-    row_nbytes,
-    sum_traffic,
-)
+from unisono.estimate.costs import LayoutCost, Machine, MemoryParts, Workload
+from unisono.estimate.layouts import heap_holes, live_sums, row_nbytes, sending_s, sum_traffic
 from unisono.estimate.model_profile import ModelProfile
 from unisono.parallel.pipeline.balance import ModelSegment
 from unisono.parallel.pipeline.expectation import Expectation, fastest
@@ -124,7 +116,7 @@ def _cost(
             profile.update_s * part
             + ((shares - 1) * _ADDITION + _SLOTS) * own / machine.memory_bytes_per_s
             + commit
-            + sums / machine.link_bytes_per_s,
+            + sending_s(sums, machine),
         )
     assert most is not None
     names = ", ".join(f'"{segments[begin].name}"' for begin in bounds[1:-1])

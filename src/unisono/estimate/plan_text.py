@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from unisono.estimate.layouts import LayoutCost
+from unisono.estimate.costs import LayoutCost
 from unisono.estimate.planning import Plan
 from unisono.estimate.recommendation import fits, largest_part, recommend
 from unisono.watch.figures import format_bytes, format_count

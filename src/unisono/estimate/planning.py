@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +9,8 @@ from typing import Any
 import torch
 
 from unisono.errors import EstimateError
-from unisono.estimate.layouts import LayoutCost, Machine, Workload, costs_without_stages
+from unisono.estimate.costs import LayoutCost, Machine, Workload
+from unisono.estimate.layouts import costs_without_stages
 from unisono.estimate.model_profile import ModelProfile, profile_model
 from unisono.estimate.operator_times import OperatorTimes
 from unisono.estimate.pipelines import Uncut, costs_of_pipelines, stage_counts
@@ -90,7 +90,6 @@ def make_plan(request: Request, *, tell: Callable[[str], None]) -> Plan:
     tell("importing the model")
     build = find_build(request.target)
     cores = usable_cores()
-    threads = max(1, cores // request.ranks)
     machine = Machine(
         base_nbytes=base_nbytes(build),
         memory_bytes_per_s=memory_rate(),
@@ -99,15 +98,14 @@ def make_plan(request: Request, *, tell: Callable[[str], None]) -> Plan:
     )
     stages = [count for count in stage_counts(request.ranks) if request.ranks // count <= request.virtual_ranks]
     tell("timing operators" if not request.measures else "running a micro-batch")
-    profile = _profile(build, request, stages, threads)
-    alone = profile if threads == cores else _profile(build, request, [], cores)
+    profile = _profile(build, request, stages)
     workload = Workload(
         ranks=request.ranks,
         virtual_ranks=request.virtual_ranks,
         micro_batches=-(-request.share // request.micro_batch),
     )
     found = [
-        *costs_without_stages(profile, workload, machine, alone=alone),
+        *costs_without_stages(profile, workload, machine),
         *costs_of_pipelines(profile, workload, machine, limit_nbytes=request.memory_nbytes),
     ]
     return Plan(
@@ -118,10 +116,10 @@ def make_plan(request: Request, *, tell: Callable[[str], None]) -> Plan:
     )
 
 
-def _profile(build: Callable[[], Any], request: Request, stages: list[int], threads: int) -> ModelProfile:
-    """Profile a model as a rank with some threads runs it."""
+def _profile(build: Callable[[], Any], request: Request, stages: list[int]) -> ModelProfile:
+    """Profile a model with one thread, as a Trainer computes it if nothing else is said."""
     before = torch.get_num_threads()
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", threads)))
+    torch.set_num_threads(1)
     try:
         return profile_model(
             build,

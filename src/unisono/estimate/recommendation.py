@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from unisono.estimate.layouts import LayoutCost, MemoryParts
+from unisono.estimate.costs import LayoutCost, MemoryParts
 
 __all__ = ["fits", "largest_part", "recommend"]
 

@@ -1,0 +1,80 @@
+"""What a step costs: its memory by kind, its traffic and its time, and what it is computed from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["LayoutCost", "Machine", "MemoryParts", "Workload"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """How a step is divided."""
+
+    ranks: int
+    virtual_ranks: int
+    micro_batches: int = 1
+    """Micro-batches of a share."""
+    hosts: int = 1
+    recovers: bool = True
+    """True if ranks keep what is needed to replace one of them, as under `unisono run`."""
+
+    def shares_of(self, ranks: int) -> int:
+        """Return the number of shares of the rank that has the most."""
+        return -(-self.virtual_ranks // ranks)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """What steps run on."""
+
+    base_nbytes: int
+    """The memory of a process with torch and the user's file, without a model."""
+    memory_bytes_per_s: float
+    link_bytes_per_s: float
+    """What a rank can send to others."""
+    cores: int
+
+    def crowding(self, ranks: int) -> float:
+        """Return how many times as long computing takes because ranks share cores."""
+        return max(1.0, ranks / self.cores)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryParts:
+    """The memory of a rank at the moment when it has the most, in bytes. Shared memory counts in equal parts."""
+
+    parameters: int
+    """With buffers."""
+    gradients: int
+    """With sums of earlier shares, and what other ranks send or read."""
+    optimizer: int
+    activations: int
+    """With the batch, and what an update takes for a moment if that is more."""
+    copies: int = 0
+    """What replaces a rank that dies."""
+    holes: int = 0
+    """What the C library's heap cannot use again."""
+    base: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        training = self.parameters + self.gradients + self.optimizer + self.activations
+        return training + self.copies + self.holes + self.base
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayoutCost:
+    """A layout and what it costs."""
+
+    name: str
+    code: str
+    """The argument of the Trainer."""
+    memory: MemoryParts
+    sent_nbytes: int
+    """What a rank sends in a step."""
+    step_s: float
+    waiting: float = 0.0
+    """The part of ranks' time in which they wait for a stage, 0 to 1."""
+    ranks: int = 1
