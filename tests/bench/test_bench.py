@@ -48,6 +48,7 @@ def test_list_names_every_benchmark_with_a_line(command, capsys):
         "collectives",
         "comm",
         "loading",
+        "embedding",
         "checkpoint",
         "recovery",
         "kills",

@@ -10,6 +10,25 @@ PROGRAM = Path(__file__).parent / "programs" / "divided.py"
 RESUMABLE = PROGRAM.with_name("divided_resumable.py")
 SOME = ("fp16", "residual", "u_net", "frozen", "wide")
 OTHERS = ("mlp", "bf16", "language_model", "checkpointed", "wandering", "wide")
+# Each model and each way meet in make test, and all of them in the soak.
+CHOSEN = [
+    (2, "block", ("fp16", "residual", "frozen")),
+    (3, "named", ("mlp", "checkpointed", "wide")),
+    (4, "block", ("bf16", "language_model", "wandering")),
+    (3, "size", ("u_net", "checkpointed", "wandering")),
+    (3, "zero1", ("fp16", "frozen", "wandering")),
+    (4, "replicas", ("residual", "wandering", "wide")),
+    (4, "size_replicas", ("residual", "checkpointed")),
+]
+ALL = [
+    (2, "block", SOME),
+    (3, "named", OTHERS),
+    (4, "block", OTHERS),
+    (3, "size", (*OTHERS, "u_net")),
+    (3, "zero1", (*SOME, "wandering")),
+    (4, "zero1", (*SOME, "language_model")),
+    (4, "replicas", ("fp16", "residual", "wandering", "checkpointed", "wide")),
+]
 
 
 @pytest.fixture(scope="module")
@@ -18,16 +37,7 @@ def whole(fork_python):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "by", "names"),
-    [
-        (2, "block", SOME),
-        (3, "named", OTHERS),
-        (4, "block", OTHERS),
-        (3, "size", (*OTHERS, "u_net")),
-        (3, "zero1", (*SOME, "wandering")),
-        (4, "replicas", ("fp16", "residual", "wandering", "checkpointed", "wide")),
-        (4, "size_replicas", ("residual", "checkpointed")),
-    ],
+    ("ranks", "by", "names"), [*CHOSEN, *(pytest.param(*each, marks=pytest.mark.soak) for each in ALL)]
 )
 def test_parts_of_ranks_change_no_bit(fork_ranks, whole, ranks, by, names):
     job = fork_ranks(ranks, PROGRAM, by, *names)
