@@ -58,7 +58,7 @@ MISTAKES = [
     (["run", "--rdzv", "c10d", "x.py"], "--rdzv-endpoint, --rdzv-id or --rdzv-token-file"),
     (["run", "--role"], "'--role' requires an argument"),
     (["run", "--nnodes", "2", "x.py"], "--nnodes 2 needs to know where hosts meet"),
-    (["run", "--nnodes", "4:2", "x.py"], "--nnodes '4:2' has no number in it: a range is MIN:MAX"),
+    (["run", "--nnodes", "4:2", "x.py"], "--nnodes '4:2' is an empty range: write MIN:MAX"),
     (["run", "--nnodes", "2", "--rdzv-endpoint", "no.such.host.invalid:1", "-m", "json"], "cannot be resolved"),
     (["run", "--nnodes", "2", "--standalone", "--rdzv-endpoint", "a:1", "x.py"], "--standalone is for one machine"),
     (

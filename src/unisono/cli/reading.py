@@ -88,7 +88,7 @@ def read_nodes(text: str) -> tuple[int, int]:
     least, _, most = text.partition(":")
     found = int(least), int(most or least)
     if not 1 <= found[0] <= found[1]:
-        raise ValueError("has no number in it: a range is MIN:MAX, such as 2:4, from 1 up")
+        raise ValueError("is an empty range: write MIN:MAX with MIN from 1 up to MAX, such as 2:4")
     return found
 
 

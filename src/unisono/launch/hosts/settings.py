@@ -52,7 +52,9 @@ class HostSettings:
 
     def __post_init__(self) -> None:
         if not 1 <= self.min_hosts <= self.max_hosts:
-            raise ValueError(f"--nnodes {self.min_hosts}:{self.max_hosts} has no number in it: write MIN:MAX")
+            raise ValueError(
+                f"--nnodes {self.min_hosts}:{self.max_hosts} is an empty range: write MIN:MAX with MIN from 1 up to MAX"
+            )
         if not 1 <= self.endpoint_port < 1 << 16:
             raise ValueError(
                 f"port {self.endpoint_port} of --rdzv-endpoint: hosts need a port from 1 to 65535 that all know"
