@@ -1,7 +1,7 @@
 """A TCPStore at an address that the program has chosen, hosted by rank 0.
 
 On this machine's loopback address it listens on that address alone. Used by `launch.rendezvous_patch` and
-`job.rendezvous`. Start reading at `open_store`.
+`job.rendezvous`; `serve_store` by the launcher's store process. Start reading at `open_store`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-__all__ = ["LOCAL_HOSTS", "LOOPBACK", "open_store"]
+__all__ = ["LOCAL_HOSTS", "LOOPBACK", "open_store", "serve_store"]
 
 LOOPBACK = "127.0.0.1"
 LOCAL_HOSTS = ("localhost", LOOPBACK)
@@ -70,3 +70,23 @@ def _listen(port: int) -> socket.socket | None:
         return listener
     listener.close()
     return None
+
+
+def serve_store(address: str, listener: socket.socket) -> TCPStore:
+    """Serve a store on a listener, which it owns from now on; return it, a client of itself as well.
+
+    Args:
+        address: Where the listener can be reached.
+        listener: A socket that listens.
+    """
+    from torch import distributed as dist  # noqa: PLC0415  see open_store
+
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        address,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=60),
+        master_listen_fd=listener.detach(),
+        use_libuv=True,
+    )

@@ -14,12 +14,12 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import NoReturn, Protocol
 
 from unisono.launch.channel import Channel
 from unisono.launch.cleanup import remove_scratch
 from unisono.launch.linux import become_subreaper, end_descendants
+from unisono.tcp_store import LOOPBACK, serve_store
 
 __all__ = ["host_store"]
 
@@ -67,7 +67,7 @@ def host_store(
     wakeups, wakeup = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
-    store = _host_store(listener) if join is None else None
+    store = serve_store(LOOPBACK, listener) if join is None else None
     listener.close()  # the store has it by now; with other hosts, ranks meet elsewhere
     poll = select.poll()
     poll.register(wakeups, select.POLLIN)
@@ -108,18 +108,3 @@ def host_store(
         signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None
         os.kill(os.getpid(), -code)
     os._exit(code & 0xFF)
-
-
-def _host_store(listener: socket.socket) -> object:
-    """Start the store and return the object that serves it as long as the object exists."""
-    from torch import distributed as dist  # noqa: PLC0415  importing this module must not import torch
-
-    return dist.TCPStore(  # type: ignore[attr-defined]
-        "127.0.0.1",
-        listener.getsockname()[1],
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=60),
-        master_listen_fd=listener.detach(),
-        use_libuv=True,
-    )

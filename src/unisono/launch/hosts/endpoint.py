@@ -9,17 +9,15 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
-
-from torch import distributed as dist
 
 from unisono.launch.hosts.addresses import HostAddresses
 from unisono.launch.hosts.guarded_port import GuardedPort, LocalPort
 from unisono.launch.hosts.settings import HostSettings
 from unisono.launch.hosts.token import TokenError, introduce, sends_greeting
+from unisono.tcp_store import serve_store
 
-__all__ = ["Door", "HostRefusedError", "listen", "open_door", "serve_store"]
+__all__ = ["Door", "HostRefusedError", "listen", "open_door"]
 
 _PAUSE_S = 0.1
 _PATIENCE_S = 3.0
@@ -46,19 +44,6 @@ def listen(address: str, port: int) -> socket.socket:
         listener.close()
         raise
     return listener
-
-
-def serve_store(address: str, listener: socket.socket) -> Any:
-    """Serve a store of torch on a listener, which it owns from now on; return the store, a client of itself as well."""
-    return dist.TCPStore(  # type: ignore[attr-defined]
-        address,
-        listener.getsockname()[1],
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=60),
-        master_listen_fd=listener.detach(),
-        use_libuv=True,
-    )
 
 
 @dataclass(frozen=True, slots=True)

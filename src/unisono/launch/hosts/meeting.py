@@ -26,8 +26,9 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 
 from unisono.launch.hosts.addresses import HostAddresses
 from unisono.launch.hosts.arrivals import Arrivals
-from unisono.launch.hosts.endpoint import Door, HostRefusedError, listen, open_door, serve_store
+from unisono.launch.hosts.endpoint import Door, HostRefusedError, listen, open_door
 from unisono.launch.hosts.settings import HostSettings
+from unisono.tcp_store import serve_store
 
 __all__ = ["Meeting", "meet"]
 
