@@ -6,6 +6,7 @@ and writes it back. It computes each row from this row alone.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar
@@ -19,7 +20,7 @@ __all__ = ["SGD", "Adagrad", "Adam", "RowOptimizer", "RowwiseAdagrad", "RowwiseA
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowOptimizer:
+class RowOptimizer(ABC):
     """Settings of a row optimizer. Only rows that were looked up change, in values and in state.
 
     Raises:
@@ -55,6 +56,7 @@ class RowOptimizer:
         return {"rule": type(self).__name__, **asdict(self)}
 
     @staticmethod
+    @abstractmethod
     def change(
         rows: Tensor, gradient: Tensor, state: Mapping[str, Tensor], group: Mapping[str, Any], step: float
     ) -> None:
@@ -67,7 +69,6 @@ class RowOptimizer:
             group: The settings.
             step: The number of this update of the table, from 1.
         """
-        raise NotImplementedError
 
 
 def _least(name: str) -> str:

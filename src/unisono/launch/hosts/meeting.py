@@ -27,7 +27,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from unisono.launch.hosts.addresses import HostAddresses
 from unisono.launch.hosts.arrivals import Arrivals
 from unisono.launch.hosts.endpoint import Door, HostRefusedError, listen, open_door
-from unisono.launch.hosts.settings import HostSettings
+from unisono.launch.hosts.settings import HostPlace, HostSettings
 from unisono.tcp_store import serve_store
 
 __all__ = ["Meeting", "meet"]
@@ -45,16 +45,8 @@ _HELLO = "unisono/hello"
 class Meeting:
     """The result of a rendezvous of hosts. It owns the stores that this host serves."""
 
-    host: int
-    """The number of this host."""
-    hosts: int
-    """How many hosts there are."""
-    first_rank: int
-    world_size: int
-    first_role_rank: int
-    role_world_size: int
-    master_addr: str
-    master_port: int
+    place: HostPlace
+    """The place of this host among them."""
     store: Any
     """The store of this round of the rendezvous."""
     handler: DynamicRendezvousHandler | None
@@ -200,7 +192,7 @@ def _number(  # noqa: PLR0917  parts of one function
     first_rank, world_size, first_role_rank, role_world_size = numbers
     names = [f"{_HELLO}/{each}" for each in range(hosts)]
     hellos = {each: json.loads(own.get(name)) for each, name in enumerate(names) if own.check([name])}
-    return Meeting(
+    place = HostPlace(
         host=host,
         hosts=hosts,
         first_rank=first_rank,
@@ -209,6 +201,10 @@ def _number(  # noqa: PLR0917  parts of one function
         role_world_size=role_world_size,
         master_addr=master[0],
         master_port=master[1],
+        identity=f"{host} {hello['nonce']}",
+    )
+    return Meeting(
+        place=place,
         store=own,
         handler=handler,
         connect=connect,

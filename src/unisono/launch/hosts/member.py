@@ -31,7 +31,7 @@ from unisono.launch.hosts.addresses import HostAddresses
 from unisono.launch.hosts.comparison import find_difference
 from unisono.launch.hosts.endpoint import HostRefusedError
 from unisono.launch.hosts.meeting import Meeting, meet
-from unisono.launch.hosts.settings import HostPlace, HostSettings
+from unisono.launch.hosts.settings import HostSettings
 from unisono.machine import host_id
 
 __all__ = ["HostMember"]
@@ -121,19 +121,10 @@ class HostMember:
         if (problem := find_difference(meeting.hellos)) is not None:
             self._tell("refused", message=problem)
             return
-        self._peers = {host: hello for host, hello in meeting.hellos.items() if host != meeting.host}
-        place = HostPlace(
-            host=meeting.host,
-            hosts=meeting.hosts,
-            first_rank=meeting.first_rank,
-            world_size=meeting.world_size,
-            first_role_rank=meeting.first_role_rank,
-            role_world_size=meeting.role_world_size,
-            master_addr=meeting.master_addr,
-            master_port=meeting.master_port,
-            identity=f"{meeting.host} {meeting.hello['nonce']}",
+        self._peers = {host: hello for host, hello in meeting.hellos.items() if host != meeting.place.host}
+        self._tell(
+            "joined", place=asdict(meeting.place), names={str(host): name for host, name in self._names().items()}
         )
-        self._tell("joined", place=asdict(place), names={str(host): name for host, name in self._names().items()})
         try:
             self._watch(meeting)
         except (RuntimeError, ValueError, OSError):
@@ -162,7 +153,7 @@ class HostMember:
         assert self._meeting is not None
         return {
             host: str(hello["name"]) if (hello := self._meeting.hellos.get(host)) else "(torchrun)"
-            for host in range(self._meeting.hosts)
+            for host in range(self._meeting.place.hosts)
         }
 
     def _watch(self, meeting: Meeting) -> None:
@@ -177,18 +168,18 @@ class HostMember:
             request = self._next_request()
             if request is not None and request["type"] == "report":
                 self._over = True
-                self._publish(store, meeting, {**request, "host": meeting.host})
-                store.set(f"done/{meeting.host}", "1")
+                self._publish(store, meeting, {**request, "host": meeting.place.host})
+                store.set(f"done/{meeting.place.host}", "1")
             elif request is not None and request["type"] == "finish":
                 finishing = True
-                if meeting.store.add(f"{_BARRIER}/num_members", 1) == meeting.hosts:
+                if meeting.store.add(f"{_BARRIER}/num_members", 1) == meeting.place.hosts:
                     meeting.store.set(f"{_BARRIER}/last_member", "<val_ignored>")
                 threading.Thread(target=self._await_all, args=(meeting,), daemon=True).start()
             elif request is not None and request["type"] == "close":
                 self._leave(store, meeting)
                 return
             number += 1
-            store.set(f"beat/{meeting.host}", str(number))
+            store.set(f"beat/{meeting.place.host}", str(number))
             gap_s = time.monotonic() - (self._round_s or 0.0)
             for host in self._peers:
                 beat = store.get(f"beat/{host}") if store.check([f"beat/{host}"]) else b""
@@ -199,14 +190,14 @@ class HostMember:
             while read < count and store.check([f"report/{read + 1}"]):
                 read += 1
                 report = json.loads(store.get(f"report/{read}"))
-                if report["host"] != meeting.host:
+                if report["host"] != meeting.place.host:
                     self._over = True
-                    store.set(f"done/{meeting.host}", "1")
+                    store.set(f"done/{meeting.place.host}", "1")
                     self._tell("report", **{k: v for k, v in report.items() if k != "type"})
             self._round_s = time.monotonic()
             if finishing and self._all_done.is_set():
                 finishing, self._over = False, True
-                store.set(f"done/{meeting.host}", "1")
+                store.set(f"done/{meeting.place.host}", "1")
                 self._tell("finished")
             if not self._over:
                 self._look_for_lost(changed_s, meeting, finishing=finishing)
@@ -248,7 +239,7 @@ class HostMember:
 
     def _leave(self, store: Any, meeting: Meeting) -> None:
         """Note that this host needs the others no more; where it hosts a store, wait for them to say the same."""
-        store.set(f"done/{meeting.host}", "1")
+        store.set(f"done/{meeting.place.host}", "1")
         deadline_s = time.monotonic() + _LINGER_S
         if meeting.handler is not None:
             meeting.handler.shutdown()  # so that torchrun, which does not know of reports, starts no ranks anew
@@ -262,7 +253,7 @@ class HostMember:
             time.sleep(1.0)  # torchrun closes the rendezvous at its end, and says nothing afterwards
 
     def _has_torchrun(self, meeting: Meeting) -> bool:
-        return len(self._peers) + 1 < meeting.hosts
+        return len(self._peers) + 1 < meeting.place.hosts
 
     def _next_request(self) -> Message | None:
         try:
