@@ -54,10 +54,11 @@ def use_everything(rank, lock, queue, end, event, memory):
     memory.close()
 
 
-def stay(rank, queue, never):
+def stay(rank, queue, heard, never):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     queue.put(rank)
     if rank == 1:
+        heard.wait()  # a rank 0 that does not ignore SIGTERM yet would end at once
         raise ValueError("a bad batch")
     never.wait()
 
@@ -130,9 +131,10 @@ def test_locks_queues_pipes_and_shared_memory_are_shared(spawning):
 
 @pytest.mark.parametrize("grace_period", [0, 0.0, 0.01, 0.1])
 def test_ranks_that_do_not_end_are_killed_after_the_grace_period(spawning, grace_period):
-    queue = spawning.SimpleQueue()
-    context = unisono.spawn(stay, (queue, spawning.Event()), nprocs=2, join=False)
+    queue, heard = spawning.SimpleQueue(), spawning.Event()
+    context = unisono.spawn(stay, (queue, heard, spawning.Event()), nprocs=2, join=False)
     assert sorted(queue.get() for _ in range(2)) == [0, 1]
+    heard.set()
     with pytest.raises(ProcessRaisedException, match="a bad batch"):
         while not context.join(grace_period=grace_period):
             pass
