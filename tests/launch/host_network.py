@@ -11,8 +11,8 @@ import secrets
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from launcher import TIMEOUT_S, Launcher, LaunchHost
@@ -62,6 +62,19 @@ class HostNetwork:
     def set_link(self, host: int, state: str) -> None:
         """Plug the cable of a host in ("up") or out ("down")."""
         _ip("-n", self._stem, "link", "set", f"p{host}", state)
+
+    def set_mtu(self, host: int, nbytes: int) -> None:
+        """Set the largest packet of a host's device."""
+        _ip("-n", self._names[host], "link", "set", "eth0", "mtu", str(nbytes))
+
+    @contextmanager
+    def no_route(self, host: int, *, to: int) -> Iterator[None]:
+        """Take a host's way to another one. Within a context."""
+        _ip("-n", self._names[host], "route", "add", "unreachable", self.address(to))
+        try:
+            yield
+        finally:
+            _ip("-n", self._names[host], "route", "del", "unreachable", self.address(to))
 
     def transmitted(self, host: int) -> int:
         """The bytes that a host has sent to others so far."""

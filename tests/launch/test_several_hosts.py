@@ -245,6 +245,59 @@ def test_hosts_with_a_token_meet_and_refuse_others(hosts):
     assert [facts["total"] for facts in told] == [1.0, 1.0]
 
 
+def start_check(hosts: Hosts, host: int, *, count: int) -> subprocess.Popen[bytes]:
+    return hosts.start(host, "hosts", "check", "--nnodes", str(count), "--rdzv-endpoint", "host0:29500")
+
+
+def test_a_check_shows_the_same_table_on_all_hosts_and_what_differs(hosts):
+    hosts.network.set_mtu(1, 1400)
+    try:
+        first, second = map(finish, [start_check(hosts, host, count=2) for host in range(2)])
+    finally:
+        hosts.network.set_mtu(1, 1500)
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    assert first.stdout.replace("0*", "0 ") == second.stdout.replace("1*", "1 ")
+    rows = [line.split() for line in first.stdout.splitlines()]
+    assert ["0*", "host0", "10.97.0.1", "eth0", "0", "1500"] in rows
+    assert ["1", "host1", "10.97.0.2", "eth0"] in [row[:4] for row in rows]
+    for one, other in ("01", "10"):
+        (link,) = (row for row in rows if row[:2] == [one, other])
+        assert 0 <= float(link[2]) < 1000 and float(link[4]) > 0 and link[5] in ("Gbit/s", "Mbit/s")
+    assert "note: MTU: 1500 on host 0, host0 (10.97.0.1), 1400 on host 1, host1 (10.97.0.2)" in first.stdout
+    assert "2 hosts can form a job" in first.stdout
+
+
+@pytest.mark.soak
+def test_a_check_names_the_pair_that_cannot_connect(hosts):
+    third = [sys.executable, "-m", "unisono", "hosts", "check", "--nnodes", "3", "--rdzv-endpoint", "host0:29500"]
+    with (
+        hosts.network.no_route(1, to=2),
+        subprocess.Popen(hosts.network.command(2, *third), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process,
+    ):
+        for job in map(finish, [*(start_check(hosts, host, count=3) for host in range(2)), process]):
+            assert job.returncode == 1, job.stderr
+            assert (
+                "error: host 1, host1 (10.97.0.2) cannot connect to host 2, host2 (10.97.0.3): No route" in job.stdout
+            )
+            assert (
+                "error: host 2, host2 (10.97.0.3) cannot connect to host 1, host1 (10.97.0.2): timed out" in job.stdout
+            )
+            assert "can form a job" not in job.stdout
+
+
+@pytest.mark.soak
+def test_a_check_names_a_host_that_does_not_answer_any_more(hosts):
+    first, second = [start_check(hosts, host, count=2) for host in range(2)]
+    assert second.stderr is not None
+    while b"measuring" not in (line := second.stderr.readline()):
+        assert line
+    os.kill(second.pid, signal.SIGKILL)
+    finish(second)
+    job = finish(first)
+    assert job.returncode == 2
+    assert "no answer for 25 s from host 1, host1 (10.97.0.2)" in job.stderr
+
+
 @pytest.mark.parametrize("endpoint", ["unisono", pytest.param("torchrun", marks=pytest.mark.soak)])
 def test_torchrun_on_one_host_and_unisono_on_the_other_meet(hosts, endpoint):
     host = 1 if endpoint == "unisono" else 0

@@ -13,6 +13,7 @@ import click
 
 from unisono.cli.compare import compare
 from unisono.cli.drill import drill
+from unisono.cli.hosts_check import hosts
 from unisono.cli.plan import plan
 from unisono.cli.ps import ps, stacks
 from unisono.cli.report import report
@@ -40,7 +41,7 @@ def cli(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for command in (run, drill, ps, stacks, scale, plan, report, compare, token):
+for command in (run, drill, ps, stacks, scale, plan, report, compare, token, hosts):
     cli.add_command(command)
 
 

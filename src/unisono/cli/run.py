@@ -26,7 +26,7 @@ from unisono.launch.preflight import check_machine, with_log_folder
 from unisono.machine import usable_cores
 from unisono.variables import CHECK_VARIABLE, CPU_BACKEND_VARIABLE
 
-__all__ = ["FLAGS", "environment_of", "job_of", "run"]
+__all__ = ["FLAGS", "MEETING_FLAGS", "environment_of", "job_of", "run"]
 
 _RANKS, _PROGRAM, _ENDS, _OUTPUT, _MEETING, _IGNORED = (
     "Ranks",
@@ -305,6 +305,9 @@ FLAGS = (
     Flag(["--use-env"], section=_IGNORED, torchruns=False, is_flag=True, help="LOCAL_RANK is always there."),
     Flag(["--logs-specs"], section=_IGNORED, torchruns=False, type=Reader(_refuse_log_plugin), hidden=True),
 )
+
+MEETING_FLAGS = [flag for flag in FLAGS if flag.section == _MEETING]
+"""The flags about machines, for other commands that run on each of them."""
 
 
 @click.command(
