@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from unisono.embedding.row_sums import row_gradient, sum_by_row
+from unisono.embedding.row_sums import embed_bags, row_gradient, sum_by_row
 
 __all__ = ["Bags", "look_up", "pool"]
 
@@ -71,8 +71,8 @@ class _LookUp(torch.autograd.Function):
         if ctx.padding is not None:
             entries = (ids != ctx.padding).nonzero().view(-1)
             ids = ids[entries]
-        rows, values = sum_by_row(ids, gradient.contiguous(), entries, rows=ctx.shape[0])
-        return row_gradient(rows, values, ctx.shape), None, None
+        summed = sum_by_row(ids, gradient.contiguous(), entries, rows=ctx.shape[0])
+        return row_gradient(summed, ctx.shape), None, None
 
 
 class _Pool(torch.autograd.Function):
@@ -90,21 +90,17 @@ class _Pool(torch.autograd.Function):
         ctx.bags, ctx.mode, ctx.padding, ctx.shape = Bags(ids, begins, width), mode, padding, weight.shape
         ctx.weight = weight if scale is not None and scale.requires_grad else None
         ctx.save_for_backward(scale)
-        return F.embedding_bag(
-            ids,
-            weight.detach(),
-            begins,
-            mode=mode,
-            per_sample_weights=None if scale is None else scale.detach(),
-            padding_idx=padding,
-        )
+        factors = None if scale is None else scale.detach()
+        return embed_bags(weight.detach(), ids, begins, mean=mode == "mean", scale=factors, padding=padding)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (scale,) = ctx.saved_tensors
-        bags, gradient = ctx.bags, gradient.contiguous()
-        ids, entries = bags.ids, bags.numbers()
+        bags, gradient, ids, width = ctx.bags, gradient.contiguous(), ctx.bags.ids, ctx.bags.width
+        is_even = width is not None and ctx.padding is None
+        # Bags of one width need no list of the bag of each id.
+        entries: Any = None if is_even and ctx.weight is None else bags.numbers()
         of_scale = None
         if ctx.weight is not None:
             of_scale = (gradient[entries] * ctx.weight.detach()[ids]).sum(1)
@@ -115,7 +111,10 @@ class _Pool(torch.autograd.Function):
             ids, entries = ids[kept], entries[kept]
             scale = None if scale is None else scale[kept]
         if ctx.mode == "mean":
-            counts = torch.bincount(entries, minlength=len(gradient)).clamp_(min=1)
-            gradient = gradient / counts.unsqueeze(1)
-        rows, values = sum_by_row(ids, gradient, entries, None if scale is None else scale.detach(), rows=ctx.shape[0])
-        return row_gradient(rows, values, ctx.shape), of_scale, None, None, None, None, None
+            counts: Tensor | int = max(width or 1, 1)
+            if not is_even:
+                counts = torch.bincount(entries, minlength=len(gradient)).clamp_(min=1).unsqueeze(1)
+            gradient = gradient / counts
+        factors = None if scale is None else scale.detach()
+        summed = sum_by_row(ids, gradient, entries, factors, rows=ctx.shape[0], width=max(width or 1, 1))
+        return row_gradient(summed, ctx.shape), of_scale, None, None, None, None, None

@@ -7,89 +7,117 @@ that of the entries, whatever the number of threads, and no row of an entry is w
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-__all__ = ["add_row_gradients", "coalesce_rows", "row_gradient", "sum_by_row"]
+from unisono.embedding.id_order import ordered_ids
 
-_RADIX = 32768
-"""From so many integers on, torch sorts by radix on a CPU."""
-_PADDED = 8192
-"""From so many on, sorting `_RADIX` integers by radix is faster than sorting these by comparison."""
+__all__ = ["SummedRows", "add_row_gradients", "embed_bags", "row_gradient", "rows_of", "sum_by_row"]
+
+
+class SummedRows(NamedTuple):
+    """The gradient of a table: distinct rows in ascending order, and a value for each."""
+
+    rows: Tensor
+    """[u], int64."""
+    values: Tensor
+    """[u, dim]."""
+
+    def between(self, start: int, stop: int) -> SummedRows:
+        """Return the entries from number `start` to before number `stop`, as views."""
+        return SummedRows(self.rows[start:stop], self.values[start:stop])
 
 
 def sum_by_row(
-    ids: Tensor, source: Tensor, entries: Tensor | None = None, scale: Tensor | None = None, *, rows: int
-) -> tuple[Tensor, Tensor]:
+    ids: Tensor,
+    source: Tensor,
+    entries: Tensor | None = None,
+    scale: Tensor | None = None,
+    *,
+    rows: int,
+    width: int = 1,
+) -> SummedRows:
     """Add up, for each id, the rows of `source` that its entries name.
 
     Args:
         ids: The row of the table that each entry belongs to, [n], int32 or int64, all in range.
         source: [m, dim], contiguous, with the values to add.
-        entries: The row of `source` that each entry takes, [n]; None: the entry of the same number.
+        entries: The row of `source` that each entry takes, [n]; None: the entry of number i takes row i // width.
         scale: A factor for each entry, [n].
         rows: The rows of the table.
+        width: The number of entries in turn that take the same row, without `entries`.
 
     Returns:
-        The distinct ids, [u], int64, ascending, and their sums, [u, dim].
+        The distinct ids, ascending, and their sums.
 
-    >>> sum_by_row(torch.tensor([7, 2, 7]), torch.tensor([[1.0], [2.0], [4.0]]), rows=10)
-    (tensor([2, 7]), tensor([[2.],
-            [5.]]))
+    >>> rows, values = sum_by_row(torch.tensor([7, 2, 7]), torch.tensor([[1.0], [2.0], [4.0]]), rows=10)
+    >>> rows.tolist(), values.tolist()
+    ([2, 7], [[2.0], [5.0]])
     """
-    ordered, order = _sorted(ids, rows)
+    ordered, order = ordered_ids(ids, rows=rows)
     distinct, counts = torch.unique_consecutive(ordered, return_counts=True)
+    if entries is not None:
+        taken = entries.index_select(0, order)
+    else:
+        taken = order if width == 1 else order.div(width, rounding_mode="floor")
     begins = counts.cumsum(0).sub_(counts)
-    taken = order if entries is None else entries.index_select(0, order)
-    sums = F.embedding_bag(
-        taken, source, begins, mode="sum", per_sample_weights=None if scale is None else scale.index_select(0, order)
+    sums = embed_bags(source, taken, begins, scale=None if scale is None else scale.index_select(0, order))
+    return SummedRows(distinct.long(), sums)
+
+
+def embed_bags(
+    weight: Tensor,
+    ids: Tensor,
+    begins: Tensor,
+    *,
+    mean: bool = False,
+    scale: Tensor | None = None,
+    padding: int | None = None,
+) -> Tensor:
+    """Return the sum or mean of each bag's rows, as F.embedding_bag does, without its checks and without a gradient.
+
+    Args:
+        weight: The rows, [rows, dim].
+        ids: The rows of all bags, [n].
+        begins: The number of the first id of each bag, [bags], of the type of `ids`.
+        mean: True for means.
+        scale: A factor for each id, [n]; for sums only.
+        padding: An id that counts as none.
+    """
+    outputs = torch.embedding_bag(weight, ids, begins, False, int(mean), False, scale, False, padding)
+    pooled: Tensor = outputs[0]
+    return pooled
+
+
+def row_gradient(summed: SummedRows, shape: torch.Size) -> Tensor:
+    """Make a coalesced COO tensor of a table's gradient."""
+    return torch.sparse_coo_tensor(
+        summed.rows.view(1, -1), summed.values, shape, is_coalesced=True, check_invariants=False
     )
-    return distinct.long(), sums
 
 
-def _sorted(ids: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Return ids in ascending order, and for each of them its place in `ids`; equal ones keep their order."""
-    if ids.device.type == "cpu" and rows < 2**31 - 1:
-        ids = ids.int()
-        if _PADDED <= (n := len(ids)) < _RADIX:
-            padded = ids.new_full((_RADIX,), rows)
-            padded[:n] = ids
-            ordered, order = torch.sort(padded, stable=True)
-            return ordered[:n], order[:n]
-    ordered, order = torch.sort(ids, stable=True)
-    return ordered, order
-
-
-def row_gradient(rows: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
-    """Make the gradient of a table from distinct rows in ascending order and their values: a coalesced COO tensor."""
-    return torch.sparse_coo_tensor(rows.view(1, -1), values, shape, is_coalesced=True, check_invariants=False)
-
-
-def coalesce_rows(gradient: Tensor) -> Tensor:
-    """Return a gradient with the values of repeated rows added up, in the order of its entries.
+def rows_of(gradient: Tensor) -> SummedRows:
+    """Return a sparse gradient with the values of repeated rows added up, in the order of its entries.
 
     If none is repeated and rows ascend, the result has the memory of the argument.
     """
-    if gradient.is_coalesced():
-        return gradient
-    values, indices = gradient._values(), gradient._indices()[0]
-    if bool((indices[1:] > indices[:-1]).all()):  # autograd does not keep the mark of what is coalesced
-        return row_gradient(indices, values, gradient.shape)
-    if not _is_summable(values):
-        return gradient.coalesce()
-    rows, sums = sum_by_row(indices, values.contiguous(), rows=len(gradient))
-    return row_gradient(rows, sums, gradient.shape)
+    indices, values = gradient._indices()[0], gradient._values()
+    # Autograd does not keep the mark of what is coalesced.
+    if gradient.is_coalesced() or bool((indices[1:] > indices[:-1]).all()):
+        return SummedRows(indices, values)
+    return _summed(indices, values, gradient.shape)
 
 
-def add_row_gradients(left: Tensor, right: Tensor) -> Tensor:
-    """Return the sum of two coalesced gradients of a table, coalesced."""
-    # Not left + right: whether that turns -0.0 into 0.0 depends on the memory layout of the two.
-    indices = torch.cat([left._indices(), right._indices()], dim=1)
-    values = torch.cat([left._values(), right._values()])
-    both = torch.sparse_coo_tensor(indices, values, left.shape, check_invariants=False)
-    return coalesce_rows(both)
+def add_row_gradients(left: SummedRows, right: SummedRows, shape: torch.Size) -> SummedRows:
+    """Return the sum of two gradients of a table."""
+    # Not the sum of two sparse tensors: whether that turns -0.0 into 0.0 depends on the memory layout of the two.
+    return _summed(torch.cat([left.rows, right.rows]), torch.cat([left.values, right.values]), shape)
 
 
-def _is_summable(values: Tensor) -> bool:
-    return values.device.type == "cpu" and values.dim() == 2 and values.dtype in (torch.float32, torch.float64)
+def _summed(indices: Tensor, values: Tensor, shape: torch.Size) -> SummedRows:
+    if values.device.type == "cpu" and values.dim() == 2 and values.dtype in (torch.float32, torch.float64):
+        return sum_by_row(indices, values.contiguous(), rows=shape[0])
+    summed = torch.sparse_coo_tensor(indices.view(1, -1), values, shape, check_invariants=False).coalesce()
+    return SummedRows(summed._indices()[0], summed._values())

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from unisono.embedding.huge_pages import advise_huge_pages
 from unisono.embedding.row_optimizers import RowOptimizer, rule_named
-from unisono.embedding.row_sums import coalesce_rows
+from unisono.embedding.row_sums import rows_of
 
 __all__ = ["TableOptimizer"]
 
@@ -66,7 +66,7 @@ class TableOptimizer(Optimizer):
                 f"the gradient of a table of shape {list(p.shape)} is dense: something else than its module has used "
                 "its weight, as with tied weights. Use a table by its module alone."
             )
-        gradient = coalesce_rows(gradient)
+        indices, values = rows_of(gradient)
         rule, state = rule_named(group["rule"]), self.state[p]
         if not state:
             state["step"] = 0
@@ -76,9 +76,10 @@ class TableOptimizer(Optimizer):
                 state[key] = torch.zeros_like(p)
                 advise_huge_pages(state[key])
         state["step"] += 1
+        if not len(indices):
+            return
         stores = {key: _Rows.of(state[key]) for key in (*rule.per_row, *rule.per_element)}
         weights = _Rows.of(p.detach())
-        indices, values = gradient._indices()[0], gradient._values()
         chunk = max(len(indices), 1)
         if p.device.type == "cpu":
             row_nbytes = p.shape[1] * p.element_size() * (2 + len(rule.per_element))

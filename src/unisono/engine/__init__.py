@@ -4,6 +4,7 @@ from unisono.engine.base import Engine, Preparation, Trained
 from unisono.engine.buffer_transaction import BufferTransaction
 from unisono.engine.consistency import ConsistencyCheck, StepDescription
 from unisono.engine.joint_optimizer import JointOptimizer, parts_of, trained_by
+from unisono.engine.node_sums import drop
 from unisono.engine.selection import EngineFactory, EngineKind, select_engines
 from unisono.engine.step_transaction import STEP_UNDONE, StepTransaction
 from unisono.engine.totals import Totals
@@ -25,6 +26,7 @@ __all__ = [
     "Trained",
     "WeightWrites",
     "check_trained",
+    "drop",
     "parts_of",
     "select_engines",
     "trained_by",

@@ -148,7 +148,7 @@ class CollectiveEngine(GradientAccumulation):
             # Before the wait, since this process has nothing else to do while sums are on their way.
             for index, view in zip(bucket.members, bucket.views(bucket.all_reduce.total, parameters), strict=True):
                 parameters[index].grad = view
-        self._tables.finish(self._step)
+        self._tables.collect(self._step)
         for phase in range(2, HostTreeAllReduce.phases):
             for bucket in self._buckets:  # one bucket is added up while others are on their way
                 if phase < bucket.all_reduce.phases:

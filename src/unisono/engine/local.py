@@ -82,7 +82,7 @@ class LocalEngine:
     def finish(self) -> Totals:
         """Complete the sums; see `Engine`."""
         self._step.run_deferred()
-        self._tables.finish(self._step)
+        self._tables.collect(self._step)
         if self._leaves == 1:
             assert self._only is not None
             loss, weight, *flags = self._only

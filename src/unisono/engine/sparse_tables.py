@@ -1,19 +1,20 @@
 """Gradients of tables of which a step uses only some rows, as nn.Embedding(sparse=True) makes them.
 
 Such a gradient is stored as row indices and values (a coalesced COO tensor), so that it takes no memory for the rest of
-the table. Sums follow the plan's tree; a row that only one side has is kept as it is. Each rank sums its leaves, all
-ranks get the sums of all (`engine.all_gather_v`), and each finishes the tree separately.
+the table. Sums follow the plan's tree; a row that only one side has is kept as it is. Each rank sums its leaves, and
+the sums of all come to all ranks (`engine.all_gather_v`): in shared memory, where each rank reads what it needs, or in
+a message. Each rank finishes the tree separately, for all rows of a table or for those that it updates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
-from unisono.embedding.row_sums import add_row_gradients, coalesce_rows, row_gradient
+from unisono.embedding.row_sums import SummedRows, add_row_gradients, row_gradient, rows_of
 from unisono.engine.all_gather_v import AllGatherV, next_part
 from unisono.engine.base import Trained
 from unisono.engine.joint_optimizer import parts_of, trained_by
@@ -31,6 +32,13 @@ _WITHOUT: dict[type[Optimizer], tuple[str, ...]] = {
     optim.Adagrad: ("weight_decay", "fused"),
 }
 """The optimizers of torch that accept sparse gradients, and the options with which they do not."""
+_Sums = list[SummedRows | None]
+"""The sums of a node, by table."""
+_LEAST_ENTRIES = 256
+"""With fewer entries for each of several owners of rows, the work is less than that of dividing it."""
+_SAMPLED = 32
+"""The number of entries in a sample for each owner: shares differ by a few percent."""
+_PAST_ALL = 2**63 - 1
 
 
 def split_sparse(trained: Trained, modules: Iterable[nn.Module]) -> tuple[Trained, Trained]:
@@ -84,27 +92,40 @@ def _check(optimizer: Optimizer, dense: Trained, sparse: Trained) -> None:
 class TableSums:
     """The sums of sparse gradients over a step, for one engine.
 
-    The calls of a step are `begin`, `close_leaf` for each leaf of this rank, `post` and `finish`.
+    The calls of a step are `begin`, `close_leaf` for each leaf of this rank, `post`, `collect`, and `complete`, or
+    `share` where ranks divide the rows of a table.
 
     Args:
         tables: The parameters with sparse gradients.
         rank: This rank.
         all_gather: Exchanges the sums of ranks; None with one rank.
+        divided: The numbers of the tables whose sums `collect` leaves to `complete` or `share`.
     """
 
-    def __init__(self, tables: Trained, *, rank: int = 0, all_gather: AllGatherV | None = None) -> None:
-        self.tables = tables
+    def __init__(
+        self,
+        tables: Trained,
+        *,
+        rank: int = 0,
+        all_gather: AllGatherV | None = None,
+        divided: Collection[int] = (),
+    ) -> None:
+        self.tables, self.divided = tables, frozenset(divided)
         self.totals: Gradients = []
-        """The gradient of each table after `finish`. It is also p.grad, and lies in this process's private memory."""
+        """The gradient of each table, once it is complete. It is also p.grad, and lies in this process's memory."""
+        self.used: list[bool] = []
+        """For each table, True if it got a gradient on any rank."""
         self._rank, self._all_gather = rank, all_gather
         self._layout = NodeLayout((), 0)
-        self._sums: list[NodeSum[Gradients]] = []
+        self._sums: list[NodeSum[_Sums]] = []
+        self._parts: list[dict[Node, SummedRows]] = []
+        """For each table, the sums of nodes whose total has not been computed."""
 
     def begin(self, layout: NodeLayout) -> None:
         """Begin a step."""
-        self._layout, self.totals = layout, []
+        self._layout, self.totals, self.used, self._parts = layout, [], [], []
         if self.tables.names:
-            self._sums = [NodeSum(node, add=_add) for node in layout.nodes[self._rank]]
+            self._sums = [NodeSum(node, add=self._add) for node in layout.nodes[self._rank]]
 
     def close_leaf(self, leaf: int) -> None:
         """Add the gradients of one leaf.
@@ -121,48 +142,111 @@ class TableSums:
         """Send this rank's sums. Every rank must call it, after its leaves."""
         if self._all_gather is None or not self.tables.names:
             return
-        own = [gradient for total in self._sums for gradient in total.total()]
-        parts = [torch.tensor([-1 if gradient is None else gradient._nnz() for gradient in own], dtype=torch.int64)]
-        for gradient in own:
-            if gradient is not None:
-                parts += [gradient._indices().view(-1), gradient._values().reshape(-1)]
+        own = [summed for total in self._sums for summed in total.total()]
+        parts = [torch.tensor([-1 if summed is None else len(summed.rows) for summed in own], dtype=torch.int64)]
+        for summed in own:
+            if summed is not None:
+                parts += [summed.rows, summed.values.reshape(-1)]
         self._all_gather.post(parts)
 
-    def finish(self, step: StepTransaction) -> None:
-        """Complete the sums, and set p.grad to them. Every rank must call it, after `post`."""
+    def collect(self, step: StepTransaction) -> None:
+        """Receive the sums of all ranks, and complete those of tables that are not divided.
+
+        Every rank must call it, after `post`.
+        """
         if not self.tables.names:
             return
         if self._all_gather is None:
             (own,) = self._sums
-            self.totals = own.total()
+            found = {own.node: own.total()}
         else:
             nodes = self._layout.nodes
             messages = zip(nodes, self._all_gather.collect(step), strict=True)
-            values = {node: sums for of_rank, message in messages for node, sums in self._read(message, of_rank)}
-            # A gradient that was not added to another one still lies in its message.
-            alone = [sum(sums[k] is not None for sums in values.values()) == 1 for k in range(len(self.tables.names))]
-            totals = fold(values, leaves=self._layout.leaves, add=_add)
-            self.totals = [t.clone() if t is not None and a else t for t, a in zip(totals, alone, strict=True)]
+            found = {node: sums for of_rank, message in messages for node, sums in self._read(message, of_rank)}
         self._sums = []
-        for p, total in zip(self.tables.parameters, self.totals, strict=True):
-            p.grad = total
+        tables = range(len(self.tables.names))
+        self._parts = [
+            {node: summed for node, sums in found.items() if (summed := sums[k]) is not None} for k in tables
+        ]
+        self.used = [bool(parts) for parts in self._parts]
+        self.totals = [None] * len(tables)
+        for k in tables:
+            if k not in self.divided:
+                self._complete(k)
+
+    def complete(self, factor: float) -> None:
+        """Compute the sums that `collect` has left, on this rank as on the others, and multiply them."""
+        for k in self.divided:
+            self._complete(k)
+        if factor != 1.0 and (totals := [total for k in self.divided if (total := self.totals[k]) is not None]):
+            torch._foreach_mul_([total._values() for total in totals], factor)
+
+    def share(self, table: int, *, ranks: int) -> Tensor | None:
+        """Return the gradient of those rows of a table that this rank updates in this step; None without any gradient.
+
+        The rows are divided anew in each step, by ranges with about equally many entries. All ranks find the same ones.
+        It is called at most once for a table, after `collect` or `complete`.
+        """
+        p, total = self.tables.parameters[table], self.totals[table]
+        if not self.used[table] or (total is not None and not total.is_sparse):  # the optimizer refuses that one
+            return total
+        parts = {Node(0, self._layout.leaves): rows_of(total)} if total is not None else self._parts[table]
+        start, stop = _range_of((self._rank - table) % ranks, ranks, [summed.rows for summed in parts.values()])
+        if start >= stop:
+            nothing = SummedRows(torch.empty(0, dtype=torch.int64, device=p.device), p.detach()[:0])
+            return row_gradient(nothing, p.shape)
+        own = {node: _within(summed, start, stop) for node, summed in parts.items()}
+        return row_gradient(self._fold(own, p.shape), p.shape)
+
+    def scale(self, factor: float) -> None:
+        """Multiply the sums that are complete."""
+        if factor != 1.0 and (vectors := self.vectors()):
+            torch._foreach_mul_(vectors, factor)
 
     def take_changed(self) -> None:
         """Replace the sums by the present p.grad."""
         self.totals = [p.grad for p in self.tables.parameters]
+        self.used = [total is not None for total in self.totals]
 
     def vectors(self) -> list[Tensor]:
-        """Return the values of each gradient's rows as one vector, a view to be read or written."""
+        """Return the values of each complete gradient's rows as one vector, a view to be read or written."""
         return [total._values().view(-1) for total in self.totals if total is not None]
 
-    def _read(self, message: Tensor, nodes: Sequence[Node]) -> list[tuple[Node, Gradients]]:
+    def _complete(self, table: int) -> None:
+        p = self.tables.parameters[table]
+        if self._parts[table]:
+            self.totals[table] = row_gradient(self._fold(self._parts[table], p.shape), p.shape)
+        p.grad = self.totals[table]
+
+    def _fold(self, parts: Mapping[Node, SummedRows], shape: torch.Size) -> SummedRows:
+        """Return the sum of nodes, in memory of this process."""
+        if len(parts) == 1:
+            ((rows, values),) = parts.values()
+            if self._all_gather is None:
+                return SummedRows(rows, values)
+            return SummedRows(rows.clone(), values.clone())  # they still lie in a message
+        nodes = [node for of_rank in self._layout.nodes for node in of_rank]
+
+        def add(left: _Sums, right: _Sums) -> _Sums:
+            return [_add_tables(left[0], right[0], shape)]
+
+        (total,) = fold({node: [parts.get(node)] for node in nodes}, leaves=self._layout.leaves, add=add)
+        assert total is not None
+        return total
+
+    def _add(self, left: _Sums, right: _Sums) -> _Sums:
+        """Return the sum of two lists of sums, entry by entry."""
+        shapes = [p.shape for p in self.tables.parameters]
+        return [_add_tables(*each) for each in zip(left, right, shapes, strict=True)]
+
+    def _read(self, message: Tensor, nodes: Sequence[Node]) -> list[tuple[Node, _Sums]]:
         """Return a rank's sums by node, as views of its message where devices are the same."""
         tables = self.tables.parameters
         counts, message = next_part(message, torch.int64, len(nodes) * len(tables))
         left = iter(counts.tolist())
-        found: list[tuple[Node, Gradients]] = []
+        found: list[tuple[Node, _Sums]] = []
         for node in nodes:
-            sums: Gradients = []
+            sums: _Sums = []
             for p in tables:
                 count = next(left)
                 if count < 0:
@@ -171,12 +255,43 @@ class TableSums:
                 indices, message = next_part(message, torch.int64, count)
                 values, message = next_part(message, p.dtype, count * p.shape[1:].numel())
                 indices, values = (part.to(p.device) for part in (indices, values))
-                sums.append(row_gradient(indices, values.view(count, *p.shape[1:]), p.shape))
+                sums.append(SummedRows(indices, values.view(count, *p.shape[1:])))
             found.append((node, sums))
         return found
 
 
-def _coalesced(name: str, gradient: Tensor | None) -> Tensor | None:
+def _range_of(owner: int, owners: int, lists: Sequence[Tensor]) -> tuple[int, int]:
+    """Return the rows that one of several owners updates: start <= row < stop.
+
+    Few rows have a single owner. Otherwise boundaries are quantiles of a sample of the lists, each in proportion.
+
+    Args:
+        owner: The number of the owner.
+        owners: The number of owners.
+        lists: Ascending rows, of which a row may be in several lists.
+    """
+    total = sum(map(len, lists))
+    owners = min(owners, max(total // _LEAST_ENTRIES, 1))
+    if owner >= owners:
+        return 0, 0
+    sample: list[int] = []
+    if owners > 1:
+        stride = max(total // (_SAMPLED * owners), 1)
+        sample = sorted(row for rows in lists for row in rows[::stride].tolist())
+    start = sample[len(sample) * owner // owners] if owner else 0
+    stop = sample[len(sample) * (owner + 1) // owners] if owner + 1 < owners else _PAST_ALL
+    return start, stop
+
+
+def _within(summed: SummedRows, start: int, stop: int) -> SummedRows:
+    """Return the entries of rows start <= row < stop, as views."""
+    if (start, stop) == (0, _PAST_ALL):
+        return summed
+    first, last = torch.searchsorted(summed.rows, torch.tensor([start, stop], device=summed.rows.device)).tolist()
+    return summed.between(first, last)
+
+
+def _coalesced(name: str, gradient: Tensor | None) -> SummedRows | None:
     """Return a leaf's gradient with the values of repeated rows added up."""
     if gradient is None:
         return None
@@ -186,20 +301,15 @@ def _coalesced(name: str, gradient: Tensor | None) -> Tensor | None:
             f"gradient is not one of rows ({gradient.layout}): something else uses the parameter, too, as with tied "
             "weights. Build the module with sparse=False and use a dense optimizer, or do not tie the weights."
         )
-    summed = coalesce_rows(gradient.detach())
-    values = summed._values()
+    gradient = gradient.detach()
+    rows, values = rows_of(gradient)
     if values.untyped_storage().data_ptr() == gradient._values().untyped_storage().data_ptr():
         # Nothing was added up, and the values may share memory with other gradients, or be expanded.
         values = values.clone(memory_format=torch.contiguous_format)
-    return row_gradient(summed._indices()[0], values, gradient.shape)
+    return SummedRows(rows, values)
 
 
-def _add(left: Gradients, right: Gradients) -> Gradients:
-    """Return the sum of two lists of gradients, entry by entry."""
-    return [_add_tables(a, b) for a, b in zip(left, right, strict=True)]
-
-
-def _add_tables(left: Tensor | None, right: Tensor | None) -> Tensor | None:
+def _add_tables(left: SummedRows | None, right: SummedRows | None, shape: torch.Size) -> SummedRows | None:
     if left is None or right is None:
         return right if left is None else left
-    return add_row_gradients(left, right)
+    return add_row_gradients(left, right, shape)

@@ -13,10 +13,11 @@ from operator import is_
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.data.batch import Batch
+from unisono.embedding import TableOptimizer
 from unisono.engine import (
     STEP_UNDONE,
     BufferTransaction,
@@ -26,6 +27,7 @@ from unisono.engine import (
     Totals,
     Trained,
     check_trained,
+    drop,
     parts_of,
     trained_by,
 )
@@ -103,6 +105,8 @@ class StepRunner:
         self.weight = 0.0
         """Divisor of the last step's losses: the number of samples, or the weights that the loss function returned."""
         self._trained = Trained((), ())
+        self._tables: list[Tensor] = []
+        """The weights of embedding tables among them."""
         self._seen = -1
         """Version of the models' contents when parameters were last listed."""
         self._restricted = False
@@ -165,6 +169,7 @@ class StepRunner:
         else:
             self._run.note("update")
             self._engine.update(scaler)
+            drop(self._tables)  # ranks of one host have gradients of some rows only
         if scaler is not None:
             scale = scaler.get_scale()
             scaler.update()
@@ -274,6 +279,8 @@ class StepRunner:
         for part in parts_of(self._optimizer):
             check_trained(trained_by(part, self._shares.present(found)), part, scaled=self.scaler is not None)
         self._trained, self._looked_in = found, -1
+        of_tables = [part for part in parts_of(self._optimizer) if isinstance(part, TableOptimizer)]
+        self._tables = [p for part in of_tables for p in trained_by(part, found).parameters]
         trained = {id(p) for p in parameters}
         others = [p for m in self._modules.values() for p in m.parameters() if p.requires_grad and id(p) not in trained]
         # Gradients of parameters that this step does not train would only accumulate.

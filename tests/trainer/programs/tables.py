@@ -77,6 +77,20 @@ def resumed():
     return train(RowwiseAdam(lr=0.1), directory=directory, resume="must").digest()
 
 
+def divided(**options):
+    """Batches with so many rows that ranks divide them; few words are in most samples, and all have small numbers."""
+    torch.manual_seed(3)
+    tables = Tables({"words": Table(rows=50_000, dim=6, pooling="sum", optimizer=RowwiseAdam(lr=0.1))})
+    model = nn.Sequential(tables["words"], nn.Linear(6, 3))
+    words = (50_000 * torch.rand(80, 60) ** 4).long()
+    optimizer = torch.optim.SGD(dense_parameters(model), lr=0.1)
+    trainer = unisono.Trainer(model, optimizer, virtual_ranks=5, engine=ENGINE, progress=False, **options)
+    for batch in trainer.batches(TensorDataset(words, torch.arange(80) % 3), batch_size=40):
+        trainer.step(loss, batch)
+        assert model[0].weight.grad is None  # as no rank has the gradient of all rows
+    return trainer.digest()
+
+
 def aborted():
     """A loss that is NaN on one virtual rank, or an id out of range on all, changes nothing; then training goes on."""
     trainer = make(RowwiseAdagrad(lr=0.1))
@@ -127,6 +141,6 @@ check_replicas()
 for ENGINE in sys.argv[2].split(","):
     results = {type(rule).__name__: train(rule).digest() for rule in RULES}
     results |= {"clipped": train(RULES[2], clip_grad_norm=0.05).digest(), "resumed": resumed(), "aborted": aborted()}
-    results["read"] = read()
+    results |= {"read": read(), "divided": divided(), "divided and clipped": divided(clip_grad_norm=0.05)}
     for name, sha in results.items():
         unisono.print0(f"{ENGINE}: {name} = {sha}")

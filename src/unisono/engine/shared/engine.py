@@ -44,6 +44,7 @@ from unisono.engine.shared.shared_all_gather_v import SharedAllGatherV
 from unisono.engine.shared.shared_consistency import SharedConsistencyCheck
 from unisono.engine.shared.shared_runtime import SharedRuntime
 from unisono.engine.shared.step_metadata import StepMetadata, note, unscale
+from unisono.engine.shared.table_division import TableDivision
 from unisono.engine.shared.update_protection import TURNS, UpdateProtection
 from unisono.engine.sparse_tables import TableSums, check_optimizers, split_sparse
 from unisono.engine.step_transaction import Passed, StepTransaction
@@ -107,7 +108,7 @@ class SharedEngine(GradientAccumulation):
         self._both_rows: Sequence[GradientRows[Any]]
         self._rows: GradientRows[Any]
         self._gradients: list[list[Tensor]]
-        self._own_tables: list[int]
+        self._division: TableDivision
         self._updates: list[OptimizerUpdate]
         self._table: StepMetadata
 
@@ -174,7 +175,7 @@ class SharedEngine(GradientAccumulation):
         self._steps += 1
         self._hooked = any(runtime.published(_HOOKED, passed))
         totals, self._used_by_all = self._table.total(self._layout, passed)
-        self._tables.finish(step)
+        self._tables.collect(step)
         return totals
 
     def prepare(self, preparation: Preparation) -> float | None:
@@ -182,11 +183,11 @@ class SharedEngine(GradientAccumulation):
         factor, scaler, clip, change = preparation
         self._factor, self._found_inf = factor, None
         # Each rank has its own copy of all of these.
-        sparse = self._tables.vectors()
-        if sparse and factor != 1.0:
-            torch._foreach_mul_(sparse, factor)
+        self._tables.scale(factor)
         if scaler is None and clip is None and change is None and not self._hooked:
             return None
+        self._tables.complete(factor)
+        sparse = self._tables.vectors()
         self._rows.reduce(self._used_by_all, factor)
         self._prepared = True
         runtime, table = self._runtime, self._table
@@ -322,7 +323,11 @@ class SharedEngine(GradientAccumulation):
         self._weights.move(step, trained)
         self._given, self._addresses = trained, [p.data_ptr() for p in trained.parameters]
         self._trained, parameters = dense, dense.parameters
-        self._tables = TableSums(tables, rank=runtime.rank, all_gather=SharedAllGatherV(runtime, word=_LENGTH))
+        self._division = division = TableDivision(
+            optimizer, tables, rank=runtime.rank, size=runtime.size, first=len(parameters)
+        )
+        all_gather = SharedAllGatherV(runtime, word=_LENGTH)
+        self._tables = TableSums(tables, rank=runtime.rank, all_gather=all_gather, divided=division.divided)
         numels = [p.numel() for p in parameters]
         self._is_whole = whole = not all(
             is_elementwise(part) for part in parts_of(optimizer) if trained_by(part, dense).names
@@ -359,15 +364,10 @@ class SharedEngine(GradientAccumulation):
                 [total.view(shape) for total, shape in zip(rows.totals, shapes, strict=True)]
                 for rows in self._both_rows
             ]
-        # One rank updates all of a table, with any optimizer. Tables are numbered after the other parameters.
-        dealt = assign_whole([p.numel() for p in tables.parameters], ranks=runtime.size)[runtime.rank]
-        self._own_tables = [piece.parameter for piece in dealt]
-        pieces = [*pieces, *(Piece(len(parameters) + i, start, stop) for i, start, stop in dealt)]
-        places += [tables.parameters[i] for i in self._own_tables]
-        parameters = (*parameters, *tables.parameters)
-        names = (*dense.names, *tables.names)
+        every = Trained((*dense.names, *tables.names), (*parameters, *tables.parameters))
+        pieces, places = [*pieces, *division.pieces], [*places, *division.places]
         self._updates = [
-            OptimizerUpdate.make(runtime, part, Trained(names, parameters), pieces, places)
+            OptimizerUpdate.make(runtime, part, every, pieces, places, guests=division.guests)
             for part in parts_of(optimizer)
         ]
         if self._protects:
@@ -450,14 +450,15 @@ class SharedEngine(GradientAccumulation):
         if not self._prepared:
             self._rows.reduce(used, self._factor)
         gradients: Sequence[Tensor | None] = self._gradients[self._both_rows.index(self._rows)]
+        adopted = [update.adopt() for update in self._updates]
         if self._tables.tables.names:
-            gradients = [*gradients, *(self._tables.totals[i] for i in self._own_tables)]
-            used = [*used, *(total is not None for total in self._tables.totals)]
+            gradients = [*gradients, *self._division.gradients(self._tables, self._updates, self._factor)]
+            used = [*used, *self._tables.used]
         found_inf = self._found_inf if getattr(self._optimizer, "_step_supports_amp_scaling", False) else None
         protection = self._protection
         if protection is not None:
             protection.begin(used, found_inf)
-        unsettled = False
+        unsettled = any(adopted)
         for update in self._updates:
             unsettled |= update.perform(gradients, used, found_inf)
         if protection is not None:

@@ -8,7 +8,7 @@ that a user or a checkpoint puts there instead is adopted before the next update
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple, NoReturn
@@ -50,14 +50,27 @@ class StateEntry(NamedTuple):
 class SharedState:
     """The state of one optimizer, over the pieces of a `ShardedOptimizer`.
 
-    If the place of a piece is the parameter itself, its owner may make state of any shape.
+    If the place of a piece is the parameter itself, its owner may make state of any shape. Other ranks may have such a
+    piece, too, as guests: they get its state once that is shared, and write to the same memory.
+
+    Args:
+        runtime: Allocates the memory.
+        names: The names of all parameters.
+        parameters: All parameters.
+        sharded: The optimizer of this rank's pieces.
+        guests: The numbers of the parameters of which this rank is a guest.
     """
 
     def __init__(
-        self, runtime: SharedRuntime, names: Sequence[str], parameters: Sequence[Tensor], sharded: ShardedOptimizer
+        self,
+        runtime: SharedRuntime,
+        names: Sequence[str],
+        parameters: Sequence[Tensor],
+        sharded: ShardedOptimizer,
+        guests: Collection[int] = (),
     ) -> None:
         self._runtime, self._names, self._parameters = runtime, names, parameters
-        self._sharded = sharded
+        self._sharded, self._guests = sharded, guests
         self._whole = [
             (piece.parameter, place)
             for piece, place in zip(sharded.pieces, sharded.places, strict=True)
@@ -97,7 +110,7 @@ class SharedState:
             if piece.parameter in changed:
                 p = self._parameters[piece.parameter]
                 self._sharded.state.pop(place, None)
-                if state := optimizer.state.get(p):
+                if piece.parameter not in self._guests and (state := optimizer.state.get(p)):
                     self._sharded.state[place] = {
                         key: self._own_part(value, p, place, piece.start, piece.stop) for key, value in state.items()
                     }
@@ -113,6 +126,10 @@ class SharedState:
             len(state[place]) == len(entries[piece.parameter]) if place in state else not entries[piece.parameter]
             for piece, place in zip(self._sharded.pieces, self._sharded.places, strict=True)
         )
+
+    def is_shared(self, index: int) -> bool:
+        """Return True if a parameter has state, and all of it is in memory that all ranks see."""
+        return bool(self._entries[index]) and index not in self._adopted
 
     def settle(self, optimizer: Optimizer) -> None:
         """Move new state to shared memory. Every rank must call it, and pass a barrier before the state is read."""
@@ -131,7 +148,11 @@ class SharedState:
         self._build(everyone)
         self._sharded.forget()
         for piece, place in zip(self._sharded.pieces, self._sharded.places, strict=True):
-            if piece.parameter in everyone:
+            if piece.parameter not in everyone:
+                continue
+            if piece.parameter in self._guests:
+                self._sharded.state[place] = {k: entry.value for k, entry in self._entries[piece.parameter].items()}
+            else:
                 self._move_in(piece.parameter, place, piece.start, piece.stop)
         for index in everyone:
             published = {key: entry.value for key, entry in self._entries[index].items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -36,24 +36,29 @@ class OptimizerUpdate(NamedTuple):
         trained: Trained,
         pieces: Sequence[Piece],
         places: Sequence[Tensor],
+        *,
+        guests: Collection[int] = (),
     ) -> OptimizerUpdate:
-        """Find the pieces of an optimizer among all of this rank."""
+        """Find the pieces of an optimizer among all of this rank. For guests, see `SharedState`."""
         own = {id(p) for p in trained_by(optimizer, trained).parameters}
         numbers = [k for k, piece in enumerate(pieces) if id(trained.parameters[piece.parameter]) in own]
         sharded = ShardedOptimizer(
             optimizer, trained.parameters, [pieces[k] for k in numbers], [places[k] for k in numbers]
         )
-        state = SharedState(runtime, trained.names, trained.parameters, sharded)
+        state = SharedState(runtime, trained.names, trained.parameters, sharded, guests)
         return cls(optimizer, None if len(numbers) == len(pieces) else numbers, sharded, state)
+
+    def adopt(self) -> bool:
+        """Adopt new state of the user's optimizer; see `SharedState.adopt`. Call it before `perform`."""
+        return self.state.adopt(self.optimizer)
 
     def perform(self, gradients: Sequence[Tensor | None], used: Sequence[bool], found_inf: Tensor | None) -> bool:
         """Update the pieces; return True if there may be state that not all ranks see."""
-        adopted = self.state.adopt(self.optimizer)
         own = gradients if self.numbers is None else [gradients[k] for k in self.numbers]
         changed = self.sharded.step(self.optimizer.param_groups, own, used, found_inf)
         if changed:
             self.state.publish()
-        return adopted or (changed and not self.state.is_settled())
+        return changed and not self.state.is_settled()
 
 
 def with_hooks(optimizer: Optimizer, run: Callable[[], None]) -> Callable[[], None]:
