@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -241,3 +242,80 @@ def test_a_killed_writer_leaves_whole_lines_and_at_most_one_torn_last(tmp_path):
     runs = [numbers[a:b] for a, b in zip(starts, [*starts[1:], len(numbers)], strict=True)]
     assert len(runs) == 3
     assert all(run == list(range(len(run))) for run in runs)
+
+
+def emit_steps(log, count, first=0):
+    for number in range(first, first + count):
+        log.emit("step", loss=0.5, **(STEP | {"total_steps": number}))
+
+
+def steps_in(path):
+    return [event["total_steps"] for event in read_events(path) if event["event"] == "step"]
+
+
+def test_steps_that_follow_each_other_are_written_together_and_at_latest_with_the_next_event(tmp_path):
+    path = tmp_path / "log"
+    with EventLog(path) as log:
+        emit_steps(log, 20)
+        assert len(steps_in(path)) < 20
+        log.emit("warning", message="now")
+        assert [event["event"] for event in read_events(path)] == ["step"] * 20 + ["warning"]
+        emit_steps(log, 1000, first=20)
+        assert len(steps_in(path)) > 1020 - 256
+    assert steps_in(path) == list(range(1020))
+    times = [event["time"] for event in lines(path)]
+    assert times == sorted(times)
+
+
+def test_a_step_that_no_event_follows_is_written_all_the_same(tmp_path):
+    path = tmp_path / "log"
+    with EventLog(path) as log:
+        for first in (0, 2):
+            emit_steps(log, 2, first=first)
+            deadline = time.monotonic() + 20
+            while len(steps_in(path)) < first + 2 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert steps_in(path) == list(range(first + 2))
+
+
+AT_THE_END = """
+import os, sys
+from pathlib import Path
+from unisono.watch import EventLog
+log = EventLog(Path(sys.argv[1]))
+for step in range(5):
+    log.emit("log", epoch=0, total_steps=step, values={"loss": 0.5})
+if child := os.fork():
+    os.waitpid(child, 0)
+else:
+    log.emit("log", epoch=0, total_steps=5, values={"loss": float("nan")})
+sys.exit("oops")
+"""
+
+
+def test_a_process_that_exits_writes_what_it_holds_and_a_forked_one_only_its_own(tmp_path):
+    path = tmp_path / "log"
+    subprocess.run([sys.executable, "-c", AT_THE_END, path], check=False, capture_output=True)
+    assert sorted(event["total_steps"] for event in lines(path)) == list(range(6))
+
+
+def test_a_log_that_nobody_refers_to_writes_what_it_holds_and_ends_its_thread(tmp_path):
+    log = EventLog(tmp_path / "log")
+    emit_steps(log, 3)
+    del log
+    assert steps_in(tmp_path / "log") == [0, 1, 2]
+
+
+def test_a_listener_hears_a_step_at_once_and_its_own_event_comes_after_it_in_the_file(tmp_path):
+    def answer(event):
+        if event["event"] == "step":
+            seen.append(event["total_steps"])
+            if event["total_steps"] == 2:
+                log.emit("warning", message="two")
+
+    seen = []
+    with EventLog(tmp_path / "log", listeners=[answer]) as log:
+        emit_steps(log, 3)
+        assert seen == [0, 1, 2]
+        emit_steps(log, 1, first=3)
+    assert [event.get("message", event.get("total_steps")) for event in lines(tmp_path / "log")] == [0, 1, 2, "two", 3]

@@ -5,6 +5,7 @@ Start reading at `missed_call`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from unisono.errors import PeerError
@@ -31,8 +32,8 @@ class Position(NamedTuple):
     """The place where the first processes of the job began."""
     saved: Place
     """The place of the latest checkpoint."""
-    told: Event | None
-    """The latest event about a call of all ranks."""
+    told: Sequence[Event]
+    """The latest events about calls of all ranks."""
     resizes: bool
     """True if the number of ranks is to change before the loop gets its next batch."""
 

@@ -89,7 +89,7 @@ class RecoverableRun:
             evaluations=loop.history.state(evaluations),
             began=loop.began,
             saved=parts.keeper.last,
-            told=self._log.latest,
+            told=self._log.recent,
             resizes=resizes,
         )
 

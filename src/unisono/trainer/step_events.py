@@ -56,10 +56,10 @@ class StepEvents:
             "epoch": batch.epoch,
             "step": batch.step,
             "total_steps": total_steps,
-            "loss": result.loss,
+            "loss": float(result),
             "samples": batch.size,
-            "lr": result.learning_rate,
-            "step_s": round(now - self._step_ended_s, 6),
+            "lr": result.learning_rates[0],
+            "step_s": now - self._step_ended_s,
         }
         if weight != batch.size:
             fields["weight"] = weight

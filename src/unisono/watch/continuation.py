@@ -1,22 +1,28 @@
 """How a log of events goes on when the rank that wrote it has died: nothing is missing, and nothing told twice.
 
-Steps and evaluations are made by all ranks together, and epochs begin and end after such calls, so each rank knows the
-latest of these events. Start reading at `is_missing`.
+Steps and evaluations are made by all ranks together, and epochs begin and end after such calls. So each rank knows
+these events, and keeps the latest ones, which a log may have held back (`held_events`). Start reading at `missing_of`.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-__all__ = ["SHARED", "content_of", "finite", "is_missing", "last_shared"]
+from unisono.watch.event_kinds import Event
+
+__all__ = ["MOST_MISSING", "SHARED", "content_of", "finite", "last_shared", "missing_of", "recent_of"]
 
 SHARED = ("epoch", "step", "evaluation", "end")
-"""The kinds of events that are about calls of all ranks, of which at most the last one is missing."""
+"""The kinds of events that are about calls of all ranks."""
+MOST_MISSING = 512
+"""The most such events that a log can lack: twice as many as may be held."""
+_MISSING_S = 2.0
+"""For how long events can be missing: much longer than they may be held."""
 
 _MEASURED = ("time", "seconds", "step_s", "memory")
 """The fields in which ranks differ."""
@@ -33,24 +39,36 @@ def content_of(event: Mapping[str, Any]) -> str:
     return json.dumps(finite(said), sort_keys=True, default=str)
 
 
-def is_missing(latest: Mapping[str, Any], found: Mapping[str, Any] | None) -> bool:
-    """Return True if the latest event of the other ranks is missing in a log.
+def recent_of(events: Sequence[Event]) -> Sequence[Event]:
+    """Return the latest of events that another log may lack, in their order.
+
+    >>> [each["time"] for each in recent_of([{"time": 1.0}, {"time": 7.5}, {"time": 9.0}])]
+    [7.5, 9.0]
+    """
+    return [event for event in events if event["time"] >= events[-1]["time"] - _MISSING_S]
+
+
+def missing_of(recent: Sequence[Event], found: Event | None) -> Sequence[Event]:
+    """Return the latest events of the other ranks that are missing in a log, in their order.
 
     Args:
-        latest: The latest event that another rank knows.
+        recent: The latest events that another rank knows.
         found: The last such event in the log; None: there is none.
 
-    >>> step = {"time": 8.0, "event": "step", "total_steps": 5}
-    >>> is_missing(step, {"time": 7.9, "event": "step", "total_steps": 4})
-    True
-    >>> is_missing(step, {"time": 7.9, "event": "step", "total_steps": 5})
-    False
-    >>> is_missing(step, {"time": 8.1, "event": "step", "total_steps": 6})  # of a step that is made again
-    False
+    >>> steps = [{"time": 8.0, "event": "step", "total_steps": 5}, {"time": 8.1, "event": "step", "total_steps": 6}]
+    >>> [each["total_steps"] for each in missing_of(steps, {"time": 7.9, "event": "step", "total_steps": 4})]
+    [5, 6]
+    >>> [each["total_steps"] for each in missing_of(steps, {"time": 8.05, "event": "step", "total_steps": 5})]
+    [6]
+    >>> missing_of(steps, {"time": 8.2, "event": "step", "total_steps": 7})  # of a step that is made again
+    []
     """
     if found is None:
-        return True
-    return content_of(found) != content_of(latest) and found["time"] < latest["time"]
+        return recent
+    for number, event in reversed([*enumerate(recent, 1)]):
+        if content_of(event) == content_of(found):
+            return recent[number:]
+    return [event for event in recent if event["time"] > found["time"]]
 
 
 def last_shared(path: Path) -> dict[str, Any] | None:

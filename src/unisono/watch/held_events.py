@@ -1,0 +1,106 @@
+"""Events of fast steps, which wait for a moment to be written together.
+
+The interpreter's code and data have left the processor's caches while a step computes. So an event that is written in
+each step costs four times what it costs in a row of them: 40 µs instead of 10. Start reading at `HeldEvents.add`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["HELD", "HeldEvents"]
+
+HELD = frozenset({"step", "log", "progress"})
+"""The kinds of events that may wait: those that occur in every step."""
+_HOLD_S = 0.05
+"""How long events wait while others follow."""
+_LOOK_S = 0.2
+"""How often the thread looks whether no event has followed."""
+_MOST = 256
+
+
+class HeldEvents:
+    """The events that have not been written yet. Any thread may add; one at a time may take.
+
+    After `add`, the caller writes them once they are due. If no other event follows, a thread has them written:
+    `_HOLD_S + _LOOK_S` after they were added. So does the exit of the process, but not its death by a signal. A forked
+    process has none of them, since they are its parent's.
+
+    Args:
+        write: Writes what is held. It is not kept alive; it belongs to the owner of this object.
+    """
+
+    def __init__(self, write: Callable[[], None]) -> None:
+        self._write = weakref.WeakMethod(write)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._process = os.getpid()
+        self._events: deque[dict[str, Any]] = deque()
+        self._written_s = 0.0
+        self._thread: threading.Thread | None = None
+        self._is_watched = False
+        self._changed, self._closed = threading.Event(), threading.Event()
+
+    def add(self, event: dict[str, Any]) -> bool:
+        """Add an event of a kind in `HELD`; return True if what is held must be written now."""
+        if self._process != os.getpid():
+            self._begin()
+        self._events.append(event)
+        # A clock that was set back must not let events wait.
+        if not 0 <= event["time"] - self._written_s < _HOLD_S or len(self._events) >= _MOST:
+            return True
+        if not self._is_watched:
+            self._watch()
+        return False
+
+    def take(self) -> list[dict[str, Any]]:
+        """Return the events that are held, and hold them no longer."""
+        if self._process != os.getpid():
+            self._begin()
+        self._written_s = time.time()
+        return [self._events.popleft() for _ in range(len(self._events))]
+
+    def close(self) -> None:
+        """End the thread; a later event starts another one."""
+        if self._process == os.getpid() and self._thread is not None:
+            atexit.unregister(self._write_held)
+            self._closed.set()
+            self._changed.set()
+            # It holds no lock and no file while it waits, so that nobody has to wait for its end.
+            self._thread = None
+
+    def _watch(self) -> None:
+        self._is_watched = True
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="unisono-events", daemon=True)
+            self._thread.start()
+            atexit.register(self._write_held)
+        self._changed.set()
+
+    def _work(self) -> None:
+        while True:
+            self._changed.wait()
+            if self._closed.wait(_LOOK_S):
+                return
+            if not self._events:
+                self._changed.clear()
+                self._is_watched = False
+                if not self._events:
+                    continue
+                self._is_watched = True  # one was added just before
+                self._changed.set()
+            elif time.time() - self._written_s >= _HOLD_S:
+                self._write_held()
+
+    def _write_held(self) -> None:
+        write = self._write()
+        if write is not None and self._process == os.getpid():
+            write()
