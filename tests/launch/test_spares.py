@@ -89,7 +89,7 @@ def test_a_spare_takes_the_place_of_a_killed_rank(run_ranks, here, engine, dying
     job = run_ranks(3, script(inside, engine=engine), flags=("--spares", "1"))
     assert job.sha() == whole.sha()
     assert re.search(
-        rf"rank {dying} was killed by SIGKILL in the loop, after step 3; replaced by a spare, 0\.", job.said
+        rf"rank {dying} was killed by SIGKILL in the loop, after step 3; replaced by a spare, \d+\.\d\d s", job.said
     )
     assert f"place {dying} {dying} {dying} True" in job.lines(dying)
     # What it printed on its way is the rank's, and what the next one printed is nobody's.
@@ -165,7 +165,7 @@ def test_there_are_spares_again_after_a_restart_of_all_ranks(run_ranks, here):
                 die()"""
     job = run_ranks(2, script(inside), flags=("--spares", "1", "--max-restarts", "1"))
     assert job.said.count("starting all 2 ranks again (restart 1 of 1)") == 1
-    assert "unisono: rank 1 was killed by SIGKILL in the loop, after step 3; replaced by a spare, 0." in job.said
+    assert "unisono: rank 1 was killed by SIGKILL in the loop, after step 3; replaced by a spare, " in job.said
 
 
 @pytest.mark.soak
