@@ -26,6 +26,10 @@ class Membership(NamedTuple):
     """The ranks that are new: those that this decision adds, and those of earlier ones that have not joined."""
     size: int
     """The number of ranks."""
+    hosts: tuple[tuple[int, ...], ...] = ()
+    """The ranks of each host, if there may be several; otherwise none, and all ranks are on one."""
+    store: str = ""
+    """Where ranks meet, as "host:port"; "": at the job's store, as at the start."""
 
 
 class RecoveryLink(Protocol):
@@ -89,7 +93,7 @@ class RecoveryLink(Protocol):
         """Return True if the launcher ends all ranks, so that a signal was not meant for this one alone."""
 
     def job_failed(self) -> bool:
-        """Return True if it does so because a rank has failed: it tells that itself."""
+        """Return True if it does so because a rank has failed, or a host is lost: it tells that itself."""
 
     def joined(self, number: int) -> None:
         """Tell the launcher that this rank and all others go on together after a decision."""

@@ -46,6 +46,12 @@ def host_network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
         network.close()
 
 
+@pytest.fixture(scope="module")
+def third_host(host_network: Hosts) -> None:
+    """Let the third host be ready, too: for tests that start something on it."""
+    host_network._launch_host(2)
+
+
 @pytest.fixture
 def hosts(host_network: Hosts, tmp_path: Path) -> Iterator[Hosts]:
     """Three hosts. A test that leaves a process behind on one fails."""

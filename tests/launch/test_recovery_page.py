@@ -7,15 +7,16 @@ import timeit
 
 from unisono.launch.hang.status_block import create
 from unisono.launch.recovery_page import Note, RankLink, RecoveryPage
+from unisono.recovery_link import Membership
 
 
 def test_a_reader_of_decisions_never_sees_one_without_its_ranks():
     file = create()
     agent, rank = RecoveryPage(file), RankLink(file)
-    assert rank.membership() == (0, (), 0) and not rank.is_new and not agent.armed and agent.note is None
+    assert rank.membership() == Membership(0, (), 0) and not rank.is_new and not agent.armed and agent.note is None
     for number in range(1, 300):
-        agent.decide(number, list(range(0, number, 2)), size=number)
-        assert rank.membership() == (number, tuple(range(0, number, 2)), number)
+        agent.decide(Membership(number, tuple(range(0, number, 2)), number))
+        assert rank.membership() == Membership(number, tuple(range(0, number, 2)), number)
     agent.mark_new()
     assert RankLink(file).is_new
     rank.arm(8)

@@ -193,8 +193,8 @@ def test_a_host_behind_a_broken_link_is_named_and_both_sides_end(hosts):
     finally:
         hosts.network.set_link(1, "up")
     assert (first.returncode, second.returncode) == (1, 1)
-    assert "host 1, host1 (10.97.0.2), has not answered for 5 s" in first.stderr
-    assert "the host of the rendezvous, host0:29500, has not answered for 5 s" in second.stderr
+    assert "host 1, host1 (10.97.0.2), has not answered for 3 s" in first.stderr
+    assert "host 0, host0 (10.97.0.1), has not answered for 3 s" in second.stderr
 
 
 def test_an_interrupt_on_one_host_ends_all(hosts):

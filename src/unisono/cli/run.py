@@ -384,7 +384,7 @@ def job_of(given: Mapping[str, Any], command: tuple[str, ...]) -> LaunchJob:
         if given["standalone"] or hosts is not None
         else _port(given["rdzv_endpoint"], given["master_port"]),
         max_restarts=given["max_restarts"],
-        recover=given["recover"] == "on" and hosts is None,
+        recover=given["recover"] == "on",
         spares=given["spares"],
         shutdown_timeout_s=given["shutdown_timeout"],
         hang_report_s=given["hang_report"] if hosts is None else 0.0,  # it would take ranks of other hosts for absent

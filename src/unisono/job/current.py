@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from unisono.errors import GroupError
+from unisono.job.connection_watch import ConnectionWatch
 from unisono.job.default_group import Sockets
 from unisono.job.group_watch import GroupWatch
 from unisono.job.placement import own_placement
@@ -190,7 +191,7 @@ class ActiveJob:
     """The connections of the group."""
     adopted: bool = False
     """True if the script made the group."""
-    watch: GroupWatch | None = None
+    watch: GroupWatch | ConnectionWatch | None = None
     """Aborts the group when a rank has died, if its operations would wait for that rank for ever."""
     calls: Callable[[], RecoverableCalls | None] = lambda: None
     """Returns those of the Trainer, if there is one and it survives the death of other ranks."""

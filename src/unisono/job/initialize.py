@@ -23,6 +23,7 @@ from unisono import recovery_link
 from unisono.arguments import whole
 from unisono.backend import register
 from unisono.errors import LaunchError, UnisonoError
+from unisono.job.connection_watch import watch_connections
 from unisono.job.current import ActiveJob, Job, active_job, current_job, refuse_lone_rank, set_active_job, store_of
 from unisono.job.default_group import make_group
 from unisono.job.group_watch import start_watch
@@ -165,7 +166,7 @@ def begin_job(
             store=meeting.store,
             hosted=meeting.hosted,
             connections=connections,
-            watch=start_watch(chosen, number=number),
+            watch=start_watch(chosen, number=number) or watch_connections(connections, number=number),
         )
     )
     return job

@@ -16,13 +16,15 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from unisono import recovery_link
 from unisono.errors import PeerError
+from unisono.job.connection_watch import watch_connections
 from unisono.job.current import ActiveJob, Job, active_job, set_active_job
 from unisono.job.default_group import close_connections, make_group
 from unisono.job.group_watch import start_watch
@@ -49,7 +51,11 @@ _CONNECT_S = 10.0
 _PAUSE_S = 0.0005
 _WAIT_S = 0.002
 """The same for a process that waits to become a rank, with others at work."""
+_LOST_S = 30.0
+"""How long to wait for the next decision where the host with the store is lost."""
 _SIGNATURE_SIZE = 32
+
+T = TypeVar("T")
 
 
 class SupersededError(Exception):
@@ -85,14 +91,15 @@ class RecoveryStore:
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self.membership, self._link, self._timeout_s, self._check = membership, link, timeout_s, check
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))  # type: ignore[attr-defined]
+        where = membership.store or f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        host, _, port = where.rpartition(":")
+        store = self._try(partial(_connect, host, int(port), timeout_s))
         self.store = dist.PrefixStore(f"unisono_recovery_{membership.number}", store)  # type: ignore[attr-defined]
 
     def put(self, key: str, value: object) -> None:
         """Write a value for other ranks, with a signature: other users of the host can reach the store as well."""
         content = pickle.dumps(value)
-        self.store.set(key, self._sign(key, content) + content)  # type: ignore[arg-type]
+        self._try(lambda: self.store.set(key, self._sign(key, content) + content))  # type: ignore[arg-type]
 
     def read(self, keys: Collection[str], *, doing: str) -> list[Any]:
         """Return the values that ranks have written, once all are there.
@@ -107,7 +114,7 @@ class RecoveryStore:
         """
         deadline_s, pause_s = time.monotonic() + self._timeout_s, _PAUSE_S
         missing = [*keys]
-        while missing := [key for key in missing if not self.store.check([key])]:
+        while missing := [key for key in missing if not self._try(partial(self.store.check, [key]))]:
             if self._link.membership().number != self.membership.number:
                 raise SupersededError
             self._check()
@@ -122,11 +129,24 @@ class RecoveryStore:
         return [self._read(key) for key in keys]
 
     def _read(self, key: str) -> Any:
-        value = self.store.get(key)
+        value = self._try(lambda: self.store.get(key))
         signature, content = value[:_SIGNATURE_SIZE], value[_SIGNATURE_SIZE:]
         if not hmac.compare_digest(signature, self._sign(key, content)):
             raise PeerError(f"the job's store has a value {key!r} that no rank of this job has written")
         return pickle.loads(content)
+
+    def _try(self, operation: Callable[[], T]) -> T:
+        """Use the store. If its host is lost, the launcher is about to make another decision."""
+        try:
+            return operation()
+        except RuntimeError:
+            deadline_s = time.monotonic() + (_LOST_S if self.membership.store else 0.0)
+            while self._link.membership().number == self.membership.number:
+                if time.monotonic() >= deadline_s:
+                    raise
+                self._check()
+                time.sleep(_WAIT_S)
+            raise SupersededError from None
 
     def _sign(self, key: str, content: bytes) -> bytes:
         place = f"{self.membership.number} {key} ".encode()
@@ -150,9 +170,9 @@ def begin_as_new_rank() -> Job:
     while placement.rank not in link.membership().ranks:
         time.sleep(_WAIT_S)
     while True:
-        store = RecoveryStore(link, link.membership(), timeout_s=1800.0)
-        survivors = [rank for rank in range(store.membership.size) if rank not in store.membership.ranks]
         try:
+            store = RecoveryStore(link, link.membership(), timeout_s=1800.0)
+            survivors = [rank for rank in range(store.membership.size) if rank not in store.membership.ranks]
             facts: _JobFacts = store.read([f"job/{survivors[0]}"], doing="come to replace it")[0]
             break
         except SupersededError:
@@ -160,13 +180,14 @@ def begin_as_new_rank() -> Job:
     device = _own_device(torch.device(facts.device), placement.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    local_world_size, node_rank, num_nodes = _host_of(placement.rank, store.membership)
     job = Job(
         rank=placement.rank,
         world_size=store.membership.size,
         local_rank=placement.local_rank,
-        local_world_size=store.membership.size,
-        node_rank=placement.node_rank,
-        num_nodes=1,
+        local_world_size=local_world_size,
+        node_rank=node_rank,
+        num_nodes=num_nodes,
         device=device,
         backend=facts.backend,
         launcher=facts.launcher,
@@ -236,10 +257,12 @@ def rejoin(store: RecoveryStore) -> None:
     active = active_job()
     assert active is not None
     size = store.membership.size
-    job = replace(active.job, world_size=size, local_world_size=size)
+    local_size, node_rank, num_nodes = _host_of(active.job.rank, store.membership)
+    job = replace(active.job, world_size=size, local_world_size=local_size, node_rank=node_rank, num_nodes=num_nodes)
     store.put(f"came/{job.rank}", True)
     store.read([f"came/{rank}" for rank in range(size)], doing="come to go on")
-    os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(size)
+    os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"] = str(size), str(local_size)
+    os.environ["GROUP_RANK"], os.environ["GROUP_WORLD_SIZE"] = str(node_rank), str(num_nodes)
     meeting = Rendezvous(store=store.store, rank=job.rank, world_size=job.world_size, place="the launcher's store")
     # Part of the names of groups, which must be equal on all ranks. Torch does not set it back if a group failed.
     dist.distributed_c10d._world.group_count = 0
@@ -258,7 +281,8 @@ def rejoin(store: RecoveryStore) -> None:
         store=store.store,
         hosted=False,
         counts=Counter(),
-        watch=start_watch(job.device, number=store.membership.number),
+        watch=start_watch(job.device, number=store.membership.number)
+        or watch_connections(connections, number=store.membership.number),
     )
     set_active_job(active)
 
@@ -270,6 +294,20 @@ def is_new_rank() -> bool:
         return False
     active = active_job()
     return active is None or active.group is None
+
+
+def _connect(host: str, port: int, timeout_s: float) -> Any:
+    store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=min(_CONNECT_S, timeout_s)))  # type: ignore[attr-defined]
+    store.set_timeout(timedelta(seconds=timeout_s))
+    return store
+
+
+def _host_of(rank: int, membership: Membership) -> tuple[int, int, int]:
+    """Return the number of ranks on the host of a rank, the number of that host, and the number of hosts."""
+    for node_rank, ranks in enumerate(membership.hosts):
+        if rank in ranks:
+            return len(ranks), node_rank, len(membership.hosts)
+    return membership.size, 0, 1
 
 
 def _own_device(theirs: torch.device, local_rank: int) -> torch.device:

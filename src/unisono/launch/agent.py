@@ -162,6 +162,7 @@ class _Agent:
                 server=self._server,
                 shutdown=self._shutdown,
                 generation=lambda: self._generation,
+                replacing=lambda: None if self._changes is None else self._changes.replacing,
                 joined=self._on_joined,
                 examine=self._examine,
                 conclude=self._conclude_generation,
@@ -194,7 +195,9 @@ class _Agent:
         if self._changes is not None and self._shutdown.state is None:
             if not self._changes.tick():
                 self._on_failed()
-            if (size := self._now.size - self._now.first) != self._job.ranks:  # also for a restart
+                if not self._shutdown.running:
+                    self._on_generation_end()
+            if (size := len(self._now.ranks)) != self._job.ranks:  # also for a restart
                 self._job = replace(self._asked, ranks=size, spares=self._asked.spares if size > 1 else 0)
         if self._hosts is not None:
             self._hosts.tick()
@@ -267,7 +270,10 @@ class _Agent:
             self._start_ranks()
 
     def _start_ranks(self) -> None:
-        self._generation = generation = Generation(self._job, attempt=self._restarts, relay=self._relay)
+        hosts = None if self._hosts is None else self._hosts.channel
+        self._generation = generation = Generation(
+            self._job, attempt=self._restarts, relay=self._relay, secret=None if hosts is None else hosts.secret
+        )
         self._changes = RankChanges(
             self._job,
             generation,
@@ -278,6 +284,7 @@ class _Agent:
             completed=self._on_recovered,
             port=self._port,
             visible_gpus=self._environment.get("CUDA_VISIBLE_DEVICES"),
+            hosts=hosts,
         )
         self._shutdown.cover(generation, self._changes.spares)
         self._changes.start()
@@ -296,7 +303,7 @@ class _Agent:
             self._shutdown.begin_for_loss(f"rank {rank} could not be started in the place of one that died: {problem}")
         else:
             self._shutdown.begin_for_loss(
-                f"rank {rank} could not be started, {rank - self._now.first} of {self._job.ranks} were: {problem}"
+                f"rank {rank} could not be started, {self._now.local_rank(rank)} of {self._job.ranks} were: {problem}"
             )
         if not self._shutdown.running:
             self._on_generation_end()
@@ -311,7 +318,8 @@ class _Agent:
         lost = self._shutdown.state is None and self._ranks.replacing.left_without_joining(message["rank"])
         if message["rank"] in self._now.failed or lost:
             self._on_failed()
-        if not self._shutdown.running:
+        # With state None and failures, other hosts have a say in what becomes of them.
+        if not self._shutdown.running and (self._shutdown.state is not None or not self._now.failed):
             self._on_generation_end()
 
     def _on_failed(self) -> None:
@@ -414,7 +422,8 @@ class _Agent:
         if kind == "job":
             facts = {"restarts": self._restarts, "recoveries": len(self._recoveries), "started_s": self._started_s}
             spares = 0 if self._changes is None else self._changes.spares.ready
-            running = {rank - job.first_rank for rank in self._shutdown.running}
+            generation = self._generation
+            running = set() if generation is None else {generation.local_rank(rank) for rank in generation.running}
             return describe_job(job, running=running, facts={**facts, "spares": spares, **self._relay.progress})
         if kind == "scale" and type(ranks := question.get("ranks")) is int:
             is_over = self._shutdown.state is not None or self._changes is None

@@ -9,10 +9,11 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unisono.launch.environment import rank_environment
 from unisono.launch.failure.root_cause import RankFailure, RootCause, find_root_cause
@@ -21,6 +22,9 @@ from unisono.launch.hang.observer import Observer
 from unisono.launch.launch_job import LaunchJob
 from unisono.launch.output.relay import Relay
 from unisono.launch.recovery_page import RecoveryPage
+
+if TYPE_CHECKING:
+    from unisono.launch.hosts.settings import HostPlace
 
 __all__ = ["Generation"]
 
@@ -34,15 +38,16 @@ class Generation:
     Args:
         attempt: The number of restarts before it.
         relay: Receives the output of its ranks.
+        secret: Known to all ranks, also to those of other machines; None: a new one.
     """
 
-    def __init__(self, job: LaunchJob, *, attempt: int, relay: Relay) -> None:
+    def __init__(self, job: LaunchJob, *, attempt: int, relay: Relay, secret: bytes | None = None) -> None:
         self._job, self._relay, self.attempt = job, relay, attempt
-        self.first = job.first_rank
-        """The lowest rank of this machine."""
-        self.size = self.first + job.ranks
-        """The number above the highest rank of this machine: on one machine, the number of ranks. Processes with higher
-        numbers are not ranks yet, or no longer."""
+        self._local = {job.first_rank + number: number for number in range(job.ranks)}
+        self.host = job.place
+        """The place of this machine among several; None if it is the only one."""
+        self.size = job.world_size
+        """The number of ranks, on all machines. Processes with higher numbers are not ranks yet, or no longer."""
         self.observer = Observer(
             self.size,
             hang_report_s=job.hang_report_s,
@@ -57,7 +62,7 @@ class Generation:
         """Ranks that have been started and have not ended."""
         self.places: dict[int, str] = {}
         """By rank, where those were that had left their process groups when others failed."""
-        self._secret = secrets.token_bytes(32)
+        self._secret = secrets.token_bytes(32) if secret is None else secret
         self.pages: dict[int, RecoveryPage] = {}
         """By rank, what its present or last process tells about the replacement of ranks."""
         self.overdue: set[int] = set()
@@ -82,14 +87,24 @@ class Generation:
         stdout, stderr, *events = self._relay.open(rank, attempt=self.attempt)
         self.running.add(rank)
         files = {"stdout": stdout, "stderr": stderr, "page": page, "dump": dump, "ask": ask}
-        if rank - self.first == self._job.stdin and (file := _own_stdin()) is not None:
+        if self._local.get(rank, rank) == self._job.stdin and (file := _own_stdin()) is not None:
             files["stdin"] = file
         return files | ({"events": events[0]} if events else {})
 
     @property
-    def ranks(self) -> range:
+    def ranks(self) -> list[int]:
         """The ranks of this machine."""
-        return range(self.first, self.size)
+        return sorted(self._local)
+
+    def local_rank(self, rank: int) -> int:
+        """Return the number of a rank among those of this machine."""
+        return self._local.get(rank, rank)
+
+    def place(self, ranks: Collection[int]) -> None:
+        """Note which ranks this machine has from now on; further ones get the lowest local numbers that are free."""
+        self._local = {rank: number for rank, number in self._local.items() if rank in ranks}
+        free = (number for number in range(len(ranks)) if number not in set(self._local.values()))
+        self._local |= dict(zip(sorted(set(ranks) - self._local.keys()), free, strict=False))
 
     def want(self, size: int) -> None:
         """Tell all ranks, also those that come later, how many there are to be; 0: no change is wanted."""
@@ -100,6 +115,7 @@ class Generation:
     def resize(self, size: int) -> None:
         """Note that there is another number of ranks, whose processes have been started."""
         self.size = size
+        self._local = {rank: rank for rank in range(size)}
         self.observer.resize(size)
 
     def open_spare(self) -> tuple[ObservedRank, RecoveryPage, dict[str, int]]:
@@ -130,7 +146,7 @@ class Generation:
 
         Args:
             rank: None for a process that has no rank yet: its variables name a rank that does not exist.
-            ranks: The number above the highest rank of this machine.
+            ranks: The number of ranks of this machine.
             port: The port of the job's store.
             visible_gpus: CUDA_VISIBLE_DEVICES of the launcher, None if it is not set.
         """
@@ -138,9 +154,9 @@ class Generation:
         if rank is not None:
             folder = self._relay.rank_folder(rank, attempt=self.attempt)
         return rank_environment(
-            ranks if rank is None else rank - self.first,
-            ranks=ranks - self.first,
-            place=job.place,
+            ranks if rank is None else self.local_rank(rank),
+            ranks=ranks,
+            place=self._place_of(rank),
             port=port,
             run_id=job.run_id,
             role=job.role,
@@ -150,6 +166,15 @@ class Generation:
             visible_gpus=visible_gpus,
             signals=job.signals,
             error_file=None if folder is None else str(folder / "error.json"),
+        )
+
+    def _place_of(self, rank: int | None) -> HostPlace | None:
+        """Return the place of this machine from which that of a rank follows by adding its local number."""
+        if self.host is None or rank is None:
+            return self.host
+        first = rank - self.local_rank(rank)
+        return replace(
+            self.host, first_rank=first, first_role_rank=self.host.first_role_rank + first - self.host.first_rank
         )
 
     def started(self, rank: int, pid: int) -> None:

@@ -55,7 +55,7 @@ class JobShutdown:
         if self._generation is None:
             self._server.kill()
             return
-        self._generation.ends(failed=shutdown.failed)
+        self._generation.ends(failed=shutdown.failed or shutdown.host_lost)
         self._server.resume()
         # Only the ranks, not the processes they started: a rank that saves its work still needs its workers, and those
         # would also print tracebacks. A program that is not Python may be a shell that passes nothing on.

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import selectors
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from unisono.launch.forkserver_handle import ForkServerHandle
 from unisono.launch.generation import Generation
@@ -17,6 +18,9 @@ from unisono.launch.output.relay import Relay
 from unisono.launch.replacing import Replacing
 from unisono.launch.scaling import Scaling
 from unisono.launch.spares import Spares
+
+if TYPE_CHECKING:
+    from unisono.launch.hosts.job_hosts import JobHosts
 
 __all__ = ["RankChanges"]
 
@@ -29,6 +33,7 @@ class RankChanges:
         completed: See `Replacing`.
         port: The port of the job's store.
         visible_gpus: CUDA_VISIBLE_DEVICES of the launcher; None if it is not set.
+        hosts: The other hosts of the job; None if there are none.
     """
 
     def __init__(
@@ -43,6 +48,7 @@ class RankChanges:
         completed: Callable[[dict[str, Any]], None],
         port: int,
         visible_gpus: str | None,
+        hosts: JobHosts | None = None,
     ) -> None:
         self._generation, self._server = generation, server
         self._port, self._visible_gpus = port, visible_gpus
@@ -55,7 +61,12 @@ class RankChanges:
             selector=selector,
             environment=self._environment,
         )
-        self.replacing = Replacing(
+        make: Callable[..., Replacing] = Replacing
+        if hosts is not None:
+            from unisono.launch.hosts.host_replacing import HostReplacing  # noqa: PLC0415  not needed on one machine
+
+            make = partial(HostReplacing, hosts=hosts)
+        self.replacing = make(
             generation,
             enabled=job.recover,
             server=server,
@@ -98,5 +109,5 @@ class RankChanges:
 
     def _environment(self, rank: int | None) -> dict[str, str]:
         generation = self._generation
-        ranks = generation.size if rank is None or rank < generation.size else self.scaling.wanted
+        ranks = len(generation.ranks) if rank is None or rank < generation.size else self.scaling.wanted
         return generation.environment(rank, ranks=ranks, port=self._port, visible_gpus=self._visible_gpus)

@@ -111,9 +111,11 @@ class RankLink:
         """Return the latest decision."""
         while (number := _NUMBER.unpack_from(self._region, _NUMBER_AT)[0]) != self._latest.number:
             size = _MEMBERS.unpack_from(self._region, _members_at(number))[0]
-            ranks = _read_text(self._region, _members_at(number) + _MEMBERS.size)
+            text = _read_text(self._region, _members_at(number) + _MEMBERS.size)
             if _NUMBER.unpack_from(self._region, _NUMBER_AT)[0] == number:  # otherwise its place may have a newer one
-                self._latest = Membership(number, parse_ranks(ranks), size)
+                store, hosts, ranks = text.split("|")
+                each = tuple(parse_ranks(host) for host in hosts.split(";") if host)
+                self._latest = Membership(number, parse_ranks(ranks), size, each, store)
         return self._latest
 
     def settled(self) -> int:
@@ -152,9 +154,9 @@ class RecoveryPage:
     >>> from unisono.launch.hang.status_block import create
     >>> file = create()
     >>> agent, rank = RecoveryPage(file), RankLink(file)
-    >>> agent.decide(1, [1, 3], size=4)
+    >>> agent.decide(Membership(1, ranks=(1, 3), size=4, hosts=((0, 1), (2, 3)), store="127.0.0.1:40001"))
     >>> rank.membership()
-    Membership(number=1, ranks=(1, 3), size=4)
+    Membership(number=1, ranks=(1, 3), size=4, hosts=((0, 1), (2, 3)), store='127.0.0.1:40001')
     >>> rank.settled()
     0
     >>> agent.settle(1)
@@ -183,12 +185,16 @@ class RecoveryPage:
         """Give the rank the secret of the job, 32 bytes. Call it before its process starts."""
         self._region[_SECRET_AT : _SECRET_AT + _SECRET_SIZE] = secret
 
-    def decide(self, number: int, ranks: list[int], *, size: int) -> None:
-        """Tell the rank that these ranks are new, of `size` ranks, by the decision with this number."""
+    def decide(self, membership: Membership) -> None:
+        """Tell the rank a decision on who the ranks are."""
+        number = membership.number
         at = _members_at(number)
-        _MEMBERS.pack_into(self._region, at, size)
-        text = format_ranks(ranks, separator=",")
-        _write_text(self._region, at + _MEMBERS.size, text, most=_MEMBERS_SIZE - _MEMBERS.size - _LENGTH.size)
+        _MEMBERS.pack_into(self._region, at, membership.size)
+        hosts = ";".join(format_ranks(ranks, separator=",") for ranks in membership.hosts)
+        text = f"{membership.store}|{hosts}|"
+        most = _MEMBERS_SIZE - _MEMBERS.size - _LENGTH.size
+        text += clip(format_ranks(membership.ranks, separator=","), most - len(text), at="middle")
+        _write_text(self._region, at + _MEMBERS.size, text, most=most)
         _NUMBER.pack_into(self._region, _NUMBER_AT, number)
 
     def settle(self, number: int) -> None:
@@ -203,7 +209,7 @@ class RecoveryPage:
         """Tell the rank that all ranks are about to be ended.
 
         Args:
-            failed: True if one of them has failed.
+            failed: True if one of them has failed, or another host is lost.
         """
         _ENDS.pack_into(self._region, _ENDS_AT, True, failed)
 

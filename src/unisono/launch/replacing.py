@@ -23,9 +23,10 @@ from unisono.launch.generation import Generation
 from unisono.launch.output.relay import Relay
 from unisono.launch.replacement_policy import Death, DeathCounts, GiveUp, Member, decide_replacement, describe_death
 from unisono.launch.spares import Spares
+from unisono.recovery_link import Membership
 from unisono.text import name_ranks
 
-__all__ = ["COMPANY_S", "Fork", "Replacing"]
+__all__ = ["COMPANY_S", "Fork", "Replacing", "describe_deaths"]
 
 COMPANY_S = 0.1
 """How long to wait after an error for the same one in other ranks, which would make it an error of the program."""
@@ -101,8 +102,7 @@ class Replacing:
             known = self._deaths.get(failure.rank)
             if known is None:
                 death = self._deaths[failure.rank] = self._examine(failure)
-                again = self._rounds.get(failure.rank) == self._counts.round
-                self._counts.add(death, again=again)
+                self._count(death)
                 self._due_s[failure.rank] = now_s + (0.0 if failure.code < 0 else COMPANY_S)
             else:
                 self._deaths[failure.rank] = replace(known, failure=failure)
@@ -130,7 +130,7 @@ class Replacing:
             return
         begin_ns = min(death.failure.time_ns for death in self._replaced)
         seconds = (max(page.joined_ns for page in pages) - begin_ns) / 1e9
-        told = _describe_all(self._replaced)
+        told = describe_deaths(self._replaced)
         ranks = sorted({death.failure.rank for death in self._replaced})
         came_ns = max((pages[rank].came_ns for rank in ranks if rank < len(pages)), default=0)
         self._completed(
@@ -192,46 +192,65 @@ class Replacing:
         what = "new processes" if len(ranks) > 1 else "a new process"
         return f"{name_ranks(ranks)}, {what}, began the script anew in mid-run: {_OTHER_WAY}"
 
+    def _count(self, death: Death) -> None:
+        """Count a death that is new."""
+        self._counts.add(death, again=self._rounds.get(death.failure.rank) == self._counts.round)
+
     def _act(self, now_s: float) -> bool:
-        generation = self._generation
         choice = decide_replacement(self._deaths.values(), self._members(), self._counts, enabled=self._enabled)
         if isinstance(choice, GiveUp):
-            self.reason = choice.reason
-            if choice.exhausted is not None:
-                generation.blame_again(choice.exhausted)
-            self._due_s.clear()
-            self._kill_s.clear()
-            self._poll_s = None
+            self._give_up(choice)
             return False
+        if ranks := self._ended(now_s):
+            self._replace(ranks)
+        self._kill_late(now_s)
+        return True
+
+    def _give_up(self, choice: GiveUp) -> None:
+        self.reason = choice.reason
+        if choice.exhausted is not None:
+            self._generation.blame_again(choice.exhausted)
+        self._due_s.clear()
+        self._kill_s.clear()
+        self._poll_s = None
+
+    def _ended(self, now_s: float) -> list[int]:
+        """Return the ranks to replace: all whose processes have ended, if one of these has waited for company."""
+        generation = self._generation
         for rank in [rank for rank, due_s in self._due_s.items() if due_s <= now_s]:
             del self._due_s[rank]
             if rank in generation.running:  # it has said that it fails, and is about to end
                 self._kill_s[rank] = now_s + _LINGER_S
         gone = self._deaths.keys() - generation.running
-        if gone - self._due_s.keys():
-            self._replace(sorted(gone))
+        return sorted(gone) if gone - self._due_s.keys() else []
+
+    def _kill_late(self, now_s: float) -> None:
+        """Kill processes that have said that they fail, and do not end."""
         for rank in [rank for rank, kill_s in self._kill_s.items() if kill_s <= now_s]:
             del self._kill_s[rank]
-            generation.overdue.add(rank)
+            self._generation.overdue.add(rank)
             self._server.signal(signal.SIGKILL, [rank], group=True)
-        return True
+
+    def _clear(self, rank: int) -> Death:
+        """Clear away what is left of a process that has ended, for another one in its place."""
+        death = self._deaths.pop(rank)
+        self._due_s.pop(rank, None)
+        self._kill_s.pop(rank, None)
+        if death.failure.account is not None and death.failure.code > 0 and not death.was_asked:
+            self.show_traceback(rank, death.failure.account)
+        self._server.clear(self._generation.replaced(rank))
+        return death
 
     def _replace(self, ranks: list[int]) -> None:
         """Start new processes for ranks whose processes have ended, and tell all ranks."""
-        generation = self._generation
         self.number += 1
         if not self._replaced:
             self._decided_ns = time.monotonic_ns()
         for rank in ranks:
-            death = self._deaths.pop(rank)
+            death = self._clear(rank)
             self._replaced.append(death)
-            self._due_s.pop(rank, None)
-            self._kill_s.pop(rank, None)
-            if death.failure.account is not None and death.failure.code > 0 and not death.was_asked:
-                self.show_traceback(rank, death.failure.account)
             self._steps[rank] = death.step
             self._made[rank], self._rounds[rank] = self.number, self._counts.round
-            self._server.clear(generation.replaced(rank))
         begins = [self._fill(rank) for rank in ranks]
         self._tell_ranks()
         for begin in begins:
@@ -242,7 +261,7 @@ class Replacing:
         generation = self._generation
         new = [rank for rank in generation.ranks if self._lacks_state(rank)]
         for rank in generation.running:
-            generation.pages[rank].decide(self.number, new, size=generation.size)
+            generation.pages[rank].decide(Membership(self.number, tuple(new), generation.size))
         for rank in generation.running:
             generation.pages[rank].settle(self.number)
         generation.observer.disregard_past(_CALM_S)
@@ -313,7 +332,7 @@ def _describe_spares(by_spare: list[bool]) -> str:
     return f" by {spares}" if all(by_spare) else f", {sum(by_spare)} of {len(by_spare)} by {spares}"
 
 
-def _describe_all(deaths: list[Death]) -> str:
+def describe_deaths(deaths: list[Death]) -> str:
     """Return how ranks ended, in the order of their ends: those that ended in the same way together."""
     parts = []
     for what, same in groupby(sorted(deaths, key=lambda death: death.failure.time_ns), key=describe_death):

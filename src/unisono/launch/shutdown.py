@@ -16,6 +16,8 @@ class Shutdown:
     """The exit code that follows from the reason; after a failure, it is known when all ranks have ended."""
     failed: bool = False
     """True if a rank failed: then there is a report at the end, or a restart."""
+    host_lost: bool = False
+    """True if another host is lost, for which ranks may wait in vain."""
     reason: str = ""
     """The reason that the last message of the job gives; "" for no such message."""
     ranks: int = 0

@@ -26,7 +26,7 @@ __all__ = ["host_store"]
 _PATIENCE_S = 6.0
 """How long the fork server may take to end everything when the agent is gone, before it is killed."""
 
-_CHECK_S = 1.0
+_CHECK_S = 0.25
 """How often to look whether other hosts can still be reached."""
 
 
@@ -40,7 +40,7 @@ class Member(Protocol):
         """Tell the other hosts that the agent is gone."""
 
     def check(self) -> None:
-        """Tell the agent if the other hosts cannot be reached. To be called about once a second."""
+        """Tell the agent if the other hosts cannot be reached. To be called some times a second."""
 
     def close(self) -> None:
         """Leave the other hosts. Takes some seconds at most."""

@@ -144,7 +144,7 @@ class RecoverableRun:
             announce_to_listeners(log, self._parts)
         if took:
             log.go_on(position.told)
-        number, ranks, size = membership
+        number, ranks, size = membership[:3]
         place = {"epoch": cursor.epoch, "step": cursor.step, "total_steps": cursor.total_steps}
         if size != before:
             log.emit("resize", number=number, ranks=size, before=before, **place, seconds=round(seconds, 3))

@@ -10,6 +10,7 @@ Start reading at `Recovery.call`.
 
 from __future__ import annotations
 
+import os
 import time
 import traceback
 import weakref
@@ -42,6 +43,7 @@ from unisono.trainer.call_replay import TURN, CallReplay
 from unisono.trainer.launcher_decisions import DecisionError, LauncherDecisions
 from unisono.trainer.rank_positions import Position, furthest, missed_call, read_positions, tell_position
 from unisono.trainer.recoverable import Account, Recoverable
+from unisono.variables import HOST_VARIABLE
 
 __all__ = ["Recovery"]
 
@@ -49,6 +51,8 @@ T = TypeVar("T")
 
 _PATIENCE_S = 5.0
 """How long a rank that has lost a peer waits for the launcher to replace it."""
+_HOSTS_PATIENCE_S = 60.0
+"""The same where there may be several hosts."""
 _DOUBT_S = 0.5
 """The same after an error that need not come from a lost peer."""
 _MOST_SAMPLES = 16
@@ -67,6 +71,8 @@ class Recovery:
         self._link: RecoveryLink | None = link
         if link is not None:
             link.come()
+        # What other hosts know has to come here first, and a host that is silent counts as lost after some seconds.
+        self._patience_s = _PATIENCE_S if HOST_VARIABLE not in os.environ else _HOSTS_PATIENCE_S
         self._log = CallLog()
         self._replay = CallReplay(differ=self._differ)
         self._run: Recoverable | None = None
@@ -287,8 +293,8 @@ class Recovery:
         begin_as_new_rank()
         self.is_joined = False
         while True:
-            store = self._store()
             try:
+                store = self._store()
                 self.position = furthest(read_positions(store))[1]
                 break
             except SupersededError:
@@ -310,7 +316,7 @@ class Recovery:
         is_lost = is_cut_off() or (isinstance(error, (UnisonoError, RuntimeError)) and is_peer_lost(error))
         if not is_lost and type(error) is not UnisonoError:  # a subclass says what else went wrong
             return False
-        if not self.decisions.wait(_PATIENCE_S if is_lost else _DOUBT_S):
+        if not self.decisions.wait(self._patience_s if is_lost else _DOUBT_S):
             return False
         if (obstacle := self._run.undo()) is not None:
             self.refuse(obstacle)
@@ -331,23 +337,24 @@ class Recovery:
         while True:
             self._run.disconnect()
             begin_alone(self._run.device)
-            store = self._store()
-            self._tell_new_ranks(store)  # first, since they need it, and to leave a group takes 10 ms
-            leave_group()  # before any wait: ranks that wait for this one there do not see that another has died
+            number = self._link.membership().number
             try:
+                store = self._store()
+                self._tell_new_ranks(store)  # first, since they need it, and to leave a group takes 10 ms
+                leave_group()  # before any wait: ranks that wait for this one there do not see that another has died
                 return self._meet_at(store, started_s)
             except SupersededError:
                 continue
             except Exception as error:  # of any class, as in `call`
                 is_own = not isinstance(error, (UnisonoError, RuntimeError)) or isinstance(error, RankMismatchError)
-                self.decisions.follow(store.membership.number)
-                if (is_own and not is_cut_off()) or not self.decisions.wait(_PATIENCE_S):
+                self.decisions.follow(number)
+                if (is_own and not is_cut_off()) or not self.decisions.wait(self._patience_s):
                     raise
                 _release(error)
 
     def _tell_new_ranks(self, store: RecoveryStore) -> None:
         """Tell them about the job and the place of this rank, unless it is new itself or leaves."""
-        run, (_, ranks, size) = self._run, store.membership
+        run, (_, ranks, size) = self._run, store.membership[:3]
         assert run is not None
         if run.world.rank < size and run.world.rank not in ranks:
             tell_job(store)
@@ -357,7 +364,7 @@ class Recovery:
         run, link, name = self._run, self._link, self._name
         assert run is not None
         assert link is not None
-        number, ranks, size = store.membership
+        number, ranks, size = store.membership[:3]
         if run.world.rank >= size:
             self._leave()
         is_new, before = run.world.rank in ranks, run.world.size

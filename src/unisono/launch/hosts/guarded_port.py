@@ -54,24 +54,45 @@ class GuardedPort:
 
 
 class LocalPort:
-    """Passes connections to a port of the loopback address on to the endpoint, where this host proves who it is.
+    """Passes connections to a port of the loopback address on to another host, where this one proves who it is.
 
     Args:
-        address: The address and the port of the endpoint.
-        token: The shared secret.
+        address: The address and the port there.
+        token: The shared secret; "" if the other side asks for none.
     """
 
     def __init__(self, address: tuple[str, int], token: str) -> None:
         self._address, self._token = address, token
-        listener = socket.create_server(("127.0.0.1", 0), backlog=socket.SOMAXCONN)
-        self.port: int = listener.getsockname()[1]
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=socket.SOMAXCONN)
+        self.port: int = self._listener.getsockname()[1]
         """The port on the loopback address."""
-        _serve(listener, self._handle)
+        self.has_ended = False
+        """True if the other side has closed a connection, or refuses one: what listened there has ended."""
+        self._open: set[socket.socket] = set()
+        _serve(self._listener, self._handle)
+
+    def close(self) -> None:
+        """Break all connections, so that nobody waits for a host that is lost, and accept no more."""
+        for end in (self._listener, *tuple(self._open)):
+            with suppress(OSError):  # it has ended
+                end.shutdown(socket.SHUT_RDWR)
 
     def _handle(self, connection: socket.socket, _: str) -> None:
-        with suppress(TokenError), socket.create_connection(self._address, timeout=5.0) as endpoint:
-            introduce(endpoint, self._token)
-            _pass_on(connection, endpoint)
+        try:
+            endpoint = socket.create_connection(self._address, timeout=5.0)
+        except ConnectionRefusedError:
+            self.has_ended = True
+            raise
+        with suppress(TokenError), endpoint:
+            if self._token:
+                introduce(endpoint, self._token)
+            ends = {connection, endpoint}
+            self._open |= ends
+            try:
+                if _pass_on(connection, endpoint) is endpoint:
+                    self.has_ended = True
+            finally:
+                self._open -= ends
 
 
 def _serve(
@@ -84,7 +105,7 @@ def _serve(
             handle(connection, address)
 
     def listen() -> None:
-        with listener:
+        with listener, suppress(OSError):  # it was closed
             while True:
                 before()
                 connection, (address, *_) = listener.accept()
@@ -93,8 +114,12 @@ def _serve(
     threading.Thread(target=listen, daemon=True).start()
 
 
-def _pass_on(one: socket.socket, other: socket.socket) -> None:
-    """Pass on the bytes of two connections to each other until one of them ends."""
+def _pass_on(one: socket.socket, other: socket.socket) -> socket.socket:
+    """Pass on the bytes of two connections to each other until one of them ends, and return that one.
+
+    Raises:
+        OSError: A connection has broken, other than by a reset from its other side.
+    """
     for connection in (one, other):
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -105,6 +130,10 @@ def _pass_on(one: socket.socket, other: socket.socket) -> None:
     while True:
         for file, _ in poll.poll():
             source, target = ways[file]
-            if not (data := source.recv(_CHUNK)):
-                return
+            try:
+                data = source.recv(_CHUNK)
+            except ConnectionResetError:
+                return source
+            if not data:
+                return source
             target.sendall(data)

@@ -9,15 +9,18 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from unisono.launch.failure.postmortem import Postmortem
 from unisono.launch.failure.root_cause import RootCause
 from unisono.launch.forkserver_handle import ForkServerHandle
 from unisono.launch.generation import Generation
+from unisono.launch.hosts.host_replacing import HostReplacing
 from unisono.launch.hosts.job_hosts import JobHosts
 from unisono.launch.hosts.settings import HostPlace
 from unisono.launch.job_shutdown import JobShutdown
 from unisono.launch.output.relay import Relay
+from unisono.launch.replacing import Replacing
 from unisono.launch.shutdown import Shutdown
 
 __all__ = ["HostWatch"]
@@ -32,6 +35,7 @@ class HostWatch:
     Args:
         hosts: The channel to them.
         generation: Returns the ranks of this host; None before they have been started.
+        replacing: Returns what replaces ranks; None before they have been started.
         joined: Called when all hosts have met, with the place of this one.
         examine: Returns the report on the ranks, of which one has failed.
         conclude: Reports the failure of ranks that have all ended.
@@ -45,14 +49,23 @@ class HostWatch:
         server: ForkServerHandle,
         shutdown: JobShutdown,
         generation: Callable[[], Generation | None],
+        replacing: Callable[[], Replacing | None],
         joined: Callable[[HostPlace], None],
         examine: Callable[[], Postmortem],
         conclude: Callable[[], None],
     ) -> None:
         self._hosts, self._relay, self._server, self._shutdown = hosts, relay, server, shutdown
         self._generation, self._joined, self._examine, self._conclude = generation, joined, examine, conclude
+        self._replacing = replacing
+        self._heard: list[tuple[int, dict[str, Any]]] = []
+        self._changed = False  # other hosts are there than at the start
         self.deadline_s: float | None = None
         """When `tick` stops waiting for another host to tell the cause, by the monotonic clock; None: it does not."""
+
+    @property
+    def channel(self) -> JobHosts:
+        """The other hosts, to talk to."""
+        return self._hosts
 
     @property
     def has_met(self) -> bool:
@@ -74,6 +87,12 @@ class HostWatch:
                 self._relay.begin_at(hosts.place.first_rank)
                 self._relay.say(hosts.describe())
                 self._joined(hosts.place)
+            elif kind == "hosts":
+                self._changed = hosts.term > 0 or bool(hosts.lost)
+                self._pass_on()
+            elif kind == "said":
+                self._heard.append((message["host"], message["entry"]))
+                self._pass_on()
             elif kind == "report":
                 self._on_report()
             elif kind == "finished" and self._shutdown.state is None:
@@ -82,6 +101,7 @@ class HostWatch:
 
     def tick(self) -> None:
         """Tell the other hosts once that the job ends here, as soon as the cause is known."""
+        self._pass_on()
         if self.deadline_s is not None and time.monotonic() >= self.deadline_s:
             self._stop_waiting()
         hosts, shutdown, generation = self._hosts, self._shutdown.state, self._generation()
@@ -123,6 +143,17 @@ class HostWatch:
         """Tell the other hosts that a rank of this one has failed."""
         self._hosts.tell("failed", postmortem.headline, verdict.code)
 
+    def _pass_on(self) -> None:
+        """Pass on what concerns ranks, once there are some: changes of hosts, and what agents have told."""
+        replacing = self._replacing()
+        if not isinstance(replacing, HostReplacing):
+            return
+        if self._changed and self._shutdown.state is None:
+            self._changed = False
+            replacing.on_hosts()
+        while self._heard:
+            replacing.on_said(*self._heard.pop(0))
+
     def _on_report(self) -> None:
         """End the ranks of this host because the job has ended on another one."""
         report, state, running = self._hosts.report, self._shutdown.state, self._shutdown.running
@@ -130,7 +161,9 @@ class HostWatch:
         if self.deadline_s is not None:
             self._stop_waiting()
         elif state is None and self._generation() is not None:
-            reason = Shutdown(code=report.code, reason=report.reason, ranks=len(running))
+            reason = Shutdown(
+                code=report.code, reason=report.reason, ranks=len(running), host_lost=report.kind == "lost"
+            )
             self._shutdown.begin(reason, signal.SIGTERM, running)
             if not running:  # they have succeeded, and waited for those of other hosts
                 self._server.end()

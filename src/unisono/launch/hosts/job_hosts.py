@@ -6,9 +6,11 @@ The other end is `launch.hosts.member`, in the process that hosts stores. Does n
 
 from __future__ import annotations
 
+import hmac
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 from unisono.launch.channel import Channel, Message
@@ -60,6 +62,22 @@ class JobHosts:
         self._names: dict[str, str] = {}
         self.place: HostPlace | None = None
         """The place of this host; None before all have met."""
+        self.members: tuple[int, ...] = ()
+        """The hosts that take part."""
+        self.leader = 0
+        """The one of them that decides."""
+        self.term = -1
+        """Counts the leaders."""
+        self.store = ""
+        """Where ranks of this host reach the leader's store."""
+        self.lost: dict[int, str] = {}
+        """By number, what has happened to hosts that take no part any more."""
+        self.placement: dict[int, list[int]] = {}
+        """By host, its ranks."""
+        self.secret = b""
+        """Known to all ranks of the job, and to whoever can read what the hosts say unless they have a token."""
+        self.replaces = False
+        """True if ranks can be replaced: torchrun's launchers take no part in that, nor do several roles."""
         self.report: HostReport | None = None
         """The first that was told of another host."""
         self.told = False
@@ -91,17 +109,48 @@ class JobHosts:
         """Close the other end: the process that has it has been started."""
         self._theirs.close()
 
-    def receive(self) -> list[Message]:
-        """Return what has been told, after taking note of it."""
-        messages = [message for message, _ in self.channel.receive()]
-        for message in messages:
+    @property
+    def leads(self) -> bool:
+        """True if this host decides."""
+        return self.place is not None and self.place.host == self.leader
+
+    def receive(self) -> Iterator[Message]:
+        """Yield what has been told, after taking note of it."""
+        for message, _ in self.channel.receive():
             if message["type"] == "joined":
-                self.place, self._names = HostPlace(**message["place"]), message["names"]
+                self._on_joined(message)
+            elif message["type"] == "hosts":
+                self.members, self.leader, self.term = tuple(message["members"]), message["leader"], message["term"]
+                self.store = ":".join(map(str, message["store"]))
+                self.lost |= {int(host): reason for host, reason in message["lost"].items()}
             elif message["type"] == "finished":
                 self.finished = True
             elif message["type"] == "report" and self.report is None:
                 self.report = self._read(message)
-        return messages
+            yield message
+
+    def _on_joined(self, message: Message) -> None:
+        self.place = place = HostPlace(**message["place"])
+        self._names = message["names"]
+        ends = list(accumulate(message["ranks"][host] for host in sorted(message["ranks"], key=int)))
+        begins = [0, *ends]
+        self.placement = {host: list(range(*pair)) for host, pair in enumerate(pairwise(begins))}
+        self.secret = hmac.digest(self.settings.token.encode() or b"none", message["nonce"].encode(), "sha256")
+        self.replaces = not message["has_torchrun"] and place.role_world_size == place.world_size
+
+    def name(self, host: int) -> str:
+        """Return a host in words, with its name."""
+        return f"host {host}, {self._names[str(host)]}" if str(host) in self._names else f"host {host}"
+
+    def say(self, entry: Mapping[str, Any]) -> None:
+        """Tell the agents of all hosts something, this one too: all hear everything in the same order."""
+        self.channel.send({"type": "say", "entry": entry})
+
+    def tell_lost(self, host: int, reason: str) -> None:
+        """Tell all hosts that the job ends because one is lost."""
+        if not self.told:
+            self.told = True
+            self.channel.send({"type": "report", "kind": "lost", "host": host, "headline": reason, "code": 1})
 
     def tell(self, kind: str, headline: str, code: int) -> None:
         """Tell the other hosts how the job ends here, once."""

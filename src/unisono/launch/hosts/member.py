@@ -1,9 +1,13 @@
 """This host's part in a job on several hosts: it meets the others, then watches them until the job has ended.
 
-It lives in a thread of the process that hosts stores (`launch.store_process`), since it needs torch. From the agent
-come `report` (this host's end, for all) and `finish` (its ranks have succeeded); to the agent go `notice`, `warned`,
-`refused`, `joined` (a `HostPlace`), `report` (of another host, or about one) and `finished` (the ranks of all hosts
-have). Start reading at `HostMember._live`.
+It lives in threads of the process that hosts stores (`launch.store_process`), since it needs torch. Each host serves a
+store of its own; the one of the leader, the host with the lowest number at first, has the log in which all tell each
+other what happens (`launch.hosts.term`). If the leader is lost, the next host takes its place.
+
+From the agent come `report` (this host's end, for all), `finish` (its ranks have succeeded) and `say` (for the agents
+of all hosts); to the agent go `notice`, `warned`, `refused`, `joined` (a `HostPlace`), `hosts` (who is there), `said`
+(what an agent has told), `report` (of another host, or about one) and `finished` (the ranks of all hosts have). Start
+reading at `HostMember._live`.
 """
 
 from __future__ import annotations
@@ -17,7 +21,8 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
 from importlib.metadata import version
@@ -29,18 +34,23 @@ from torch import distributed as dist
 from unisono.launch.channel import Channel, Message
 from unisono.launch.hosts.addresses import HostAddresses
 from unisono.launch.hosts.comparison import find_difference
-from unisono.launch.hosts.endpoint import HostRefusedError
+from unisono.launch.hosts.endpoint import HostRefusedError, listen
+from unisono.launch.hosts.guarded_port import GuardedPort, LocalPort
 from unisono.launch.hosts.meeting import Meeting, meet
+from unisono.launch.hosts.quorum import find_obstacle, succession
 from unisono.launch.hosts.settings import HostSettings
+from unisono.launch.hosts.term import STORE_ERRORS, Term
 from unisono.machine import host_id
+from unisono.tcp_store import LOOPBACK, serve_store
 
 __all__ = ["HostMember"]
 
-_POLL_S = 0.3
-"""How often hosts look at what others have written. A report of this host goes out at once."""
-
 _LINGER_S = 3.0
 """How long the host with the store stays for the others to read how the job has ended."""
+
+_PAUSE_S = 0.02
+_TORCHRUN_S = 0.3
+"""How often to look what hosts of torchrun do."""
 
 _BARRIER = "torchelastic/agent/terminal_state"
 """The barrier at which torchrun's agents wait for each other at the end."""
@@ -64,14 +74,19 @@ class HostMember:
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
         self._settings, self._addresses, self._agent = settings, addresses, agent
         self._ranks, self._role = ranks, role
-        self._requests: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._early: queue.SimpleQueue[Message] = queue.SimpleQueue()  # from the agent, before there is a term
         self._sending = threading.Lock()
+        self._changing = threading.RLock()  # held while a term begins or ends
         self._meeting: Meeting | None = None
-        self._peers: dict[int, dict[str, Any]] = {}  # by number, what the other hosts of unisono say of themselves
-        self._round_s: float | None = None  # when the last exchange with the store has ended
-        self._all_done = threading.Event()  # the ranks of all hosts have succeeded
-        self._lost: set[int] = set()
-        self._is_cut_off = False  # the store does not answer
+        self._way: LocalPort | None = None
+        self._term: Term | None = None
+        self._members: set[int] = set()
+        self._known: set[int] = set()
+        """The latest members that all of them are known to know: a smaller set could be counted against twice."""
+        self._agreed: set[int] = set()  # those of the members that know who they are
+        self._ended: set[int] = set()  # hosts that are known to have ended
+        self._finished: set[int] = set()  # hosts whose ranks have succeeded
+        self._is_done = False  # the ranks of this host have succeeded
         self._over = False  # the job has ended, or is about to, and all who can know do
         self._thread = threading.Thread(target=self._live, name="unisono-hosts", daemon=True)
         self._thread.start()
@@ -79,65 +94,101 @@ class HostMember:
     def receive(self) -> bool:
         """Take the messages of the agent; return False if it is gone. Called by the process's loop."""
         for message, _ in self._agent.receive():
-            self._requests.put(message)
+            self._take(message)
         return not self._agent.closed
 
     def orphaned(self) -> None:
         """Tell the other hosts that this host's agent is gone: it told them nothing before."""
-        self._requests.put({"type": "report", "kind": "lost", "headline": "its launcher was killed", "code": 1})
+        self._take({"type": "report", "kind": "lost", "headline": "its launcher was killed", "code": 1})
 
     def check(self) -> None:
-        """Tell the agent if the store has not answered for too long. Called about once a second."""
-        limit_s = self._settings.host_timeout_s
-        if self._round_s is not None and not self._over and time.monotonic() - self._round_s > limit_s:
-            self._cut_off(f"has not answered for {limit_s:g} s: that host, or the link to it, is down")
+        """Look whether the leader answers. Called several times a second."""
+        term = self._term
+        if term is not None and not self._over:
+            term.check()
 
     def close(self) -> None:
-        """Leave the others, and stay a moment if they still need the store of this process."""
-        if self._is_cut_off:  # the thread may wait for an answer that never comes
-            return
-        self._requests.put({"type": "close"})
-        self._thread.join(_LINGER_S + 2 * _POLL_S)
+        """Leave the others, and stay a moment if they still need the stores of this process."""
+        meeting, term = self._meeting, self._term
+        if meeting is not None and meeting.handler is not None and term is not None:
+            # So that torchrun, which does not know of reports, starts no ranks anew. It may wait for a lost endpoint.
+            closing = threading.Thread(target=_close_rendezvous, args=(meeting.handler,), daemon=True)
+            closing.start()
+            closing.join(1.0)
+        if term is not None:
+            term.leave(linger_s=_LINGER_S)
+        if meeting is not None and meeting.hosts_store and self._has_torchrun(meeting):
+            time.sleep(1.0)  # torchrun closes the rendezvous at its end, and says nothing afterwards
+
+    def _take(self, message: Message) -> None:
+        with self._changing:
+            if (term := self._term) is None:
+                self._early.put(message)
+            elif message["type"] == "say":
+                term.say(message["entry"])
+            elif message["type"] == "report":
+                self._over = True
+                term.say({"do": "report", **{k: v for k, v in message.items() if k != "type"}})
+            elif message["type"] == "finish":
+                self._is_done = True
+                term.say({"do": "finished"})
 
     def _live(self) -> None:
+        own = self._serve()
         try:
-            self._meeting = meet(
+            self._meeting = meeting = meet(
                 self._settings,
                 self._addresses,
                 ranks=self._ranks,
                 role=self._role,
-                hello=self._hello(),
+                hello=self._hello(own),
                 notice=lambda text: self._tell("notice", text=text),
                 warn=lambda text: self._tell("warned", text=text),
             )
         except HostRefusedError as error:
             self._tell("refused", message=str(error))
             return
-        except (RuntimeError, ValueError, OSError) as error:  # torch's DistError is a RuntimeError
+        except STORE_ERRORS as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             self._tell("refused", message=f"hosts could not meet at {self._settings.endpoint}: {reason}")
             return
-        meeting = self._meeting
         if (problem := find_difference(meeting.hellos)) is not None:
             self._tell("refused", message=problem)
             return
-        self._peers = {host: hello for host, hello in meeting.hellos.items() if host != meeting.place.host}
-        self._tell(
-            "joined", place=asdict(meeting.place), names={str(host): name for host, name in self._names().items()}
-        )
-        try:
-            self._watch(meeting)
-        except (RuntimeError, ValueError, OSError):
-            if self._all_done.wait(1.0):  # torchrun, which served the store, has ended after all were done
-                self._over = True
-                self._tell("finished")
-            self._cut_off("has closed its connection: its launcher has ended, or was killed")
+        meeting.servers.append(own)
+        first = meeting.hellos[min(meeting.hellos)]
+        with self._changing:
+            self._begin(0, min(meeting.hellos), set(meeting.hellos), lost={})
+            self._tell(
+                "joined",
+                place=asdict(meeting.place),
+                names={str(host): name for host, name in self._names().items()},
+                ranks={str(host): hello["ranks"] for host, hello in meeting.hellos.items()},
+                nonce=first["nonce"],
+                has_torchrun=self._has_torchrun(meeting),
+            )
+            while not self._early.empty():
+                self._take(self._early.get())
+        if self._has_torchrun(meeting):
+            self._watch_torchrun(meeting)
 
-    def _hello(self) -> dict[str, Any]:
+    def _serve(self) -> Any:
+        """Serve a store of this host's own, and return it."""
+        if not self._settings.token:
+            return serve_store(self._addresses.local, listen(self._addresses.local, 0))
+        store = serve_store(LOOPBACK, listen(LOOPBACK, 0))
+        self._guarded = listen(self._addresses.local, 0)
+        GuardedPort(self._guarded, store.port, self._settings.token, refused=lambda _: None)
+        return store
+
+    def _hello(self, own: Any) -> dict[str, Any]:
         """Return what this host says of itself."""
+        self._own_port = own.port
+        port = self._guarded.getsockname()[1] if self._settings.token else own.port
         return {
             "name": f"{socket.gethostname()} ({self._addresses.local})",
             "address": self._addresses.local,
+            "store": port,
             "system": host_id(with_network=True),
             "pid": os.getpid(),
             "ranks": self._ranks,
@@ -156,117 +207,273 @@ class HostMember:
             for host in range(self._meeting.place.hosts)
         }
 
-    def _watch(self, meeting: Meeting) -> None:
-        """Exchange signs of life and reports with the other hosts until the job has ended."""
-        lead = meeting.hellos[min(meeting.hellos)]["nonce"]
-        store = dist.PrefixStore(f"unisono.{lead}", meeting.connect())  # type: ignore[attr-defined]
-        beats: dict[int, bytes] = {}
-        changed_s = dict.fromkeys(self._peers, time.monotonic())
-        read, number, finishing = 0, 0, False
-        self._round_s = time.monotonic()
-        while True:
-            request = self._next_request()
-            if request is not None and request["type"] == "report":
-                self._over = True
-                self._publish(store, meeting, {**request, "host": meeting.place.host})
-                store.set(f"done/{meeting.place.host}", "1")
-            elif request is not None and request["type"] == "finish":
-                finishing = True
-                if meeting.store.add(f"{_BARRIER}/num_members", 1) == meeting.place.hosts:
-                    meeting.store.set(f"{_BARRIER}/last_member", "<val_ignored>")
-                threading.Thread(target=self._await_all, args=(meeting,), daemon=True).start()
-            elif request is not None and request["type"] == "close":
-                self._leave(store, meeting)
+    @property
+    def _host(self) -> int:
+        assert self._meeting is not None
+        return self._meeting.place.host
+
+    def _open(self, leader: int) -> tuple[str, int]:
+        """Open a way to the store of a host in place of the one before; return the address of its end on this host."""
+        assert self._meeting is not None
+        if self._way is not None:
+            self._way.close()
+            self._way = None
+        if leader == self._host:
+            return (LOOPBACK if self._settings.token else self._addresses.local), self._own_port
+        hello = self._meeting.hellos[leader]
+        self._way = LocalPort((hello["address"], hello["store"]), self._settings.token)
+        return LOOPBACK, self._way.port
+
+    def _begin(self, number: int, leader: int, members: Collection[int], *, lost: Mapping[int, str]) -> None:
+        """Begin a term. The lock is held."""
+        self._store_at = self._open(leader)
+        self._members, self._finished, self._agreed = set(members), set(), set()
+        self._known = self._known or self._members
+        term = Term(
+            number,
+            leader,
+            self._host,
+            members=members,
+            connect=lambda: _connect(self._store_at, f"term/{number}"),
+            timeout_s=self._settings.host_timeout_s,
+            told=lambda host, entry: self._on_entry(term, host, entry),
+            silent=lambda hosts: self._exclude(dict.fromkeys(hosts, self._silence()), ended=False),
+            broken=lambda reason: self._on_broken(term, reason),
+        )
+        self._term = term
+        term.begin()
+        term.say({"do": "agreed", "members": sorted(members)})
+        self._tell_hosts(lost)
+        if self._is_done:
+            term.say({"do": "finished"})
+
+    def _tell_hosts(self, lost: Mapping[int, str]) -> None:
+        assert self._term is not None
+        self._tell(
+            "hosts",
+            term=self._term.number,
+            leader=self._term.leader,
+            members=sorted(self._members),
+            lost={str(host): reason for host, reason in lost.items()},
+            store=list(self._store_at),
+        )
+
+    def _silence(self) -> str:
+        return f"has not answered for {self._settings.host_timeout_s:g} s: it, or the link to it, is down"
+
+    def _on_entry(self, term: Term, host: int, entry: dict[str, Any]) -> None:
+        with self._changing:
+            if term is not self._term or host not in self._members:
                 return
-            number += 1
-            store.set(f"beat/{meeting.place.host}", str(number))
-            gap_s = time.monotonic() - (self._round_s or 0.0)
-            for host in self._peers:
-                beat = store.get(f"beat/{host}") if store.check([f"beat/{host}"]) else b""
-                # A pause of this process is none of the others.
-                if beat != beats.get(host, b"") or gap_s > 2.0:
-                    beats[host], changed_s[host] = beat, time.monotonic()
-            count = store.add("reports", 0)
-            while read < count and store.check([f"report/{read + 1}"]):
-                read += 1
-                report = json.loads(store.get(f"report/{read}"))
-                if report["host"] != meeting.place.host:
+            do = entry["do"]
+            if do == "report" and entry["kind"] == "lost" and entry.get("host", host) == host:
+                if host == term.leader and host != self._host and not self._over:
+                    term.end()
+                    self._follow_next(term, entry["headline"], ended=True)
+                elif term.leader == self._host:
+                    self._exclude({host: entry["headline"]}, ended=True)
+            elif do == "report":
+                if host != self._host or "host" in entry:
                     self._over = True
-                    store.set(f"done/{meeting.place.host}", "1")
-                    self._tell("report", **{k: v for k, v in report.items() if k != "type"})
-            self._round_s = time.monotonic()
-            if finishing and self._all_done.is_set():
-                finishing, self._over = False, True
-                store.set(f"done/{meeting.place.host}", "1")
+                    report = {k: v for k, v in entry.items() if k != "do"}
+                    self._tell("report", **{"host": host, **report})
+            elif do == "members":
+                self._on_members(term, host, entry)
+            elif do == "agreed":
+                if set(entry["members"]) == self._members:
+                    self._agreed.add(host)
+                if self._agreed == self._members:
+                    self._known = set(self._members)
+            elif do == "finished":
+                self._finished.add(host)
+                self._look_whether_done()
+            else:
+                self._tell("said", host=host, entry=entry)
+
+    def _on_members(self, term: Term, leader: int, entry: Mapping[str, Any]) -> None:
+        """Go on with the hosts that the leader names. The lock is held."""
+        if self._host not in entry["members"]:
+            self._over = True
+            headline = "has gone on without this host, which did not answer in time"
+            self._tell("report", host=leader, kind="lost", headline=headline, code=1)
+            return
+        self._members, self._agreed = set(entry["members"]), set()
+        term.watch(self._members)
+        term.say({"do": "agreed", "members": entry["members"]})
+        self._tell_hosts(entry["lost"])
+        self._look_whether_done()
+
+    def _look_whether_done(self) -> None:
+        meeting = self._meeting
+        assert meeting is not None
+        if self._members <= self._finished and not self._over:
+            if self._has_torchrun(meeting):
+                threading.Thread(target=self._await_all, args=(meeting,), daemon=True).start()
+            else:
+                self._over = True
                 self._tell("finished")
-            if not self._over:
-                self._look_for_lost(changed_s, meeting, finishing=finishing)
+
+    def _exclude(self, lost: Mapping[int, str], *, ended: bool) -> None:
+        """Go on without some hosts, or end the job. Only on the leader."""
+        with self._changing:
+            gone = self._members.intersection(lost) - {self._host}
+            if self._over or not gone or self._term is None:
+                return
+            rest = self._members - gone
+            if ended:
+                self._ended |= gone
+            least = self._settings.min_hosts
+            if obstacle := find_obstacle(self._known, reachable=rest, ended=self._ended, min_hosts=least):
+                host = min(gone)
+                headline = f"{lost[host]}; {obstacle}" if least < self._settings.max_hosts else lost[host]
+                self._term.say({"do": "report", "kind": "lost", "host": host, "headline": headline, "code": 1})
+                # The others may be those that do not answer.
+                self._over = True
+                self._tell("report", host=host, kind="lost", headline=headline, code=1)
+            else:
+                self._members, self._agreed = rest, set()
+                self._term.watch(rest)
+                reasons = {str(host): lost[host] for host in gone}
+                self._term.say({"do": "members", "members": sorted(rest), "lost": reasons})
+
+    def _on_broken(self, term: Term, reason: str) -> None:
+        """Go on without the leader. Called by one of the threads of the term, or that which looks after it."""
+        with self._changing:
+            if term is not self._term or self._over:
+                return
+            ended = self._way is not None and self._way.has_ended
+            self._follow_next(term, reason, ended=ended)
+
+    def _follow_next(self, term: Term, reason: str, *, ended: bool) -> None:
+        """Begin the next term in another thread. The lock is held."""
+        if self._way is not None:
+            self._way.close()
+        arguments = (term, {term.leader: reason}, {term.leader} if ended else set())
+        threading.Thread(target=self._find_leader, args=arguments, name="unisono-hosts-next", daemon=True).start()
+
+    def _find_leader(self, term: Term, lost: dict[int, str], ended: set[int]) -> None:
+        """Find the leader of the next term, by asking the hosts that are left in the order of their numbers."""
+        for candidate in succession(self._members, lost=lost):
+            verdict: dict[str, Any] | None
+            if candidate == self._host:
+                verdict = self._count_votes(term.number + 1, lost, ended)
+            else:
+                verdict = self._vote(term.number + 1, candidate, lost, ended)
+            if verdict is None:
+                continue
+            with self._changing:
+                if self._term is not term or self._over:
+                    return
+                if not verdict["obstacle"] and self._host in verdict["members"]:
+                    lost_then = {int(host): why for host, why in verdict["lost"].items()}
+                    self._begin(term.number + 1, candidate, verdict["members"], lost=lost_then)
+                    return
+                self._end_for(term.leader, lost[term.leader], verdict["obstacle"])
+                return
+        with self._changing:
+            self._end_for(term.leader, lost[term.leader], "no other host can be reached")
+
+    def _end_for(self, host: int, reason: str, obstacle: str) -> None:
+        self._over = True
+        is_range = self._settings.min_hosts < self._settings.max_hosts
+        headline = f"{reason}; {obstacle}" if obstacle and is_range else reason
+        self._tell("report", host=host, kind="lost", headline=headline, code=1)
+
+    def _count_votes(self, number: int, lost: Mapping[int, str], ended: Collection[int]) -> dict[str, Any]:
+        """Wait for the hosts that want this one as their leader; decide, and tell them, whether all go on."""
+        store = _connect(
+            (LOOPBACK if self._settings.token else self._addresses.local, self._own_port), f"vote/{number}"
+        )
+        waiting = {host for host in self._members if host not in lost} - {self._host}
+        deadline_s = time.monotonic() + self._settings.host_timeout_s + 1.0
+        while waiting and time.monotonic() < deadline_s:
+            waiting = {host for host in waiting if not store.check([f"here/{host}"])}
+            time.sleep(_PAUSE_S)
+        members = sorted(host for host in self._members if host not in lost and host not in waiting)
+        reasons = {**lost, **dict.fromkeys(waiting, self._silence())}
+        verdict = {
+            "obstacle": find_obstacle(
+                self._known, reachable=members, ended=self._ended | set(ended), min_hosts=self._settings.min_hosts
+            ),
+            "members": members,
+            "lost": {str(host): reason for host, reason in reasons.items()},
+        }
+        store.set("verdict", json.dumps(verdict))
+        return verdict
+
+    def _vote(self, number: int, candidate: int, lost: dict[int, str], ended: set[int]) -> dict[str, Any] | None:
+        """Ask a host to lead, and return its verdict; None if it is lost, too."""
+        with self._changing:
+            where = self._open(candidate)
+            way = self._way
+        limit_s = self._settings.host_timeout_s
+        try:
+            store = _connect(where, f"vote/{number}", timeout_s=limit_s)
+            store.set(f"here/{self._host}", "1")
+            # It waits for others that may be lost, too.
+            store.wait(["verdict"], timedelta(seconds=2 * limit_s + 2.0))
+            verdict: dict[str, Any] = json.loads(store.get("verdict"))
+        except STORE_ERRORS:
+            lost[candidate] = self._silence()
+            if way is not None and way.has_ended:
+                ended.add(candidate)
+            return None
+        return verdict
+
+    def _watch_torchrun(self, meeting: Meeting) -> None:
+        """Look what hosts of torchrun do, which take no part in the log."""
+        problem = ""
+        while not self._over and not problem:
+            time.sleep(_TORCHRUN_S)
+            if self._is_done or meeting.handler is None:
+                continue
+            try:
+                if meeting.handler.is_closed():
+                    problem = "a host started by torchrun has ended the job"
+                elif meeting.handler.num_nodes_waiting() > 0:
+                    problem = "a host wants to join, or torchrun starts its ranks anew; unisono does not follow yet"
+            except STORE_ERRORS:
+                problem = (
+                    f"the host of the rendezvous, {self._settings.endpoint}, has closed its connection: its launcher "
+                    "has ended, or was killed"
+                )
+        with self._changing:
+            if problem and not self._over:
+                self._over = True
+                self._tell("report", host=-1, kind="ended", headline=problem, code=1)
 
     def _await_all(self, meeting: Meeting) -> None:
-        """Wait until the ranks of all hosts have succeeded.
+        """Wait at torchrun's barrier until the ranks of all hosts have succeeded.
 
         Not by polling: where torchrun serves the store, the store ends right after all have come.
         """
-        try:
+        came = False
+        with suppress(*STORE_ERRORS):
+            # The hosts of unisono have all come here, and each counts for itself.
+            if meeting.store.add(f"{_BARRIER}/num_members", 1) == meeting.place.hosts:
+                meeting.store.set(f"{_BARRIER}/last_member", "<val_ignored>")
+            came = True
             meeting.store.wait([f"{_BARRIER}/last_member"], timedelta(days=365))
-        except (RuntimeError, ValueError):
-            return  # the other connection shows it, too
-        self._all_done.set()
-
-    def _look_for_lost(self, changed_s: Mapping[int, float], meeting: Meeting, *, finishing: bool) -> None:
-        limit_s = self._settings.host_timeout_s
-        for host, since_s in changed_s.items():
-            if time.monotonic() - since_s > limit_s:
+        with self._changing:
+            if came and not self._over:
                 self._over = True
-                self._lost.add(host)
-                headline = f"has not answered for {limit_s:g} s: it, or the link to it, is down"
-                self._tell("report", host=host, kind="lost", headline=headline, code=1)
-                return
-        if meeting.handler is not None and self._has_torchrun(meeting) and not finishing:
-            if meeting.handler.is_closed():
-                self._over = True
-                self._tell(
-                    "report", host=-1, kind="ended", headline="a host started by torchrun has ended the job", code=1
-                )
-            elif meeting.handler.num_nodes_waiting() > 0:
-                self._over = True
-                headline = "a host wants to join, or torchrun starts its ranks anew; unisono does not follow yet"
-                self._tell("report", host=-1, kind="ended", headline=headline, code=1)
-
-    def _publish(self, store: Any, meeting: Meeting, report: Mapping[str, Any]) -> None:
-        number = store.add("reports", 1)
-        store.set(f"report/{number}", json.dumps({**report, "name": meeting.hello["name"]}))
-
-    def _leave(self, store: Any, meeting: Meeting) -> None:
-        """Note that this host needs the others no more; where it hosts a store, wait for them to say the same."""
-        store.set(f"done/{meeting.place.host}", "1")
-        deadline_s = time.monotonic() + _LINGER_S
-        if meeting.handler is not None:
-            meeting.handler.shutdown()  # so that torchrun, which does not know of reports, starts no ranks anew
-        if not meeting.hosts_store:
-            return
-        waiting = self._peers.keys() - self._lost
-        while waiting and time.monotonic() < deadline_s:
-            waiting = {host for host in waiting if not store.check([f"done/{host}"])}
-            time.sleep(_POLL_S / 3)
-        if self._has_torchrun(meeting):
-            time.sleep(1.0)  # torchrun closes the rendezvous at its end, and says nothing afterwards
+                self._tell("finished")
 
     def _has_torchrun(self, meeting: Meeting) -> bool:
-        return len(self._peers) + 1 < meeting.place.hosts
-
-    def _next_request(self) -> Message | None:
-        try:
-            return self._requests.get(timeout=_POLL_S)
-        except queue.Empty:
-            return None
-
-    def _cut_off(self, what: str) -> None:
-        if not self._over:
-            self._over = self._is_cut_off = True
-            headline = f"the host of the rendezvous, {self._settings.endpoint}, {what}"
-            self._tell("report", host=-1, kind="lost", headline=headline, code=1)
+        return len(meeting.hellos) < meeting.place.hosts
 
     def _tell(self, message: str, /, **fields: Any) -> None:
         with self._sending:
             self._agent.send({"type": message, **fields})
+
+
+def _connect(where: tuple[str, int], prefix: str, *, timeout_s: float = 10.0) -> Any:
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        *where, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+    )
+    return dist.PrefixStore(f"unisono/{prefix}", store)  # type: ignore[attr-defined]
+
+
+def _close_rendezvous(handler: Any) -> None:
+    with suppress(*STORE_ERRORS):
+        handler.shutdown()

@@ -12,7 +12,7 @@ from typing import Literal
 
 __all__ = ["HOST_TIMEOUT_S", "JOIN_TIMEOUT_S", "NO_ID", "HostPlace", "HostSettings", "read_conf"]
 
-HOST_TIMEOUT_S = 5.0
+HOST_TIMEOUT_S = 3.0
 """How long an agent may be silent before the others count its host as lost."""
 
 JOIN_TIMEOUT_S = 600.0

@@ -111,11 +111,16 @@ class Relay:
         self._output = output
         self._logs = RunLogs(output, run_id=run_id, complain=self.say)
         self._first_rank = 0
+        self._numbers: dict[int, int] = {}
 
     def begin_at(self, rank: int) -> None:
         """Let the ranks of this machine begin at a number. Flags and log folders count from 0 on each machine."""
         self._live_rank += rank - self._first_rank
         self._first_rank = rank
+
+    def move(self, rank: int, number: int) -> None:
+        """Let a rank that has come from another machine have this number among those of this one."""
+        self._numbers[rank] = number
 
     @property
     def broken(self) -> bool:
@@ -152,14 +157,13 @@ class Relay:
         earlier = self._ranks.get(rank)
         if earlier is not None:
             _close_all(earlier.logs.values())
-        again = earlier is not None and earlier.attempt == attempt
-        writer = self._ranks[rank] = _Rank(
-            rank, attempt, self._logs.open(rank - self._first_rank, attempt, again=again)
-        )
+        again = (earlier is not None and earlier.attempt == attempt) or rank in self._numbers
+        number = self._number(rank)
+        writer = self._ranks[rank] = _Rank(rank, attempt, self._logs.open(number, attempt, again=again))
         for read, stream in zip(reads, (*self._streams, *([None] if rank == 0 else [])), strict=True):
             os.set_blocking(read, False)
             name = STREAMS[stream.number] if stream else ""
-            way = route(self._output, rank - self._first_rank, name)
+            way = route(self._output, number, name)
             self._pipes.append(pipe := _Pipe(read, writer, attempt, stream, way, writer.logs.get(name)))
             if self._reading:
                 self._selector.register(read, selectors.EVENT_READ, partial(self._read, pipe))
@@ -199,7 +203,7 @@ class Relay:
 
     def rank_folder(self, rank: int, *, attempt: int = 0) -> Path | None:
         """Return the folder of a rank's log files, if there is one: torchrun's TORCHELASTIC_ERROR_FILE lies there."""
-        return self._logs.rank_folder(rank - self._first_rank, attempt)
+        return self._logs.rank_folder(self._number(rank), attempt)
 
     def log(self, rank: int, text: str) -> None:
         """Append text that the rank has not printed, its traceback, to the log file of its standard error."""
@@ -280,6 +284,10 @@ class Relay:
         for writer in self._ranks.values():
             _close_all(writer.logs.values())
         self._logs.close()
+
+    def _number(self, rank: int) -> int:
+        """Return the number of a rank among those of this machine."""
+        return self._numbers.get(rank, rank - self._first_rank)
 
     def _read(self, pipe: _Pipe) -> None:
         with suppress(BlockingIOError):

@@ -1,0 +1,306 @@
+"""Replaces ranks of a job on several hosts: those that have died, on their host, and those of a lost host, on others.
+
+One agent decides, that of the leader. When a rank has died or a host is lost, it asks the agents of all hosts what they
+know of their ranks; from their answers follows the decision (`launch.replacement_policy`), which all agents act on, as
+one does for the ranks of one machine (`launch.replacing`). A decision that was under way when the leader was lost is
+made again by the next one. Start reading at `HostReplacing.on_said`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+from unisono.launch.failure.root_cause import RankFailure
+from unisono.launch.hosts.job_hosts import JobHosts
+from unisono.launch.hosts.quorum import place_ranks
+from unisono.launch.recovery_page import Note
+from unisono.launch.replacement_policy import Death, GiveUp, Member, decide_replacement
+from unisono.launch.replacing import Replacing, describe_deaths
+from unisono.recovery_link import Membership
+from unisono.text import name_ranks
+
+__all__ = ["HostReplacing"]
+
+_KILLED = -9
+_CALM_S = 30.0
+_POLL_S = 0.02
+
+
+class HostReplacing(Replacing):
+    """The replacements in a job on several hosts, as one of their agents makes them.
+
+    Args:
+        hosts: The other hosts.
+        options: Those of `Replacing`.
+    """
+
+    def __init__(self, *arguments: Any, hosts: JobHosts, enabled: bool, **options: Any) -> None:
+        super().__init__(*arguments, enabled=enabled and hosts.replaces, **options)
+        self._hosts = hosts
+        self._announced: set[int] = set()  # dead ranks that the leader knows
+        self._told_joined = 0
+        self._is_over = False
+        # On the leader:
+        self._round = 0
+        self._answers: dict[int, dict[str, Any]] = {}
+        self._is_asking = False
+        self._term = 0
+        self._must_decide = False
+        self._joined: set[int] = set()  # hosts whose ranks have all joined the latest decision
+        self._moved: dict[int, str] = {}  # by lost host, what has happened and where its ranks are now
+        self._began_s: float | None = None
+
+    def on_hosts(self) -> None:
+        """Handle the loss of hosts, and another leader."""
+        if not self._enabled and self._hosts.leads:
+            self._end_for_lost()
+        elif self._hosts.leads and (self._term != self._hosts.term or self._lost_hosts()):
+            self._must_decide = self._must_decide or self._term != self._hosts.term
+            self._term = self._hosts.term
+            self._ask()
+        self._term = self._hosts.term
+
+    def on_said(self, host: int, entry: Mapping[str, Any]) -> None:
+        """Handle what an agent has told all."""
+        do = entry["do"]
+        if do == "died" and self._hosts.leads:
+            self._ask()
+        elif do == "ask":
+            self._answer(entry["round"])
+        elif do == "ranks" and self._hosts.leads and self._is_asking and entry["round"] == self._round:
+            self._answers[host] = dict(entry)
+            self._decide_if_known()
+        elif do == "decide":
+            self._follow(entry)
+        elif do == "give up":
+            self._is_over = True
+            exhausted = entry["exhausted"] if entry["exhausted"] in self._generation.ranks else None
+            self._give_up(GiveUp(entry["reason"], exhausted=exhausted))
+        elif do == "joined" and entry["number"] == self.number:
+            self._joined.add(host)
+            self._complete()
+        elif do == "recovered" and entry["number"] == self.number:
+            self._go_on(entry)
+
+    def take(self) -> bool:
+        """Handle new failures. Return False if no rank is to be replaced: then the job ends as a whole."""
+        return not self._is_over and super().take()
+
+    def tick(self) -> bool:
+        """Do what is due. Return False if no rank is to be replaced: then the job ends as a whole."""
+        if self._is_over:
+            return not self._generation.failed
+        return super().tick()
+
+    def look(self) -> None:
+        """Tell the leader that the ranks of this host have joined the latest decision, once they have."""
+        pages = [self._generation.pages[rank] for rank in self._generation.ranks]
+        if self._poll_s is None or self._told_joined == self.number or self._deaths:
+            return
+        if all(page.joined == self.number for page in pages):
+            self._told_joined = self.number
+            self._hosts.say({"do": "joined", "number": self.number})
+
+    def _count(self, death: Death) -> None:
+        """Do nothing: the leader counts the deaths that it decides about."""
+
+    def _act(self, now_s: float) -> bool:
+        if not self._enabled:
+            return super()._act(now_s)
+        ended = set(self._ended(now_s))
+        if ended - self._announced:
+            self._announced |= ended
+            self._hosts.say({"do": "died"})
+        self._kill_late(now_s)
+        return True
+
+    def _ask(self) -> None:
+        """Ask the agents of all hosts about their ranks."""
+        if self._is_over:
+            return
+        if self._began_s is None:
+            self._began_s = time.monotonic()
+        self._round += 1
+        self._answers, self._is_asking = {}, True
+        self._hosts.say({"do": "ask", "round": self._round})
+
+    def _answer(self, number: int) -> None:
+        gone = self._deaths.keys() - self._generation.running
+        pages = [self._generation.pages[rank] for rank in self._generation.ranks]
+        self._announced |= gone
+        self._hosts.say(
+            {
+                "do": "ranks",
+                "round": number,
+                "number": self.number,
+                "members": [asdict(member) for member in self._members()],
+                "deaths": [_encode(self._deaths[rank]) for rank in sorted(gone)],
+                "step": max((note.step for page in pages if (note := page.note) is not None), default=0),
+                "gpus": any(page.gpus for page in pages),
+            }
+        )
+
+    def _lost_hosts(self) -> list[int]:
+        placement = self._hosts.placement
+        return [host for host in sorted(placement) if placement[host] and host not in self._hosts.members]
+
+    def _decide_if_known(self) -> None:
+        """Decide who the ranks are, once all agents have answered. On the leader."""
+        hosts, answers = self._hosts, self._answers
+        if not set(hosts.members) <= answers.keys():
+            return
+        self._is_asking = False
+        step = max(answer["step"] for answer in answers.values())
+        deaths = [_decode(death) for host in hosts.members for death in answers[host]["deaths"]]
+        died, lost = list(deaths), self._lost_hosts()
+        deaths += [_death_with_host(rank, step) for host in lost for rank in hosts.placement[host]]
+        members = [Member(**member) for host in hosts.members for member in answers[host]["members"]]
+        if not deaths and not self._must_decide:
+            return
+        self._must_decide = False
+        for death in deaths:
+            super()._count(death)
+        choice = decide_replacement(deaths, members, self._counts)
+        if lost and not isinstance(choice, GiveUp) and any(answers[host]["gpus"] for host in hosts.members):
+            choice = GiveUp("each rank needs a GPU, and the ranks of a lost host have none elsewhere")
+        if isinstance(choice, GiveUp):
+            hosts.say({"do": "give up", "reason": choice.reason, "exhausted": choice.exhausted})
+            self._end_for_lost(choice.reason)
+            return
+        placement = place_ranks(hosts.placement, hosts=hosts.members)
+        for host in lost:
+            places = {each: [r for r in hosts.placement[host] if r in ranks] for each, ranks in placement.items()}
+            where = ", ".join(f"{name_ranks(ranks)} on host {each}" for each, ranks in places.items() if ranks)
+            self._moved[host] = f"{hosts.name(host)}, {hosts.lost.get(host, 'is lost')}: {where} now"
+        refill = [death.failure.rank for death in deaths]
+        self._replaced += died
+        hosts.say(
+            {
+                "do": "decide",
+                "number": max(answer["number"] for answer in answers.values()) + 1,
+                "new": sorted({*refill, *(member.rank for member in members if not member.has_state)}),
+                "refill": sorted(refill),
+                "placement": {str(host): ranks for host, ranks in placement.items()},
+                "step": step,
+            }
+        )
+
+    def _end_for_lost(self, reason: str = "") -> None:
+        for host in self._lost_hosts()[:1]:
+            what = self._hosts.lost.get(host, "is lost")
+            self._is_over = True
+            self._hosts.tell_lost(host, f"{what}; {reason}" if reason else what)
+
+    def _follow(self, entry: Mapping[str, Any]) -> None:
+        """Act on a decision: start the processes that this host is to have, and tell its ranks."""
+        generation, hosts = self._generation, self._hosts
+        assert hosts.place is not None
+        before = set(generation.ranks)
+        self.number = entry["number"]
+        self._joined = set()
+        hosts.placement = {int(host): list(ranks) for host, ranks in entry["placement"].items()}
+        own = hosts.placement[hosts.place.host]
+        generation.place(own)
+        address, _, port = hosts.store.rpartition(":")  # the store from the start may be lost
+        generation.host = replace(
+            hosts.place,
+            hosts=len(hosts.placement),
+            host=sorted(hosts.placement).index(hosts.place.host),
+            master_addr=address,
+            master_port=int(port),
+        )
+        for rank in set(own) - before:
+            self._relay.move(rank, generation.local_rank(rank))
+        self._decided_ns = time.monotonic_ns()
+        for rank in entry["refill"]:
+            self._made[rank], self._rounds[rank] = self.number, self._counts.round
+            self._steps[rank] = entry["step"]
+        refill = [rank for rank in entry["refill"] if rank in own]
+        for rank in refill:
+            if rank in self._deaths:
+                self._clear(rank)
+                self._announced.discard(rank)
+        begins = [self._fill(rank) for rank in refill]
+        membership = Membership(
+            self.number,
+            tuple(entry["new"]),
+            generation.size,
+            tuple(tuple(ranks) for _, ranks in sorted(hosts.placement.items())),
+            hosts.store,
+        )
+        for rank in generation.running:
+            generation.pages[rank].decide(membership)
+        for rank in generation.running:
+            generation.pages[rank].settle(self.number)
+        generation.observer.disregard_past(_CALM_S)
+        self._poll_s = time.monotonic() + _POLL_S
+        for begin in begins:
+            begin()
+
+    def _complete(self) -> None:
+        """Tell all that the ranks go on, once those of all hosts have joined. On the leader."""
+        if not self._hosts.leads or not set(self._hosts.members) <= self._joined or self._is_asking:
+            return
+        began_s = time.monotonic() if self._began_s is None else self._began_s
+        parts = list(self._moved.values())
+        if self._replaced:
+            parts.insert(0, f"{describe_deaths(self._replaced)}; replaced")
+        died = {death.failure.rank for death in self._replaced}
+        self._hosts.say(
+            {
+                "do": "recovered",
+                "number": self.number,
+                "ranks": sorted(died),
+                "what": "; ".join(parts) or "all ranks met again",
+                "seconds": round(time.monotonic() - began_s, 3),
+                "deaths": [death.facts() for death in self._replaced],
+                "decided_ns": self._decided_ns,
+                "script_s": 0.0,
+                "spares": 0,
+            }
+        )
+        self._replaced.clear()
+        self._moved.clear()
+        self._began_s = None
+
+    def _go_on(self, entry: Mapping[str, Any]) -> None:
+        """Report that ranks have been replaced, and all go on."""
+        self._completed({name: value for name, value in entry.items() if name != "do"})
+        self._poll_s = None
+        self._by_spare.clear()
+        self._counts.next_round()
+        self._generation.forget_replaced()
+        self._generation.observer.disregard_past(0.0)
+        self._relay.say(f"{entry['what']}, {entry['seconds']:.2f} s")
+
+
+def _death_with_host(rank: int, step: int) -> Death:
+    failure = RankFailure(rank=rank, code=_KILLED, time_ns=time.monotonic_ns(), reported=False)
+    return Death(failure=failure, step=step)
+
+
+def _encode(death: Death) -> dict[str, Any]:
+    """Return a death as JSON, with what decisions and messages need."""
+    failure = death.failure
+    account = None
+    if failure.account is not None:
+        account = {"type": failure.account.get("type", ""), "frames": failure.account.get("frames", [])[-1:]}
+    return {
+        "failure": {"rank": failure.rank, "code": failure.code, "reported": failure.reported, "account": account},
+        "step": death.step,
+        "note": None if death.note is None else list(death.note),
+        "samples": death.samples,
+        "armed": death.armed,
+        "had_state": death.had_state,
+        "refusal": death.refusal,
+    }
+
+
+def _decode(told: Mapping[str, Any]) -> Death:
+    """Return what `_encode` was given. The time is now: clocks of hosts differ."""
+    failure = RankFailure(**told["failure"], time_ns=time.monotonic_ns())
+    note = None if told["note"] is None else Note(*told["note"])
+    return Death(**{**told, "failure": failure, "note": note})

@@ -1,0 +1,166 @@
+"""What the hosts of a job tell each other: a log in the store of one of them, the leader, and signs of life.
+
+All read the entries in the same order. As long as one host leads is a *term*, as in Raft; when it is lost, the others
+begin the next term at the store of another one (`launch.hosts.member`). Start reading at `Term`.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+__all__ = ["STORE_ERRORS", "Term"]
+
+STORE_ERRORS = (RuntimeError, ValueError, OSError)
+"""What torch's stores raise when the other side is gone; its DistError is a RuntimeError."""
+
+_POLL_S = 0.3
+"""How often hosts show that they are alive. An entry goes out at once."""
+_PAUSE_S = 2.0
+"""A longer time between two looks is a pause of this process, and none of the others."""
+_FOREVER = timedelta(days=365)
+
+
+class Term:
+    """One leader's term, as one host sees it.
+
+    Args:
+        number: Counts the terms of a job.
+        leader: The host that serves the store.
+        host: This host.
+        members: The hosts that take part; they may become fewer or more.
+        connect: Opens a connection to the store, with a prefix that belongs to the term.
+        timeout_s: How long a host may be silent.
+        told: Called with the host that wrote an entry, and the entry. By a thread of this object, one at a time.
+        silent: Called on the leader with the hosts that are silent, once all others have shown that they are not: where
+            the network is divided, all of the other side are silent together.
+        broken: Called once, with the reason, if the store cannot be used any more.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        leader: int,
+        host: int,
+        *,
+        members: Collection[int],
+        connect: Callable[[], Any],
+        timeout_s: float,
+        told: Callable[[int, dict[str, Any]], None],
+        silent: Callable[[Collection[int]], None],
+        broken: Callable[[str], None],
+    ) -> None:
+        self.number, self.leader, self._host = number, leader, host
+        self._timeout_s, self._told, self._silent, self._broken = timeout_s, told, silent, broken
+        self._connect = connect
+        self._members = set(members)
+        self._noticed_s: float | None = None  # when a host was silent for too long
+        self._entries: queue.SimpleQueue[Mapping[str, Any] | None] = queue.SimpleQueue()
+        self._round_s = time.monotonic()
+        self._over = threading.Event()
+        self._once = threading.Lock()
+        self._writer = threading.Thread(target=self._run, args=(self._write,), name="unisono-hosts-write", daemon=True)
+        self._reader = threading.Thread(target=self._run, args=(self._read,), name="unisono-hosts-read", daemon=True)
+
+    def begin(self) -> None:
+        """Begin to read and to write."""
+        self._reader.start()
+        self._writer.start()
+
+    def say(self, entry: Mapping[str, Any]) -> None:
+        """Append an entry to the log. Does not wait."""
+        self._entries.put(entry)
+
+    def watch(self, members: Collection[int]) -> None:
+        """Watch these hosts from now on."""
+        self._members = set(members)
+
+    def check(self) -> None:
+        """Look whether the store answers. Called several times a second."""
+        if time.monotonic() - self._round_s > self._timeout_s:
+            self._break(f"has not answered for {self._timeout_s:g} s: it, or the link to it, is down")
+
+    def end(self) -> None:
+        """Take no more part. Threads that wait for an answer are left behind."""
+        self._over.set()
+
+    def leave(self, *, linger_s: float) -> None:
+        """Write what is left, note that this host needs the store no more, and end.
+
+        Args:
+            linger_s: On the leader, how long to wait for the others to do the same.
+        """
+        self._entries.put(None)
+        self._writer.join(linger_s)
+        if self._over.is_set():
+            return
+        with suppress(*STORE_ERRORS):
+            store = self._connect()
+            store.set(f"done/{self._host}", "1")
+            waiting, deadline_s = set(self._members) - {self._host}, time.monotonic() + linger_s
+            while self.leader == self._host and waiting and time.monotonic() < deadline_s:
+                waiting = {host for host in waiting if not store.check([f"done/{host}"])}
+                time.sleep(_POLL_S / 3)
+        self._over.set()
+
+    def _run(self, body: Callable[[], None]) -> None:
+        try:
+            body()
+        except STORE_ERRORS:
+            self._break("has closed its connection: its launcher has ended, or was killed")
+
+    def _break(self, reason: str) -> None:
+        with self._once:
+            if self._over.is_set():
+                return
+            self._over.set()
+        self._broken(reason)
+
+    def _read(self) -> None:
+        store, number = self._connect(), 0
+        while not self._over.is_set():
+            number += 1
+            store.wait([f"log/{number}"], _FOREVER)
+            entry = json.loads(store.get(f"log/{number}"))
+            if not self._over.is_set():
+                self._told(entry.pop("from"), entry)
+
+    def _write(self) -> None:
+        store, number = self._connect(), 0
+        beats: dict[int, bytes] = {}
+        changed_s: dict[int, float] = {}
+        while not self._over.is_set():
+            with suppress(queue.Empty):
+                if (entry := self._entries.get(timeout=_POLL_S)) is None:
+                    return
+                place = store.add("count", 1)
+                store.set(f"log/{place}", json.dumps({**entry, "from": self._host}))
+            number += 1
+            store.set(f"beat/{self._host}", str(number))
+            store.check(["count"])  # to set is not answered
+            if self.leader == self._host:
+                self._look(store, beats, changed_s)
+            self._round_s = time.monotonic()
+
+    def _look(self, store: Any, beats: dict[int, bytes], changed_s: dict[int, float]) -> None:
+        now_s = time.monotonic()
+        was_paused = now_s - self._round_s > _PAUSE_S
+        for host in self._members - {self._host}:
+            beat = store.get(f"beat/{host}") if store.check([f"beat/{host}"]) else b""
+            if beat != beats.get(host) or was_paused:
+                beats[host], changed_s[host] = beat, now_s
+        silent = {host for host in self._members & changed_s.keys() if now_s - changed_s[host] > self._timeout_s}
+        if not silent:
+            self._noticed_s = None
+            return
+        if self._noticed_s is None:
+            self._noticed_s = now_s
+        if all(changed_s[host] > self._noticed_s for host in self._members - silent - {self._host}):
+            self._noticed_s = None
+            self._silent(silent)
