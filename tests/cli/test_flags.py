@@ -182,5 +182,7 @@ def test_srun_tells_machines_unless_flags_do():
     assert found["rdzv_endpoint"] == ("gpu003", 20050)
     assert flags("--nnodes", "2", "--rdzv-endpoint", "a:1") == flags("--standalone") == {}
     assert flags(SLURM_STEP_NUM_NODES="1", SLURM_STEP_NUM_TASKS="1") == {}  # as in an interactive shell
+    with pytest.raises(ValueError, match="4 launchers on 1 machine,"):
+        flags(SLURM_STEP_NUM_NODES="1", SLURM_STEP_NUM_TASKS="4")
     with pytest.raises(ValueError, match="8 launchers on 2 machines"):
         flags(SLURM_STEP_NUM_TASKS="8")

@@ -6,6 +6,8 @@ import re
 import selectors
 import signal
 import socket
+import subprocess
+import sys
 import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -152,6 +154,8 @@ def test_a_job_whose_launcher_is_stopped_is_shown_as_such(launcher, only):
         try:
             (row,) = call(commands.ps)[1:]
             assert row.split() == [str(job.pid), "(stopped)", *"-----", str(launcher.folder)]
+            ps = subprocess.run([sys.executable, "-m", "unisono", "ps"], capture_output=True, timeout=60, check=False)
+            assert ps.returncode == 1
             for names in ([], [str(job.pid)]):
                 assert call(commands.stacks, *names).startswith(
                     f"job {job.pid} does not answer: its launcher is stopped"

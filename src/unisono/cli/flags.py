@@ -14,9 +14,10 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-__all__ = ["Flag", "FlagCommand", "Reader"]
+__all__ = ["Flag", "FlagCommand", "Reader", "given_flags"]
 
 _TYPED = "unisono.cli.flags.typed"
+_COMPLETED = "unisono.cli.flags.completed"
 _ALIKE = 0.65
 _ELSEWHERE = {"--num-processes": "--nproc-per-node", "--ranks": "--nproc-per-node", "--np": "--nproc-per-node"}
 """Names of other launchers for our flags."""
@@ -84,6 +85,7 @@ class FlagCommand(click.Command):
         """
         ctx.meta[_TYPED] = tuple(args)
         while True:
+            ctx.meta[_COMPLETED] = tuple(args)
             try:
                 return super().parse_args(ctx, list(args))
             except click.NoSuchOption as error:
@@ -116,6 +118,24 @@ class FlagCommand(click.Command):
         near = _ELSEWHERE.get(name) or _nearest(name, known)
         hint = f"did you mean {near}?" if near else "flags of the program go behind it"
         raise click.UsageError(f"no flag {name}: {hint}", ctx)
+
+
+def given_flags(ctx: click.Context) -> list[tuple[click.Parameter, str, list[str]]]:
+    """Return the flags on the command line in their order, each with its name and its words, for another command line.
+
+    Flags that variables have set are not among them.
+    """
+    values, _, order = ctx.command.make_parser(ctx).parse_args(list(ctx.meta[_COMPLETED]))
+    left = {name: list(found) if isinstance(found, list | tuple) else [found] for name, found in values.items()}
+    given: list[tuple[click.Parameter, str, list[str]]] = []
+    for param in order:
+        if not isinstance(param, click.Option) or param.name is None or not left.get(param.name):
+            continue
+        name = max(param.opts, key=len)
+        # Of a flag that is given twice and counts once, the parser has kept the last value.
+        value = left[param.name].pop(0)
+        given.append((param, name, [name] if param.is_flag else [name, str(value)]))
+    return given
 
 
 def _hyphens(name: str) -> str:

@@ -31,7 +31,10 @@ _LEAST = 12
 
 @click.command(short_help="List running jobs of this user on this machine.")
 def ps() -> int:
-    """List running jobs of this user on this machine."""
+    """List running jobs of this user on this machine.
+
+    The exit code is 1 if the launcher of one does not answer.
+    """
     jobs, silent = _jobs()
     if not jobs and not silent:
         click.echo("no job of yours is running on this machine", err=True)
@@ -40,7 +43,7 @@ def ps() -> int:
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     for line in _table(rows, width=width):
         click.echo(line)
-    return 0
+    return 1 if silent else 0
 
 
 def _table(rows: Sequence[_Row], *, width: int | None) -> list[str]:

@@ -18,6 +18,7 @@ import click
 from unisono.cli import reading
 from unisono.cli.flags import Flag, FlagCommand, Reader
 from unisono.cli.hosts import hosts_of
+from unisono.cli.scheduling import PLACE_TO_CHECK, SCHEDULING_FLAGS, check_scheduling, schedule
 from unisono.cli.slurm import flags_of_slurm
 from unisono.launch import LaunchJob, check_target, run_job
 from unisono.launch.gpus import usable_gpus
@@ -299,6 +300,7 @@ FLAGS = (
         is_flag=True,
         help="One machine: take a free port and a drawn ID, whatever the flags above say.",
     ),
+    *SCHEDULING_FLAGS,
     Flag(["--monitor-interval"], section=_IGNORED, type=Reader(reading.read_seconds), metavar="SECONDS"),
     Flag(["--event-log-handler"], section=_IGNORED, metavar="NAME"),
     Flag(["--run-path"], section=_IGNORED, is_flag=True, help="PROGRAM is a script, also with --no-python or -m."),
@@ -315,7 +317,8 @@ MEETING_FLAGS = [flag for flag in FLAGS if flag.section == _MEETING]
     short_help="Run a program on several ranks, of this machine or of several.",
     params=[*FLAGS, click.Argument(["command"], nargs=-1, type=click.UNPROCESSED, metavar="PROGRAM [ARGUMENTS]...")],
 )
-def run(command: tuple[str, ...], **given: Any) -> int:
+@click.pass_context
+def run(context: click.Context, /, command: tuple[str, ...], **given: Any) -> int:
     """Run a program on several ranks of this machine, or of several.
 
     PROGRAM is a Python script, or a module with -m; it finds its rank in the environment, as under torchrun. Each line
@@ -327,19 +330,24 @@ def run(command: tuple[str, ...], **given: Any) -> int:
     unisono run -n 4 train.py --lr 0.1
     unisono run -n auto -m package.train
     unisono run --nnodes 2 -n 8 --rdzv-endpoint host0:29500 train.py    # on each of two machines
+    unisono run --on slurm --nnodes 2 -n 8 --time 2:00:00 train.py      # once, where sbatch is
     """
     if not command:
         raise click.UsageError("no program given, for example: unisono run -n 4 train.py")
     try:
-        given |= flags_of_slurm(given, os.environ)
+        check_scheduling(given, context)
+        given |= flags_of_slurm(given, os.environ) if given["on"] is None else PLACE_TO_CHECK
         job = job_of(given, command)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     try:
-        check_target(job)
+        if given["on"] != "kubernetes":  # its programs are in an image
+            check_target(job)
     except SyntaxError as error:
         traceback.print_exception(type(error), error, None)
         return 1
+    if given["on"] is not None:
+        return schedule(given, command, context)
     check_machine(job, environment=os.environ)
     if job.output.directory is None and (job := with_log_folder(job)).output.directory is not None:
         click.echo(f"unisono: log files in {job.output.directory}; --log-dir chooses another folder", err=True)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from unisono.cli.reading import Endpoint
+from unisono.watch.figures import plural
 
 __all__ = ["flags_of_slurm"]
 
@@ -32,12 +33,13 @@ def flags_of_slurm(given: Mapping[str, Any], environ: Mapping[str, str]) -> dict
     """
     nodes, tasks = (environ.get(f"SLURM_STEP_NUM_{what}", "") for what in ("NODES", "TASKS"))
     asked = given["nnodes"] or given["rdzv_endpoint"] or given["master_addr"] or given["standalone"]
-    if asked or not (nodes.isdigit() and tasks.isdigit()) or int(nodes) < 2:
+    if asked or not (nodes.isdigit() and tasks.isdigit()) or "1" == nodes == tasks:
         return {}
     if tasks != nodes:
         raise ValueError(
-            f"srun has started {tasks} launchers on {nodes} machines, and each starts all ranks of its machine: use "
-            "srun --ntasks-per-node=1 unisono run -n RANKS ..., or srun python ... without a launcher"
+            f"srun has started {tasks} launchers on {plural(int(nodes), 'machine')}, and each starts all ranks "
+            "of its machine: use srun --ntasks-per-node=1 unisono run -n RANKS ..., or srun python ... without a "
+            "launcher; --standalone makes each a job of its own"
         )
     first = re.match(r"([^,\[]+)(?:\[(\w+))?", environ.get("SLURM_STEP_NODELIST", ""))
     if first is None or not environ.get("SLURM_NODEID", "").isdigit():
