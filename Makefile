@@ -1,11 +1,11 @@
-# make demo | test | lint | bench | soak | slurm | clean      (all but the last install what they need into .venv)
+# make demo | test | lint | bench | soak | schedulers | clean      (all but the last install what they need into .venv)
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TESTS ?= tests
 
-.PHONY: demo test lint bench soak slurm clean
+.PHONY: demo test lint bench soak schedulers clean
 
 demo: $(VENV)/.stamp-examples
 	$(BIN)/unisono run -n 2 examples/digits.py
@@ -16,9 +16,9 @@ test: $(VENV)/.stamp-dev
 soak: $(VENV)/.stamp-dev
 	FRESH_LAUNCHES=1 $(BIN)/python -m pytest -m soak --timeout 3600 $(TESTS)
 
-# Real Slurm on this machine; needs root, and Debian's slurm-wlm, munge and iproute2.
-slurm: $(VENV)/.stamp-dev
-	$(BIN)/python -m pytest -rs -m "soak or not soak" tests/launch/test_slurm.py
+# Real Slurm on this machine (needs root, and Debian's slurm-wlm, munge and iproute2), and real MPI (openmpi-bin, mpich).
+schedulers: $(VENV)/.stamp-dev
+	$(BIN)/python -m pytest -rs -m "soak or not soak" tests/launch/test_slurm.py tests/job/test_mpi.py
 
 lint: $(VENV)/.stamp-dev
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""Jobs under a real Slurm, whose nodes are hosts with a network between them. `make slurm` runs all of these tests."""
+"""Jobs under a real Slurm, whose nodes are hosts with a network between them. `make schedulers` runs them all."""
 
 import re
 import sys

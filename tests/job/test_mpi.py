@@ -1,0 +1,72 @@
+"""Ranks that a real mpirun starts, of Open MPI and MPICH, find each other and train what one process trains."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TRAIN = """
+import torch
+import torch.nn.functional as F
+import unisono
+torch.manual_seed(3)
+model = torch.nn.Sequential(torch.nn.Linear(6, 33), torch.nn.Tanh(), torch.nn.Linear(33, 3))
+data = torch.utils.data.TensorDataset(torch.randn(24, 6), torch.randint(0, 3, (24,)))
+trainer = unisono.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), virtual_ranks=4, seed=5)
+for epoch in trainer.epochs(2):
+    for batch in trainer.batches(data, batch_size=12):
+        trainer.step(lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], reduction="none"), batch)
+trainer.print("weights sha256:", trainer.digest())
+job = unisono.init()
+print("place:", job.launcher, job.rank, job.local_rank, job.world_size, flush=True)
+"""
+
+
+def mpirun(kind: str, ranks: int) -> list[str]:
+    """The command of one of the two, as Debian names them; the test is skipped where it is not installed."""
+    program = shutil.which(f"mpirun.{kind}")
+    if program is None:
+        pytest.skip(
+            f"there is no program 'mpirun.{kind}' (Debian's {'openmpi-bin' if kind == 'openmpi' else kind} has it)"
+        )
+    oversubscribe = ["--oversubscribe"] if kind == "openmpi" else []
+    return [program, *oversubscribe, "-n", str(ranks), sys.executable]
+
+
+def run(command: list[str], folder: Path) -> str:
+    (folder / "train.py").write_text(TRAIN)
+    allow_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "OMPI", "PMI"))}
+    done = subprocess.run(
+        [*command, "train.py"],
+        cwd=folder,
+        env={**clean, **allow_root, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks"),
+    [
+        ("openmpi", 2),
+        pytest.param("openmpi", 3, marks=pytest.mark.soak),
+        pytest.param("mpich", 2, marks=pytest.mark.soak),
+        pytest.param("mpich", 3, marks=pytest.mark.soak),
+    ],
+)
+def test_ranks_of_mpirun_train_what_one_process_trains(kind, ranks, tmp_path, run_ranks):
+    printed = run(mpirun(kind, ranks), tmp_path)
+    one = run_ranks(1, TRAIN)
+    # mpirun may put the lines of two ranks into one.
+    assert re.findall(r"weights sha256: ([0-9a-f]{64})", printed) == [one.sha()], printed
+    places = sorted(re.findall(r"place: (mpirun \d \d \d)", printed))
+    assert places == [f"mpirun {rank} {rank} {ranks}" for rank in range(ranks)], printed
