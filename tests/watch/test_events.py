@@ -283,12 +283,14 @@ import os, sys
 from pathlib import Path
 from unisono.watch import EventLog
 log = EventLog(Path(sys.argv[1]))
-for step in range(5):
-    log.emit("log", epoch=0, total_steps=step, values={"loss": 0.5})
+def step(number, loss):
+    log.emit("step", epoch=0, step=number, total_steps=number, loss=loss, samples=8, lr=0.1, step_s=0.01)
+for number in range(5):
+    step(number, 0.5)
 if child := os.fork():
     os.waitpid(child, 0)
 else:
-    log.emit("log", epoch=0, total_steps=5, values={"loss": float("nan")})
+    step(5, float("nan"))
 sys.exit("oops")
 """
 

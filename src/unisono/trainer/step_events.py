@@ -11,7 +11,7 @@ from unisono.data.batch import Batch
 from unisono.machine import resident_bytes
 from unisono.trainer.step_result import StepResult
 from unisono.watch import EventLog
-from unisono.watch.event_kinds import StepFields
+from unisono.watch.event_kinds import OtherStepFields
 
 __all__ = ["StepEvents"]
 
@@ -52,15 +52,23 @@ class StepEvents:
         if not self._log.hears("step"):
             self._step_ended_s = now
             return
-        fields: StepFields = {
-            "epoch": batch.epoch,
-            "step": batch.step,
-            "total_steps": total_steps,
-            "loss": float(result),
-            "samples": batch.size,
-            "lr": result.learning_rates[0],
-            "step_s": now - self._step_ended_s,
-        }
+        others = None
+        if (
+            weight != batch.size
+            or result.grad_norm is not None
+            or result.values
+            or optimizer
+            or now - self._measured_s >= _MEASURE_S
+        ):
+            others = self._others(batch, result, weight, optimizer, now)
+        loss, rate, step_s = float(result), result.learning_rates[0], now - self._step_ended_s
+        self._log.emit_step((time.time(), batch.epoch, batch.step, total_steps, loss, batch.size, rate, step_s, others))
+        self._step_ended_s = now
+
+    def _others(
+        self, batch: Batch, result: StepResult, weight: float, optimizer: str | None, now: float
+    ) -> OtherStepFields | None:
+        fields: OtherStepFields = {}
         if weight != batch.size:
             fields["weight"] = weight
         if result.grad_norm is not None:
@@ -72,8 +80,7 @@ class StepEvents:
         if now - self._measured_s >= _MEASURE_S and (memory := _memory_in_use(self._device)) is not None:
             self._measured_s = now
             fields["memory"] = memory
-        self._log.emit("step", **fields)
-        self._step_ended_s = now
+        return fields or None
 
 
 def _memory_in_use(device: torch.device) -> int | None:

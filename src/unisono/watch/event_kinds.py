@@ -20,6 +20,7 @@ __all__ = [
     "Kind",
     "LogFields",
     "MachineFields",
+    "OtherStepFields",
     "OverFields",
     "PipelineFields",
     "ProgressFields",
@@ -139,7 +140,22 @@ class EpochFields(TypedDict):
     """Samples of the whole epoch; None for data without a length."""
 
 
-class StepFields(TypedDict):
+class OtherStepFields(TypedDict, total=False):
+    """What only some events of steps have."""
+
+    weight: float
+    """Divisor of the sum of losses, if that is not the number of samples: tokens, for example."""
+    grad_norm: float
+    """Norm of the gradient before clipping, if it is clipped."""
+    values: Mapping[str, float]
+    """The means of the further values that the loss function returned, over the global batch."""
+    optimizer: str
+    """Name of the optimizer, if there are several."""
+    memory: int
+    """Bytes in use by this rank, on its GPU or resident in main memory. Present about once a second."""
+
+
+class StepFields(OtherStepFields):
     """A step was committed."""
 
     epoch: int
@@ -155,16 +171,6 @@ class StepFields(TypedDict):
     lr: float
     step_s: float
     """Seconds since the previous step ended."""
-    weight: NotRequired[float]
-    """Divisor of the sum of losses, if that is not the number of samples: tokens, for example."""
-    grad_norm: NotRequired[float]
-    """Norm of the gradient before clipping, if it is clipped."""
-    values: NotRequired[Mapping[str, float]]
-    """The means of the further values that the loss function returned, over the global batch."""
-    optimizer: NotRequired[str]
-    """Name of the optimizer, if there are several."""
-    memory: NotRequired[int]
-    """Bytes in use by this rank, on its GPU or resident in main memory. Present about once a second."""
 
 
 class EvaluationFields(TypedDict):

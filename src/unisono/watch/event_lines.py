@@ -9,14 +9,13 @@ from collections.abc import Sequence
 from unisono.text import a_type
 from unisono.watch.continuation import finite
 from unisono.watch.event_kinds import Event
+from unisono.watch.step_record import StepRecord, event_of, line_of
 
 __all__ = ["event_lines"]
 
 
-def event_lines(events: Sequence[Event]) -> bytes:
+def event_lines(events: Sequence[Event | StepRecord]) -> bytes:
     r"""Return a line for each event. Floats that JSON does not have become their names.
-
-    Events are encoded together: that costs about 3 µs for one of kind "step", half of what it costs alone.
 
     Raises:
         TypeError: JSON cannot represent a field, such as a tensor.
@@ -24,12 +23,19 @@ def event_lines(events: Sequence[Event]) -> bytes:
     >>> event_lines([{"time": 1.5, "event": "step"}, {"time": 2.5, "event": "step", "loss": float("nan")}])
     b'{"time":1.5,"event":"step"}\n{"time":2.5,"event":"step","loss":"nan"}\n'
     """
+    return "".join([_line(event) for event in events]).encode("ascii")
+
+
+def _line(event: Event | StepRecord) -> str:
+    if isinstance(event, tuple):
+        line = line_of(event)
+        if line is not None:
+            return line
+        event = event_of(event)
     try:
-        text = _encode(events)
+        return _encode(event) + "\n"
     except ValueError:
-        text = _encode(finite(events))
-    # Within a text, quotes are escaped, and no event has a list of objects: this stands between two events alone.
-    return text[1:-1].replace('},{"time":', '}\n{"time":').encode("ascii") + b"\n"
+        return _encode(finite(event)) + "\n"
 
 
 def _say(value: object) -> str:

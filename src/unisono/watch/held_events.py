@@ -15,14 +15,14 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["HELD", "HeldEvents"]
+from unisono.watch.step_record import StepRecord
 
-HELD = frozenset({"step", "log", "progress"})
-"""The kinds of events that may wait: those that occur in every step."""
+__all__ = ["HeldEvents"]
+
 _HOLD_S = 0.05
 """How long events wait while others follow."""
 _LOOK_S = 0.2
-"""How often the thread looks whether no event has followed."""
+"""How often the thread looks whether no event has followed. It ends when nothing is held."""
 _MOST = 256
 
 
@@ -43,25 +43,27 @@ class HeldEvents:
 
     def _begin(self) -> None:
         self._process = os.getpid()
-        self._events: deque[dict[str, Any]] = deque()
+        self._events: deque[dict[str, Any] | StepRecord] = deque()
         self._written_s = 0.0
-        self._thread: threading.Thread | None = None
-        self._is_watched = False
-        self._changed, self._closed = threading.Event(), threading.Event()
+        self._is_watched = self._has_watched = False
+        self._closed = threading.Event()
 
-    def add(self, event: dict[str, Any]) -> bool:
-        """Add an event of a kind in `HELD`; return True if what is held must be written now."""
+    def add(self, event: dict[str, Any] | StepRecord, time_s: float) -> bool:
+        """Add an event, with its time; return True if what is held must be written now."""
         if self._process != os.getpid():
             self._begin()
         self._events.append(event)
         # A clock that was set back must not let events wait.
-        if not 0 <= event["time"] - self._written_s < _HOLD_S or len(self._events) >= _MOST:
+        if not 0 <= time_s - self._written_s < _HOLD_S or len(self._events) >= _MOST:
             return True
         if not self._is_watched:
             self._watch()
         return False
 
-    def take(self) -> list[dict[str, Any]]:
+    def __len__(self) -> int:
+        return len(self._events)
+
+    def take(self) -> list[dict[str, Any] | StepRecord]:
         """Return the events that are held, and hold them no longer."""
         if self._process != os.getpid():
             self._begin()
@@ -69,34 +71,26 @@ class HeldEvents:
         return [self._events.popleft() for _ in range(len(self._events))]
 
     def close(self) -> None:
-        """End the thread; a later event starts another one."""
-        if self._process == os.getpid() and self._thread is not None:
+        """End the thread: no event follows."""
+        if self._process == os.getpid():
             atexit.unregister(self._write_held)
             self._closed.set()
-            self._changed.set()
-            # It holds no lock and no file while it waits, so that nobody has to wait for its end.
-            self._thread = None
 
     def _watch(self) -> None:
-        self._is_watched = True
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="unisono-events", daemon=True)
-            self._thread.start()
+        if not self._has_watched:
+            self._has_watched = True
             atexit.register(self._write_held)
-        self._changed.set()
+        self._is_watched = True
+        # It holds no lock and no file while it waits, so that nobody has to wait for its end.
+        threading.Thread(target=self._work, name="unisono-events", daemon=True).start()
 
     def _work(self) -> None:
-        while True:
-            self._changed.wait()
-            if self._closed.wait(_LOOK_S):
-                return
+        while not self._closed.wait(_LOOK_S):
             if not self._events:
-                self._changed.clear()
                 self._is_watched = False
                 if not self._events:
-                    continue
+                    return
                 self._is_watched = True  # one was added just before
-                self._changed.set()
             elif time.time() - self._written_s >= _HOLD_S:
                 self._write_held()
 
