@@ -10,8 +10,9 @@ TESTS ?= tests
 demo: $(VENV)/.stamp-examples
 	$(BIN)/unisono run -n 2 examples/digits.py
 
+# Half of the time of the tests is waiting, so there are twice as many workers as cores.
 test: $(VENV)/.stamp-dev
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not soak" $(TESTS)
+	$(BIN)/python -m pytest -n 4 --dist worksteal -m "not soak" $(TESTS)
 
 soak: $(VENV)/.stamp-dev
 	FRESH_LAUNCHES=1 $(BIN)/python -m pytest -m soak --timeout 3600 $(TESTS)
