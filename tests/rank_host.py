@@ -32,7 +32,8 @@ _SHOW_STACKS = signal.SIGRTMAX - 3
 _IMPORTED_BY = {
     "sklearn": "sklearn.datasets",
     "import torchmetrics": "torchmetrics",
-    "import transformers": "transformers.models.auto.modeling_auto",
+    "import transformers": "transformers.models.llama.modeling_llama",
+    "from transformers import": "transformers.models.llama.modeling_llama",
 }
 """What scripts with a word in them import that takes each rank half a second or more."""
 
