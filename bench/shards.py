@@ -5,8 +5,9 @@ ranks with a virtual rank each, jobs of their own. It is that of weights, gradie
 besides. The peer is `Trainer(engine="collective")`, which keeps the whole model on each rank. A rank with shards should
 take at most 0.4 times as much; `zero=1` and `replicas=2` divide less, so they have no goal. A save is `trainer.save`
 in the background and another one after it, and a resume is the making of a Trainer that finds a checkpoint: each may
-take the rank's own part of weights and averages, and 64 MB, above what the process had before. The model is a stack of
-16 equal blocks with 33.6 million parameters. Time: 2 ranks, `fully_shard` on each block and on the model,
+take the rank's own part of weights and averages, and 64 MB, above what the process had before. A start is
+`unisono.parallel.build` and the making of a Trainer; it may take the rank's own part of weights, and 64 MB. The model
+is a stack of 16 equal blocks with 33.6 million parameters. Time: 2 ranks, `fully_shard` on each block and on the model,
 zero_grad(set_to_none=True), the rank's own loss.item(); both have fused AdamW and the same batches and backend. Sides
 take turns in blocks of steps, which all ranks begin at the same time; that of the slowest rank counts. A step should
 take at most 1.1 times as long.
@@ -33,7 +34,7 @@ from bench.models import Subject, optimizer_of
 from bench.ranks import run_ranks
 from bench.rows import Goal, Row, summarise
 from bench.sides import ByHand, TrainerSide, check_equal
-from unisono.parallel import Shard
+from unisono.parallel import Shard, build
 
 __all__ = ["run"]
 
@@ -65,6 +66,10 @@ def run(effort: Effort) -> Iterator[Row]:
         (whole_resume,) = run_ranks(_resume, 4, width, blocks, None, "whole", f"{folder}/whole")
         (resume,) = run_ranks(_resume, 4, width, blocks, {}, _DEFAULT, f"{folder}/parts")
         yield _beside(resume, whole_resume, part)
+    (whole_start,) = run_ranks(_start, 4, width, blocks, None, "whole")
+    (start,) = run_ranks(_start, 4, width, blocks, {}, _DEFAULT)
+    own = None if effort.quick else Goal(of="ours", bound=_part_mb(width, blocks, ranks=4) / 3 + 64)
+    yield _beside(start, whole_start, own)
     for backend in ("gloo", "shm"):
         for width, block in ((16, 2),) if effort.quick else ((64, 20), (512, 2)):
             yield from run_ranks(_against_fully_shard, 2, effort, width, block, backend=backend)
@@ -133,6 +138,20 @@ def _resume(width: int, blocks: int, options: dict[str, Any] | None, name: str, 
     side = _side(width, blocks, options, Path(folder), model=model)
     assert side.trainer.steps_done, "there was no checkpoint to go on from"
     return [_row(f"a resume, {name}", _status_mb("VmHWM") - before, width, blocks, name)]
+
+
+def _start(width: int, blocks: int, options: dict[str, Any] | None, name: str) -> list[Row]:
+    """Measure how much the making of a model and a Trainer takes."""
+    _warm_up()
+    before = _status_mb("VmRSS")
+    _forget_peak()
+    make = _subject(width, blocks).build
+    torch.manual_seed(0)
+    side = _side(
+        width, blocks, options, None, model=make() if options is None else build(make, parallel=Shard(**options))
+    )
+    assert not side.trainer.steps_done
+    return [_row(f"a start, {name}", _status_mb("VmHWM") - before, width, blocks, name)]
 
 
 def _warm_up() -> None:

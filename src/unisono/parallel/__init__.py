@@ -5,7 +5,7 @@ from unisono.parallel.pipeline import Pipeline, PipelineStages, cut
 from unisono.parallel.placed import PlacedModel, place
 from unisono.parallel.replicas import Replicas, replicate
 from unisono.parallel.scatter_gather import Whole
-from unisono.parallel.sharding import Shard
+from unisono.parallel.sharding import Shard, build
 from unisono.parallel.sync_batch_norm import (
     BatchNormNd,
     SyncBatchNorm,
@@ -23,6 +23,7 @@ __all__ = [
     "Shard",
     "SyncBatchNorm",
     "Whole",
+    "build",
     "convert_sync_batchnorm",
     "cut",
     "place",

@@ -34,7 +34,7 @@ from unisono.state.stateful import Stateful
 from unisono.trainer.averages import AverageUpdates, start_averages
 from unisono.trainer.carried import Carried, CarriedStates
 from unisono.trainer.checkpointing import Checkpointing
-from unisono.trainer.cutting import check_cut_optimizers, cut_model, divide_model
+from unisono.trainer.cutting import built_tensors, check_built, check_cut_optimizers, cut_model, divide_model
 from unisono.trainer.description import (
     check_equal_documents,
     describe_models,
@@ -151,6 +151,7 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
     check_models(model)
     modules = plain_modules(model)
     check_batch_norms(modules)
+    check_built(modules, settings.parallel)
     optimizers = with_tables(named_optimizers(optimizer), modules)
     schedulers = check_schedulers(settings.scheduler, optimizers, settings.stateful)
     chosen = choose_device(settings.device, modules, local_rank=own_placement().local_rank)
@@ -294,9 +295,11 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
     if position is not None:
         cursor, history = position.cursor, EvaluationHistory.restored(position.evaluations)
     elif found is None or source is None:
-        check_equal_values(world, modules, optimizers)
+        check_equal_values(world, modules, optimizers, compared=built_tensors(modules))
     else:
         if found.checkpoint is None:
+            if isinstance(cut, DividedModel):
+                cut.division.become_whole()
             given, overruled = restore(subjects, found.groups, found.document, source=source)
         else:
             assert isinstance(cut, DividedModel)

@@ -151,6 +151,12 @@ class Checkpointing:
             return False
         return place != self._last or not (self._is_written or self._writer.is_writing)
 
+    def is_wanted_at_end(self, place: Place) -> bool:
+        """Return True if `finish` would write a checkpoint on this rank."""
+        if self._writer is None:
+            return False
+        return self.is_newer(place) or (self._best is not None and self._best.needs_checkpoint(place[2]))
+
     def hold(self) -> None:
         """Lock the directory again, if it was released at the end of a loop over epochs.
 

@@ -2,22 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.collectives.world import World
+from unisono.engine.model_contents import plain_name
 from unisono.engine.shared import is_elementwise
 from unisono.parallel.pipeline import Pipeline
 from unisono.parallel.pipeline.blocks import find_blocks
 from unisono.parallel.pipeline.cut_model import CutModel
 from unisono.parallel.placed.forward import refuse_placed
 from unisono.parallel.sharding import Shard
-from unisono.parallel.sharding.divided_model import DividedModel, blocks_of, check_memory
+from unisono.parallel.sharding.built_parts import built_parts
+from unisono.parallel.sharding.divided_model import DividedModel, check_memory
+from unisono.parallel.sharding.units import blocks_of, check_replicas
 from unisono.trainer.closure import needs_closure
 
-__all__ = ["check_cut_optimizers", "cut_model", "divide_model"]
+__all__ = ["built_tensors", "check_built", "check_cut_optimizers", "cut_model", "divide_model"]
+
+
+def check_built(modules: Mapping[str, nn.Module], parallel: Pipeline | Shard | None) -> None:
+    """Check that models which were built in parts go on in the same parts.
+
+    Args:
+        modules: The models by the prefix of their names.
+        parallel: The user's settings.
+
+    Raises:
+        ValueError: The model was built with other settings, or changed since.
+    """
+    for module in modules.values():
+        built = built_parts(module)
+        if built is None:
+            continue
+        if parallel != built.shard:
+            raise ValueError(
+                f"the model was built by unisono.parallel.build(..., parallel={built.shard}), so each rank has the "
+                f"part of it that this needs, and Trainer was given parallel={parallel}: give both the same"
+            )
+        apart = {key for unit in built.units for key in unit.placeholders()}
+        changed = next((n for n, p in module.named_parameters() if not _is_apart(p, apart)), None)
+        if changed is not None:
+            raise ValueError(
+                f"parameter {changed!r} was added or changed after unisono.parallel.build, where each rank has a part "
+                "of the model alone: do that within the function that it is given"
+            )
+
+
+def _is_apart(parameter: Tensor, apart: Collection[int]) -> bool:
+    """Return True if a parameter has no values, as its unit has left it; torch lets `fill_` and `zero_` write there."""
+    if parameter.untyped_storage()._cdata not in apart:
+        return False
+    shown = parameter.detach().as_strided((), ())
+    return not parameter.is_floating_point() or bool(shown.isnan())
+
+
+def built_tensors(modules: Mapping[str, nn.Module]) -> set[str]:
+    """Return the names of parameters of which each rank has a part, since `unisono.parallel.build` has made them.
+
+    It has compared their values over ranks. A tied parameter has several names.
+    """
+    return {
+        prefix + plain_name(name)
+        for prefix, module in modules.items()
+        if built_parts(module) is not None
+        for name, _ in module.named_parameters(remove_duplicate=False)
+    }
 
 
 def check_cut_optimizers(optimizers: Mapping[str, Optimizer]) -> None:
@@ -105,12 +157,7 @@ def divide_model(
                 "out parallel="
             )
     blocks_of(shard, model)
-    check_memory(model)
-    if world.size > 1 and world.size % shard.replicas:
-        nearest = world.size // shard.replicas * shard.replicas
-        fewer = f"{nearest} or " if nearest else ""
-        raise ValueError(
-            f"replicas={shard.replicas} cannot share {world.size} ranks evenly: start "
-            f"{fewer}{nearest + shard.replicas}, or leave out replicas="
-        )
+    if built_parts(model) is None:
+        check_memory(model)
+    check_replicas(shard, world.size)
     return DividedModel(shard, model, [*optimizers.values()], world) if world.size > 1 else None

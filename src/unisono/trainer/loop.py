@@ -164,7 +164,11 @@ class Loop:
             "total_steps": self._cursor.total_steps,
             "seconds": round(time.monotonic() - self._started_s, 3),
         }
-        if self._digested is not None and (digest := digest_at_end(*self._digested)) is not None:
+        if (
+            self._digested is not None
+            and self._saves.is_whole
+            and (digest := digest_at_end(*self._digested)) is not None
+        ):
             fields["digest"] = digest
         self._log.emit("end", **fields)
 

@@ -63,10 +63,11 @@ def _read_model(file: TensorFile, comparison: Comparison, division: Division, na
     for name, (module, buffer, device) in comparison.unfilled.items():
         module._buffers[buffer] = file.read_tensor(name).to(device)
     ranges: list[TensorRange] = []
-    of_units = {names[id(p)] for unit in division.units for p in unit.parameters}
+    # By memory, since a tied parameter has several names.
+    of_units = {p.untyped_storage()._cdata for unit in division.units for p in unit.parameters}
     parameters = of_units if not division.grid.keeps_weights else set()
     for name, tensor in comparison.own.items():
-        if name not in parameters:
+        if tensor.untyped_storage()._cdata not in parameters:
             if tensor.is_contiguous():
                 ranges.append(TensorRange(name, 0, tensor))
             else:

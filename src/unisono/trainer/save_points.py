@@ -61,6 +61,7 @@ class SavePoints:
         """Tell the state at the end of the run, if that is one of `unisono drill`."""
         parts, folder = self._parts, self._parts.settings.drill
         if folder is not None and self._recovery.is_joined:
+            self._gather(everywhere=True)
             tell_end(folder, parts.subjects, rank=parts.run.world.rank, total_steps=self._cursor.total_steps)
 
     def heed_signals(self, can_stop: Callable[[], bool]) -> None:
@@ -92,7 +93,7 @@ class SavePoints:
             self._keeper.save_if_due(self._cursor.place, self._asked.capture, epoch_ended=epoch_ended)
         self.is_asking = True
         if not finishing and self._stops is not None and self._stops.is_due(is_main=self._parts.run.world.rank == 0):
-            if self._parts.run.world.rank == 0 and not self._is_whole and self._keeper.is_newer(self._cursor.place):
+            if self._parts.run.world.rank == 0 and not self.is_whole and self._keeper.is_newer(self._cursor.place):
                 return  # the signal came after the others were told that there is nothing to save
             self.save_if_whole()
             self._stops.raise_pending()
@@ -114,7 +115,7 @@ class SavePoints:
 
     def save_if_whole(self) -> None:
         """Save a state newer than the last checkpoint, while the loop waits for its next batch or epoch."""
-        if self.is_asking and self._keeper.is_newer(self._cursor.place) and self._is_whole:
+        if self.is_asking and self._keeper.is_newer(self._cursor.place) and self.is_whole:
             self._keeper.save(self._cursor.place, self._asked.capture)
 
     def save_evaluated(self) -> None:
@@ -136,10 +137,13 @@ class SavePoints:
             CheckpointError, BaseException: See `Checkpointing.finish`.
         """
         self._keep_carried()
-        self._gather(everywhere=True)
+        self._save_last_parts()
+        if not self._stays_divided:
+            self._gather(everywhere=True)
         self.is_asking = True
         self._recovery.leave_epochs()
-        finish = partial(self._keeper.finish, self._cursor.place, self._asked.capture, retry=not in_mid_epoch)
+        retry = not in_mid_epoch and self.is_whole
+        finish = partial(self._keeper.finish, self._cursor.place, self._asked.capture, retry=retry)
         self._call("the end of trainer.epochs", finish)
 
     def release(self) -> None:
@@ -171,7 +175,7 @@ class SavePoints:
         Args:
             is_looping: True while a loop over epochs or batches is under way.
         """
-        if self._asked.is_writing or self._asked.is_leaving or (is_looping and not self._is_whole):
+        if self._asked.is_writing or self._asked.is_leaving or (is_looping and not self.is_whole):
             return False
         return self.is_asking or not is_looping or not (self._asked.has_stepped or self._asked.unknown)
 
@@ -210,11 +214,17 @@ class SavePoints:
         self._kept = cursor.place
 
     def gather(self) -> None:
-        """Bring the parts of a model that is cut together on all ranks. Every rank must call it."""
-        self._gather(everywhere=True)
+        """Bring the parts of a model together on all ranks, unless it was built in parts. Every rank must call it."""
+        if not self._stays_divided:
+            self._gather(everywhere=True)
 
     @property
-    def _is_whole(self) -> bool:
+    def _stays_divided(self) -> bool:
+        return isinstance(self._gathering, ShardGathering) and self._gathering.stays_divided
+
+    @property
+    def is_whole(self) -> bool:
+        """True if this rank has the present state of all ranks."""
         return self._gathering is None or self._gathering.is_whole
 
     def _gather(self, *, everywhere: bool) -> None:
@@ -236,6 +246,23 @@ class SavePoints:
         if self._gathering.needs_others:
             due = world.broadcast_bytes(lambda: b"1" if due else b"0") == b"1"
         if due and not self._save_parts():
+            self._gather(everywhere=False)
+
+    def _save_last_parts(self) -> None:
+        """Let each rank write its part of the end of a run, if that is not on the disk, before parts come together."""
+        gathering = self._gathering
+        if not self._keeps or not isinstance(gathering, ShardGathering):
+            return
+        if gathering.stays_divided:
+            gathering.divide_again()
+        if not gathering.is_divided:
+            return
+
+        def is_due() -> bytes:
+            self._keeper.settle()
+            return b"1" if self._keeper.is_wanted_at_end(self._cursor.place) else b"0"
+
+        if self._parts.run.world.broadcast_bytes(is_due) == b"1" and not self._save_parts() and gathering.stays_divided:
             self._gather(everywhere=False)
 
     def _save_parts(self, tag: str | None = None) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -231,15 +231,28 @@ def check_constants(
     rank_block(0, world_size=replicas, virtual_ranks=virtual_ranks)
 
 
-def check_equal_values(world: World, modules: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]) -> None:
+def check_equal_values(
+    world: World,
+    modules: Mapping[str, nn.Module],
+    optimizers: Mapping[str, Optimizer],
+    *,
+    compared: Collection[str] = (),
+) -> None:
     """Compare the values of models and of their optimizers' state by hashes. Every rank must call it.
+
+    Args:
+        world: The ranks.
+        modules: The models by the prefix of their names.
+        optimizers: The optimizers by name.
+        compared: The names of tensors that have been compared before.
 
     Raises:
         RankMismatchError: On all ranks, naming a tensor that differs.
     """
     if world.group is None:
         return
-    hashes = {name: digest({"": tensor}) for name, tensor in _all_tensors(modules).items()}
+    tensors = _all_tensors(modules)
+    hashes = {name: digest({"": tensor}) for name, tensor in tensors.items() if name not in compared}
     for key, optimizer in optimizers.items():
         of = f"optimizer {key!r}" if key else "the optimizer"
         for name, state in optimizer_state(modules, optimizer).items():

@@ -35,6 +35,11 @@ class ShardGathering:
         return self._division.whole == "nowhere"
 
     @property
+    def stays_divided(self) -> bool:
+        """True if no rank is expected to have memory for the whole, also after the loop over epochs."""
+        return self._division.stays_divided
+
+    @property
     def is_whole(self) -> bool:
         """True if this rank has the present state of all ranks."""
         return self._division.is_whole
@@ -85,6 +90,11 @@ class ShardGathering:
             UnisonoError: It is not here.
         """
         if not self.is_whole:
+            if self.stays_divided:
+                raise UnisonoError(
+                    f"{call} needs the whole model, and one that was built by unisono.parallel.build stays divided "
+                    "over ranks: compare or read the files of trainer.export or trainer.save(tag=...)"
+                )
             raise UnisonoError(
                 f"{call} needs the whole model, and in mid-run each rank has the present values of its own part alone. "
                 "They come together when the loop over trainer.epochs ends."

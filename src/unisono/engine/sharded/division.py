@@ -30,10 +30,18 @@ class Division:
         units: The units of the model, the same on all ranks.
         optimizers: The optimizers of the run.
         grid: This rank's place.
+        is_whole: False if the units are apart already, since the model was built in parts: then the run never becomes
+            whole on all ranks by itself.
     """
 
     def __init__(
-        self, world: World, units: Sequence[ShardedUnit], optimizers: Sequence[Optimizer], grid: ShardGrid
+        self,
+        world: World,
+        units: Sequence[ShardedUnit],
+        optimizers: Sequence[Optimizer],
+        grid: ShardGrid,
+        *,
+        is_whole: bool = True,
     ) -> None:
         self._world, self.units, self.grid = world, units, grid
         self.exchange = UnitExchange(world, units, grid)
@@ -42,6 +50,13 @@ class Division:
         names = {id(p): name for unit in units for name, p in zip(unit.names, unit.parameters, strict=True)}
         self._optimizers = optimizers
         self._shards = {id(optimizer): OptimizerShards(optimizer, units, names) for optimizer in optimizers}
+        self.stays_divided = not is_whole
+        """True if no rank is expected to have memory for the whole."""
+        if not is_whole:
+            for shards in self._shards.values():
+                shards.take()
+                shards.clear()
+            self.whole = "nowhere"
 
     @property
     def is_whole(self) -> bool:
@@ -87,6 +102,15 @@ class Division:
                 unit.divide()
         self.whole = "nowhere"
         give_memory_back()
+
+    def become_whole(self) -> None:
+        """Bring all weights of a run that has just begun to all ranks, to be written there. Every rank must call it.
+
+        Memory and traffic: see `join_weights`.
+        """
+        if self.whole != "everywhere":
+            self.join_weights(everywhere=True)
+            self.whole = "everywhere"
 
     def join_weights(self, *, everywhere: bool) -> None:
         """Bring all parameters together on rank 0, or on all ranks. Every rank must call it.

@@ -28,9 +28,10 @@ from unisono.engine.sharded import Division, ShardedUnit, ShardGrid
 from unisono.engine.trainable import sharing_obstacle
 from unisono.errors import LossError, UnisonoError
 from unisono.parallel.pipeline.blocks import calls_seen_by
+from unisono.parallel.sharding.built_parts import built_parts
 from unisono.parallel.sharding.parameter_uses import ParameterUses, Saved
 from unisono.parallel.sharding.shard import Shard
-from unisono.parallel.sharding.units import REST, choose_blocks, find_named, members_of, members_of_size
+from unisono.parallel.sharding.units import REST, units_of
 
 __all__ = ["DividedModel"]
 
@@ -67,16 +68,19 @@ class DividedModel:
 
     def __init__(self, shard: Shard, model: nn.Module, optimizers: Sequence[Optimizer], world: World) -> None:
         self.model = model
-        check_memory(model)
-        blocks = blocks_of(shard, model)
+        built = built_parts(model)
+        if built is None:
+            check_memory(model)
+        blocks, members = units_of(shard, model)
         grid = ShardGrid(rank=world.rank, ranks=world.size, replicas=world.size if shard.zero == 1 else shard.replicas)
-        members = members_of_size(model, shard.unit_bytes) if blocks is None else members_of(model, blocks)
-        units = [
-            ShardedUnit(name, {plain_name(each): p for each, p in own.items()}, grid) for name, own in members.items()
-        ]
+        units = (
+            [ShardedUnit(name, {plain_name(each): p for each, p in own.items()}, grid) for name, own in members.items()]
+            if built is None
+            else built.units
+        )
         self._blocks = {name: block for name, block in (blocks or {}).items() if name in members}
         self._numbers = {unit.name: number for number, unit in enumerate(units)}
-        self.division = Division(world, units, optimizers, grid)
+        self.division = Division(world, units, optimizers, grid, is_whole=built is None)
         self._uses = ParameterUses(self.division) if blocks is None else None
         """Brings units together by the operations that read them; None: calls of blocks do."""
         self._alive: dict[int, int] = {}
@@ -91,7 +95,10 @@ class DividedModel:
         self._left: int | None = None
         """The unit that is together though its call has ended: the backward pass may begin with it."""
         self._is_backward = self._is_computing = False
-        model.register_forward_pre_hook(_CallCheck(self))
+        if built is None:
+            model.register_forward_pre_hook(_CallCheck(self))
+        else:
+            built.owned_by(self)
 
     def check_call(self) -> None:
         """Refuse a call of the model where its blocks cannot come together.
@@ -238,30 +245,6 @@ class DividedModel:
             return self._uses.unpack(saved)
         self._bring(saved.unit)
         return saved.tensor
-
-
-def blocks_of(shard: Shard, model: nn.Module) -> dict[str, nn.Module] | None:
-    """Return the blocks of a model by name; None where weights come together by operations, or are whole.
-
-    Raises:
-        ValueError: A name is not that of a block, or operations of a compiled module would not be seen.
-    """
-    if shard.names is not None:
-        return find_named(model, shard.names)
-    if shard.by == "block" and shard.zero != 1:
-        return choose_blocks(model)
-    compiled = next((name for name, module in model.named_modules() if is_compiled(module)), None)
-    if shard.by == "size" and compiled is not None:
-        raise ValueError(
-            f'by="size" sees the operations that read parameters, and torch.compile has made one program of '
-            f'{compiled!r}: take by="block", or name the compiled modules in by=[...]'
-        )
-    return None
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Return True if torch.compile has made one program of a module."""
-    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
 
 
 def check_memory(model: nn.Module) -> None:

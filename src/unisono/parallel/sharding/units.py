@@ -8,8 +8,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch import Tensor, nn
 
 from unisono.parallel.pipeline.blocks import is_called
+from unisono.parallel.sharding.shard import Shard
 
-__all__ = ["REST", "choose_blocks", "find_named", "members_of", "members_of_size"]
+__all__ = [
+    "REST",
+    "blocks_of",
+    "check_replicas",
+    "choose_blocks",
+    "find_named",
+    "members_of",
+    "members_of_size",
+    "units_of",
+]
 
 REST = ""
 """The name of the unit with the parameters of no block, or of several."""
@@ -134,3 +144,52 @@ def members_of_size(model: nn.Module, unit_bytes: int | None) -> dict[str, dict[
         units.setdefault((2 * end + nbytes) // (2 * size), {})[name] = p
         end += nbytes
     return {next(iter(own)): own for own in units.values()}
+
+
+def blocks_of(shard: Shard, model: nn.Module) -> dict[str, nn.Module] | None:
+    """Return the blocks of a model by name; None where weights come together by operations, or are whole.
+
+    Raises:
+        ValueError: A name is not that of a block, or operations of a compiled module would not be seen.
+    """
+    if shard.names is not None:
+        return find_named(model, shard.names)
+    if shard.by == "block" and shard.zero != 1:
+        return choose_blocks(model)
+    compiled = next((name for name, module in model.named_modules() if _is_compiled(module)), None)
+    if shard.by == "size" and compiled is not None:
+        raise ValueError(
+            f'by="size" sees the operations that read parameters, and torch.compile has made one program of '
+            f'{compiled!r}: take by="block", or name the compiled modules in by=[...]'
+        )
+    return None
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Return True if torch.compile has made one program of a module."""
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+
+
+def units_of(shard: Shard, model: nn.Module) -> tuple[dict[str, nn.Module] | None, dict[str, dict[str, Tensor]]]:
+    """Return the blocks of a model, and the parameters of each unit by the unit's name.
+
+    Raises:
+        ValueError: See `blocks_of`.
+    """
+    blocks = blocks_of(shard, model)
+    return blocks, members_of_size(model, shard.unit_bytes) if blocks is None else members_of(model, blocks)
+
+
+def check_replicas(shard: Shard, ranks: int) -> None:
+    """Check that ranks can be divided into replicas.
+
+    Raises:
+        ValueError: They cannot.
+    """
+    if ranks > 1 and ranks % shard.replicas:
+        nearest = ranks // shard.replicas * shard.replicas
+        fewer = f"{nearest} or " if nearest else ""
+        raise ValueError(
+            f"replicas={shard.replicas} cannot share {ranks} ranks evenly: start "
+            f"{fewer}{nearest + shard.replicas}, or leave out replicas="
+        )

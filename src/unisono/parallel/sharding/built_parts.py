@@ -1,0 +1,66 @@
+"""What `build` leaves in a model of which each rank has a part alone, and where a Trainer finds it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn, Protocol
+from weakref import ref
+
+from torch import nn
+
+from unisono.engine.sharded import ShardedUnit, ShardGrid
+from unisono.errors import UnisonoError
+from unisono.parallel.sharding.shard import Shard
+
+__all__ = ["BuiltParts", "CallCheck", "built_parts"]
+
+
+class CallCheck(Protocol):
+    """Checks calls of a model."""
+
+    def check_call(self) -> None:
+        """Raise UnisonoError if the model cannot be called now."""
+
+
+class BuiltParts:
+    """The units of a model that was divided when it was built. It is kept as a hook of the model, which checks calls.
+
+    Args:
+        shard: The settings with which the model was built.
+        grid: This rank's place.
+        units: The units, which are apart.
+    """
+
+    def __init__(self, shard: Shard, grid: ShardGrid, units: Sequence[ShardedUnit]) -> None:
+        self.shard, self.grid, self.units = shard, grid, units
+        self._owner: ref[CallCheck] | None = None
+
+    def owned_by(self, owner: CallCheck) -> None:
+        """Let the present run decide when the model may be called."""
+        self._owner = ref(owner)
+
+    def __call__(self, module: nn.Module, inputs: Any) -> None:
+        """Refuse a call of the model that is not made by a Trainer.
+
+        Raises:
+            UnisonoError: There is no Trainer, or it is not computing.
+        """
+        owner = None if self._owner is None else self._owner()
+        if owner is None:
+            raise UnisonoError(
+                f"{type(module).__name__} was built by unisono.parallel.build, so each rank has a part of its "
+                "parameters alone: give it to Trainer(parallel=...) and call it in trainer.step, trainer.evaluate and "
+                "trainer.predict"
+            )
+        owner.check_call()
+
+    def __reduce__(self) -> NoReturn:
+        raise UnisonoError(
+            "a model that was built by unisono.parallel.build cannot be copied or pickled, since each rank has a part "
+            "of its parameters alone: trainer.export writes the whole into a file"
+        )
+
+
+def built_parts(model: nn.Module) -> BuiltParts | None:
+    """Return the parts of a model that `build` has divided; None for any other."""
+    return next((hook for hook in model._forward_pre_hooks.values() if isinstance(hook, BuiltParts)), None)
