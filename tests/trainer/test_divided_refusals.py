@@ -33,7 +33,6 @@ MESSAGES = {
     "compiled": "ValueError: parallel=Shard(...) brings the parameters of blocks together when they are called",
     "several models": "ValueError: parallel=Shard(...) divides one model, and there are 2: 'a', 'b'.",
     "carried": "ValueError: stateful['h'] is carried by virtual ranks, which parallel=Shard(...) does not know yet",
-    "averaged": "ValueError: ema_decay=0.9 keeps a second copy of all weights on each rank",
     "LBFGS": f"ValueError: LBFGS {CANNOT} are SGD, Adam, AdamW,",
     "Adafactor": f"ValueError: Adafactor {CANNOT}",
     "own optimizer": f"ValueError: OwnSGD {CANNOT}",

@@ -31,7 +31,7 @@ from unisono.parallel.pipeline.cut_model import CutModel
 from unisono.parallel.sharding import Shard
 from unisono.parallel.sharding.divided_model import DividedModel
 from unisono.state.stateful import Stateful
-from unisono.trainer.averages import AverageUpdates, start_averages
+from unisono.trainer.averages import AverageUpdates, DividedAverage, start_averages
 from unisono.trainer.carried import Carried, CarriedStates
 from unisono.trainer.checkpointing import Checkpointing
 from unisono.trainer.cutting import built_tensors, check_built, check_cut_optimizers, cut_model, divide_model
@@ -108,6 +108,8 @@ class TrainerParts:
     """By the name of the optimizer; None: that of all, where there are several."""
     schedulers: dict[str, LRScheduler]
     averages: dict[str, AveragedModel]
+    divided_average: DividedAverage | None
+    """The average, if it is divided over ranks."""
     subjects: Subjects
     cursor: Cursor
     history: EvaluationHistory
@@ -276,6 +278,10 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
         runners[None] = joint = make_runner(optimizers)
         joint.scaler = runners[next(iter(optimizers))].scaler
     averages = start_averages(modules, settings.ema_decay)
+    divided_average: DividedAverage | None = None
+    if isinstance(cut, DividedModel) and averages and not cut.division.grid.keeps_weights:
+        (average,) = averages.values()
+        divided_average = DividedAverage(cut, average.module)
     others: dict[str, Stateful] = {f"stateful/{name}": each for name, each in settings.stateful.items()}
     others |= {f"scheduler/{name}": each for name, each in schedulers.items()}
     others |= {
@@ -356,6 +362,7 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
         runners=runners,
         schedulers=schedulers,
         averages=averages,
+        divided_average=divided_average,
         subjects=subjects,
         cursor=cursor,
         history=history,

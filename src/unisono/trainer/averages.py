@@ -9,7 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-__all__ = ["AverageUpdates", "start_averages", "update_average"]
+from unisono.parallel.sharding.built_parts import built_parts, copy_built
+from unisono.parallel.sharding.divided_model import DividedModel
+
+__all__ = ["AverageUpdates", "DividedAverage", "start_averages", "update_average"]
 
 
 def start_averages(modules: Mapping[str, nn.Module], decay: float | None) -> dict[str, AveragedModel]:
@@ -17,7 +20,39 @@ def start_averages(modules: Mapping[str, nn.Module], decay: float | None) -> dic
     if decay is None:
         return {}
     average = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
-    return {prefix: AveragedModel(module, multi_avg_fn=average) for prefix, module in modules.items()}
+    return {prefix: _average_of(module, average) for prefix, module in modules.items()}
+
+
+def _average_of(module: nn.Module, function: Any) -> AveragedModel:
+    built = built_parts(module)
+    if built is None:
+        return AveragedModel(module, multi_avg_fn=function)
+    average = AveragedModel(nn.Module(), multi_avg_fn=function)  # which would copy the module as a whole
+    average.module = copy_built(module, built)
+    return average
+
+
+class DividedAverage:
+    """The average of a model that is divided over ranks, in the same parts.
+
+    Args:
+        divided: The model.
+        averaged: The averaged model, which comes together and apart with it from now on.
+    """
+
+    def __init__(self, divided: DividedModel, averaged: nn.Module) -> None:
+        self.model = divided.copied(averaged)
+        """Brings the blocks of the averaged model together."""
+        divided.division.beside.append(self.model.division)
+        self._pairs = [
+            (average, own)
+            for of_average, unit in zip(self.model.division.units, divided.division.units, strict=True)
+            for (_, average), (_, own) in zip(of_average.held_places(), unit.held_places(), strict=True)
+        ]
+
+    def update(self, average: AveragedModel, module: nn.Module) -> None:
+        """Update this rank's parts, in mid-run. Local."""
+        update_average(average, module, self._pairs)
 
 
 class AverageUpdates:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.engine.sharded import Division
@@ -93,7 +93,7 @@ def merged_state(tables: Sequence[Table], shapes: Mapping[str, torch.Size]) -> d
 
 
 class Contents:
-    """The groups "model" and "optimizer" of a checkpoint: who writes what, and copies of what this rank writes.
+    """The groups "model", "ema" and "optimizer" of a checkpoint: who writes what, and copies of what this rank writes.
 
     Every rank must make it. What no rank has a part of, such as buffers, rank 0 writes. A parameter that is cut, and
     whose elements do not lie in memory in the order of their indices, is assembled on the first rank that has some.
@@ -120,19 +120,20 @@ class Contents:
         }
         self.optimizers = merged_state(tables, {name: shape for name, (shape, *_) in known.items()})
         """The state of the optimizers, with tensors on the meta device for what is divided."""
-        self.values: dict[str, dict[Claim, Tensor]] = {"model": {}, "optimizer": {}}
+        of_weights = {"model": subjects.modules} | ({"ema": subjects.averages} if subjects.averages else {})
+        self.values: dict[str, dict[Claim, Tensor]] = {group: {} for group in (*of_weights, "optimizer")}
         """What this rank writes of each group."""
         self._forms = known
         self._claims: dict[str, list[list[Claim]]] = {group: [[] for _ in tables] for group in self.values}
-        self.plans = {
-            "model": self._plan_model(subjects, names),
-            "optimizer": self._plan_optimizers(subjects, tables),
-        }
+        self.plans = {group: self._plan_weights(group, modules) for group, modules in of_weights.items()}
+        self.plans["optimizer"] = self._plan_optimizers(subjects, tables)
 
-    def _plan_model(self, subjects: Subjects, names: Mapping[int, str]) -> PartPlan:
-        tensors = model_tensors(subjects.modules)
+    def _plan_weights(self, group: str, modules: Mapping[str, nn.Module]) -> PartPlan:
+        names, tensors = parameter_names(modules), model_tensors(modules)
         aliases = tied_names(tensors)
-        for unit in self._division.units:
+        of_average = next(iter(self._division.beside), None)  # None: each rank keeps the average whole
+        division = self._division if group == "model" else of_average
+        for unit in () if division is None else division.units:
             own = {piece.parameter: vector for piece, vector in unit.updated_values()}
             for i, p in enumerate(unit.parameters):
                 spans = {
@@ -141,9 +142,9 @@ class Contents:
                     for piece in layout.pieces
                     if piece.parameter == i
                 }
-                self._claim("model", names[id(p)], names[id(p)], spans, own.get(i, p.new_empty(0)))
-        self._claim_rest("model", {name: each for name, each in tensors.items() if name not in aliases})
-        return plan_parts("model", tensors, aliases, self._claims["model"])
+                self._claim(group, names[id(p)], names[id(p)], spans, own.get(i, p.new_empty(0)))
+        self._claim_rest(group, {name: each for name, each in tensors.items() if name not in aliases})
+        return plan_parts(group, tensors, aliases, self._claims[group])
 
     def _plan_optimizers(self, subjects: Subjects, tables: Sequence[Table]) -> PartPlan:
         single = [*self.optimizers] == [""]

@@ -17,7 +17,7 @@ from unisono.data.settings import Collate
 from unisono.job.user_function import refuse_inside
 from unisono.parallel.pipeline.cut_model import CutModel
 from unisono.parallel.sharding.divided_model import DividedModel
-from unisono.trainer.assembly import Models
+from unisono.trainer.assembly import Models, TrainerParts
 from unisono.trainer.carried import CarriedStates
 from unisono.trainer.evaluation import evaluate, tell
 from unisono.trainer.loader_cache import Loader, LoaderCache
@@ -42,6 +42,7 @@ class Inference:
     _modules: Mapping[str, nn.Module]
     _subjects: Subjects
     _carried: CarriedStates
+    _parts: TrainerParts
     _cut: CutModel | DividedModel | None
     _loader_cache: LoaderCache
     _log: EventLog
@@ -107,7 +108,7 @@ class Inference:
             try:
                 with evaluating(self._subjects.averages if ema else self._modules), self._carried.apart():
                     batches = loader.batches(epoch=0)
-                    return evaluate(self._run, self._carried, function, models, batches, cut=self._cut)
+                    return evaluate(self._run, self._carried, function, models, batches, cut=self._cut_of(ema))
             finally:
                 self._run.set_generators("loop", self._cursor.epoch, self._cursor.step, 0)
 
@@ -179,7 +180,8 @@ class Inference:
             loader = self._test_loader(dataset, batch_size, micro_batch_size, workers, collate_fn, keep=keep)
             models = self._averaged_model() if ema else self.model
             modules = self._subjects.averages if ema else self._modules
-            predictor = Predictor(self._run, function, models, modules=modules, cursor=self._cursor, cut=self._cut)
+            cut = self._cut_of(ema)
+            predictor = Predictor(self._run, function, models, modules=modules, cursor=self._cursor, cut=cut)
             if destination == "iterator":
                 begin = partial(self._compare, "the next batch of trainer.predict")
                 return predictor.stream(loader.batches(epoch=0), begin)
@@ -187,6 +189,11 @@ class Inference:
             return predictor.collect(loader.batches(epoch=0), destination, rows=rows)
 
         return self._recovery.call(call, compute, keeps=False)
+
+    def _cut_of(self, ema: bool) -> CutModel | DividedModel | None:
+        """Return the model that is called, or the averaged one, if it is cut or divided over ranks."""
+        average = self._parts.divided_average if ema else None
+        return self._cut if average is None else average.model
 
     def _test_loader(
         self,

@@ -20,7 +20,7 @@ class OptimizerSteps:
         self.runners = parts.runners
         """Run the steps, by the name of the optimizer; None: that of all, where there are several."""
         self._modules, self._averages, self._schedulers = parts.modules, parts.averages, parts.schedulers
-        self._cut = parts.cut
+        self._cut, self._divided = parts.cut, parts.divided_average
         self._interval = parts.settings.scheduler_interval
 
     def name(self, optimizer: str | None) -> str | None:
@@ -40,10 +40,12 @@ class OptimizerSteps:
         runner = self.runners[name]
         for prefix, average in self._averages.items():
             if runner.trains(self._modules[prefix]):
-                if not isinstance(self._cut, CutModel):
-                    average.update_parameters(self._modules[prefix])
-                else:
+                if isinstance(self._cut, CutModel):
                     update_average(average, self._modules[prefix], self._cut.own_pairs(average.module))
+                elif self._divided is not None:
+                    self._divided.update(average, self._modules[prefix])
+                else:
+                    average.update_parameters(self._modules[prefix])
 
     def update_schedules(self, name: str | None) -> None:
         """Update schedules after a step of the optimizer with this name."""

@@ -51,22 +51,27 @@ def restore_parts(
     groups["other"] = files["other"].read_all()
     comparison = Comparison(subjects, groups, document, source=str(checkpoint.path))
     with comparison.restoring(), raised_on_all(world, "Trainer reading its part of a checkpoint"), torch.no_grad():
-        _read_model(files["model"], comparison, division, parameter_names(subjects.modules))
+        for name, (module, buffer, device) in comparison.unfilled.items():
+            module._buffers[buffer] = files["model"].read_tensor(name).to(device)
+        _read_weights(files["model"], comparison.own, division, parameter_names(subjects.modules))
+        if comparison.averages:
+            of_average = next(iter(division.beside), division)
+            _read_weights(files["ema"], comparison.averages, of_average, parameter_names(subjects.averages))
         for key, optimizer in subjects.optimizers.items():
             _read_optimizer(files["optimizer"], comparison.states[key], division, optimizer)
         division.begin_divided()
     return comparison.began, comparison.overruled
 
 
-def _read_model(file: TensorFile, comparison: Comparison, division: Division, names: Mapping[int, str]) -> None:
+def _read_weights(
+    file: TensorFile, tensors: Mapping[str, Tensor], division: Division, names: Mapping[int, str]
+) -> None:
     """Read the weights that this rank keeps, and all buffers."""
-    for name, (module, buffer, device) in comparison.unfilled.items():
-        module._buffers[buffer] = file.read_tensor(name).to(device)
     ranges: list[TensorRange] = []
     # By memory, since a tied parameter has several names.
     of_units = {p.untyped_storage()._cdata for unit in division.units for p in unit.parameters}
     parameters = of_units if not division.grid.keeps_weights else set()
-    for name, tensor in comparison.own.items():
+    for name, tensor in tensors.items():
         if tensor.untyped_storage()._cdata not in parameters:
             if tensor.is_contiguous():
                 ranges.append(TensorRange(name, 0, tensor))

@@ -162,11 +162,6 @@ class TrainerSettings:
                 f"digest_every={self.digest_every} needs all weights on rank 0, and with parallel= each rank has a "
                 "part of them: leave it out. `unisono compare` compares losses, and the digest at the end, without it"
             )
-        if isinstance(parallel, Shard) and self.ema_decay is not None:
-            raise ValueError(
-                f"ema_decay={self.ema_decay} keeps a second copy of all weights on each rank, which "
-                "parallel=Shard(...) does not divide yet: leave out one of the two"
-            )
         if isinstance(self.stateful, Mapping):
             for name, each in self.stateful.items():
                 if isinstance(each, Carried) and isinstance(parallel, Shard):

@@ -81,7 +81,7 @@ class ShardGathering:
                 document, groups = broadcast_groups(world, capture, source=rank, wanted=wanted)
                 if wanted:
                     shards.show(decode(document["state"], groups.get("state", {})))
-        division.whole = "everywhere" if everywhere else "main"
+        division.note_whole("everywhere" if everywhere else "main")
 
     def check_whole(self, call: str) -> None:
         """Refuse a call that needs the whole state on a rank that lacks it.

@@ -131,9 +131,13 @@ TOKENS = TensorDataset(torch.randint(0, 30, (44, 8)))
 FLAT = TensorDataset(X, torch.randint(0, 3, (44,)))
 CASES = {
     "mlp": (pipeline_models.mlp, vectors, VECTORS, ["5", "9", "16"], adam, {"clip_grad_norm": 0.5}, 1),
-    "fp16": (pipeline_models.mlp, vectors, VECTORS, ["1"], fused, {"autocast": "fp16", "clip_grad_norm": 0.5}, None),
+    "fp16": (
+        pipeline_models.mlp, vectors, VECTORS, ["1"], fused,
+        {"autocast": "fp16", "clip_grad_norm": 0.5, "ema_decay": 0.8}, None,
+    ),
     "residual": (
-        pipeline_models.Residual, classes, CLASSES, ["blocks.1", "blocks.3", "head"], two_optimizers, {}, None,
+        pipeline_models.Residual, classes, CLASSES, ["blocks.1", "blocks.3", "head"], two_optimizers,
+        {"ema_decay": 0.8}, None,
     ),
     "bf16": (pipeline_models.Residual, classes, CLASSES, ["blocks.1", "head"], adam, {"autocast": "bf16"}, 1),
     "u_net": (pipeline_models.UNet, images, IMAGES, ["down.1", "middle", "wider.1"], fused_sgd, {}, None),
@@ -175,6 +179,8 @@ def train(name):
                 result = trainer.step(loss, batch, optimizer=each)
                 found.append((float(result), result.grad_norm, {k: float(v) for k, v in result.values.items()}))
         found.append(trainer.evaluate(loss, data, batch_size=16))
+        if "ema_decay" in options:
+            found.append(trainer.evaluate(loss, data, batch_size=16, ema=True))
         if not epoch:
             outputs = trainer.predict(lambda model, batch: model(batch[0]), data, batch_size=20, to="all")
             found.append(hashlib.sha256(outputs.contiguous().numpy().tobytes()).hexdigest())

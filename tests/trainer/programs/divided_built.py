@@ -104,7 +104,8 @@ if parallel is not None and os.environ.get("WORLD_SIZE", "1") != "1" and how != 
     assert all(not p.numel() or p.untyped_storage().nbytes() <= 8 for p in model.parameters())
 optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
 trainer = unisono.Trainer(
-    model, optimizer, virtual_ranks=4, directory=folder, progress=False, clip_grad_norm=1.0, parallel=parallel,
+    model, optimizer, virtual_ranks=4, directory=folder, ema_decay=0.9, progress=False, clip_grad_norm=1.0,
+    parallel=parallel,
     checkpoints=unisono.Checkpoints(every_steps=2, keep=9),
 )  # fmt: skip
 begun = trainer.steps_done
@@ -115,7 +116,7 @@ found = [trainer.evaluate(loss, data, batch_size=8)]
 for _ in trainer.epochs(2, max_steps=int(options.get("max_steps", 3))):
     for batch in trainer.batches(data, batch_size=8):
         found.append(float(trainer.step(loss, batch)))
-found.append(trainer.evaluate(loss, data, batch_size=8))
+found += [trainer.evaluate(loss, data, batch_size=8, ema=ema) for ema in (False, True)]
 trainer.export(Path(folder) / "weights.safetensors")
 files = sorted(
     file

@@ -151,7 +151,6 @@ CASES = {
     "compiled": lambda: make(torch.compile(Net())),
     "several models": two_models,
     "carried": lambda: make(stateful={"h": unisono.Carried(lambda _: 0)}),
-    "averaged": lambda: make(ema_decay=0.9),
     "LBFGS": lambda: make(optimizer=torch.optim.LBFGS),
     "Adafactor": lambda: make(optimizer=torch.optim.Adafactor),
     "own optimizer": lambda: make(optimizer=OwnSGD),

@@ -93,6 +93,7 @@ trainer = unisono.Trainer(
     directory=folder,
     progress=False,
     clip_grad_norm=1.0,
+    ema_decay=0.9,
     checkpoints=unisono.Checkpoints(every_steps=3, keep=9),
     parallel=unisono.parallel.Shard(**SHARDS[how]) if how else None,
 )
@@ -109,6 +110,7 @@ for _ in trainer.epochs(3, max_steps=int(options["max_steps"]) if "max_steps" in
 if "compare" in options and trainer.is_main:
     parts, whole = (Path(folder) / "checkpoints" / f"tag-{name}" for name in ("parts", "whole"))
     assert '"regions"' in (parts / "manifest.json").read_text()
-    for file in ("model.safetensors", "optimizer.safetensors", "other.safetensors", "state.json"):
+    for file in ("model.safetensors", "ema.safetensors", "optimizer.safetensors", "other.safetensors", "state.json"):
         assert (parts / file).read_bytes() == (whole / file).read_bytes(), file
-print(f"from {begun} to {trainer.steps_done}: {trainer.digest()}")
+averaged = trainer.evaluate(loss, data, batch_size=12, ema=True)
+print(f"from {begun} to {trainer.steps_done}: {trainer.digest()} {averaged!r}")

@@ -50,6 +50,8 @@ class Division:
         names = {id(p): name for unit in units for name, p in zip(unit.names, unit.parameters, strict=True)}
         self._optimizers = optimizers
         self._shards = {id(optimizer): OptimizerShards(optimizer, units, names) for optimizer in optimizers}
+        self.beside: list[Division] = []
+        """Those of models that have copies of the parameters, such as averages: they come together when these do."""
         self.stays_divided = not is_whole
         """True if no rank is expected to have memory for the whole."""
         if not is_whole:
@@ -88,6 +90,8 @@ class Division:
                 if unit.is_together:
                     unit.divide()
         self.whole = "nowhere"
+        for each in self.beside:
+            each.divide()
         give_memory_back()
 
     def begin_divided(self) -> None:
@@ -101,6 +105,8 @@ class Division:
             for unit in self.units:
                 unit.divide()
         self.whole = "nowhere"
+        for each in self.beside:
+            each.begin_divided()
         give_memory_back()
 
     def become_whole(self) -> None:
@@ -110,7 +116,13 @@ class Division:
         """
         if self.whole != "everywhere":
             self.join_weights(everywhere=True)
-            self.whole = "everywhere"
+            self.note_whole("everywhere")
+
+    def note_whole(self, where: Literal["main", "everywhere"]) -> None:
+        """Note where the whole state is now. Every rank must call it; local."""
+        self.whole = where
+        for each in self.beside:
+            each.note_whole(where)
 
     def join_weights(self, *, everywhere: bool) -> None:
         """Bring all parameters together on rank 0, or on all ranks. Every rank must call it.
@@ -123,6 +135,8 @@ class Division:
         missing = [rank for rank in wanted if not (self.whole == "main" and rank == 0)]
         for number in range(len(self.units)):
             self.exchange.gather(number, missing)
+        for each in self.beside:
+            each.join_weights(everywhere=everywhere)
 
 
 class DividedWeights:
@@ -141,7 +155,7 @@ class DividedWeights:
         division = self._division
         places: dict[int, tuple[tuple[int, ...], list[tuple[Piece, Tensor]]]] = {}
         if not division.has_weights:
-            for unit in division.units:
+            for unit in (unit for each in (division, *division.beside) for unit in each.units):
                 held: list[list[tuple[Piece, Tensor]]] = [[] for _ in unit.parameters]
                 for piece, place in unit.held_places():
                     held[piece.parameter].append((piece, place))

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any, NoReturn, Protocol
 from weakref import ref
 
+import torch
 from torch import nn
 
 from unisono.engine.sharded import ShardedUnit, ShardGrid
 from unisono.errors import UnisonoError
 from unisono.parallel.sharding.shard import Shard
 
-__all__ = ["BuiltParts", "CallCheck", "built_parts"]
+__all__ = ["BuiltParts", "CallCheck", "built_parts", "copy_built"]
 
 
 class CallCheck(Protocol):
@@ -59,6 +61,29 @@ class BuiltParts:
             "a model that was built by unisono.parallel.build cannot be copied or pickled, since each rank has a part "
             "of its parameters alone: trainer.export writes the whole into a file"
         )
+
+
+def copy_built(model: nn.Module, built: BuiltParts) -> nn.Module:
+    """Return a copy of a model that was divided when it was built, with this rank's part of each parameter.
+
+    Memory: the part.
+
+    Args:
+        model: The model.
+        built: Its parts.
+    """
+    copies: dict[int, nn.Parameter] = {}
+    units = []
+    for unit in built.units:
+        for p, strides in zip(unit.parameters, unit.strides, strict=True):
+            memory = torch.empty_strided(p.shape, strides, dtype=p.dtype)
+            memory.untyped_storage().resize_(0)
+            copies[id(p)] = nn.Parameter(memory, requires_grad=p.requires_grad)
+        own = {name: copies[id(p)] for name, p in zip(unit.names, unit.parameters, strict=True)}
+        units.append(copied := ShardedUnit(unit.name, own, built.grid))
+        copied.held.copy_(unit.held)
+        copied.divide()
+    return copy.deepcopy(model, {**copies, id(built): BuiltParts(built.shard, built.grid, units)})
 
 
 def built_parts(model: nn.Module) -> BuiltParts | None:

@@ -67,7 +67,7 @@ class DividedModel:
     """
 
     def __init__(self, shard: Shard, model: nn.Module, optimizers: Sequence[Optimizer], world: World) -> None:
-        self.model = model
+        self.model, self._shard, self._world = model, shard, world
         built = built_parts(model)
         if built is None:
             check_memory(model)
@@ -99,6 +99,10 @@ class DividedModel:
             model.register_forward_pre_hook(_CallCheck(self))
         else:
             built.owned_by(self)
+
+    def copied(self, model: nn.Module) -> DividedModel:
+        """Return a copy of the model as it is divided in the same way; no optimizer trains it."""
+        return DividedModel(self._shard, model, (), self._world)
 
     def check_call(self) -> None:
         """Refuse a call of the model where its blocks cannot come together.
