@@ -38,6 +38,8 @@ def kill(fork_ranks, tmp_path):
         pytest.param(3, "large+adamw-fused+schedule", "operation", "0.9", [0], 9, id="portions of a large one, rank 0"),
         pytest.param(2, "large+nadam+change", "operation", "0.5", [1], 7, id="numbers in the state"),
         pytest.param(4, "large+joint", "line", "0.6", [1, 3], 6, id="two of four ranks, two optimizers"),
+        pytest.param(3, "tables+adam", "line", "0.9", [0], 6, id="rows of tables, almost written"),
+        pytest.param(2, "tables+sgd+clip", "operation", "0.6", [1], 5, id="rows of tables, of whole sums"),
         pytest.param(2, "large+momentum+zero", "operation", "0.8", [1], 6, id="a loop that writes to p.grad"),
         pytest.param(2, "small+lamb", "operation", "0.6", [1], 4, id="whole parameters, numbers in groups"),
         pytest.param(2, "one+adamw-fused", "operation", "0.5", [1], 4, id="one element"),
@@ -99,6 +101,20 @@ def test_random_kills(kill, seed):
         moment = f"{chance.random():.4f}"
         at, repaired, equal = kill(n, f"{model}+{optimizer}{extra}", kind, moment, victims=victims, step=step)
         assert (repaired, equal) == (True, True), (n, model, optimizer, extra, kind, moment, victims, step)
+        assert at in {step, step + 1}, at
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(4))
+def test_random_kills_with_tables(kill, seed):
+    chance = random.Random(seed)
+    for _ in range(10):
+        n, step, kind = chance.randint(2, 4), chance.randint(0, 12), chance.choice(["line", "operation"])
+        case = "tables+" + chance.choice(["adam", "momentum"]) + chance.choice(["", "", "+clip", "+change", "+load"])
+        victims = sorted(chance.sample(range(n), chance.randint(1, n - 1)))
+        moment = f"{0.3 + 0.7 * chance.random():.4f}" if step else str(chance.randint(40, 300))
+        at, repaired, equal = kill(n, case, kind, moment, victims=victims, step=step)
+        assert (repaired, equal) == (True, True), (n, case, kind, moment, victims, step)
         assert at in {step, step + 1}, at
 
 

@@ -90,6 +90,28 @@ def test_an_optimizer_that_takes_a_tables_weight_is_refused():
         train(model, other)
 
 
+@pytest.mark.parametrize(
+    ("parallel", "named"),
+    [(unisono.parallel.Shard(by=["1"]), "Shard"), (unisono.parallel.Pipeline(stages=["1"]), "Pipeline")],
+)
+def test_a_division_of_the_model_is_refused(parallel, named):
+    _, model = build(SGD(lr=0.1))
+    with pytest.raises(ValueError, match=rf"embedding table 'item'.*parallel={named}.*Leave out parallel="):
+        train(model, optim.SGD(dense_parameters(model), lr=0.1), parallel=parallel)
+
+
+def test_an_id_out_of_range_names_table_and_sample_and_changes_nothing():
+    _, model = build(SGD(lr=0.1))
+    trainer = unisono.Trainer(model, optim.SGD(dense_parameters(model), lr=0.1), virtual_ranks=1, progress=False)
+    ids = DATA.tensors[0].clone()
+    ids[13, 2] = 17
+    before = trainer.digest()
+    with pytest.raises(IndexError, match=r"table 'item' has ids 0 to 16, and id 17 .* sample 13, position 2"):
+        for batch in trainer.batches(TensorDataset(ids, DATA.tensors[1]), batch_size=20, shuffle=False):
+            trainer.step(per_sample, batch)
+    assert trainer.digest() == before
+
+
 def test_a_checkpoint_of_another_dim_is_refused(tmp_path):
     _, model = build(SGD(lr=0.1))
     train(model, optim.SGD(dense_parameters(model), lr=0.1), directory=tmp_path).save()

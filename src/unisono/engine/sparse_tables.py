@@ -115,6 +115,8 @@ class TableSums:
         """The gradient of each table, once it is complete. It is also p.grad, and lies in this process's memory."""
         self.used: list[bool] = []
         """For each table, True if it got a gradient on any rank."""
+        self.entries: list[int] = []
+        """For each table, the number of rows in the sums that ranks have sent: no rank has more in its share."""
         self._rank, self._all_gather = rank, all_gather
         self._layout = NodeLayout((), 0)
         self._sums: list[NodeSum[_Sums]] = []
@@ -169,6 +171,7 @@ class TableSums:
             {node: summed for node, sums in found.items() if (summed := sums[k]) is not None} for k in tables
         ]
         self.used = [bool(parts) for parts in self._parts]
+        self.entries = [sum(len(summed.rows) for summed in parts.values()) for parts in self._parts]
         self.totals = [None] * len(tables)
         for k in tables:
             if k not in self.divided:

@@ -74,7 +74,7 @@ from unisono.trainer.staged_state import StagedState, make_staged_engines
 from unisono.trainer.step import StepRunner
 from unisono.trainer.step_fingerprint import StepFingerprint
 from unisono.trainer.step_gradients import StepGradients
-from unisono.trainer.table_optimizers import with_tables
+from unisono.trainer.table_optimizers import refuse_tables, with_tables
 from unisono.trainer.virtual_rank_gradients import VirtualRankGradients
 
 __all__ = ["Models", "TrainerParts", "assemble"]
@@ -154,6 +154,8 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
     modules = plain_modules(model)
     check_batch_norms(modules)
     check_built(modules, settings.parallel)
+    if settings.parallel is not None:
+        refuse_tables(modules, f"parallel={type(settings.parallel).__name__}(...)")
     optimizers = with_tables(named_optimizers(optimizer), modules)
     schedulers = check_schedulers(settings.scheduler, optimizers, settings.stateful)
     chosen = choose_device(settings.device, modules, local_rank=own_placement().local_rank)

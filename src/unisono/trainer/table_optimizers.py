@@ -11,7 +11,7 @@ from unisono.embedding.table_optimizer import TableOptimizer
 from unisono.embedding.tables import tables_in
 from unisono.text import a_type
 
-__all__ = ["TABLES", "with_tables"]
+__all__ = ["TABLES", "refuse_tables", "with_tables"]
 
 TABLES = "tables"
 """The name of the optimizer."""
@@ -47,3 +47,13 @@ def with_tables(optimizers: dict[str, Optimizer], modules: Mapping[str, nn.Modul
         )
     rules = [(module.weight, module.table.optimizer) for module in tables.values()]
     return {**optimizers, TABLES: TableOptimizer(rules)}
+
+
+def refuse_tables(modules: Mapping[str, nn.Module], division: str) -> None:
+    """Raise ValueError if models that are divided over ranks have embedding tables."""
+    for module in tables_in(modules.values()).values():
+        raise ValueError(
+            f"the model has the embedding table {module.name!r}, whose gradient is one of rows, and {division} divides "
+            "parameters with dense gradients alone. Leave out parallel=, since ranks of one host share the table as it "
+            "is; or take nn.Embedding in place of the table."
+        )

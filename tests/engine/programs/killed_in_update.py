@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import TensorDataset
 
 import unisono
+from unisono import embedding
 from unisono.engine.selection import EngineFactory, select_engines
 from unisono.errors import UnisonoError
 from unisono.trainer import assembly
@@ -82,6 +83,23 @@ class Table(nn.Module):
         return self.last(self.table((x[:, 0].abs() * 10).long().clamp(max=49)))
 
 
+class Tables(nn.Module):
+    """A table whose rows ranks divide, since batches name enough of them, and one that only some batches use."""
+
+    def __init__(self):
+        super().__init__()
+        rules = {"rows": embedding.Adam(lr=0.1), "bags": embedding.RowwiseAdagrad(lr=0.1)}
+        self.tables = embedding.Tables(
+            {name: embedding.Table(rows=3000, dim=4, pooling="sum", optimizer=rule) for name, rule in rules.items()}
+        )
+        self.rows, self.bags, self.last = self.tables["rows"], self.tables["bags"], nn.Linear(4, 3)
+
+    def forward(self, x):
+        ids = (x.abs() * 500).long().repeat(1, 10) + torch.arange(10).repeat_interleave(6) ** 2
+        y = self.rows(ids.clamp(max=2999))
+        return self.last(y + self.bags(ids[:, :3].clamp(max=9)) if x[0, 0] > 0.5 else y)
+
+
 OPTIMIZERS = {
     "sgd": partial(optim.SGD, lr=0.1),
     "momentum": partial(optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
@@ -102,7 +120,7 @@ OPTIMIZERS = {
     "adafactor": optim.Adafactor,
     "lamb": Lamb,
 }
-MODELS = {"small": Small, "large": Large, "one": One, "table": Table}
+MODELS = {"small": Small, "large": Large, "one": One, "table": Table, "tables": Tables}
 
 
 class Killer(TorchDispatchMode):
@@ -173,6 +191,9 @@ if kind == "joint":
         "a": optim.AdamW([p for name, p in parameters if "first" in name], lr=0.01),
         "b": optim.SGD([p for name, p in parameters if "first" not in name], lr=0.01, momentum=0.9),
     }
+    every = [*given.values()]
+elif isinstance(model, Tables):
+    given = {"a": OPTIMIZERS[kind](model.last.parameters()), "b": model.tables.optimizer}
     every = [*given.values()]
 elif kind == "muon":
     given = {
@@ -285,7 +306,8 @@ try:
             if "freeze" in extras and steps % 3 == 0:
                 model.last.weight.requires_grad_(not model.last.weight.requires_grad)
             if "load" in extras and steps % 4 == 3:
-                given.load_state_dict(copy.deepcopy(given.state_dict()))
+                for optimizer in every:
+                    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
             before.append(digest())
 except (UnisonoError, RuntimeError) as raised:  # the latter from the group, through which descriptions of state go
     error = raised

@@ -3,6 +3,7 @@
 DIRECTORY/begun gets checkpoints of a run that one rank begins. More ranks go on with a copy of it, DIRECTORY/ENGINE.
 """
 
+import copy
 import shutil
 import sys
 from pathlib import Path
@@ -82,10 +83,12 @@ def divided(**options):
     torch.manual_seed(3)
     tables = Tables({"words": Table(rows=50_000, dim=6, pooling="sum", optimizer=RowwiseAdam(lr=0.1))})
     model = nn.Sequential(tables["words"], nn.Linear(6, 3))
-    words = (50_000 * torch.rand(80, 60) ** 4).long()
-    optimizer = torch.optim.SGD(dense_parameters(model), lr=0.1)
-    trainer = unisono.Trainer(model, optimizer, virtual_ranks=5, engine=ENGINE, progress=False, **options)
-    for batch in trainer.batches(TensorDataset(words, torch.arange(80) % 3), batch_size=40):
+    words = (50_000 * torch.rand(120, 60) ** 4).long()
+    given = {"dense": torch.optim.SGD(dense_parameters(model), lr=0.1), "rows": tables.optimizer}
+    trainer = unisono.Trainer(model, given, virtual_ranks=5, engine=ENGINE, progress=False, **options)
+    for batch in trainer.batches(TensorDataset(words, torch.arange(120) % 3), batch_size=40):
+        if batch.step == 2:
+            tables.optimizer.load_state_dict(copy.deepcopy(tables.optimizer.state_dict()))
         trainer.step(loss, batch)
         assert model[0].weight.grad is None  # as no rank has the gradient of all rows
     return trainer.digest()

@@ -342,7 +342,7 @@ class SharedEngine(GradientAccumulation):
         self._is_large = is_large
         sets = 1 if is_large else 2
         # The gradients of some steps are kept, in rows that take turns, if portions are copied in turn.
-        spare = TURNS - 1 if is_large and self._protects and not whole and not tables.names else 0
+        spare = TURNS - 1 if is_large and self._protects and not whole and division.is_undoable else 0
         self._both_rows = [
             make(runtime, parameters, parts, widest=self._layouts.widest, spare=spare) for _ in range(sets)
         ]
@@ -377,7 +377,6 @@ class SharedEngine(GradientAccumulation):
         give_memory_back()
 
     def _make_protection(self, parts: Sequence[Sequence[Piece]]) -> UpdateProtection:
-        # The gradients of tables are not kept, and to copy whole tables takes longer than to update some of their rows.
         return UpdateProtection(
             self._runtime,
             parts,
@@ -385,7 +384,8 @@ class SharedEngine(GradientAccumulation):
             self._both_rows,
             parameters=self._trained.parameters,
             vectors=[self._weights.vector(p) for p in self._trained.parameters],
-            keeps_copies=not self._tables.tables.names,
+            tables=self._tables.tables.parameters,
+            keeps_copies=self._division.is_undoable,
             is_whole=self._is_whole,
         )
 
@@ -451,12 +451,16 @@ class SharedEngine(GradientAccumulation):
             self._rows.reduce(used, self._factor)
         gradients: Sequence[Tensor | None] = self._gradients[self._both_rows.index(self._rows)]
         adopted = [update.adopt() for update in self._updates]
+        of_tables: Sequence[Tensor | None] = ()
         if self._tables.tables.names:
-            gradients = [*gradients, *self._division.gradients(self._tables, self._updates, self._factor)]
+            of_tables = self._division.gradients(self._tables, self._updates, self._factor)
+            gradients = [*gradients, *of_tables]
             used = [*used, *self._tables.used]
         found_inf = self._found_inf if getattr(self._optimizer, "_step_supports_amp_scaling", False) else None
         protection = self._protection
         if protection is not None:
+            if of_tables:
+                protection.copy_tables(of_tables, self._tables.entries, self._step)
             protection.begin(used, found_inf)
         unsettled = any(adopted)
         for update in self._updates:

@@ -188,6 +188,8 @@ class SharedState:
             state = self._sharded.state.get(place, {})
             for key, entry in self._entries[index].items():
                 value: Any = state.get(key)
+                if value is None:  # this rank is a guest, and the owner has adopted other state
+                    continue
                 if entry.kind.what == "number" and entry.vector is not None:
                     entry.vector[0] = value
                 elif isinstance(value, Tensor) and value is not entry.value:

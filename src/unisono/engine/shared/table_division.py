@@ -46,6 +46,8 @@ class TableDivision:
         """The tables of which this rank updates rows."""
         self.pieces = [Piece(first + i, 0, numels[i]) for i in self.numbers]
         self.places = [tables.parameters[i] for i in self.numbers]
+        self.is_undoable = len(self.divided) == len(numels)
+        """True unless an optimizer of torch updates a table: the rows and state that it writes are not known."""
         self.guests = {first + i for i in self.divided - self._owned}
         """The parameters whose state other ranks make; see `SharedState`."""
 

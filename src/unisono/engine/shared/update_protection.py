@@ -4,7 +4,8 @@ A rank that dies there leaves a part that is half old, half new. The survivors p
 bit for bit. So before an update each rank copies what it is about to write to shared memory (`backup.py`): all of its
 part if the model is small or the optimizer needs whole parameters, otherwise one portion in turn. Then the gradients of
 the last steps are kept too, in rows that take turns, and a portion is restored from its last copy by repeating the
-updates since, with the same gradients and hyperparameters, and so with the same bits.
+updates since, with the same gradients and hyperparameters, and so with the same bits. Of tables, the rows that a step
+writes are copied (`table_backup.py`).
 
 A step is committed once all ranks have ended its update. The words that say so (`update_progress.py`) do not depend on
 the barrier that follows, which a rank that dies in it may open for some ranks and not for others.
@@ -25,7 +26,9 @@ from unisono.engine.shared.optimizer_update import OptimizerUpdate
 from unisono.engine.shared.partition import Piece
 from unisono.engine.shared.sharded_optimizer import ShardedOptimizer
 from unisono.engine.shared.shared_runtime import SharedRuntime
+from unisono.engine.shared.table_backup import TableBackup
 from unisono.engine.shared.update_progress import UpdateProgress
+from unisono.engine.step_transaction import StepTransaction
 
 __all__ = ["TURNS", "UpdateProtection"]
 
@@ -60,6 +63,7 @@ class UpdateProtection:
         rows: The gradient rows. With as many as `TURNS`, which take turns, the gradients of so many steps are kept.
         parameters: The parameters.
         vectors: Their weights as vectors.
+        tables: The parameters with sparse gradients, which follow the others.
         keeps_copies: False if the updates cannot be undone. Then only deaths outside of them are survived.
         is_whole: True if ranks update whole parameters.
     """
@@ -73,6 +77,7 @@ class UpdateProtection:
         *,
         parameters: Sequence[Tensor],
         vectors: Sequence[Tensor],
+        tables: Sequence[Tensor],
         keeps_copies: bool,
         is_whole: bool,
     ) -> None:
@@ -81,6 +86,7 @@ class UpdateProtection:
         self._turns = len(rows) if len(rows) == TURNS else 1
         self._progress = UpdateProgress(runtime, self._turns)
         self._backup = self._next_backup = self._make_backup() if keeps_copies else None
+        self._tables = TableBackup(runtime, tables, first=len(parameters), updates=updates)
         self._is_stale = True
         """True if all portions have to be copied, since no copy or no gradient is of use."""
         self._past: deque[_PastUpdate] = deque(maxlen=self._turns)
@@ -97,6 +103,18 @@ class UpdateProtection:
     def attempt(self, number: int) -> None:
         """Record the number of the attempt at a step that begins."""
         self._attempt = number
+
+    def copy_tables(self, gradients: Sequence[Tensor | None], entries: Sequence[int], step: StepTransaction) -> None:
+        """Copy the rows of tables that this rank is about to write. Every rank must call it, before `begin`.
+
+        Args:
+            gradients: The gradient of each table's rows that this rank updates.
+            entries: The most rows of each table that one rank may write, equal on all ranks.
+            step: The step under way.
+        """
+        if self._backup is not None:
+            self._tables.reserve(entries, step)
+            self._tables.copy(gradients)
 
     def begin(self, used: Sequence[bool], found_inf: Tensor | None) -> None:
         """Copy what this rank is about to write, and note how to repeat the update.
@@ -159,8 +177,10 @@ class UpdateProtection:
         stands_in = own == min({*range(self._runtime.size)} - {*dead})
         with torch.no_grad():
             for rank in broken:
-                if (rank == own or (stands_in and rank in dead)) and not self._restore(self._backup, rank):
-                    return False
+                if rank == own or (stands_in and rank in dead):
+                    if not self._restore(self._backup, rank):
+                        return False
+                    self._tables.restore(rank)
         for update in self._updates:
             update.state.take_back(update.optimizer)
         if self._is_whole and self._past and self._past[-1].number == self.number:

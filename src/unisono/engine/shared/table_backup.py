@@ -1,0 +1,135 @@
+"""Copies of the rows that a step is about to write, in shared memory, from before the update.
+
+A table is too large to be copied in each step, even in portions, but a step writes only the rows that it looked up.
+Each rank copies those of its share, with their state, to a slot of its own; the read brings them into the cache, where
+the update needs them. Any rank can put back the rows of any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from unisono.engine.shared.optimizer_update import OptimizerUpdate
+from unisono.engine.shared.shared_runtime import SharedRuntime
+from unisono.engine.step_transaction import StepTransaction
+from unisono.shm.segment import aligned
+
+__all__ = ["TableBackup"]
+
+
+class _Copy(NamedTuple):
+    """The copy of some rows of one table, as views of a slot."""
+
+    rows: Tensor
+    """[n], int64."""
+    stores: list[tuple[Tensor, Tensor]]
+    """The table and its state in shared memory, and the copies of their rows, [n, ...]."""
+
+
+class TableBackup:
+    """A slot of shared memory for each rank.
+
+    Args:
+        runtime: Allocates the slots. Every rank must build this object, and call `reserve` together.
+        tables: The tables.
+        first: The number of the first table among all parameters.
+        updates: The optimizers, which have the state.
+    """
+
+    def __init__(
+        self, runtime: SharedRuntime, tables: Sequence[Tensor], *, first: int, updates: Sequence[OptimizerUpdate]
+    ) -> None:
+        self._runtime, self._tables, self._first, self._updates = runtime, tables, first, updates
+        self._capacity = 0
+        self._slots: Sequence[Tensor] = ()
+        self._header_nbytes = aligned(16 * len(tables))
+
+    def reserve(self, entries: Sequence[int], step: StepTransaction) -> None:
+        """Make slots for as many rows of each table, unless they are large enough. Every rank must call it.
+
+        Args:
+            entries: The most rows of each table that one rank may write, equal on all ranks.
+            step: The step under way.
+        """
+        nbytes = self._header_nbytes + sum(
+            aligned(8 * count) + sum(aligned(count * _row_nbytes(store)) for store in self._stores(i, with_state=True))
+            for i, count in enumerate(entries)
+            if count
+        )
+        if nbytes <= self._capacity:
+            return
+        capacity = 1 << nbytes.bit_length()
+        # Pages that are not written take no memory. No rank writes to a table before all have the slots.
+        segment = self._runtime.segment(capacity * self._runtime.size, "table backup")
+        self._slots = segment.tensor(0, (self._runtime.size, capacity)).unbind()
+        self._capacity = capacity
+        self._runtime.barrier("making room for copies of table rows", step)
+
+    def copy(self, gradients: Sequence[Tensor | None]) -> None:
+        """Copy the rows that this rank is about to write.
+
+        Args:
+            gradients: The gradient of each table; None: this rank writes none of its rows.
+        """
+        if not self._slots:
+            return
+        slot = self._slots[self._runtime.rank]
+        header = slot[: 16 * len(self._tables)].view(torch.int64).view(-1, 2)
+        counts = [0 if gradient is None else gradient._nnz() for gradient in gradients]
+        shared = [self._has_state(i) for i in range(len(self._tables))]
+        header.copy_(torch.tensor([*zip(counts, shared, strict=True)], dtype=torch.int64))
+        for (number, copied), gradient in zip(self._copies(slot), _present(gradients), strict=True):
+            indices = gradient._indices()[0]
+            assert len(copied.rows) == len(indices), number
+            copied.rows.copy_(indices)
+            for store, copy in copied.stores:
+                torch.index_select(store, 0, indices, out=copy)
+
+    def restore(self, rank: int) -> None:
+        """Put back the rows that a rank copied last."""
+        if self._slots:
+            for _, copied in self._copies(self._slots[rank]):
+                for store, copy in copied.stores:
+                    store.index_copy_(0, copied.rows, copy)
+
+    def _copies(self, slot: Tensor) -> Iterator[tuple[int, _Copy]]:
+        """Yield the copies in a slot as its header describes them, with the number of the table."""
+        counts = slot[: 16 * len(self._tables)].view(torch.int64).view(-1, 2).tolist()
+        offset = self._header_nbytes
+
+        def take(count: int, like: Tensor) -> Tensor:
+            nonlocal offset
+            begin, nbytes = offset, count * _row_nbytes(like)
+            offset += aligned(nbytes)
+            return slot[begin : begin + nbytes].view(like.dtype).view(count, *like.shape[1:])
+
+        for i, (count, with_state) in enumerate(counts):
+            if count:
+                rows = take(count, torch.empty(0, dtype=torch.int64))
+                stores = [*self._stores(i, with_state=bool(with_state))]
+                yield i, _Copy(rows, [(store, take(count, store)) for store in stores])
+
+    def _has_state(self, i: int) -> bool:
+        return any(update.state.is_shared(self._first + i) for update in self._updates)
+
+    def _stores(self, i: int, *, with_state: bool) -> Iterator[Tensor]:
+        """Yield a table, and its state if that is shared: the tensors with something for each row."""
+        weight = self._tables[i].detach()
+        yield weight
+        if with_state and self._has_state(i):
+            for update in self._updates:
+                for entry in update.state.entries(self._first + i).values():
+                    if entry.kind.shape[:1] == weight.shape[:1]:
+                        yield entry.value
+
+
+def _present(gradients: Sequence[Tensor | None]) -> list[Tensor]:
+    return [gradient for gradient in gradients if gradient is not None and gradient._nnz()]
+
+
+def _row_nbytes(store: Tensor) -> int:
+    return store.shape[1:].numel() * store.element_size()
