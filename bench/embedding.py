@@ -3,7 +3,9 @@
 Two ranks, 256 bags of 8 ids each on each rank, rows of 16 floats, a linear layer to 8 classes, SGD for both: the model
 of PyTorch's tutorial on parameter servers. The peer: DDP over gloo, zero_grad, forward, backward, loss.item(), step.
 Sides take turns in blocks of steps, which both ranks begin at the same time; that of the slower rank counts. The kernel
-is lookup, backward and update of one process with one thread, with `Adam` against nn.EmbeddingBag and SparseAdam.
+is lookup, backward and update of one process with one thread, with `Adam` against nn.EmbeddingBag and SparseAdam. The
+last row is the same with SGD on a table of 50 million rows against one of 100 000: what a step costs must not depend on
+the rows that there are, except for what the caches hold.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ def run(effort: Effort) -> Iterator[Row]:
     kernels = [(1000, 8, 64, 4)] if effort.quick else [(100_000, 16, 2048, 8), (1_000_000, 64, 4096, 10)]
     for rows, dim, bags, ids in kernels:
         yield _kernel(effort, rows, dim, bags, ids)
+    yield _by_size(effort, 200_000 if effort.quick else 50_000_000)
 
 
 class _Hybrid(nn.Module):
@@ -109,6 +112,41 @@ def _against_ddp(effort: Effort, rows: int) -> list[Row]:
             rows=rows,
         )
     ]
+
+
+def _by_size(effort: Effort, rows: int) -> Row:
+    torch.manual_seed(0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    gradient = torch.randn(_BAGS, _DIM)
+
+    def side(rows: int) -> Callable[[], float]:
+        tables = Tables({"item": Table(rows=rows, dim=_DIM, pooling="sum", optimizer=SGD(lr=_RATE))})
+
+        def measure() -> float:
+            ids = torch.randint(0, rows, (_BAGS, _IDS))
+            start = perf_counter()
+            tables["item"](ids).backward(gradient)
+            tables.step()
+            seconds = perf_counter() - start
+            tables.zero_grad()
+            return seconds
+
+        return measure
+
+    few = 100_000
+    pairs = alternate(side(rows), side(few), rounds=effort.rounds(201), seed=effort.seed)
+    torch.set_num_threads(threads)
+    ids = _BAGS * _IDS / 1e6
+    return summarise(
+        "embedding",
+        f"SGD, {rows} rows x {_DIM}, {_BAGS * _IDS} ids, one core",
+        **pairs.as_rates(ours=ids, peer=ids)._asdict(),
+        peer_name=f"{few} rows",
+        unit="M ids/s",
+        goal=Goal(of="ratio", bound=1 / 1.5),
+        rows=rows,
+    )
 
 
 def _kernel(effort: Effort, rows: int, dim: int, bags: int, width: int) -> Row:

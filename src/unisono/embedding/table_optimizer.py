@@ -15,7 +15,7 @@ from unisono.embedding.row_sums import rows_of
 
 __all__ = ["TableOptimizer"]
 
-_CHUNK_NBYTES = 768 * 1024
+_CHUNK_NBYTES = 384 * 1024
 """The bytes of the rows that are updated together, with their gradients and state: they should fit the L2 cache."""
 _WIDEST = {4: torch.complex128, 2: torch.float64}
 """A row is written as elements of this type, as each write of an element costs the same. By floats per element."""
