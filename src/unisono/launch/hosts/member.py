@@ -48,6 +48,9 @@ __all__ = ["HostMember"]
 _LINGER_S = 3.0
 """How long the host with the store stays for the others to read how the job has ended."""
 
+_GOODBYE_S = 0.1
+"""How long to wait for the last words of a host that has closed its connection."""
+
 _PAUSE_S = 0.02
 _TORCHRUN_S = 0.3
 """How often to look what hosts of torchrun do."""
@@ -244,6 +247,11 @@ class HostMember:
         term.begin()
         term.say({"do": "agreed", "members": sorted(members)})
         self._tell_hosts(lost)
+        if leader == self._host:
+            for host in self._members - {self._host}:
+                threading.Thread(
+                    target=self._await_end, args=(term, host), name="unisono-host-end", daemon=True
+                ).start()
         if self._is_done:
             term.say({"do": "finished"})
 
@@ -335,6 +343,18 @@ class HostMember:
                 self._term.watch(rest)
                 reasons = {str(host): lost[host] for host in gone}
                 self._term.say({"do": "members", "members": sorted(rest), "lost": reasons})
+
+    def _await_end(self, term: Term, host: int) -> None:
+        """Wait at the store of a host, which closes the connection if all of its launcher is killed. On the leader."""
+        assert self._meeting is not None
+        hello = self._meeting.hellos[host]
+        way = LocalPort((hello["address"], hello["store"]), self._settings.token)
+        with suppress(*STORE_ERRORS):
+            _connect((LOOPBACK, way.port), "never").wait(["never"], timedelta(days=365))
+        if way.has_ended and term is self._term:
+            time.sleep(_GOODBYE_S)  # it may have said why
+            self._exclude({host: "has closed its connection: its launcher has ended, or was killed"}, ended=True)
+        way.close()
 
     def _on_broken(self, term: Term, reason: str) -> None:
         """Go on without the leader. Called by one of the threads of the term, or that which looks after it."""
