@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from unisono import metrics as metrics
     from unisono import parallel as parallel
     from unisono.data.seeding import seed_everything
+    from unisono.engine.local_steps.settings import DiLoCo, LocalSGD
     from unisono.job.current import Job
     from unisono.job.initialize import init
     from unisono.job.ranks import is_main, local_rank, local_world_size, node_rank, rank, world_size
@@ -36,7 +37,9 @@ __all__ = [
     "Average",
     "Carried",
     "Checkpoints",
+    "DiLoCo",
     "Job",
+    "LocalSGD",
     "Sum",
     "Trainer",
     "get_logger",
@@ -59,7 +62,9 @@ __all__ = [
 _HOMES = {
     "Carried": "unisono.trainer.carried",
     "Checkpoints": "unisono.state.policy",
+    "DiLoCo": "unisono.engine.local_steps.settings",
     "Job": "unisono.job.current",
+    "LocalSGD": "unisono.engine.local_steps.settings",
     "Average": "unisono.metrics.average",
     "Sum": "unisono.parallel.losses",
     "Trainer": "unisono.trainer.trainer",

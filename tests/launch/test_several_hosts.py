@@ -114,6 +114,16 @@ def test_a_host_sends_no_more_than_in_a_ring_all_reduce_over_hosts(hosts):
     assert 0.9 < ratio < 1.1
 
 
+@pytest.mark.soak
+def test_with_rounds_a_host_sends_the_weights_once_in_a_round(hosts):
+    source = TRAFFIC.replace("seed=5)", "seed=5, sync=unisono.DiLoCo(every=4))")
+    source = source.replace("(counts[-1] - counts[1]) / (len(counts) - 2)", "(counts[7] - counts[3]) / 4")
+    first = hosts.run(write(hosts, source))[0]
+    assert first.returncode == 0, first.stderr
+    ratio = float(first.stdout.rpartition("ratio ")[2])
+    assert 0.9 / 4 < ratio < 1.1 / 4
+
+
 def test_a_run_continues_where_rank_0_has_its_checkpoints_and_not_elsewhere(hosts):
     source = TRAIN.replace("seed=5)", "seed=5, directory='run')")
     folders = [hosts.folder / "0", hosts.folder / "1"]  # hosts that share no file system

@@ -16,6 +16,7 @@ from unisono.engine.collective import CollectiveEngine
 from unisono.engine.consistency import ConsistencyCheck, GroupConsistencyCheck, NoConsistencyCheck
 from unisono.engine.host_tree_all_reduce import HostGrid, HostTreeAllReduce, group_all_reduce
 from unisono.engine.local import LocalEngine
+from unisono.engine.local_steps import LocalStepsEngine, Workers
 from unisono.engine.shared import (
     LoadStateDictHook,
     SharedAllReduce,
@@ -59,6 +60,8 @@ class EngineFactory:
         """The shared memory of the ranks; None if they have none, as on several hosts."""
         self._virtual_ranks, self._overlap, self._protect = virtual_ranks, overlap, protect
         self._grid = grid
+        self.workers: Workers | None = None
+        """The workers that train on their own; None where each step has the gradient of all. Set before any engine."""
         self._made: list[Engine] = []
         self._loads: LoadStateDictHook | None = None
         self.comparison: ConsistencyCheck = NoConsistencyCheck()
@@ -103,6 +106,10 @@ class EngineFactory:
             self._loads.remove()
 
     def _make(self, optimizer: Optimizer) -> Engine:
+        if self.workers is not None:
+            return LocalStepsEngine(
+                self.workers, self._world, self.comparison, self.all_reduce, virtual_ranks=self._virtual_ranks
+            )
         if self._world.group is None:
             return LocalEngine(optimizer, self._modules)
         virtual_ranks, overlap = self._virtual_ranks, self._overlap

@@ -23,6 +23,7 @@ from unisono.engine import (
     WeightWrites,
     select_engines,
 )
+from unisono.engine.local_steps import Workers
 from unisono.engine.sharded import ShardedEngineFactory
 from unisono.engine.staged import StagedBuffers, StagedEngineFactory
 from unisono.job.placement import own_placement
@@ -59,6 +60,7 @@ from unisono.trainer.setup import (
     check_constants,
     check_equal_values,
     check_schedulers,
+    check_workers,
     choose_device,
     compile_each_size,
     keep_freed_memory,
@@ -100,8 +102,8 @@ class TrainerParts:
     carried: CarriedStates
     cut: CutModel | DividedModel | None
     """The model, if it is cut or divided over ranks."""
-    gathering: StageGathering | ShardGathering | None
-    """Brings its parts together."""
+    gathering: StageGathering | ShardGathering | Workers | None
+    """Brings its parts, or the state of workers, together."""
     keeper: Checkpointing
     modules: dict[str, nn.Module]
     runners: dict[str | None, StepRunner]
@@ -191,6 +193,7 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
             "overlap": settings.overlap,
             "engine": settings.engine,
             "digest_every": settings.digest_every,
+            "sync": repr(settings.sync),
             "parallel": plain(settings.parallel),
             **describe_models(modules),
             **describe_optimizers(optimizers, parameter_names(modules)),
@@ -235,7 +238,12 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
     def select() -> EngineFactory:
         return _select(settings, world, modules, optimizers, recovery)
 
+    workers = None
+    if settings.sync is not None:
+        single = check_workers(settings.sync, modules, optimizers, named_optimizers(optimizer))
+        workers = Workers(settings.sync, single, world, virtual_ranks=settings.virtual_ranks)
     base = select()
+    base.workers = workers
     carried = CarriedStates({name: each for name, each in settings.stateful.items() if isinstance(each, Carried)}, run)
     engines, buffers = _of_parts(base, settings, world, modules, cut)
 
@@ -289,6 +297,8 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
     others |= {
         f"scaler/{name}": runner.scaler for name, runner in runners.items() if name is not None and runner.scaler
     }
+    if workers is not None:
+        others["sync"] = workers
     others |= {f"average/{prefix}": AverageUpdates(average) for prefix, average in averages.items()}
     subjects = Subjects(
         modules=modules,
@@ -319,7 +329,7 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
                 "on, write to optimizer.param_groups after the Trainer has been made."
             )
     subjects = replace(subjects, given=given)
-    gathering: StageGathering | ShardGathering | None = None
+    gathering: StageGathering | ShardGathering | Workers | None = workers
     state: RecoverableState
     if isinstance(cut, CutModel):
         assert isinstance(buffers, StagedBuffers)
@@ -382,7 +392,7 @@ def _select(
 ) -> EngineFactory:
     """Return the factory of the run's engines. Every rank must call it."""
     return select_engines(
-        settings.engine if settings.parallel is None else "collective",
+        settings.engine if settings.parallel is None and settings.sync is None else "collective",
         world,
         modules.values(),
         optimizers.values(),
@@ -422,7 +432,13 @@ def _of_parts(
             virtual_ranks=virtual_ranks,
             parameters_move=not cut.division.grid.keeps_weights,
         )
-    return engines, BufferTransaction(modules, world, engines.all_reduce, virtual_ranks=virtual_ranks)
+    return engines, BufferTransaction(
+        modules,
+        world,
+        engines.all_reduce,
+        virtual_ranks=virtual_ranks,
+        parameters_move=settings.sync is not None,
+    )
 
 
 def _history_of(found: ResumedRun, best: str | None) -> EvaluationHistory:

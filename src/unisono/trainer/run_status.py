@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from unisono.engine.local_steps import Workers
 from unisono.job.user_function import refuse_inside
 from unisono.trainer.evaluation import tell_values
 from unisono.trainer.logged_values import check_values, read_values
@@ -26,7 +27,7 @@ class RunStatus:
 
     _run: RunContext
     _cursor: Cursor
-    _gathering: StageGathering | ShardGathering | None
+    _gathering: StageGathering | ShardGathering | Workers | None
     _modules: Mapping[str, nn.Module]
     _subjects: Subjects
     _log: EventLog

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from unisono.arguments import choice, flag, real, whole
 from unisono.engine import EngineKind
+from unisono.engine.local_steps import LocalSGD
 from unisono.parallel.pipeline import Pipeline
 from unisono.parallel.sharding import Shard
 from unisono.state.policy import Checkpoints
@@ -58,6 +59,7 @@ class TrainerSettings:
     parallel: Pipeline | Shard | None
     progress: bool
     listeners: Sequence[Callable[[Event], None]]
+    sync: LocalSGD | None
     digest_every: int | None
     drill: Path | None = None
     """The folder of the run of `unisono drill` that this is; None: it is none."""
@@ -113,6 +115,8 @@ class TrainerSettings:
             whole("digest_every", self.digest_every, least=1, meant="a whole number of steps, or None")
         if self.parallel is not None:
             self._check_parallel()
+        if self.sync is not None:
+            self._check_sync()
         if self.clip_grad_norm is not None and not real("clip_grad_norm", self.clip_grad_norm) > 0:
             raise ValueError(f"clip_grad_norm={self.clip_grad_norm} must be positive; None does not clip")
         if self.ema_decay is not None and not 0 <= real("ema_decay", self.ema_decay) < 1:
@@ -138,6 +142,24 @@ class TrainerSettings:
         for i, each in enumerate(listeners):
             if not callable(each):
                 raise TypeError(f"listeners[{i}] is {a_type(each)}, which cannot be called with an event")
+
+    def _check_sync(self) -> None:
+        """Refuse what cannot be together with workers that train on their own."""
+        sync: Any = self.sync
+        if not isinstance(sync, LocalSGD):
+            raise TypeError(
+                f"sync={sync!r} is {a_type(sync)}; give unisono.DiLoCo(every=50) or unisono.LocalSGD(every=50)"
+            )
+        count = sync.workers or self.virtual_ranks
+        each = f"{count} workers that train on their own (sync={type(sync).__name__}(every={sync.every}))"
+        for name, is_given, why in (
+            ("parallel", self.parallel is not None, "would each need a model that is cut or divided"),
+            ('engine="shared"', self.engine == "shared", "have weights of their own, and it keeps one copy for all"),
+            ('autocast="fp16"', self.autocast == "fp16", 'would need a loss scale each; autocast="bf16" needs none'),
+            ("ema_decay", self.ema_decay is not None, f"meet once in {sync.every} steps, and it averages after each"),
+        ):
+            if is_given:
+                raise ValueError(f"{name} cannot be together with {each}: these {why}. Leave out one of the two")
 
     def _check_parallel(self) -> None:
         """Refuse what cannot be together with a model that is cut or divided over ranks."""

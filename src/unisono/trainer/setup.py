@@ -15,10 +15,12 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from unisono.arguments import function
 from unisono.collectives.world import World
+from unisono.engine.local_steps import LocalSGD
 from unisono.errors import RankMismatchError
 from unisono.plan import rank_block
 from unisono.state.digest import digest
 from unisono.text import a_type
+from unisono.trainer.closure import needs_closure
 from unisono.trainer.description import plain
 from unisono.trainer.hyperparameters import is_scheduler
 from unisono.trainer.model_checks import unwrapped_optimizer
@@ -229,6 +231,46 @@ def check_constants(
                 "another directory."
             )
     rank_block(0, world_size=replicas, virtual_ranks=virtual_ranks)
+
+
+def check_workers(
+    sync: LocalSGD,
+    modules: Mapping[str, nn.Module],
+    optimizers: Mapping[str, Optimizer],
+    given: Mapping[str, Optimizer],
+) -> Optimizer:
+    """Return the one optimizer that workers with weights of their own can have.
+
+    Args:
+        sync: How workers train.
+        modules: The models.
+        optimizers: All optimizers, with those of tables.
+        given: The user's.
+
+    Raises:
+        ValueError: There are several, or tables or sparse gradients, or it needs a closure.
+    """
+    name = type(sync).__name__
+    if len(optimizers) != 1 or [*optimizers.values()] != [*given.values()]:
+        tables = ", those of tables of unisono.embedding included" if len(optimizers) > len(given) else ""
+        raise ValueError(
+            f"sync={name}(...) is for one optimizer of dense parameters, and this run has {len(optimizers)}{tables}: "
+            "leave sync out, or train with a single optimizer"
+        )
+    for prefix, root in modules.items():
+        for path, module in root.named_modules():
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+                raise ValueError(
+                    f"sync={name}(...) is for dense gradients, and {prefix + path!r} has {module.num_embeddings} rows "
+                    "with sparse=True: make it with sparse=False, or leave sync out"
+                )
+    (single,) = optimizers.values()
+    if needs_closure(single):
+        raise ValueError(
+            f"sync={name}(...) cannot be together with {type(single).__name__}, which computes the loss of all workers "
+            "at other weights within a step: leave sync out, or take another optimizer"
+        )
+    return single
 
 
 def check_equal_values(

@@ -31,6 +31,7 @@ from unisono.engine import (
     parts_of,
     trained_by,
 )
+from unisono.engine.local_steps import LocalStepsEngine
 from unisono.engine.sharded import ShardedEngineFactory
 from unisono.engine.staged import StagedBuffers, StagedEngineFactory
 from unisono.errors import LossError, NonFiniteLossError
@@ -141,6 +142,11 @@ class StepRunner:
                 f"encode=... needs samples that are dealt evenly, and the {batch.size} of this batch are as many in "
                 "each share as the function of rollouts made there, or as its shard had left: make equally many for "
                 "each virtual rank, or give drop_last=True with shards."
+            )
+        if options is not PLAIN_STEP and isinstance(self._engine, LocalStepsEngine):
+            raise ValueError(
+                f"the step has {options.describe().strip(', ')}, which needs the gradient or the outputs of all "
+                "workers, and with sync= they meet once in a round only: leave that out, or sync="
             )
         self._find_trained()
         if self._needs_closure:

@@ -23,6 +23,7 @@ from unisono.data.sampled_loader import SampledLoader
 from unisono.data.sampled_order import check_samplers
 from unisono.data.settings import Collate
 from unisono.engine import EngineKind
+from unisono.engine.local_steps import LocalSGD
 from unisono.job.user_function import refuse_inside
 from unisono.parallel.pipeline import Pipeline
 from unisono.parallel.pipeline.cut_model import CutModel
@@ -94,6 +95,8 @@ class Trainer(RunStatus, ShortForm, ByVirtualRank, Storage):
         listeners: Functions that rank 0 calls with each event of the run, a dict; see docs/events.md, and
             docs/logging.md for `unisono.loggers`. Their exceptions propagate out of the method that the event is about;
             for "checkpoint", which is written meanwhile, out of the loop's next call.
+        sync: `unisono.DiLoCo(every=50)` or `unisono.LocalSGD(every=50)`: workers take so many steps on their own before
+            they bring their weights together. Changes the result. None: every step has the gradient of all.
         digest_every: Record a digest of each parameter and buffer after every so many steps, where the loop asks for
             its next batch, so that `unisono compare` finds the first one that differs. Rank 0 reads all weights for it,
             at 1 to 2 GB/s, while the others wait. None: none. Not with `parallel`.
@@ -138,6 +141,7 @@ class Trainer(RunStatus, ShortForm, ByVirtualRank, Storage):
         parallel: Pipeline | Shard | None = None,
         progress: bool = True,
         listeners: Sequence[Callable[[Event], None]] = (),
+        sync: LocalSGD | None = None,
         digest_every: int | None = None,
     ) -> None:
         settings = TrainerSettings.checked(
@@ -159,6 +163,7 @@ class Trainer(RunStatus, ShortForm, ByVirtualRank, Storage):
             parallel=parallel,
             progress=progress,
             listeners=listeners,
+            sync=sync,
             digest_every=digest_every,
         )
         self.model, self.optimizer, self.directory = model, optimizer, settings.directory
@@ -167,6 +172,8 @@ class Trainer(RunStatus, ShortForm, ByVirtualRank, Storage):
             recovery.refuse("the state that virtual ranks carry dies with the rank that computes them")
         if isinstance(settings.parallel, Shard):
             recovery.refuse("a model that is divided over ranks dies with the rank that has a part of it")
+        if settings.sync is not None:
+            recovery.refuse("the weights of a worker (sync=) die with the rank that trains it")
         parts = assemble(model, optimizer, settings, recovery=recovery)
         self._parts, self._unknown_metrics = parts, set()
         self._run, self._cursor, self._modules = parts.run, parts.cursor, parts.modules

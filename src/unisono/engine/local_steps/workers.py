@@ -1,0 +1,208 @@
+"""The weights and optimizer state of this rank's workers, between the outer steps. Start reading at `Workers`.
+
+Between steps, the parameters are the outer weights, which are equal on all ranks, and the user's optimizer has no
+state: every worker has its own here. During a step, `as_worker` lends the parameters the weights of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+
+from unisono.collectives.world import World
+from unisono.engine.local_steps.settings import LocalSGD, workers_of
+
+__all__ = ["Workers"]
+
+
+class Workers:
+    """This rank's workers.
+
+    Memory: for each of them the weights and the optimizer's state; once, the outer weights and the outer momentum.
+
+    Args:
+        sync: The length of a round, and the outer step.
+        optimizer: The user's optimizer, the inner one.
+        world: The ranks.
+        virtual_ranks: Shares of a whole batch.
+
+    Raises:
+        ValueError: virtual_ranks is no multiple of the workers, or a worker would be on two ranks.
+    """
+
+    def __init__(self, sync: LocalSGD, optimizer: Optimizer, world: World, *, virtual_ranks: int) -> None:
+        self.count = count = sync.workers or virtual_ranks
+        """The number of workers of all ranks."""
+        if virtual_ranks % count:
+            raise ValueError(
+                f"workers={count} do not divide virtual_ranks={virtual_ranks}: each worker has equally many virtual "
+                f"ranks. Give a divisor, or leave workers out for {virtual_ranks}"
+            )
+        self.leaves = virtual_ranks // count
+        """The number of virtual ranks of a worker."""
+        self.sync, self.optimizer, self._world = sync, optimizer, world
+        self.own = workers_of(world.rank, world_size=world.size, virtual_ranks=virtual_ranks, workers=count)
+        """The workers of this rank."""
+        self.parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        learning_rate, momentum = sync.rule
+        self.outer = SGD(self.parameters, lr=learning_rate, momentum=momentum, nesterov=momentum > 0)
+        """The outer optimizer."""
+        self.position = 0
+        """How many steps of the round are done."""
+        self.steps = 0
+        """How many steps are done."""
+        self._weights: dict[int, list[Tensor]] = {}
+        self._states: dict[int, dict[Any, Any]] = {}
+        self._seen: int | None = None
+        """The number of writes to the parameters at the end of the last step."""
+        self._gathered: tuple[int, list[dict[int, Any]]] | None = None
+
+    def begin_step(self) -> None:
+        """Begin a round if none is under way, or if weights were loaded into the model since the last step."""
+        if not self._weights or self._seen not in (None, self._writes()):
+            self.begin_round()
+
+    def begin_round(self) -> None:
+        """Give all workers the outer weights."""
+        self.position = 0
+        for worker in self.own:
+            if worker in self._weights:
+                torch._foreach_copy_(self._weights[worker], [p.detach() for p in self.parameters])
+            else:
+                self._weights[worker] = [p.detach().clone() for p in self.parameters]
+
+    def end_step(self) -> None:
+        """Note that all workers have done a step."""
+        self.steps += 1
+        self._seen = self._writes()
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Return a context in which `lend` may be called; it puts the outer weights back."""
+        outer = [p.data for p in self.parameters]
+        try:
+            yield
+        finally:
+            self.put_back(outer)
+
+    def lend(self, worker: int) -> None:
+        """Let the parameters have the weights of a worker."""
+        self.put_back(self._weights[worker])
+
+    def put_back(self, weights: Sequence[Tensor]) -> None:
+        """Let the parameters have these weights. No value is copied."""
+        for p, weight in zip(self.parameters, weights, strict=True):
+            p.data = weight
+
+    def update(self, worker: int) -> None:
+        """Let a worker's optimizer apply p.grad to its weights, which the parameters have."""
+        state = self.optimizer.state
+        state.clear()
+        state.update(self._states.get(worker, {}))
+        try:
+            self.optimizer.step()
+            self._states[worker] = dict(state)
+        finally:
+            state.clear()
+
+    def difference(self, worker: int, index: int) -> Tensor:
+        """Return the outer weights less a worker's, of one parameter, in float32 or better."""
+        p = self.parameters[index].detach()
+        dtype = torch.promote_types(p.dtype, torch.float32)
+        return torch.sub(p.to(dtype), self._weights[worker][index].to(dtype))
+
+    # The interface of a model's gathering: brings the state of all workers to rank 0, which saves.
+
+    @property
+    def is_whole(self) -> bool:
+        """True if this rank has the state of all workers, or is not to save it."""
+        return self._world.group is None or self._world.rank > 0 or self._is_gathered
+
+    @property
+    def needs_others(self) -> bool:
+        """True if ranks have to know when a state is saved."""
+        return self._world.group is not None
+
+    def gather(self, *, everywhere: bool) -> None:
+        """Bring the state of all workers to rank 0. Every rank must call it. Traffic: each rank sends its workers'."""
+        if self._world.group is not None and not self._is_gathered:
+            everyone = self._world.gather_to_main(self._own_state(), "Trainer gathering the state of workers")
+            self._gathered = (self.steps, everyone or [])
+
+    def check_whole(self, call: str) -> None:
+        """Do nothing: every rank has the outer weights."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of all workers, as it was gathered, and of the outer optimizer."""
+        parts = self._gathered[1] if self._gathered is not None and self._is_gathered else [self._own_state()]
+        momentum = [self.outer.state.get(p, {}).get("momentum_buffer") for p in self.parameters]
+        return {
+            "count": self.count,
+            "every": self.sync.every,
+            "steps": self.steps,
+            "position": self.position,
+            "workers": {worker: state for part in parts for worker, state in part.items()},
+            "momentum": momentum,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take this rank's workers from the state of all.
+
+        Raises:
+            ValueError: The run had another number of workers, or rounds of another length.
+        """
+        if (state["count"], state["every"]) != (self.count, self.sync.every):
+            raise ValueError(
+                f"the run has {state['count']} workers and rounds of {state['every']} steps, and sync= says "
+                f"{self.count} and {self.sync.every}: they decide its result, so give the same as before"
+            )
+        self.steps, self.position, self._seen = state["steps"], state["position"], None
+        self._weights, self._states, self._gathered = {}, {}, None
+        for worker in self.own if state["workers"] else ():
+            found = state["workers"][worker]
+            pairs = zip(self.parameters, found["weights"], strict=True)
+            self._weights[worker] = [_like(p, weight) for p, weight in pairs]
+            self._states[worker] = {
+                self.parameters[index]: {
+                    name: _like(self.parameters[index], value) if isinstance(value, Tensor) else value
+                    for name, value in values.items()
+                }
+                for index, values in found["optimizer"].items()
+            }
+        for p, momentum in zip(self.parameters, state["momentum"], strict=True):
+            if momentum is not None:
+                self.outer.state[p]["momentum_buffer"] = _like(p, momentum)
+
+    @property
+    def _is_gathered(self) -> bool:
+        return self._gathered is not None and self._gathered[0] == self.steps
+
+    def _own_state(self) -> dict[int, Any]:
+        places = {p: index for index, p in enumerate(self.parameters)}
+        return {
+            worker: {
+                "weights": [weight.cpu() for weight in weights],
+                "optimizer": {
+                    places[p]: {
+                        name: value.cpu() if isinstance(value, Tensor) else value for name, value in values.items()
+                    }
+                    for p, values in self._states.get(worker, {}).items()
+                },
+            }
+            for worker, weights in self._weights.items()
+        }
+
+    def _writes(self) -> int:
+        return sum(p._version for p in self.parameters)
+
+
+def _like(parameter: Tensor, value: Tensor) -> Tensor:
+    """Return a copy in the layout and on the device of a parameter, or of a number beside it, such as `step`."""
+    if value.shape != parameter.shape or value.ndim == 0:
+        return value.clone()
+    return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
