@@ -190,5 +190,5 @@ def test_a_model_with_tables_is_refused():
     tables = Tables({"item": Table(rows=50, dim=4, pooling="sum", optimizer=RowwiseAdagrad(lr=0.05))})
     model = torch.nn.Sequential(tables["item"], torch.nn.Linear(4, 3))
     optimizer = torch.optim.SGD(dense_parameters(model), lr=0.1)
-    with pytest.raises(ValueError, match="this run has 2, those of tables of unisono.embedding included"):
+    with pytest.raises(ValueError, match=r"this run has 2, those of tables of unisono\.embedding included"):
         unisono.Trainer(model, optimizer, virtual_ranks=2, sync=DiLoCo(every=2))
