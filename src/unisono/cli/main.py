@@ -20,6 +20,7 @@ from unisono.cli.report import report
 from unisono.cli.run import run
 from unisono.cli.scale import scale
 from unisono.cli.token import token
+from unisono.cli.top import top
 from unisono.errors import EstimateError, LaunchError, ReportError
 
 __all__ = ["cli", "main"]
@@ -41,7 +42,7 @@ def cli(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for command in (run, drill, ps, stacks, scale, plan, report, compare, token, hosts):
+for command in (run, drill, ps, top, stacks, scale, plan, report, compare, token, hosts):
     cli.add_command(command)
 
 

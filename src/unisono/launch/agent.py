@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO
 
-from unisono.launch.answers import describe_job, describe_stacks
+from unisono.launch.answers import describe_activity, describe_job, describe_stacks
 from unisono.launch.channel import Channel, Message
 from unisono.launch.cleanup import remove_scratch
 from unisono.launch.control import Control
@@ -417,14 +417,20 @@ class _Agent:
                 self._shutdown.begin_for_signal(signum, describe_signal(signum))
 
     def _answer(self, question: dict[str, Any]) -> dict[str, Any] | None:
-        """Return the reply to `unisono ps`, `unisono stacks` or `unisono drill`, None to an unknown question."""
+        """Return the reply to `unisono ps`, `top`, `stacks` or `drill`, None to an unknown question."""
         job, kind = self._job, question.get("ask")
-        if kind == "job":
-            facts = {"restarts": self._restarts, "recoveries": len(self._recoveries), "started_s": self._started_s}
+        if kind in ("job", "top"):
+            facts: dict[str, Any] = {
+                "restarts": self._restarts,
+                "recoveries": len(self._recoveries),
+                "started_s": self._started_s,
+            }
             spares = 0 if self._changes is None else self._changes.spares.ready
             generation = self._generation
             running = set() if generation is None else {generation.local_rank(rank) for rank in generation.running}
-            return describe_job(job, running=running, facts={**facts, "spares": spares, **self._relay.progress})
+            activity = {"activity": describe_activity(generation)} if kind == "top" else {}
+            facts = {**facts, "spares": spares, **self._relay.progress, **activity}
+            return describe_job(job, running=running, facts=facts)
         if kind == "scale" and type(ranks := question.get("ranks")) is int:
             is_over = self._shutdown.state is not None or self._changes is None
             problem = "it is about to end" if is_over else self._ranks.scaling.request(ranks)

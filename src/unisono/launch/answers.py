@@ -1,4 +1,4 @@
-"""What an agent answers other commands: `unisono ps` and `unisono stacks`."""
+"""What an agent answers other commands: `unisono ps`, `unisono top` and `unisono stacks`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unisono.launch.generation import Generation
 from unisono.launch.hang.hang_report import render_stacks
 from unisono.launch.launch_job import LaunchJob
 
-__all__ = ["describe_job", "describe_stacks"]
+__all__ = ["describe_activity", "describe_job", "describe_stacks"]
 
 
 def describe_job(job: LaunchJob, *, running: Collection[int], facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -33,6 +33,23 @@ def describe_job(job: LaunchJob, *, running: Collection[int], facts: Mapping[str
         "arguments": list(job.arguments),
         **facts,
     }
+
+
+def describe_activity(generation: Generation | None) -> list[dict[str, Any]]:
+    """Return each rank that runs here, for `unisono top`: its process, and the call in its status block.
+
+    The ranks are not asked, so that nothing is disturbed.
+
+    Args:
+        generation: The ranks; None before they have been started.
+    """
+    if generation is None:
+        return []
+    ranks = []
+    for found in generation.describe_ranks():
+        doing, waits_s = generation.observer.activity(found["rank"])
+        ranks.append({"rank": found["rank"], "pid": found["pid"], "doing": doing, "waits_s": waits_s})
+    return ranks
 
 
 def describe_stacks(generation: Generation | None, *, full: bool) -> dict[str, Any]:

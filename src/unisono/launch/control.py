@@ -1,4 +1,4 @@
-"""The connection of `unisono ps` and `unisono stacks` to the agents of running jobs.
+"""The connection of `unisono ps`, `top` and `stacks` to the agents of running jobs.
 
 Each agent listens on an abstract Unix socket named after its user and process, which leaves no file and vanishes with
 the agent, however that ends. Only the same user gets answers. Question and answer are one line of JSON each. The

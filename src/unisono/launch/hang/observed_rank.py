@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -14,10 +15,10 @@ from unisono.launch.failure.frames import short_path
 from unisono.launch.hang.call_recorder import ASK_ERROR, ASK_RECORDER, ASK_STACKS
 from unisono.launch.hang.situation import Pending
 from unisono.launch.hang.stacks import create_dump
-from unisono.launch.hang.status_block import StatusBlock, create
+from unisono.launch.hang.status_block import RecordedCall, StatusBlock, create
 from unisono.text import parse_ranks
 
-__all__ = ["ObservedRank"]
+__all__ = ["ObservedRank", "describe_call"]
 
 
 @dataclass(eq=False, slots=True)
@@ -76,13 +77,7 @@ class ObservedRank:
         Args:
             folder: The folder to which the path is relative.
         """
-        calls = self.block.calls()
-        if not calls:
-            return ""
-        call = next((call for call in reversed(calls) if call.running), calls[-1])
-        where = f"{call.name} at {short_path(call.file, folder=folder)}:{call.line}"
-        last = "its last collective, " if call.kind == "collective" else ""
-        return f"in {where}" if call.running else f"past {last}{where}"
+        return describe_call(self.block.calls(), folder=folder)
 
     def measure_load(self, now_s: float, cpu_s: float) -> None:
         """Note the number of cores that the process has kept busy since the previous call, if there was one.
@@ -140,3 +135,18 @@ class ObservedRank:
                 for entry in (told["pending"] if fresh else ())
             ),
         }
+
+
+def describe_call(calls: Sequence[RecordedCall], *, folder: str) -> str:
+    """Return the call that runs, or otherwise the latest one, as words; "" without calls.
+
+    Args:
+        calls: The latest calls of a rank, the newest last.
+        folder: The folder to which the path is relative.
+    """
+    if not calls:
+        return ""
+    call = next((call for call in reversed(calls) if call.running), calls[-1])
+    where = f"{call.name} at {short_path(call.file, folder=folder)}:{call.line}"
+    last = "its last collective, " if call.kind == "collective" else ""
+    return f"in {where}" if call.running else f"past {last}{where}"

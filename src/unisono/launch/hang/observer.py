@@ -16,7 +16,7 @@ from typing import Any
 from unisono.launch.hang.analysis import Finding, find_hang, find_mismatch
 from unisono.launch.hang.hang_report import render_finding, render_idle, render_mismatch, summarize
 from unisono.launch.hang.idleness import Activity, Idleness, read_activity
-from unisono.launch.hang.observed_rank import ObservedRank
+from unisono.launch.hang.observed_rank import ObservedRank, describe_call
 from unisono.launch.hang.situation import Situation
 from unisono.launch.hang.stacks import StackRequest, crash_text, read_state
 from unisono.launch.hang.status_block import RecordedCall
@@ -187,6 +187,15 @@ class Observer:
     def doing(self, rank: int) -> str:
         """Return the call that a rank is in, or has made last, as words: "in all_reduce at train.py:7"."""
         return self._ranks[rank].doing(self._folder) if rank in self._ranks else ""
+
+    def activity(self, rank: int) -> tuple[str, float | None]:
+        """Return the call that a rank is in, or has made last, as `doing` does, and for how long it has been in it."""
+        if rank not in self._ranks:
+            return "", None
+        calls = self._ranks[rank].block.calls()
+        started_ns = min((call.started_ns for call in calls if call.running), default=None)
+        waits_s = None if started_ns is None else max(0.0, (time.monotonic_ns() - started_ns) / 1e9)
+        return describe_call(calls, folder=self._folder), waits_s
 
     def finished_ns(self, rank: int) -> int | None:
         """Return when a rank's program ended without an error; None if it has not. Its process may still run."""

@@ -40,6 +40,10 @@ class EventRelay:
         """The number of steps at the end of the run, if it is known."""
         self.loss: float | str | None = None
         """The loss of the latest step; "nan" and the like are strings."""
+        self.lr: float | None = None
+        """The learning rate of the latest step."""
+        self.samples: int | None = None
+        """The number of samples in the latest step."""
         self._epoch: dict[str, Any] = {}
 
     def feed(self, data: bytes) -> None:
@@ -77,14 +81,14 @@ class EventRelay:
             self._complain(f"rank 0 wrote a progress event that is not a JSON object: {shown!r}; ignored")
 
     def _note(self, event: dict[str, Any]) -> None:
-        """Update the numbers that `unisono ps` shows."""
+        """Update the numbers that `unisono ps` and `unisono top` show."""
         if event.get("event") == "epoch":
             self._epoch = event
         step: Any = event.get("total_steps")
         if isinstance(step, int):
             self.step = step
         if event.get("event") == "step":
-            self.loss = event.get("loss")
+            self.loss, self.lr, self.samples = event.get("loss"), event.get("lr"), event.get("samples")
             epochs: Any = self._epoch.get("epochs")
             steps: Any = self._epoch.get("steps")
             epoch: Any = event.get("epoch")

@@ -134,8 +134,15 @@ class Relay:
 
     @property
     def progress(self) -> dict[str, Any]:
-        """The run's `step`, `steps` at its end, and `loss`, from rank 0's events; None where one is not known."""
-        return {"step": self._events.step, "steps": self._events.steps, "loss": self._events.loss}
+        """The run's `step`, `steps` at its end, and `loss`, `lr` and `samples` of the latest; None if not known."""
+        events = self._events
+        return {
+            "step": events.step,
+            "steps": events.steps,
+            "loss": events.loss,
+            "lr": events.lr,
+            "samples": events.samples,
+        }
 
     def open(self, rank: int, *, attempt: int = 0) -> list[int]:
         """Create the pipes of one rank and return the ends to write to (stdout, stderr; events for rank 0).

@@ -1,0 +1,266 @@
+"""`unisono top`: the ranks of a running job in the terminal, once a second.
+
+The job is only looked at: its launcher is asked what it knows, and the kernel what the processes use. No rank is asked.
+Start reading at `top`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import select
+import signal
+import sys
+import termios
+import time
+import tty
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import click
+
+from unisono.cli.ps import find_job
+from unisono.cli.top_view import JobView, RankView, frame
+from unisono.errors import LaunchError
+from unisono.launch.control import ask_all
+from unisono.launch.hang.stacks import read_state
+from unisono.launch.process_usage import Usage, gpu_memory, read_usage
+from unisono.watch.figures import format_elapsed
+
+__all__ = ["top"]
+
+_LOOK_S = 0.5
+"""Seconds between two questions to the launcher, which tell how often a rank is found waiting."""
+_LOOKS = 20
+"""What is shown is about this many of the latest questions."""
+_DRAW_S = 1.0
+_ONCE = 7
+"""Questions before the one picture that is printed where there is no terminal, and before waits are shown."""
+_PATIENCE_S = 1.0
+_GPU_S = 5.0
+_BOLD = ("RANK", "slowest")
+"""Beginnings of lines that are bold, as the first line is."""
+_DOWN, _UP, _LEAVE = ("j", "\x1b[B"), ("k", "\x1b[A"), ("q", "Q", "\x04")
+
+
+@click.command(short_help="Watch the ranks of a running job.")
+@click.argument("job", required=False)
+def top(job: str | None) -> int:
+    """Watch the ranks of a running job in the terminal: what each does, what it uses, and which one is slow and why.
+
+    JOB is its number or name from `unisono ps`; it may be left out if only one job is running. The job continues
+    undisturbed. Keys: q leaves, j and k scroll. Without a terminal, one picture is printed.
+    """
+    samples = _Samples(find_job(job))
+    if not sys.stdout.isatty() or os.environ.get("TERM") == "dumb":
+        return _print_once(samples)
+    try:
+        with _ended_by_interrupt(), _keys() as read_key, _screen():
+            _watch(samples, read_key)
+    except KeyboardInterrupt:
+        return 0
+    if samples.has_ended:
+        click.echo(f"job {samples.agent} ({samples.name}) has ended after {format_elapsed(samples.age_s)}", err=True)
+    return 0
+
+
+def _print_once(samples: _Samples) -> int:
+    for number in range(_ONCE):
+        if number:
+            time.sleep(_LOOK_S)
+        samples.look()
+    job, ranks = samples.views()
+    for line in frame(job, ranks, width=200, height=len(ranks) + 20):
+        click.echo(line)
+    return 0
+
+
+def _watch(samples: _Samples, read_key: Callable[[float], str]) -> None:
+    first, drawn_s, size = 0, -math.inf, os.terminal_size((0, 0))
+    while samples.look():
+        until_s, key = time.monotonic() + _LOOK_S, ""
+        while (left_s := until_s - time.monotonic()) > 0 and not key:
+            key = read_key(left_s)
+            if key in _LEAVE:
+                return
+        first = max(0, first + (key in _DOWN) - (key in _UP))
+        # Not by COLUMNS and LINES, which do not follow when the window changes.
+        now = os.get_terminal_size(sys.stdout.fileno())
+        if key or now != size or time.monotonic() >= drawn_s + _DRAW_S:
+            drawn_s, size = time.monotonic(), now
+            job, ranks = samples.views()
+            first = min(first, max(0, len(ranks) - 1))
+            _draw(frame(job, ranks, width=size.columns, height=size.lines, first=first))
+
+
+@contextmanager
+def _screen() -> Iterator[None]:
+    """Draw on the terminal's second screen, without a cursor, so that the first one stays as it is."""
+    _write("\x1b[?1049h\x1b[?25l")
+    try:
+        yield
+    finally:
+        _write("\x1b[?25h\x1b[?1049l")
+
+
+def _draw(lines: list[str]) -> None:
+    shown = [
+        f"\x1b[1m{line}\x1b[m" if number == 0 or line.startswith(_BOLD) else line for number, line in enumerate(lines)
+    ]
+    # Each line is cleared behind its end, so that nothing flickers.
+    _write("\x1b[H" + "\x1b[K\r\n".join(shown) + "\x1b[K\x1b[J")
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+class _Samples:
+    """What has been seen of a job, in the latest seconds.
+
+    Args:
+        found: The facts of the job, as its launcher has them.
+    """
+
+    def __init__(self, found: dict[str, Any]) -> None:
+        self.agent, self.name, self._answer = found["pid"], _printable(found["name"]), found
+        self.has_ended = False
+        self._problem = ""
+        self._seen: dict[tuple[int, int], deque[tuple[float, Usage, bool]]] = {}
+        """By rank and process: when it was looked at, what it had used, and whether it was in a call."""
+        self._steps: deque[tuple[float, int]] = deque(maxlen=_LOOKS)
+        self._gpu: dict[int, int] = {}
+        self._gpu_s = -math.inf
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the job was started."""
+        return time.time() - float(self._answer["started_s"])
+
+    def look(self) -> bool:
+        """Look at the job once more; return False if it has ended."""
+        answers = ask_all([self.agent], {"ask": "top"}, patience_s=_PATIENCE_S)
+        if self.agent not in answers:
+            self.has_ended = True
+            return False
+        answer = answers[self.agent]
+        self._problem = ""
+        if answer is None:
+            self._problem = f"the launcher does not answer: it is {read_state(self.agent).state}"
+        elif "activity" not in answer:
+            raise LaunchError(f"job {self.agent} ({self.name}) was started by a unisono that does not know `top` yet")
+        else:
+            self._answer = answer
+        now_s, seen = time.monotonic(), self._seen
+        self._seen = {}
+        for each in self._answer.get("activity", ()):
+            at = each["rank"], each["pid"]
+            past = self._seen[at] = seen.get(at, deque(maxlen=_LOOKS))
+            past.append((now_s, read_usage(each["pid"]), each["waits_s"] is not None))
+        step = self._answer["step"]
+        if answer is not None and step is not None:
+            if self._steps and step < self._steps[-1][1]:
+                self._steps.clear()  # the run has begun anew
+            self._steps.append((now_s, step))
+        if now_s - self._gpu_s >= _GPU_S:
+            self._gpu, self._gpu_s = dict(gpu_memory()), now_s
+        return True
+
+    def views(self) -> tuple[JobView, list[RankView]]:
+        """Return what is to be shown."""
+        answer = self._answer
+        per_s = self._steps_per_s()
+        steps, step, samples = answer["steps"], answer["step"], answer.get("samples")
+        left_s = (steps - step) / per_s if per_s and steps is not None and step is not None else None
+        job = JobView(
+            name=self.name,
+            pid=self.agent,
+            ranks=answer["ranks"],
+            age_s=self.age_s,
+            recoveries=answer["recoveries"],
+            problem=self._problem,
+            step=step,
+            steps=steps,
+            loss=_number(answer["loss"]),
+            lr=_number(answer.get("lr")),
+            samples_per_s=None if per_s is None or samples is None else per_s * samples,
+            left_s=left_s,
+        )
+        return job, [self._rank_view(each) for each in answer.get("activity", ())]
+
+    def _steps_per_s(self) -> float | None:
+        if len(self._steps) < 2:
+            return None
+        (first_s, first), (last_s, last) = self._steps[0], self._steps[-1]
+        return (last - first) / (last_s - first_s)
+
+    def _rank_view(self, told: dict[str, Any]) -> RankView:
+        past = self._seen[told["rank"], told["pid"]]
+        (first_s, first, _), (last_s, last, _) = past[0], past[-1]
+        seconds = last_s - first_s
+        doing = _printable(told["doing"]).replace("past its last collective, ", "past ")
+        if told["waits_s"] is not None and told["waits_s"] >= 1:
+            doing += f" for {format_elapsed(told['waits_s'])}"
+        return RankView(
+            rank=told["rank"],
+            pid=told["pid"],
+            state=last.state,
+            cores=max(0.0, last.cpu_s - first.cpu_s) / seconds if seconds else None,
+            delay=min(1.0, max(0.0, last.delay_s - first.delay_s) / seconds) if seconds else 0.0,
+            memory=last.memory,
+            gpu=self._gpu.get(told["pid"]),
+            waits=sum(waits for *_, waits in past) / len(past) if told["doing"] and len(past) >= _ONCE else None,
+            doing=doing,
+        )
+
+
+def _no_key(seconds: float) -> str:
+    time.sleep(seconds)
+    return ""
+
+
+@contextmanager
+def _keys() -> Iterator[Callable[[float], str]]:
+    """Let keys be read one by one, without showing them; yield a function that waits for one, "" if none comes."""
+    if not sys.stdin.isatty():
+        yield _no_key
+        return
+    file = sys.stdin.fileno()
+    before = termios.tcgetattr(file)
+
+    def read_key(seconds: float) -> str:
+        if not select.select([file], [], [], seconds)[0]:
+            return ""
+        return os.read(file, 16).decode(errors="replace") or "q"  # the terminal is gone
+
+    try:
+        tty.setcbreak(file)
+        yield read_key
+    finally:
+        termios.tcsetattr(file, termios.TCSADRAIN, before)
+
+
+@contextmanager
+def _ended_by_interrupt() -> Iterator[None]:
+    """Let signals that end the program do so as Ctrl-C does, so that the terminal is left as it was."""
+    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _number(value: object) -> float | None:
+    """Return a number of an event, also "nan" and the like; None for anything else."""
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return None
+
+
+def _printable(text: str) -> str:
+    return "".join(sign if sign.isprintable() else "?" for sign in text)

@@ -1,0 +1,187 @@
+"""What `unisono top` shows, as lines of text. Pure. Start reading at `frame`."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from unisono.text import clip
+from unisono.watch.figures import format_bytes, format_clock, format_elapsed, format_rate, format_value, plural
+
+__all__ = ["JobView", "RankView", "frame", "slowest", "visible"]
+
+_APART = 0.25
+"""The least difference between the waits of ranks, as a part of the time, of which the view speaks."""
+_CROWDED = 0.15
+"""The least part of the time without a core that makes the machine the reason."""
+_LEAST = 4
+"""Lines about ranks for which there must be room beside a remark."""
+_IDLE = 0.6
+"""A rank that keeps fewer cores busy than this, outside of calls, sleeps."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankView:
+    """One rank, during the last seconds."""
+
+    rank: int
+    pid: int
+    state: str
+    """"running", "sleeping", "in the kernel", "stopped" or "ended"."""
+    cores: float | None = None
+    """How many cores it has kept busy; None if not known yet."""
+    delay: float = 0.0
+    """The part of the time in which it was ready to run, and had no core."""
+    memory: int = 0
+    gpu: int | None = None
+    """Bytes on GPUs; None without."""
+    waits: float | None = None
+    """The part of the time in which it was in a call of torch.distributed, or waited in a Trainer's step. None if it is
+    not known."""
+    doing: str = ""
+    """The call that it is in, or has made last."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobView:
+    """A job, and the run of its Trainer if it has one."""
+
+    name: str
+    pid: int
+    ranks: int
+    age_s: float
+    recoveries: int = 0
+    problem: str = ""
+    """Why what is shown is old; "" otherwise."""
+    step: int | None = None
+    steps: int | None = None
+    loss: float | None = None
+    lr: float | None = None
+    samples_per_s: float | None = None
+    left_s: float | None = None
+
+
+def frame(job: JobView, ranks: Sequence[RankView], *, width: int, height: int, first: int = 0) -> list[str]:
+    """Return the lines of one picture: the job, the run, the ranks and the slowest one.
+
+    Args:
+        job: The job.
+        ranks: Its ranks on this machine, in order.
+        width: The most characters of a line.
+        height: The most lines. Ranks that do not fit are left out, from `first` on.
+        first: The place of the first rank that is shown.
+    """
+    head = [_job_line(job), *filter(None, [job.problem, _run_line(job)]), ""]
+    remark = slowest(ranks)
+    tail = ["", *textwrap.wrap(remark, width)] if remark else []
+    room = height - len(head)
+    if room - len(tail) < min(len(ranks), _LEAST) + 2:  # ranks come first: then the remark's beginning, if at all
+        tail = [remark] if remark and room > _LEAST else []
+    shown = visible(len(ranks), height=room - len(tail), first=first)
+    rows = _table(ranks, shown)
+    if shown and len(shown) < len(ranks):
+        rows.append(f"ranks {_span(ranks, shown)} of {len(ranks)}: scroll with j and k")
+    return [clip(line, width) for line in [*head, *rows, *tail][:height]]
+
+
+def visible(count: int, *, height: int, first: int) -> range:
+    """Return the places of the ranks that fit below the table's heading, and above a line about the others.
+
+    >>> visible(4, height=5, first=0), visible(64, height=12, first=60)
+    (range(0, 4), range(54, 64))
+    """
+    if count < height:
+        return range(count)
+    room = max(0, height - 2)
+    first = min(max(0, first), count - room)
+    return range(first, first + room)
+
+
+def slowest(ranks: Sequence[RankView]) -> str:
+    """Return which rank the others wait for, and why it is slow; "" if ranks wait about equally long.
+
+    The slowest rank is the one that waits the least: a collective ends once the last rank has come to it.
+
+    >>> quick = RankView(rank=0, pid=7, state="sleeping", cores=0.4, waits=0.7)
+    >>> slowest([quick, RankView(rank=1, pid=8, state="running", cores=1.0, waits=0.1)])
+    'slowest: rank 1, by its computation. It waits for others 10 % of the time, rank 0 70 %; it keeps 1.0 cores busy.'
+    """
+    for each in ranks:
+        if each.state == "stopped":
+            return f"slowest: rank {each.rank}, which is stopped: `kill -CONT {each.pid}` has it go on."
+    known = [(each.waits, each) for each in ranks if each.waits is not None and each.cores is not None]
+    if len(known) < 2:
+        return ""
+    least, slow = min(known, key=lambda pair: pair[0])
+    most, quick = max(known, key=lambda pair: pair[0])
+    if most - least < _APART:
+        return ""
+    waits = f"It waits for others {least:.0%} of the time, rank {quick.rank} {most:.0%}".replace("%", " %")
+    assert slow.cores is not None
+    if slow.delay >= _CROWDED:
+        told = f"{slow.delay:.0%}".replace("%", " %")
+        return f"slowest: rank {slow.rank}, by the machine. {waits}; it is ready to run and has no core {told}."
+    if slow.state == "in the kernel" or slow.cores + least < _IDLE:
+        return (
+            f"slowest: rank {slow.rank}, by its data. {waits}; otherwise it sleeps: it waits for a disk, a network or "
+            "its workers."
+        )
+    return f"slowest: rank {slow.rank}, by its computation. {waits}; it keeps {slow.cores:.1f} cores busy."
+
+
+def _job_line(job: JobView) -> str:
+    parts = [f"{job.name} (job {job.pid})", plural(job.ranks, "rank"), format_elapsed(job.age_s)]
+    if job.recoveries:
+        parts.append(f"{job.recoveries} recover{'y' if job.recoveries == 1 else 'ies'}")
+    return " · ".join(parts)
+
+
+def _run_line(job: JobView) -> str:
+    if job.step is None:
+        return ""
+    parts = [f"step {job.step}" + ("" if job.steps is None else f" of {job.steps}")]
+    if job.loss is not None:
+        parts.append(f"loss {format_value(job.loss)}")
+    if job.lr is not None:
+        parts.append(f"lr {job.lr:.3g}")
+    if job.samples_per_s is not None:
+        parts.append(f"{format_rate(job.samples_per_s)} samples/s")
+    if job.left_s is not None and math.isfinite(job.left_s):
+        parts.append(f"{format_clock(job.left_s)} left")
+    return " · ".join(parts)
+
+
+def _table(ranks: Sequence[RankView], shown: range) -> list[str]:
+    has_gpu = any(each.gpu is not None for each in ranks)
+    heading = ["RANK", "STATE", "CPU", "MEMORY", *(["GPU"] if has_gpu else []), "WAITS", "CALL"]
+    rows = [heading]
+    for each in (ranks[place] for place in shown):
+        rows.append([
+            str(each.rank),
+            each.state,
+            "-" if each.cores is None else f"{100 * each.cores:.0f} %",
+            format_bytes(each.memory),
+            *([_gpu(each)] if has_gpu else []),
+            "-" if each.waits is None else f"{100 * each.waits:.0f} %",
+            each.doing or "-",
+        ])  # fmt: skip
+    # Wide enough for later values, so that columns do not jump.
+    least = (4, 8, 5, 7, *([7] if has_gpu else []), 5)
+    widths = [max(wide, *(len(row[at]) for row in rows)) for at, wide in enumerate(least)]
+    return [
+        "  ".join([*(_cell(row[at], wide, at) for at, wide in enumerate(widths)), row[-1]]).rstrip() for row in rows
+    ]
+
+
+def _cell(text: str, width: int, column: int) -> str:
+    return text.ljust(width) if column == 1 else text.rjust(width)
+
+
+def _gpu(rank: RankView) -> str:
+    return "-" if rank.gpu is None else format_bytes(rank.gpu)
+
+
+def _span(ranks: Sequence[RankView], shown: range) -> str:
+    return f"{ranks[shown[0]].rank}-{ranks[shown[-1]].rank}"
