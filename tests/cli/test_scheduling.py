@@ -187,7 +187,7 @@ def test_the_manifest_fits_the_schema_and_pods_find_each_other(capsys):
 
 
 def test_preemptions_are_not_counted_and_ranks_have_time_to_save(capsys):
-    (job,) = manifest(capsys, "--save-time", "300", "--max-requeues", "4", "-m", "package.train")
+    (job,) = manifest(capsys, "--save-time", "300", "--requeues", "4", "-m", "package.train")
     pod = job["spec"]["template"]["spec"]
     assert job["metadata"]["name"] == "package-train"
     assert pod["terminationGracePeriodSeconds"] == 300

@@ -18,9 +18,12 @@ from unisono.cli.status_line import show_status
 __all__ = ["hosts"]
 
 
-@click.group(short_help="Check the machines of a job, and the network between them.")
-def hosts() -> None:
+@click.group(short_help="Check the machines of a job, and the network between them.", invoke_without_command=True)
+@click.pass_context
+def hosts(context: click.Context) -> None:
     """Check the machines of a job, and the network between them."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
 
 
 @hosts.command(

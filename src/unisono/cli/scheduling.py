@@ -106,7 +106,7 @@ SCHEDULING_FLAGS = [
              "help": "How long before the end of a job its ranks get SIGTERM, so that a Trainer saves.  [120]"},
         ),
         (
-            ["--max-requeues"],
+            ["--requeues"],
             {"type": Reader(reading.read_count), "default": "10", "metavar": "K",
              "help": "How often a job is started again after a preemption or its time limit; on Kubernetes, after "
              "failures.  [10]"},
@@ -194,7 +194,7 @@ def schedule(given: Mapping[str, Any], command: Sequence[str], context: click.Co
         gpus=given["gpus_per_node"],
         memory=given["memory_per_node"],
         save_s=given["save_time"],
-        restarts=given["max_requeues"],
+        restarts=given["requeues"],
     )
     if slurm:
         return _slurm(request, given)

@@ -28,7 +28,7 @@ if (( code == 143 )); then
       echo "unisono: requeued to go on from the newest checkpoint" >&2
       scontrol requeue "$SLURM_JOB_ID" && sleep 60  # Slurm ends this script
     else
-      echo "unisono: not requeued: this was start {starts} of {starts}; --max-requeues allows more" >&2
+      echo "unisono: not requeued: this was start {starts} of {starts}; --requeues allows more" >&2
     fi
   fi
 fi
