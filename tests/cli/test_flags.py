@@ -8,6 +8,7 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from unisono.cli import run as command
+from unisono.cli.mpi import refuse_several_launchers
 from unisono.cli.run import FLAGS, job_of
 from unisono.cli.slurm import flags_of_slurm
 from unisono.launch.launch_job import LaunchJob, Output
@@ -186,3 +187,15 @@ def test_srun_tells_machines_unless_flags_do():
         flags(SLURM_STEP_NUM_NODES="1", SLURM_STEP_NUM_TASKS="4")
     with pytest.raises(ValueError, match="8 launchers on 2 machines"):
         flags(SLURM_STEP_NUM_TASKS="8")
+
+
+@pytest.mark.parametrize("variable", ["OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"])
+def test_several_launchers_of_mpirun_on_a_machine_are_refused(variable):
+    def check(*words: str) -> None:
+        context = command.run.make_context("run", [*words, "x.py"], parent=click.Context(click.Group("unisono")))
+        refuse_several_launchers(context.params, {variable: "3"})
+
+    with pytest.raises(ValueError, match="mpirun has started 3 launchers on this machine"):
+        check("-n", "2")
+    check("--standalone")
+    check("--nnodes", "2", "--rdzv-endpoint", "a:1")

@@ -18,6 +18,7 @@ import click
 from unisono.cli import reading
 from unisono.cli.flags import Flag, FlagCommand, Reader
 from unisono.cli.hosts import hosts_of
+from unisono.cli.mpi import refuse_several_launchers
 from unisono.cli.scheduling import PLACE_TO_CHECK, SCHEDULING_FLAGS, check_scheduling, schedule
 from unisono.cli.slurm import flags_of_slurm
 from unisono.launch import LaunchJob, check_target, run_job
@@ -336,6 +337,7 @@ def run(context: click.Context, /, command: tuple[str, ...], **given: Any) -> in
         raise click.UsageError("no program given, for example: unisono run -n 4 train.py")
     try:
         check_scheduling(given, context)
+        refuse_several_launchers(given, os.environ)
         given |= flags_of_slurm(given, os.environ) if given["on"] is None else PLACE_TO_CHECK
         job = job_of(given, command)
     except ValueError as error:
