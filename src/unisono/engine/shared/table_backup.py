@@ -21,6 +21,9 @@ from unisono.shm.segment import aligned
 __all__ = ["TableBackup"]
 
 
+_ROWS = torch.empty(0, dtype=torch.int64)
+
+
 class _Copy(NamedTuple):
     """The copy of some rows of one table, as views of a slot."""
 
@@ -46,6 +49,8 @@ class TableBackup:
         self._runtime, self._tables, self._first, self._updates = runtime, tables, first, updates
         self._capacity = 0
         self._slots: Sequence[Tensor] = ()
+        self._headers: Sequence[memoryview] = ()
+        """For each rank and table, the number of rows in the slot, and 1 if it has their state."""
         self._header_nbytes = aligned(16 * len(tables))
 
     def reserve(self, entries: Sequence[int], step: StepTransaction) -> None:
@@ -66,6 +71,9 @@ class TableBackup:
         # Pages that are not written take no memory. No rank writes to a table before all have the slots.
         segment = self._runtime.segment(capacity * self._runtime.size, "table backup")
         self._slots = segment.tensor(0, (self._runtime.size, capacity)).unbind()
+        words = memoryview(segment.memory).cast("q")
+        starts = [capacity // 8 * rank for rank in range(self._runtime.size)]
+        self._headers = [words[start : start + 2 * len(self._tables)] for start in starts]
         self._capacity = capacity
         self._runtime.barrier("making room for copies of table rows", step)
 
@@ -77,14 +85,12 @@ class TableBackup:
         """
         if not self._slots:
             return
-        slot = self._slots[self._runtime.rank]
-        header = slot[: 16 * len(self._tables)].view(torch.int64).view(-1, 2)
-        counts = [0 if gradient is None else gradient._nnz() for gradient in gradients]
-        shared = [self._has_state(i) for i in range(len(self._tables))]
-        header.copy_(torch.tensor([*zip(counts, shared, strict=True)], dtype=torch.int64))
-        for (number, copied), gradient in zip(self._copies(slot), _present(gradients), strict=True):
+        rank = self._runtime.rank
+        for i, gradient in enumerate(gradients):
+            self._headers[rank][2 * i] = 0 if gradient is None else gradient._nnz()
+            self._headers[rank][2 * i + 1] = self._has_state(i)
+        for copied, gradient in zip(self._copies(rank), _present(gradients), strict=True):
             indices = gradient._indices()[0]
-            assert len(copied.rows) == len(indices), number
             copied.rows.copy_(indices)
             for store, copy in copied.stores:
                 torch.index_select(store, 0, indices, out=copy)
@@ -92,13 +98,13 @@ class TableBackup:
     def restore(self, rank: int) -> None:
         """Put back the rows that a rank copied last."""
         if self._slots:
-            for _, copied in self._copies(self._slots[rank]):
+            for copied in self._copies(rank):
                 for store, copy in copied.stores:
                     store.index_copy_(0, copied.rows, copy)
 
-    def _copies(self, slot: Tensor) -> Iterator[tuple[int, _Copy]]:
-        """Yield the copies in a slot as its header describes them, with the number of the table."""
-        counts = slot[: 16 * len(self._tables)].view(torch.int64).view(-1, 2).tolist()
+    def _copies(self, rank: int) -> Iterator[_Copy]:
+        """Yield the copies in a rank's slot as its header describes them."""
+        slot, header = self._slots[rank], self._headers[rank]
         offset = self._header_nbytes
 
         def take(count: int, like: Tensor) -> Tensor:
@@ -107,11 +113,11 @@ class TableBackup:
             offset += aligned(nbytes)
             return slot[begin : begin + nbytes].view(like.dtype).view(count, *like.shape[1:])
 
-        for i, (count, with_state) in enumerate(counts):
-            if count:
-                rows = take(count, torch.empty(0, dtype=torch.int64))
-                stores = [*self._stores(i, with_state=bool(with_state))]
-                yield i, _Copy(rows, [(store, take(count, store)) for store in stores])
+        for i in range(len(self._tables)):
+            if count := header[2 * i]:
+                rows = take(count, _ROWS)
+                stores = [*self._stores(i, with_state=bool(header[2 * i + 1]))]
+                yield _Copy(rows, [(store, take(count, store)) for store in stores])
 
     def _has_state(self, i: int) -> bool:
         return any(update.state.is_shared(self._first + i) for update in self._updates)
