@@ -10,7 +10,17 @@ import torch
 from torch import nn, optim
 from torch.nn import functional as F
 
-from unisono.embedding import SGD, Adagrad, Adam, RowwiseAdagrad, RowwiseAdam, Table, Tables, dense_parameters
+from unisono.embedding import (
+    SGD,
+    Adagrad,
+    Adam,
+    RowwiseAdagrad,
+    RowwiseAdam,
+    Table,
+    TableOptimizer,
+    Tables,
+    dense_parameters,
+)
 
 # torch's own Adagrad and SparseAdam make tensors in a way that torch 2.13 warns of.
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
@@ -280,3 +290,30 @@ def test_a_dense_gradient_is_refused_in_the_step():
     (tables["item"](torch.tensor([1])).sum() + tables["item"].weight.sum()).backward()
     with pytest.raises(ValueError, match=r"of shape \[50, 4\] is dense"):
         tables.step()
+
+
+@pytest.mark.parametrize("dim", [3, 6, 15, 64])
+@pytest.mark.parametrize(
+    "rule", [SGD(lr=0.1, weight_decay=0.1, clip_row_norm=0.5), Adagrad(lr=0.1), RowwiseAdagrad(lr=0.1),
+             Adam(lr=0.1), RowwiseAdam(lr=0.1)], ids=lambda rule: type(rule).__name__,
+)  # fmt: skip
+def test_the_bits_of_a_row_do_not_depend_on_the_rows_that_are_updated_with_it(rule, dim):
+    """Ranks divide rows, and vector code must round as the scalar code for what is left over does."""
+    generator = torch.Generator().manual_seed(dim)
+    rows, gradients = torch.randn(97, dim, generator=generator), torch.randn(4, 97, dim, generator=generator) ** 3
+
+    def updated(ranges):
+        found = []
+        for part in ranges:
+            weight = rows[part].clone()
+            optimizer = TableOptimizer([(weight, rule)])
+            for gradient in gradients:
+                which = torch.arange(len(weight)).view(1, -1)
+                weight.grad = torch.sparse_coo_tensor(which, gradient[part], weight.shape, check_invariants=False)
+                optimizer.step()
+            found.append(weight)
+        return torch.cat(found)
+
+    whole = updated([slice(97)])
+    for ranges in ([slice(50), slice(50, 97)], [slice(33), slice(33, 34), slice(34, 97)]):
+        assert torch.equal(updated(ranges), whole)
