@@ -63,9 +63,11 @@ def test_a_killed_rank_is_replaced_on_its_host(hosts, calm_sha):
     assert "place: 1 2 2 1" in jobs[1].stdout
 
 
-def start(hosts: Hosts, count: int, *, least: int, pause_s: float = 0.1) -> list[subprocess.Popen[bytes]]:
+def start(
+    hosts: Hosts, count: int, *, least: int, pause_s: float = 0.1, flags: tuple[str, ...] = ()
+) -> list[subprocess.Popen[bytes]]:
     """Start a job of one rank on each host, and wait until its last rank has done two steps."""
-    flags = ("--nnodes", f"{least}:{count}")
+    flags = ("--nnodes", f"{least}:{count}", *flags)
     started = [hosts.start_rank(host, write(hosts), str(pause_s), ranks=1, flags=flags) for host in range(count)]
     last = started[-1].stdout
     assert last is not None
@@ -139,3 +141,31 @@ def test_hosts_are_lost_one_after_the_other(hosts, calm_sha):
     assert last.returncode == 0, last.stderr
     assert sha_of(last.stdout) == calm_sha
     assert "place: 0 3 1 3" in last.stdout
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("third_host")
+def test_of_two_jobs_on_the_same_hosts_only_the_one_that_loses_a_launcher_changes(hosts, calm_sha):
+    calm = [
+        hosts.start_rank(host, write(hosts), "0.1", ranks=1, flags=("--rdzv-endpoint", "host1:29600"))
+        for host in range(2)
+    ]
+    jobs = start(hosts, 3, least=2)
+    os.kill(jobs[0].pid, signal.SIGKILL)
+    finish(jobs[0])
+    for job, lost in [(finish(jobs[1]), True), (finish(jobs[2]), True), *((finish(each), False) for each in calm)]:
+        assert job.returncode == 0, job.stderr
+        assert ("its launcher was killed" in job.stderr) == lost
+        assert "weights" not in job.stdout or sha_of(job.stdout) == calm_sha
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("third_host")
+def test_with_a_token_the_run_goes_on_as_well(hosts, calm_sha):
+    finish(hosts.start(0, "token", "token"))
+    jobs = start(hosts, 3, least=2, flags=("--rdzv-token-file", "token"))
+    os.kill(jobs[0].pid, signal.SIGKILL)
+    finish(jobs[0])
+    done = [finish(job) for job in jobs[1:]]
+    assert [job.returncode for job in done] == [0, 0], done[0].stderr + done[1].stderr
+    assert sha_of(done[0].stdout + done[1].stdout) == calm_sha

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from unisono import recovery_link
 from unisono.errors import PeerError
 from unisono.recovery_link import RecoveryLink
+from unisono.variables import HOST_VARIABLE
 
 __all__ = [
     "BETWEEN_CALLS",
@@ -112,6 +113,11 @@ def next_action(*, joined: int, settled: int, failed_s: float | None) -> Literal
     return "end" if failed_s is not None and failed_s > _PATIENCE_S else "wait"
 
 
+def _has_hosts() -> bool:
+    """Return True if there may be several hosts, whose launchers do not tell all ranks before one acts."""
+    return HOST_VARIABLE in os.environ
+
+
 def _is_unending(group: dist.ProcessGroup) -> bool:
     return waits_for_the_dead(str(dist.get_backend_config(group)))
 
@@ -119,7 +125,7 @@ def _is_unending(group: dist.ProcessGroup) -> bool:
 @contextmanager
 def abort_is_survived(backends: str) -> Iterator[None]:
     """Let torch leave it to a `GroupWatch` what becomes of groups that are made meanwhile, if one will watch them."""
-    if recovery_link.current is None or not waits_for_the_dead(backends):
+    if recovery_link.current is None or _has_hosts() or not waits_for_the_dead(backends):
         yield
         return
     before = {name: os.environ.get(name) for name in _SETTINGS}
@@ -142,7 +148,7 @@ def start_watch(device: torch.device, *, number: int) -> GroupWatch | None:
         number: The number of the decision after which the group was made.
     """
     link, group = recovery_link.current, dist.group.WORLD
-    if link is None or group is None or not _is_unending(group):
+    if link is None or group is None or _has_hosts() or not _is_unending(group):
         return None
     return GroupWatch(group, device, link=link, number=number)
 

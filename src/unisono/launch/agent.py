@@ -433,9 +433,10 @@ class _Agent:
             return describe_job(job, running=running, facts=facts)
         if kind == "scale" and type(ranks := question.get("ranks")) is int:
             is_over = self._shutdown.state is not None or self._changes is None
-            problem = "it is about to end" if is_over else self._ranks.scaling.request(ranks)
             if job.hosts is not None:
                 problem = "it runs on several hosts, whose ranks keep their number"
+            else:
+                problem = "it is about to end" if is_over else self._ranks.scaling.request(ranks)
             return {"problem": problem, "ranks": job.ranks}
         if kind == "scaling":
             return self._changes.scaling.status if self._changes is not None else None

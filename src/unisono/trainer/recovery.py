@@ -23,7 +23,7 @@ from unisono import recovery_link
 from unisono.data.fetch import NoteSamples
 from unisono.errors import PeerError, RankMismatchError, UnisonoError
 from unisono.job.current import active_job, guard_group, is_cut_off, is_group_of_script, set_active_job
-from unisono.job.group_watch import BETWEEN_CALLS
+from unisono.job.group_watch import BETWEEN_CALLS, waits_for_the_dead
 from unisono.job.rejoin import (
     RecoveryStore,
     SupersededError,
@@ -104,6 +104,8 @@ class Recovery:
         active = active_job()
         if active is not None:
             set_active_job(replace(active, calls=weakref.ref(self)))
+            if HOST_VARIABLE in os.environ and waits_for_the_dead(active.job.backend):
+                self.refuse("ranks of several hosts cannot leave a group of NCCL in which one has died")
         if self.is_joined:
             self._counted = self._uses()
             guard_group(self._is_guarded)

@@ -16,7 +16,7 @@ from contextlib import suppress
 
 from unisono.launch.hosts.token import TokenError, accept, introduce
 
-__all__ = ["GuardedPort", "LocalPort"]
+__all__ = ["GuardedPort", "LocalPort", "refuses"]
 
 _CHUNK = 1 << 16
 _MOST_STRANGERS = 64
@@ -93,6 +93,20 @@ class LocalPort:
                     self.has_ended = True
             finally:
                 self._open -= ends
+
+
+def refuses(address: tuple[str, int], *, timeout_s: float) -> bool:
+    """Return True if a host refuses connections to a port: then it runs, and nothing listens there any more.
+
+    A connection that was closed says less, since somebody on the way may have reset it.
+    """
+    try:
+        with socket.create_connection(address, timeout=timeout_s):
+            return False
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
 
 
 def _serve(

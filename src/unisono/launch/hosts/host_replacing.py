@@ -139,7 +139,6 @@ class HostReplacing(Replacing):
                 "members": [asdict(member) for member in self._members()],
                 "deaths": [_encode(self._deaths[rank]) for rank in sorted(gone)],
                 "step": max((note.step for page in pages if (note := page.note) is not None), default=0),
-                "gpus": any(page.gpus for page in pages),
             }
         )
 
@@ -164,8 +163,6 @@ class HostReplacing(Replacing):
         for death in deaths:
             super()._count(death)
         choice = decide_replacement(deaths, members, self._counts)
-        if lost and not isinstance(choice, GiveUp) and any(answers[host]["gpus"] for host in hosts.members):
-            choice = GiveUp("each rank needs a GPU, and the ranks of a lost host have none elsewhere")
         if isinstance(choice, GiveUp):
             hosts.say({"do": "give up", "reason": choice.reason, "exhausted": choice.exhausted})
             self._end_for_lost(choice.reason)

@@ -35,7 +35,7 @@ from unisono.launch.channel import Channel, Message
 from unisono.launch.hosts.addresses import HostAddresses
 from unisono.launch.hosts.comparison import find_difference
 from unisono.launch.hosts.endpoint import HostRefusedError, listen
-from unisono.launch.hosts.guarded_port import GuardedPort, LocalPort
+from unisono.launch.hosts.guarded_port import GuardedPort, LocalPort, refuses
 from unisono.launch.hosts.meeting import Meeting, meet
 from unisono.launch.hosts.quorum import find_obstacle, succession
 from unisono.launch.hosts.settings import HostSettings
@@ -351,28 +351,43 @@ class HostMember:
         way = LocalPort((hello["address"], hello["store"]), self._settings.token)
         with suppress(*STORE_ERRORS):
             _connect((LOOPBACK, way.port), "never").wait(["never"], timedelta(days=365))
-        if way.has_ended and term is self._term:
-            time.sleep(_GOODBYE_S)  # it may have said why
+        has_left = True
+        if way.has_ended and term is self._term and self._has_ended(host):
+            with suppress(*STORE_ERRORS):
+                has_left = _connect(self._store_at, f"term/{term.number}").check([f"done/{host}"])
+        if not has_left:
             self._exclude({host: "has closed its connection: its launcher has ended, or was killed"}, ended=True)
         way.close()
+
+    def _has_ended(self, host: int) -> bool:
+        """Return True if a host that has closed a connection refuses others, a moment later: it may say why before."""
+        assert self._meeting is not None
+        hello = self._meeting.hellos[host]
+        time.sleep(_GOODBYE_S)
+        return refuses((hello["address"], hello["store"]), timeout_s=1.0)
 
     def _on_broken(self, term: Term, reason: str) -> None:
         """Go on without the leader. Called by one of the threads of the term, or that which looks after it."""
         with self._changing:
             if term is not self._term or self._over:
                 return
-            ended = self._way is not None and self._way.has_ended
-            self._follow_next(term, reason, ended=ended)
+            self._follow_next(term, reason, ended=False)
 
     def _follow_next(self, term: Term, reason: str, *, ended: bool) -> None:
-        """Begin the next term in another thread. The lock is held."""
+        """Begin the next term in another thread. The lock is held.
+
+        Args:
+            ended: True if the leader has said that it ends.
+        """
+        is_closed = self._way is not None and self._way.has_ended
         if self._way is not None:
             self._way.close()
-        arguments = (term, {term.leader: reason}, {term.leader} if ended else set())
+        arguments = (term, {term.leader: reason}, ended, is_closed)
         threading.Thread(target=self._find_leader, args=arguments, name="unisono-hosts-next", daemon=True).start()
 
-    def _find_leader(self, term: Term, lost: dict[int, str], ended: set[int]) -> None:
+    def _find_leader(self, term: Term, lost: dict[int, str], has_said_so: bool, is_closed: bool) -> None:
         """Find the leader of the next term, by asking the hosts that are left in the order of their numbers."""
+        ended = {term.leader} if has_said_so or (is_closed and self._has_ended(term.leader)) else set()
         for candidate in succession(self._members, lost=lost):
             verdict: dict[str, Any] | None
             if candidate == self._host:
@@ -435,7 +450,7 @@ class HostMember:
             verdict: dict[str, Any] = json.loads(store.get("verdict"))
         except STORE_ERRORS:
             lost[candidate] = self._silence()
-            if way is not None and way.has_ended:
+            if way is not None and way.has_ended and self._has_ended(candidate):
                 ended.add(candidate)
             return None
         return verdict
