@@ -13,6 +13,7 @@ from bench import (
     ddp,
     embedding,
     exchange,
+    hosts,
     kills,
     loading,
     permutation,
@@ -66,5 +67,6 @@ BENCHMARKS: tuple[Benchmark, ...] = (
     _benchmark(checkpoint, "Trainer.save against torch.save in the foreground"),
     _benchmark(recovery, "a killed rank: unisono run against torchrun --max-restarts and torchft"),
     _benchmark(kills, "many kills in each run: to the next new step, and the script's own way to its Trainer"),
+    _benchmark(hosts, "a lost host: unisono run --nnodes 2:3 against torchrun --max-restarts"),
     _benchmark(start, "unisono run against torchrun, to the first all_reduce"),
 )

@@ -52,6 +52,7 @@ def test_list_names_every_benchmark_with_a_line(command, capsys):
         "checkpoint",
         "recovery",
         "kills",
+        "hosts",
         "start",
         "faults",
     ]
