@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from unisono.rank_zero.printing import print0
     from unisono.rank_zero.progress_bar import progress
     from unisono.rank_zero.rank_logger import get_logger
+    from unisono.rank_zero.run_log import RunLog
     from unisono.state.policy import Checkpoints
     from unisono.trainer.carried import Carried
     from unisono.trainer.trainer import Trainer
@@ -40,6 +41,7 @@ __all__ = [
     "DiLoCo",
     "Job",
     "LocalSGD",
+    "RunLog",
     "Sum",
     "Trainer",
     "get_logger",
@@ -66,6 +68,7 @@ _HOMES = {
     "Job": "unisono.job.current",
     "LocalSGD": "unisono.engine.local_steps.settings",
     "Average": "unisono.metrics.average",
+    "RunLog": "unisono.rank_zero.run_log",
     "Sum": "unisono.parallel.losses",
     "Trainer": "unisono.trainer.trainer",
     "get_logger": "unisono.rank_zero.rank_logger",

@@ -10,7 +10,7 @@ import sys
 from types import CodeType, TracebackType
 from typing import NamedTuple
 
-__all__ = ["ProgramEnd", "ending", "note_exception", "note_signal"]
+__all__ = ["ProgramEnd", "describe_exception", "ending", "note_exception", "note_signal"]
 
 _LONGEST = 300
 """Characters of a message."""
@@ -33,7 +33,7 @@ _noted: list[ProgramEnd] = []
 def note_exception(error: BaseException) -> None:
     """Note the exception that ends the program; for who runs the program and catches it."""
     if not (_noted and isinstance(error, SystemExit)):  # it is how a signal ends a program
-        _noted[:] = [_of(error)]
+        _noted[:] = [describe_exception(error)]
 
 
 def note_signal(name: str, message: str) -> None:
@@ -46,10 +46,11 @@ def ending() -> ProgramEnd | None:
     if _noted:
         return _noted[0]
     shown = getattr(sys, "last_value", None)
-    return _of(shown) if isinstance(shown, BaseException) else None
+    return describe_exception(shown) if isinstance(shown, BaseException) else None
 
 
-def _of(error: BaseException) -> ProgramEnd:
+def describe_exception(error: BaseException) -> ProgramEnd:
+    """Return what an exception that ends a program tells."""
     try:
         message = str(error)
     except Exception:  # the program's own code

@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from unisono.trainer.provenance import git_state
+from unisono.watch.origin import git_state
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

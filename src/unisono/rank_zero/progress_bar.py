@@ -17,6 +17,7 @@ import torch.distributed as dist
 from unisono.arguments import whole
 from unisono.job.current import Job, current_job
 from unisono.job.ranks import is_main
+from unisono.rank_zero.numbers import read_number
 from unisono.watch import EventLog, Progress
 from unisono.watch.pipe import launcher_pipe
 
@@ -126,7 +127,7 @@ class ProgressBar(Generic[T]):
             TypeError: A value is not a number; raised on rank 0.
         """
         if self._display is not None:
-            self._values |= {name: _number(value, name) for name, value in values.items()}
+            self._values |= {name: read_number(name, value) for name, value in values.items()}
 
     def close(self) -> None:
         """End the bar. May be called again."""
@@ -234,13 +235,6 @@ class _Display:
 
 def _is_iterable(value: object) -> bool:
     return isinstance(value, Iterable) or hasattr(value, "__getitem__")
-
-
-def _number(value: object, name: str) -> float:
-    try:
-        return float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, RuntimeError):
-        raise TypeError(f"{name}={value!r} cannot be shown: give a number, or a tensor with one element") from None
 
 
 def _length(iterable: Iterable[object]) -> int | None:

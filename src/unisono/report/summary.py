@@ -175,7 +175,7 @@ class _Summary:
             self.times.add(own_s)
             if own_s > self.longest[0]:
                 self.longest = (own_s, step)
-            if is_new and own_s > 0:
+            if is_new and own_s > 0 and samples:
                 self._point("samples/s", step, samples / own_s)
         self.between_s = 0.0
         waits = event.get("waits")

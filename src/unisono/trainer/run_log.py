@@ -15,10 +15,11 @@ import torch
 
 from unisono.data.workers import warn_on_stderr
 from unisono.trainer.assembly import TrainerParts
-from unisono.trainer.provenance import describe_machine, describe_settings, git_state, program_arguments
+from unisono.trainer.provenance import describe_settings
 from unisono.trainer.run_context import RunContext
 from unisono.watch import Event, EventLog, Progress
 from unisono.watch.event_kinds import RunFields
+from unisono.watch.origin import describe_machine, git_state, program_arguments
 from unisono.watch.pipe import launcher_pipe
 
 __all__ = ["announce", "announce_to_listeners", "open_log", "warn_of_rank"]
@@ -102,7 +103,7 @@ def _facts(parts: TrainerParts) -> RunFields:
         "directory": None if directory is None else str(directory),
         "torch": str(torch.__version__),
         "arguments": program_arguments(),
-        "machine": describe_machine(run.device),
+        "machine": describe_machine(gpu=torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else None),
         "settings": describe_settings(parts.settings, parts.subjects.optimizers),
     }
     if (git := git_state(Path.cwd())) is not None:

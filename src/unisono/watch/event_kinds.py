@@ -88,11 +88,12 @@ class RunFields(TypedDict):
     version: str
     """Version of unisono."""
     world_size: int
-    virtual_ranks: int
-    seed: int
-    parameters: int
+    virtual_ranks: NotRequired[int]
+    """Missing in the run of a loop without a Trainer, as are the next three."""
+    seed: NotRequired[int]
+    parameters: NotRequired[int]
     """Number of elements of all parameters of the models, also of frozen ones."""
-    device: str
+    device: NotRequired[str]
     threads: int
     """Torch threads of one rank."""
     directory: str | None
@@ -106,7 +107,7 @@ class RunFields(TypedDict):
     machine: NotRequired[MachineFields]
     """The host of rank 0."""
     settings: NotRequired[Mapping[str, Any]]
-    """The arguments of the Trainer that are not None, and its optimizers."""
+    """The arguments of the Trainer that are not None, and its optimizers; without one, what the user has passed."""
 
 
 class ResumeFields(TypedDict):
@@ -166,9 +167,9 @@ class StepFields(OtherStepFields):
     """Steps of the run up to and including this one."""
     loss: float
     """Mean loss of the global batch, with all its digits."""
-    samples: int
-    """Samples of the global batch."""
-    lr: float
+    samples: NotRequired[int]
+    """Samples of the global batch. It and `lr` may be missing in a loop without a Trainer."""
+    lr: NotRequired[float]
     step_s: float
     """Seconds since the previous step ended."""
 
