@@ -16,7 +16,15 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import unisono
-from unisono.loggers import CSVLogger, Logger, MLflowLogger, TensorBoardLogger, WandbLogger, logger
+from unisono.loggers import (
+    CSVLogger,
+    Logger,
+    MLflowLogger,
+    OpenTelemetryLogger,
+    TensorBoardLogger,
+    WandbLogger,
+    logger,
+)
 
 DATA = TensorDataset(torch.randn(40, 4, generator=torch.Generator().manual_seed(1)), torch.arange(40) % 3)
 _OF_THE_MACHINE = {"time", "train/step_s", "train/memory"}
@@ -224,7 +232,7 @@ def test_mlflow_gets_metrics_in_batches_parameters_and_an_end(stand_ins, monkeyp
     assert mlflow.calls[-1] == ("set_terminated", "r1", "FINISHED")
 
 
-@pytest.mark.parametrize("name", ["wandb", "mlflow", "tensorboard"])
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "tensorboard", "opentelemetry-api"])
 def test_a_library_that_is_missing_is_named_with_the_command_that_installs_it(name, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "wandb").mkdir()  # which wandb itself leaves behind, and Python takes for a package
@@ -233,7 +241,16 @@ def test_a_library_that_is_missing_is_named_with_the_command_that_installs_it(na
         for module in [key for key in sys.modules if key.startswith(("tensorboard", "torch.utils.tensorboard"))]:
             monkeypatch.delitem(sys.modules, module)
         monkeypatch.setitem(sys.modules, name, None)
-    make = {"wandb": WandbLogger, "mlflow": MLflowLogger, "tensorboard": lambda: TensorBoardLogger("x")}[name]
+    if name == "opentelemetry-api":
+        for module in [key for key in sys.modules if key.startswith("opentelemetry")]:
+            monkeypatch.delitem(sys.modules, module)
+        monkeypatch.setitem(sys.modules, "opentelemetry", None)
+    make = {
+        "wandb": WandbLogger,
+        "mlflow": MLflowLogger,
+        "opentelemetry-api": OpenTelemetryLogger,
+        "tensorboard": lambda: TensorBoardLogger("x"),
+    }[name]
     with pytest.raises(
         ModuleNotFoundError, match=f"needs the package {name}, which is not installed: pip install {name}"
     ):

@@ -19,6 +19,7 @@ __all__ = [
     "read_count",
     "read_endpoint",
     "read_filters",
+    "read_metrics_address",
     "read_node_rank",
     "read_nodes",
     "read_port",
@@ -124,6 +125,18 @@ def read_endpoint(text: str) -> Endpoint:
         raise ValueError("is not an endpoint: give HOST:PORT, with an IPv6 address in brackets")
     port = None if found["port"] is None else read_port(found["port"])
     return Endpoint(found["host"], port)
+
+
+def read_metrics_address(text: str) -> tuple[str, int]:
+    """Read HOST:PORT of a server; an IPv6 address stands in brackets.
+
+    >>> read_metrics_address("127.0.0.1:9400")
+    ('127.0.0.1', 9400)
+    """
+    host, port = read_endpoint(text)
+    if not host or port is None:
+        raise ValueError("is not an address: give HOST:PORT, such as 127.0.0.1:9400, or port 0 for a free one")
+    return host, port
 
 
 def read_seconds(text: str) -> float:

@@ -173,6 +173,14 @@ FLAGS = (
         help="Kill a rank for which others have waited so long, so that it is replaced.  [never]",
     ),
     Flag(
+        ["--metrics"],
+        section=_OUTPUT,
+        torchruns=False,
+        type=Reader(reading.read_metrics_address),
+        metavar="HOST:PORT",
+        help="Serve the latest numbers of the job to Prometheus at this address, such as 127.0.0.1:9400.",
+    ),
+    Flag(
         ["--shutdown-timeout"],
         section=_ENDS,
         envvar=["PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"],
@@ -400,6 +408,7 @@ def job_of(given: Mapping[str, Any], command: tuple[str, ...]) -> LaunchJob:
         hang_report_s=given["hang_report"] if hosts is None else 0.0,  # it would take ranks of other hosts for absent
         hang_abort_s=given["hang_abort"],
         stuck_timeout_s=given["stuck_timeout"],
+        metrics=given["metrics"],
         signals=given["signals_to_handle"],
         numa_binding=given["numa_binding"],
         cpu_backend=given["cpu_backend"] or "gloo",

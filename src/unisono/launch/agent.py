@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from unisono.launch.answers import describe_activity, describe_job, describe_stacks
@@ -126,6 +127,8 @@ class _Agent:
             signals = stack.enter_context(signals_as_bytes(self._job.signals))
             # Other children of the caller do not belong to the job.
             stack.callback(self._clean_up, spare=descendants(os.getpid()))
+            if self._job.metrics is not None:
+                self._serve_metrics(*self._job.metrics, stack)
             self._start_server(stack)
             stack.callback(Control(self._selector, self._answer).close)
             self._selector.register(self._server.channel, selectors.EVENT_READ, self._on_message)
@@ -140,6 +143,20 @@ class _Agent:
         # The usual signal handlers are back, so an interrupt ends this even if a reader has stopped reading.
         self._relay.flush()
         return code
+
+    def _serve_metrics(self, host: str, port: int, stack: ExitStack) -> None:
+        from unisono.launch.metrics_server import MetricsServer  # noqa: PLC0415  few jobs need it
+
+        def facts() -> dict[str, int]:
+            running = self._shutdown.running if self._generation is not None else ()
+            return {"ranks": self._job.ranks, "running": len(running), "recoveries": len(self._recoveries)}
+
+        name = Path(self._job.target).name
+        server = MetricsServer(self._selector, host=host, port=port, name=name, facts=facts)
+        stack.callback(server.close)
+        self._relay.listen(server.take)
+        if port == 0:
+            self._relay.say(f"metrics are at {server.address}")
 
     def _start_server(self, stack: ExitStack) -> None:
         """Start the fork server and, in a job on several hosts, what meets the others."""

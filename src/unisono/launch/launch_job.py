@@ -89,6 +89,8 @@ class LaunchJob:
     """Seconds after which the job is ended because of such a wait. None: never."""
     stuck_timeout_s: float | None = None
     """Seconds after which a rank for which others wait is killed, so that it is replaced. None: never."""
+    metrics: tuple[str, int] | None = None
+    """The address and the port at which Prometheus gets the numbers of the job; None: nowhere."""
     signals: tuple[int, ...] = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
     """Signals that are passed to ranks, which then have `shutdown_timeout_s` to end."""
     numa_binding: str | None = None

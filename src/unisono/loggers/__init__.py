@@ -1,8 +1,9 @@
-"""Loggers: listeners of a Trainer that write its events to CSV, TensorBoard, Prometheus, W&B and MLflow."""
+"""Loggers: listeners that write a run's events to CSV, TensorBoard, Prometheus, OpenTelemetry, W&B and MLflow."""
 
 from unisono.loggers.csv_logger import CSVLogger
 from unisono.loggers.logger import Logger
 from unisono.loggers.mlflow_logger import MLflowLogger
+from unisono.loggers.opentelemetry_logger import OpenTelemetryLogger
 from unisono.loggers.prometheus_logger import PrometheusLogger
 from unisono.loggers.rows import Row, read_row
 from unisono.loggers.tensorboard_logger import TensorBoardLogger
@@ -12,6 +13,7 @@ __all__ = [
     "CSVLogger",
     "Logger",
     "MLflowLogger",
+    "OpenTelemetryLogger",
     "PrometheusLogger",
     "Row",
     "TensorBoardLogger",

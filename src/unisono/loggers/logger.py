@@ -181,8 +181,14 @@ class Logger:
             print(f"unisono: warning: {type(self).__name__} {message}", file=sys.stderr, flush=True)
 
 
-def import_library(module: str, *, package: str, logger: str) -> Any:
+def import_library(module: str, *, package: str, logger: str, distribution: str | None = None) -> Any:
     """Import the library that a logger uses.
+
+    Args:
+        module: The module to import.
+        package: The package that it is in.
+        logger: The name of the logger, for messages.
+        distribution: What to install. None: it has the name of the package.
 
     Raises:
         ModuleNotFoundError: It is not installed; the message says how to install it.
@@ -195,7 +201,8 @@ def import_library(module: str, *, package: str, logger: str) -> Any:
         found = None
     # A folder of that name beside the script, such as the one that wandb writes, is imported as an empty module.
     if found is None or getattr(found, "__file__", None) is None:
+        wanted = distribution or package
         raise ModuleNotFoundError(
-            f"{logger} needs the package {package}, which is not installed: pip install {package}", name=package
+            f"{logger} needs the package {wanted}, which is not installed: pip install {wanted}", name=package
         )
     return found

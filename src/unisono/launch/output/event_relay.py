@@ -44,6 +44,8 @@ class EventRelay:
         """The learning rate of the latest step."""
         self.samples: int | None = None
         """The number of samples in the latest step."""
+        self.listener: Callable[[dict[str, Any]], None] | None = None
+        """Called with each event."""
         self._epoch: dict[str, Any] = {}
 
     def feed(self, data: bytes) -> None:
@@ -74,6 +76,8 @@ class EventRelay:
             event = None
         if isinstance(event, dict):
             self._note(event)
+            if self.listener is not None:
+                self.listener(event)
             self._open().handle(event)
         elif not self._complained:
             self._complained = True

@@ -144,6 +144,10 @@ class Relay:
             "samples": events.samples,
         }
 
+    def listen(self, listener: Callable[[dict[str, Any]], None]) -> None:
+        """Call a function with each event of the run."""
+        self._events.listener = listener
+
     def open(self, rank: int, *, attempt: int = 0) -> list[int]:
         """Create the pipes of one rank and return the ends to write to (stdout, stderr; events for rank 0).
 
