@@ -271,7 +271,7 @@ class ShardedEngine(GradientAccumulation):
         members, unit = self._members[number], self._division.units[number]
         if not members:
             return
-        rows: Sequence[GradientRow] = self._rows[number]
+        rows: list[GradientRow] = [*self._rows[number]]
         self._rows[number] = []
         layouts = self._layouts_of[number]
         self._division.exchange.sum_rows(unit, layouts, rows, self._layout, out=self._totals_of[number])

@@ -198,25 +198,26 @@ class UnitExchange:
         self,
         unit: ShardedUnit,
         layouts: Sequence[PieceLayout],
-        rows: Sequence[GradientRow],
+        rows: list[GradientRow],
         nodes: NodeLayout,
         *,
         out: Tensor,
     ) -> None:
         """Sum a unit's gradients over all ranks, for this rank's part. Every rank must call it.
 
-        Memory: this rank's rows, once more, and those of all ranks for its own part. Traffic: each row but for the own
-        part.
+        Memory: this rank's rows, twice for a moment, and those of all ranks for its own part. Traffic: each row but for
+        the own part.
 
         Args:
             unit: The unit.
             layouts: The pieces of each rank that have gradients.
-            rows: A row for each of this rank's nodes.
+            rows: A row for each of this rank's nodes. The list is emptied, so that gradients are given back early.
             nodes: The nodes of all ranks.
             out: Gets the sum, as bytes.
         """
         rank = self._world.rank
         packed = [_pack(unit, layout, rows) for layout in layouts]
+        rows.clear()
         received = {
             peer: torch.empty(len(nodes.nodes[peer]), layouts[rank].nbytes, dtype=torch.uint8) for peer in self._peers()
         }
