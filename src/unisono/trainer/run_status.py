@@ -106,6 +106,7 @@ class RunStatus:
 
         It is equal on all ranks, and any rank may call it alone. With `parallel`, call it after the loop over epochs,
         or before the first step; with shards, not before the loop of a run that goes on, whose ranks have parts alone.
+        A model that was made by `unisono.parallel.build` stays in parts: compare the files of `export` instead.
 
         Raises:
             UnisonoError: With `parallel`: this rank has the values of its own part alone.

@@ -90,7 +90,8 @@ class Trainer(RunStatus, ShortForm, ByVirtualRank, Storage):
             and all optimizers are torch's. Changes no bit. With "shared", write weights through the optimizer only; an
             optimizer that is not torch's must treat each parameter separately.
         parallel: `unisono.parallel.Pipeline(...)` cuts a model that is too large for one rank over several, and
-            `unisono.parallel.Shard()` divides weights, gradients and optimizer state over all. Changes no bit.
+            `unisono.parallel.Shard()` divides weights, gradients and optimizer state over all. Changes no bit. A model
+            that no rank has room for is made by `unisono.parallel.build`.
         progress: Show progress on the terminal; otherwise only warnings.
         listeners: Functions that rank 0 calls with each event of the run, a dict; see docs/events.md, and
             docs/logging.md for `unisono.loggers`. Their exceptions propagate out of the method that the event is about;
