@@ -25,6 +25,9 @@ from unisono.launch.shutdown import Shutdown
 
 __all__ = ["HostWatch"]
 
+_COMPANY_S = 0.3
+"""How long to wait, when a rank elsewhere has failed, for the same error of ranks here, whose report says more."""
+
 _BLAME_S = 3.0
 """How long to wait, if ranks here only lost a peer, for another host to tell that a rank there was the cause."""
 
@@ -59,8 +62,13 @@ class HostWatch:
         self._replacing = replacing
         self._heard: list[tuple[int, dict[str, Any]]] = []
         self._changed = False  # other hosts are there than at the start
-        self.deadline_s: float | None = None
-        """When `tick` stops waiting for another host to tell the cause, by the monotonic clock; None: it does not."""
+        self._blame_s: float | None = None  # when `tick` stops waiting for another host to tell the cause
+        self._report_s: float | None = None  # when `tick` acts on the failure of a rank elsewhere
+
+    @property
+    def deadline_s(self) -> float | None:
+        """When `tick` is due, by the monotonic clock; None: nothing is waited for."""
+        return min((due_s for due_s in (self._blame_s, self._report_s) if due_s is not None), default=None)
 
     @property
     def channel(self) -> JobHosts:
@@ -93,6 +101,8 @@ class HostWatch:
             elif kind == "said":
                 self._heard.append((message["host"], message["entry"]))
                 self._pass_on()
+            elif kind == "report" and hosts.report is not None and hosts.report.kind == "failed":
+                self._report_s = time.monotonic() + _COMPANY_S
             elif kind == "report":
                 self._on_report()
             elif kind == "finished" and self._shutdown.state is None:
@@ -102,7 +112,11 @@ class HostWatch:
     def tick(self) -> None:
         """Tell the other hosts once that the job ends here, as soon as the cause is known."""
         self._pass_on()
-        if self.deadline_s is not None and time.monotonic() >= self.deadline_s:
+        now_s = time.monotonic()
+        if self._report_s is not None and now_s >= self._report_s:
+            self._report_s = None
+            self._on_report()
+        if self._blame_s is not None and now_s >= self._blame_s:
             self._stop_waiting()
         hosts, shutdown, generation = self._hosts, self._shutdown.state, self._generation()
         if shutdown is None or hosts.told or hosts.report is not None:
@@ -122,7 +136,7 @@ class HostWatch:
     def awaits_cause(self, generation: Generation) -> bool:
         """Return True if another host may yet tell the cause of a failure here, and `conclude` is called later."""
         if self._hosts.report is None and generation.judge().lost:
-            self.deadline_s = time.monotonic() + _BLAME_S
+            self._blame_s = time.monotonic() + _BLAME_S
             return True
         return False
 
@@ -158,7 +172,7 @@ class HostWatch:
         """End the ranks of this host because the job has ended on another one."""
         report, state, running = self._hosts.report, self._shutdown.state, self._shutdown.running
         assert report is not None
-        if self.deadline_s is not None:
+        if self._blame_s is not None:
             self._stop_waiting()
         elif state is None and self._generation() is not None:
             reason = Shutdown(
@@ -171,5 +185,5 @@ class HostWatch:
             self._shutdown.end_failed()
 
     def _stop_waiting(self) -> None:
-        self.deadline_s = None
+        self._blame_s = None
         self._conclude()
