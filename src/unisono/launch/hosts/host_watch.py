@@ -25,7 +25,7 @@ from unisono.launch.shutdown import Shutdown
 
 __all__ = ["HostWatch"]
 
-_COMPANY_S = 0.3
+_COMPANY_S = 1.0
 """How long to wait, when a rank elsewhere has failed, for the same error of ranks here, whose report says more."""
 
 _BLAME_S = 3.0
