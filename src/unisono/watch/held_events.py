@@ -35,10 +35,12 @@ class HeldEvents:
 
     Args:
         write: Writes what is held. It is not kept alive; it belongs to the owner of this object.
+        at_once: True to hold nothing: each event is due when it is added.
     """
 
-    def __init__(self, write: Callable[[], None]) -> None:
+    def __init__(self, write: Callable[[], None], *, at_once: bool = False) -> None:
         self._write = weakref.WeakMethod(write)
+        self._at_once = at_once
         self._begin()
 
     def _begin(self) -> None:
@@ -54,7 +56,7 @@ class HeldEvents:
             self._begin()
         self._events.append(event)
         # A clock that was set back must not let events wait.
-        if not 0 <= time_s - self._written_s < _HOLD_S or len(self._events) >= _MOST:
+        if self._at_once or not 0 <= time_s - self._written_s < _HOLD_S or len(self._events) >= _MOST:
             return True
         if not self._is_watched:
             self._watch()
