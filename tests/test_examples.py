@@ -29,6 +29,12 @@ def test_digits_learns_resumes_and_prints_accuracy_and_digest(run_ranks, fork_ra
 RECIPES = {
     # 5.55 is what knowing nothing of 256 bytes costs.
     "language_model": (["--steps", 12, "--batch-size", 32], r"test loss: (\d\.\d{4})", (2.5, 4.5)),
+    # 33.27 is what knowing nothing costs: 8 names nearby and 40 drawn ones, ln 2 each.
+    "word_vectors": (
+        ["--modules", "[a-d]*.py", "--epochs", 3, "--batch-size", 1024, "--dim", 16],
+        r"loss of the last batch: (\d\d\.\d{4})",
+        (10, 30),
+    ),
     "cart_pole": (["--steps", 8], r"moves in an episode: (\d+\.\d)", (30, 200)),
     "simclr": (["--epochs", 2], r"accuracy of a linear classifier: ([01]\.\d+)", (0.75, 1)),
     "clip": (["--epochs", 1], r"digits recognised by their names: ([01]\.\d+) \(\d+/360\)", (0.15, 1)),
