@@ -87,6 +87,12 @@ class HostNetwork:
         line = next(line for line in shown.stdout.splitlines() if "eth0:" in line)
         return int(line.partition(":")[2].split()[8])
 
+    def processes(self) -> list[int]:
+        """The processes that run on any host."""
+        command = ("ip", "netns", "pids")
+        told = [subprocess.run([*command, name], capture_output=True, text=True, check=True) for name in self._names]
+        return [int(pid) for each in told for pid in each.stdout.split()]
+
     def close(self) -> None:
         for name in (*self._names, self._stem):
             _remove(name)

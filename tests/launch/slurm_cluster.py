@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from host_network import HostNetwork
@@ -107,7 +109,11 @@ class SlurmCluster:
         )
 
     def close(self) -> None:
-        """End all daemons, and with them all jobs."""
+        """End all jobs and daemons."""
+        end_s = time.monotonic() + 20
+        while self.call("squeue", "-h").strip() and time.monotonic() < end_s:
+            self.call("scancel", "--signal=KILL", "--full", "--user=root")
+            time.sleep(0.3)
         for daemon in reversed(self._daemons):
             daemon.terminate()
         for daemon in self._daemons:
@@ -116,6 +122,9 @@ class SlurmCluster:
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
+        for pid in self.network.processes():  # steps would try for ever to tell the controller that they have ended
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def _start(self, host: int, *command: str) -> None:
         with (self._folder / f"{command[0]}-{host}.out").open("wb") as output:
