@@ -14,20 +14,17 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack, suppress
-from functools import partial
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from unisono.errors import LaunchError
 from unisono.launch.hang.stacks import read_state
+from unisono.launch.request_server import RequestServer
 
 __all__ = ["Control", "ask", "ask_all", "running_jobs"]
 
 Answer = dict[str, Any]
-_MOST_BYTES = 1 << 12
-_MOST_CONNECTIONS = 16
-"""Clients that connect and ask nothing must not use up the agent's open files."""
 
 
 class Control:
@@ -38,51 +35,28 @@ class Control:
     """
 
     def __init__(self, selector: selectors.BaseSelector, answer: Callable[[Answer], Answer | None]) -> None:
-        self._selector, self._answer = selector, answer
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._answer = answer
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         # A container with a process of the same number can share this machine's names. Then this job cannot be found,
         # which is no reason not to run it.
         try:
-            self._listener.bind(_address(os.getpid()))
+            listener.bind(_address(os.getpid()))
         except OSError:
-            self._listener.bind("")  # a name that the kernel chooses
-        self._listener.listen()
-        self._listener.setblocking(False)
-        selector.register(self._listener, selectors.EVENT_READ, self._accept)
-        self._connections: list[socket.socket] = []  # oldest first
+            listener.bind("")  # a name that the kernel chooses
+        listener.listen()
+        self._server = RequestServer(selector, listener, self._reply, admits=lambda end: _user_of(end) == os.getuid())
 
     def close(self) -> None:
         """Stop answering."""
-        for end in (self._listener, *self._connections):
-            self._selector.unregister(end)
-            end.close()
-        self._connections.clear()
+        self._server.close()
 
-    def _accept(self) -> None:
-        with suppress(OSError):  # the other end has gone already, or no more files can be opened
-            connection, _ = self._listener.accept()
-            if _user_of(connection) != os.getuid():
-                connection.close()
-                return
-            connection.settimeout(1.0)  # a client that does not read delays the job for this long at most
-            if len(self._connections) >= _MOST_CONNECTIONS:
-                self._forget(self._connections[0]).close()
-            self._connections.append(connection)
-            self._selector.register(connection, selectors.EVENT_READ, partial(self._serve, connection))
-
-    def _forget(self, connection: socket.socket) -> socket.socket:
-        self._selector.unregister(connection)
-        self._connections.remove(connection)
-        return connection
-
-    def _serve(self, connection: socket.socket) -> None:
-        if connection not in self._connections:  # closed a moment ago, for a newer one
-            return
-        # The question may not be JSON, or be nested too deeply.
-        with self._forget(connection), suppress(OSError, ValueError, RecursionError):
-            question = json.loads(connection.recv(_MOST_BYTES))
+    def _reply(self, request: bytes) -> bytes:
+        try:
+            question = json.loads(request)
             answer = self._answer(question) if isinstance(question, dict) else None
-            connection.sendall(json.dumps(answer or {"error": "not understood"}).encode() + b"\n")
+        except (ValueError, RecursionError):  # it is not JSON, or is nested too deeply
+            return b""
+        return json.dumps(answer or {"error": "not understood"}).encode() + b"\n"
 
 
 def running_jobs() -> list[int]:

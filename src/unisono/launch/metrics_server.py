@@ -9,20 +9,15 @@ import selectors
 import socket
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from unisono.errors import LaunchError
+from unisono.launch.request_server import RequestServer
 from unisono.loggers.prometheus_text import LatestNumbers, metric
 from unisono.loggers.rows import read_row, steps_done
 
 __all__ = ["MetricsServer"]
-
-_MOST_BYTES = 1 << 13
-_MOST_CONNECTIONS = 16
-_PATIENCE_S = 1.0
-"""How long a client that does not read can delay the launcher."""
 
 
 class MetricsServer:
@@ -48,29 +43,27 @@ class MetricsServer:
         name: str,
         facts: Callable[[], Mapping[str, int]],
     ) -> None:
-        self._selector, self._facts, self._name = selector, facts, name
+        self._facts, self._name = facts, name
         self._latest = LatestNumbers(name)
         self._state = self._step = 0
-        self._connections: list[socket.socket] = []  # oldest first
         try:
             family, kind, protocol, _, address = socket.getaddrinfo(
                 host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
             )[0]
-            self._listener = socket.socket(family, kind, protocol)
+            listener = socket.socket(family, kind, protocol)
         except OSError as error:
             raise _refusal(host, port, error) from error
         try:
             # Otherwise a port that a job has just served could not be used for a minute.
-            self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self._listener.bind(address)
-            self._listener.listen()
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen()
         except OSError as error:
-            self._listener.close()
+            listener.close()
             raise _refusal(host, port, error) from error
-        self._listener.setblocking(False)
-        self.address = f"http://{host}:{self._listener.getsockname()[1]}/metrics"
+        self.address = f"http://{host}:{listener.getsockname()[1]}/metrics"
         """Where the numbers are."""
-        selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._server = RequestServer(selector, listener, self._reply)
 
     def take(self, event: Mapping[str, Any]) -> None:
         """Note an event of the run. One that lacks fields, of a later version, is passed over."""
@@ -91,32 +84,11 @@ class MetricsServer:
 
     def close(self) -> None:
         """Stop answering."""
-        for end in (self._listener, *self._connections):
-            self._selector.unregister(end)
-            end.close()
-        self._connections.clear()
+        self._server.close()
 
-    def _accept(self) -> None:
-        with suppress(OSError):  # the other end has gone already, or no more files can be opened
-            connection, _ = self._listener.accept()
-            connection.settimeout(_PATIENCE_S)
-            if len(self._connections) >= _MOST_CONNECTIONS:
-                self._forget(self._connections[0]).close()
-            self._connections.append(connection)
-            self._selector.register(connection, selectors.EVENT_READ, partial(self._serve, connection))
-
-    def _forget(self, connection: socket.socket) -> socket.socket:
-        self._selector.unregister(connection)
-        self._connections.remove(connection)
-        return connection
-
-    def _serve(self, connection: socket.socket) -> None:
-        if connection not in self._connections:  # closed a moment ago, for a newer one
-            return
-        with self._forget(connection), suppress(OSError):
-            # A request of this kind comes in one piece; what is read no further is of no interest.
-            words = connection.recv(_MOST_BYTES).split(b"\r\n", 1)[0].split(b" ")
-            connection.sendall(self._answer(words[0], words[1].split(b"?")[0] if len(words) > 1 else b""))
+    def _reply(self, request: bytes) -> bytes:
+        words = request.split(b"\r\n", 1)[0].split(b" ")
+        return self._answer(words[0], words[1].split(b"?")[0] if len(words) > 1 else b"")
 
     def _answer(self, method: bytes, path: bytes) -> bytes:
         if method not in (b"GET", b"HEAD"):
