@@ -118,7 +118,7 @@ for how in (
     dict(init_method=f"tcp://127.0.0.1:{tcp}", **who),
     dict(init_method=f"tcp://127.0.0.1:{tcp}?rank={rank}&world_size=2"),
     dict(init_method=f"file://{file}", backend="gloo", **who),
-    dict(init_method=f"file://{file}", **who),
+    dict(init_method=f"file://{file}2", **who),
     dict(store=store, **who),
     who,
 ):
