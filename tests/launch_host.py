@@ -1,4 +1,4 @@
-"""A process that has imported torch, and forks `unisono run` and its fork server for each job that a test asks for.
+"""A process that has imported torch and unisono, and forks `unisono run` and its fork server for each job of a test.
 
 Most tests of jobs are about what ranks do and what is said of it. The launcher then need not import torch anew, which
 is nearly all the time that such a job takes. All else is as ever: the agent, the process with the store, the fork
@@ -44,6 +44,8 @@ def serve() -> str:
     import torch
     import torch._dynamo
     import torch.distributed  # noqa: F401
+
+    import unisono.trainer  # noqa: F401
 
     fast_exit.prepare(programs=False)  # torch takes back none of its operators when an agent ends
     assert threading.active_count() == 1

@@ -192,14 +192,15 @@ def test_modules_are_preloaded_once(launcher):
 
 @pytest.mark.parametrize(
     ("ranks", "module", "text", "preloaded"),
-    [(2, False, "torch.optim", True), (2, True, "torch.optim", True), (1, False, "torch.optim", False),
-     (2, False, "optimal", False)],
+    [(2, False, "torch.optim", "True False"), (2, True, "unisono.Trainer", "True True"),
+     (1, False, "unisono.Trainer", "False False")],
 )  # fmt: skip
-def test_what_optimizers_import_is_imported_once_for_scripts_that_use_one(launcher, ranks, module, text, preloaded):
-    launcher.write("script.py", f"import sys\nprint('torch._dynamo' in sys.modules)  # {text}")
+def test_what_all_ranks_would_import_is_imported_once(launcher, ranks, module, text, preloaded):
+    source = f"import sys\nprint(*(name in sys.modules for name in ('torch._dynamo', 'unisono.trainer')))  # {text}"
+    launcher.write("script.py", source)
     target = ("-m", "script") if module else ("script.py",)
     result = launcher.run("run", "-n", str(ranks), *target)
-    assert {line.split()[-1] for line in result.stdout.splitlines()} == {str(preloaded)}
+    assert {line.split("] ")[-1] for line in result.stdout.splitlines()} == {preloaded}
 
 
 @pytest.mark.parametrize(("text", "set_to"), [("unisono.Trainer(model)", "1"), ("Trainer(model)", "None")])

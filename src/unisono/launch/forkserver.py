@@ -39,6 +39,7 @@ from unisono.launch.limits import describe_failed_fork
 from unisono.launch.linux import become_subreaper, descendants, end_descendants, ends_at_once, set_parent_death_signal
 from unisono.launch.rank_process import Program, RankFiles, RankProcess, execute, run_program, settle
 from unisono.launch.reserved_files import move_out_of_the_way
+from unisono.launch.source_scan import DYNAMO, TRAINER
 from unisono.launch.store_process import Member, host_store
 from unisono.variables import EVENTS_VARIABLE
 
@@ -49,9 +50,6 @@ _HELD_BACK = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _MOST_ROUNDS = 3
 """How often the processes that a rank has left are looked for: one may be about to start another."""
-
-_DYNAMO = "torch._dynamo"
-"""The module that is preloaded for programs that make an optimizer or wrap a model."""
 
 
 def main() -> None:
@@ -118,12 +116,13 @@ class _Server:
         self._program = Program(**message["program"])
         if self._program.forked:
             gc.disable()  # objects that torch creates on import stay, and collecting takes a sixth of the time
-            for name in ("torch", "torch.distributed", *(name for name in message["preload"] if name == _DYNAMO)):
+            libraries = [name for name in message["preload"] if name in (DYNAMO, TRAINER)]
+            for name in ("torch", "torch.distributed", *libraries):
                 import_module(name)
             gc.enable()
             for name in message["preload"]:
                 import_module(name)
-            self._preloaded = prepare(programs=bool(set(message["preload"]) - {_DYNAMO}))
+            self._preloaded = prepare(programs=len(message["preload"]) > len(libraries))
         # Every rank shares these objects. Hidden from the collector, they are neither visited nor copied by ranks.
         gc.collect()
         gc.freeze()

@@ -14,7 +14,13 @@ from unisono.errors import LaunchError
 from unisono.launch.launch_job import LaunchJob
 from unisono.launch.program import read_program
 
-__all__ = ["asks_for_nccl", "modules_to_preload", "program_source", "uses_dynamo", "uses_trainer"]
+__all__ = ["DYNAMO", "TRAINER", "asks_for_nccl", "modules_to_preload", "program_source", "uses_dynamo", "uses_trainer"]
+
+DYNAMO = "torch._dynamo"
+"""The module that is preloaded for programs that make an optimizer or wrap a model."""
+
+TRAINER = "unisono.trainer"
+"""The module that is preloaded for programs that have a Trainer, with the 300 modules that it imports."""
 
 _USERS_OF_DYNAMO = re.compile(rb"\b(optim|DistributedDataParallel|DDP|fully_shard|FSDP|accelerate|lightning)\b")
 _USERS_OF_TRAINER = re.compile(rb"\bunisono\b[\s\S]*\bTrainer\b")
@@ -39,13 +45,15 @@ def program_source(job: LaunchJob) -> bytes:
 
 
 def modules_to_preload(job: LaunchJob, source: bytes) -> tuple[str, ...]:
-    """List the modules that a fork server imports besides torch: those the user names and those all ranks would import.
+    """List the modules that a fork server imports besides torch: those that all ranks would import, and the user's.
 
-    A single rank gains nothing from the latter and would only start later.
+    A single rank gains nothing from the former and would only start later.
     """
-    if job.ranks == 1 or job.start_method != "fork" or "torch._dynamo" in job.preload or not uses_dynamo(source):
+    if job.ranks == 1 or job.start_method != "fork":
         return job.preload
-    return ("torch._dynamo", *job.preload)
+    trains = uses_trainer(source)
+    shared = {DYNAMO: trains or uses_dynamo(source), TRAINER: trains}
+    return (*(name for name, is_used in shared.items() if is_used and name not in job.preload), *job.preload)
 
 
 def uses_dynamo(source: bytes) -> bool:
