@@ -150,7 +150,8 @@ def test_a_run_continues_where_rank_0_has_its_checkpoints_and_not_elsewhere(host
     assert not (folders[1] / "run" / "checkpoints").exists() or not list((folders[1] / "run" / "checkpoints").iterdir())
 
 
-def test_ranks_find_their_places_and_only_their_hosts_address_is_listened_on(hosts):
+def test_ranks_find_their_places_and_only_their_hosts_address_is_listened_on(hosts, monkeypatch):
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # the other tests are without it
     jobs = hosts.run(write(hosts, FACTS), ranks=2)
     assert [job.returncode for job in jobs] == [0, 0], jobs[0].stderr + jobs[1].stderr
     facts = {}
@@ -308,8 +309,13 @@ def test_a_check_names_a_host_that_does_not_answer_any_more(hosts):
     assert "no answer for 25 s from host 1, host1 (10.97.0.2)" in job.stderr
 
 
-@pytest.mark.parametrize("endpoint", ["unisono", pytest.param("torchrun", marks=pytest.mark.soak)])
-def test_torchrun_on_one_host_and_unisono_on_the_other_meet(hosts, endpoint):
+@pytest.mark.parametrize(
+    ("endpoint", "shares"),
+    [("unisono", True), *(pytest.param(*case, marks=pytest.mark.soak) for case in
+                          [("torchrun", True), ("unisono", False), ("torchrun", False)])],
+)  # fmt: skip
+def test_torchrun_on_one_host_and_unisono_on_the_other_meet(hosts, endpoint, shares, monkeypatch):
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", str(int(not shares)))
     host = 1 if endpoint == "unisono" else 0
     where = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", "host0:29500"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", *where, "--local-addr", hosts.network.address(host)]

@@ -165,7 +165,7 @@ def _number(  # noqa: PLR0917  parts of one function
     deadline_s: float,
 ) -> Meeting:
     """Get this host's number and ranks from the rendezvous."""
-    handler: DynamicRendezvousHandler | None = None
+    handler: _Handler | None = None
     if settings.backend == "static":
         assert settings.node_rank is not None
         host, hosts = settings.node_rank, settings.max_hosts
@@ -183,6 +183,9 @@ def _number(  # noqa: PLR0917  parts of one function
         boot = info.bootstrap_store_info
         assert boot is not None
         master = (boot.master_addr, boot.master_port)
+        if host == 0 and not handler.use_agent_store:
+            # torch then expects that rank 0 serves the store of the ranks; those of unisono expect it of their host.
+            handler.serve(boot.master_port)
     if settings.token:  # ranks meet at the store of the hosts, to which only they have a way
         master = (door.address, door.port)
     own.set(f"{_HELLO}/{host}", json.dumps(hello))  # before the ranks, so that whoever knows these can read it
@@ -248,6 +251,10 @@ class _Handler(DynamicRendezvousHandler):
         return handler
 
     def _create_tcp_store_server(self, _: str, master_port: int) -> Any:
+        return self.serve(master_port)
+
+    def serve(self, master_port: int) -> Any:
+        """Serve the store of the ranks."""
         # With a token, ranks use the store of the hosts: this one is for nobody.
         address = "127.0.0.1" if self._guarded else self._addresses.local
         server = serve_store(address, listen(address, master_port))
