@@ -7,11 +7,13 @@ those of groups of the backend shm. Without an observer, a wait costs half a mic
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakSet
 
-__all__ = ["GroupActivity", "Observed", "Wait", "WaitObserver", "groups", "observers"]
+__all__ = ["GroupActivity", "Observed", "Wait", "WaitObserver", "WaitedTime", "groups", "observers", "waited"]
 
 
 class Wait(NamedTuple):
@@ -50,21 +52,36 @@ class GroupActivity(Protocol):
         ...
 
 
+class WaitedTime:
+    """How long this process has waited for other ranks, while `is_on`: the waits that observers see, and polling."""
+
+    __slots__ = ("is_on", "seconds")
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self.seconds = 0.0
+
+
 observers: list[WaitObserver] = []
+waited = WaitedTime()
+"""Turned on and off by the step that is measured: steps do not run within each other."""
 groups: WeakSet[GroupActivity] = WeakSet()
 
 
 class Observed:
     """Context manager that reports a wait to all observers."""
 
-    __slots__ = ("_ends", "_wait")
+    __slots__ = ("_begun_s", "_ends", "_wait")
 
     def __init__(self, wait: Wait) -> None:
         self._wait = wait
 
     def __enter__(self) -> None:
+        self._begun_s = time.perf_counter() if waited.is_on else math.inf
         self._ends = [begin(self._wait) for begin in observers]
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if waited.is_on and self._begun_s < math.inf:
+            waited.seconds += time.perf_counter() - self._begun_s
         for end in self._ends:
             end(kind is not None)

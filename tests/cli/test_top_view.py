@@ -2,7 +2,7 @@
 
 import pytest
 
-from unisono.cli.top_view import JobView, RankView, frame, slowest
+from unisono.cli.top_view import JobView, RankView, frame, mean_parts, measured, slowest
 from unisono.launch.process_usage import gpu_memory
 
 JOB = JobView(name="train.py", pid=4711, ranks=64, age_s=125.0)
@@ -56,6 +56,23 @@ def test_a_run_is_shown_by_what_is_known_of_it():
 )
 def test_the_slowest_rank_is_named_with_the_reason(slow, reason):
     assert slowest([rank(0, waits=0.8), slow, rank(2, waits=0.6)]).startswith(f"slowest: rank 1, {reason}")
+
+
+def test_the_parts_of_a_step_are_shown_and_tell_the_reason():
+    times = {
+        "steps": 4, "seconds": 0.04, "data": [0.002, 0.001], "compute": [0.01, 0.032], "waiting": [0.022, 0.0],
+        "update": [0.004, 0.004], "last": {},
+    }  # fmt: skip
+    step_s, parts = measured(times)
+    job = JobView(name="train.py", pid=4711, ranks=2, age_s=125.0, step=9, step_s=step_s, parts=mean_parts(parts))
+    ranks = [rank(number, waits=0.6 - 0.6 * number, parts=parts[number]) for number in (0, 1)]
+    lines = frame(job, ranks, width=80, height=24)
+    assert lines[2] == "step of 10 ms: data 4 %, compute 52 %, waiting 27 %, update 10 %, loop 6 %"
+    said = "by its computation. It waits for others 0 % of the time, rank 0 60 %; forward and backward take 8 ms there"
+    assert slowest(ranks) == f"slowest: rank 1, {said}, and 2.5 ms on rank 0."
+    parts[1]["data"] = 0.1
+    assert slowest(ranks).endswith("a step waits for its batch for 100 ms there, and 0.5 ms on rank 0.")
+    assert measured(None) is None
 
 
 def test_no_rank_is_called_slow_without_a_difference():

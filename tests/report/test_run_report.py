@@ -1,6 +1,7 @@
 """`unisono report`: what the page of each state says, in a real browser where there is one."""
 
 import json
+from itertools import pairwise
 
 import pytest
 import written_runs
@@ -9,9 +10,12 @@ from click.testing import CliRunner
 
 from unisono.cli.main import cli
 from unisono.errors import ReportError
+from unisono.report.advice import advise
 from unisono.report.downsampling import downsample
 from unisono.report.page import read_report, render_page
+from unisono.report.rank_times import PARTS, RankTimes
 from unisono.report.source import open_run
+from unisono.report.verdict import parts_of_time
 
 INSIDE = """[...document.querySelectorAll("main *")].filter((e) => {
   if (e.closest("svg") || !e.textContent.trim() || e.children.length) return false;
@@ -47,6 +51,35 @@ def test_the_data_in_a_page_reads_back(tmp_path):
     document = open_run(written_runs.nasty(tmp_path / "nasty"))
     (tmp_path / "page.html").write_text(render_page(document))
     assert read_report(tmp_path / "page.html") == json.loads(json.dumps(document))
+
+
+def test_the_rank_that_others_wait_for_is_named_with_the_reason(tmp_path):
+    document = open_run(written_runs.finished(tmp_path / "run"))
+    advice = [each for each in advise(document) if each.what.startswith("Ranks wait for rank 1: ")]
+    said = "Forward and backward take 16.5 ms of a step on rank 1, and 10 ms on others: "
+    assert [each.remedy.startswith(said) for each in advice] == [True]
+    names = [name for name, *_ in parts_of_time(document)]
+    assert names[:5] == ["data", "compute", "waits", "update", "loop"]
+    steps_s = sum(seconds for _, seconds, _ in parts_of_time(document)[:5])
+    assert steps_s == pytest.approx(document["seconds"]["step"])
+    assert "A step on each rank</h3>" in render_page(document)
+    waits = document["waits"]
+    assert all(before[1] <= after[0] for before, after in pairwise(waits))
+    assert {tuple(parts) for *_, parts in waits} == {(0.318, 0.023, 0.318, 0.318)}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [{"steps": 0}, {"data": [0.1]}, {"waiting": ["nan", 1.0]}, {"compute": None}, {"seconds": "inf"}, {"update": {}}],
+)
+def test_times_of_another_form_are_passed_over(damage):
+    times = RankTimes()
+    event = {"steps": 1, "of_steps": 1, "seconds": 1.0, **{name: [0.1, 0.2] for name in PARTS}}
+    times.add({**event, **damage}, 2.0)
+    known = {name: event[name] for name in PARTS if name not in damage}
+    assert times.document() is None or (times.document()["mean"].keys() == known.keys() and "compute" in known)
+    times.add(event, 3.0)
+    assert times.document()["ranks"]["waiting"] == [0.1, 0.2]
 
 
 def test_a_spike_among_many_steps_is_kept():

@@ -7,6 +7,7 @@ from click.testing import CliRunner
 
 from unisono.cli.main import cli
 from unisono.report.trace import trace_of
+from unisono.watch import read_events
 
 KEYS = {
     "M": {"ph", "name", "pid", "args"},
@@ -66,3 +67,20 @@ def test_a_step_keeps_its_time_and_clocks_that_go_back_do_no_harm():
     entries = read("".join(trace_of({"time": time, **kind} for time, kind in zip(times, kinds, strict=True))))
     steps = [(entry["ts"], entry["dur"]) for entry in entries if entry.get("cat") == "step"]
     assert steps == [(250_000, 250_000), (500_000, 0), (500_000, 250_000)]
+
+
+def test_ranks_have_the_parts_of_a_step_within_it(tmp_path):
+    entries = read("".join(trace_of(read_events(written_runs.finished(tmp_path / "run") / "events.jsonl"))))
+    names = {entry["tid"]: entry["args"]["name"] for entry in entries if entry.get("name") == "thread_name"}
+    tracks = {name: tid for tid, name in names.items() if name.startswith("rank ")}
+    assert [*tracks] == [f"rank {rank}" for rank in range(4)]
+    steps = {entry["name"]: entry for entry in entries if entry.get("cat") == "step"}
+    for tid in tracks.values():
+        own = [entry for entry in entries if entry.get("tid") == tid and entry["ph"] == "X"]
+        whole = [entry for entry in own if entry["cat"] == "step of a rank"]
+        assert len(whole) == 20
+        for entry in whole:
+            step = steps[entry["name"]]
+            assert (step["ts"] <= entry["ts"], entry["ts"] + entry["dur"]) == (True, step["ts"] + step["dur"])
+        parts = [entry["name"] for entry in own if entry["cat"] == "part"]
+        assert parts == ["data", "forward and backward", "waiting", "sum and update"] * 20

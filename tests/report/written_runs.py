@@ -47,6 +47,19 @@ class Log:
         fields = {"loss": loss, "samples": 128, "lr": rate, "step_s": step_s, "grad_norm": 1.2 * noise, **others}
         self("step", step_s, epoch=epoch, step=0, total_steps=total, **fields)
 
+    def times(self, total: int, ranks: int, *, steps: int = 5) -> None:
+        """Rank 1 takes long to compute, and the others wait for it."""
+        waiting = [0.0005 if rank == 1 else 0.007 for rank in range(ranks)]
+        own = {
+            "data": [0.001 + 0.0001 * rank / ranks for rank in range(ranks)],
+            "compute": [0.017 - each for each in waiting],
+            "waiting": waiting,
+            "update": [0.002] * ranks,
+        }
+        sums = {name: [round(steps * each, 6) for each in times] for name, times in own.items()}
+        last = {"seconds": 0.021, **own}
+        self("times", total_steps=total, steps=steps, of_steps=10, seconds=0.022 * steps, **sums, last=last)
+
     def evaluation(self, epoch: int, name: str = "test", metric: str = "accuracy", value: float = 0.9) -> None:
         values = {metric: {"value": value, "total": 0.0, "count": 1}}
         self("evaluation", 0.2, epoch=epoch, name=name, values=values, seconds=0.2)
@@ -66,14 +79,13 @@ class Log:
 
 
 def _epochs(log: Log, epochs: range, *, ranks: int = 4, evaluates: bool = True, of: int = 10) -> None:
-    waits = [0.0] * ranks
     for epoch in epochs:
         log.epoch(epoch, first=20 * epoch)
         for step in range(20 * epoch + 1, 20 * epoch + 21):
             more = {}
             if step % 10 == 0:
-                waits = [wait + 0.02 * 10 * (0.05 if rank == 1 else 0.4) for rank, wait in enumerate(waits)]
-                more = {"waits": [round(wait, 3) for wait in waits], "memory": 400_000_000 + 1000 * step}
+                more = {"memory": 400_000_000 + 1000 * step}
+                log.times(step - 1, ranks)
             log.step(step, 20 * of, step_s=0.02 * (1 + 0.2 * log.random.random()), epoch=epoch, **more)
         if evaluates:
             log.evaluation(epoch, value=1 - 0.8 * math.exp(-epoch / 3))

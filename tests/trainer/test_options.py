@@ -256,7 +256,7 @@ def test_events_tell_the_run(tmp_path):
     train(trainer)
     trainer.evaluate(correct, make_data(), name="accuracy")
     events = list(read_events(tmp_path / "events.jsonl"))
-    kinds = [event["event"] for event in events if event["event"] != "checkpoint"]
+    kinds = [event["event"] for event in events if event["event"] not in ("checkpoint", "times")]
     epoch = ["epoch", *["step"] * 5]
     assert kinds == ["run", *epoch, *epoch, "end", "evaluation"]
     steps = [event for event in events if event["event"] == "step"]

@@ -17,12 +17,13 @@ import tty
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import click
 
 from unisono.cli.ps import find_job
-from unisono.cli.top_view import JobView, RankView, frame
+from unisono.cli.top_view import JobView, RankView, frame, mean_parts, measured
 from unisono.errors import LaunchError
 from unisono.launch.control import ask_all
 from unisono.launch.hang.stacks import read_state
@@ -174,6 +175,7 @@ class _Samples:
         answer = self._answer
         per_s = self._steps_per_s()
         steps, step, samples = answer["steps"], answer["step"], answer.get("samples")
+        step_s, parts = measured(answer.get("times")) or (None, [])
         left_s = (steps - step) / per_s if per_s and steps is not None and step is not None else None
         job = JobView(
             name=self.name,
@@ -188,8 +190,11 @@ class _Samples:
             lr=_number(answer.get("lr")),
             samples_per_s=None if per_s is None or samples is None else per_s * samples,
             left_s=left_s,
+            step_s=step_s,
+            parts=mean_parts(parts),
         )
-        return job, [self._rank_view(each) for each in answer.get("activity", ())]
+        views = [self._rank_view(each) for each in answer.get("activity", ())]
+        return job, [replace(each, parts=parts[each.rank]) if each.rank < len(parts) else each for each in views]
 
     def _steps_per_s(self) -> float | None:
         if len(self._steps) < 2:

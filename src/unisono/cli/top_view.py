@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from unisono.report.rank_times import PARTS
+from unisono.report.verdict import format_short_time
 from unisono.text import clip
 from unisono.watch.figures import format_bytes, format_clock, format_elapsed, format_rate, format_value, plural
 
@@ -42,6 +45,8 @@ class RankView:
     not known."""
     doing: str = ""
     """The call that it is in, or has made last."""
+    parts: Mapping[str, float] | None = None
+    """Seconds of a step in each of `PARTS`, as its Trainer has measured them; None if it has not."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +66,28 @@ class JobView:
     lr: float | None = None
     samples_per_s: float | None = None
     left_s: float | None = None
+    step_s: float | None = None
+    """Seconds of a step, if its parts have been measured on ranks."""
+    parts: Mapping[str, float] | None = None
+    """Those parts, in seconds, as a mean over ranks."""
+
+
+def measured(times: Mapping[str, Any] | None) -> tuple[float, list[dict[str, float]]] | None:
+    """Return what an event "times" tells: seconds of a step, and those of its parts on each rank; None without any.
+
+    >>> measured({"steps": 2, "seconds": 1.0, "data": [0.1], "compute": [0.6]})
+    (0.5, [{'data': 0.05, 'compute': 0.3}])
+    """
+    if not times or not times.get("steps") or not times.get("seconds"):
+        return None
+    steps, known = times["steps"], {name: times[name] for name in PARTS if name in times}
+    ranks = [dict(zip(known, of_rank, strict=True)) for of_rank in zip(*known.values(), strict=True)]
+    return times["seconds"] / steps, [{name: each / steps for name, each in parts.items()} for parts in ranks]
+
+
+def mean_parts(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean over ranks of each part of a step."""
+    return {name: sum(parts[name] for parts in ranks) / len(ranks) for name in ranks[0]} if ranks else {}
 
 
 def frame(job: JobView, ranks: Sequence[RankView], *, width: int, height: int, first: int = 0) -> list[str]:
@@ -73,7 +100,7 @@ def frame(job: JobView, ranks: Sequence[RankView], *, width: int, height: int, f
         height: The most lines. Ranks that do not fit are left out, from `first` on.
         first: The place of the first rank that is shown.
     """
-    head = [_job_line(job), *filter(None, [job.problem, _run_line(job)]), ""]
+    head = [_job_line(job), *filter(None, [job.problem, _run_line(job), _parts_line(job)]), ""]
     remark = slowest(ranks)
     tail = ["", *textwrap.wrap(remark, width)] if remark else []
     room = height - len(head)
@@ -119,16 +146,26 @@ def slowest(ranks: Sequence[RankView]) -> str:
     if most - least < _APART:
         return ""
     waits = f"It waits for others {least:.0%} of the time, rank {quick.rank} {most:.0%}".replace("%", " %")
+    return f"slowest: rank {slow.rank}, by {_reason(slow, quick, waits)}"
+
+
+def _reason(slow: RankView, quick: RankView, waits: str) -> str:
+    """Return why a rank is slow, which waits less than another one."""
     assert slow.cores is not None
+    assert slow.waits is not None
     if slow.delay >= _CROWDED:
         told = f"{slow.delay:.0%}".replace("%", " %")
-        return f"slowest: rank {slow.rank}, by the machine. {waits}; it is ready to run and has no core {told}."
-    if slow.state == "in the kernel" or slow.cores + least < _IDLE:
-        return (
-            f"slowest: rank {slow.rank}, by its data. {waits}; otherwise it sleeps: it waits for a disk, a network or "
-            "its workers."
-        )
-    return f"slowest: rank {slow.rank}, by its computation. {waits}; it keeps {slow.cores:.1f} cores busy."
+        return f"the machine. {waits}; it is ready to run and has no core {told}."
+    if slow.parts and quick.parts:
+        own, other = slow.parts, quick.parts
+        name = max(("data", "compute"), key=lambda part: own[part] - other[part])
+        took = f"{format_short_time(own[name])} there, and {format_short_time(other[name])} on rank {quick.rank}"
+        if name == "data":
+            return f"its data. {waits}; a step waits for its batch for {took}."
+        return f"its computation. {waits}; forward and backward take {took}."
+    if slow.state == "in the kernel" or slow.cores + slow.waits < _IDLE:
+        return f"its data. {waits}; otherwise it sleeps: it waits for a disk, a network or its workers."
+    return f"its computation. {waits}; it keeps {slow.cores:.1f} cores busy."
 
 
 def _job_line(job: JobView) -> str:
@@ -151,6 +188,15 @@ def _run_line(job: JobView) -> str:
     if job.left_s is not None and math.isfinite(job.left_s):
         parts.append(f"{format_clock(job.left_s)} left")
     return " · ".join(parts)
+
+
+def _parts_line(job: JobView) -> str:
+    """Return where the time of a step goes, as a mean over ranks."""
+    if not job.parts or not job.step_s:
+        return ""
+    loop_s = max(0.0, job.step_s - sum(job.parts.values()))
+    parts = [f"{name} {100 * seconds / job.step_s:.0f} %" for name, seconds in {**job.parts, "loop": loop_s}.items()]
+    return f"step of {format_short_time(job.step_s)}: " + ", ".join(parts)
 
 
 def _table(ranks: Sequence[RankView], shown: range) -> list[str]:

@@ -80,7 +80,26 @@ def _waits(document: Document) -> Iterator[Advice]:
     if isinstance(virtual, int) and virtual % size:
         yield Advice(what, f"{size} ranks do not divide {virtual} virtual ranks evenly: use a number that does.")
     else:
-        yield Advice(what, "See what else runs on its cores, and whether its samples take longer to read.")
+        yield Advice(what, _why_slow(document, mean))
+
+
+def _why_slow(document: Document, waits: Sequence[float]) -> str:
+    """Return what takes the rank that waits the least longer than the others, as far as that is known."""
+    times = document["times"] or {"ranks": {}}
+    slow = min(range(len(waits)), key=lambda rank: waits[rank])
+    longer: dict[str, tuple[float, float]] = {}
+    for name in ("data", "compute"):
+        of_ranks = times["ranks"].get(name, ())
+        if len(of_ranks) == len(waits):
+            per_step = [each / times["steps_of_ranks"] for each in of_ranks]
+            longer[name] = per_step[slow], _median([*per_step[:slow], *per_step[slow + 1 :]])
+    if not longer:
+        return "See what else runs on its cores, and whether its samples take longer to read."
+    name, (own_s, other_s) = max(longer.items(), key=lambda each: each[1][0] - each[1][1])
+    told = f"take {format_span(own_s)} of a step on rank {slow}, and {format_span(other_s)} on others"
+    if name == "data":
+        return f"Batches {told}: see what its disk and its workers do."
+    return f"Forward and backward {told}: see what else runs on its cores, and whether its samples are longer."
 
 
 def _long_steps(document: Document) -> Iterator[Advice]:

@@ -35,6 +35,7 @@ _TITLES = {
 }
 _NOTES = {"grad_norm": "before clipping", "samples/s": "samples per second", "memory": "bytes"}
 _EMBEDDED = re.compile(r'<script type="application/json" id="data">(.*?)</script>', re.DOTALL)
+_SHOWN_RANKS = 16
 _SHOWN = 300
 """Characters of an argument or setting."""
 
@@ -214,7 +215,38 @@ def _time(document: Document) -> str:
             "in the background while steps went on."
         )
     below = "".join(f"<p>{text(line)}</p>" for line in lines)
-    return f'<div class="bar" aria-hidden="true">{bar}</div><table class="times">{rows}</table>{below}'
+    return (
+        f'<div class="bar" aria-hidden="true">{bar}</div><table class="times">{rows}</table>{below}{_ranks(document)}'
+    )
+
+
+def _ranks(document: Document) -> str:
+    """Return a bar for each rank, of what a step takes there, or for those that wait the least if there are many."""
+    times = document["times"]
+    if times is None or len(times["ranks"]["compute"]) < 2:
+        return ""
+    of_ranks, steps = times["ranks"], times["steps_of_ranks"]
+    size = len(of_ranks["compute"])
+    longest_s = max(sum(each[rank] for each in of_ranks.values()) for rank in range(size))
+    if not longest_s:
+        return ""
+    shown = sorted(range(size), key=lambda rank: of_ranks.get("waiting", [0.0] * size)[rank])[:_SHOWN_RANKS]
+    rows = []
+    for rank in sorted(shown):
+        parts = [(name, each[rank]) for name, each in of_ranks.items()]
+        bar = "".join(
+            f'<i class="part {"waits" if name == "waiting" else name}" style="width:{100 * each / longest_s:.3f}%" '
+            f'title="{name} {format_span(each / steps)}"></i>'
+            for name, each in parts
+        )
+        whole_s = sum(each for _, each in parts)
+        told = f"{of_ranks['waiting'][rank] / whole_s:.0%} waiting" if "waiting" in of_ranks and whole_s else ""
+        rows.append(
+            f'<div class="row"><span class="label">rank {rank}</span><div class="bar">{bar}</div>'
+            f"<span>{told}</span></div>"
+        )
+    of = f", the {len(shown)} of {size} that wait the least" if len(shown) < size else ""
+    return f'<div class="ranks"><h3>A step on each rank{of}</h3>{"".join(rows)}</div>'
 
 
 def _facts(document: Document) -> str:

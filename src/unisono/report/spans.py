@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-__all__ = ["Spans", "WaitSamples"]
+__all__ = ["Spans"]
 
 _MOST = 600
 
@@ -34,33 +32,3 @@ class Spans:
     def document(self) -> list[list[float]]:
         """Return [start, end, number of spans, seconds of them] of each, in seconds."""
         return [[round(value, 3) for value in span] for span in self._spans]
-
-
-class WaitSamples:
-    """Samples of how long each rank has waited so far; every second one is dropped once there are too many.
-
-    The numbers are sums, so that nothing is lost but detail.
-
-    Args:
-        most: The greatest number of samples.
-    """
-
-    def __init__(self, most: int = 240) -> None:
-        self._most = most
-        self._samples: list[tuple[float, list[float]]] = []
-
-    def add(self, at_s: float, waits_s: list[float]) -> None:
-        """Add a sample: a time, and the seconds that each rank has waited until then."""
-        self._samples.append((at_s, waits_s))
-        if len(self._samples) > self._most:
-            self._samples = [*self._samples[:-1:2], self._samples[-1]]
-
-    def document(self) -> list[list[Any]]:
-        """Return [start, end, part of the time that each rank waited] of each interval between two samples."""
-        found: list[list[Any]] = []
-        for (start, before), (end, after) in zip(self._samples, self._samples[1:], strict=False):
-            # Counts begin anew with each process, and with another number of ranks.
-            if end > start and len(before) == len(after) and all(b <= a for b, a in zip(before, after, strict=True)):
-                parts = [round(min(1.0, (a - b) / (end - start)), 3) for b, a in zip(before, after, strict=True)]
-                found.append([round(start, 3), round(end, 3), parts])
-        return found

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
 from unisono.report.downsampling import Curve
-from unisono.report.spans import Spans, WaitSamples
+from unisono.report.rank_times import RankTimes
+from unisono.report.spans import Spans
 from unisono.report.step_times import StepTimes
 from unisono.watch import Event
 
@@ -78,8 +79,7 @@ class _Summary:
         self.left_out: set[str] = set()
         self.spans = {name: Spans() for name in ("evaluation", "checkpoint", "long step")}
         self.recoveries: list[dict[str, Any]] = []
-        self.waits = WaitSamples()
-        self.waited_s: list[float] = []
+        self.rank_times = RankTimes()
         self.warnings: dict[str, dict[str, Any]] = {}
         self.other_warnings = 0
         self.pipeline: dict[str, Any] | None = None
@@ -89,6 +89,7 @@ class _Summary:
             "resume": self._resume,
             "epoch": self._epoch,
             "step": self._step,
+            "times": self.rank_times.add,
             "evaluation": self._evaluation,
             "log": self._log,
             "checkpoint": self._checkpoint,
@@ -124,6 +125,7 @@ class _Summary:
         self.facts = {key: value for key, value in event.items() if key not in ("time", "event")}
         self.world_size = _whole(event.get("world_size")) or 1
         self.state, self.error, self.digest, self.between_s = "open", None, None, 0.0
+        self.rank_times.break_off()
         self.num_starts += 1
         start = {"time": event["time"], "at_s": round(at_s, 3), "world_size": self.world_size, "from_step": 0}
         self.starts = [*self.starts[: _MOST_STARTS - 1], start]
@@ -178,13 +180,6 @@ class _Summary:
             if is_new and own_s > 0 and samples:
                 self._point("samples/s", step, samples / own_s)
         self.between_s = 0.0
-        waits = event.get("waits")
-        if isinstance(waits, list) and waits and all(_is_number(each) for each in waits):
-            self._note_waits(at_s, waits)
-
-    def _note_waits(self, at_s: float, waits: list[float]) -> None:
-        self.waits.add(at_s, waits)
-        self.waited_s = waits
 
     def _evaluation(self, event: Event, at_s: float) -> None:
         name, values = event.get("name"), event.get("values")
@@ -223,6 +218,7 @@ class _Summary:
         self._change({"kind": "resize", "before": event.get("before"), "ranks": self.world_size}, event, at_s, seconds)
 
     def _change(self, told: dict[str, Any], event: Event, at_s: float, seconds: float) -> None:
+        self.rank_times.break_off()
         if len(self.recoveries) < _MOST_RECOVERIES:
             step = _whole(event.get("total_steps"))
             self.recoveries.append({**told, "step": step, "at_s": round(at_s, 3), "seconds": round(seconds, 4)})
@@ -313,8 +309,8 @@ class _Summary:
             "spans": {name: spans.document() for name, spans in self.spans.items()},
             "changes": self.recoveries,
             "ranks": self.ranks,
-            "waits": self.waits.document(),
-            "waited_s": [round(each, 3) for each in self.waited_s],
+            "waits": self.rank_times.waits(),
+            "times": self.rank_times.document(),
             "pipeline": self.pipeline,
             "checkpoint": self.checkpoint,
             "warnings": [*self.warnings.values()],

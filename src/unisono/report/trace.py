@@ -1,14 +1,15 @@
 """A run's times in Chrome's trace format, which Perfetto and chrome://tracing show. Start reading at `trace_of`.
 
 Steps and evaluations are made by all ranks together, so they stand on one track: the log has the times of the rank that
-writes it. Spans of a track are nested or apart, never across each other, as the format wants it.
+writes it. Each rank has a track of its own for the steps whose parts are known, about one in a second. Spans of a track
+are nested or apart, never across each other, as the format wants it.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from unisono.watch import Event
@@ -17,6 +18,10 @@ __all__ = ["trace_of"]
 
 _PID = 1
 _LOOP, _CHECKPOINTS, _CHANGES = 1, 2, 3
+_FIRST_RANK = 10
+"""The track of rank 0; those of the others follow."""
+_PARTS = {"data": "data", "compute": "forward and backward", "waiting": "waiting", "update": "sum and update"}
+"""In the order in which a step has them, though a rank may wait at several places."""
 _TRACKS = {_LOOP: "epochs, steps, evaluations", _CHECKPOINTS: "checkpoints", _CHANGES: "recoveries, changes of ranks"}
 
 
@@ -43,12 +48,13 @@ class _Trace:
         """Microseconds since the first event, at the latest one."""
         self._end = dict.fromkeys(_TRACKS, 0)
         """The end of the last span of each track."""
+        self._step: tuple[int, int, Any] = (0, 0, None)
+        """The beginning and the end of the last step, and its number."""
         self._epoch: int | None = None
 
     def entries(self, events: Iterable[Event]) -> Iterator[dict[str, Any]]:
         for track, name in _TRACKS.items():
-            yield {"ph": "M", "name": "thread_name", "pid": _PID, "tid": track, "args": {"name": name}}
-            yield {"ph": "M", "name": "thread_sort_index", "pid": _PID, "tid": track, "args": {"sort_index": track}}
+            yield from _named(track, name)
         for event in events:
             time_s = _number(event.get("time"))
             if time_s is None:
@@ -73,10 +79,14 @@ class _Trace:
             self._epoch = self._end[_LOOP] = self._now
             yield {**self._at(_LOOP, self._now), "ph": "B", "name": f"epoch {event.get('epoch')}", "cat": "epoch"}
         elif kind == "step":
-            yield self._span(_LOOP, f"step {event.get('total_steps')}", "step", event, event.get("step_s"))
+            span = self._span(_LOOP, f"step {event.get('total_steps')}", "step", event, event.get("step_s"))
+            self._step = span["ts"], self._now, event.get("total_steps")
+            yield span
             for name in ("loss", "lr", "grad_norm", "memory"):
                 if name in event and (value := _number(event[name])) is not None:
                     yield self._counter(name, value)
+        elif kind == "times":
+            yield from self._ranks(event)
         elif kind == "evaluation":
             yield self._span(_LOOP, f"evaluation {event.get('name')}", "evaluation", event, event.get("seconds"))
         elif kind == "checkpoint":
@@ -90,6 +100,28 @@ class _Trace:
             yield self._counter("ranks", event.get("ranks"))
         elif kind in ("warning", "failure", "end"):
             yield self._instant(str(kind), _without(event))
+
+    def _ranks(self, event: Event) -> Iterator[dict[str, Any]]:
+        """Yield the parts of the last step on each rank, as long as it, and ending with it: clocks of ranks differ."""
+        begun, ended, step = self._step
+        last = event.get("last")
+        if step is None or step != event.get("total_steps") or not isinstance(last, Mapping):
+            return
+        parts = {told: each for name, told in _PARTS.items() if isinstance(each := last.get(name), list)}
+        for rank in range(min(map(len, parts.values()), default=0)):
+            track = _FIRST_RANK + rank
+            if track not in self._end:
+                self._end[track] = 0
+                yield from _named(track, f"rank {rank}")
+            lengths = {told: round(1e6 * (_number(each[rank]) or 0.0)) for told, each in parts.items()}
+            at = max(begun, self._end[track], ended - sum(lengths.values()))
+            whole = {"ph": "X", "name": f"step {step}", "cat": "step of a rank", "dur": ended - at, "args": {}}
+            yield {**self._at(track, at), **whole}
+            self._end[track] = ended
+            for told, length in lengths.items():
+                if length := min(length, ended - at):
+                    yield {**self._at(track, at), "ph": "X", "name": told, "cat": "part", "dur": length, "args": {}}
+                    at += length
 
     def _close_epoch(self, now: int) -> Iterator[dict[str, Any]]:
         if self._epoch is not None:
@@ -111,6 +143,11 @@ class _Trace:
 
     def _at(self, track: int, now: int) -> dict[str, Any]:
         return {"pid": _PID, "tid": track, "ts": now}
+
+
+def _named(track: int, name: str) -> Iterator[dict[str, Any]]:
+    yield {"ph": "M", "name": "thread_name", "pid": _PID, "tid": track, "args": {"name": name}}
+    yield {"ph": "M", "name": "thread_sort_index", "pid": _PID, "tid": track, "args": {"sort_index": track}}
 
 
 def _number(value: Any) -> float | None:

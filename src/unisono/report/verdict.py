@@ -105,22 +105,33 @@ def _lost(document: Document) -> Figure:
 def parts_of_time(document: Document) -> list[tuple[str, float, str]]:
     """Return where the time of the run went: (name, seconds, explanation) of each part, which add up to all."""
     seconds, active_s = document["seconds"], document["totals"]["active_s"]
-    waited = document["waited_s"]
-    parts: list[tuple[str, float, str]] = []
-    step_s = min(seconds["step"], active_s)
-    # Counts are of the last process of each rank: with several starts they are not those of all steps.
-    waits_s = min(step_s, sum(waited) / len(waited)) if waited and document["totals"]["starts"] == 1 else None
-    if waits_s is None:
-        parts.append(("steps", step_s, "reading data, computing, exchanging gradients"))
-    else:
-        parts.append(("steps", step_s - waits_s, "reading data, computing, exchanging gradients"))
-        parts.append(("waits in steps", waits_s, "for slower ranks; mean over ranks"))
+    parts = _parts_of_steps(document, min(seconds["step"], active_s))
     parts.append(("evaluations", seconds["evaluation"], plural(document["totals"]["evaluations"], "evaluation")))
     parts.append(("recoveries", seconds["recovery"], plural(document["totals"]["replaced"], "rank") + " replaced"))
     parts.append(("changes of ranks", seconds["resize"], "unisono scale"))
     rest = max(0.0, active_s - sum(part for _, part, _ in parts))
     parts.append(("other", rest, "start, reading ahead of an epoch, saving, your code between epochs"))
     return [part for part in parts if part[1] > 0]
+
+
+def _parts_of_steps(document: Document, step_s: float) -> list[tuple[str, float, str]]:
+    times = document["times"]
+    if times is None:
+        return [("steps", step_s, "reading data, computing, exchanging gradients")]
+    # Some steps are in no event: the first ones, and those of the last second.
+    factor = document["totals"]["steps_timed"] / times["steps"]
+    seconds = {name: factor * of_all for name, of_all in times["mean"].items()}
+    if (whole_s := sum(seconds.values())) > step_s > 0:
+        seconds = {name: each * step_s / whole_s for name, each in seconds.items()}
+    is_seen = "waiting" in seconds
+    told = {
+        "data": ("data", "waiting for the next batch"),
+        "compute": ("compute", "forward and backward" if is_seen else "steps on GPUs, with what they wait for"),
+        "waiting": ("waits", "for other ranks"),
+        "update": ("update", "summing the gradient, and updating the weights"),
+    }
+    parts = [(told[name][0], each, told[name][1] + "; mean over ranks") for name, each in seconds.items()]
+    return [*parts, ("loop", max(0.0, step_s - sum(seconds.values())), "your code between steps")]
 
 
 def format_span(seconds: float) -> str:

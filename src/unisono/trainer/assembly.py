@@ -74,6 +74,7 @@ from unisono.trainer.stage_gathering import StageGathering
 from unisono.trainer.stage_state import StageState
 from unisono.trainer.staged_state import StagedState, make_staged_engines
 from unisono.trainer.step import StepRunner
+from unisono.trainer.step_clock import StepClock
 from unisono.trainer.step_fingerprint import StepFingerprint
 from unisono.trainer.step_gradients import StepGradients
 from unisono.trainer.table_optimizers import refuse_tables, with_tables
@@ -233,6 +234,7 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
         is_divided=isinstance(settings.parallel, Shard),
         ranks_of_replica=cut.ranks.size if isinstance(cut, CutModel) else 1,
         resizing=recovery,
+        clock=StepClock(chosen),
     )
 
     def select() -> EngineFactory:

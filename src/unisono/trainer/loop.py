@@ -70,6 +70,8 @@ class Loop:
         self._note_asked()
         self._started_s = time.monotonic()
         self._events = StepEvents(log, parts.run.device)
+        self._clock = parts.run.clock
+        self._clock.attach(log)
         self._saves = SavePoints(parts, log, keeps=keeps)
         self._failures = FailureRecord(log, parts, keeps=keeps)
         self._digests = RegularDigests(parts, log)
@@ -320,11 +322,14 @@ class Loop:
             if self._is_over() and self._cursor.step < loader.steps:
                 return None, True
             self._saves.is_asking = False
+        begun_s = time.perf_counter() if self._clock.is_measuring else None
         try:
             batch = next(batches, None)
         except BaseException:
             self._saves.save_if_whole()
             raise
+        if begun_s is not None:
+            self._clock.add_data(time.perf_counter() - begun_s)
         return (None, True) if batch is not None and self._is_over() else (batch, False)
 
     def step(self, loss_fn: Loss, batch: Batch, optimizer: str | None, options: StepOptions) -> StepResult:
@@ -334,6 +339,7 @@ class Loop:
         name = self.optimizers.name(optimizer)
         runner = self.optimizers.runners[name]
         self._saves.save_evaluated()
+        self._clock.begin(self._cursor.total_steps)
         self._state.begin()
         try:
             with self._carried.transaction():
@@ -352,6 +358,8 @@ class Loop:
         self._count_step(batch)
         runner.transaction.close()
         self._count_loss(batch, result)
+        self._clock.end(self._cursor.total_steps)
+        self._clock.tell()
         shown = name if len(self.optimizers.runners) > 1 else None
         self._events.emit(batch, result, total_steps=self._cursor.total_steps, weight=runner.weight, optimizer=shown)
         if (message := runner.mode_warning(batch.epoch)) is not None:

@@ -12,6 +12,7 @@ from unisono.collectives.world import World
 from unisono.data.fetch import NoteSamples
 from unisono.plan import derive_key, rank_block
 from unisono.state.random import set_generators
+from unisono.trainer.step_clock import StepClock
 
 __all__ = ["Resizing", "RunContext"]
 
@@ -65,6 +66,8 @@ class RunContext:
     """Number of ranks over which each replica of the model is cut; they follow each other."""
     resizing: Resizing = field(default_factory=_NoResizing)
     """Changes the number of ranks."""
+    clock: StepClock
+    """Measures where the time of steps goes."""
 
     @property
     def has_whole_model(self) -> bool:

@@ -121,6 +121,7 @@ class StepRunner:
         """Use the engine and the consistency check of the ranks that there are now, from the next step on."""
         self._engine = self._shares.engine = engines.engine(self._optimizer)
         self._comparison = engines.comparison
+        self._run.clock.restart()
         self.transaction = StepTransaction()
         """The step under way. The caller of `run` closes it, once the run's state accounts for the step."""
 
@@ -211,6 +212,7 @@ class StepRunner:
         self._buffers.start(leaves=leaves)  # after the engine, which may move parameters
         try:
             self._shares.compute(loss_fn, batch, self._trained, restricted=self._restricted, call=call, options=options)
+            self._run.clock.end_compute()
             self._run.note("sum")
             self._engine.flush()
             self._buffers.launch()
@@ -221,6 +223,8 @@ class StepRunner:
             self._run.resizing.agree(is_wanted=totals.wants_resize)
             self._check(totals, batch)
             values = self._shares.values.means(self._run.world, "trainer.step") if totals.has_values else {}
+            if self._run.clock.is_due():
+                self._run.clock.exchange(self._run.world)
             norm = self._finish_gradients(totals, batch, call, options)
             step.writing = True
             if keeps_buffers:

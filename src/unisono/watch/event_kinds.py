@@ -29,6 +29,8 @@ __all__ = [
     "ResumeFields",
     "RunFields",
     "StepFields",
+    "StepParts",
+    "TimesFields",
     "WarningFields",
 ]
 
@@ -37,6 +39,7 @@ Kind: TypeAlias = Literal[
     "resume",
     "epoch",
     "step",
+    "times",
     "evaluation",
     "log",
     "checkpoint",
@@ -172,6 +175,35 @@ class StepFields(OtherStepFields):
     lr: NotRequired[float]
     step_s: float
     """Seconds since the previous step ended."""
+
+
+class StepParts(TypedDict):
+    """Seconds of each rank in its parts of steps, by rank."""
+
+    data: Sequence[float]
+    """Waiting for the next batch."""
+    compute: Sequence[float]
+    """Forward and backward; on a GPU, all of `Trainer.step`, since the host does not see where its time goes."""
+    waiting: NotRequired[Sequence[float]]
+    """Waiting for other ranks, within `Trainer.step`."""
+    update: NotRequired[Sequence[float]]
+    """The rest of it: summing the gradient, and updating the weights."""
+
+
+class TimesFields(StepParts):
+    """Where the time of steps has gone on each rank, about once a second: sums over some measured steps."""
+
+    total_steps: int
+    """Steps of the run up to and including the last one that is measured."""
+    steps: int
+    """The number of measured steps."""
+    of_steps: int
+    """The number of steps since the event before, of which they are some."""
+    seconds: float
+    """Seconds that they took on the rank that writes, each from the end of the step before it. The part that is in none
+    of the four is the loop's own: its code, evaluations, saving."""
+    last: Mapping[str, Any]
+    """`seconds` and the four parts of the last step alone."""
 
 
 class EvaluationFields(TypedDict):

@@ -37,6 +37,7 @@ from unisono.watch.event_kinds import (
     ResumeFields,
     RunFields,
     StepFields,
+    TimesFields,
     WarningFields,
 )
 from unisono.watch.event_lines import event_lines
@@ -141,6 +142,8 @@ class EventLog:
     def emit(self, kind: Literal["epoch"], /, **fields: Unpack[EpochFields]) -> None: ...
     @overload
     def emit(self, kind: Literal["step"], /, **fields: Unpack[StepFields]) -> None: ...
+    @overload
+    def emit(self, kind: Literal["times"], /, **fields: Unpack[TimesFields]) -> None: ...
     @overload
     def emit(self, kind: Literal["evaluation"], /, **fields: Unpack[EvaluationFields]) -> None: ...
     @overload

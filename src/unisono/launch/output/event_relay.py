@@ -44,6 +44,8 @@ class EventRelay:
         """The learning rate of the latest step."""
         self.samples: int | None = None
         """The number of samples in the latest step."""
+        self.times: dict[str, Any] | None = None
+        """The latest event "times" of this run, which has where the time of its steps goes on each rank."""
         self.listener: Callable[[dict[str, Any]], None] | None = None
         """Called with each event."""
         self._epoch: dict[str, Any] = {}
@@ -88,6 +90,10 @@ class EventRelay:
         """Update the numbers that `unisono ps` and `unisono top` show."""
         if event.get("event") == "epoch":
             self._epoch = event
+        elif event.get("event") == "times":
+            self.times = event
+        elif event.get("event") in ("run", "recovery", "resize"):
+            self.times = None
         step: Any = event.get("total_steps")
         if isinstance(step, int):
             self.step = step

@@ -134,7 +134,7 @@ class Relay:
 
     @property
     def progress(self) -> dict[str, Any]:
-        """The run's `step`, `steps` at its end, and `loss`, `lr` and `samples` of the latest; None if not known."""
+        """The `step` of the run, `steps` at its end, and the latest `loss`, `lr`, `samples` and `times`; or None."""
         events = self._events
         return {
             "step": events.step,
@@ -142,6 +142,7 @@ class Relay:
             "loss": events.loss,
             "lr": events.lr,
             "samples": events.samples,
+            "times": events.times,
         }
 
     def listen(self, listener: Callable[[dict[str, Any]], None]) -> None:
