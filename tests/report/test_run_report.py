@@ -25,6 +25,11 @@ INSIDE = """[...document.querySelectorAll("main *")].filter((e) => {
 }).map((e) => e.textContent.slice(0, 60))"""
 
 
+# Axes with two labels of the same text, as if they were the same value.
+ALIKE = """[...document.querySelectorAll(".y, .chart .x")].map((e) => [...e.children].map((s) => s.textContent))
+  .filter((labels) => new Set(labels).size < labels.length)"""
+
+
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
     if CHROMIUM is None:
@@ -45,6 +50,12 @@ def test_a_page_is_whole_in_a_browser(browser, tmp_path, state):
         assert browser.value("document.title") == f"{state} - unisono report"
         assert browser.value("document.documentElement.scrollWidth") <= width
         assert browser.value(INSIDE) == []
+        assert browser.value(ALIKE) == []
+    # As JavaScript draws them again.
+    browser.value("document.getElementById('smoothing')?.dispatchEvent(new Event('input'))")
+    browser.value("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done(1))))")
+    assert browser.value(ALIKE) == []
+    assert browser.problems == []
 
 
 def test_the_data_in_a_page_reads_back(tmp_path):

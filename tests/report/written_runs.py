@@ -138,6 +138,8 @@ def million(folder: Path, steps: int = 1_000_000) -> Path:
     log.epoch(0, first=0, steps=steps, epochs=1)
     for step in range(1, steps + 1):
         log.step(step, steps, loss=97.25 if step == 654_321 else None)
+        if step % 500 == 0:
+            log.times(step, 4)
     log("end", total_steps=steps, seconds=2e4)
     return log.close()
 
@@ -152,6 +154,18 @@ def one_step(folder: Path) -> Path:
 
 def no_step(folder: Path) -> Path:
     return Log(folder).close()
+
+
+def converged(folder: Path) -> Path:
+    """A loss that falls to what float32 can tell, as in a small regression."""
+    log = Log(folder)
+    log.epoch(0, first=0, steps=100, epochs=1)
+    for step in range(1, 101):
+        log.step(step, 100, loss=10.0 ** -min(13, step / 4) * (1 + log.random.random() / 9))
+        if step % 30 == 0:
+            log.evaluation(0, metric="mse", value=1e-13 * (2 - step / 100))
+    log("end", total_steps=100, seconds=2.0)
+    return log.close()
 
 
 def without_evaluation(folder: Path) -> Path:
@@ -185,6 +199,7 @@ def nasty(folder: Path) -> Path:
 STATES = {
     run.__name__: run
     for run in (
-        finished, without_an_end, failed, recovered, one_step, no_step, without_evaluation, many_ranks, nasty
+        finished, without_an_end, failed, recovered, one_step, no_step, converged, without_evaluation, many_ranks,
+        nasty,
     )
 }  # fmt: skip

@@ -6,6 +6,8 @@ stays as large as other text.
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -33,16 +35,21 @@ def smoothing_of(buckets: int) -> float:
     return 0.0 if buckets < 60 else 0.9
 
 
-def smoothed(values: Sequence[float], part: float) -> list[float]:
+def smoothed(values: Sequence[float], part: float, *, is_log: bool = False) -> list[float]:
     """Return an exponential moving average of values, without a bias to the first one.
 
     Args:
         values: The values.
         part: What stays of the average at each value, 0 to 1.
+        is_log: True to smooth them as they are seen on a logarithmic scale: otherwise the greatest would be all of it.
 
     >>> smoothed([1.0, 3.0, 3.0], 0.5)
     [1.0, 2.3333333333333335, 2.7142857142857144]
+    >>> [round(value, 6) for value in smoothed([1.0, 1e-3], 0.5, is_log=True)]
+    [1.0, 0.01]
     """
+    if is_log and min(values) > 0:
+        return [math.exp(value) for value in smoothed([math.log(value) for value in values], part)]
     found, average, weight = [], 0.0, 0.0
     for value in values:
         average = part * average + (1 - part) * value
@@ -82,7 +89,8 @@ def render_chart(
     )
     remark = " · ".join(filter(None, (note, "log scale" if ys.is_log else "")))
     return (
-        f'<figure class="chart{"" if smooth else " plain"}" data-key="{text(key)}"><figcaption><h3>{text(title)}</h3>'
+        f'<figure class="chart{"" if smooth else " plain"}" data-key="{text(json.dumps(key))}">'
+        f"<figcaption><h3>{text(title)}</h3>"
         f'<output>{text(now)}</output><span class="remark">{text(remark)}</span></figcaption>'
         f'<div class="plot"><div class="y">{labels}</div><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" '
         f'preserveAspectRatio="none" role="img" aria-label="{text(_spoken(title, lines))}">'
@@ -112,7 +120,7 @@ def _line(line: Line, xs: Scale, ys: Scale, *, smooth: bool) -> str:
     if part:
         parts.append(f'<path class="raw" d="{_path(across, curve["mean"], ys)}"/>')
     dot = " dot" if len(across) == 1 else ""
-    parts.append(f'<path class="mean{dot}" d="{_path(across, smoothed(curve["mean"], part), ys)}"/>')
+    parts.append(f'<path class="mean{dot}" d="{_path(across, smoothed(curve["mean"], part, is_log=ys.is_log), ys)}"/>')
     return f'<g class="line c{line.color % 6}">{"".join(parts)}</g>'
 
 

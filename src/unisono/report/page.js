@@ -10,7 +10,7 @@
 
   const format = (v, step = 0) => {
     const a = Math.abs(v);
-    if (a < 1e-12 * Math.max(step, 1)) return "0";
+    if (a <= 1e-12 * step) return "0";
     const digits = step ? Math.min(15, Math.max(4, Math.ceil(Math.log10(a / step)) + 2)) : 4;
     for (const [unit, sign] of [[1e9, "G"], [1e6, "M"], [1e3, "k"]]) {
       if (a >= unit && a < 1e13) return +(v / unit).toPrecision(digits) + sign;
@@ -46,7 +46,9 @@
     const m = high - low <= Math.abs(high) * 1e-9 ? Math.abs(high) * 0.1 || 1 : 0.05 * (high - low);
     return { low: low >= 0 && low - m < 0 ? 0 : low - m, high: high + m, log: false };
   };
-  const smooth = (values, p) => {
+  // On a logarithmic scale the curve is smoothed as it is seen: otherwise its greatest values would be all of it.
+  const smooth = (values, p, log) => {
+    if (log && values.every((v) => v > 0)) return smooth(values.map(Math.log), p, false).map(Math.exp);
     let average = 0, weight = 0;
     return values.map((v) => {
       average = p * average + (1 - p) * v;
@@ -54,7 +56,9 @@
       return average / weight;
     });
   };
-  const curvesOf = (figure) => runs.map((run) => run.curves[figure.dataset.key]).filter((c) => c && c.x.length);
+  // A key is JSON, since not each of its signs can stand in an attribute.
+  const curveOf = (run, figure) => run.curves[JSON.parse(figure.dataset.key)];
+  const curvesOf = (figure) => runs.map((run) => curveOf(run, figure)).filter((c) => c && c.x.length);
 
   const draw = (figure) => {
     const curves = curvesOf(figure);
@@ -82,7 +86,7 @@
       const p = figure.classList.contains("plain") ? 0 : part === null ? (c.x.length < 60 ? 0 : 0.9) : part;
       const across = c.x.slice(a, b + 1).map(X);
       const path = (values) => (across.length > 1 ? "M" + values.slice(a, b + 1).map((v, k) => across[k] + " " + Y(v)).join(" ") : "M" + across[0] + " " + Y(values[a]) + "h0");
-      group.querySelector(".mean").setAttribute("d", path(smooth(c.mean, p)));
+      group.querySelector(".mean").setAttribute("d", path(smooth(c.mean, p, ys.log)));
       const raw = group.querySelector(".raw"), band = group.querySelector(".band");
       if (raw) raw.setAttribute("d", path(c.mean));
       if (band) {
@@ -146,7 +150,7 @@
         let k = c.x.findIndex((x) => x >= step);
         if (k < 0) k = c.x.length - 1;
         if (k > 0 && step - c.x[k - 1] < c.x[k] - step) k--;
-        const name = runs.length > 1 ? runs.filter((r) => r.curves[figure.dataset.key])[i].title + "  " : "";
+        const name = runs.length > 1 ? runs.filter((r) => curveOf(r, figure))[i].title + "  " : "";
         const range = c.low[k] < c.high[k] ? `  (${format(c.low[k])} to ${format(c.high[k])})` : "";
         return `${name}step ${c.x[k].toLocaleString("en")}  ${format(c.mean[k])}${range}`;
       });

@@ -228,19 +228,17 @@ def _ranks(document: Document) -> str:
     of_ranks, steps = times["ranks"], times["steps_of_ranks"]
     size = len(of_ranks["compute"])
     longest_s = max(sum(each[rank] for each in of_ranks.values()) for rank in range(size))
-    if not longest_s:
-        return ""
+    whole_s = max(longest_s, times["seconds_of_ranks"])  # with the loop's own code
     shown = sorted(range(size), key=lambda rank: of_ranks.get("waiting", [0.0] * size)[rank])[:_SHOWN_RANKS]
     rows = []
     for rank in sorted(shown):
         parts = [(name, each[rank]) for name, each in of_ranks.items()]
         bar = "".join(
-            f'<i class="part {"waits" if name == "waiting" else name}" style="width:{100 * each / longest_s:.3f}%" '
+            f'<i class="part {"waits" if name == "waiting" else name}" style="width:{100 * each / whole_s:.3f}%" '
             f'title="{name} {format_span(each / steps)}"></i>'
             for name, each in parts
         )
-        whole_s = sum(each for _, each in parts)
-        told = f"{of_ranks['waiting'][rank] / whole_s:.0%} waiting" if "waiting" in of_ranks and whole_s else ""
+        told = f"{of_ranks['waiting'][rank] / whole_s:.0%} waiting" if "waiting" in of_ranks else ""
         rows.append(
             f'<div class="row"><span class="label">rank {rank}</span><div class="bar">{bar}</div>'
             f"<span>{told}</span></div>"

@@ -26,7 +26,7 @@ class RankTimes:
         self._most = most
         self._mean_s = dict.fromkeys(PARTS, 0.0)
         self._by_rank: dict[str, list[float]] = {}
-        self._covered = self._covered_by_rank = 0.0
+        self._covered = self._covered_by_rank = self._seconds = 0.0
         self._at_s: float | None = None
         self._intervals: list[tuple[float, float, list[float]]] = []
 
@@ -50,12 +50,14 @@ class RankTimes:
             return
         factor = of_steps / steps
         if self._by_rank.keys() != parts.keys() or size != len(self._by_rank["compute"]):
-            self._by_rank, self._covered_by_rank = {name: [0.0] * size for name in parts}, 0
+            self._by_rank, self._covered_by_rank = {name: [0.0] * size for name in parts}, 0.0
+            self._seconds = 0.0
         for name, of_ranks in parts.items():
             self._mean_s[name] += factor * sum(of_ranks) / size
             self._by_rank[name] = [a + factor * b for a, b in zip(self._by_rank[name], of_ranks, strict=True)]
         self._covered += of_steps
         self._covered_by_rank += of_steps
+        self._seconds += factor * seconds
         start_s = self._at_s if self._at_s is not None else at_s - seconds
         self._at_s = at_s
         if "waiting" in parts and at_s > start_s:
@@ -67,7 +69,8 @@ class RankTimes:
     def document(self) -> dict[str, Any] | None:
         """Return the sums, in seconds, and the number of steps that they stand for; None without an event.
 
-        "mean": over ranks, by part; "ranks": of each rank, by part, since their number last changed.
+        "mean": over ranks, by part; "ranks": of each rank, by part, in "steps_of_ranks" steps, which took
+        "seconds_of_ranks", since their number last changed.
         """
         if not self._covered:
             return None
@@ -76,6 +79,7 @@ class RankTimes:
             "mean": {name: round(self._mean_s[name], 6) for name in self._by_rank},
             "ranks": {name: [round(each, 6) for each in of_ranks] for name, of_ranks in self._by_rank.items()},
             "steps_of_ranks": self._covered_by_rank,
+            "seconds_of_ranks": round(self._seconds, 6),
         }
 
     def waits(self) -> list[list[Any]]:

@@ -80,16 +80,20 @@ def format_tick(value: float, step: float = 0.0) -> str:
 
     >>> [format_tick(v) for v in (0.0, 0.30000000000000004, 0.0001, 20.0, 1500.0, 1e6, 2.5e9)]
     ['0', '0.3', '1e-4', '20', '1.5k', '1M', '2.5G']
-    >>> format_tick(400_020_000.0, 20_000.0), format_tick(0.95002, 0.00002)
-    ('400.02M', '0.95002')
+    >>> format_tick(400_020_000.0, 20_000.0), format_tick(0.95002, 0.00002), format_tick(6e-14, 2e-14)
+    ('400.02M', '0.95002', '6e-14')
+    >>> format_tick(0.1 - 0.3 + 0.2, 0.1)
+    '0'
     """
     size = abs(value)
-    if size < 1e-12 * max(step, 1.0):
+    if size <= 1e-12 * step:
         return "0"
     digits = 4 if not step else min(15, max(4, math.ceil(math.log10(size / step)) + 2))
     for unit, sign in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if unit <= size < 1e13:
             return f"{value / unit:.{digits}g}{sign}"
+    if not size:
+        return "0"
     if size < 1e-3 or size >= 1e13:
         mantissa, _, exponent = f"{value:.{digits - 1}e}".partition("e")
         return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
