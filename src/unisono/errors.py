@@ -3,7 +3,8 @@
     UnisonoError
     ├── DataError              a dataset or loader cannot provide what the plan requires
     ├── LossError              a loss function returned something that cannot be trained on
-    │   └── NonFiniteLossError the loss of a step is NaN or infinite; the weights keep their values
+    │   ├── NonFiniteLossError the loss of a step is NaN or infinite; the weights keep their values
+    │   └── TableFullError     a dynamic embedding table has no row for a new id; the weights keep their values
     ├── RankMismatchError      ranks disagree about the model, the data or the settings
     ├── CheckpointError        a checkpoint cannot be written, read or applied
     │   └── CorruptCheckpointError  its bytes are not those that were written
@@ -33,6 +34,7 @@ __all__ = [
     "PeerError",
     "RankMismatchError",
     "ReportError",
+    "TableFullError",
     "UnisonoError",
 ]
 
@@ -51,6 +53,10 @@ class LossError(UnisonoError):
 
 class NonFiniteLossError(LossError):
     """The loss of a step is NaN or infinite. The step was not applied: weights and buffers are those before it."""
+
+
+class TableFullError(LossError):
+    """A step has more new ids than a dynamic table has free rows. The step was not applied."""
 
 
 class RankMismatchError(UnisonoError):

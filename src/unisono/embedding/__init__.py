@@ -2,7 +2,8 @@
 
 from unisono.embedding.row_optimizers import SGD, Adagrad, Adam, RowOptimizer, RowwiseAdagrad, RowwiseAdam
 from unisono.embedding.table_optimizer import TableOptimizer
-from unisono.embedding.tables import Table, Tables, dense_parameters
+from unisono.embedding.table_settings import Table
+from unisono.embedding.tables import Tables, dense_parameters
 
 __all__ = [
     "SGD",

@@ -12,13 +12,13 @@ __all__ = ["check_ids", "check_offsets"]
 _INTEGERS = (torch.int32, torch.int64)
 
 
-def check_ids(name: str, ids: Tensor, *, rows: int, begins: Tensor | None = None) -> None:
+def check_ids(name: str, ids: Tensor, *, rows: int | None, begins: Tensor | None = None) -> None:
     """Check ids of any shape. Takes one pass over them.
 
     Args:
         name: The table.
         ids: The ids.
-        rows: The rows of the table.
+        rows: The rows of the table; None: it is dynamic, and has any ids.
         begins: Where bags begin in ids of one dimension.
 
     Raises:
@@ -29,7 +29,7 @@ def check_ids(name: str, ids: Tensor, *, rows: int, begins: Tensor | None = None
         raise TypeError(f"table {name!r}: the ids are {a_type(ids)}; give a tensor of int32 or int64")
     if ids.dtype not in _INTEGERS:
         raise TypeError(f"table {name!r}: the ids are {_short(ids.dtype)}; give int32 or int64, as ids.long() does")
-    if not ids.numel():
+    if rows is None or not ids.numel():
         return
     least, most = torch.aminmax(ids)
     if int(least) >= 0 and int(most) < rows:

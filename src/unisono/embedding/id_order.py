@@ -26,35 +26,37 @@ _PADDED = 8192
 """From so many on, sorting `_RADIX` integers by radix is faster than sorting these by comparison."""
 
 
-def ordered_ids(ids: Tensor, *, rows: int) -> tuple[Tensor, Tensor]:
+def ordered_ids(ids: Tensor) -> tuple[Tensor, Tensor]:
     """Return ids in ascending order, and for each of them its place in `ids`; equal ones keep their order.
 
     Args:
-        ids: [n], int32 or int64, from 0 to rows - 1.
-        rows: The rows of the table.
+        ids: [n], int32 or int64, of any value. It is fastest where they lie within a range of 2**62 / n.
 
-    >>> ordered_ids(torch.tensor([7, 2, 7]), rows=10)[1].tolist()
+    >>> ordered_ids(torch.tensor([7, -2, 7]))[1].tolist()
     [1, 0, 2]
     """
-    if ids.device.type != "cpu":
+    if ids.device.type != "cpu" or not len(ids):
         ordered, order = torch.sort(ids, stable=True)
         return ordered, order
-    n = len(ids)
+    least, most = map(int, torch.aminmax(ids))
+    n, span = len(ids), most - least
     bits = n.bit_length()
-    if _SORTS_FAST and bits + rows.bit_length() < 64:
-        keys = ids.long().bitwise_left_shift(bits).bitwise_or_(torch.arange(n))
+    if _SORTS_FAST and bits + span.bit_length() < 64:
+        keys = ids.long().sub(least).bitwise_left_shift_(bits).bitwise_or_(torch.arange(n))
         keys.numpy().sort()
-        return keys.bitwise_right_shift(bits), keys.bitwise_and_((1 << bits) - 1)
-    return _sorted_by_torch(ids, rows)
+        return keys.bitwise_right_shift(bits).add_(least), keys.bitwise_and_((1 << bits) - 1)
+    return _sorted_by_torch(ids, least, span)
 
 
-def _sorted_by_torch(ids: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    if rows < 2**31 - 1:
-        ids = ids.int()
+def _sorted_by_torch(ids: Tensor, least: int, span: int) -> tuple[Tensor, Tensor]:
+    if span < 2**31 - 2:
+        ids = ids.long().sub(least).int()
         if _PADDED <= (n := len(ids)) < _RADIX:
-            padded = ids.new_full((_RADIX,), rows)
+            padded = ids.new_full((_RADIX,), span + 1)
             padded[:n] = ids
             ordered, order = torch.sort(padded, stable=True)
-            return ordered[:n], order[:n]
+            return ordered[:n].long().add_(least), order[:n]
+        ordered, order = torch.sort(ids, stable=True)
+        return ordered.long().add_(least), order
     ordered, order = torch.sort(ids, stable=True)
     return ordered, order

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -11,7 +12,10 @@ from torch.nn import functional as F
 
 from unisono.embedding.row_sums import embed_bags, row_gradient, sum_by_row
 
-__all__ = ["Bags", "look_up", "pool"]
+__all__ = ["Bags", "Locate", "look_up", "pool"]
+
+Locate = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Returns a tensor with the values of ids, [m, dim], and the row of each id in it, [n]."""
 
 
 class Bags(NamedTuple):
@@ -32,15 +36,42 @@ class Bags(NamedTuple):
         ends = torch.cat([self.begins[1:], self.begins.new_tensor([len(self.ids)])])
         return of_bags.repeat_interleave(ends - self.begins)
 
+    def of_int64(self) -> Bags:
+        """Return the same bags with ids of 64 bits."""
+        return Bags(self.ids.long(), self.begins.long(), self.width)
 
-def look_up(weight: Tensor, ids: Tensor, *, padding: int | None) -> Tensor:
-    """Return the rows of `weight` [rows, dim] that ids of any shape name, [*ids.shape, dim]."""
-    found: Tensor = _LookUp.apply(weight, ids, padding)  # type: ignore[no-untyped-call]
+    def without(self, id: int, scale: Tensor | None) -> tuple[Bags, Tensor | None]:  # noqa: A002
+        """Return the bags without one id, and the factors of those that are left."""
+        is_kept = self.ids != id
+        kept = is_kept.nonzero().view(-1)
+        if len(kept) == len(self.ids):
+            return self, scale
+        before = torch.cat([kept.new_zeros(1), is_kept.cumsum(0)])
+        bags = Bags(self.ids.index_select(0, kept), before.index_select(0, self.begins), None)
+        return bags, None if scale is None else scale.index_select(0, kept)
+
+
+def look_up(weight: Tensor, ids: Tensor, *, padding: int | None, locate: Locate | None = None) -> Tensor:
+    """Return the rows that ids of any shape name, [*ids.shape, dim].
+
+    Args:
+        weight: The table, [rows, dim].
+        ids: The ids.
+        padding: An id whose row gets no gradient; None: there is none.
+        locate: Finds ids of one dimension; None: they are rows of `weight`.
+    """
+    found: Tensor = _LookUp.apply(weight, ids, padding, locate)  # type: ignore[no-untyped-call]
     return found
 
 
 def pool(
-    weight: Tensor, bags: Bags, scale: Tensor | None, *, mode: Literal["sum", "mean"], padding: int | None
+    weight: Tensor,
+    bags: Bags,
+    scale: Tensor | None,
+    *,
+    mode: Literal["sum", "mean"],
+    padding: int | None,
+    locate: Locate | None = None,
 ) -> Tensor:
     """Return the sum or mean of each bag's rows, [bags, dim].
 
@@ -49,18 +80,22 @@ def pool(
         bags: The ids.
         scale: A factor for each id, [n]; for sums only.
         mode: How rows are put together. An empty bag gives zeros.
-        padding: An id that counts as none; None: there is none.
+        padding: An id that counts as none; None: there is none. Not together with `locate`.
+        locate: Finds ids; None: they are rows of `weight`.
     """
-    pooled: Tensor = _Pool.apply(weight, scale, bags.ids, bags.begins, bags.width, mode, padding)  # type: ignore[no-untyped-call]
+    pooled: Tensor = _Pool.apply(weight, scale, *bags, mode, padding, locate)  # type: ignore[no-untyped-call]
     return pooled
 
 
 class _LookUp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, ids: Tensor, padding: int | None) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, ids: Tensor, padding: int | None, locate: Locate | None) -> Tensor:
         ctx.save_for_backward(ids)
         ctx.shape, ctx.padding = weight.shape, padding
-        return F.embedding(ids, weight.detach())
+        if locate is None:
+            return F.embedding(ids, weight.detach())
+        source, rows = locate(ids.reshape(-1))
+        return F.embedding(rows.view(ids.shape), source.detach())
 
     @staticmethod
     @once_differentiable
@@ -71,8 +106,8 @@ class _LookUp(torch.autograd.Function):
         if ctx.padding is not None:
             entries = (ids != ctx.padding).nonzero().view(-1)
             ids = ids[entries]
-        summed = sum_by_row(ids, gradient.contiguous(), entries, rows=ctx.shape[0])
-        return row_gradient(summed, ctx.shape), None, None
+        summed = sum_by_row(ids, gradient.contiguous(), entries)
+        return row_gradient(summed, ctx.shape), None, None, None
 
 
 class _Pool(torch.autograd.Function):
@@ -86,12 +121,14 @@ class _Pool(torch.autograd.Function):
         width: int | None,
         mode: Literal["sum", "mean"],
         padding: int | None,
+        locate: Locate | None,
     ) -> Tensor:
         ctx.bags, ctx.mode, ctx.padding, ctx.shape = Bags(ids, begins, width), mode, padding, weight.shape
-        ctx.weight = weight if scale is not None and scale.requires_grad else None
+        source, rows = (weight.detach(), ids) if locate is None else locate(ids)
+        ctx.found = (source, rows) if scale is not None and scale.requires_grad else None
         ctx.save_for_backward(scale)
         factors = None if scale is None else scale.detach()
-        return embed_bags(weight.detach(), ids, begins, mean=mode == "mean", scale=factors, padding=padding)
+        return embed_bags(source, rows, begins, mean=mode == "mean", scale=factors, padding=padding)
 
     @staticmethod
     @once_differentiable
@@ -100,10 +137,11 @@ class _Pool(torch.autograd.Function):
         bags, gradient, ids, width = ctx.bags, gradient.contiguous(), ctx.bags.ids, ctx.bags.width
         is_even = width is not None and ctx.padding is None
         # Bags of one width need no list of the bag of each id.
-        entries: Any = None if is_even and ctx.weight is None else bags.numbers()
+        entries: Any = None if is_even and ctx.found is None else bags.numbers()
         of_scale = None
-        if ctx.weight is not None:
-            of_scale = (gradient[entries] * ctx.weight.detach()[ids]).sum(1)
+        if ctx.found is not None:
+            source, rows = ctx.found
+            of_scale = (gradient[entries] * source[rows]).sum(1)
             if ctx.padding is not None:
                 of_scale.masked_fill_(ids == ctx.padding, 0.0)
         if ctx.padding is not None:
@@ -116,5 +154,5 @@ class _Pool(torch.autograd.Function):
                 counts = torch.bincount(entries, minlength=len(gradient)).clamp_(min=1).unsqueeze(1)
             gradient = gradient / counts
         factors = None if scale is None else scale.detach()
-        summed = sum_by_row(ids, gradient, entries, factors, rows=ctx.shape[0], width=max(width or 1, 1))
-        return row_gradient(summed, ctx.shape), of_scale, None, None, None, None, None
+        summed = sum_by_row(ids, gradient, entries, factors, width=max(width or 1, 1))
+        return row_gradient(summed, ctx.shape), of_scale, None, None, None, None, None, None

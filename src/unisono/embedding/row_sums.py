@@ -21,7 +21,7 @@ class SummedRows(NamedTuple):
     """The gradient of a table: distinct rows in ascending order, and a value for each."""
 
     rows: Tensor
-    """[u], int64."""
+    """[u], int64. In a dynamic table, ids take the place of rows until the update."""
     values: Tensor
     """[u, dim]."""
 
@@ -36,27 +36,25 @@ def sum_by_row(
     entries: Tensor | None = None,
     scale: Tensor | None = None,
     *,
-    rows: int,
     width: int = 1,
 ) -> SummedRows:
     """Add up, for each id, the rows of `source` that its entries name.
 
     Args:
-        ids: The row of the table that each entry belongs to, [n], int32 or int64, all in range.
+        ids: The row of the table that each entry belongs to, or its id in a dynamic table, [n], int32 or int64.
         source: [m, dim], contiguous, with the values to add.
         entries: The row of `source` that each entry takes, [n]; None: the entry of number i takes row i // width.
         scale: A factor for each entry, [n].
-        rows: The rows of the table.
         width: The number of entries in turn that take the same row, without `entries`.
 
     Returns:
         The distinct ids, ascending, and their sums.
 
-    >>> rows, values = sum_by_row(torch.tensor([7, 2, 7]), torch.tensor([[1.0], [2.0], [4.0]]), rows=10)
+    >>> rows, values = sum_by_row(torch.tensor([7, 2, 7]), torch.tensor([[1.0], [2.0], [4.0]]))
     >>> rows.tolist(), values.tolist()
     ([2, 7], [[2.0], [5.0]])
     """
-    ordered, order = ordered_ids(ids, rows=rows)
+    ordered, order = ordered_ids(ids)
     distinct, counts = torch.unique_consecutive(ordered, return_counts=True)
     if entries is not None:
         taken = entries.index_select(0, order)
@@ -118,6 +116,6 @@ def add_row_gradients(left: SummedRows, right: SummedRows, shape: torch.Size) ->
 
 def _summed(indices: Tensor, values: Tensor, shape: torch.Size) -> SummedRows:
     if values.device.type == "cpu" and values.dim() == 2 and values.dtype in (torch.float32, torch.float64):
-        return sum_by_row(indices, values.contiguous(), rows=shape[0])
+        return sum_by_row(indices, values.contiguous())
     summed = torch.sparse_coo_tensor(indices.view(1, -1), values, shape, check_invariants=False).coalesce()
     return SummedRows(summed._indices()[0], summed._values())

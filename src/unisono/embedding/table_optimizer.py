@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from unisono.embedding.huge_pages import advise_huge_pages
+from unisono.embedding.row_map import RowMap
 from unisono.embedding.row_optimizers import RowOptimizer, rule_named
 from unisono.embedding.row_sums import rows_of
 
@@ -30,10 +31,18 @@ class TableOptimizer(Optimizer):
 
     Args:
         tables: Each table's weight, [rows, dim], and its rule.
+        maps: The rows of dynamic tables, by weight. The gradients of these have ids in place of rows.
     """
 
-    def __init__(self, tables: Sequence[tuple[Tensor, RowOptimizer]]) -> None:
+    def __init__(
+        self, tables: Sequence[tuple[Tensor, RowOptimizer]], *, maps: Mapping[Tensor, RowMap] | None = None
+    ) -> None:
         super().__init__([{"params": [weight], **rule.group()} for weight, rule in tables], {})
+        self.maps = dict(maps or {})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for copies: torch's leaves out what it does not know."""
+        return {**super().__getstate__(), "maps": self.maps}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -47,11 +56,15 @@ class TableOptimizer(Optimizer):
 
         Raises:
             ValueError: A gradient is dense.
+            TableFullError: A dynamic table has no row for a new id. No table has been changed.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        for p, rows in self.maps.items():
+            if p.grad is not None and p.grad.is_sparse:
+                rows.check_room([rows_of(p.grad).rows])
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
@@ -78,6 +91,8 @@ class TableOptimizer(Optimizer):
         state["step"] += 1
         if not len(indices):
             return
+        if (rows_of_ids := self.maps.get(p)) is not None:
+            indices = rows_of_ids.admit(indices, p)
         stores = {key: _Rows.of(state[key]) for key in (*rule.per_row, *rule.per_element)}
         weights = _Rows.of(p.detach())
         chunk = max(len(indices), 1)

@@ -23,7 +23,7 @@ from unisono.engine.consistency import BROKEN, ConsistencyCheck
 from unisono.engine.host_tree_all_reduce import HostGrid, HostTreeAllReduce, group_all_reduce
 from unisono.engine.node_sums import drop
 from unisono.engine.norm import dense_strides
-from unisono.engine.sparse_tables import TableSums, check_optimizers, split_sparse
+from unisono.engine.sparse_tables import TableSums, check_optimizers, maps_of, split_sparse
 from unisono.engine.step_transaction import StepTransaction
 from unisono.engine.totals import COUNT, Totals, as_tensor, totals_of
 from unisono.engine.tree_all_reduce import NodeLayouts, TreeAllReduce
@@ -167,6 +167,7 @@ class CollectiveEngine(GradientAccumulation):
 
     def prepare(self, preparation: Preparation) -> float | None:
         """Multiply, unscale and clip p.grad; see `Engine`."""
+        self._tables.check_room()
         return prepare_whole(self._given.parameters, self._optimizer, preparation)
 
     def update(self, scaler: torch.amp.GradScaler | None) -> None:
@@ -188,7 +189,8 @@ class CollectiveEngine(GradientAccumulation):
         self._unhook()
         dense, tables = split_sparse(trained, self._modules)
         self._given, self._trained = trained, dense
-        self._tables = TableSums(tables, rank=self._world.rank, all_gather=GroupAllGatherV(self._world))
+        maps = maps_of(self._optimizer, tables)
+        self._tables = TableSums(tables, rank=self._world.rank, all_gather=GroupAllGatherV(self._world), maps=maps)
         self._buckets = []
         self._slots = [None] * len(dense.parameters)  # type: ignore[list-item]
         backwards = dense.parameters[::-1]

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from unisono.engine.base import Preparation, Trained, refuse_sparse
 from unisono.engine.node_sums import NodeSum, add, drop, take
-from unisono.engine.sparse_tables import TableSums, check_optimizers, split_sparse
+from unisono.engine.sparse_tables import TableSums, check_optimizers, maps_of, split_sparse
 from unisono.engine.step_transaction import StepTransaction
 from unisono.engine.totals import Totals, add_rows, row_of, totals_of
 from unisono.engine.tree_all_reduce import NodeLayout
@@ -41,7 +41,8 @@ class LocalEngine:
         if trained is not self._given:
             dense, tables = split_sparse(trained, self._modules)
             check_optimizers(self._optimizer, dense, tables)
-            self._given, self._trained, self._tables = trained, dense, TableSums(tables)
+            self._given, self._trained = trained, dense
+            self._tables = TableSums(tables, maps=maps_of(self._optimizer, tables))
         elif self._tables.tables.names:  # otherwise no hyperparameter can have become wrong
             check_optimizers(self._optimizer, self._trained, self._tables.tables)
         self._step, self._leaves = step, leaves
@@ -93,6 +94,7 @@ class LocalEngine:
 
     def prepare(self, preparation: Preparation) -> float | None:
         """Multiply, unscale and clip p.grad; see `Engine`."""
+        self._tables.check_room()
         return prepare_whole(self._given.parameters, self._optimizer, preparation)
 
     def update(self, scaler: torch.amp.GradScaler | None) -> None:

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
+from unisono.embedding.row_map import RowMap
 from unisono.embedding.row_sums import SummedRows, add_row_gradients, row_gradient, rows_of
+from unisono.embedding.table_optimizer import TableOptimizer
 from unisono.engine.all_gather_v import AllGatherV, next_part
 from unisono.engine.base import Trained
 from unisono.engine.joint_optimizer import parts_of, trained_by
@@ -24,7 +26,7 @@ from unisono.engine.tree_all_reduce import NodeLayout
 from unisono.errors import LossError
 from unisono.plan import Node, fold
 
-__all__ = ["TableSums", "check_optimizers", "split_sparse"]
+__all__ = ["TableSums", "check_optimizers", "maps_of", "split_sparse"]
 
 _WITHOUT: dict[type[Optimizer], tuple[str, ...]] = {
     optim.SparseAdam: (),
@@ -38,7 +40,6 @@ _LEAST_ENTRIES = 256
 """With fewer entries for each of several owners of rows, the work is less than that of dividing it."""
 _SAMPLED = 32
 """The number of entries in a sample for each owner: shares differ by a few percent."""
-_PAST_ALL = 2**63 - 1
 
 
 def split_sparse(trained: Trained, modules: Iterable[nn.Module]) -> tuple[Trained, Trained]:
@@ -89,6 +90,14 @@ def _check(optimizer: Optimizer, dense: Trained, sparse: Trained) -> None:
         )
 
 
+def maps_of(optimizer: Optimizer, tables: Trained) -> dict[int, RowMap]:
+    """Return the rows of the dynamic tables among some tables, by number among these."""
+    maps = {
+        p: rows for part in parts_of(optimizer) if isinstance(part, TableOptimizer) for p, rows in part.maps.items()
+    }
+    return {i: maps[p] for i, p in enumerate(tables.parameters) if p in maps}
+
+
 class TableSums:
     """The sums of sparse gradients over a step, for one engine.
 
@@ -100,6 +109,7 @@ class TableSums:
         rank: This rank.
         all_gather: Exchanges the sums of ranks; None with one rank.
         divided: The numbers of the tables whose sums `collect` leaves to `complete` or `share`.
+        maps: The rows of dynamic tables, by number. Ids take the place of rows in their sums.
     """
 
     def __init__(
@@ -109,8 +119,9 @@ class TableSums:
         rank: int = 0,
         all_gather: AllGatherV | None = None,
         divided: Collection[int] = (),
+        maps: Mapping[int, RowMap] | None = None,
     ) -> None:
-        self.tables, self.divided = tables, frozenset(divided)
+        self.tables, self.divided, self._maps = tables, frozenset(divided), maps or {}
         self.totals: Gradients = []
         """The gradient of each table, once it is complete. It is also p.grad, and lies in this process's memory."""
         self.used: list[bool] = []
@@ -177,6 +188,18 @@ class TableSums:
             if k not in self.divided:
                 self._complete(k)
 
+    def check_room(self) -> None:
+        """Raise TableFullError, on all ranks, if a dynamic table has no rows for new ids. Call it after `collect`."""
+        for k, rows in self._maps.items():
+            rows.check_room(self.rows(k))
+
+    def rows(self, table: int) -> list[Tensor]:
+        """Return the rows of a table in this step's sums, or the ids of a dynamic one. They may be repeated."""
+        total = self.totals[table]
+        if total is None:
+            return [summed.rows for summed in self._parts[table].values()]
+        return [rows_of(total).rows] if total.is_sparse else []
+
     def complete(self, factor: float) -> None:
         """Compute the sums that `collect` has left, on this rank as on the others, and multiply them."""
         for k in self.divided:
@@ -194,11 +217,11 @@ class TableSums:
         if not self.used[table] or (total is not None and not total.is_sparse):  # the optimizer refuses that one
             return total
         parts = {Node(0, self._layout.leaves): rows_of(total)} if total is not None else self._parts[table]
-        start, stop = _range_of((self._rank - table) % ranks, ranks, [summed.rows for summed in parts.values()])
-        if start >= stop:
+        bounds = _range_of((self._rank - table) % ranks, ranks, [summed.rows for summed in parts.values()])
+        if bounds is None:
             nothing = SummedRows(torch.empty(0, dtype=torch.int64, device=p.device), p.detach()[:0])
             return row_gradient(nothing, p.shape)
-        own = {node: _within(summed, start, stop) for node, summed in parts.items()}
+        own = {node: _within(summed, *bounds) for node, summed in parts.items()}
         return row_gradient(self._fold(own, p.shape), p.shape)
 
     def scale(self, factor: float) -> None:
@@ -263,8 +286,8 @@ class TableSums:
         return found
 
 
-def _range_of(owner: int, owners: int, lists: Sequence[Tensor]) -> tuple[int, int]:
-    """Return the rows that one of several owners updates: start <= row < stop.
+def _range_of(owner: int, owners: int, lists: Sequence[Tensor]) -> tuple[int | None, int | None] | None:
+    """Return the rows that one of several owners updates: start <= row < stop, where None is no bound.
 
     Few rows have a single owner. Otherwise boundaries are quantiles of a sample of the lists, each in proportion.
 
@@ -272,25 +295,29 @@ def _range_of(owner: int, owners: int, lists: Sequence[Tensor]) -> tuple[int, in
         owner: The number of the owner.
         owners: The number of owners.
         lists: Ascending rows, of which a row may be in several lists.
+
+    Returns:
+        The bounds; None if the owner has no row.
     """
     total = sum(map(len, lists))
     owners = min(owners, max(total // _LEAST_ENTRIES, 1))
     if owner >= owners:
-        return 0, 0
+        return None
     sample: list[int] = []
     if owners > 1:
         stride = max(total // (_SAMPLED * owners), 1)
         sample = sorted(row for rows in lists for row in rows[::stride].tolist())
-    start = sample[len(sample) * owner // owners] if owner else 0
-    stop = sample[len(sample) * (owner + 1) // owners] if owner + 1 < owners else _PAST_ALL
+    start = sample[len(sample) * owner // owners] if owner else None
+    stop = sample[len(sample) * (owner + 1) // owners] if owner + 1 < owners else None
     return start, stop
 
 
-def _within(summed: SummedRows, start: int, stop: int) -> SummedRows:
+def _within(summed: SummedRows, start: int | None, stop: int | None) -> SummedRows:
     """Return the entries of rows start <= row < stop, as views."""
-    if (start, stop) == (0, _PAST_ALL):
-        return summed
-    first, last = torch.searchsorted(summed.rows, torch.tensor([start, stop], device=summed.rows.device)).tolist()
+    first, last = (
+        default if bound is None else int(torch.searchsorted(summed.rows, bound))
+        for bound, default in ((start, 0), (stop, len(summed.rows)))
+    )
     return summed.between(first, last)
 
 

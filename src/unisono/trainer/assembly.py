@@ -77,7 +77,7 @@ from unisono.trainer.step import StepRunner
 from unisono.trainer.step_clock import StepClock
 from unisono.trainer.step_fingerprint import StepFingerprint
 from unisono.trainer.step_gradients import StepGradients
-from unisono.trainer.table_optimizers import refuse_tables, with_tables
+from unisono.trainer.table_optimizers import refuse_averages, refuse_tables, with_tables
 from unisono.trainer.virtual_rank_gradients import VirtualRankGradients
 
 __all__ = ["Models", "TrainerParts", "assemble"]
@@ -157,6 +157,7 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
     modules = plain_modules(model)
     check_batch_norms(modules)
     check_built(modules, settings.parallel)
+    refuse_averages(modules, settings.ema_decay)
     if settings.parallel is not None:
         refuse_tables(modules, f"parallel={type(settings.parallel).__name__}(...)")
     optimizers = with_tables(named_optimizers(optimizer), modules)

@@ -8,10 +8,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from unisono.embedding.table_optimizer import TableOptimizer
-from unisono.embedding.tables import tables_in
+from unisono.embedding.tables import optimizer_of, tables_in
 from unisono.text import a_type
 
-__all__ = ["TABLES", "refuse_tables", "with_tables"]
+__all__ = ["TABLES", "refuse_averages", "refuse_tables", "with_tables"]
 
 TABLES = "tables"
 """The name of the optimizer."""
@@ -45,8 +45,7 @@ def with_tables(optimizers: dict[str, Optimizer], modules: Mapping[str, nn.Modul
             f"Trainer names the optimizer of embedding tables {TABLES!r}, and was given another one of this name: "
             "call that one something else"
         )
-    rules = [(module.weight, module.table.optimizer) for module in tables.values()]
-    return {**optimizers, TABLES: TableOptimizer(rules)}
+    return {**optimizers, TABLES: optimizer_of(tables.values())}
 
 
 def refuse_tables(modules: Mapping[str, nn.Module], division: str) -> None:
@@ -57,3 +56,16 @@ def refuse_tables(modules: Mapping[str, nn.Module], division: str) -> None:
             "parameters with dense gradients alone. Leave out parallel=, since ranks of one host share the table as it "
             "is; or take nn.Embedding in place of the table."
         )
+
+
+def refuse_averages(modules: Mapping[str, nn.Module], decay: float | None) -> None:
+    """Raise ValueError if a model whose weights are averaged has a dynamic table."""
+    if decay is None:
+        return
+    for module in tables_in(modules.values()).values():
+        if module.rows is not None:
+            raise ValueError(
+                f"table {module.name!r} is dynamic, so rows come into being during the run, and ema_decay={decay} "
+                "averages what a model has from its start. Leave out ema_decay, or give the table rows= in place of "
+                "capacity=."
+            )

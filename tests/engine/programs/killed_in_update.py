@@ -84,19 +84,22 @@ class Table(nn.Module):
 
 
 class Tables(nn.Module):
-    """A table whose rows ranks divide, since batches name enough of them, and one that only some batches use."""
+    """Tables whose rows ranks divide, since batches name enough of them, and one that only some batches use."""
 
     def __init__(self):
         super().__init__()
         rules = {"rows": embedding.Adam(lr=0.1), "bags": embedding.RowwiseAdagrad(lr=0.1)}
-        self.tables = embedding.Tables(
-            {name: embedding.Table(rows=3000, dim=4, pooling="sum", optimizer=rule) for name, rule in rules.items()}
-        )
+        settings = {
+            name: embedding.Table(rows=3000, dim=4, pooling="sum", optimizer=rule) for name, rule in rules.items()
+        }
+        settings["any"] = embedding.Table(capacity=12_000, dim=4, pooling="sum", optimizer=rules["bags"])
+        self.tables = embedding.Tables(settings)
         self.rows, self.bags, self.last = self.tables["rows"], self.tables["bags"], nn.Linear(4, 3)
+        self.any = self.tables["any"]
 
     def forward(self, x):
         ids = (x.abs() * 500).long().repeat(1, 10) + torch.arange(10).repeat_interleave(6) ** 2
-        y = self.rows(ids.clamp(max=2999))
+        y = self.rows(ids.clamp(max=2999)) + self.any((ids - 800) << 48)
         return self.last(y + self.bags(ids[:, :3].clamp(max=9)) if x[0, 0] > 0.5 else y)
 
 
@@ -147,7 +150,10 @@ class Killer(TorchDispatchMode):
             for argument, value in zip(func._schema.arguments, args, strict=False):
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     for tensor in value if isinstance(value, (list, tuple)) else [value]:
-                        tensor.view(-1)[tensor.numel() // 2 :].fill_(7.0)
+                        if func is torch.ops.aten.index_copy_.default:  # it writes some rows only
+                            tensor[args[2][len(args[2]) // 2 :]] = 7.0
+                        else:
+                            tensor.view(-1)[tensor.numel() // 2 :].fill_(7.0)
             os.kill(os.getpid(), signal.SIGKILL)
         return func(*args, **(kwargs or {}))
 

@@ -15,14 +15,14 @@ from torch.utils.data import TensorDataset
 
 import unisono
 from unisono.embedding import SGD, Adagrad, Adam, RowwiseAdagrad, RowwiseAdam, Table, Tables, dense_parameters
-from unisono.errors import NonFiniteLossError
+from unisono.errors import NonFiniteLossError, TableFullError
 from unisono.state.digest import digest
 
 RULES = [SGD(lr=0.1, weight_decay=0.1), Adagrad(lr=0.1), RowwiseAdagrad(lr=0.1), Adam(lr=0.1), RowwiseAdam(lr=0.1)]
 
 
 class Net(nn.Module):
-    """A table of words that is used twice, one of bags, and one that some virtual ranks use, or none."""
+    """A table of words that is used twice, one of bags, one that some virtual ranks use, or none, and a dynamic one."""
 
     def __init__(self, rule):
         super().__init__()
@@ -32,13 +32,16 @@ class Net(nn.Module):
                 "words": Table(rows=300, dim=6, optimizer=rule),
                 "bags": Table(rows=40, dim=6, pooling="mean", padding_idx=0, optimizer=RowwiseAdagrad(lr=0.1)),
                 "rare": Table(rows=9, dim=6, optimizer=SGD(lr=0.1, clip_row_norm=0.01)),
+                "any": Table(capacity=300, dim=6, pooling="sum", padding_idx=0, optimizer=rule),
             }
         )
+        self.any = tables["any"]
         self.words, self.bags, self.rare = tables["words"], tables["bags"], tables["rare"]
         self.last = nn.Linear(6, 3)
 
     def forward(self, x):
         y = self.words(x[:, :2]).mean(1) + self.words(x[:, 2]) + self.bags((x[:, 3:] % 40) * (x[:, 3:] % 3 == 0))
+        y = y + self.any((x[:, 2:] - 7) * 5**25)
         if x[0, 0] % 8 == 0:
             y = y + self.rare(x[:, 0] % 9)
         return self.last(y)
@@ -94,6 +97,41 @@ def divided(**options):
     return trainer.digest()
 
 
+def divided_dynamic(**options):
+    """The same with ids of 64 bits, which first come in different steps and virtual ranks."""
+    torch.manual_seed(3)
+    settings = Table(capacity=8000, dim=6, pooling="sum", init_std=0.1, optimizer=RowwiseAdam(lr=0.1))
+    tables = Tables({"words": settings})
+    model = nn.Sequential(tables["words"], nn.Linear(6, 3))
+    ids = (50_000 * torch.rand(120, 60) ** 4).long() * 5**27
+    optimizer = torch.optim.SGD(dense_parameters(model), lr=0.1)
+    trainer = unisono.Trainer(model, optimizer, virtual_ranks=5, engine=ENGINE, progress=False, **options)
+    for batch in trainer.batches(TensorDataset(ids, torch.arange(120) % 3), batch_size=40):
+        trainer.step(loss, batch)
+    rows = tables["words"].rows
+    assert torch.equal(rows.ids[: rows.count].sort().values, ids.unique())
+    return trainer.digest()
+
+
+def full():
+    """A step with more new ids than there are free rows changes nothing; then training goes on."""
+    torch.manual_seed(3)
+    tables = Tables({"words": Table(capacity=40, dim=6, pooling="sum", optimizer=RowwiseAdagrad(lr=0.1))})
+    model = nn.Sequential(tables["words"], nn.Linear(6, 3))
+    optimizer = torch.optim.SGD(dense_parameters(model), lr=0.1)
+    trainer = unisono.Trainer(model, optimizer, virtual_ranks=5, engine=ENGINE, progress=False)
+    ids = torch.cat([torch.arange(30), torch.arange(20, 50), torch.arange(10, 40)]) - 25
+    for batch in trainer.batches(TensorDataset(ids.view(-1, 3), torch.arange(30) % 3), batch_size=10, shuffle=False):
+        before = trainer.digest()
+        try:
+            trainer.step(loss, batch)
+            assert batch.step != 1
+        except TableFullError as error:
+            assert batch.step == 1 and trainer.digest() == before, error
+            assert "'words' is full: 30 of its 40 rows are taken, and this step has 20 ids" in str(error), error
+    return trainer.digest()
+
+
 def aborted():
     """A loss that is NaN on one virtual rank, or an id out of range on all, changes nothing; then training goes on."""
     trainer = make(RowwiseAdagrad(lr=0.1))
@@ -120,9 +158,9 @@ def read():
 def check_replicas():
     """A loop of one's own with `replicate` trains what one process trains on all samples."""
 
-    def train_on(of_rank, wrap):
+    def train_on(of_rank, wrap, size):
         torch.manual_seed(3)
-        tables = Tables({"item": Table(rows=300, dim=6, pooling="sum", optimizer=RowwiseAdagrad(lr=0.1))})
+        tables = Tables({"item": Table(**size, dim=6, pooling="sum", optimizer=RowwiseAdagrad(lr=0.1))})
         model = nn.Sequential(tables["item"], nn.Linear(6, 3))
         kept = wrap(model)
         optimizer = torch.optim.SGD(dense_parameters(model), lr=0.1)
@@ -133,10 +171,11 @@ def check_replicas():
         del kept
         return model.state_dict()
 
-    whole = train_on(slice(None), lambda model: None)
-    parts = train_on(slice(unisono.rank(), None, unisono.world_size()), unisono.parallel.replicate)
-    for name, value in whole.items():
-        torch.testing.assert_close(parts[name], value)
+    for size in ({"rows": 300}, {"capacity": 300}):
+        whole = train_on(slice(None), lambda model: None, size)
+        parts = train_on(slice(unisono.rank(), None, unisono.world_size()), unisono.parallel.replicate, size)
+        for name, value in whole.items():
+            torch.testing.assert_close(parts[name], value)
 
 
 unisono.init()
@@ -145,5 +184,10 @@ for ENGINE in sys.argv[2].split(","):
     results = {type(rule).__name__: train(rule).digest() for rule in RULES}
     results |= {"clipped": train(RULES[2], clip_grad_norm=0.05).digest(), "resumed": resumed(), "aborted": aborted()}
     results |= {"read": read(), "divided": divided(), "divided and clipped": divided(clip_grad_norm=0.05)}
+    results |= {
+        "full": full(),
+        "dynamic": divided_dynamic(),
+        "dynamic and clipped": divided_dynamic(clip_grad_norm=0.05),
+    }
     for name, sha in results.items():
         unisono.print0(f"{ENGINE}: {name} = {sha}")

@@ -46,7 +46,7 @@ from unisono.engine.shared.shared_runtime import SharedRuntime
 from unisono.engine.shared.step_metadata import StepMetadata, note, unscale
 from unisono.engine.shared.table_division import TableDivision
 from unisono.engine.shared.update_protection import TURNS, UpdateProtection
-from unisono.engine.sparse_tables import TableSums, check_optimizers, split_sparse
+from unisono.engine.sparse_tables import TableSums, check_optimizers, maps_of, split_sparse
 from unisono.engine.step_transaction import Passed, StepTransaction
 from unisono.engine.totals import Totals
 from unisono.engine.trainable import sharing_obstacle
@@ -181,6 +181,7 @@ class SharedEngine(GradientAccumulation):
     def prepare(self, preparation: Preparation) -> float | None:
         """Record the factor; sum now if clipping, a scaler or hooks need the sum; see `Engine`."""
         factor, scaler, clip, change = preparation
+        self._tables.check_room()
         self._factor, self._found_inf = factor, None
         # Each rank has its own copy of all of these.
         self._tables.scale(factor)
@@ -299,7 +300,12 @@ class SharedEngine(GradientAccumulation):
         if not self._protects:
             return False
         drop(self._given.parameters)
-        return self._protection is None or self._protection.repair(dead, is_hooked=self._is_hooked())
+        if self._protection is None:
+            return True
+        if not self._protection.repair(dead, is_hooked=self._is_hooked()):
+            return False
+        self._division.give_rows_back()
+        return True
 
     def _is_new(self, trained: Trained) -> bool:
         """Return True if these parameters, or their addresses, are not those of the last `_build`."""
@@ -323,11 +329,12 @@ class SharedEngine(GradientAccumulation):
         self._weights.move(step, trained)
         self._given, self._addresses = trained, [p.data_ptr() for p in trained.parameters]
         self._trained, parameters = dense, dense.parameters
+        maps = maps_of(optimizer, tables)
         self._division = division = TableDivision(
-            optimizer, tables, rank=runtime.rank, size=runtime.size, first=len(parameters)
+            optimizer, tables, rank=runtime.rank, size=runtime.size, first=len(parameters), maps=maps
         )
         all_gather = SharedAllGatherV(runtime, word=_LENGTH)
-        self._tables = TableSums(tables, rank=runtime.rank, all_gather=all_gather, divided=division.divided)
+        self._tables = TableSums(tables, rank=runtime.rank, all_gather=all_gather, divided=division.divided, maps=maps)
         numels = [p.numel() for p in parameters]
         self._is_whole = whole = not all(
             is_elementwise(part) for part in parts_of(optimizer) if trained_by(part, dense).names
@@ -462,6 +469,7 @@ class SharedEngine(GradientAccumulation):
             if of_tables:
                 protection.copy_tables(of_tables, self._tables.entries, self._step)
             protection.begin(used, found_inf)
+        self._division.write_new_rows()
         unsettled = any(adopted)
         for update in self._updates:
             unsettled |= update.perform(gradients, used, found_inf)
@@ -479,6 +487,7 @@ class SharedEngine(GradientAccumulation):
                 update.state.keep()
         if protection is not None:
             protection.commit()
+        self._division.commit()
         for update in self._updates:
             update.state.show_numbers(update.optimizer)
         self._weights.remember()

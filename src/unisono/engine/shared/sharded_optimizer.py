@@ -66,6 +66,8 @@ class ShardedOptimizer:
         self._optimizer: Any = object.__new__(type(optimizer))
         self._optimizer.__dict__.update(optimizer.__dict__)
         self._optimizer.__dict__.pop("step", None)  # a scheduler's wrapper, which counts the user's steps
+        if isinstance(optimizer, TableOptimizer):
+            self._optimizer.__dict__["maps"] = {}  # ids have become rows before
         for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
             setattr(self._optimizer, hooks, OrderedDict())
         self.state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)

@@ -3,15 +3,21 @@
 A table of an optimizer of torch is updated by one rank. The rows of `unisono.embedding` tables are divided among the
 ranks anew in each step, as the table and its state lie in memory that all ranks write: each rank takes a range of rows
 with about equally many entries (`TableSums.share`), so shares are even whatever the ids are.
+
+In a dynamic table an id has a row once an update has brought a gradient for it. Each rank takes rows for the new ids of
+all ranks, and so has the same map of ids as the others, and writes the first values of those in its share.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from unisono.embedding.row_map import RowMap
+from unisono.embedding.row_sums import SummedRows, row_gradient
 from unisono.embedding.table_optimizer import TableOptimizer
 from unisono.engine.base import Trained
 from unisono.engine.joint_optimizer import parts_of
@@ -20,6 +26,15 @@ from unisono.engine.shared.partition import Piece, assign_whole
 from unisono.engine.sparse_tables import TableSums
 
 __all__ = ["TableDivision"]
+
+
+class _NewRows(NamedTuple):
+    """Rows of one table that this rank updates, and that have no values yet."""
+
+    rows: RowMap
+    table: Tensor
+    ids: Tensor
+    places: Tensor
 
 
 class TableDivision:
@@ -31,14 +46,28 @@ class TableDivision:
         rank: This rank.
         size: The number of ranks.
         first: The number of the first table among all parameters, since tables follow the others.
+        maps: The rows of dynamic tables, by number among the tables.
     """
 
-    def __init__(self, optimizer: Optimizer, tables: Trained, *, rank: int, size: int, first: int) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        tables: Trained,
+        *,
+        rank: int,
+        size: int,
+        first: int,
+        maps: Mapping[int, RowMap],
+    ) -> None:
         parts = [part for part in parts_of(optimizer) if type(part) is TableOptimizer]
         by_row = {id(p) for part in parts for group in part.param_groups for p in group["params"]}
-        self._size, self._first = size, first
+        self._size, self._first, self._maps = size, first, maps
+        self._new: list[_NewRows] = []
+        self._taken: list[tuple[RowMap, int]] = []
+        """The maps in which an update that is not committed has taken rows, and how many were taken before."""
         self.divided = frozenset(i for i, p in enumerate(tables.parameters) if id(p) in by_row)
         """The tables whose rows ranks divide, by number among the tables."""
+        self._tables = tables.parameters
         numels = [p.numel() for p in tables.parameters]
         self._owned = {piece.parameter for piece in assign_whole(numels, ranks=size)[rank]}
         """The tables that this rank updates if one rank does, and whose state it makes."""
@@ -53,6 +82,8 @@ class TableDivision:
 
     def gradients(self, sums: TableSums, updates: Sequence[OptimizerUpdate], factor: float) -> list[Tensor | None]:
         """Return, for each of `numbers`, the gradient of the rows that this rank updates.
+
+        Ids of dynamic tables have become rows in it, which are taken on all ranks.
 
         Args:
             sums: The sums of the step.
@@ -71,5 +102,38 @@ class TableDivision:
                     gradient = sums.share(i, ranks=1)
                 if gradient is not None and not is_complete and factor != 1.0:
                     gradient._values().mul_(factor)
+            if i in self._maps:
+                gradient = self._with_rows(i, gradient, sums.rows(i))
             found.append(gradient)
         return found
+
+    def write_new_rows(self) -> None:
+        """Write the first values of the rows that are new in this step, and that this rank updates."""
+        for rows, table, ids, places in self._new:
+            table.index_copy_(0, places, rows.initial(ids, table))
+        self._new = []
+
+    def commit(self) -> None:
+        """Keep the rows that were taken. Call it once all ranks have ended the update."""
+        self._taken = []
+
+    def give_rows_back(self) -> None:
+        """Give back the rows that were taken in an update that has been undone."""
+        self._new = []
+        for rows, count in self._taken:
+            rows.roll_back(count)
+        self._taken = []
+
+    def _with_rows(self, i: int, gradient: Tensor | None, everyone: Sequence[Tensor]) -> Tensor | None:
+        """Take rows for the ids of all ranks, and return the gradient with rows in place of ids."""
+        rows, table = self._maps[i], self._tables[i].detach()
+        self._taken.append((rows, rows.count))
+        if gradient is None:
+            rows.take(everyone)
+            return None
+        ids = gradient._indices()[0]
+        is_new = rows.find(ids) < 0
+        rows.take(everyone)
+        places = rows.find(ids)
+        self._new.append(_NewRows(rows, table, ids[is_new], places[is_new]))
+        return row_gradient(SummedRows(places, gradient._values()), gradient.shape)

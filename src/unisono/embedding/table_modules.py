@@ -1,0 +1,148 @@
+"""Tables as modules, to be used in a model."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from unisono.embedding.huge_pages import advise_huge_pages
+from unisono.embedding.id_checks import check_ids, check_offsets
+from unisono.embedding.lookup import Bags, Locate, look_up, pool
+from unisono.embedding.row_map import RowMap
+from unisono.embedding.table_settings import Table
+
+__all__ = ["BagTable", "RowTable"]
+
+
+class RowTable(nn.Embedding):
+    """A table whose ids give a row each. It is an nn.Embedding with sparse gradients, of one pass over memory.
+
+    Args:
+        name: Its name, for messages.
+        table: Its settings.
+    """
+
+    def __init__(self, name: str, table: Table) -> None:
+        # nn.Embedding knows only ids that are rows as padding.
+        padding = table.padding_idx if table.capacity is None else None
+        super().__init__(table.length, table.dim, padding_idx=padding, sparse=True, _weight=_new_weight(table))
+        self.name, self.table = name, table
+        self.padding_idx = table.padding_idx
+        self.rows = _new_rows(name, table)
+        """The ids of a dynamic table; None for one with fixed rows."""
+        if self.rows is None:
+            self.reset_parameters()
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  torch's name
+        """Return the rows of ids of any shape, [*input.shape, dim].
+
+        Raises:
+            TypeError: The ids are not int32 or int64.
+            IndexError: An id is out of range.
+        """
+        if self.rows is None:
+            check_ids(self.name, input, rows=self.num_embeddings)
+            return look_up(self.weight, input, padding=self.padding_idx)
+        check_ids(self.name, input, rows=None)
+        locate = partial(self.rows.locate, self.weight.detach(), padding=self.padding_idx)
+        return look_up(self.weight, input.long(), padding=self.padding_idx, locate=locate)
+
+
+class BagTable(nn.EmbeddingBag):
+    """A table whose ids come in bags. It is an nn.EmbeddingBag with sparse gradients.
+
+    Args:
+        name: Its name, for messages.
+        table: Its settings.
+    """
+
+    def __init__(self, name: str, table: Table) -> None:
+        assert table.pooling is not None
+        super().__init__(
+            table.length,
+            table.dim,
+            mode=table.pooling,
+            padding_idx=table.padding_idx if table.capacity is None else None,
+            include_last_offset=table.include_last_offset,
+            sparse=True,
+            _weight=_new_weight(table),
+        )
+        self.name, self.table = name, table
+        self.padding_idx = table.padding_idx
+        self.rows = _new_rows(name, table)
+        """The ids of a dynamic table; None for one with fixed rows."""
+        if self.rows is None:
+            self.reset_parameters()
+
+    def forward(
+        self,
+        input: Tensor,  # noqa: A002  torch's name
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+    ) -> Tensor:
+        """Return the sum or mean of each bag, [bags, dim].
+
+        Args:
+            input: Ids, [bags, width], or [n] with offsets.
+            offsets: Where each bag begins in ids of one dimension, ascending from 0.
+            per_sample_weights: A factor for each id, of the shape of `input`; for sums only.
+
+        Raises:
+            TypeError: Ids or offsets are not int32 or int64.
+            IndexError: An id is out of range.
+            ValueError: Shapes do not fit each other, or offsets do not ascend.
+        """
+        bags = self._bags(input, offsets)
+        mode = cast(Literal["sum", "mean"], self.mode)
+        scale = per_sample_weights
+        if scale is not None:
+            if mode != "sum":
+                raise ValueError(f'table {self.name!r} takes per_sample_weights with pooling="sum" only')
+            if scale.shape != input.shape:
+                raise ValueError(
+                    f"table {self.name!r}: per_sample_weights have the shape {list(scale.shape)}, and the ids "
+                    f"{list(input.shape)}"
+                )
+            scale = scale.reshape(-1).to(self.weight.dtype)
+        if self.rows is None:
+            return pool(self.weight, bags, scale, mode=mode, padding=self.padding_idx)
+        bags = bags.of_int64()
+        if self.padding_idx is not None:
+            bags, scale = bags.without(self.padding_idx, scale)
+        locate: Locate = partial(self.rows.locate, self.weight.detach())
+        return pool(self.weight, bags, scale, mode=mode, padding=None, locate=locate)
+
+    def _bags(self, ids: Tensor, offsets: Tensor | None) -> Bags:
+        rows = self.num_embeddings if self.rows is None else None
+        if not isinstance(ids, Tensor) or ids.dim() == 2:
+            check_ids(self.name, ids, rows=rows)
+            if offsets is not None:
+                raise ValueError(f"table {self.name!r}: ids of two dimensions are bags already; leave offsets out")
+            bags, width = ids.shape
+            begins = torch.arange(0, bags * width, width, device=ids.device, dtype=ids.dtype) if width else None
+            return Bags(ids.reshape(-1), ids.new_zeros(bags) if begins is None else begins, width)
+        if ids.dim() != 1 or offsets is None:
+            raise ValueError(
+                f"table {self.name!r}: ids of shape {list(ids.shape)}: give [bags, width], or one dimension and offsets"
+            )
+        begins = check_offsets(self.name, offsets, ids=len(ids), includes_last=self.include_last_offset)
+        check_ids(self.name, ids, rows=rows, begins=begins)
+        return Bags(ids, begins.to(ids.dtype), None)
+
+
+def _new_weight(table: Table) -> Tensor:
+    """Return memory for the rows: of zeros in a dynamic table, of which those that are free are not written."""
+    make = torch.empty if table.capacity is None else torch.zeros
+    weight = make(table.length, table.dim, dtype=table.dtype)
+    advise_huge_pages(weight)
+    return weight
+
+
+def _new_rows(name: str, table: Table) -> RowMap | None:
+    if table.capacity is None:
+        return None
+    seed = int(torch.randint(-(2**63), 2**63 - 1, ()))
+    return RowMap(name, table.capacity, seed=seed, std=table.init_std)
