@@ -104,16 +104,14 @@ def test_first_values_depend_on_seed_and_id_alone():
 )
 def test_many_ids_are_found_while_the_map_grows(ids):
     rows = dynamic(capacity=3000)["item"].rows
-    rows.take([])
     for part in ids.split(7):
         assert (rows.find(part) == -1).all()
-        rows.take([part, part])
+        placed = rows.place(part.sort().values, [part, part])
+        assert placed.new.tolist() == [*range(len(part))]
     found = rows.find(ids)
-    assert rows.count == len(ids) and torch.equal(rows.ids[found], ids)
+    assert rows.count == len(ids) and torch.equal(rows.ids[found], ids) and torch.equal(rows.taken, found.sort().values)
     for part, numbers in zip(ids.split(7), found.split(7), strict=True):
         assert torch.equal(part.sort().values, part[numbers.argsort()])  # new rows of a step ascend by id
-    rows.roll_back(1400)
-    assert rows.count == 1400 and torch.equal(rows.find(ids), torch.where(found < 1400, found, -1))
 
 
 def test_state_dicts_copies_and_pickles_have_the_ids():

@@ -1,33 +1,44 @@
 """Which row of a dynamic table an id has.
 
-Rows are taken in turn, when an update first brings a gradient for an id, and in ascending order of the ids of that
-update. All ranks see the ids of all, so each has the same map, and nothing is sent for it.
-
-The ids of the rows are part of the model. To find them there is an index beside them, which is made from them whenever
-something else has written them, as a checkpoint does: a hash table with open addressing, linear probing and no
-deletions, whose slots hold numbers of rows. It is searched for all ids at once by operations of torch: each round looks
-at one slot of each id that is not settled. At most a quarter of the slots is taken, so few ids need a second round.
+Rows are taken when an update brings a gradient for ids that have none, the free ones in turn, and by ids in ascending
+order. All ranks see the ids of all, so each has the same map, and nothing is sent for it. The ids of the rows are part
+of the model. To find them there is an index beside them (`id_index.py`), which is made anew whenever something else has
+written them, as a checkpoint does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from unisono.embedding.initial_rows import initial_rows, mixed
+from unisono.embedding.id_index import NBYTES_PER_ID, IdIndex
+from unisono.embedding.initial_rows import initial_rows
+from unisono.embedding.row_policy import RowPolicy
+from unisono.embedding.undo_log import UndoLog
+from unisono.embedding.waiting_ids import WaitingIds
 from unisono.errors import TableFullError
 
-__all__ = ["NBYTES_PER_ROW", "RowMap"]
+__all__ = ["PlacedIds", "RowMap", "row_nbytes"]
 
-NBYTES_PER_ROW = 8 + 32
-"""The memory of a row beside its values: the id, and at most eight slots."""
-_SLOTS_PER_ROW = 4
-_LEAST_SLOTS = 1024
-_EMPTY = -1
-_SEED, _COUNT = 0, 1
+_SEED, _COUNT, _STEP, _EVICTED = range(4)
+
+
+def row_nbytes(policy: RowPolicy) -> int:
+    """Return the memory of a row beside its values and state."""
+    waiting = WaitingIds.NBYTES_PER_ID if policy.admit_after > 1 else 0
+    return 8 + NBYTES_PER_ID + 8 * policy.evicts + waiting
+
+
+class PlacedIds(NamedTuple):
+    """The rows of some ids in an update."""
+
+    rows: Tensor
+    """[n], int64; -1 for ids that have not been admitted."""
+    new: Tensor
+    """The numbers of the ids whose rows were taken in this update: these rows have the values of others."""
 
 
 class RowMap(nn.Module):
@@ -40,33 +51,58 @@ class RowMap(nn.Module):
         capacity: The number of rows that there is memory for, below 2**31.
         seed: Determines the first values of rows.
         std: The standard deviation of these values.
+        policy: Which ids get a row, and which rows are given up.
     """
 
-    def __init__(self, name: str, capacity: int, *, seed: int, std: float) -> None:
+    def __init__(self, name: str, capacity: int, *, seed: int, std: float, policy: RowPolicy) -> None:
         super().__init__()
         self.ids = nn.Parameter(torch.zeros(capacity, dtype=torch.int64), requires_grad=False)
-        """The id of each row. Rows from `count` on have none."""
-        self.counters = nn.Parameter(torch.tensor([seed, 0]), requires_grad=False)
-        """The seed, and the number of rows that are taken."""
-        self.name, self.std = name, std
-        self._count = self._seed = 0
-        self._slots = torch.empty(0, dtype=torch.int32)
+        """The id of each row that is taken."""
+        self.counters = nn.Parameter(torch.tensor([seed, 0, 0, 0]), requires_grad=False)
+        """The seed, and the numbers of rows that are taken, of steps, and of rows that have been given up."""
+        self.seen: nn.Parameter | None = None
+        self.sightings: nn.Parameter | None = None
+        if policy.evicts:
+            self.seen = nn.Parameter(torch.zeros(capacity, dtype=torch.int32), requires_grad=False)
+            """For each row, the last step with a gradient for its id; 0 for free ones."""
+            self.sightings = nn.Parameter(torch.zeros(capacity, dtype=torch.int32), requires_grad=False)
+            """For each row, the number of steps with a gradient for its id."""
+        self.waiting = WaitingIds(capacity) if policy.admit_after > 1 else None
+        """Ids that have no row yet."""
+        self.name, self.std, self.policy = name, std, policy
+        self._numbers = [seed, 0, 0, 0]
+        self._free = torch.empty(0, dtype=torch.int64)
+        """The free rows, ascending, where rows may be given up."""
+        self._index: IdIndex | None = None
         self._indexed: tuple[Any, ...] = ()
         """What the index was made from."""
+        self._log = UndoLog()
 
     def extra_repr(self) -> str:
         """Return what print shows of it."""
         return f"{self.count} of {len(self.ids)} rows taken"
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for pickle, without the index."""
-        return {**self.__dict__, "_slots": torch.empty(0, dtype=torch.int32), "_indexed": ()}
+        """Return the state for pickle and copies, without what can be made anew."""
+        return {**self.__dict__, "_index": None, "_indexed": (), "_log": UndoLog()}
 
     @property
     def count(self) -> int:
         """The number of ids that have a row."""
         self._refresh()
-        return self._count
+        return self._numbers[_COUNT]
+
+    @property
+    def evicted(self) -> int:
+        """The number of rows that have been given up so far."""
+        self._refresh()
+        return self._numbers[_EVICTED]
+
+    @property
+    def taken(self) -> Tensor:
+        """The numbers of the rows that are taken, ascending."""
+        self._refresh()
+        return self._taken()
 
     def find(self, ids: Tensor) -> Tensor:
         """Return the row of each id, [n], int64; -1 for those that have none.
@@ -74,22 +110,7 @@ class RowMap(nn.Module):
         Args:
             ids: [n], int64.
         """
-        self._refresh()
-        known, mask = self.ids, len(self._slots) - 1
-        slots = mixed(ids).bitwise_and_(mask)
-        rows = self._slots.index_select(0, slots)
-        # An empty slot is compared with some id, which does not matter.
-        is_open = (known.index_select(0, rows.clamp_min(0)) != ids).logical_and_(rows != _EMPTY)
-        places = is_open.nonzero().view(-1)
-        if len(places):
-            ids, slots = ids.index_select(0, places), slots.index_select(0, places)
-        while len(places):
-            slots = (slots + 1).bitwise_and_(mask)
-            found = self._slots.index_select(0, slots)
-            is_open = (known.index_select(0, found.clamp_min(0)) != ids).logical_and_(found != _EMPTY)
-            rows[places] = found  # those that are still open are written again
-            ids, slots, places = ids[is_open], slots[is_open], places[is_open]
-        return rows.long()
+        return self._refresh().find(ids)
 
     def locate(self, weight: Tensor, ids: Tensor, *, padding: int | None = None) -> tuple[Tensor, Tensor]:
         """Return a tensor with the values of ids, and the row of each id in it.
@@ -116,102 +137,149 @@ class RowMap(nn.Module):
     def initial(self, ids: Tensor, weight: Tensor) -> Tensor:
         """Return the first values of the rows of ids, [n, dim], of the type of the table."""
         self._refresh()
-        return initial_rows(ids, weight.shape[1], seed=self._seed, std=self.std, dtype=weight.dtype)
+        return initial_rows(ids, weight.shape[1], seed=self._numbers[_SEED], std=self.std, dtype=weight.dtype)
 
     def check_room(self, ids: Sequence[Tensor]) -> None:
-        """Raise TableFullError if there are not enough rows for the ids that have none. They may be repeated."""
-        if sum(map(len, ids)) > len(self.ids) - self.count:
-            self._check_room(self._missing(ids))
-
-    def take(self, ids: Sequence[Tensor]) -> None:
-        """Take rows for the ids that have none. They may be repeated.
-
-        The rows still have what was in them: write `initial` there.
-
-        Raises:
-            TableFullError: There are not enough rows. None has been taken.
-        """
-        new = self._missing(ids)
-        self._check_room(new)
-        if not len(new):
+        """Raise TableFullError if an update with these ids, which may be repeated, would find too few rows."""
+        most, room = sum(map(len, ids)), len(self.ids) - self.count
+        if most <= (room if self.policy.when_full == "raise" else len(self.ids)):
             return
-        start, self._count = self._count, self._count + len(new)
-        with torch.no_grad():
-            self.ids[start : self._count] = new
-            self.counters[_COUNT] = self._count
-        if self._count * _SLOTS_PER_ROW > len(self._slots):
-            self._build()
-        else:
-            self._insert(start)
-        self._indexed = self._source()
+        joined = torch.cat([*ids])
+        rows = self.find(joined)
+        new = torch.unique(joined[rows < 0])
+        if self.waiting is not None:
+            new = new[self.waiting.counts_of(new) + 1 >= self.policy.admit_after]
+        if len(new) <= room:
+            return
+        if self.seen is not None:
+            after = self.seen.index_fill(0, rows[rows >= 0], step := self._numbers[_STEP] + 1)
+            room += len(self.policy.evicted(after, self.sightings, step=step, wanted=len(new) - room))
+        if len(new) > room:
+            self._refuse(new)
 
-    def admit(self, ids: Tensor, weight: Tensor) -> Tensor:
-        """Return the rows of ids, [n], after taking and writing one for each id that had none.
+    def place(self, ids: Tensor, everyone: Sequence[Tensor] | None = None) -> PlacedIds:
+        """Make an update of the map, and return the rows of some of its ids.
 
         Args:
             ids: [n], int64, all different.
-            weight: The table.
+            everyone: All ids of the update, at least one, which may be repeated; None: `ids` are all.
 
         Raises:
-            TableFullError: There are not enough rows. Nothing has been written.
+            TableFullError: There are not enough rows. Nothing has been changed.
         """
+        before = self.find(ids)
+        if everyone is None:
+            changed = self._update(ids, before)
+        else:
+            joined = torch.cat([*everyone])
+            changed = self._update(joined, self.find(joined))
+        if not changed:
+            return PlacedIds(before, before[:0])
         rows = self.find(ids)
-        missing = (rows < 0).nonzero().view(-1)
-        if len(missing):
-            new = ids.index_select(0, missing)
-            self.take([new])
-            taken = self.find(new)
-            weight.index_copy_(0, taken, self.initial(new, weight))
-            rows.index_copy_(0, missing, taken)
-        return rows
+        return PlacedIds(rows, ((before < 0) & (rows >= 0)).nonzero().view(-1))
 
-    def roll_back(self, count: int) -> None:
-        """Give back all rows but the first `count`, which is what `count` was before they were taken."""
-        if count == self.count:
-            return
-        with torch.no_grad():
-            self.ids[count : self._count] = 0
-            self.counters[_COUNT] = count
-        # The index has no deletions: the next search makes it anew.
+    @torch.no_grad()
+    def write_first(self, ids: Tensor, rows: Tensor, weight: Tensor, state: Mapping[str, Any]) -> None:
+        """Write the first values of new rows, and the state of an optimizer that has not seen them.
 
-    def _missing(self, ids: Sequence[Tensor]) -> Tensor:
-        """Return the ids that have no row, each once, ascending."""
-        joined = torch.cat([*ids]) if ids else self.ids[:0]
-        new: Tensor = torch.unique(joined[self.find(joined) < 0])
-        return new
+        Args:
+            ids: [n].
+            rows: Their rows.
+            weight: The table, [capacity, dim].
+            state: The state of its optimizer.
+        """
+        weight.index_copy_(0, rows, self.initial(ids, weight))
+        if self.policy.evicts:
+            for value in state.values():
+                if isinstance(value, Tensor) and value.shape[:1] == weight.shape[:1]:
+                    value.index_fill_(0, rows, 0)
 
-    def _check_room(self, new: Tensor) -> None:
-        if len(new) <= len(self.ids) - self.count:
-            return
+    def undo(self) -> None:
+        """Take back the last update of the map, once."""
+        self._log.undo()  # the next search notices that, and makes the index anew
+
+    def _update(self, ids: Tensor, rows: Tensor) -> bool:
+        """Count a step, give rows up and take rows. Return True if the row of an id has changed.
+
+        Args:
+            ids: All ids of the update, which may be repeated.
+            rows: Their rows.
+        """
+        log, numbers = self._log, [*self._numbers]
+        log.clear()
+        numbers[_STEP] += 1
+        new = admitted = torch.unique(ids[rows < 0])
+        is_admitted = None
+        if self.waiting is not None:
+            is_admitted = self.waiting.counts_of(new) + 1 >= self.policy.admit_after
+            admitted = new[is_admitted]
+        wanted = len(admitted) + numbers[_COUNT] - len(self.ids)
+        given_up = admitted[:0]
+        if self.seen is not None:
+            assert self.sightings is not None
+            known, step = torch.unique(rows[rows >= 0]), admitted.new_tensor([numbers[_STEP]])
+            log.write(self.seen, known, step)
+            log.write(self.sightings, known, self.sightings.index_select(0, known) + 1)
+            if wanted > 0 or self.policy.is_due(numbers[_STEP]):
+                given_up = self.policy.evicted(self.seen, self.sightings, step=numbers[_STEP], wanted=wanted)
+        if wanted > len(given_up):
+            log.undo()
+            self._refuse(admitted)
+        if self.waiting is not None:
+            assert is_admitted is not None
+            self.waiting.count(new, is_admitted, log)
+        if self.seen is None and not len(admitted):
+            return False
+        for tensor in (self.ids, self.seen, self.sightings) if len(given_up) else ():
+            assert tensor is not None
+            log.write(tensor, given_up, given_up.new_zeros(1))
+        taken = self._free_rows(len(admitted), anew=len(given_up) > 0)
+        log.write(self.ids, taken, admitted)
+        if self.seen is not None:
+            assert self.sightings is not None
+            log.write(self.seen, taken, taken.new_tensor([numbers[_STEP]]))
+            log.write(self.sightings, taken, taken.new_ones(1))
+        numbers[_COUNT] += len(admitted) - len(given_up)
+        numbers[_EVICTED] += len(given_up)
+        log.write(self.counters, torch.arange(len(numbers), device=ids.device), self.counters.new_tensor(numbers))
+        self._numbers = numbers
+        if len(given_up) or self._index is None:
+            self._index = IdIndex(self.ids, self._taken())
+        else:
+            self._index = self._index.added(taken)
+        self._indexed = self._source()
+        return len(taken) > 0 or len(given_up) > 0
+
+    def _free_rows(self, count: int, *, anew: bool) -> Tensor:
+        """Return the first free rows, which are then no longer free."""
+        if self.seen is None:
+            start = self._numbers[_COUNT]
+            return torch.arange(start, start + count, device=self.ids.device)
+        free = (self.seen == 0).nonzero().view(-1) if anew else self._free
+        self._free = free[count:]
+        return free[:count]
+
+    def _refuse(self, new: Tensor) -> NoReturn:
         raise TableFullError(
             f"table {self.name!r} is full: {self.count} of its {len(self.ids)} rows are taken, and this step has "
             f"{len(new)} ids without a row, such as {int(new[0])}. No table was updated. Give it a larger capacity="
-            ", or fewer different ids."
+            + (' or when_full="evict_oldest".' if self.policy.when_full == "raise" else ", or fewer different ids.")
         )
 
     def _source(self) -> tuple[Any, ...]:
         return tuple((t.data_ptr(), t.device, 0 if t.is_inference() else t._version) for t in (self.ids, self.counters))
 
-    def _refresh(self) -> None:
-        """Make the index anew if something else has written the ids."""
+    def _refresh(self) -> IdIndex:
+        """Return the index, which is made anew if something else has written the ids."""
         source = self._source()
-        if source != self._indexed:
-            self._seed, self._count = self.counters.tolist()
-            self._build()
-            self._indexed = source
+        if self._index is None or source != self._indexed:
+            self._numbers, self._indexed = self.counters.tolist(), source
+            if self.seen is not None:
+                self._free = (self.seen == 0).nonzero().view(-1)
+            self._index = IdIndex(self.ids, self._taken())
+        return self._index
 
-    def _build(self) -> None:
-        size = 1 << max(self._count * _SLOTS_PER_ROW * 2 - 1, _LEAST_SLOTS - 1).bit_length()
-        size = min(size, 1 << max(len(self.ids) * _SLOTS_PER_ROW - 1, _LEAST_SLOTS - 1).bit_length())
-        self._slots = torch.full((size,), _EMPTY, dtype=torch.int32, device=self.ids.device)
-        self._insert(0)
-
-    def _insert(self, start: int) -> None:
-        """Put the rows from `start` on into free slots. Which of two rows gets a slot does not matter."""
-        rows = torch.arange(start, self._count, dtype=torch.int32, device=self.ids.device)
-        slots = mixed(self.ids[start : self._count]).bitwise_and_(len(self._slots) - 1)
-        while len(rows):
-            is_free = self._slots.index_select(0, slots) == _EMPTY
-            self._slots[slots[is_free]] = rows[is_free]
-            is_open = self._slots.index_select(0, slots) != rows
-            rows, slots = rows[is_open], (slots[is_open] + 1).bitwise_and_(len(self._slots) - 1)
+    def _taken(self) -> Tensor:
+        if self.seen is None:
+            return torch.arange(self._numbers[_COUNT], device=self.ids.device)
+        return self.seen.nonzero().view(-1)

@@ -145,4 +145,4 @@ def _new_rows(name: str, table: Table) -> RowMap | None:
     if table.capacity is None:
         return None
     seed = int(torch.randint(-(2**63), 2**63 - 1, ()))
-    return RowMap(name, table.capacity, seed=seed, std=table.init_std)
+    return RowMap(name, table.capacity, seed=seed, std=table.init_std, policy=table.policy)

@@ -91,8 +91,8 @@ class TableOptimizer(Optimizer):
         state["step"] += 1
         if not len(indices):
             return
-        if (rows_of_ids := self.maps.get(p)) is not None:
-            indices = rows_of_ids.admit(indices, p)
+        if p in self.maps:
+            indices, values = self._placed(p, indices, values)
         stores = {key: _Rows.of(state[key]) for key in (*rule.per_row, *rule.per_element)}
         weights = _Rows.of(p.detach())
         chunk = max(len(indices), 1)
@@ -112,6 +112,15 @@ class TableOptimizer(Optimizer):
             for key, store in stores.items():
                 store.write(which, taken[key])
             weights.write(which, rows)
+
+    def _placed(self, p: Tensor, ids: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradient of a dynamic table by row: of the ids that have one, after taking rows for new ones."""
+        rows = self.maps[p]
+        indices, new = rows.place(ids)
+        if len(new):
+            rows.write_first(ids[new], indices[new], p, self.state[p])
+        is_admitted = indices >= 0
+        return (indices, values) if bool(is_admitted.all()) else (indices[is_admitted], values[is_admitted])
 
 
 class _Rows(NamedTuple):

@@ -9,8 +9,9 @@ from typing import Literal
 import torch
 
 from unisono.arguments import choice, real, whole
-from unisono.embedding.row_map import NBYTES_PER_ROW
+from unisono.embedding.row_map import row_nbytes
 from unisono.embedding.row_optimizers import RowOptimizer
+from unisono.embedding.row_policy import RowPolicy
 from unisono.machine import available_bytes
 from unisono.text import a_type
 
@@ -44,6 +45,13 @@ class Table:
     """True if the offsets of bags end with the number of ids."""
     init_std: float = 1.0
     """The standard deviation of the first values of a dynamic table's rows."""
+    admit_after: int = 1
+    """An id of a dynamic table gets a row in the step of this number that has a gradient for it."""
+    evict_after: int | None = None
+    """A row of a dynamic table is given up after so many steps without a gradient for its id; None: it is kept."""
+    when_full: Literal["raise", "evict_oldest", "evict_rarest"] = "raise"
+    """What a dynamic table does if there are no rows for new ids: refuse the step, or give up rows of the ids that were
+    seen longest ago, or in the fewest steps."""
     dtype: torch.dtype = torch.float32
     """The type of the elements: float32 or float64."""
 
@@ -60,6 +68,11 @@ class Table:
                 raise ValueError(
                     f"init_std={self.init_std} is for tables with capacity=: with rows=, write to the rows before "
                     "training, as nn.init.normal_ does"
+                )
+            if self.policy != RowPolicy():
+                raise ValueError(
+                    "admit_after, evict_after and when_full are for tables with capacity=: one with rows= has a row "
+                    "for each id from the start"
                 )
         elif whole("capacity", self.capacity, least=1) >= 2**31:
             raise ValueError(f"capacity={self.capacity}: a dynamic table has at most {2**31 - 1} rows")
@@ -79,6 +92,11 @@ class Table:
             raise ValueError(f"dtype={self.dtype}: a table has torch.float32 or torch.float64")
 
     @property
+    def policy(self) -> RowPolicy:
+        """Which ids of a dynamic table get a row, and which rows it gives up."""
+        return RowPolicy(admit_after=self.admit_after, evict_after=self.evict_after, when_full=self.when_full)
+
+    @property
     def length(self) -> int:
         """The number of rows that there is memory for."""
         length = self.capacity if self.rows is None else self.rows
@@ -88,7 +106,7 @@ class Table:
     @property
     def nbytes(self) -> int:
         """The bytes of the rows, and of the ids of a dynamic table."""
-        return self.length * (self.dim * self.dtype.itemsize + (NBYTES_PER_ROW if self.rows is None else 0))
+        return self.length * (self.dim * self.dtype.itemsize + (row_nbytes(self.policy) if self.rows is None else 0))
 
     @property
     def state_nbytes(self) -> int:

@@ -92,7 +92,9 @@ class Tables(nn.Module):
         settings = {
             name: embedding.Table(rows=3000, dim=4, pooling="sum", optimizer=rule) for name, rule in rules.items()
         }
-        settings["any"] = embedding.Table(capacity=12_000, dim=4, pooling="sum", optimizer=rules["bags"])
+        settings["any"] = embedding.Table(
+            capacity=2500, dim=4, pooling="sum", optimizer=rules["bags"], when_full="evict_oldest"
+        )
         self.tables = embedding.Tables(settings)
         self.rows, self.bags, self.last = self.tables["rows"], self.tables["bags"], nn.Linear(4, 3)
         self.any = self.tables["any"]

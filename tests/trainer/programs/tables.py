@@ -27,12 +27,13 @@ class Net(nn.Module):
     def __init__(self, rule):
         super().__init__()
         torch.manual_seed(3)
+        policy = {"admit_after": 2, "evict_after": 5, "when_full": "evict_rarest"}
         tables = Tables(
             {
                 "words": Table(rows=300, dim=6, optimizer=rule),
                 "bags": Table(rows=40, dim=6, pooling="mean", padding_idx=0, optimizer=RowwiseAdagrad(lr=0.1)),
                 "rare": Table(rows=9, dim=6, optimizer=SGD(lr=0.1, clip_row_norm=0.01)),
-                "any": Table(capacity=300, dim=6, pooling="sum", padding_idx=0, optimizer=rule),
+                "any": Table(capacity=60, dim=6, pooling="sum", padding_idx=0, optimizer=rule, **policy),
             }
         )
         self.any = tables["any"]
@@ -69,6 +70,7 @@ def train(rule, *, steps=8, **options):
     for _ in trainer.epochs(9, max_steps=steps):
         for batch in trainer.batches(data(), batch_size=20, micro_batch_size=3):
             trainer.step(loss, batch)
+    assert steps < 8 or trainer.model.any.rows.evicted > 0
     return trainer
 
 

@@ -304,7 +304,7 @@ class SharedEngine(GradientAccumulation):
             return True
         if not self._protection.repair(dead, is_hooked=self._is_hooked()):
             return False
-        self._division.give_rows_back()
+        self._division.take_back()
         return True
 
     def _is_new(self, trained: Trained) -> bool:
@@ -469,7 +469,7 @@ class SharedEngine(GradientAccumulation):
             if of_tables:
                 protection.copy_tables(of_tables, self._tables.entries, self._step)
             protection.begin(used, found_inf)
-        self._division.write_new_rows()
+        self._division.write_new_rows(self._updates)
         unsettled = any(adopted)
         for update in self._updates:
             unsettled |= update.perform(gradients, used, found_inf)

@@ -63,8 +63,8 @@ class TableDivision:
         by_row = {id(p) for part in parts for group in part.param_groups for p in group["params"]}
         self._size, self._first, self._maps = size, first, maps
         self._new: list[_NewRows] = []
-        self._taken: list[tuple[RowMap, int]] = []
-        """The maps in which an update that is not committed has taken rows, and how many were taken before."""
+        self._changed: list[RowMap] = []
+        """The maps that an update has changed which is not committed."""
         self.divided = frozenset(i for i, p in enumerate(tables.parameters) if id(p) in by_row)
         """The tables whose rows ranks divide, by number among the tables."""
         self._tables = tables.parameters
@@ -102,38 +102,42 @@ class TableDivision:
                     gradient = sums.share(i, ranks=1)
                 if gradient is not None and not is_complete and factor != 1.0:
                     gradient._values().mul_(factor)
-            if i in self._maps:
+            if i in self._maps and sums.used[i]:
                 gradient = self._with_rows(i, gradient, sums.rows(i))
             found.append(gradient)
         return found
 
-    def write_new_rows(self) -> None:
+    def write_new_rows(self, updates: Sequence[OptimizerUpdate]) -> None:
         """Write the first values of the rows that are new in this step, and that this rank updates."""
         for rows, table, ids, places in self._new:
-            table.index_copy_(0, places, rows.initial(ids, table))
+            state = next((u.sharded.state[table] for u in updates if table in u.sharded.state), {})
+            rows.write_first(ids, places, table.detach(), state)
         self._new = []
 
     def commit(self) -> None:
-        """Keep the rows that were taken. Call it once all ranks have ended the update."""
-        self._taken = []
+        """Keep the changes of maps. Call it once all ranks have ended the update."""
+        self._changed = []
 
-    def give_rows_back(self) -> None:
-        """Give back the rows that were taken in an update that has been undone."""
+    def take_back(self) -> None:
+        """Take back the changes of maps in an update that has been undone."""
         self._new = []
-        for rows, count in self._taken:
-            rows.roll_back(count)
-        self._taken = []
+        for rows in self._changed:
+            rows.undo()
+        self._changed = []
 
     def _with_rows(self, i: int, gradient: Tensor | None, everyone: Sequence[Tensor]) -> Tensor | None:
         """Take rows for the ids of all ranks, and return the gradient with rows in place of ids."""
-        rows, table = self._maps[i], self._tables[i].detach()
-        self._taken.append((rows, rows.count))
+        if not any(map(len, everyone)):
+            return gradient
+        rows = self._maps[i]
+        self._changed.append(rows)
+        ids = everyone[0][:0] if gradient is None else gradient._indices()[0]
+        places, new = rows.place(ids, everyone)
         if gradient is None:
-            rows.take(everyone)
             return None
-        ids = gradient._indices()[0]
-        is_new = rows.find(ids) < 0
-        rows.take(everyone)
-        places = rows.find(ids)
-        self._new.append(_NewRows(rows, table, ids[is_new], places[is_new]))
-        return row_gradient(SummedRows(places, gradient._values()), gradient.shape)
+        if len(new):
+            self._new.append(_NewRows(rows, self._tables[i], ids[new], places[new]))
+        values = gradient._values()
+        if not bool((is_admitted := places >= 0).all()):
+            places, values = places[is_admitted], values[is_admitted]
+        return row_gradient(SummedRows(places, values), gradient.shape)

@@ -1,0 +1,78 @@
+"""An index from ids to their places in a list: a hash table in operations of torch.
+
+It has open addressing, linear probing and no deletions, and its slots hold places. All ids are searched at once: each
+round looks at one slot of each id that is not settled. At most a quarter of the slots is taken, so few ids need a
+second round.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from unisono.embedding.initial_rows import mixed
+
+__all__ = ["NBYTES_PER_ID", "IdIndex"]
+
+NBYTES_PER_ID = 32
+"""The most memory that the index of a list takes for each id that the list has room for."""
+_SLOTS_PER_ID = 4
+_LEAST_SLOTS = 1024
+_EMPTY = -1
+
+
+class IdIndex:
+    """The places of ids in a list of different ids, below 2**31.
+
+    Args:
+        listed: The list, [capacity], int64, of which the index keeps no copy.
+        places: The places that are in use, [n].
+    """
+
+    def __init__(self, listed: Tensor, places: Tensor) -> None:
+        self._listed, self._count = listed.detach(), len(places)
+        size = 1 << max(self._count * _SLOTS_PER_ID * 2 - 1, _LEAST_SLOTS - 1).bit_length()
+        size = min(size, 1 << max(len(listed) * _SLOTS_PER_ID - 1, _LEAST_SLOTS - 1).bit_length())
+        self._slots = torch.full((size,), _EMPTY, dtype=torch.int32, device=listed.device)
+        self._insert(places)
+
+    def find(self, ids: Tensor) -> Tensor:
+        """Return the place of each id, [n], int64; -1 for those that are not in the list.
+
+        >>> IdIndex(torch.tensor([7, -2, 0]), torch.tensor([0, 1])).find(torch.tensor([-2, 0, 7])).tolist()
+        [1, -1, 0]
+        """
+        mask = len(self._slots) - 1
+        slots = mixed(ids).bitwise_and_(mask)
+        found = self._slots.index_select(0, slots)
+        # An empty slot is compared with some id, which does not matter.
+        is_open = (self._listed.index_select(0, found.clamp_min(0)) != ids).logical_and_(found != _EMPTY)
+        which = is_open.nonzero().view(-1)
+        if len(which):
+            ids, slots = ids.index_select(0, which), slots.index_select(0, which)
+        while len(which):
+            slots = (slots + 1).bitwise_and_(mask)
+            place = self._slots.index_select(0, slots)
+            is_open = (self._listed.index_select(0, place.clamp_min(0)) != ids).logical_and_(place != _EMPTY)
+            found[which] = place  # those that are still open are written again
+            ids, slots, which = ids[is_open], slots[is_open], which[is_open]
+        return found.long()
+
+    def added(self, places: Tensor) -> IdIndex:
+        """Return an index that has these places as well: this one, or a larger one."""
+        if (self._count + len(places)) * _SLOTS_PER_ID > len(self._slots):
+            taken = self._slots[self._slots != _EMPTY]
+            return IdIndex(self._listed, torch.cat([taken.to(places.dtype), places]))
+        self._count += len(places)
+        self._insert(places)
+        return self
+
+    def _insert(self, places: Tensor) -> None:
+        """Put places into free slots. Which of two gets a slot does not matter."""
+        slots = mixed(self._listed.index_select(0, places)).bitwise_and_(len(self._slots) - 1)
+        places = places.int()
+        while len(places):
+            is_free = self._slots.index_select(0, slots) == _EMPTY
+            self._slots[slots[is_free]] = places[is_free]
+            is_open = self._slots.index_select(0, slots) != places
+            places, slots = places[is_open], (slots[is_open] + 1).bitwise_and_(len(self._slots) - 1)
