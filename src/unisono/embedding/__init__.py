@@ -1,5 +1,6 @@
 """Embedding tables whose cost per step is that of the rows looked up, not of the rows that there are."""
 
+from unisono.embedding.export import export_rows
 from unisono.embedding.row_optimizers import SGD, Adagrad, Adam, RowOptimizer, RowwiseAdagrad, RowwiseAdam
 from unisono.embedding.table_optimizer import TableOptimizer
 from unisono.embedding.table_settings import Table
@@ -16,4 +17,5 @@ __all__ = [
     "TableOptimizer",
     "Tables",
     "dense_parameters",
+    "export_rows",
 ]

@@ -12,7 +12,8 @@ import pickle
 import re
 import secrets
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,13 @@ from torch import Tensor
 from unisono.errors import CheckpointError
 from unisono.state.digest import check_storable, copy_each
 from unisono.state.durable_files import flush_folder, make_folder, open_file, remedy, write_file
+from unisono.state.npz_format import write_arrays
 from unisono.state.regions import CHUNK
 from unisono.state.safetensors_format import plan_file, read_tensors
 from unisono.state.tensor_file import TensorFile
 from unisono.text import a_type
 
-__all__ = ["SUFFIXES", "open_weights", "read_weights", "write_weights"]
+__all__ = ["SUFFIXES", "open_weights", "read_weights", "write_rows", "write_weights"]
 
 SUFFIXES = {".safetensors": True, ".pt": False, ".pth": False, ".bin": False}
 """By the suffix of a file's name, True for safetensors and False for a file of torch.save."""
@@ -174,32 +176,64 @@ def write_weights(path: Path, tensors: Mapping[str, Tensor], others: Mapping[str
     Raises:
         CheckpointError: A tensor cannot be stored in this format, or the file cannot be written.
     """
+    with _replacing(path) as work:
+        if SUFFIXES[path.suffix]:
+            _write_safetensors(path, tensors, work)
+            return
+        # Copies, since torch.save writes the whole memory that a tensor views.
+        content = {**copy_each(tensors, {}), **(others or {})}
+        make_folder(path.absolute().parent)
+        with work.open("xb") as file:
+            try:
+                torch.save(content, file)
+            except RuntimeError as error:
+                if isinstance(error.__context__, OSError):  # torch's error while it closes the file hides it
+                    raise error.__context__ from None
+                raise
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def write_rows(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write the rows of a table, as `write_weights` writes weights, into a file for safetensors or for numpy.load.
+
+    Args:
+        path: The file: .safetensors or .npz.
+        tensors: Contiguous tensors on the CPU, of float32, float64, int32 or int64.
+
+    Raises:
+        CheckpointError: The file cannot be written.
+    """
+    with _replacing(path) as work:
+        if path.suffix != ".npz":
+            _write_safetensors(path, tensors, work)
+            return
+        make_folder(path.absolute().parent)
+        with work.open("xb") as file:
+            write_arrays(file, tensors)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _write_safetensors(path: Path, tensors: Mapping[str, Tensor], work: Path) -> None:
+    pieces, described = plan_file(tensors, path.stem)
+    kinds: Any = described["dtypes"]
+    if kinds:
+        name, kind = next(iter(kinds.items()))
+        raise CheckpointError(
+            f"{name!r} is {kind}, which other readers of safetensors do not know. Export to a name that "
+            "ends in .pt, or convert it."
+        )
+    make_folder(path.absolute().parent)
+    write_file(work, pieces)
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """Return the name of a file to write, which takes the place of another one at the end."""
     work = path.with_name(f".tmp-{os.getpid()}-{secrets.token_hex(4)}-{path.name}")
     try:
-        if SUFFIXES[path.suffix]:
-            pieces, described = plan_file(tensors, path.stem)
-            kinds: Any = described["dtypes"]
-            if kinds:
-                name, kind = next(iter(kinds.items()))
-                raise CheckpointError(
-                    f"{name!r} is {kind}, which other readers of safetensors do not know. Export to a name that "
-                    "ends in .pt, or convert it."
-                )
-            make_folder(path.absolute().parent)
-            write_file(work, pieces)
-        else:
-            # Copies, since torch.save writes the whole memory that a tensor views.
-            content = {**copy_each(tensors, {}), **(others or {})}
-            make_folder(path.absolute().parent)
-            with work.open("xb") as file:
-                try:
-                    torch.save(content, file)
-                except RuntimeError as error:
-                    if isinstance(error.__context__, OSError):  # torch's error while it closes the file hides it
-                        raise error.__context__ from None
-                    raise
-                file.flush()
-                os.fsync(file.fileno())
+        yield work
         work.replace(path)
         flush_folder(path.absolute().parent)
     except OSError as error:
