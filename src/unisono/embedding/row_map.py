@@ -207,8 +207,11 @@ class RowMap(nn.Module):
         """
         log, numbers = self._log, [*self._numbers]
         log.clear()
+        missing = ids[rows < 0]
+        if self.seen is None and not len(missing):
+            return False
         numbers[_STEP] += 1
-        new = admitted = torch.unique(ids[rows < 0])
+        new = admitted = torch.unique(missing)
         is_admitted = None
         if self.waiting is not None:
             is_admitted = self.waiting.counts_of(new) + 1 >= self.policy.admit_after
@@ -217,7 +220,7 @@ class RowMap(nn.Module):
         given_up = admitted[:0]
         if self.seen is not None:
             assert self.sightings is not None
-            known, step = torch.unique(rows[rows >= 0]), admitted.new_tensor([numbers[_STEP]])
+            known, step = rows[rows >= 0], admitted.new_tensor([numbers[_STEP]])
             log.write(self.seen, known, step)
             log.write(self.sightings, known, self.sightings.index_select(0, known) + 1)
             if wanted > 0 or self.policy.is_due(numbers[_STEP]):
