@@ -82,7 +82,7 @@ MESSAGES = {
     "a failure": "ZeroDivisionError: division by zero",
     "unknown name": "ValueError: by= names '9', which is not a submodule of the model",
     "too many replicas": "ValueError: replicas=3 cannot share 2 ranks evenly",
-    "sharing": "ValueError: parallel=Shard(...) gives back the memory of parameters, and '0.weight' shares its memory "
+    "sharing": "ValueError: Shard gives back the memory of parameters, and '0.weight' shares its memory "
     "with '1.weight'",
     "by rank": "RankMismatchError: the model differs between ranks: '0.weight' of rank 1 is not that of rank 0 (2 of 8 "
     "parameters differ). Every rank must build the same model: call torch.manual_seed",

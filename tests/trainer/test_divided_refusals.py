@@ -48,7 +48,7 @@ MESSAGES = {
     "writing": "LossError: parameter 'layers.2.linear.weight' was written to in the forward pass",
     "digest": "UnisonoError: trainer.digest needs the whole model",
     "a call": "UnisonoError: Net was called outside of trainer.step, trainer.evaluate and trainer.predict",
-    "new parameter": "UnisonoError: parameter 'late' was not there when parallel=Shard(...) divided the model",
+    "new parameter": "UnisonoError: parameter 'late' was not there when the model was divided",
 }
 OF_SEVERAL_RANKS = {
     "too many replicas",

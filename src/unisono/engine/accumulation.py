@@ -138,7 +138,7 @@ class GradientAccumulation(ABC):
             raise LossError(
                 f"parameter {self._trained.names[index]!r} got its gradient twice in one backward, the second time "
                 "after the first had been taken. Re-entrant activation checkpointing does that: call checkpoint with "
-                "use_reentrant=False, or give Trainer overlap=False."
+                "use_reentrant=False, or give the Trainer overlap=False."
             )
         gradient, parameter.grad = parameter.grad, None
         self._add_last_leaf(index, gradient)

@@ -376,6 +376,6 @@ class BufferTransaction:
         raise LossError(
             f"parameter {names[id(written)]!r} was written to in the forward pass, which runs once for each of the "
             f"{self._virtual_ranks} virtual ranks: how many of them a rank computes would change the result. Write it "
-            "in your loop, after trainer.step, as once for each batch; or make it a buffer, of which the mean over "
+            "in your loop, after the step, once for each batch; or make it a buffer, of which the mean over "
             "virtual ranks is kept."
         )

@@ -34,8 +34,8 @@ __all__ = [
 _TAG = 1
 """The tag of messages with fingerprints; gradients have 0."""
 _REMEDY = (
-    "Nothing was changed. Every rank must call batches, step and evaluate in the same order: move them out of branches "
-    "that only some ranks take."
+    "Nothing was changed. Every rank must make the same calls in the same order, such as batches, step and evaluate: "
+    "move them out of branches that only some ranks take."
 )
 BROKEN = (
     "an earlier step failed while its gradients were on their way to other ranks, so ranks no longer agree on what "
@@ -200,5 +200,5 @@ def raise_differences(world: World, intent: StepDescription, engine: Document = 
     )
     raise RankMismatchError(
         f"ranks differ: {differences}. {STEP_UNDONE} Do the same on every rank between steps, and from numbers that "
-        "are equal on all ranks, such as those that trainer.step and trainer.evaluate return."
+        "are equal on all ranks, such as the mean loss of a step or an evaluation."
     )

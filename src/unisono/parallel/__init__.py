@@ -6,6 +6,7 @@ from unisono.parallel.placed import PlacedModel, place
 from unisono.parallel.replicas import Replicas, replicate
 from unisono.parallel.scatter_gather import Whole
 from unisono.parallel.sharding import Shard, build
+from unisono.parallel.sharding.own_loop import Sharded, shard
 from unisono.parallel.sync_batch_norm import (
     BatchNormNd,
     SyncBatchNorm,
@@ -21,6 +22,7 @@ __all__ = [
     "PlacedModel",
     "Replicas",
     "Shard",
+    "Sharded",
     "SyncBatchNorm",
     "Whole",
     "build",
@@ -29,4 +31,5 @@ __all__ = [
     "place",
     "replicate",
     "revert_sync_batchnorm",
+    "shard",
 ]

@@ -23,9 +23,19 @@ from unisono.engine import (
     WeightWrites,
     select_engines,
 )
+from unisono.engine.description import (
+    check_equal_documents,
+    describe_models,
+    describe_optimizers,
+    describe_schedulers,
+    describe_system,
+    plain,
+)
 from unisono.engine.local_steps import Workers
+from unisono.engine.model_contents import parameter_names
 from unisono.engine.sharded import ShardedEngineFactory
 from unisono.engine.staged import StagedBuffers, StagedEngineFactory
+from unisono.engine.step_fingerprint import StepFingerprint
 from unisono.job.placement import own_placement
 from unisono.parallel.pipeline import Pipeline
 from unisono.parallel.pipeline.cut_model import CutModel
@@ -36,18 +46,10 @@ from unisono.trainer.averages import AverageUpdates, DividedAverage, start_avera
 from unisono.trainer.carried import Carried, CarriedStates
 from unisono.trainer.checkpointing import Checkpointing
 from unisono.trainer.cutting import built_tensors, check_built, check_cut_optimizers, cut_model, divide_model
-from unisono.trainer.description import (
-    check_equal_documents,
-    describe_models,
-    describe_optimizers,
-    describe_schedulers,
-    describe_system,
-    plain,
-)
 from unisono.trainer.evaluation_history import EvaluationHistory
 from unisono.trainer.hyperparameters import given_by, settings_of
 from unisono.trainer.model_checks import check_models, check_placed
-from unisono.trainer.modules import check_batch_norms, check_embeddings, parameter_names, plain_modules
+from unisono.trainer.modules import check_batch_norms, check_embeddings, plain_modules
 from unisono.trainer.part_restoration import restore_parts
 from unisono.trainer.pipeline_gradients import PipelineGradients
 from unisono.trainer.recoverable_state import RecoverableState, WholeState
@@ -75,7 +77,6 @@ from unisono.trainer.stage_state import StageState
 from unisono.trainer.staged_state import StagedState, make_staged_engines
 from unisono.trainer.step import StepRunner
 from unisono.trainer.step_clock import StepClock
-from unisono.trainer.step_fingerprint import StepFingerprint
 from unisono.trainer.step_gradients import StepGradients
 from unisono.trainer.table_optimizers import refuse_averages, refuse_tables, with_tables
 from unisono.trainer.virtual_rank_gradients import VirtualRankGradients

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from unisono.collectives.world import World
 from unisono.engine.model_contents import plain_name
-from unisono.engine.shared import is_elementwise
 from unisono.parallel.pipeline import Pipeline
 from unisono.parallel.pipeline.blocks import find_blocks
 from unisono.parallel.pipeline.cut_model import CutModel
 from unisono.parallel.placed.forward import refuse_placed
 from unisono.parallel.sharding import Shard
 from unisono.parallel.sharding.built_parts import built_parts
-from unisono.parallel.sharding.divided_model import DividedModel, check_memory
-from unisono.parallel.sharding.units import blocks_of, check_replicas
+from unisono.parallel.sharding.divided_model import DividedModel
+from unisono.parallel.sharding.division_checks import check_divisible, refuse_compiled
 from unisono.trainer.closure import needs_closure
 
 __all__ = ["built_tensors", "check_built", "check_cut_optimizers", "cut_model", "divide_model"]
@@ -42,21 +41,7 @@ def check_built(modules: Mapping[str, nn.Module], parallel: Pipeline | Shard | N
                 f"the model was built by unisono.parallel.build(..., parallel={built.shard}), so each rank has the "
                 f"part of it that this needs, and Trainer was given parallel={parallel}: give both the same"
             )
-        apart = {key for unit in built.units for key in unit.placeholders()}
-        changed = next((n for n, p in module.named_parameters() if not _is_apart(p, apart)), None)
-        if changed is not None:
-            raise ValueError(
-                f"parameter {changed!r} was added or changed after unisono.parallel.build, where each rank has a part "
-                "of the model alone: do that within the function that it is given"
-            )
-
-
-def _is_apart(parameter: Tensor, apart: Collection[int]) -> bool:
-    """Return True if a parameter has no values, as its unit has left it; torch lets `fill_` and `zero_` write there."""
-    if parameter.untyped_storage()._cdata not in apart:
-        return False
-    shown = parameter.detach().as_strided((), ())
-    return not parameter.is_floating_point() or bool(shown.isnan())
+        built.check_unchanged(module)
 
 
 def built_tensors(modules: Mapping[str, nn.Module]) -> set[str]:
@@ -143,21 +128,6 @@ def divide_model(
         )
     (model,) = modules.values()
     if model is not given:
-        raise ValueError(
-            "parallel=Shard(...) brings the parameters of blocks together when they are called, and torch.compile has "
-            "made one program of the whole model: compile the blocks instead, such as model.layers[0].compile()"
-        )
-    refuse_placed(model, "parallel=Shard(...) divides the parameters of a model over ranks")
-    for optimizer in optimizers.values():
-        if not is_elementwise(optimizer):
-            raise ValueError(
-                f"{type(optimizer).__name__} cannot be divided over ranks: it is not known to treat each element of a "
-                "parameter alone. Those of torch that do are SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, "
-                "Adadelta, RMSprop, Rprop and ASGD themselves, not classes made from them. Take one of these, or leave "
-                "out parallel="
-            )
-    blocks_of(shard, model)
-    if built_parts(model) is None:
-        check_memory(model)
-    check_replicas(shard, world.size)
+        raise refuse_compiled("parallel=Shard(...)")
+    check_divisible(shard, model, optimizers.values(), world.size, caller="parallel=Shard(...)", argument="parallel=")
     return DividedModel(shard, model, [*optimizers.values()], world) if world.size > 1 else None

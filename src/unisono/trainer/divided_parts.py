@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from unisono.engine.model_contents import parameter_names
 from unisono.engine.sharded import Division
 from unisono.state.codec import decode, encode
 from unisono.state.digest import exact
 from unisono.state.part_plan import Claim, PartPlan, plan_parts
 from unisono.state.safetensors_format import tied_names
-from unisono.trainer.modules import parameter_names
 from unisono.trainer.snapshot import Subjects, model_tensors
 
 __all__ = ["Contents", "PieceState", "Table", "merged_state", "own_table"]

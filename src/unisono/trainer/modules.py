@@ -1,4 +1,4 @@
-"""Small operations on modules and nested batches: plain names, devices, evaluation mode, single-sample batches."""
+"""Small operations on modules and nested batches: checks, devices, evaluation mode, single-sample batches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from unisono.engine.model_contents import plain_name
 from unisono.parallel.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
@@ -21,9 +20,6 @@ __all__ = [
     "lone_sample",
     "lone_samples_warning",
     "name_of_parameter",
-    "named_buffers",
-    "named_parameters",
-    "parameter_names",
     "plain_modules",
     "to_device",
 ]
@@ -38,11 +34,6 @@ def plain_modules(model: nn.Module | Mapping[str, nn.Module]) -> dict[str, nn.Mo
     return {prefix: getattr(module, "_orig_mod", module) for prefix, module in models.items()}
 
 
-def parameter_names(modules: Mapping[str, nn.Module]) -> dict[int, str]:
-    """Return the names of the models' parameters by id."""
-    return {id(p): name for name, p in named_parameters(modules).items()}
-
-
 def name_of_parameter(names: Mapping[int, str], parameter: Tensor) -> str:
     """Return the name of a parameter, given those of `parameter_names`.
 
@@ -53,16 +44,6 @@ def name_of_parameter(names: Mapping[int, str], parameter: Tensor) -> str:
     if name is None:
         raise foreign_parameter(parameter)
     return name
-
-
-def named_parameters(modules: Mapping[str, nn.Module]) -> dict[str, nn.Parameter]:
-    """Return the models' parameters by name."""
-    return {prefix + plain_name(name): p for prefix, module in modules.items() for name, p in module.named_parameters()}
-
-
-def named_buffers(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:
-    """Return the models' buffers by name."""
-    return {prefix + plain_name(name): b for prefix, module in modules.items() for name, b in module.named_buffers()}
 
 
 def check_batch_norms(modules: Mapping[str, nn.Module]) -> None:

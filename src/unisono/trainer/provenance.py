@@ -8,8 +8,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from unisono.engine.description import hyperparameters, plain
 from unisono.state.policy import Checkpoints
-from unisono.trainer.description import hyperparameters, plain
 from unisono.trainer.settings import TrainerSettings
 
 __all__ = ["describe_settings"]

@@ -11,6 +11,7 @@ import torch
 from unisono.collectives.world import World
 from unisono.job.current import active_job
 from unisono.recovery_link import Membership
+from unisono.state.tensor_groups import TensorGroups, broadcast_groups
 from unisono.trainer.assembly import TrainerParts
 from unisono.trainer.call_log import CallLog
 from unisono.trainer.evaluation_history import EvaluationHistory
@@ -19,7 +20,6 @@ from unisono.trainer.loop import Loop
 from unisono.trainer.rank_positions import Position
 from unisono.trainer.run_log import announce_to_listeners
 from unisono.trainer.snapshot import Cursor, facts_of
-from unisono.trainer.tensor_groups import TensorGroups, broadcast_groups
 from unisono.watch import EventLog
 
 __all__ = ["RecoverableRun"]

@@ -12,11 +12,11 @@ from unisono.collectives.world import World
 from unisono.engine import BufferTransaction, EngineFactory, StepTransaction
 from unisono.engine.sharded import ShardedEngineFactory
 from unisono.engine.staged import StagedEngineFactory
+from unisono.state.tensor_groups import TensorGroups
 from unisono.trainer.restoration import restore
 from unisono.trainer.run_context import RunContext
 from unisono.trainer.snapshot import Subjects, capture
 from unisono.trainer.step import StepRunner
-from unisono.trainer.tensor_groups import TensorGroups
 
 __all__ = ["RecoverableState", "WholeState"]
 

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from unisono.engine.model_contents import named_parameters, parameter_names
 from unisono.engine.norm import dense_strides
 from unisono.errors import CheckpointError
 from unisono.state.codec import decode
 from unisono.trainer.hyperparameters import given_by, overruled, settings_of
-from unisono.trainer.modules import name_of_parameter, named_parameters, parameter_names
+from unisono.trainer.modules import name_of_parameter
 from unisono.trainer.snapshot import Subjects, empty_buffers, model_tensors
 
 __all__ = ["Comparison", "listed", "put_optimizer_state", "restore", "restore_common"]

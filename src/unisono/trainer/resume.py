@@ -21,7 +21,7 @@ from unisono.state.checkpoint_store import CheckpointInfo, CheckpointStore
 from unisono.state.durable_files import make_folder
 from unisono.state.lock import DirectoryLock
 from unisono.state.open_checkpoint import OpenCheckpoint
-from unisono.trainer.tensor_groups import TensorGroups, broadcast_groups
+from unisono.state.tensor_groups import TensorGroups, broadcast_groups
 
 __all__ = ["Resume", "ResumedRun", "find"]
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
+from unisono.engine.step_fingerprint import intent_of_call
 from unisono.trainer.asked_state import AskedState
 from unisono.trainer.assembly import TrainerParts
 from unisono.trainer.checkpointing import Place
 from unisono.trainer.drilled import tell_end
 from unisono.trainer.rescue import Rescue
 from unisono.trainer.shard_gathering import ShardGathering
-from unisono.trainer.step_fingerprint import intent_of_call
 from unisono.trainer.stop_signals import StopSignals
 from unisono.watch import EventLog
 

@@ -15,16 +15,16 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from unisono.arguments import function
 from unisono.collectives.world import World
+from unisono.engine.description import plain
 from unisono.engine.local_steps import LocalSGD
+from unisono.engine.model_contents import named_buffers
 from unisono.errors import RankMismatchError
 from unisono.plan import rank_block
 from unisono.state.digest import digest
 from unisono.text import a_type
 from unisono.trainer.closure import needs_closure
-from unisono.trainer.description import plain
 from unisono.trainer.hyperparameters import is_scheduler
 from unisono.trainer.model_checks import unwrapped_optimizer
-from unisono.trainer.modules import named_buffers
 from unisono.trainer.snapshot import model_tensors, optimizer_state
 from unisono.trainer.step_gradients import StepOptions
 

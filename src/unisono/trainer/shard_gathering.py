@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from unisono.collectives.world import World
 from unisono.engine.sharded import Division
 from unisono.errors import UnisonoError
-from unisono.state.codec import decode, encode
+from unisono.parallel.sharding.gathering import gather_state
 from unisono.trainer.part_saving import PartSaving
 from unisono.trainer.snapshot import Subjects
-from unisono.trainer.tensor_groups import TensorGroups, broadcast_groups
 
 __all__ = ["ShardGathering"]
 
@@ -58,30 +55,12 @@ class ShardGathering:
     def gather(self, *, everywhere: bool) -> None:
         """Bring weights and optimizer state to rank 0. Every rank must call it.
 
-        Memory: the state, where it is wanted, and another rank's part of it. Traffic: each rank's weights to the ranks
-        that want them, and its optimizer state to all others.
+        Memory and traffic: see `gather_state`.
 
         Args:
             everywhere: True to bring them to all ranks.
         """
-        division, world = self._division, self._world
-        if division.whole == "everywhere" or (division.whole == "main" and not everywhere):
-            return
-        division.join_weights(everywhere=everywhere)
-        wanted = everywhere or world.rank == 0
-        for key, optimizer in self._subjects.optimizers.items():
-            shards = division.shards_of(optimizer)
-            shards.clear()
-
-            def capture(key: str = key) -> tuple[dict[str, Any], TensorGroups]:
-                document, tensors = encode(division.shards_of(self._subjects.optimizers[key]).own_state())
-                return {"state": document}, {"state": tensors}
-
-            for rank in range(world.size):
-                document, groups = broadcast_groups(world, capture, source=rank, wanted=wanted)
-                if wanted:
-                    shards.show(decode(document["state"], groups.get("state", {})))
-        division.note_whole("everywhere" if everywhere else "main")
+        gather_state(self._world, self._division, self._subjects.optimizers.values(), everywhere=everywhere)
 
     def check_whole(self, call: str) -> None:
         """Refuse a call that needs the whole state on a rank that lacks it.

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.engine import BufferTransaction
-from unisono.engine.model_contents import member_name, plain_name
+from unisono.engine.model_contents import member_name, parameter_names, plain_name
 from unisono.engine.staged import StagedBuffers
 from unisono.errors import CheckpointError
 from unisono.state.codec import encode
 from unisono.state.digest import same_memory
 from unisono.state.stateful import Stateful
 from unisono.trainer.hyperparameters import Hyperparameters, settings_of
-from unisono.trainer.modules import name_of_parameter, parameter_names
+from unisono.trainer.modules import name_of_parameter
 
 __all__ = [
     "Cursor",

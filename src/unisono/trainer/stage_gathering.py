@@ -10,10 +10,10 @@ from unisono.engine.staged import StagedBuffers, StageMap
 from unisono.errors import UnisonoError
 from unisono.parallel.pipeline.cut_model import CutModel
 from unisono.state.codec import decode, encode
+from unisono.state.tensor_groups import TensorGroups, broadcast_groups
 from unisono.trainer.restoration import put_optimizer_state
 from unisono.trainer.snapshot import Subjects, model_tensors, optimizer_state
 from unisono.trainer.stage_commits import StageCommits
-from unisono.trainer.tensor_groups import TensorGroups, broadcast_groups
 
 __all__ = ["StageGathering"]
 

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unisono.engine.model_contents import member_name, plain_name
+from unisono.engine.model_contents import member_name, named_parameters, plain_name
 from unisono.engine.staged import StagedBuffers, StageMap
 from unisono.engine.staged.state_slots import StateContent
 from unisono.parallel.pipeline.cut_model import CutModel
 from unisono.state.codec import decode, encode
-from unisono.trainer.modules import named_parameters
 from unisono.trainer.restoration import put_optimizer_state
 from unisono.trainer.snapshot import Subjects, empty_buffers, extra_state, model_tensors
 

@@ -17,13 +17,13 @@ from unisono.collectives.world import World
 from unisono.engine import EngineFactory, StepTransaction
 from unisono.engine.staged import StagedBuffers, StagedEngineFactory, StageMap
 from unisono.parallel.pipeline.cut_model import CutModel
+from unisono.state.tensor_groups import TensorGroups
 from unisono.trainer.restoration import restore, restore_common
 from unisono.trainer.run_context import RunContext
 from unisono.trainer.snapshot import Subjects, capture, capture_common
 from unisono.trainer.stage_commits import CHANGED, StageCommits
 from unisono.trainer.stage_gathering import StageGathering
 from unisono.trainer.step import StepRunner
-from unisono.trainer.tensor_groups import TensorGroups
 
 __all__ = ["StagedState", "make_staged_engines"]
 

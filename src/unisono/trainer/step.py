@@ -32,8 +32,10 @@ from unisono.engine import (
     trained_by,
 )
 from unisono.engine.local_steps import LocalStepsEngine
+from unisono.engine.model_contents import parameter_names
 from unisono.engine.sharded import ShardedEngineFactory
 from unisono.engine.staged import StagedBuffers, StagedEngineFactory
+from unisono.engine.step_fingerprint import StepFingerprint
 from unisono.errors import LossError, NonFiniteLossError
 from unisono.job.current import confirm_group
 from unisono.job.user_function import count_collectives, enter, leave, refuse_collectives_since
@@ -42,9 +44,8 @@ from unisono.text import list_first
 from unisono.trainer.changed_gradients import check_gradients
 from unisono.trainer.closure import check_closure, needs_closure, step_with_closure
 from unisono.trainer.modes import begin_training, idle_dropout
-from unisono.trainer.modules import foreign_parameter, parameter_names
+from unisono.trainer.modules import foreign_parameter
 from unisono.trainer.run_context import RunContext
-from unisono.trainer.step_fingerprint import StepFingerprint
 from unisono.trainer.step_gradients import PLAIN_STEP, Loss, StepGradients, StepOptions
 from unisono.trainer.step_result import StepResult
 

@@ -24,6 +24,7 @@ from unisono.data.sampled_order import check_samplers
 from unisono.data.settings import Collate
 from unisono.engine import EngineKind
 from unisono.engine.local_steps import LocalSGD
+from unisono.engine.step_fingerprint import intent_of_call
 from unisono.job.user_function import refuse_inside
 from unisono.parallel.pipeline import Pipeline
 from unisono.parallel.pipeline.cut_model import CutModel
@@ -46,7 +47,6 @@ from unisono.trainer.settings import REQUIRED, TrainerSettings
 from unisono.trainer.setup import check_step_options, no_loss_function
 from unisono.trainer.short_form import ShortForm
 from unisono.trainer.step import Loss, StepOptions
-from unisono.trainer.step_fingerprint import intent_of_call
 from unisono.trainer.step_gradients import PLAIN_STEP
 from unisono.trainer.step_result import StepResult
 from unisono.trainer.storage import Storage

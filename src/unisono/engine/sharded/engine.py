@@ -202,13 +202,13 @@ class ShardedEngine(GradientAccumulation):
         if tables.names:
             raise ValueError(
                 f"the gradient of {tables.names[0]!r} is sparse, since its module was made with sparse=True, and "
-                "parallel=Shard(...) divides dense ones alone: build the module with sparse=False"
+                "Shard divides dense ones alone: build the module with sparse=False"
             )
         found = {id(p): (u, i) for u, unit in enumerate(self._division.units) for i, p in enumerate(unit.parameters)}
         for name, p in zip(*trained, strict=True):
             if id(p) not in found:
                 raise UnisonoError(
-                    f"parameter {name!r} was not there when parallel=Shard(...) divided the model, in the first step: "
+                    f"parameter {name!r} was not there when the model was divided: "
                     "make it before, and freeze it by requires_grad_(False) until it is to be trained"
                 )
         self._given = self._trained = trained

@@ -146,7 +146,7 @@ class UnitExchange:
         if not self._is_open:
             raise UnisonoError(
                 "a part of a model that is divided over ranks was called, or a backward pass through it run, outside "
-                "of trainer.step, trainer.evaluate and trainer.predict: the other ranks do not send their parts then"
+                "of the steps and evaluations of its run: the other ranks do not send their parts then"
             )
         with self._unbroken(), uncounted_collectives():
             self._vote(wanted)

@@ -254,20 +254,18 @@ def _check_memory(model: nn.Module) -> None:
         memory = memory_of(tensor)
         if memory is None or not tensor.numel():
             if name in named and tensor.device.type != "cpu":
-                raise ValueError(
-                    f"parallel=Shard(...) works on CPU ranks alone so far, and {name!r} is on {tensor.device}"
-                )
+                raise ValueError(f"Shard works on CPU ranks alone so far, and {name!r} is on {tensor.device}")
             continue
         if name in named and not is_dense(tensor):
             raise ValueError(
-                f"parallel=Shard(...) gives back the memory of parameters, and {name!r} is not dense in memory (shape "
+                f"Shard gives back the memory of parameters, and {name!r} is not dense in memory (shape "
                 f"{list(tensor.shape)}, strides {list(tensor.stride())}). Give it memory of its own: "
                 "p.data = p.data.contiguous().clone()"
             )
         other = of_memory.setdefault(memory, name)
         if other != name and (name in named or other in named):
             raise ValueError(
-                f"parallel=Shard(...) gives back the memory of parameters, and {other!r} shares its memory with "
+                f"Shard gives back the memory of parameters, and {other!r} shares its memory with "
                 f"{name!r}. Give it memory of its own: p.data = p.data.contiguous().clone()"
             )
 

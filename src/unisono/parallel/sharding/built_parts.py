@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NoReturn, Protocol
 from weakref import ref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from unisono.engine.sharded import ShardedUnit, ShardGrid
 from unisono.errors import UnisonoError
@@ -41,25 +41,40 @@ class BuiltParts:
         """Let the present run decide when the model may be called."""
         self._owner = ref(owner)
 
-    def __call__(self, module: nn.Module, inputs: Any) -> None:
-        """Refuse a call of the model that is not made by a Trainer.
+    def check_unchanged(self, model: nn.Module) -> None:
+        """Check that the model has the parameters with which it was built.
 
         Raises:
-            UnisonoError: There is no Trainer, or it is not computing.
+            ValueError: One was added, replaced or written to.
+        """
+        apart = {key for unit in self.units for key in unit.placeholders()}
+        changed = next((n for n, p in model.named_parameters() if not _is_apart(p, apart)), None)
+        if changed is not None:
+            raise ValueError(
+                f"parameter {changed!r} was added or changed after unisono.parallel.build, where each rank has a part "
+                "of the model alone: do that within the function that it is given"
+            )
+
+    def __call__(self, module: nn.Module, inputs: Any) -> None:
+        """Refuse a call of the model while its parts cannot come together.
+
+        Raises:
+            UnisonoError: No Trainer or `shard` has it, or that is not computing.
         """
         owner = None if self._owner is None else self._owner()
         if owner is None:
             raise UnisonoError(
                 f"{type(module).__name__} was built by unisono.parallel.build, so each rank has a part of its "
-                "parameters alone: give it to Trainer(parallel=...) and call it in trainer.step, trainer.evaluate and "
-                "trainer.predict"
+                "parameters alone: give it to Trainer(parallel=...) or unisono.parallel.shard, and call it in their "
+                "steps and evaluations"
             )
         owner.check_call()
 
     def __reduce__(self) -> NoReturn:
         raise UnisonoError(
             "a model that was built by unisono.parallel.build cannot be copied or pickled, since each rank has a part "
-            "of its parameters alone: trainer.export writes the whole into a file"
+            "of its parameters alone: trainer.export writes the whole into a file, and within whole() of "
+            "unisono.parallel.shard its state_dict is whole"
         )
 
 
@@ -84,6 +99,14 @@ def copy_built(model: nn.Module, built: BuiltParts) -> nn.Module:
         copied.held.copy_(unit.held)
         copied.divide()
     return copy.deepcopy(model, {**copies, id(built): BuiltParts(built.shard, built.grid, units)})
+
+
+def _is_apart(parameter: Tensor, apart: Collection[int]) -> bool:
+    """Return True if a parameter has no values, as its unit has left it; torch lets `fill_` and `zero_` write there."""
+    if parameter.untyped_storage()._cdata not in apart:
+        return False
+    shown = parameter.detach().as_strided((), ())
+    return not parameter.is_floating_point() or bool(shown.isnan())
 
 
 def built_parts(model: nn.Module) -> BuiltParts | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -33,7 +33,25 @@ from unisono.parallel.sharding.parameter_uses import ParameterUses, Saved
 from unisono.parallel.sharding.shard import Shard
 from unisono.parallel.sharding.units import REST, units_of
 
-__all__ = ["DividedModel"]
+__all__ = ["TRAINER", "Caller", "DividedModel", "check_memory"]
+
+
+class Caller(NamedTuple):
+    """What calls a divided model, for messages."""
+
+    places: str
+    """Where the model may be called."""
+    given: str
+    """What has divided it."""
+    later: str
+    """What to do to call it at another time."""
+
+
+TRAINER = Caller(
+    "trainer.step, trainer.evaluate and trainer.predict",
+    "parallel=Shard(...)",
+    "or call it after the loop over trainer.epochs",
+)
 
 
 class _CallCheck:
@@ -61,13 +79,22 @@ class DividedModel:
         model: The model.
         optimizers: The optimizers of the run.
         world: The ranks, more than one.
+        caller: What calls the model.
 
     Raises:
         ValueError: A name is not that of a block, or the memory of a parameter cannot be divided.
     """
 
-    def __init__(self, shard: Shard, model: nn.Module, optimizers: Sequence[Optimizer], world: World) -> None:
-        self.model, self._shard, self._world = model, shard, world
+    def __init__(
+        self,
+        shard: Shard,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        world: World,
+        *,
+        caller: Caller = TRAINER,
+    ) -> None:
+        self.model, self._shard, self._world, self._caller = model, shard, world, caller
         built = built_parts(model)
         if built is None:
             check_memory(model)
@@ -102,7 +129,7 @@ class DividedModel:
 
     def copied(self, model: nn.Module) -> DividedModel:
         """Return a copy of the model as it is divided in the same way; no optimizer trains it."""
-        return DividedModel(self._shard, model, (), self._world)
+        return DividedModel(self._shard, model, (), self._world, caller=self._caller)
 
     def check_call(self) -> None:
         """Refuse a call of the model where its blocks cannot come together.
@@ -112,9 +139,9 @@ class DividedModel:
         """
         if not self._is_computing and not self.division.has_weights:
             raise UnisonoError(
-                f"{type(self.model).__name__} was called outside of trainer.step, trainer.evaluate and "
-                "trainer.predict, and with parallel=Shard(...) each rank has a part of its parameters alone: use one "
-                "of these, or call it after the loop over trainer.epochs"
+                f"{type(self.model).__name__} was called outside of {self._caller.places}, and with "
+                f"{self._caller.given} each rank has a part of its parameters alone: use one of these, "
+                f"{self._caller.later}"
             )
 
     @contextmanager
@@ -260,13 +287,13 @@ def check_memory(model: nn.Module) -> None:
     named = dict(model.named_parameters())
     if any(p.device.type != "cpu" for p in named.values()):
         raise ValueError(
-            "parallel=Shard(...) works on CPU ranks alone so far, and the model is on "
+            "Shard works on CPU ranks alone so far, and the model is on "
             f"{next(p.device for p in named.values() if p.device.type != 'cpu')}"
         )
     obstacle = sharing_obstacle(Trained(tuple(named), tuple(named.values())), [*named.values(), *model.buffers()])
     if obstacle is not None:
         raise ValueError(
-            f"parallel=Shard(...) gives back the memory of parameters, and {obstacle}. Give it memory of its own: "
+            f"Shard gives back the memory of parameters, and {obstacle}. Give it memory of its own: "
             "p.data = p.data.contiguous().clone()"
         )
 

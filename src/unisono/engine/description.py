@@ -1,4 +1,4 @@
-"""The arguments of one rank's Trainer as a document that must be equal on all ranks, and its comparison at the start.
+"""What a rank was given to train, as a document that must be equal on all ranks, and its comparison at the start.
 
 The ranks of a run evaluate one function, so everything that the function depends on is described: arguments, models,
 optimizers, schedulers, versions. `setup.check_equal_values` compares the values of tensors, if no checkpoint replaces
@@ -18,11 +18,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from unisono.collectives.world import World
-from unisono.engine.model_contents import plain_name
+from unisono.engine.model_contents import named_buffers, named_parameters, plain_name
 from unisono.errors import RankMismatchError
 from unisono.mismatch import Document, tell_differences
 from unisono.state.digest import digest
-from unisono.trainer.modules import named_buffers, named_parameters
 
 __all__ = [
     "PLAIN",
@@ -43,23 +42,29 @@ PLAIN = frozenset({bool, int, float, str, type(None)})
 """The types of values whose `repr` says all."""
 
 
-def check_equal_documents(world: World, document: Document) -> None:
+def check_equal_documents(world: World, document: Document, *, given_to: str = "the Trainer") -> None:
     """Compare the documents of all ranks. Every rank must call it.
 
     Ranks exchange a hash, and the whole document only if hashes differ.
+
+    Args:
+        world: The ranks.
+        document: What this rank was given.
+        given_to: What it was given to, for messages.
 
     Raises:
         RankMismatchError: On all ranks, naming the entries that differ and their ranks.
     """
     if world.group is None:
         return
-    hashes = world.gather(digest({"": repr(list(document.items()))}), "Trainer comparing arguments")
+    call = f"{given_to.removeprefix('the ')} comparing arguments"
+    hashes = world.gather(digest({"": repr(list(document.items()))}), call)
     if len(set(hashes)) == 1:
         return
-    everyone = world.gather(dict(document), "Trainer comparing arguments")
+    everyone = world.gather(dict(document), call)
     told = tell_differences(everyone) or "the order in which things are listed"
     raise RankMismatchError(
-        f"the Trainer was given different things on different ranks: {told}. Give it the same on every rank: nothing "
+        f"{given_to} was given different things on different ranks: {told}. Give it the same on every rank: nothing "
         "that it is built from may depend on the rank."
     )
 

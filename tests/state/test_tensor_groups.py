@@ -3,7 +3,7 @@
 SCRIPT = """
 import torch, unisono
 from unisono.collectives.world import World
-from unisono.trainer.tensor_groups import broadcast_groups
+from unisono.state.tensor_groups import broadcast_groups
 
 job = unisono.init()
 world = World.connect(job.device)

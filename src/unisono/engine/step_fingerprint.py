@@ -1,4 +1,4 @@
-"""The facts that must be equal on all ranks in a step, and in other calls of the Trainer, as one number and in words.
+"""The facts that must be equal on all ranks in a step, and in other calls of a run, as one number and in words.
 
 A loop may change hyperparameters, freeze and add parameters and switch modules between training and evaluation, and
 must do the same on every rank. Each step computes the number again, nearly always from the same objects as before: that
@@ -18,15 +18,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.engine import StepDescription, Trained
-from unisono.mismatch import CALL, Document
-from unisono.trainer.description import (
+from unisono.engine.description import (
     PLAIN,
     describe_groups,
     describe_modes,
     describe_trained,
     hyperparameters,
 )
-from unisono.trainer.modules import parameter_names
+from unisono.engine.model_contents import parameter_names
+from unisono.mismatch import CALL, Document
 
 __all__ = ["StepFingerprint", "intent_of_call"]
 
@@ -45,10 +45,18 @@ def intent_of_call(call: str, **place: int) -> StepDescription:
 
 
 class StepFingerprint:
-    """Computes the fingerprints of the steps of some optimizers, by name; "" is that of a single one."""
+    """Computes the fingerprints of the steps of some optimizers.
 
-    def __init__(self, optimizers: Mapping[str, Optimizer], modules: Mapping[str, nn.Module]) -> None:
-        self._optimizers, self._modules = optimizers, modules
+    Args:
+        optimizers: The optimizers by name; "" is that of a single one.
+        modules: The models by the prefix of their names.
+        call: The name of a step in messages.
+    """
+
+    def __init__(
+        self, optimizers: Mapping[str, Optimizer], modules: Mapping[str, nn.Module], *, call: str = "trainer.step"
+    ) -> None:
+        self._optimizers, self._modules, self._call = optimizers, modules, call
         self._name = next(iter(optimizers)) if len(optimizers) == 1 else ""
         self._trained: Trained | None = None
         self._fixed = b""
@@ -100,7 +108,7 @@ class StepFingerprint:
     def _document(self, epoch: int, step: int, call: int, options: str) -> Document:
         given = (f", optimizer={self._name!r}" if self._name else "") + options
         return {
-            CALL: f"trainer.step({given.removeprefix(', ')})",
+            CALL: f"{self._call}({given.removeprefix(', ')})",
             "epoch": epoch,
             "step": step,
             "the number of steps taken with this batch before": call,

@@ -1,0 +1,243 @@
+"""What shards in a loop of a user refuse, one after the other: prints each case with the error that it raised."""
+
+import copy
+
+import torch
+from torch import nn
+
+import unisono
+from unisono.parallel import Shard, build, replicate, shard
+
+unisono.init()
+RANK = unisono.rank()
+IS_LAST = unisono.world_size() - 1 == RANK
+X = torch.randn(4, 16, generator=torch.Generator().manual_seed(RANK))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.head = nn.Linear(16, 2)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return self.head(x)
+
+
+class Elsewhere(Net):
+    def forward(self, x):
+        return super().forward(x) * self.layers[1].weight.mean()
+
+
+def make(model=None, optimizer=torch.optim.AdamW, **options):
+    model = Net() if model is None else model
+    return model, shard(model, optimizer(model.parameters()), **options)
+
+
+def optimizer_of(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def step(model, sharded, loss=lambda model: model(X).square().mean()):
+    with sharded.step():
+        sharded.backward(loss(model))
+
+
+def in_step(function, model=None, **options):
+    """Call a function of the model and its handle within a step."""
+    model, sharded = make(model, **options)
+    with sharded.step():
+        function(model, sharded)
+
+
+def outside(function):
+    """Call a function of the model and its handle between two steps."""
+    model, sharded = make()
+    step(model, sharded)
+    function(model, sharded)
+
+
+def twice(_, sharded):
+    loss = torch.zeros((), requires_grad=True)
+    sharded.backward(loss)
+    sharded.backward(loss)
+
+
+def after_clipping(model, sharded):
+    loss = model(X).mean()
+    sharded.backward(loss)
+    sharded.clip_grad_norm_(1.0)
+    sharded.backward(loss)
+
+
+def call_after_clipping(model, sharded):
+    sharded.backward(model(X).mean())
+    sharded.clip_grad_norm_(1.0)
+    model(X)
+
+
+def clip_twice(model, sharded):
+    sharded.backward(model(X).mean())
+    sharded.clip_grad_norm_(1.0)
+    sharded.clip_grad_norm_(1.0)
+
+
+def within(outer, inner):
+    def enter(_, sharded):
+        with getattr(sharded, outer)(), getattr(sharded, inner)():
+            pass
+
+    return enter
+
+
+def apart():
+    model = Net()
+    lone = nn.Parameter(torch.zeros(3))
+    shard(model, torch.optim.SGD([*model.parameters(), lone], lr=0.1))
+
+
+def frozen():
+    model = Net().requires_grad_(False)
+    make(model)
+
+
+def meta():
+    with torch.device("meta"):
+        model = Net()
+    make(model)
+
+
+def replicated():
+    model = Net()
+    handle = replicate(model)
+    try:
+        make(model)
+    finally:
+        handle.close()
+
+
+def again():
+    model, _ = make()
+    make(model)
+
+
+def other_settings():
+    make(build(Net, parallel=Shard(by=["layers.0"])), parallel=Shard())
+
+
+def written():
+    model = build(Net, parallel=Shard())
+    model.head.weight.data.zero_()
+    make(model)
+
+
+def of_rank():
+    """A model of another size on the second rank."""
+    model = Net()
+    model.head = nn.Linear(16, 2 + RANK)
+    make(model)
+
+
+def wrong_here():
+    """A wrong argument on the second rank alone."""
+    make(optimizer=torch.optim.LBFGS if RANK else torch.optim.AdamW)
+
+
+def other_state():
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(X).mean().backward()
+    optimizer.step()
+    shard(model, optimizer)
+
+
+def other_rate():
+    model = Net()
+    optimizer = optimizer_of(model)
+    sharded = shard(model, optimizer)
+    optimizer.param_groups[0]["lr"] = 0.1 + RANK
+    step(model, sharded)
+
+
+def other_calls():
+    _, sharded = make()
+    with sharded.step() if RANK else sharded.no_grad():
+        pass
+
+
+def clips_alone():
+    model, sharded = make()
+    with sharded.step():
+        sharded.backward(model(X).mean())
+        if RANK:
+            sharded.clip_grad_norm_(1.0)
+
+
+def fails_late():
+    """After clipping, the other rank has no way to learn of the error: the next step says so."""
+    model, sharded = make()
+    try:
+        with sharded.step():
+            sharded.backward(model(X).mean())
+            sharded.clip_grad_norm_(1.0)
+            raise OSError("a file is missing")
+    except OSError:
+        step(model, sharded)
+
+
+CASES = {
+    "no model": lambda: shard([Net()], None),
+    "no optimizer": lambda: shard(Net(), torch.optim.AdamW),
+    "no settings": lambda: make(parallel="block"),
+    "unknown name": lambda: make(parallel=Shard(by=["layer.1"])),
+    "LBFGS": lambda: make(optimizer=torch.optim.LBFGS),
+    "compiled": lambda: make(torch.compile(Net())),
+    "wrapped": lambda: make(nn.DataParallel(Net())),
+    "too many replicas": lambda: make(parallel=Shard(replicas=3)),
+    "apart": apart,
+    "frozen": frozen,
+    "meta": meta,
+    "lazy": lambda: make(nn.LazyLinear(2)),
+    "replicated": replicated,
+    "again": again,
+    "other settings": other_settings,
+    "written": written,
+    "a call of the handle": lambda: make()[1](X),
+    "no backward": lambda: in_step(lambda model, sharded: model(X)),
+    "loss.backward": lambda: in_step(lambda model, sharded: model(X).mean().backward()),
+    "a number": lambda: in_step(lambda model, sharded: sharded.backward(0.5)),
+    "several losses": lambda: in_step(lambda model, sharded: sharded.backward(model(X).sum(1))),
+    "twice": lambda: in_step(twice),
+    "after clipping": lambda: in_step(after_clipping),
+    "a call after clipping": lambda: in_step(call_after_clipping),
+    "clip twice": lambda: in_step(clip_twice),
+    "clip at zero": lambda: in_step(lambda model, sharded: sharded.clip_grad_norm_(0)),
+    "nan": lambda: in_step(lambda model, sharded: sharded.backward(model(X).mean() * (torch.nan if IS_LAST else 1))),
+    "elsewhere": lambda: in_step(lambda model, sharded: sharded.backward(model(X).mean()), Elsewhere()),
+    "optimizer.step": lambda: outside(lambda model, sharded: sharded._optimizer.step()),
+    "backward outside": lambda: outside(lambda model, sharded: sharded.backward(torch.zeros((), requires_grad=True))),
+    "clip outside": lambda: outside(lambda model, sharded: sharded.clip_grad_norm_(1.0)),
+    "a call": lambda: outside(lambda model, sharded: model(X)),
+    "state_dict": lambda: outside(lambda model, sharded: model.state_dict()),
+    "load_state_dict": lambda: outside(lambda model, sharded: model.load_state_dict(Net().state_dict())),
+    "optimizer.state_dict": lambda: outside(lambda model, sharded: sharded._optimizer.state_dict()),
+    "step in whole": lambda: outside(within("whole", "step")),
+    "whole in step": lambda: outside(within("step", "whole")),
+    "everywhere": lambda: make()[1].whole(everywhere=1).__enter__(),
+    "of rank": of_rank,
+    "wrong here": wrong_here,
+    "other state": other_state,
+    "other rate": other_rate,
+    "other calls": other_calls,
+    "clips alone": clips_alone,
+    "fails late": fails_late,
+    "a copy": lambda: outside(lambda model, sharded: copy.deepcopy(model).state_dict()),
+}
+for name, case in CASES.items():
+    try:
+        case()
+        print(f"{name}: not refused")
+    except (TypeError, ValueError, unisono.errors.UnisonoError) as error:
+        print(f"{name}: {type(error).__name__}: {error}".replace("\n", " "))

@@ -1,0 +1,104 @@
+"""Shards in a loop of your own: bits of one process that adds the shares of ranks, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).parent / "programs" / "shard_loop.py"
+REFUSALS = PROGRAM.with_name("shard_loop_refusals.py")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "how"),
+    [
+        (1, "block"),
+        (2, "zero1"),
+        (3, "block"),
+        (2, "built"),
+        pytest.param(2, "block", marks=pytest.mark.soak),
+        pytest.param(2, "named", marks=pytest.mark.soak),
+        pytest.param(3, "size", marks=pytest.mark.soak),
+        pytest.param(3, "zero1", marks=pytest.mark.soak),
+        pytest.param(4, "replicas", marks=pytest.mark.soak),
+    ],
+)
+def test_a_loop_has_the_bits_of_one_process_that_adds_the_shares(fork_ranks, fork_python, tmp_path, ranks, how):
+    expected = fork_python(PROGRAM, f"shares={ranks}", "reference")
+    job = fork_ranks(ranks, PROGRAM, f"shares={ranks}", how, tmp_path)
+    assert [job.lines(rank) for rank in range(ranks)] == [expected] * ranks
+
+
+CANNOT = "cannot be divided over ranks: it is not known to treat each element of a parameter alone."
+MESSAGES = {
+    "no model": "TypeError: model is a list: unisono.parallel.shard takes one torch.nn.Module, then its optimizer",
+    "no optimizer": "TypeError: optimizer is a type: unisono.parallel.shard takes one torch.optim.Optimizer",
+    "no settings": "TypeError: parallel is a str; expected unisono.parallel.Shard(...)",
+    "unknown name": "ValueError: by= names 'layer.1', which is not a submodule of the model; did you mean 'layers.1'?",
+    "LBFGS": f"ValueError: LBFGS {CANNOT}",
+    "compiled": "ValueError: unisono.parallel.shard brings the parameters of blocks together when they are called",
+    "wrapped": "TypeError: model is wrapped in DataParallel, which looks after parameters too: give the module in it",
+    "too many replicas": "ValueError: replicas=3 cannot share 2 ranks evenly: start 3, or leave out replicas=",
+    "apart": "ValueError: the optimizer has a parameter of shape [3] that the model does not have",
+    "frozen": "ValueError: the optimizer has no parameter that requires a gradient: there is nothing to train",
+    "meta": "ValueError: parameter 'layers.0.weight' is on the meta device: give it values before",
+    "lazy": "ValueError: parameter 'weight' has no shape yet: run a forward pass before unisono.parallel.shard",
+    "replicated": "ValueError: parameter 'layers.0.weight' has a gradient hook of replicate(), a Trainer or another",
+    "again": "ValueError: parameter 'layers.0.weight' has a gradient hook of replicate(), a Trainer or another",
+    "other settings": "has the part of it that this needs, and unisono.parallel.shard was given parallel=Shard(",
+    "written": "ValueError: parameter 'head.weight' was added or changed after unisono.parallel.build",
+    "a call of the handle": "TypeError: shard() returns a handle and leaves the model as it is: keep both",
+    "no backward": "LossError: no rank called sharded.backward in step 0, so there is nothing to update",
+    "loss.backward": "UnisonoError: loss.backward() reached a model that unisono.parallel.shard has divided",
+    "a number": "TypeError: loss is a float: give sharded.backward the tensor that the loss function returned",
+    "several losses": "ValueError: loss has shape [4], and must be one number: take loss.mean()",
+    "twice": "UnisonoError: sharded.backward was called again in one step, and the gradients of the last call are on",
+    "after clipping": "UnisonoError: sharded.backward was called after clip_grad_norm_ in the same step",
+    "a call after clipping": "Net was called outside of sharded.step(), sharded.no_grad() and sharded.whole()",
+    "clip twice": "UnisonoError: sharded.clip_grad_norm_ was called twice in one step: call it once",
+    "clip at zero": "ValueError: max_norm=0 must be positive; math.inf returns the norm and clips nothing",
+    "nan": "NonFiniteLossError: the loss of step 0 is nan on rank {last}. The step did not happen",
+    "elsewhere": "A parameter that is used without a call of its block is NaN there: leave such blocks out of by=",
+    "optimizer.step": "UnisonoError: AdamW.step() was called, and with unisono.parallel.shard the end of",
+    "backward outside": "UnisonoError: sharded.backward was called outside of sharded.step()",
+    "clip outside": "UnisonoError: sharded.clip_grad_norm_ was called outside of sharded.step()",
+    "a call": "UnisonoError: Net was called outside of sharded.step(), sharded.no_grad() and sharded.whole()",
+    "state_dict": "UnisonoError: the weights of Net are divided over ranks, so that this one has a part alone",
+    "load_state_dict": "UnisonoError: the weights of Net are divided over ranks, so that this one has a part alone",
+    "optimizer.state_dict": "UnisonoError: the state of AdamW is divided over ranks, so that this one has a part alone",
+    "step in whole": "UnisonoError: sharded.step() was called within sharded.whole(): leave that block before",
+    "whole in step": "UnisonoError: sharded.whole() was called within sharded.step(): leave that block before",
+    "everywhere": "TypeError: everywhere=1 must be True or False, and is an int",
+    "of rank": "RankMismatchError: unisono.parallel.shard was given different things on different ranks: parameter "
+    "'head.weight' is 'float32 [2, 16]' on rank 0 and 'float32 [3, 16]' on rank 1",
+    "wrong here": f"ValueError: LBFGS {CANNOT}",
+    "other state": "RankMismatchError: the optimizer's state differs between ranks: that of 'layers.0.weight' on",
+    "other rate": "RankMismatchError: ranks differ: lr of parameter group 0 is 0.1 on rank 0 and 1.1 on rank 1.",
+    "other calls": "RankMismatchError: ranks call different things: sharded.no_grad() on rank 0, sharded.step()",
+    "clips alone": "RankMismatchError: ranks call different things: the end of sharded.step() on rank 0, "
+    "sharded.clip_grad_norm_(1.0) on rank 1",
+    "fails late": "UnisonoError: an earlier step failed on this rank after gradients had been summed",
+    "a copy": "not refused",
+}
+OF_SEVERAL_RANKS = {
+    "too many replicas", "replicated", "other settings", "written", "elsewhere", "a call", "state_dict",
+    "load_state_dict", "optimizer.state_dict", "a call after clipping", "of rank", "wrong here", "other state",
+    "other rate", "other calls", "clips alone", "fails late",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_each_is_an_error_that_says_what_to_do(fork_ranks, ranks):
+    job = fork_ranks(ranks, REFUSALS)
+    for rank in range(ranks):
+        told = dict(line.split(": ", 1) for line in job.lines(rank))
+        assert told.keys() == MESSAGES.keys()
+        expected = {name: message.format(last=ranks - 1) for name, message in MESSAGES.items()}
+        if ranks == 1:
+            expected |= dict.fromkeys(OF_SEVERAL_RANKS, "not refused")
+        elif rank == 0:
+            error = MESSAGES["wrong here"]
+            expected["wrong here"] = f"unisono.parallel.shard was not done, for it failed on rank 1, with {error}"
+        missing = {name: told[name] for name, words in expected.items() if words not in told[name]}
+        assert not missing
