@@ -197,7 +197,7 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
             "engine": settings.engine,
             "digest_every": settings.digest_every,
             "sync": repr(settings.sync),
-            "parallel": plain(settings.parallel),
+            "parallel": repr(settings.parallel),
             **describe_models(modules),
             **describe_optimizers(optimizers, parameter_names(modules)),
             **describe_schedulers(schedulers),

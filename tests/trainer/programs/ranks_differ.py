@@ -80,6 +80,11 @@ def another_directory(given):
 
 
 @start
+def another_division(given):
+    given["parallel"] = unisono.parallel.Shard(by="size" if RANK else "block")
+
+
+@start
 def another_learning_rate(given):
     given["optimizer"].param_groups[0]["lr"] = 0.02
 
@@ -187,7 +192,7 @@ def try_starts():
         given = {"model": model, "optimizer": optimizer, "virtual_ranks": 4, "progress": False}
         if "scheduler" in name or "step_size" in name:
             given["scheduler"] = StepLR(optimizer, 2)
-        if name == "another_directory" or RANK == 1:
+        if name in ("another_directory", "another_division") or RANK == 1:
             change(given)
         try:
             unisono.Trainer(**given)
