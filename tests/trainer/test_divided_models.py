@@ -82,7 +82,10 @@ def test_sigterm_saves_the_parts_of_all_ranks(run_ranks, fork_python, tmp_path, 
     assert last in {f"from {step} {undisturbed}" for step in (5, 6, 7, 8)}
 
 
-def test_all_ranks_start_again_when_one_with_a_part_of_the_model_dies(run_ranks, tmp_path, undisturbed):
-    job = run_ranks(2, RESUMABLE, tmp_path, "block", "die=5", flags=["--max-restarts", "1"])
-    assert [job.lines(rank)[-1] for rank in range(2)] == [f"from 3 {undisturbed}"] * 2
+@pytest.mark.parametrize("how", ["", pytest.param("build", marks=pytest.mark.soak)])
+def test_all_ranks_start_again_when_one_with_a_part_of_the_model_dies(run_ranks, tmp_path, undisturbed, how):
+    job = run_ranks(2, RESUMABLE, tmp_path, "block", how, "die=5", flags=["--max-restarts", "1"])
+    words = undisturbed.split()
+    expected = f"from 3 {' '.join([*words[:2], 'built', *words[3:]] if how else words)}"
+    assert [job.lines(rank)[-1] for rank in range(2)] == [expected] * 2
     assert "no rank can be replaced alone: a model that is divided over ranks dies with the rank" in job.said

@@ -64,9 +64,13 @@ def _nothing(_result: Any, /, *, counts: bool) -> None:
 
 
 class Recovery:
-    """Makes the calls of a Trainer, and makes them again after ranks have been replaced."""
+    """Makes the calls of a Trainer, and makes them again after ranks have been replaced.
 
-    def __init__(self) -> None:
+    Args:
+        obstacle: Why a single rank of this run cannot be replaced, as its settings say; None: it may be possible.
+    """
+
+    def __init__(self, obstacle: str | None = None) -> None:
         link = recovery_link.current
         self._link: RecoveryLink | None = link
         if link is not None:
@@ -89,6 +93,8 @@ class Recovery:
         """False on a new rank that has not joined the others yet."""
         if link is not None and link.is_armed:
             self.refuse("the script makes several Trainers, and a new rank would begin with the first one again")
+        if obstacle is not None:
+            self.refuse(obstacle)
         if is_new_rank():
             self._begin_as_new_rank()
         elif is_group_of_script():

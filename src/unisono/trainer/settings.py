@@ -161,6 +161,17 @@ class TrainerSettings:
             if is_given:
                 raise ValueError(f"{name} cannot be together with {each}: these {why}. Leave out one of the two")
 
+    @property
+    def recovery_obstacle(self) -> str | None:
+        """Why a rank of this run cannot be replaced alone; None if the settings allow it."""
+        if any(isinstance(each, Carried) for each in self.stateful.values()):
+            return "the state that virtual ranks carry dies with the rank that computes them"
+        if isinstance(self.parallel, Shard):
+            return "a model that is divided over ranks dies with the rank that has a part of it"
+        if self.sync is not None:
+            return "the weights of a worker (sync=) die with the rank that trains it"
+        return None
+
     def _check_parallel(self) -> None:
         """Refuse what cannot be together with a model that is cut or divided over ranks."""
         parallel: Any = self.parallel

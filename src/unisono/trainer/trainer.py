@@ -33,7 +33,6 @@ from unisono.state.policy import Checkpoints
 from unisono.state.stateful import Stateful
 from unisono.trainer.assembly import Models, assemble
 from unisono.trainer.by_virtual_rank import ByVirtualRank
-from unisono.trainer.carried import Carried
 from unisono.trainer.epoch_batches import EpochBatches
 from unisono.trainer.loader_cache import Loader, LoaderCache
 from unisono.trainer.loop import Loop
@@ -168,13 +167,7 @@ class Trainer(RunStatus, ShortForm, ByVirtualRank, Storage):
             digest_every=digest_every,
         )
         self.model, self.optimizer, self.directory = model, optimizer, settings.directory
-        self._recovery = recovery = Recovery()
-        if any(isinstance(each, Carried) for each in settings.stateful.values()):
-            recovery.refuse("the state that virtual ranks carry dies with the rank that computes them")
-        if isinstance(settings.parallel, Shard):
-            recovery.refuse("a model that is divided over ranks dies with the rank that has a part of it")
-        if settings.sync is not None:
-            recovery.refuse("the weights of a worker (sync=) die with the rank that trains it")
+        self._recovery = recovery = Recovery(settings.recovery_obstacle)
         parts = assemble(model, optimizer, settings, recovery=recovery)
         self._parts, self._unknown_metrics = parts, set()
         self._run, self._cursor, self._modules = parts.run, parts.cursor, parts.modules

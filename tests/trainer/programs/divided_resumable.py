@@ -47,8 +47,12 @@ class Block(nn.Module):
         return x + self.dropout(self.norm(self.linear(x)))
 
 
-torch.manual_seed(0)
-model = nn.Sequential(*(Block() for _ in range(4)))
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(4)))
+
+
+model = unisono.parallel.build(make_model, parallel=parallel()) if "build" in options else make_model()
 X = torch.randn(48, 16)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 policy = {"every_minutes": 1e-5} if "by_time" in options else {"every_steps": 4}
@@ -82,4 +86,5 @@ for _ in trainer.epochs(3, max_steps=int(options["max_steps"]) if "max_steps" in
                 once.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
     trainer.evaluate(loss, TensorDataset(X), batch_size=16)
-print(f"from {begun} to {trainer.steps_done}: {trainer.digest()} {[float(block.calls) for block in model]}")
+found = "built" if "build" in options else trainer.digest()
+print(f"from {begun} to {trainer.steps_done}: {found} {[float(block.calls) for block in model]}")
