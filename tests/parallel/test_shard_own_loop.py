@@ -30,6 +30,23 @@ def test_a_loop_has_the_bits_of_one_process_that_adds_the_shares(fork_ranks, for
     assert [job.lines(rank) for rank in range(ranks)] == [expected] * ranks
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((3, "size"), [(1, "block"), (2, "block")]),
+        pytest.param((1, "block"), [(3, "size"), (2, "zero1"), (4, "replicas")], marks=pytest.mark.soak),
+        pytest.param((2, "zero1"), [(3, "block"), (1, "block"), (2, "built")], marks=pytest.mark.soak),
+        pytest.param((4, "replicas"), [(3, "zero1"), (1, "block"), (2, "named")], marks=pytest.mark.soak),
+    ],
+)
+def test_parts_are_loaded_by_another_number_of_ranks_with_another_division(fork_ranks, tmp_path, before, after):
+    ranks, how = before
+    expected = fork_ranks(ranks, PROGRAM, f"shares={ranks}", how, tmp_path).lines(0)[-3:]
+    for others, way in after:
+        job = fork_ranks(others, PROGRAM, f"shares={others}", way, tmp_path, "load")
+        assert [job.lines(rank) for rank in range(others)] == [expected] * others
+
+
 CANNOT = "cannot be divided over ranks: it is not known to treat each element of a parameter alone."
 MESSAGES = {
     "no model": "TypeError: model is a list: unisono.parallel.shard takes one torch.nn.Module, then its optimizer",
@@ -70,6 +87,18 @@ MESSAGES = {
     "step in whole": "UnisonoError: sharded.step() was called within sharded.whole(): leave that block before",
     "whole in step": "UnisonoError: sharded.whole() was called within sharded.step(): leave that block before",
     "everywhere": "TypeError: everywhere=1 must be True or False, and is an int",
+    "state_dict in step": "UnisonoError: sharded.state_dict() was called within sharded.step(): leave that",
+    "one part": "TypeError: parts is a dict, as of one rank: give load_state_dict a list of what state_dict returned",
+    "no parts": "CheckpointError: there are no parts: give load_state_dict what state_dict returned on each rank",
+    "a part missing": "CheckpointError: the state is that of 2 ranks, and the parts of rank 0 are missing: give",
+    "a part twice": "CheckpointError: the part of rank 0 is there twice: give load_state_dict what state_dict returned",
+    "no part": "CheckpointError: a dict among the parts is not one: give load_state_dict what state_dict returned on",
+    "other moments": "after 0 steps, and one of {ranks} ranks after 7: give load_state_dict what state_dict returned",
+    "another form": "CheckpointError: a part has version 2 of the form, and this version of unisono reads 1: load it",
+    "another model": "CheckpointError: parameter 'head.weight' is float32 [2, 16] with strides [16, 1] in the "
+    "parts, and float32 [3, 16] with strides [16, 1] in the model: load parts of the same model",
+    "a step after": "UnisonoError: sharded.load_state_dict failed, on this rank or another one, when some values may",
+    "unreadable": "OSError: a file is missing",
     "of rank": "RankMismatchError: unisono.parallel.shard was given different things on different ranks: parameter "
     "'head.weight' is 'float32 [2, 16]' on rank 0 and 'float32 [3, 16]' on rank 1",
     "wrong here": f"ValueError: LBFGS {CANNOT}",
@@ -94,11 +123,12 @@ def test_each_is_an_error_that_says_what_to_do(fork_ranks, ranks):
     for rank in range(ranks):
         told = dict(line.split(": ", 1) for line in job.lines(rank))
         assert told.keys() == MESSAGES.keys()
-        expected = {name: message.format(last=ranks - 1) for name, message in MESSAGES.items()}
+        expected = {name: message.format(last=ranks - 1, ranks=ranks) for name, message in MESSAGES.items()}
         if ranks == 1:
             expected |= dict.fromkeys(OF_SEVERAL_RANKS, "not refused")
+            expected["a part missing"] = expected["no parts"]
         elif rank == 0:
-            error = MESSAGES["wrong here"]
-            expected["wrong here"] = f"unisono.parallel.shard was not done, for it failed on rank 1, with {error}"
+            for name, call in (("wrong here", "unisono.parallel.shard"), ("unreadable", "sharded.load_state_dict")):
+                expected[name] = f"PeerError: {call} was not done, for it failed on rank 1, with {MESSAGES[name]}"
         missing = {name: told[name] for name, words in expected.items() if words not in told[name]}
         assert not missing

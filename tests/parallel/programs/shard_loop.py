@@ -1,7 +1,8 @@
 """A loop of a user whose model is divided, or the same additions in one process; prints what both must agree on.
 
     shard_loop.py shares=3 reference    # one process computes the shares of 3 ranks, and adds them
-    shard_loop.py shares=3 block        # 3 ranks
+    shard_loop.py shares=3 block FOLDER         # 3 ranks; parts of the last state go into the folder
+    shard_loop.py shares=2 block FOLDER load    # 2 ranks show what they load from these parts
 
 The last share has no data in one step and fails once in another. A layer is frozen in some steps. In the middle, the
 state goes into a file, and new objects go on from there.
@@ -23,6 +24,8 @@ from unisono.state.digest import digest
 
 SHARES, HOW = int(sys.argv[1].removeprefix("shares=")), sys.argv[2]
 STEPS, BATCH, BOUND = 6, 24, 0.8
+IN_PARTS = ("built", "size", "replicas")
+"""The divisions whose state goes into parts in the middle; that of others goes into one file."""
 torch.set_num_threads(1)
 torch.use_deterministic_algorithms(True)
 
@@ -166,17 +169,29 @@ def divide(state=None):
             nn.init.normal_(model.head.weight)  # rank 0 decides
     optimizer = make_optimizer(model)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-    if state is not None and HOW != "built":
+    if state is not None and HOW not in IN_PARTS:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
     sharded = unisono.parallel.shard(model, optimizer, parallel=None if HOW == "block" else parallel)
     if state is not None:
         schedule.load_state_dict(state["schedule"])
-        if HOW == "built":
+        if HOW in IN_PARTS:
+            sharded.load_state_dict(parts_in(Path(sys.argv[3]) / "middle"))
+        if HOW == "zero1":  # again, now that it is divided
             with sharded.whole():
                 model.load_state_dict(state["model"])
                 optimizer.load_state_dict(state["optimizer"])
     return model, optimizer, schedule, sharded
+
+
+def save_parts(sharded, folder):
+    folder.mkdir(exist_ok=True)
+    torch.save(sharded.state_dict(), folder / f"{unisono.rank()}.pt")
+    unisono.comm.barrier()
+
+
+def parts_in(folder):
+    return (torch.load(path, mmap=True) for path in sorted(folder.glob("*.pt"), reverse=True))
 
 
 def train(model, schedule, sharded, step):
@@ -208,7 +223,8 @@ def fail(model, sharded, step):
 def divided():
     unisono.init()
     assert unisono.world_size() == SHARES
-    path = Path(sys.argv[3]) / "whole.pt"
+    folder = Path(sys.argv[3])
+    path = folder / "whole.pt"
     model, optimizer, schedule, sharded = divide()
     for step in range(STEPS // 2):
         train(model, schedule, sharded, step)
@@ -220,7 +236,7 @@ def divided():
                 "schedule": schedule.state_dict(),
             }
             torch.save(state, path)
-    unisono.comm.barrier()
+    save_parts(sharded, folder / "middle")
     model, optimizer, schedule, sharded = divide(torch.load(path))
     fail(model, sharded, STEPS // 2)
     for step in range(STEPS // 2, STEPS):
@@ -229,8 +245,20 @@ def divided():
         for _ in range(unisono.rank()):
             test_loss(model)
         print("test", test_loss(model))
+    save_parts(sharded, folder / "end")
     with sharded.whole():
         tell(model, optimizer)
 
 
-reference() if HOW == "reference" else divided()
+def show():
+    """Show what is loaded from parts of another number of ranks."""
+    unisono.init()
+    model, optimizer, _, sharded = divide()
+    optimizer.param_groups[0]["lr"] = 7.0  # to be replaced
+    sharded.load_state_dict(parts_in(Path(sys.argv[3]) / "end"))
+    assert [group["lr"] for group in optimizer.param_groups] == [1e-2 * 0.5**3] * 2
+    with sharded.whole():
+        tell(model, optimizer)
+
+
+show() if "load" in sys.argv else reference() if HOW == "reference" else divided()

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 import unisono
+import unisono.comm
 from unisono.parallel import Shard, build, replicate, shard
 
 unisono.init()
@@ -187,6 +188,37 @@ def fails_late():
         step(model, sharded)
 
 
+def load(change, model=None):
+    """Load the parts of all ranks, after a change of their list."""
+    _, sharded = make()
+    parts = unisono.comm.all_gather(sharded.state_dict())
+    other, sharded = make(model)
+    try:
+        sharded.load_state_dict(change(parts))
+    except unisono.errors.UnisonoError:
+        if change is step_after:
+            step(other, sharded)
+        raise
+    step(other, sharded)
+
+
+def step_after(parts):
+    return [*parts, {}]
+
+
+def unreadable(parts):
+    yield parts[0]
+    if IS_LAST:
+        raise OSError("a file is missing")
+    yield from parts[1:]
+
+
+def wide():
+    model = Net()
+    model.head = nn.Linear(16, 3)
+    return model
+
+
 CASES = {
     "no model": lambda: shard([Net()], None),
     "no optimizer": lambda: shard(Net(), torch.optim.AdamW),
@@ -226,6 +258,17 @@ CASES = {
     "step in whole": lambda: outside(within("whole", "step")),
     "whole in step": lambda: outside(within("step", "whole")),
     "everywhere": lambda: make()[1].whole(everywhere=1).__enter__(),
+    "state_dict in step": lambda: in_step(lambda model, sharded: sharded.state_dict()),
+    "one part": lambda: load(lambda parts: parts[0]),
+    "no parts": lambda: load(lambda parts: []),
+    "a part missing": lambda: load(lambda parts: parts[1:]),
+    "a part twice": lambda: load(lambda parts: [*parts, parts[0]]),
+    "no part": lambda: load(lambda parts: [*parts, {"weights": {}}]),
+    "other moments": lambda: load(lambda parts: [*parts, parts[0] | {"steps": 7, "rank": 5}]),
+    "another form": lambda: load(lambda parts: [parts[0] | {"version": 2}]),
+    "another model": lambda: load(lambda parts: parts, wide()),
+    "a step after": lambda: load(step_after),
+    "unreadable": lambda: load(unreadable),
     "of rank": of_rank,
     "wrong here": wrong_here,
     "other state": other_state,
@@ -239,5 +282,5 @@ for name, case in CASES.items():
     try:
         case()
         print(f"{name}: not refused")
-    except (TypeError, ValueError, unisono.errors.UnisonoError) as error:
+    except (TypeError, ValueError, OSError, unisono.errors.UnisonoError) as error:
         print(f"{name}: {type(error).__name__}: {error}".replace("\n", " "))

@@ -1,17 +1,11 @@
-"""Shards in a loop of your own: `shard` and the handle that it returns.
-
-The parts are those of a Trainer: `DividedModel` brings blocks together, the engine sums gradients and updates, and
-`BufferTransaction` averages buffers. Each rank is a virtual rank here, and what it computes within a step is its share.
-"""
+"""Shards in a loop of your own: `shard` and the handle that it returns. The steps are those of `loop_step`."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
-from operator import is_
-from typing import Literal, NoReturn
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pickle import UnpicklingError
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -21,22 +15,17 @@ from unisono.arguments import flag, real
 from unisono.collectives.construction import construct_on_all
 from unisono.collectives.group import known_group
 from unisono.collectives.world import World
-from unisono.engine import BufferTransaction, ConsistencyCheck, Engine, Preparation, Totals, Trained, check_trained
-from unisono.engine.consistency import GroupConsistencyCheck, NoConsistencyCheck
 from unisono.engine.description import check_equal_documents
-from unisono.engine.local import LocalEngine
-from unisono.engine.model_contents import parameter_names
-from unisono.engine.sharded import ShardedEngineFactory
-from unisono.engine.step_fingerprint import StepFingerprint, intent_of_call
-from unisono.engine.step_transaction import STEP_UNDONE, StepTransaction
-from unisono.engine.tree_all_reduce import MakeAllReduce, TreeAllReduce
-from unisono.errors import LossError, NonFiniteLossError, UnisonoError
-from unisono.job.current import confirm_group
+from unisono.engine.step_fingerprint import intent_of_call
+from unisono.errors import CheckpointError, RankMismatchError, UnisonoError
 from unisono.job.user_function import refuse_inside
+from unisono.mismatch import by_value
 from unisono.parallel.sharding.divided_model import Caller, DividedModel
 from unisono.parallel.sharding.gathering import gather_state
 from unisono.parallel.sharding.loop_guards import LoopGuards
+from unisono.parallel.sharding.loop_parts import PartLoading, own_part
 from unisono.parallel.sharding.loop_setup import check_loop, describe_loop, equalize
+from unisono.parallel.sharding.loop_step import LoopSteps
 from unisono.parallel.sharding.shard import Shard
 from unisono.text import a_type
 
@@ -47,7 +36,17 @@ _CALLER = Caller(
     "unisono.parallel.shard",
     "on every rank, and in a step before clip_grad_norm_",
 )
-_NONE = Trained((), ())
+_Phase = Literal["step", "no_grad", "whole", "state_dict", "load_state_dict"]
+_PARTLY_UPDATED = (
+    "an earlier step failed on this rank after gradients had been summed, when other ranks may have updated their "
+    "parts of the model, and cannot learn of it any more: end the job, and start it again from your last checkpoint"
+)
+_PARTLY_LOADED = (
+    "sharded.load_state_dict failed, on this rank or another one, when some values may have been replaced: load a "
+    "whole state before"
+)
+_ERRORS_OF_FILES = (TypeError, ValueError, CheckpointError, OSError, RuntimeError, EOFError, UnpicklingError)
+"""What reading parts may raise."""
 
 
 def shard(model: nn.Module, optimizer: Optimizer, *, parallel: Shard | None = None) -> Sharded:
@@ -96,48 +95,19 @@ class Sharded:
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, settings: Shard, world: World) -> None:
         self._model, self._optimizer, self._world = model, optimizer, world
-        self._divided: DividedModel | None = None
-        self._engine: Engine
-        self._comparison: ConsistencyCheck
-        all_reduce: MakeAllReduce = partial(TreeAllReduce, world)
-        if world.size == 1:
-            self._engine, self._comparison = LocalEngine(optimizer, [model]), NoConsistencyCheck()
-        else:
-            self._divided = DividedModel(settings, model, [optimizer], world, caller=_CALLER)
-            self._comparison = GroupConsistencyCheck(world)
-            self._engine = ShardedEngineFactory(
-                world, [model], self._divided.division, self._comparison, virtual_ranks=world.size, overlap=True
-            ).engine(optimizer)
-        self._buffers = BufferTransaction(
-            {"": model},
-            world,
-            all_reduce,
-            virtual_ranks=world.size,
-            parameters_move=self._divided is not None and not self._divided.division.grid.keeps_weights,
-        )
-        self._fingerprint = StepFingerprint({"": optimizer}, {"": model}, call="sharded.step")
-        self._transaction = StepTransaction()
-        self._trained = _NONE
-        self._inputs: tuple[Tensor, ...] | None = None
-        """The parameters that backward passes compute gradients for; None: all."""
-        self._phase: Literal["between steps", "step", "no_grad", "whole"] = "between steps"
+        divided = DividedModel(settings, model, [optimizer], world, caller=_CALLER) if world.size > 1 else None
+        self._division = None if divided is None else divided.division
+        self._steps = LoopSteps(model, optimizer, divided, world)
+        self._phase: _Phase | Literal["between steps"] = "between steps"
         self._computing = ExitStack()
         """Blocks come together until it is closed."""
         self._paused = 0
-        self._loss: Tensor | None = None
-        """The sum of this rank's losses in the step; None before the first."""
-        self._is_last = self._is_summed = self._is_broken = False
-        """True once the last backward pass has begun; once gradients are summed over ranks; and after a failure
-        then."""
-        self.runs_backward = self.updates = False
-        """True while `backward` runs, and while the end of a step writes the weights."""
-        self._steps = 0
-        self._totals = Totals(0.0, 0.0, new_buffers=False)
-        self._mean_loss = math.nan
+        self._obstacle: str | None = None
+        """Why there can be no further step."""
         self._guards = LoopGuards(self, model, optimizer)
         self._find_trained()
-        if self._divided is not None:
-            self._divided.division.divide()
+        if self._division is not None:
+            self._division.divide()
 
     def __call__(self, *args: object, **kwargs: object) -> NoReturn:
         """Refuse the call: the handle is not a model.
@@ -158,17 +128,27 @@ class Sharded:
     @property
     def loss(self) -> float:
         """The mean over ranks of the losses of the last step, equal on all of them; NaN before the first one."""
-        return self._mean_loss
+        return self._steps.mean_loss
 
     @property
     def has_weights(self) -> bool:
         """True if this rank has the values of all parameters: in `whole`, with zero=1, and with one process."""
-        return self._divided is None or self._divided.division.has_weights
+        return self._division is None or self._division.has_weights
 
     @property
     def has_optimizer_state(self) -> bool:
         """True if this rank has the optimizer's whole state: in `whole`, and with one process."""
-        return self._divided is None or self._divided.division.is_whole
+        return self._division is None or self._division.is_whole
+
+    @property
+    def runs_backward(self) -> bool:
+        """True while `backward` runs."""
+        return self._steps.runs_backward
+
+    @property
+    def updates(self) -> bool:
+        """True while the end of a step writes the weights."""
+        return self._steps.updates
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -190,22 +170,20 @@ class Sharded:
         self._enter("step")
         try:
             self._find_trained()
-            self._comparison.compare(self._fingerprint.intent(self._trained, epoch=0, step=self._steps, call=0))
-            self._loss, self._is_last, self._is_summed = None, False, False
-            self._engine.start(self._transaction, self._trained, leaves=self._world.size)
-            self._buffers.start(leaves=self._world.size)  # after the engine, which may move parameters
+            self._steps.begin()
             try:
                 with self._computing:
-                    self._computing.enter_context(self._together())
+                    self._computing.enter_context(self._steps.together())
                     yield
-                if not self._is_summed:
-                    self._sum(None)
-                self._apply()
+                    if not self._steps.is_summed:
+                        self._steps.close()
+                if not self._steps.is_summed:
+                    self._steps.sum(None)
+                self._steps.apply()
             except BaseException:
-                self._engine.abort(alike=False)
-                self._buffers.roll_back()
-                # Others may have updated their parts, and cannot learn of the error any more.
-                self._is_broken = self._is_summed and self._divided is not None
+                self._steps.abort()
+                if self._steps.is_summed and self._division is not None:
+                    self._obstacle = _PARTLY_UPDATED
                 raise
         finally:
             self._phase = "between steps"
@@ -225,13 +203,13 @@ class Sharded:
             ValueError: It has several elements.
             UnisonoError: It is called outside of `step`, or again after the last backward of a step.
         """
-        if self._phase != "step" or self._is_summed:
+        if self._phase != "step" or self._steps.is_summed:
             where = "after clip_grad_norm_ in the same step" if self._phase == "step" else "outside of sharded.step()"
             raise UnisonoError(
                 f"sharded.backward was called {where}: gradients are summed over ranks once in each "
                 "`with sharded.step():`, so call it there, before clipping"
             )
-        if self._is_last:
+        if self._steps.is_last:
             raise UnisonoError(
                 "sharded.backward was called again in one step, and the gradients of the last call are on their way to "
                 "other ranks: put all but the last one into `with sharded.no_sync():`"
@@ -240,19 +218,7 @@ class Sharded:
             raise TypeError(f"loss is {a_type(loss)}: give sharded.backward the tensor that the loss function returned")
         if loss.numel() != 1:
             raise ValueError(f"loss has shape {list(loss.shape)}, and must be one number: take loss.mean()")
-        total = loss.detach().float().reshape(())
-        self._loss = total if self._loss is None else self._loss + total
-        if not self._paused:
-            self._close_forward()
-        self.runs_backward = True
-        try:
-            with nullcontext() if self._divided is None else self._divided.backward():
-                loss.backward(inputs=self._inputs)  # type: ignore[no-untyped-call]
-        except RuntimeError:
-            self._buffers.check_parameters()  # autograd refuses to use those that the forward pass has written to
-            raise
-        finally:
-            self.runs_backward = False
+        self._steps.backward(loss, is_last=not self._paused)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -285,14 +251,15 @@ class Sharded:
         bound = real("max_norm", max_norm)
         if not bound > 0:
             raise ValueError(f"max_norm={max_norm} must be positive; math.inf returns the norm and clips nothing")
-        if self._phase != "step" or self._is_summed:
+        if self._phase != "step" or self._steps.is_summed:
             where = "twice in one step" if self._phase == "step" else "outside of sharded.step()"
             raise UnisonoError(
                 f"sharded.clip_grad_norm_ was called {where}: call it once in `with sharded.step():`, after "
                 "sharded.backward(loss)"
             )
+        self._steps.close()
         self._computing.close()
-        norm = self._sum(bound)
+        norm = self._steps.sum(bound)
         assert norm is not None
         return torch.tensor(norm, dtype=torch.float64)
 
@@ -310,17 +277,16 @@ class Sharded:
         """
         self._enter("no_grad")
         try:
-            self._comparison.compare(intent_of_call("sharded.no_grad()", step=self._steps))
+            self._steps.comparison.compare(intent_of_call("sharded.no_grad()", step=self._steps.count))
             with torch.no_grad():
                 if self.has_weights:
                     yield
                     return
-                assert self._divided is not None
-                exchange = self._divided.division.exchange
-                exchange.begin()
-                with self._together():
+                assert self._division is not None
+                self._division.exchange.begin()
+                with self._steps.together():
                     yield
-                exchange.end()
+                self._division.exchange.end()
         finally:
             self._phase = "between steps"
 
@@ -343,116 +309,91 @@ class Sharded:
         flag("everywhere", everywhere)
         self._enter("whole")
         try:
-            self._comparison.compare(intent_of_call(f"sharded.whole({everywhere=})", step=self._steps))
-            if self._divided is None:
+            self._steps.comparison.compare(intent_of_call(f"sharded.whole({everywhere=})", step=self._steps.count))
+            if self._division is None:
                 yield
                 return
-            division = self._divided.division
-            gather_state(self._world, division, [self._optimizer], everywhere=everywhere)
+            gather_state(self._world, self._division, [self._optimizer], everywhere=everywhere)
             try:
                 yield
             finally:
-                division.divide()
+                self._division.divide()
         finally:
             self._phase = "between steps"
 
-    def _enter(self, phase: Literal["step", "no_grad", "whole"]) -> None:
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's part of weights, buffers and optimizer state, for torch.save. Local.
+
+        The parts of all ranks together are a state that any number of ranks can load, also one process. Memory: a copy
+        of the part.
+
+        Raises:
+            UnisonoError: It is called within another block.
+        """
+        self._enter("state_dict")
+        self._phase = "between steps"
+        return own_part(
+            self._model,
+            self._optimizer,
+            self._division,
+            rank=self._world.rank,
+            ranks=self._world.size,
+            steps=self._steps.count,
+        )
+
+    def load_state_dict(self, parts: Iterable[Mapping[str, Any]]) -> None:
+        """Load a state from the parts that `state_dict` returned on all ranks. Every rank must call it, with all parts.
+
+        A rank keeps what it needs of each part. With a generator, such as `(torch.load(path, mmap=True) for path in
+        paths)`, it needs memory for one of them beside its own.
+
+        Args:
+            parts: The parts, in any order, of any number of ranks.
+
+        Raises:
+            TypeError: parts is a single part.
+            CheckpointError: They are not all parts of one state of this model and optimizer. Load others before the
+                next step: some may have been loaded.
+            PeerError: Another rank could not load them.
+            RankMismatchError: Ranks have loaded different states.
+        """
+        if isinstance(parts, Mapping):
+            raise TypeError(
+                "parts is a dict, as of one rank: give load_state_dict a list of what state_dict returned on all ranks"
+            )
+        self._enter("load_state_dict")
+
+        def load() -> int:
+            self._obstacle = _PARTLY_LOADED
+            return PartLoading(self._model, self._optimizer, self._division).load(parts)
+
+        try:
+            if self._world.group is None:
+                self._steps.count = load()
+            else:
+                group = known_group(self._world.group)
+                self._steps.count, everyone = construct_on_all(
+                    group, "sharded.load_state_dict", load, lambda steps: steps, errors=_ERRORS_OF_FILES
+                )
+                if len({*everyone}) > 1:
+                    told = by_value({rank: f"one after {steps} steps" for rank, steps in enumerate(everyone)})
+                    raise RankMismatchError(
+                        f"ranks have loaded different states: {told}. Give all ranks the same parts"
+                    )
+            self._obstacle = None
+        finally:
+            self._phase = "between steps"
+
+    def _enter(self, phase: _Phase) -> None:
         if self._phase != "between steps":
             raise UnisonoError(
                 f"sharded.{phase}() was called within sharded.{self._phase}(): leave that block before, on every rank"
             )
-        if self._is_broken:
-            raise UnisonoError(
-                "an earlier step failed on this rank after gradients had been summed, when other ranks may have "
-                "updated their parts of the model: end the job, and start it again from your last checkpoint"
-            )
+        if self._obstacle is not None and (phase != "load_state_dict" or self._obstacle != _PARTLY_LOADED):
+            raise UnisonoError(self._obstacle)
         self._phase = phase
 
-    def _together(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._divided is None else self._divided.computing()
-
     def _find_trained(self) -> None:
-        """List the parameters to train; users may freeze and unfreeze them between steps."""
-        parameters = [p for group in self._optimizer.param_groups for p in group["params"] if p.requires_grad]
-        self._buffers.find()
-        before = self._trained.parameters
-        if parameters and len(parameters) == len(before) and all(map(is_, parameters, before)):
-            return
-        names = parameter_names({"": self._model})
-        for p in parameters:
-            if id(p) not in names:
-                raise ValueError(
-                    f"the optimizer has a parameter of shape {list(p.shape)} that the model does not have, so its "
-                    "gradient would be that of this rank alone: make it part of the model before unisono.parallel.shard"
-                )
-        if not parameters:
-            raise ValueError("the optimizer has no parameter that requires a gradient: there is nothing to train")
-        for p in before:
-            p.grad = None
-        self._trained = Trained(tuple(names[id(p)] for p in parameters), tuple(parameters))
-        check_trained(self._trained if self.has_weights else _NONE, self._optimizer, scaled=False)
-        trained = {id(p) for p in parameters}
-        is_part = any(p.requires_grad and id(p) not in trained for p in self._model.parameters())
-        self._inputs = self._trained.parameters if is_part else None
-        self._guards.watch(parameters)
-
-    def _close_forward(self) -> None:
-        """Add this rank's loss to the totals; the next backward pass is its last."""
-        has_loss = self._loss is not None
-        self._is_last = True
-        self._engine.close_forward(
-            self._world.rank,
-            self._loss if self._loss is not None else torch.zeros(()),
-            float(has_loss),
-            new_buffers=self._buffers.new_buffers(sends_early=self._engine.sends_early),
-        )
-
-    def _sum(self, clip: float | None) -> float | None:
-        """Sum the gradients over ranks. Return their norm before clipping; None without a bound."""
-        if not self._is_last:
-            self._close_forward()
-        self._engine.close_leaf(self._world.rank)
-        self._buffers.close_leaf(self._world.rank)
-        self._engine.flush()
-        self._buffers.launch()
-        totals = self._engine.finish()
-        self._buffers.receive(self._transaction)
-        confirm_group()
-        self._comparison.compare(
-            intent_of_call(
-                "the end of sharded.step()" if clip is None else f"sharded.clip_grad_norm_({clip})", step=self._steps
-            )
-        )
-        where = f"step {self._steps}"
-        if not math.isfinite(totals.loss):
-            losses = self._world.gather(math.nan if self._loss is None else self._loss.item(), "sharded.step")
-            bad = ", ".join(f"{loss} on rank {rank}" for rank, loss in enumerate(losses) if not math.isfinite(loss))
-            raise NonFiniteLossError(
-                f"the loss of {where} is {bad or 'finite on each rank, and their sum is not'}. {STEP_UNDONE} Look at "
-                "the samples, or lower the learning rate. A parameter that is used without a call of its block is NaN "
-                "there: leave such blocks out of by= of Shard."
-            )
-        if totals.weight == 0:
-            raise LossError(
-                f"no rank called sharded.backward in {where}, so there is nothing to update: leave out the step, on "
-                "every rank"
-            )
-        norm = self._engine.prepare(Preparation(1 / self._world.size, None, clip, None))
-        if norm is not None and not math.isfinite(norm):
-            raise NonFiniteLossError(
-                f"the norm of the gradient of {where} is {norm}, though all losses are finite. {STEP_UNDONE} Look for "
-                "roots or logarithms of zero, or lower the learning rate."
-            )
-        self._totals, self._is_summed = totals, True
-        return norm
-
-    def _apply(self) -> None:
-        """Write buffers, weights and optimizer state."""
-        self._buffers.commit(self._transaction, new_buffers=self._totals.new_buffers)
-        self.updates = True
-        try:
-            self._engine.update(None)
-        finally:
-            self.updates = False
-        self._mean_loss = self._totals.loss / self._world.size
-        self._steps += 1
+        found = self._steps.find_trained()
+        if found is not None:
+            self._guards.watch(found.parameters)

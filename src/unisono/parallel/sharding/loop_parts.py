@@ -1,0 +1,357 @@
+"""The state of a user's loop in parts: what each rank has of it, and its restoration on any number of ranks.
+
+A part is made of dicts, lists, numbers, strings and tensors, so `torch.load` reads it without running code from the
+file. It has pieces of parameters as they lie in memory, by name, with the optimizer's state of these pieces; that of
+rank 0 also has the buffers and hyperparameters. Start reading at `own_part`; `PartLoading` is the other way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from unisono.engine.model_contents import member_name, plain_name
+from unisono.engine.norm import dense_strides, in_memory_order
+from unisono.engine.sharded import Division
+from unisono.errors import CheckpointError
+from unisono.text import a_type, name_ranks
+
+__all__ = ["PartLoading", "own_part"]
+
+_FORM = "unisono part"
+_VERSION = 1
+_GIVE = "give load_state_dict what state_dict returned on each rank, all at one moment"
+
+
+class _Parameter(NamedTuple):
+    """A parameter as it is in a part."""
+
+    shape: list[int]
+    strides: list[int]
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {self.shape} with strides {self.strides}"
+
+
+class _Place(NamedTuple):
+    """Where a range of a parameter's elements is on this rank."""
+
+    start: int
+    stop: int
+    vector: Tensor
+
+
+class _StateOfPiece(NamedTuple):
+    """The optimizer's state of a range of a parameter's elements on this rank."""
+
+    start: int
+    stop: int
+    state: dict[str, Any]
+    allocate: Callable[[torch.dtype], tuple[Tensor, Tensor]]
+    """Makes a tensor with an element for each one of the range, and returns it also as a vector."""
+
+
+@torch.no_grad()
+def own_part(
+    model: nn.Module, optimizer: Optimizer, division: Division | None, *, rank: int, ranks: int, steps: int
+) -> dict[str, Any]:
+    """Return this rank's part of the state. Local. Memory: a copy of the part.
+
+    Args:
+        model: The model.
+        optimizer: Its optimizer.
+        division: Its parts; None with one rank, which has all of it.
+        rank: This rank.
+        ranks: The number of ranks.
+        steps: The number of steps made.
+    """
+    forms = _forms(model, division)
+    weights = [
+        {"name": name, **forms[name]._asdict(), "start": start, "values": values.detach().clone()}
+        for name, start, values in _own_weights(model, division)
+    ]
+    states = [
+        {"name": name, "start": start, "stop": stop, "state": {key: _copied(value) for key, value in state.items()}}
+        for name, start, stop, state in _own_states(model, optimizer, division)
+    ]
+    groups = [
+        {key: _copied(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+    ]
+    return {
+        "form": _FORM,
+        "version": _VERSION,
+        "rank": rank,
+        "ranks": ranks,
+        "steps": steps,
+        "weights": weights,
+        "optimizer": states,
+        "buffers": {name: b.detach().clone() for name, b in _buffers(model).items()} if not rank else {},
+        "groups": groups if not rank else [],
+    }
+
+
+class PartLoading:
+    """Restores a state from the parts of all ranks, one after the other. Local.
+
+    Memory: this rank's part, and one other.
+
+    Args:
+        model: The model.
+        optimizer: Its optimizer.
+        division: Its parts, which are apart; None with one rank.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, division: Division | None) -> None:
+        self._model, self._optimizer, self._division = model, optimizer, division
+        self._forms = _forms(model, division)
+        self._places = _places(model, division)
+        self._states = _state_places(model, optimizer, division)
+        self._loaded: dict[tuple[str, int], int] = {}
+        """How many elements were loaded of each place, by the parameter and its first element."""
+        self._head: tuple[int, int] | None = None
+        """The number of ranks, and of steps."""
+        self._ranks: set[int] = set()
+
+    @torch.no_grad()
+    def load(self, parts: Iterable[Any]) -> int:
+        """Load all parts, and return the number of steps that had been made.
+
+        Raises:
+            CheckpointError: They are no parts, not all parts of one state, or those of another model or optimizer.
+        """
+        for part in parts:
+            self._check(part)
+            for each in part["weights"]:
+                self._load_weight(each)
+            for each in part["optimizer"]:
+                self._load_state(each)
+            if not part["rank"]:
+                self._load_rest(part)
+        if self._head is None:
+            raise CheckpointError(f"there are no parts: {_GIVE}")
+        ranks, steps = self._head
+        missing = sorted({*range(ranks)} - self._ranks)
+        if missing:
+            raise CheckpointError(
+                f"the state is that of {ranks} ranks, and the parts of {name_ranks(missing)} are missing: {_GIVE}"
+            )
+        self._check_complete()
+        self._finish()
+        return steps
+
+    def _check(self, part: Any) -> None:
+        if not isinstance(part, Mapping) or part.get("form") != _FORM:
+            raise CheckpointError(f"{a_type(part)} among the parts is not one: {_GIVE}")
+        if part["version"] != _VERSION:
+            raise CheckpointError(
+                f"a part has version {part['version']} of the form, and this version of unisono reads {_VERSION}: load "
+                "it with the one that wrote it, and save it in sharded.whole()"
+            )
+        head = part["ranks"], part["steps"]
+        if self._head is not None and head != self._head:
+            raise CheckpointError(
+                f"there is a part of {self._head[0]} ranks after {self._head[1]} steps, and one of {head[0]} ranks "
+                f"after {head[1]}: {_GIVE}, into a directory of its own"
+            )
+        if part["rank"] in self._ranks:
+            raise CheckpointError(f"the part of rank {part['rank']} is there twice: {_GIVE}")
+        self._head = head
+        self._ranks.add(part["rank"])
+
+    def _load_weight(self, each: Mapping[str, Any]) -> None:
+        name = each["name"]
+        found = _Parameter(list(each["shape"]), list(each["strides"]), each["dtype"])
+        own = self._forms.get(name)
+        if found != own:
+            raise CheckpointError(
+                f"parameter {name!r} is {found} in the parts, and {own or 'missing'} in the model: load parts of the "
+                "same model"
+            )
+        start, stop = each["start"], each["start"] + each["values"].numel()
+        for place in self._places.get(name, ()):
+            first, last = max(start, place.start), min(stop, place.stop)
+            if first < last:
+                place.vector[first - place.start : last - place.start].copy_(
+                    each["values"][first - start : last - start]
+                )
+                key = name, place.start
+                self._loaded[key] = self._loaded.get(key, 0) + last - first
+
+    def _load_state(self, each: Mapping[str, Any]) -> None:
+        start, stop = each["start"], each["stop"]
+        for own in self._states.get(each["name"], ()):
+            first, last = max(start, own.start), min(stop, own.stop)
+            if first >= last:
+                continue
+            for key, value in each["state"].items():
+                if not isinstance(value, Tensor) or list(value.shape) != [stop - start]:
+                    own.state[key] = _copied(value)
+                    continue
+                if key not in own.state:
+                    own.state[key], vector = own.allocate(value.dtype)
+                else:
+                    vector = _vector(own.state[key])
+                vector[first - own.start : last - own.start].copy_(value[first - start : last - start])
+
+    def _load_rest(self, part: Mapping[str, Any]) -> None:
+        """Load the buffers and hyperparameters, which rank 0 has."""
+        own = _buffers(self._model)
+        for name in own.keys() ^ part["buffers"].keys():
+            where = "the model" if name in own else "the parts"
+            raise CheckpointError(f"buffer {name!r} is in {where} alone: load parts of the same model")
+        for name, buffer in own.items():
+            saved = part["buffers"][name]
+            if saved.shape != buffer.shape:
+                raise CheckpointError(
+                    f"buffer {name!r} has shape {list(saved.shape)} in the parts, and {list(buffer.shape)} in the "
+                    "model: load parts of the same model"
+                )
+            buffer.copy_(saved)
+        groups = self._optimizer.param_groups
+        if len(groups) != len(part["groups"]):
+            raise CheckpointError(
+                f"the parts have {len(part['groups'])} parameter groups, and the optimizer has {len(groups)}: load "
+                "parts of the same optimizer"
+            )
+        for group, saved in zip(groups, part["groups"], strict=True):
+            for key, value in saved.items():
+                if isinstance(group.get(key), Tensor):
+                    group[key].copy_(torch.as_tensor(value))
+                else:
+                    group[key] = _copied(value)
+
+    def _check_complete(self) -> None:
+        for name, places in self._places.items():
+            for place in places:
+                count = self._loaded.get((name, place.start), 0)
+                if count != place.stop - place.start:
+                    raise CheckpointError(
+                        f"the parts have {count} of {place.stop - place.start} elements of parameter {name!r} that "
+                        "this rank keeps: load parts of the same model"
+                    )
+
+    def _finish(self) -> None:
+        """Replace the optimizer's state."""
+        if self._division is not None:
+            shards = self._division.shards_of(self._optimizer)
+            by_piece = {(name, own.start): own.state for name, all_own in self._states.items() for own in all_own}
+            shards.load([by_piece[piece.name, piece.start] for piece in shards.pieces()])
+            return
+        self._optimizer.state.clear()
+        parameters = _named(self._model)
+        for name, (own,) in self._states.items():
+            if own.state:
+                self._optimizer.state[parameters[name]] = own.state
+
+
+def _named(model: nn.Module) -> dict[str, Tensor]:
+    return {plain_name(name): p for name, p in model.named_parameters()}
+
+
+def _buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that a state_dict has."""
+    return {
+        member_name(path, name): buffer
+        for path, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }
+
+
+def _forms(model: nn.Module, division: Division | None) -> dict[str, _Parameter]:
+    if division is None:
+        known = ((name, p, dense_strides(p)) for name, p in _named(model).items())
+    else:
+        known = (
+            known for unit in division.units for known in zip(unit.names, unit.parameters, unit.strides, strict=True)
+        )
+    return {
+        name: _Parameter(list(p.shape), list(strides), str(p.dtype).removeprefix("torch."))
+        for name, p, strides in known
+    }
+
+
+def _places(model: nn.Module, division: Division | None) -> dict[str, list[_Place]]:
+    """Return where this rank keeps weights, by parameter."""
+    if division is None:
+        whole = [(name, p, dense_strides(p)) for name, p in _named(model).items()]
+    elif division.grid.keeps_weights:
+        whole = [
+            found for unit in division.units for found in zip(unit.names, unit.parameters, unit.strides, strict=True)
+        ]
+    else:
+        places: dict[str, list[_Place]] = {}
+        for unit in division.units:
+            for piece, vector in unit.held_places():
+                places.setdefault(unit.names[piece.parameter], []).append(_Place(piece.start, piece.stop, vector))
+        return places
+    return {name: [_Place(0, p.numel(), in_memory_order(p.detach(), strides))] for name, p, strides in whole}
+
+
+def _own_weights(model: nn.Module, division: Division | None) -> list[tuple[str, int, Tensor]]:
+    """Return the pieces that this rank saves: those that it updates."""
+    if division is None:
+        return [(name, 0, in_memory_order(p.detach(), dense_strides(p))) for name, p in _named(model).items()]
+    return [
+        (unit.names[piece.parameter], piece.start, vector)
+        for unit in division.units
+        for piece, vector in unit.updated_values()
+    ]
+
+
+def _own_states(
+    model: nn.Module, optimizer: Optimizer, division: Division | None
+) -> list[tuple[str, int, int, Mapping[str, Any]]]:
+    """Return the optimizer's state of the pieces that this rank updates; what has an element of each is a vector."""
+    if division is not None:
+        pieces = division.shards_of(optimizer).pieces()
+        return [(piece.name, piece.start, piece.stop, piece.state) for piece in pieces if piece.state]
+    found: list[tuple[str, int, int, Mapping[str, Any]]] = []
+    for name, p in _named(model).items():
+        if state := optimizer.state.get(p):
+            flat = {
+                key: in_memory_order(value, dense_strides(p))
+                if isinstance(value, Tensor) and value.dim() and value.shape == p.shape
+                else value
+                for key, value in state.items()
+            }
+            found.append((name, 0, p.numel(), flat))
+    return found
+
+
+def _state_places(model: nn.Module, optimizer: Optimizer, division: Division | None) -> dict[str, list[_StateOfPiece]]:
+    """Return where this rank will keep the optimizer's state, by parameter."""
+    places: dict[str, list[_StateOfPiece]] = {}
+    if division is not None:
+        for piece in division.shards_of(optimizer).pieces():
+            numel = piece.stop - piece.start
+
+            def allocate(dtype: torch.dtype, numel: int = numel) -> tuple[Tensor, Tensor]:
+                vector = torch.empty(numel, dtype=dtype)
+                return vector, vector
+
+            places.setdefault(piece.name, []).append(_StateOfPiece(piece.start, piece.stop, {}, allocate))
+        return places
+    of_optimizer = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for name, p in _named(model).items():
+        if id(p) in of_optimizer:
+
+            def allocate_whole(dtype: torch.dtype, p: Tensor = p) -> tuple[Tensor, Tensor]:
+                whole = torch.empty_strided(p.shape, dense_strides(p), dtype=dtype)
+                return whole, _vector(whole)
+
+            places[name] = [_StateOfPiece(0, p.numel(), {}, allocate_whole)]
+    return places
+
+
+def _vector(dense: Tensor) -> Tensor:
+    return dense.as_strided((dense.numel(),), (1,))
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
