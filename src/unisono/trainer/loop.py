@@ -67,7 +67,8 @@ class Loop:
         """The place of the run where the first processes of the job began."""
         # Also on a new rank: what the script draws before its loop is equal on all ranks.
         self._run.set_generators("loop", *self.began[:2], 0)
-        self._note_asked()
+        self.asked = replace(self._cursor), len(self.history)
+        """The cursor and the number of evaluations when the loop last asked for a batch or an epoch, for a recovery."""
         self._started_s = time.monotonic()
         self._events = StepEvents(log, parts.run.device)
         self._clock = parts.run.clock
@@ -407,8 +408,8 @@ class Loop:
             self._saves.ask(epoch_ended=epoch_ended, finishing=finishing)
 
     def _note_asked(self) -> None:
-        self.asked = replace(self._cursor), len(self.history)
-        """The cursor and the number of evaluations when the loop last asked for a batch or an epoch."""
+        if self._recovery.is_on:  # otherwise nothing reads it, and a copy takes some microseconds
+            self.asked = replace(self._cursor), len(self.history)
 
     def _begin_alone(self) -> None:
         """Prepare the batches of an epoch as a loop over epochs does, where there is none."""
