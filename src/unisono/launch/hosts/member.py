@@ -12,7 +12,6 @@ reading at `HostMember._live`.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import platform
@@ -34,12 +33,14 @@ from torch import distributed as dist
 from unisono.launch.channel import Channel, Message
 from unisono.launch.hosts.addresses import HostAddresses
 from unisono.launch.hosts.comparison import find_difference
+from unisono.launch.hosts.election import Election, silence
 from unisono.launch.hosts.endpoint import HostRefusedError, listen
 from unisono.launch.hosts.guarded_port import GuardedPort, LocalPort, refuses
 from unisono.launch.hosts.meeting import Meeting, meet
-from unisono.launch.hosts.quorum import find_obstacle, succession
+from unisono.launch.hosts.quorum import find_obstacle
 from unisono.launch.hosts.settings import HostSettings
 from unisono.launch.hosts.term import STORE_ERRORS, Term
+from unisono.launch.hosts.torchrun_peers import await_all, find_problem, has_torchrun
 from unisono.machine import host_id
 from unisono.tcp_store import LOOPBACK, serve_store
 
@@ -51,12 +52,8 @@ _LINGER_S = 3.0
 _GOODBYE_S = 0.1
 """How long to wait for the last words of a host that has closed its connection."""
 
-_PAUSE_S = 0.02
 _TORCHRUN_S = 0.3
 """How often to look what hosts of torchrun do."""
-
-_BARRIER = "torchelastic/agent/terminal_state"
-"""The barrier at which torchrun's agents wait for each other at the end."""
 
 
 class HostMember:
@@ -120,7 +117,7 @@ class HostMember:
             closing.join(1.0)
         if term is not None:
             term.leave(linger_s=_LINGER_S)
-        if meeting is not None and meeting.hosts_store and self._has_torchrun(meeting):
+        if meeting is not None and meeting.hosts_store and has_torchrun(meeting):
             time.sleep(1.0)  # torchrun closes the rendezvous at its end, and says nothing afterwards
 
     def _take(self, message: Message) -> None:
@@ -168,11 +165,11 @@ class HostMember:
                 names={str(host): name for host, name in self._names().items()},
                 ranks={str(host): hello["ranks"] for host, hello in meeting.hellos.items()},
                 nonce=first["nonce"],
-                has_torchrun=self._has_torchrun(meeting),
+                has_torchrun=has_torchrun(meeting),
             )
             while not self._early.empty():
                 self._take(self._early.get())
-        if self._has_torchrun(meeting):
+        if has_torchrun(meeting):
             self._watch_torchrun(meeting)
 
     def _serve(self) -> Any:
@@ -240,7 +237,7 @@ class HostMember:
             connect=lambda: _connect(self._store_at, f"term/{number}"),
             timeout_s=self._settings.host_timeout_s,
             told=lambda host, entry: self._on_entry(term, host, entry),
-            silent=lambda hosts: self._exclude(dict.fromkeys(hosts, self._silence()), ended=False),
+            silent=lambda hosts: self._exclude(dict.fromkeys(hosts, silence(self._settings)), ended=False),
             broken=lambda reason: self._on_broken(term, reason),
         )
         self._term = term
@@ -265,9 +262,6 @@ class HostMember:
             lost={str(host): reason for host, reason in lost.items()},
             store=list(self._store_at),
         )
-
-    def _silence(self) -> str:
-        return f"has not answered for {self._settings.host_timeout_s:g} s: it, or the link to it, is down"
 
     def _on_entry(self, term: Term, host: int, entry: dict[str, Any]) -> None:
         with self._changing:
@@ -315,8 +309,8 @@ class HostMember:
         meeting = self._meeting
         assert meeting is not None
         if self._members <= self._finished and not self._over:
-            if self._has_torchrun(meeting):
-                threading.Thread(target=self._await_all, args=(meeting,), daemon=True).start()
+            if has_torchrun(meeting):
+                threading.Thread(target=self._await_torchrun, args=(meeting,), daemon=True).start()
             else:
                 self._over = True
                 self._tell("finished")
@@ -386,27 +380,34 @@ class HostMember:
         threading.Thread(target=self._find_leader, args=arguments, name="unisono-hosts-next", daemon=True).start()
 
     def _find_leader(self, term: Term, lost: dict[int, str], has_said_so: bool, is_closed: bool) -> None:
-        """Find the leader of the next term, by asking the hosts that are left in the order of their numbers."""
+        """Find the leader of the next term, and begin it."""
         ended = {term.leader} if has_said_so or (is_closed and self._has_ended(term.leader)) else set()
-        for candidate in succession(self._members, lost=lost):
-            verdict: dict[str, Any] | None
-            if candidate == self._host:
-                verdict = self._count_votes(term.number + 1, lost, ended)
-            else:
-                verdict = self._vote(term.number + 1, candidate, lost, ended)
-            if verdict is None:
-                continue
-            with self._changing:
-                if self._term is not term or self._over:
-                    return
-                if not verdict["obstacle"] and self._host in verdict["members"]:
-                    lost_then = {int(host): why for host, why in verdict["lost"].items()}
-                    self._begin(term.number + 1, candidate, verdict["members"], lost=lost_then)
-                    return
-                self._end_for(term.leader, lost[term.leader], verdict["obstacle"])
-                return
+        election = Election(
+            term.number + 1,
+            host=self._host,
+            members=self._members,
+            known=self._known,
+            lost=lost,
+            ended=self._ended | ended,
+            settings=self._settings,
+            open_way=self._open_anew,
+            connect=lambda where, prefix, timeout_s: _connect(where, prefix, timeout_s=timeout_s),
+            has_ended=self._has_ended,
+        )
+        verdict = election.run()
         with self._changing:
-            self._end_for(term.leader, lost[term.leader], "no other host can be reached")
+            if self._term is not term or self._over:
+                return
+            if verdict is None:
+                self._end_for(term.leader, lost[term.leader], "no other host can be reached")
+            elif verdict.obstacle or self._host not in verdict.members:
+                self._end_for(term.leader, lost[term.leader], verdict.obstacle)
+            else:
+                self._begin(term.number + 1, verdict.leader, verdict.members, lost=verdict.lost)
+
+    def _open_anew(self, leader: int) -> tuple[tuple[str, int], LocalPort | None]:
+        with self._changing:
+            return self._open(leader), self._way
 
     def _end_for(self, host: int, reason: str, obstacle: str) -> None:
         self._over = True
@@ -414,88 +415,24 @@ class HostMember:
         headline = f"{reason}; {obstacle}" if obstacle and is_range else reason
         self._tell("report", host=host, kind="lost", headline=headline, code=1)
 
-    def _count_votes(self, number: int, lost: Mapping[int, str], ended: Collection[int]) -> dict[str, Any]:
-        """Wait for the hosts that want this one as their leader; decide, and tell them, whether all go on."""
-        store = _connect(
-            (LOOPBACK if self._settings.token else self._addresses.local, self._own_port), f"vote/{number}"
-        )
-        waiting = {host for host in self._members if host not in lost} - {self._host}
-        deadline_s = time.monotonic() + self._settings.host_timeout_s + 1.0
-        while waiting and time.monotonic() < deadline_s:
-            waiting = {host for host in waiting if not store.check([f"here/{host}"])}
-            time.sleep(_PAUSE_S)
-        members = sorted(host for host in self._members if host not in lost and host not in waiting)
-        reasons = {**lost, **dict.fromkeys(waiting, self._silence())}
-        verdict = {
-            "obstacle": find_obstacle(
-                self._known, reachable=members, ended=self._ended | set(ended), min_hosts=self._settings.min_hosts
-            ),
-            "members": members,
-            "lost": {str(host): reason for host, reason in reasons.items()},
-        }
-        store.set("verdict", json.dumps(verdict))
-        return verdict
-
-    def _vote(self, number: int, candidate: int, lost: dict[int, str], ended: set[int]) -> dict[str, Any] | None:
-        """Ask a host to lead, and return its verdict; None if it is lost, too."""
-        with self._changing:
-            where = self._open(candidate)
-            way = self._way
-        limit_s = self._settings.host_timeout_s
-        try:
-            store = _connect(where, f"vote/{number}", timeout_s=limit_s)
-            store.set(f"here/{self._host}", "1")
-            # It waits for others that may be lost, too.
-            store.wait(["verdict"], timedelta(seconds=2 * limit_s + 2.0))
-            verdict: dict[str, Any] = json.loads(store.get("verdict"))
-        except STORE_ERRORS:
-            lost[candidate] = self._silence()
-            if way is not None and way.has_ended and self._has_ended(candidate):
-                ended.add(candidate)
-            return None
-        return verdict
-
     def _watch_torchrun(self, meeting: Meeting) -> None:
-        """Look what hosts of torchrun do, which take no part in the log."""
+        """Look what hosts of torchrun do."""
         problem = ""
         while not self._over and not problem:
             time.sleep(_TORCHRUN_S)
-            if self._is_done or meeting.handler is None:
-                continue
-            try:
-                if meeting.handler.is_closed():
-                    problem = "a host started by torchrun has ended the job"
-                elif meeting.handler.num_nodes_waiting() > 0:
-                    problem = "a host wants to join, or torchrun starts its ranks anew; unisono does not follow yet"
-            except STORE_ERRORS:
-                problem = (
-                    f"the host of the rendezvous, {self._settings.endpoint}, has closed its connection: its launcher "
-                    "has ended, or was killed"
-                )
+            problem = "" if self._is_done else find_problem(meeting, self._settings)
         with self._changing:
             if problem and not self._over:
                 self._over = True
                 self._tell("report", host=-1, kind="ended", headline=problem, code=1)
 
-    def _await_all(self, meeting: Meeting) -> None:
-        """Wait at torchrun's barrier until the ranks of all hosts have succeeded.
-
-        Not by polling: where torchrun serves the store, the store ends right after all have come.
-        """
-        came = False
-        with suppress(*STORE_ERRORS):
-            # The hosts of unisono have all come here, and each counts for itself.
-            if meeting.store.add(f"{_BARRIER}/num_members", 1) == meeting.place.hosts:
-                meeting.store.set(f"{_BARRIER}/last_member", "<val_ignored>")
-            came = True
-            meeting.store.wait([f"{_BARRIER}/last_member"], timedelta(days=365))
+    def _await_torchrun(self, meeting: Meeting) -> None:
+        """Wait until the ranks of all hosts have succeeded, also those of torchrun."""
+        came = await_all(meeting)
         with self._changing:
             if came and not self._over:
                 self._over = True
                 self._tell("finished")
-
-    def _has_torchrun(self, meeting: Meeting) -> bool:
-        return len(meeting.hellos) < meeting.place.hosts
 
     def _tell(self, message: str, /, **fields: Any) -> None:
         with self._sending:
