@@ -168,7 +168,7 @@ def test_a_job_whose_launcher_is_stopped_is_shown_as_such(launcher, only):
 SWEPT = """
     import os, sys, time
     told = [
-        '{"event": "epoch", "epoch": 2, "epochs": 5, "steps": 12}',
+        '{"event": "epoch", "epoch": 2, "epochs": 5, "steps": 12, "run_steps": 60}',
         '{"event": "step", "epoch": 2, "step": 7, "total_steps": 32, "loss": %s}' % sys.argv[2],
     ]
     os.write(int(os.environ["UNISONO_EVENTS_FD"]), "".join(line + "\\n" for line in told).encode())

@@ -1,6 +1,9 @@
 """`unisono top` shows the ranks of a running job in a terminal of any size, and leaves both as they were."""
 
+import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -63,6 +66,28 @@ def test_one_picture_is_printed_where_there_is_no_terminal(warm_launcher):
     assert ranks[-1].startswith("slowest: rank 1, ")
 
 
+LOOP = """
+    import time
+    import unisono
+
+    with unisono.RunLog(None, steps=9000) as log:
+        while True:
+            time.sleep(0.02)
+            log.step(loss=0.5, samples=64, lr=0.125)
+"""
+
+
+def test_a_loop_with_a_run_log_is_shown_with_the_time_that_is_left(warm_launcher):
+    with running(warm_launcher, "-n", "1", warm_launcher.write("train.py", LOOP)) as job:
+        until(lambda: ask(job.pid, {"ask": "top"})["step"])
+        result = CliRunner().invoke(top, [str(job.pid)])
+    assert (result.exit_code, result.exception) == (0, None)
+    assert re.fullmatch(
+        r"step \d+ of 9000 · loss 0\.5000 · lr 0\.125 · [\d,.k]+ samples/s · 0:0\d:\d\d left",
+        result.stdout.splitlines()[1],
+    )
+
+
 class Tmux:
     """A terminal, of its own server, in which a shell runs."""
 
@@ -75,6 +100,19 @@ class Tmux:
     @property
     def lines(self):
         return self.do("capture-pane", "-p").splitlines()
+
+    @property
+    def ranks(self):
+        """The numbers at the beginning of lines."""
+        return [line.split()[0] for line in self.lines if line.split() and line.split()[0].isdigit()]
+
+    def terminate(self, command):
+        """Send SIGTERM to the program in the terminal whose command line ends so."""
+        shell = self.do("display-message", "-p", "#{pane_pid}").strip()
+        found = Path(f"/proc/{shell}/task/{shell}/children").read_text().split()
+        lines = {int(pid): Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode() for pid in found}
+        (pid,) = [pid for pid, line in lines.items() if line.strip().endswith(command)]
+        os.kill(pid, signal.SIGTERM)
 
     def shows(self, text):
         return any(text in line for line in self.lines)
@@ -111,3 +149,22 @@ def test_a_terminal_of_any_size_shows_what_fits_and_is_left_as_it_was(warm_launc
         tmux.do("send-keys", "C-c")
         until(lambda: tmux.shows("left with 0") and tmux.shows(" icanon"))
         assert not tmux.shows("RANK")
+        tmux.do("send-keys", f"clear; {command}", "Enter")
+        until(lambda: tmux.shows("RANK"))
+        tmux.terminate(f"unisono top {job.pid}")
+        until(lambda: tmux.shows("left with 0") and tmux.shows(" icanon"))
+        assert not tmux.shows("RANK")
+
+
+@pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux")
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_a_few_ranks_fit_a_terminal_without_scrolling(warm_launcher, tmux, ranks):
+    with running(warm_launcher, "-n", str(ranks), "--no-python", shutil.which("sleep"), "1000") as job:
+        tmux.do("send-keys", f"{sys.executable} -m unisono top {job.pid}; echo left with $?", "Enter")
+        for width, height in ((80, 24), (200, 60), (80, 24)):
+            tmux.do("resize-window", "-x", str(width), "-y", str(height))
+            until(lambda: len(tmux.ranks) == ranks)
+            assert tmux.ranks == [str(number) for number in range(ranks)]
+            assert not tmux.shows("scroll with")
+        tmux.do("send-keys", "q")
+        until(lambda: tmux.shows("left with 0"))

@@ -48,7 +48,6 @@ class EventRelay:
         """The latest event "times" of this run, which has where the time of its steps goes on each rank."""
         self.listener: Callable[[dict[str, Any]], None] | None = None
         """Called with each event."""
-        self._epoch: dict[str, Any] = {}
 
     def feed(self, data: bytes) -> None:
         """Display the events that these bytes complete."""
@@ -89,7 +88,8 @@ class EventRelay:
     def _note(self, event: dict[str, Any]) -> None:
         """Update the numbers that `unisono ps` and `unisono top` show."""
         if event.get("event") == "epoch":
-            self._epoch = event
+            whole: Any = event.get("run_steps")
+            self.steps = whole if isinstance(whole, int) else None
         elif event.get("event") == "times":
             self.times = event
         elif event.get("event") in ("run", "recovery", "resize"):
@@ -99,12 +99,6 @@ class EventRelay:
             self.step = step
         if event.get("event") == "step":
             self.loss, self.lr, self.samples = event.get("loss"), event.get("lr"), event.get("samples")
-            epochs: Any = self._epoch.get("epochs")
-            steps: Any = self._epoch.get("steps")
-            epoch: Any = event.get("epoch")
-            done: Any = event.get("step")
-            if all(isinstance(number, int) for number in (epochs, steps, epoch, done, step)):
-                self.steps = step + (epochs - epoch) * steps - done - 1
 
     def _open(self) -> Progress:
         if self.display is None:
