@@ -60,6 +60,7 @@ class Model:
 
 
 def table(*, optimizer=None, capacity=CAPACITY, **policy):
+    policy = {"waiting_capacity": CAPACITY, **policy}
     settings = Table(capacity=capacity, dim=2, dtype=torch.float64, optimizer=optimizer or SGD(lr=1.0), **policy)
     torch.manual_seed(0)
     return Tables({"item": settings})
@@ -140,7 +141,7 @@ def test_gradients_of_ids_that_wait_are_dropped():
 
 
 def test_ids_that_wait_longest_are_forgotten_when_there_are_too_many():
-    tables = table(capacity=8, admit_after=2)
+    tables = table(capacity=8, admit_after=2, waiting_capacity=8)
     step(tables, [*range(6)])
     step(tables, [0, 1])  # which get rows
     step(tables, [*range(10, 16)])  # 2 to 5 wait with them: of these ten, 4 are kept from before, and 4 are new
@@ -150,9 +151,49 @@ def test_ids_that_wait_longest_are_forgotten_when_there_are_too_many():
     assert waiting.counts_of(torch.tensor([2, 5, 10, 13, 20])).tolist() == [0, 0, 1, 1, 1]
 
 
+@pytest.mark.parametrize("policy", [{}, {"admit_after": 2}, {"evict_after": 6}], ids=str)
+def test_a_table_that_grows_computes_what_a_large_one_does(policy):
+    grows = table(capacity=2, when_full="grow", optimizer=Adam(lr=0.1), **policy)
+    large = table(capacity=200, optimizer=Adam(lr=0.1), **policy)
+    chance, every = random.Random(2), torch.arange(-60, 60)
+    for number in range(30):
+        ids = [chance.randint(-2 * number, 2 * number) for _ in range(9)]
+        for tables in (grows, large):
+            if number % 3 != 1:  # otherwise gradients of two steps add up, over a growth as well
+                tables.zero_grad()
+            tables["item"](torch.tensor(ids)).square().sum().backward()
+            tables.step()
+        assert torch.equal(grows["item"](every), large["item"](every)), number
+    item = grows["item"]
+    assert item.rows.count == large["item"].rows.count and len(item.weight) == len(item.rows.ids) > 32
+    assert 2 * item.rows.count > len(item.weight) or "evict_after" in policy
+    again = table(capacity=3, when_full="grow", optimizer=Adam(lr=0.1), **policy)
+    again["item"].load_state_dict(item.state_dict())
+    again.optimizer.load_state_dict(copy.deepcopy(grows.optimizer.state_dict()))
+    for tables in (grows, again):
+        tables.zero_grad()
+        tables["item"](every).square().sum().backward()
+        tables.step()
+    assert torch.equal(grows["item"](every), again["item"](every))
+    with pytest.raises(RuntimeError, match="size mismatch for weight"):
+        table(capacity=3)["item"].load_state_dict(item.state_dict())
+
+
+def test_growth_beyond_the_memory_is_refused(monkeypatch):
+    tables = table(capacity=3, when_full="grow")
+    tables["item"](torch.arange(4)).sum().backward()
+    monkeypatch.setattr("unisono.embedding.growth.available_bytes", lambda: 90)
+    with pytest.raises(
+        MemoryError, match=r"'item' is full and cannot grow from 3 to 6 rows: they take 9.6e-08 GB, and 9e-08"
+    ):
+        tables.step()
+    assert len(tables["item"].weight) == 3 and tables["item"].rows.count == 0
+
+
 @pytest.mark.parametrize(
     ("policy", "words"),
     [
+        ({"waiting_capacity": 2**31}, "waiting_capacity=2147483648: at most 2147483647 ids can wait"),
         ({"admit_after": 0}, "admit_after=0 must be at least 1"),
         ({"evict_after": 0}, "evict_after=0 must be at least 1"),
         ({"when_full": "evict"}, "when_full='evict'"),
@@ -164,5 +205,7 @@ def test_bad_settings_are_named(policy, words):
 
 
 def test_fixed_rows_have_no_policy():
-    with pytest.raises(ValueError, match="admit_after, evict_after and when_full are for tables with capacity="):
+    with pytest.raises(
+        ValueError, match="admit_after, waiting_capacity, evict_after and when_full are for tables with capacity="
+    ):
         Table(rows=3, dim=2, optimizer=SGD(lr=1.0), admit_after=2)

@@ -16,20 +16,27 @@ from torch import Tensor, nn
 
 from unisono.embedding.id_index import NBYTES_PER_ID, IdIndex
 from unisono.embedding.initial_rows import initial_rows
+from unisono.embedding.row_memory import resized
 from unisono.embedding.row_policy import RowPolicy
 from unisono.embedding.undo_log import UndoLog
 from unisono.embedding.waiting_ids import WaitingIds
 from unisono.errors import TableFullError
 
-__all__ = ["PlacedIds", "RowMap", "row_nbytes"]
+__all__ = ["PlacedIds", "RowMap", "map_nbytes"]
 
 _SEED, _COUNT, _STEP, _EVICTED = range(4)
+_MOST = 2**31 - 1
 
 
-def row_nbytes(policy: RowPolicy) -> int:
-    """Return the memory of a row beside its values and state."""
-    waiting = WaitingIds.NBYTES_PER_ID if policy.admit_after > 1 else 0
-    return 8 + NBYTES_PER_ID + 8 * policy.evicts + waiting
+def map_nbytes(policy: RowPolicy, capacity: int) -> int:
+    """Return the memory of a map for so many rows."""
+    waiting = waiting_capacity(policy, capacity) * WaitingIds.NBYTES_PER_ID if policy.admit_after > 1 else 0
+    return capacity * (8 + NBYTES_PER_ID + 8 * policy.evicts) + waiting
+
+
+def waiting_capacity(policy: RowPolicy, capacity: int) -> int:
+    """Return how many ids can wait for one of so many rows."""
+    return policy.waiting_capacity or max(capacity, WaitingIds.LEAST_CAPACITY)
 
 
 class PlacedIds(NamedTuple):
@@ -67,9 +74,11 @@ class RowMap(nn.Module):
             """For each row, the last step with a gradient for its id; 0 for free ones."""
             self.sightings = nn.Parameter(torch.zeros(capacity, dtype=torch.int32), requires_grad=False)
             """For each row, the number of steps with a gradient for its id."""
-        self.waiting = WaitingIds(capacity) if policy.admit_after > 1 else None
+        self.waiting = WaitingIds(waiting_capacity(policy, capacity)) if policy.admit_after > 1 else None
         """Ids that have no row yet."""
         self.name, self.std, self.policy = name, std, policy
+        self.wanted_length = 0
+        """The number of rows that an update would need which was refused; 0: none was, or the table does not grow."""
         self._numbers = [seed, 0, 0, 0]
         self._free = torch.empty(0, dtype=torch.int64)
         """The free rows, ascending, where rows may be given up."""
@@ -140,22 +149,36 @@ class RowMap(nn.Module):
         return initial_rows(ids, weight.shape[1], seed=self._numbers[_SEED], std=self.std, dtype=weight.dtype)
 
     def check_room(self, ids: Sequence[Tensor]) -> None:
-        """Raise TableFullError if an update with these ids, which may be repeated, would find too few rows."""
+        """Raise TableFullError if an update with these ids, which may be repeated, would find too few rows.
+
+        `wanted_length` is then the number of rows that a table which grows should have.
+        """
+        if (new := self._lacking(ids)) is not None:
+            if self.policy.when_full == "grow":
+                self.wanted_length = min(max(2 * len(self.ids), self.count + len(new)), _MOST)
+            self._refuse(new)
+
+    def resize(self, length: int) -> None:
+        """Make room for another number of rows. All that are taken must be below it."""
+        for tensor in (self.ids, self.seen, self.sightings):
+            if tensor is not None:
+                tensor.data = resized(tensor, length)
+        self.wanted_length = 0
+
+    def _lacking(self, ids: Sequence[Tensor]) -> Tensor | None:
+        """Return the ids that need a row in an update, each once, if there are too few rows for them; else None."""
         most, room = sum(map(len, ids)), len(self.ids) - self.count
-        if most <= (room if self.policy.when_full == "raise" else len(self.ids)):
-            return
+        if most <= (len(self.ids) if self.policy.replaces else room):
+            return None
         joined = torch.cat([*ids])
         rows = self.find(joined)
         new = torch.unique(joined[rows < 0])
         if self.waiting is not None:
             new = new[self.waiting.counts_of(new) + 1 >= self.policy.admit_after]
-        if len(new) <= room:
-            return
-        if self.seen is not None:
+        if len(new) > room and self.seen is not None:
             after = self.seen.index_fill(0, rows[rows >= 0], step := self._numbers[_STEP] + 1)
             room += len(self.policy.evicted(after, self.sightings, step=step, wanted=len(new) - room))
-        if len(new) > room:
-            self._refuse(new)
+        return new if len(new) > room else None
 
     def place(self, ids: Tensor, everyone: Sequence[Tensor] | None = None) -> PlacedIds:
         """Make an update of the map, and return the rows of some of its ids.

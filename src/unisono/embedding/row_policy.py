@@ -28,22 +28,31 @@ class RowPolicy:
 
     admit_after: int = 1
     """An id gets a row in the step of this number that has a gradient for it."""
+    waiting_capacity: int | None = None
+    """The number of ids that can wait for a row, below 2**31; None: that of the rows at the start, or 65536."""
     evict_after: int | None = None
     """A row is given up after so many steps without a gradient for its id; None: it is kept."""
-    when_full: Literal["raise", "evict_oldest", "evict_rarest"] = "raise"
+    when_full: Literal["raise", "grow", "evict_oldest", "evict_rarest"] = "raise"
     """What happens if there are no rows for new ids."""
 
     def __post_init__(self) -> None:
         """Check the settings."""
         whole("admit_after", self.admit_after, least=1)
+        if self.waiting_capacity is not None and whole("waiting_capacity", self.waiting_capacity, least=1) >= 2**31:
+            raise ValueError(f"waiting_capacity={self.waiting_capacity}: at most {2**31 - 1} ids can wait")
         if self.evict_after is not None:
             whole("evict_after", self.evict_after, least=1)
-        choice("when_full", self.when_full, ("raise", "evict_oldest", "evict_rarest"))
+        choice("when_full", self.when_full, ("raise", "grow", "evict_oldest", "evict_rarest"))
 
     @property
     def evicts(self) -> bool:
         """True if rows may be given up."""
-        return self.evict_after is not None or self.when_full != "raise"
+        return self.evict_after is not None or self.replaces
+
+    @property
+    def replaces(self) -> bool:
+        """True if a full table gives up rows."""
+        return self.when_full.startswith("evict")
 
     def is_due(self, step: int) -> bool:
         """Return True if rows that have expired are looked for in a step."""
@@ -69,7 +78,7 @@ class RowPolicy:
             expired = (is_taken & (seen <= step - self.evict_after)).nonzero().view(-1)
             if len(expired) >= wanted:
                 return expired
-        if self.when_full == "raise" or wanted <= 0:
+        if not self.replaces or wanted <= 0:
             return seen.new_zeros(0, dtype=torch.int64)
         idle = (is_taken & (seen < step)).nonzero().view(-1)
         order = seen.index_select(0, idle).long()

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
+from unisono.embedding.growth import resize
 from unisono.embedding.huge_pages import advise_huge_pages
 from unisono.embedding.id_checks import check_ids, check_offsets
 from unisono.embedding.lookup import Bags, Locate, look_up, pool
 from unisono.embedding.row_map import RowMap
 from unisono.embedding.table_settings import Table
 
-__all__ = ["BagTable", "RowTable"]
+__all__ = ["BagTable", "RowTable", "match_length"]
 
 
 class RowTable(nn.Embedding):
@@ -35,6 +37,7 @@ class RowTable(nn.Embedding):
         """The ids of a dynamic table; None for one with fixed rows."""
         if self.rows is None:
             self.reset_parameters()
+        self.register_load_state_dict_pre_hook(_prepare_load)  # type: ignore[no-untyped-call]
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  torch's name
         """Return the rows of ids of any shape, [*input.shape, dim].
@@ -76,6 +79,7 @@ class BagTable(nn.EmbeddingBag):
         """The ids of a dynamic table; None for one with fixed rows."""
         if self.rows is None:
             self.reset_parameters()
+        self.register_load_state_dict_pre_hook(_prepare_load)  # type: ignore[no-untyped-call]
 
     def forward(
         self,
@@ -131,6 +135,20 @@ class BagTable(nn.EmbeddingBag):
         begins = check_offsets(self.name, offsets, ids=len(ids), includes_last=self.include_last_offset)
         check_ids(self.name, ids, rows=rows, begins=begins)
         return Bags(ids, begins.to(ids.dtype), None)
+
+
+def match_length(table: RowTable | BagTable, length: int) -> None:
+    """Give a dynamic table that grows the number of rows that saved values have, which are to replace its own."""
+    if table.rows is not None and table.table.when_full == "grow" and length != len(table.weight):
+        resize(table.weight, table.rows, length)
+
+
+def _prepare_load(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
+    """Match the length of a table to that of a state_dict which is about to be loaded."""
+    assert isinstance(module, RowTable | BagTable)
+    saved = state.get(f"{prefix}weight")
+    if isinstance(saved, Tensor) and saved.shape[1:] == module.weight.shape[1:]:
+        match_length(module, len(saved))
 
 
 def _new_weight(table: Table) -> Tensor:

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from unisono.embedding.growth import resize
 from unisono.embedding.huge_pages import advise_huge_pages
 from unisono.embedding.row_map import RowMap
 from unisono.embedding.row_optimizers import RowOptimizer, rule_named
 from unisono.embedding.row_sums import rows_of
+from unisono.errors import TableFullError
 
 __all__ = ["TableOptimizer"]
 
@@ -64,7 +66,7 @@ class TableOptimizer(Optimizer):
                 loss = closure()
         for p, rows in self.maps.items():
             if p.grad is not None and p.grad.is_sparse:
-                rows.check_room([rows_of(p.grad).rows])
+                self._make_room(rows, [rows_of(p.grad).rows])
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
@@ -112,6 +114,27 @@ class TableOptimizer(Optimizer):
             for key, store in stores.items():
                 store.write(which, taken[key])
             weights.write(which, rows)
+
+    def grow(self) -> bool:
+        """Give more rows to the dynamic tables that have refused an update for want of rows, and that grow.
+
+        Returns:
+            False if there is none.
+
+        Raises:
+            MemoryError: There is not enough memory.
+        """
+        growing = [(p, rows) for p, rows in self.maps.items() if rows.wanted_length > len(p)]
+        for p, rows in growing:
+            resize(p, rows, rows.wanted_length, self.state.get(p))
+        return bool(growing)
+
+    def _make_room(self, rows: RowMap, ids: Sequence[Tensor]) -> None:
+        try:
+            rows.check_room(ids)
+        except TableFullError:
+            if not self.grow():
+                raise
 
     def _placed(self, p: Tensor, ids: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gradient of a dynamic table by row: of the ids that have one, after taking rows for new ones."""

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from unisono.arguments import choice, real, whole
-from unisono.embedding.row_map import row_nbytes
+from unisono.embedding.row_map import map_nbytes
 from unisono.embedding.row_optimizers import RowOptimizer
 from unisono.embedding.row_policy import RowPolicy
 from unisono.machine import available_bytes
@@ -47,11 +47,13 @@ class Table:
     """The standard deviation of the first values of a dynamic table's rows."""
     admit_after: int = 1
     """An id of a dynamic table gets a row in the step of this number that has a gradient for it."""
+    waiting_capacity: int | None = None
+    """The number of ids that can wait for that; None: as many as `capacity`, and at least 65536."""
     evict_after: int | None = None
     """A row of a dynamic table is given up after so many steps without a gradient for its id; None: it is kept."""
-    when_full: Literal["raise", "evict_oldest", "evict_rarest"] = "raise"
-    """What a dynamic table does if there are no rows for new ids: refuse the step, or give up rows of the ids that were
-    seen longest ago, or in the fewest steps."""
+    when_full: Literal["raise", "grow", "evict_oldest", "evict_rarest"] = "raise"
+    """What a dynamic table does if there are no rows for new ids: refuse the step, double its capacity, or give up rows
+    of the ids that were seen longest ago, or in the fewest steps."""
     dtype: torch.dtype = torch.float32
     """The type of the elements: float32 or float64."""
 
@@ -71,8 +73,8 @@ class Table:
                 )
             if self.policy != RowPolicy():
                 raise ValueError(
-                    "admit_after, evict_after and when_full are for tables with capacity=: one with rows= has a row "
-                    "for each id from the start"
+                    "admit_after, waiting_capacity, evict_after and when_full are for tables with capacity=: one with "
+                    "rows= has a row for each id from the start"
                 )
         elif whole("capacity", self.capacity, least=1) >= 2**31:
             raise ValueError(f"capacity={self.capacity}: a dynamic table has at most {2**31 - 1} rows")
@@ -94,7 +96,12 @@ class Table:
     @property
     def policy(self) -> RowPolicy:
         """Which ids of a dynamic table get a row, and which rows it gives up."""
-        return RowPolicy(admit_after=self.admit_after, evict_after=self.evict_after, when_full=self.when_full)
+        return RowPolicy(
+            admit_after=self.admit_after,
+            waiting_capacity=self.waiting_capacity,
+            evict_after=self.evict_after,
+            when_full=self.when_full,
+        )
 
     @property
     def length(self) -> int:
@@ -106,7 +113,8 @@ class Table:
     @property
     def nbytes(self) -> int:
         """The bytes of the rows, and of the ids of a dynamic table."""
-        return self.length * (self.dim * self.dtype.itemsize + (row_nbytes(self.policy) if self.rows is None else 0))
+        of_map = map_nbytes(self.policy, self.length) if self.rows is None else 0
+        return self.length * self.dim * self.dtype.itemsize + of_map
 
     @property
     def state_nbytes(self) -> int:

@@ -23,6 +23,8 @@ class WaitingIds(nn.Module):
     """
 
     NBYTES_PER_ID: ClassVar[int] = 8 + 4 + NBYTES_PER_ID
+    LEAST_CAPACITY: ClassVar[int] = 65_536
+    """How many ids can wait for a small table, if nothing else is said."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__()
@@ -33,6 +35,10 @@ class WaitingIds(nn.Module):
         """The number of ids."""
         self._index: IdIndex | None = None
         self._indexed: tuple[Any, ...] = ()
+
+    def extra_repr(self) -> str:
+        """Return what print shows of it."""
+        return f"{int(self.length)} ids"
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for pickle and copies, without what can be made anew."""

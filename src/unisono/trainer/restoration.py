@@ -20,6 +20,7 @@ from unisono.state.codec import decode
 from unisono.trainer.hyperparameters import given_by, overruled, settings_of
 from unisono.trainer.modules import name_of_parameter
 from unisono.trainer.snapshot import Subjects, empty_buffers, model_tensors
+from unisono.trainer.table_optimizers import match_lengths
 
 __all__ = ["Comparison", "listed", "put_optimizer_state", "restore", "restore_common"]
 
@@ -77,6 +78,7 @@ class Comparison:
         source: str,
     ) -> None:
         self._subjects, self._source = subjects, source
+        match_lengths(subjects.modules, groups["model"])
         self.own = model_tensors(subjects.modules)
         """The tensors of the models, to which values are to be written."""
         self.unfilled = {

@@ -36,7 +36,7 @@ from unisono.engine.model_contents import parameter_names
 from unisono.engine.sharded import ShardedEngineFactory
 from unisono.engine.staged import StagedBuffers, StagedEngineFactory
 from unisono.engine.step_fingerprint import StepFingerprint
-from unisono.errors import LossError, NonFiniteLossError
+from unisono.errors import LossError, NonFiniteLossError, TableFullError
 from unisono.job.current import confirm_group
 from unisono.job.user_function import count_collectives, enter, leave, refuse_collectives_since
 from unisono.metrics.average import Average
@@ -159,7 +159,7 @@ class StepRunner:
         if options.closure:
             assert isinstance(self._buffers, BufferTransaction)
             before = partial(self._buffers.put, self._buffers.copy())
-        found = self._evaluate(loss_fn, batch, call, options)
+        found = self._evaluate_with_room(loss_fn, batch, call, options)
         rates = tuple([float(group["lr"]) for group in self._optimizer.param_groups])
         scaler, skipped = self._shares.scaler, False
         if options.closure:
@@ -186,6 +186,21 @@ class StepRunner:
         return StepResult(
             found.loss, learning_rates=rates, grad_norm=found.grad_norm, skipped=skipped, values=found.values
         )
+
+    def _evaluate_with_room(self, loss_fn: Loss, batch: Batch, call: int, options: StepOptions) -> _Evaluation:
+        """Evaluate; if dynamic tables that grow have no rows for new ids, let them grow and evaluate anew.
+
+        Raises:
+            TableFullError: A table has no rows for new ids, and does not grow.
+            MemoryError: There is no memory for one that grows.
+        """
+        while True:
+            try:
+                return self._evaluate(loss_fn, batch, call, options)
+            except TableFullError:
+                tables = [part for part in parts_of(self._optimizer) if isinstance(part, TableOptimizer)]
+                if not any(part.grow() for part in tables):
+                    raise
 
     def _evaluate(
         self, loss_fn: Loss, batch: Batch, call: int, options: StepOptions, *, keeps_buffers: bool = True

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from unisono.embedding.table_modules import BagTable, RowTable, match_length
 from unisono.embedding.table_optimizer import TableOptimizer
 from unisono.embedding.tables import optimizer_of, tables_in
+from unisono.engine.model_contents import plain_name
 from unisono.text import a_type
 
-__all__ = ["TABLES", "refuse_averages", "refuse_tables", "with_tables"]
+__all__ = ["TABLES", "match_lengths", "refuse_averages", "refuse_tables", "with_tables"]
 
 TABLES = "tables"
 """The name of the optimizer."""
@@ -69,3 +71,17 @@ def refuse_averages(modules: Mapping[str, nn.Module], decay: float | None) -> No
                 "averages what a model has from its start. Leave out ema_decay, or give the table rows= in place of "
                 "capacity=."
             )
+
+
+def match_lengths(modules: Mapping[str, nn.Module], saved: Mapping[str, Tensor]) -> None:
+    """Give dynamic tables that grow the number of rows that they have in a checkpoint, which is to be restored.
+
+    Args:
+        modules: Models by the prefix of their names.
+        saved: The tensors of the checkpoint, of which the shapes count.
+    """
+    for prefix, root in modules.items():
+        for path, module in root.named_modules():
+            form = saved.get(prefix + plain_name(f"{path}.weight" if path else "weight"))
+            if isinstance(module, RowTable | BagTable) and form is not None and form.dim():
+                match_length(module, len(form))

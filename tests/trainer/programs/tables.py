@@ -22,27 +22,28 @@ RULES = [SGD(lr=0.1, weight_decay=0.1), Adagrad(lr=0.1), RowwiseAdagrad(lr=0.1),
 
 
 class Net(nn.Module):
-    """A table of words that is used twice, one of bags, one that some virtual ranks use, or none, and a dynamic one."""
+    """A table of words that is used twice, one of bags, one that some virtual ranks use, or none, and dynamic ones."""
 
     def __init__(self, rule):
         super().__init__()
         torch.manual_seed(3)
-        policy = {"admit_after": 2, "evict_after": 5, "when_full": "evict_rarest"}
+        policy = {"admit_after": 2, "waiting_capacity": 100, "evict_after": 5, "when_full": "evict_rarest"}
         tables = Tables(
             {
                 "words": Table(rows=300, dim=6, optimizer=rule),
                 "bags": Table(rows=40, dim=6, pooling="mean", padding_idx=0, optimizer=RowwiseAdagrad(lr=0.1)),
                 "rare": Table(rows=9, dim=6, optimizer=SGD(lr=0.1, clip_row_norm=0.01)),
+                "more": Table(capacity=4, dim=6, optimizer=rule, when_full="grow"),
                 "any": Table(capacity=60, dim=6, pooling="sum", padding_idx=0, optimizer=rule, **policy),
             }
         )
-        self.any = tables["any"]
+        self.any, self.more = tables["any"], tables["more"]
         self.words, self.bags, self.rare = tables["words"], tables["bags"], tables["rare"]
         self.last = nn.Linear(6, 3)
 
     def forward(self, x):
         y = self.words(x[:, :2]).mean(1) + self.words(x[:, 2]) + self.bags((x[:, 3:] % 40) * (x[:, 3:] % 3 == 0))
-        y = y + self.any((x[:, 2:] - 7) * 5**25)
+        y = y + self.any((x[:, 2:] - 7) * 5**25) + self.more(x[:, 0])
         if x[0, 0] % 8 == 0:
             y = y + self.rare(x[:, 0] % 9)
         return self.last(y)
@@ -100,10 +101,10 @@ def divided(**options):
 
 
 def divided_dynamic(**options):
-    """The same with ids of 64 bits, which first come in different steps and virtual ranks."""
+    """The same with ids of 64 bits, which first come in different steps and virtual ranks; the table grows twice."""
     torch.manual_seed(3)
-    settings = Table(capacity=8000, dim=6, pooling="sum", init_std=0.1, optimizer=RowwiseAdam(lr=0.1))
-    tables = Tables({"words": settings})
+    policy = {"init_std": 0.1, "when_full": "grow"}
+    tables = Tables({"words": Table(capacity=1500, dim=6, pooling="sum", optimizer=RowwiseAdam(lr=0.1), **policy)})
     model = nn.Sequential(tables["words"], nn.Linear(6, 3))
     ids = (50_000 * torch.rand(120, 60) ** 4).long() * 5**27
     optimizer = torch.optim.SGD(dense_parameters(model), lr=0.1)
@@ -111,7 +112,8 @@ def divided_dynamic(**options):
     for batch in trainer.batches(TensorDataset(ids, torch.arange(120) % 3), batch_size=40):
         trainer.step(loss, batch)
     rows = tables["words"].rows
-    assert torch.equal(rows.ids[: rows.count].sort().values, ids.unique())
+    assert torch.equal(rows.ids[rows.taken].sort().values, ids.unique())
+    assert len(rows.ids) > 3000
     return trainer.digest()
 
 
@@ -173,7 +175,7 @@ def check_replicas():
         del kept
         return model.state_dict()
 
-    for size in ({"rows": 300}, {"capacity": 300}):
+    for size in ({"rows": 300}, {"capacity": 20, "when_full": "grow"}):
         whole = train_on(slice(None), lambda model: None, size)
         parts = train_on(slice(unisono.rank(), None, unisono.world_size()), unisono.parallel.replicate, size)
         for name, value in whole.items():
