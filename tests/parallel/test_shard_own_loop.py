@@ -99,6 +99,9 @@ MESSAGES = {
     "parts, and float32 [3, 16] with strides [16, 1] in the model: load parts of the same model",
     "a step after": "UnisonoError: sharded.load_state_dict failed, on this rank or another one, when some values may",
     "unreadable": "OSError: a file is missing",
+    "zero_": "UnisonoError: parameter 'layers.1.weight' was written to where this rank has no more than a part of it",
+    "data.fill_": "UnisonoError: parameter 'layers.1.weight' was written to where this rank has no more than a part",
+    "written on one rank": "UnisonoError: parameter 'layers.1.weight' was written to where this rank has no more than",
     "of rank": "RankMismatchError: unisono.parallel.shard was given different things on different ranks: parameter "
     "'head.weight' is 'float32 [2, 16]' on rank 0 and 'float32 [3, 16]' on rank 1",
     "wrong here": f"ValueError: LBFGS {CANNOT}",
@@ -113,7 +116,7 @@ MESSAGES = {
 OF_SEVERAL_RANKS = {
     "too many replicas", "replicated", "other settings", "written", "elsewhere", "a call", "state_dict",
     "load_state_dict", "optimizer.state_dict", "a call after clipping", "of rank", "wrong here", "other state",
-    "other rate", "other calls", "clips alone", "fails late",
+    "zero_", "data.fill_", "written on one rank", "other rate", "other calls", "clips alone", "fails late",
 }  # fmt: skip
 
 
@@ -128,6 +131,7 @@ def test_each_is_an_error_that_says_what_to_do(fork_ranks, ranks):
             expected |= dict.fromkeys(OF_SEVERAL_RANKS, "not refused")
             expected["a part missing"] = expected["no parts"]
         elif rank == 0:
+            expected["written on one rank"] = "PeerError: rank 1 failed while this rank needed its part of the model"
             for name, call in (("wrong here", "unisono.parallel.shard"), ("unreadable", "sharded.load_state_dict")):
                 expected[name] = f"PeerError: {call} was not done, for it failed on rank 1, with {MESSAGES[name]}"
         missing = {name: told[name] for name, words in expected.items() if words not in told[name]}

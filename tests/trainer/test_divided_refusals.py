@@ -48,6 +48,7 @@ MESSAGES = {
     "writing": "LossError: parameter 'layers.2.linear.weight' was written to in the forward pass",
     "digest": "UnisonoError: trainer.digest needs the whole model",
     "a call": "UnisonoError: Net was called outside of trainer.step, trainer.evaluate and trainer.predict",
+    "zeroing": "UnisonoError: parameter 'layers.1.linear.bias' was written to where this rank has no more than a part",
     "new parameter": "UnisonoError: parameter 'late' was not there when the model was divided",
 }
 OF_SEVERAL_RANKS = {
@@ -59,6 +60,7 @@ OF_SEVERAL_RANKS = {
     "digest",
     "a call",
     "new parameter",
+    "zeroing",
 }
 
 

@@ -188,6 +188,23 @@ def fails_late():
         step(model, sharded)
 
 
+def write(change):
+    """Write to a parameter between steps. The next step says so, and the one after it has the values from before."""
+    model, sharded = make()
+    step(model, sharded)
+    with sharded.whole():
+        before = [p.detach().clone() for p in model.parameters()]
+    with torch.no_grad():
+        change(model.layers[1].weight)
+    try:
+        step(model, sharded)
+    finally:
+        with sharded.whole():
+            same = [torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True)]
+        assert all(same) or unisono.world_size() == 1, same
+        step(model, sharded)
+
+
 def load(change, model=None):
     """Load the parts of all ranks, after a change of their list."""
     _, sharded = make()
@@ -269,6 +286,9 @@ CASES = {
     "another model": lambda: load(lambda parts: parts, wide()),
     "a step after": lambda: load(step_after),
     "unreadable": lambda: load(unreadable),
+    "zero_": lambda: write(torch.Tensor.zero_),
+    "data.fill_": lambda: write(lambda p: p.data.fill_(2.0)),
+    "written on one rank": lambda: write(lambda p: p.zero_() if IS_LAST else p),
     "of rank": of_rank,
     "wrong here": wrong_here,
     "other state": other_state,

@@ -123,6 +123,12 @@ def new_parameter():
     trainer.step(loss, next(trainer.batches(DATA, batch_size=16)))
 
 
+def zeroing():
+    trainer = step()
+    nn.init.zeros_(trainer.model.layers[1].linear.bias)
+    trainer.step(loss, next(trainer.batches(DATA, batch_size=16)))
+
+
 def compiled_block():
     model = Net()
     model.layers[1].compile()
@@ -167,6 +173,7 @@ CASES = {
     "digest": lambda: step().digest(),
     "a call": lambda: step().model(X),
     "new parameter": new_parameter,
+    "zeroing": zeroing,
 }
 for name, case in CASES.items():
     try:

@@ -12,6 +12,7 @@ With as many replicas as ranks, parameters stay where the user made them, and a 
 
 from __future__ import annotations
 
+import cmath
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -129,6 +130,8 @@ class ShardedUnit:
             torch.full((), torch.nan if p.is_floating_point() or p.is_complex() else 0, dtype=p.dtype).expand(p.shape)
             for p in self.parameters
         ]
+        self._versions = [p._version for p in self.parameters]
+        """The versions of the parameters when they came apart."""
         self.is_together = True
         """True if the parameters have their values on this rank."""
 
@@ -184,7 +187,28 @@ class ShardedUnit:
         for p, apart, whole in zip(self.parameters, self._apart, self._whole, strict=True):
             p.data = apart
             whole.untyped_storage().resize_(0)
+        self._versions = [p._version for p in self.parameters]
         self.is_together = False
+
+    @torch.no_grad()
+    def written_apart(self) -> str | None:
+        """Return the name of a parameter that was written to since it came apart, and drop all such values.
+
+        torch refuses most writes there, but lets `fill_` and `zero_` write the one number of which the values consist.
+        """
+        if self.is_together:
+            return None
+        found = None
+        for name, p, apart, version in zip(self.names, self.parameters, self._apart, self._versions, strict=True):
+            number = apart.as_strided((), ())
+            is_floating = p.is_floating_point() or p.is_complex()
+            is_kept = cmath.isnan(number.item()) if is_floating else not number.item()
+            if p._version != version or not is_kept:
+                number.fill_(torch.nan if is_floating else 0)
+                found = found or name
+        if found is not None:
+            self._versions = [p._version for p in self.parameters]
+        return found
 
     @torch.no_grad()
     def join(self, columns: Sequence[Tensor]) -> None:

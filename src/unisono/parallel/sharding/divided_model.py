@@ -45,12 +45,15 @@ class Caller(NamedTuple):
     """What has divided it."""
     later: str
     """What to do to call it at another time."""
+    writes: str
+    """What to do to write to its parameters."""
 
 
 TRAINER = Caller(
     "trainer.step, trainer.evaluate and trainer.predict",
     "parallel=Shard(...)",
     "or call it after the loop over trainer.epochs",
+    "write to it before the first step or after the loop over trainer.epochs, or by trainer.load",
 )
 
 
@@ -156,6 +159,7 @@ class DividedModel:
             if division.has_weights:
                 yield
                 return
+            self._refuse_writes()
             if self._uses is not None:
                 with self._uses, saved_tensors_hooks(self._pack, self._unpack):
                     yield
@@ -175,6 +179,15 @@ class DividedModel:
                 for unit in division.units:
                     if unit.is_together:
                         unit.divide()
+
+    def _refuse_writes(self) -> None:
+        """Refuse writes to parameters that are apart, whose values would be lost."""
+        found = [name for unit in self.division.units if (name := unit.written_apart()) is not None]
+        if found:
+            raise UnisonoError(
+                f"parameter {found[0]!r} was written to where this rank has no more than a part of it, so that the "
+                f"values are lost (torch refuses that, except for fill_ and zero_): {self._caller.writes}"
+            )
 
     @contextmanager
     def backward(self) -> Iterator[None]:

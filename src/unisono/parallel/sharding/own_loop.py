@@ -35,6 +35,7 @@ _CALLER = Caller(
     "sharded.step(), sharded.no_grad() and sharded.whole()",
     "unisono.parallel.shard",
     "on every rank, and in a step before clip_grad_norm_",
+    "write to it in `with sharded.whole():`, on every rank",
 )
 _Phase = Literal["step", "no_grad", "whole", "state_dict", "load_state_dict"]
 _PARTLY_UPDATED = (
