@@ -1,4 +1,4 @@
-"""`parallel=Shard(...)`: the memory of a rank against a replica's, and a step against torch's `fully_shard` by hand.
+"""`Shard` and `shard`: the memory of a rank against a replica's, and a step against torch's `fully_shard` by hand.
 
 Memory: the peak of a process in mid-run, above what it took before there was a model, of the rank that has most; 4
 ranks with a virtual rank each, jobs of their own. It is that of weights, gradients, optimizer and all that a step needs
@@ -10,13 +10,14 @@ take the rank's own part of weights and averages, and 64 MB, above what the proc
 is a stack of 16 equal blocks with 33.6 million parameters. Time: 2 ranks, `fully_shard` on each block and on the model,
 zero_grad(set_to_none=True), the rank's own loss.item(); both have fused AdamW and the same batches and backend. Sides
 take turns in blocks of steps, which all ranks begin at the same time; that of the slowest rank counts. A step should
-take at most 1.1 times as long.
+take at most 1.1 times as long, in a Trainer and in a loop with `unisono.parallel.shard`.
 """
 
 from __future__ import annotations
 
 import re
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,17 +25,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
 
 from bench.ddp import in_blocks
-from bench.measure import Effort
+from bench.measure import Effort, Pairs
 from bench.models import Subject, optimizer_of
 from bench.ranks import run_ranks
 from bench.rows import Goal, Row, summarise
-from bench.sides import ByHand, TrainerSide, check_equal
-from unisono.parallel import Shard, build
+from bench.sides import ByHand, OneMicroBatch, TrainerSide, check_equal
+from unisono.parallel import Shard, build, shard
 
 __all__ = ["run"]
 
@@ -73,6 +75,7 @@ def run(effort: Effort) -> Iterator[Row]:
     for backend in ("gloo", "shm"):
         for width, block in ((16, 2),) if effort.quick else ((64, 20), (512, 2)):
             yield from run_ranks(_against_fully_shard, 2, effort, width, block, backend=backend)
+        yield from run_ranks(_loop_against_fully_shard, 2, effort, width, block, backend=backend)
 
 
 def _part_mb(width: int, blocks: int, *, ranks: int) -> float:
@@ -200,36 +203,71 @@ def _status_mb(field: str) -> float:
     return int(found[1]) * 1024 / 1e6
 
 
+class _OwnLoop:
+    """Times a step of a loop whose model `unisono.parallel.shard` has divided."""
+
+    def __init__(self, subject: Subject) -> None:
+        """Build the model with the same weights as the other side."""
+        torch.manual_seed(0)
+        self._model = subject.build()
+        self._sharded = shard(self._model, optimizer_of(self._model))
+
+    def step(self, x: Tensor, y: Tensor) -> tuple[float, float]:
+        """Take a step; give the loss over all ranks, and the seconds."""
+        start = time.perf_counter()
+        with self._sharded.step():
+            self._sharded.backward(F.cross_entropy(self._model(x).flatten(0, -2), y.flatten()))
+        return self._sharded.loss, time.perf_counter() - start
+
+
+def _fully_sharded(model: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for each in model.children():
+        fully_shard(each, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def _mean(loss: float) -> float:
+    losses = [loss] * dist.get_world_size()
+    dist.all_gather_object(losses, loss)
+    return sum(losses) / len(losses)
+
+
 def _against_fully_shard(effort: Effort, width: int, block: int) -> list[Row]:
-    subject, ranks, backend = _subject(width, 8, block=block), dist.get_world_size(), dist.get_backend()
-
-    def wrap(model: nn.Module) -> nn.Module:
-        mesh = init_device_mesh("cpu", (ranks,))
-        for each in model.children():
-            fully_shard(each, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        return model
-
+    subject, ranks = _subject(width, 8, block=block), dist.get_world_size()
     ours = TrainerSide(subject, virtual_ranks=ranks, shares=ranks, parallel=Shard())
-    peer = ByHand(subject, wrap=wrap)
+    peer = ByHand(subject, wrap=_fully_sharded)
     loss, _ = ours.step()
-    peer_loss, _ = peer.step(ours.batch)
-    losses = [peer_loss] * ranks
-    dist.all_gather_object(losses, peer_loss)
-    check_equal(loss, sum(losses) / ranks, what=subject.name)
+    check_equal(loss, _mean(peer.step(ours.batch)[0]), what=subject.name)
     pairs = in_blocks(
         effort, subject.block, ours=lambda: ours.step()[1], peer=lambda: peer.step(ours.batch)[1], prepare=ours.take
     )
-    return [
-        summarise(
-            "shards",
-            f"{subject.name}, {ranks} ranks x {subject.batch_size}, {backend}",
-            **pairs._asdict(),
-            peer_name=f"fully_shard over {backend}",
-            unit="ms",
-            goal=None if effort.quick else _TIME_GOAL,
-            model=subject.name,
-            ranks=ranks,
-            backend=backend,
-        )
-    ]
+    return [_time_row(effort, subject, pairs, subject.name)]
+
+
+def _loop_against_fully_shard(effort: Effort, width: int, block: int) -> list[Row]:
+    subject = _subject(width, 8, block=block)
+    torch.manual_seed(dist.get_rank())
+    x, y = subject.inputs(subject.batch_size), subject.targets(subject.batch_size)
+    batch = OneMicroBatch([[x, y]])
+    ours, peer = _OwnLoop(subject), ByHand(subject, wrap=_fully_sharded)
+    loss, _ = ours.step(x, y)
+    check_equal(loss, _mean(peer.step(batch)[0]), what=subject.name)
+    pairs = in_blocks(effort, subject.block, ours=lambda: ours.step(x, y)[1], peer=lambda: peer.step(batch)[1])
+    return [_time_row(effort, subject, pairs, f"{subject.name}, own loop")]
+
+
+def _time_row(effort: Effort, subject: Subject, pairs: Pairs, what: str) -> Row:
+    ranks, backend = dist.get_world_size(), dist.get_backend()
+    return summarise(
+        "shards",
+        f"{what}, {ranks} ranks x {subject.batch_size}, {backend}",
+        **pairs._asdict(),
+        peer_name=f"fully_shard over {backend}",
+        unit="ms",
+        goal=None if effort.quick else _TIME_GOAL,
+        model=subject.name,
+        ranks=ranks,
+        backend=backend,
+    )

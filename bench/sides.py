@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ import unisono
 from bench.models import Subject, classify, optimizer_of
 from unisono.data.batch import Batch
 
-__all__ = ["ByHand", "TrainerSide", "check_equal"]
+__all__ = ["ByHand", "OneMicroBatch", "TrainerSide", "check_equal"]
 
 # A few batches, so that an epoch's data stay in the cache: what is measured is the step.
 _STEPS_PER_EPOCH = 8
@@ -62,6 +62,12 @@ class TrainerSide:
             yield from self.trainer.batches(self._dataset, batch_size=self._batch_size)
 
 
+class OneMicroBatch(NamedTuple):
+    """What this rank has of a batch that no Trainer has made."""
+
+    micro_batches: list[list[Tensor]]
+
+
 class ByHand:
     """Times a plain step: forward, zero_grad, backward, optimizer; several micro-batches are accumulated."""
 
@@ -71,7 +77,7 @@ class ByHand:
         module = subject.build()
         self._model, self._optimizer = wrap(module), optimizer_of(module)
 
-    def step(self, batch: Batch) -> tuple[float, float]:
+    def step(self, batch: Batch | OneMicroBatch) -> tuple[float, float]:
         """Take a step on what this rank has of a batch; give the loss and the seconds."""
         micro_batches: list[list[Tensor]] = list(batch.micro_batches)
         samples = sum(len(y) for _, y in micro_batches)

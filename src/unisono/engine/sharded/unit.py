@@ -126,10 +126,10 @@ class ShardedUnit:
         ]
         for whole in self._whole:
             whole.untyped_storage().resize_(0)
-        self._apart = [
-            torch.full((), torch.nan if p.is_floating_point() or p.is_complex() else 0, dtype=p.dtype).expand(p.shape)
-            for p in self.parameters
-        ]
+        self._fills = [torch.nan if p.is_floating_point() or p.is_complex() else 0 for p in self.parameters]
+        self._numbers = [torch.full((), fill, dtype=d) for fill, d in zip(self._fills, dtypes, strict=True)]
+        """The number of which the values of each parameter consist while it is apart."""
+        self._apart = [number.expand(p.shape) for number, p in zip(self._numbers, self.parameters, strict=True)]
         self._versions = [p._version for p in self.parameters]
         """The versions of the parameters when they came apart."""
         self.is_together = True
@@ -199,15 +199,13 @@ class ShardedUnit:
         if self.is_together:
             return None
         found = None
-        for name, p, apart, version in zip(self.names, self.parameters, self._apart, self._versions, strict=True):
-            number = apart.as_strided((), ())
-            is_floating = p.is_floating_point() or p.is_complex()
-            is_kept = cmath.isnan(number.item()) if is_floating else not number.item()
-            if p._version != version or not is_kept:
-                number.fill_(torch.nan if is_floating else 0)
-                found = found or name
-        if found is not None:
-            self._versions = [p._version for p in self.parameters]
+        for i, number in enumerate(self._numbers):
+            value = number.item()
+            is_kept = cmath.isnan(value) if self._fills[i] else not value
+            if not is_kept or self.parameters[i]._version != self._versions[i]:
+                number.fill_(self._fills[i])
+                self._versions[i] = self.parameters[i]._version
+                found = found or self.names[i]
         return found
 
     @torch.no_grad()
