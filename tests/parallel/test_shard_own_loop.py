@@ -74,6 +74,7 @@ MESSAGES = {
     "after clipping": "UnisonoError: sharded.backward was called after clip_grad_norm_ in the same step",
     "a call after clipping": "Net was called outside of sharded.step(), sharded.no_grad() and sharded.whole()",
     "clip twice": "UnisonoError: sharded.clip_grad_norm_ was called twice in one step: call it once",
+    "caught": "UnisonoError: sharded.clip_grad_norm_ failed in this step, and the program went on in its block",
     "clip at zero": "ValueError: max_norm=0 must be positive; math.inf returns the norm and clips nothing",
     "nan": "NonFiniteLossError: the loss of step 0 is nan on rank {last}. The step did not happen",
     "elsewhere": "A parameter that is used without a call of its block is NaN there: leave such blocks out of by=",

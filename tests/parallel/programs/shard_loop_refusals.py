@@ -1,6 +1,7 @@
 """What shards in a loop of a user refuse, one after the other: prints each case with the error that it raised."""
 
 import copy
+from contextlib import suppress
 
 import torch
 from torch import nn
@@ -83,6 +84,12 @@ def clip_twice(model, sharded):
     sharded.backward(model(X).mean())
     sharded.clip_grad_norm_(1.0)
     sharded.clip_grad_norm_(1.0)
+
+
+def caught(model, sharded):
+    sharded.backward(model(X).mean() * torch.nan)
+    with suppress(unisono.errors.NonFiniteLossError):
+        sharded.clip_grad_norm_(1.0)
 
 
 def within(outer, inner):
@@ -262,6 +269,7 @@ CASES = {
     "after clipping": lambda: in_step(after_clipping),
     "a call after clipping": lambda: in_step(call_after_clipping),
     "clip twice": lambda: in_step(clip_twice),
+    "caught": lambda: in_step(caught),
     "clip at zero": lambda: in_step(lambda model, sharded: sharded.clip_grad_norm_(0)),
     "nan": lambda: in_step(lambda model, sharded: sharded.backward(model(X).mean() * (torch.nan if IS_LAST else 1))),
     "elsewhere": lambda: in_step(lambda model, sharded: sharded.backward(model(X).mean()), Elsewhere()),

@@ -24,7 +24,7 @@ from unisono.engine.sharded import ShardedEngineFactory
 from unisono.engine.step_fingerprint import StepFingerprint, intent_of_call
 from unisono.engine.step_transaction import STEP_UNDONE, StepTransaction
 from unisono.engine.tree_all_reduce import TreeAllReduce
-from unisono.errors import LossError, NonFiniteLossError
+from unisono.errors import LossError, NonFiniteLossError, UnisonoError
 from unisono.job.current import confirm_group
 from unisono.parallel.sharding.divided_model import DividedModel
 
@@ -69,8 +69,9 @@ class LoopSteps:
         self._loss: Tensor | None = None
         """The sum of this rank's losses in the step; None before the first."""
         self._totals = Totals(0.0, 0.0, new_buffers=False)
-        self.is_last = self.is_summed = False
-        """True once the last backward pass has begun, and once gradients are summed over ranks."""
+        self.is_last = self.is_closed = self.is_summed = False
+        """True once the last backward pass has begun, once this rank's gradients are handed over, and once those of all
+        ranks are summed."""
         self.runs_backward = self.updates = False
         """True while `backward` runs, and while `apply` writes the weights."""
         self.count = 0
@@ -118,7 +119,7 @@ class LoopSteps:
             RankMismatchError: On all ranks, if they are about to do different things.
         """
         self.comparison.compare(self._fingerprint.intent(self._trained, epoch=0, step=self.count, call=0))
-        self._loss, self.is_last, self.is_summed = None, False, False
+        self._loss, self.is_last, self.is_closed, self.is_summed = None, False, False, False
         self._engine.start(self._transaction, self._trained, leaves=self._world.size)
         self._buffers.start(leaves=self._world.size)  # after the engine, which may move parameters
 
@@ -148,9 +149,22 @@ class LoopSteps:
             self.runs_backward = False
 
     def close(self) -> None:
-        """Hand over this rank's gradients, within `together`: an error is told to the other ranks there."""
+        """Hand over this rank's gradients, unless they are summed. Within `together`, other ranks learn of an error.
+
+        Raises:
+            UnisonoError: They have been handed over, and their sum has failed.
+            LossError: A buffer or a parameter was changed in the forward pass as it must not be.
+        """
+        if self.is_summed:
+            return
+        if self.is_closed:
+            raise UnisonoError(
+                "sharded.clip_grad_norm_ failed in this step, and the program went on in its block: leave the block "
+                "with the error, and catch it outside"
+            )
         if not self.is_last:
             self._close_forward()
+        self.is_closed = True
         self._engine.close_leaf(self._world.rank)
         self._buffers.close_leaf(self._world.rank)
 

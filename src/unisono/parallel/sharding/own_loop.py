@@ -176,8 +176,7 @@ class Sharded:
                 with self._computing:
                     self._computing.enter_context(self._steps.together())
                     yield
-                    if not self._steps.is_summed:
-                        self._steps.close()
+                    self._steps.close()
                 if not self._steps.is_summed:
                     self._steps.sum(None)
                 self._steps.apply()
@@ -204,7 +203,7 @@ class Sharded:
             ValueError: It has several elements.
             UnisonoError: It is called outside of `step`, or again after the last backward of a step.
         """
-        if self._phase != "step" or self._steps.is_summed:
+        if self._phase != "step" or self._steps.is_closed:
             where = "after clip_grad_norm_ in the same step" if self._phase == "step" else "outside of sharded.step()"
             raise UnisonoError(
                 f"sharded.backward was called {where}: gradients are summed over ranks once in each "
@@ -252,7 +251,7 @@ class Sharded:
         bound = real("max_norm", max_norm)
         if not bound > 0:
             raise ValueError(f"max_norm={max_norm} must be positive; math.inf returns the norm and clips nothing")
-        if self._phase != "step" or self._steps.is_summed:
+        if self._phase != "step" or self._steps.is_closed:
             where = "twice in one step" if self._phase == "step" else "outside of sharded.step()"
             raise UnisonoError(
                 f"sharded.clip_grad_norm_ was called {where}: call it once in `with sharded.step():`, after "
