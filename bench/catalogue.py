@@ -16,6 +16,7 @@ from bench import (
     hosts,
     kills,
     loading,
+    membership,
     permutation,
     pipeline,
     protect,
@@ -68,5 +69,8 @@ BENCHMARKS: tuple[Benchmark, ...] = (
     _benchmark(recovery, "a killed rank: unisono run against torchrun --max-restarts and torchft"),
     _benchmark(kills, "many kills in each run: to the next new step, and the script's own way to its Trainer"),
     _benchmark(hosts, "a lost host: unisono run --nnodes 2:3 against torchrun --max-restarts"),
+    _benchmark(
+        membership, "a change of who the ranks are among up to 125 simulated hosts, beside torchrun's rendezvous"
+    ),
     _benchmark(start, "unisono run against torchrun, to the first all_reduce"),
 )

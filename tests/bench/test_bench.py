@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "bench", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-m", "bench", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
     )
 
 
@@ -53,6 +53,7 @@ def test_list_names_every_benchmark_with_a_line(command, capsys):
         "recovery",
         "kills",
         "hosts",
+        "membership",
         "start",
         "faults",
     ]
@@ -237,3 +238,11 @@ def test_rows_survive_json_and_reach_the_page(modules):
     last = page.Section(BENCHMARKS[-1], [row], None)
     longer = page.with_section(longer, last, date="2000-01-02", machine="another", load="load 2")
     assert page.with_section(longer, last, date="2000-01-02", machine="another", load="load 2") == longer
+
+
+@pytest.mark.soak
+def test_membership_measures_a_change_among_simulated_hosts(tmp_path):
+    ended = bench("membership", "--quick", "--json", str(tmp_path / "rows"))
+    assert ended.returncode == 0, ended.stderr
+    (row,) = (json.loads(line) for line in (tmp_path / "rows").read_text().splitlines())
+    assert (row["parameters"]["hosts"], row["peer_name"], row["goal"]["bound"]) == (4, "torchrun's rendezvous", 50.0)

@@ -22,7 +22,7 @@ from unisono.launch.replacing import Replacing, describe_deaths
 from unisono.recovery_link import Membership
 from unisono.text import name_ranks
 
-__all__ = ["HostReplacing"]
+__all__ = ["HostReplacing", "decode_death", "encode_death"]
 
 _KILLED = -9
 _CALM_S = 30.0
@@ -49,7 +49,7 @@ class HostReplacing(Replacing):
         self._is_asking = False
         self._term = 0
         self._must_decide = False
-        self._joined: set[int] = set()  # hosts whose ranks have all joined the latest decision
+        self._joined: dict[int, int] = {}  # by host, the latest decision that all of its ranks have joined
         self._moved: dict[int, str] = {}  # by lost host, what has happened and where its ranks are now
         self._began_s: float | None = None
 
@@ -79,8 +79,8 @@ class HostReplacing(Replacing):
             self._is_over = True
             exhausted = entry["exhausted"] if entry["exhausted"] in self._generation.ranks else None
             self._give_up(GiveUp(entry["reason"], exhausted=exhausted))
-        elif do == "joined" and entry["number"] == self.number:
-            self._joined.add(host)
+        elif do == "joined":
+            self._joined[host] = entry["number"]
             self._complete()
         elif do == "recovered" and entry["number"] == self.number:
             self._go_on(entry)
@@ -102,7 +102,7 @@ class HostReplacing(Replacing):
             return
         if all(page.joined == self.number for page in pages):
             self._told_joined = self.number
-            self._hosts.say({"do": "joined", "number": self.number})
+            self._hosts.say_to_leader({"do": "joined", "number": self.number})
 
     def _count(self, death: Death) -> None:
         """Do nothing: the leader counts the deaths that it decides about."""
@@ -113,7 +113,7 @@ class HostReplacing(Replacing):
         ended = set(self._ended(now_s))
         if ended - self._announced:
             self._announced |= ended
-            self._hosts.say({"do": "died"})
+            self._hosts.say_to_leader({"do": "died"})
         self._kill_late(now_s)
         return True
 
@@ -131,13 +131,13 @@ class HostReplacing(Replacing):
         gone = self._deaths.keys() - self._generation.running
         pages = [self._generation.pages[rank] for rank in self._generation.ranks]
         self._announced |= gone
-        self._hosts.say(
+        self._hosts.say_to_leader(
             {
                 "do": "ranks",
                 "round": number,
                 "number": self.number,
                 "members": [asdict(member) for member in self._members()],
-                "deaths": [_encode(self._deaths[rank]) for rank in sorted(gone)],
+                "deaths": [encode_death(self._deaths[rank]) for rank in sorted(gone)],
                 "step": max((note.step for page in pages if (note := page.note) is not None), default=0),
             }
         )
@@ -153,7 +153,7 @@ class HostReplacing(Replacing):
             return
         self._is_asking = False
         step = max(answer["step"] for answer in answers.values())
-        deaths = [_decode(death) for host in hosts.members for death in answers[host]["deaths"]]
+        deaths = [decode_death(death) for host in hosts.members for death in answers[host]["deaths"]]
         died, lost = list(deaths), self._lost_hosts()
         deaths += [_death_with_host(rank, step) for host in lost for rank in hosts.placement[host]]
         members = [Member(**member) for host in hosts.members for member in answers[host]["members"]]
@@ -197,7 +197,6 @@ class HostReplacing(Replacing):
         assert hosts.place is not None
         before = set(generation.ranks)
         self.number = entry["number"]
-        self._joined = set()
         hosts.placement = {int(host): list(ranks) for host, ranks in entry["placement"].items()}
         own = hosts.placement[hosts.place.host]
         generation.place(own)
@@ -236,10 +235,13 @@ class HostReplacing(Replacing):
         self._poll_s = time.monotonic() + _POLL_S
         for begin in begins:
             begin()
+        self._complete()
 
     def _complete(self) -> None:
         """Tell all that the ranks go on, once those of all hosts have joined. On the leader."""
-        if not self._hosts.leads or not set(self._hosts.members) <= self._joined or self._is_asking:
+        if not self._hosts.leads or self._is_asking:
+            return
+        if any(self._joined.get(host) != self.number for host in self._hosts.members):
             return
         began_s = time.monotonic() if self._began_s is None else self._began_s
         parts = list(self._moved.values())
@@ -279,7 +281,7 @@ def _death_with_host(rank: int, step: int) -> Death:
     return Death(failure=failure, step=step)
 
 
-def _encode(death: Death) -> dict[str, Any]:
+def encode_death(death: Death) -> dict[str, Any]:
     """Return a death as JSON, with what decisions and messages need."""
     failure = death.failure
     account = None
@@ -296,8 +298,8 @@ def _encode(death: Death) -> dict[str, Any]:
     }
 
 
-def _decode(told: Mapping[str, Any]) -> Death:
-    """Return what `_encode` was given. The time is now: clocks of hosts differ."""
+def decode_death(told: Mapping[str, Any]) -> Death:
+    """Return what `encode_death` was given. The time is now: clocks of hosts differ."""
     failure = RankFailure(**told["failure"], time_ns=time.monotonic_ns())
     note = None if told["note"] is None else Note(*told["note"])
     return Death(**{**told, "failure": failure, "note": note})

@@ -146,6 +146,10 @@ class JobHosts:
         """Tell the agents of all hosts something, this one too: all hear everything in the same order."""
         self.channel.send({"type": "say", "entry": entry})
 
+    def say_to_leader(self, entry: Mapping[str, Any]) -> None:
+        """Tell the agent of the leader something. It is lost with the leader: the next one asks anew."""
+        self.channel.send({"type": "say to leader", "entry": entry})
+
     def tell_lost(self, host: int, reason: str) -> None:
         """Tell all hosts that the job ends because one is lost."""
         if not self.told:

@@ -4,10 +4,10 @@ It lives in threads of the process that hosts stores (`launch.store_process`), s
 store of its own; the one of the leader, the host with the lowest number at first, has the log in which all tell each
 other what happens (`launch.hosts.term`). If the leader is lost, the next host takes its place.
 
-From the agent come `report` (this host's end, for all), `finish` (its ranks have succeeded) and `say` (for the agents
-of all hosts); to the agent go `notice`, `warned`, `refused`, `joined` (a `HostPlace`), `hosts` (who is there), `said`
-(what an agent has told), `report` (of another host, or about one) and `finished` (the ranks of all hosts have). Start
-reading at `HostMember._live`.
+From the agent come `report` (this host's end, for all), `finish` (its ranks have succeeded), `say` (for the agents of
+all hosts) and `say to leader`; to the agent go `notice`, `warned`, `refused`, `joined` (a `HostPlace`), `hosts` (who is
+there), `said` (what an agent has told), `report` (of another host, or about one) and `finished` (the ranks of all hosts
+have). Start reading at `HostMember._live`.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class HostMember:
         self._members: set[int] = set()
         self._known: set[int] = set()
         """The latest members that all of them are known to know: a smaller set could be counted against twice."""
-        self._agreed: set[int] = set()  # those of the members that know who they are
+        self._agreed: set[int] = set()  # on the leader: those of the members that know who they are
         self._ended: set[int] = set()  # hosts that are known to have ended
         self._finished: set[int] = set()  # hosts whose ranks have succeeded
         self._is_done = False  # the ranks of this host have succeeded
@@ -126,6 +126,8 @@ class HostMember:
                 self._early.put(message)
             elif message["type"] == "say":
                 term.say(message["entry"])
+            elif message["type"] == "say to leader":
+                term.say_to_leader(message["entry"])
             elif message["type"] == "report":
                 self._over = True
                 term.say({"do": "report", **{k: v for k, v in message.items() if k != "type"}})
@@ -242,7 +244,7 @@ class HostMember:
         )
         self._term = term
         term.begin()
-        term.say({"do": "agreed", "members": sorted(members)})
+        term.say_to_leader({"do": "agreed", "members": sorted(members)})
         self._tell_hosts(lost)
         if leader == self._host:
             for host in self._members - {self._host}:
@@ -268,29 +270,36 @@ class HostMember:
             if term is not self._term or host not in self._members:
                 return
             do = entry["do"]
-            if do == "report" and entry["kind"] == "lost" and entry.get("host", host) == host:
-                if host == term.leader and host != self._host and not self._over:
-                    term.end()
-                    self._follow_next(term, entry["headline"], ended=True)
-                elif term.leader == self._host:
-                    self._exclude({host: entry["headline"]}, ended=True)
-            elif do == "report":
-                if host != self._host or "host" in entry:
-                    self._over = True
-                    report = {k: v for k, v in entry.items() if k != "do"}
-                    self._tell("report", **{"host": host, **report})
+            if do == "report":
+                self._on_report(term, host, entry)
             elif do == "members":
                 self._on_members(term, host, entry)
             elif do == "agreed":
                 if set(entry["members"]) == self._members:
                     self._agreed.add(host)
                 if self._agreed == self._members:
+                    term.say({"do": "known", "members": sorted(self._members)})
+            elif do == "known":
+                if set(entry["members"]) == self._members:
                     self._known = set(self._members)
             elif do == "finished":
                 self._finished.add(host)
                 self._look_whether_done()
             else:
                 self._tell("said", host=host, entry=entry)
+
+    def _on_report(self, term: Term, host: int, entry: Mapping[str, Any]) -> None:
+        """Handle how the job has ended on a host, or for all. The lock is held."""
+        if entry["kind"] == "lost" and entry.get("host", host) == host:
+            if host == term.leader and host != self._host and not self._over:
+                term.end()
+                self._follow_next(term, entry["headline"], ended=True)
+            elif term.leader == self._host:
+                self._exclude({host: entry["headline"]}, ended=True)
+        elif host != self._host or "host" in entry:
+            self._over = True
+            report = {k: v for k, v in entry.items() if k != "do"}
+            self._tell("report", **{"host": host, **report})
 
     def _on_members(self, term: Term, leader: int, entry: Mapping[str, Any]) -> None:
         """Go on with the hosts that the leader names. The lock is held."""
@@ -299,9 +308,9 @@ class HostMember:
             headline = "has gone on without this host, which did not answer in time"
             self._tell("report", host=leader, kind="lost", headline=headline, code=1)
             return
-        self._members, self._agreed = set(entry["members"]), set()
+        self._members = set(entry["members"])
         term.watch(self._members)
-        term.say({"do": "agreed", "members": entry["members"]})
+        term.say_to_leader({"do": "agreed", "members": entry["members"]})
         self._tell_hosts(entry["lost"])
         self._look_whether_done()
 

@@ -1,6 +1,8 @@
 """What the hosts of a job tell each other: a log in the store of one of them, the leader, and signs of life.
 
-All read the entries in the same order. As long as one host leads is a *term*, as in Raft; when it is lost, the others
+All read the entries in the same order. What only the leader needs is in a second list, its mail, which only the leader
+reads: if all of many hosts read what each of them answers, that would take most of a second for a hundred. As long as
+one host leads is a *term*, as in Raft; when it is lost, the others
 begin the next term at the store of another one (`launch.hosts.member`). Start reading at `Term`.
 """
 
@@ -13,6 +15,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 __all__ = ["STORE_ERRORS", "Term"]
@@ -25,6 +28,7 @@ _POLL_S = 0.3
 _PAUSE_S = 2.0
 """A longer time between two looks is a pause of this process, and none of the others."""
 _FOREVER = timedelta(days=365)
+_LOG, _MAIL = "log", "mail"
 
 
 class Term:
@@ -37,7 +41,8 @@ class Term:
         members: The hosts that take part; they may become fewer or more.
         connect: Opens a connection to the store, with a prefix that belongs to the term.
         timeout_s: How long a host may be silent.
-        told: Called with the host that wrote an entry, and the entry. By a thread of this object, one at a time.
+        told: Called with the host that wrote an entry, and the entry. By a thread of this object, for the entries of a
+            list one at a time.
         silent: Called on the leader with the hosts that are silent, once all others have shown that they are not: where
             the network is divided, all of the other side are silent together.
         broken: Called once, with the reason, if the store cannot be used any more.
@@ -61,21 +66,26 @@ class Term:
         self._connect = connect
         self._members = set(members)
         self._noticed_s: float | None = None  # when a host was silent for too long
-        self._entries: queue.SimpleQueue[Mapping[str, Any] | None] = queue.SimpleQueue()
+        self._entries: queue.SimpleQueue[tuple[str, Mapping[str, Any]] | None] = queue.SimpleQueue()
         self._round_s = time.monotonic()
         self._over = threading.Event()
         self._once = threading.Lock()
         self._writer = threading.Thread(target=self._run, args=(self._write,), name="unisono-hosts-write", daemon=True)
-        self._reader = threading.Thread(target=self._run, args=(self._read,), name="unisono-hosts-read", daemon=True)
 
     def begin(self) -> None:
         """Begin to read and to write."""
-        self._reader.start()
+        for name in (_LOG, _MAIL) if self.leader == self._host else (_LOG,):
+            read = partial(self._read, name)
+            threading.Thread(target=self._run, args=(read,), name="unisono-hosts-read", daemon=True).start()
         self._writer.start()
 
     def say(self, entry: Mapping[str, Any]) -> None:
         """Append an entry to the log. Does not wait."""
-        self._entries.put(entry)
+        self._entries.put((_LOG, entry))
+
+    def say_to_leader(self, entry: Mapping[str, Any]) -> None:
+        """Append an entry to what the leader reads. Does not wait. It is lost with the leader."""
+        self._entries.put((_MAIL, entry))
 
     def watch(self, members: Collection[int]) -> None:
         """Watch these hosts from now on."""
@@ -122,12 +132,12 @@ class Term:
             self._over.set()
         self._broken(reason)
 
-    def _read(self) -> None:
+    def _read(self, name: str) -> None:
         store, number = self._connect(), 0
+        store.set_timeout(_FOREVER)
         while not self._over.is_set():
             number += 1
-            store.wait([f"log/{number}"], _FOREVER)
-            entry = json.loads(store.get(f"log/{number}"))
+            entry = json.loads(store.get(f"{name}/{number}"))  # waits for it
             if not self._over.is_set():
                 self._told(entry.pop("from"), entry)
 
@@ -135,18 +145,23 @@ class Term:
         store, number = self._connect(), 0
         beats: dict[int, bytes] = {}
         changed_s: dict[int, float] = {}
+        due_s = time.monotonic()
         while not self._over.is_set():
             with suppress(queue.Empty):
-                if (entry := self._entries.get(timeout=_POLL_S)) is None:
+                if (given := self._entries.get(timeout=max(0.0, due_s - time.monotonic()))) is None:
                     return
-                place = store.add("count", 1)
-                store.set(f"log/{place}", json.dumps({**entry, "from": self._host}))
+                name, entry = given
+                place = store.add(f"{name}/count", 1)
+                store.set(f"{name}/{place}", json.dumps({**entry, "from": self._host}))
+            if time.monotonic() < due_s:
+                continue
             number += 1
             store.set(f"beat/{self._host}", str(number))
-            store.check(["count"])  # to set is not answered
+            store.check([f"{_LOG}/count"])  # to set is not answered
             if self.leader == self._host:
                 self._look(store, beats, changed_s)
             self._round_s = time.monotonic()
+            due_s = self._round_s + _POLL_S
 
     def _look(self, store: Any, beats: dict[int, bytes], changed_s: dict[int, float]) -> None:
         now_s = time.monotonic()

@@ -1,0 +1,103 @@
+"""What hosts tell each other within the term of one leader, at a real store."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from unisono.launch.hosts.endpoint import listen
+from unisono.launch.hosts.term import Term
+from unisono.tcp_store import LOOPBACK, serve_store
+
+WAIT_S = 30.0
+
+
+class Member:
+    """A host in a term of which host 0 is the leader."""
+
+    def __init__(self, host: int, hosts: int, port: int, *, timeout_s: float) -> None:
+        self.told: queue.Queue[tuple[int, dict[str, Any]]] = queue.Queue()
+        self.silent: queue.Queue[set[int]] = queue.Queue()
+        self.broken: queue.Queue[str] = queue.Queue()
+
+        def connect() -> Any:
+            store = dist.TCPStore(
+                LOOPBACK, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=10)
+            )
+            return dist.PrefixStore("term/0", store)
+
+        self.term = Term(
+            0,
+            0,
+            host,
+            members=range(hosts),
+            connect=connect,
+            timeout_s=timeout_s,
+            told=lambda host, entry: self.told.put((host, entry)),
+            silent=lambda hosts: self.silent.put({*hosts}),
+            broken=self.broken.put,
+        )
+        self.term.begin()
+
+    def hear(self, count: int) -> list[tuple[int, Any]]:
+        """Return who has told what, for so many entries."""
+        found = [self.told.get(timeout=WAIT_S) for _ in range(count)]
+        return [(host, entry["do"]) for host, entry in found]
+
+
+@contextmanager
+def members(hosts: int, *, timeout_s: float = WAIT_S) -> Iterator[tuple[list[Any], list[Member]]]:
+    """Yield the store, in a list, and the hosts."""
+    stores = [serve_store(LOOPBACK, listen(LOOPBACK, 0))]
+    every = [Member(host, hosts, stores[0].port, timeout_s=timeout_s) for host in range(hosts)]
+    try:
+        yield stores, every
+    finally:
+        for each in every:
+            each.term.end()
+        stores.clear()  # threads that wait for an entry end with it
+        for thread in threading.enumerate():
+            if thread.name.startswith("unisono-hosts"):
+                thread.join(WAIT_S)
+
+
+def test_all_hear_everything_in_one_order_and_the_leader_alone_what_is_for_it():
+    with members(3) as (_, every):
+        for number in range(5):
+            for host, each in enumerate(every):
+                each.term.say({"do": f"{host}.{number}"})
+        heard = [each.hear(15) for each in every]
+        assert heard[0] == heard[1] == heard[2]
+        assert sorted(heard[0]) == [(host, f"{host}.{number}") for host in range(3) for number in range(5)]
+        every[2].term.say_to_leader({"do": "for the leader"})
+        every[0].term.say_to_leader({"do": "for itself"})
+        assert sorted(every[0].hear(2)) == [(0, "for itself"), (2, "for the leader")]
+        every[1].term.say({"do": "the end"})
+        assert [each.hear(1) for each in every] == [[(1, "the end")]] * 3
+
+
+def test_a_host_that_shows_no_sign_of_life_is_noticed_by_the_leader():
+    with members(3, timeout_s=1.0) as (_, every):
+        every[0].term.say({"do": "begun"})
+        assert all(each.hear(1) for each in every)
+        time.sleep(0.5)  # all have shown signs of life
+        every[2].term.end()
+        assert every[0].silent.get(timeout=WAIT_S) == {2}
+        assert every[1].silent.empty()
+
+
+def test_the_end_of_the_store_is_noticed_once():
+    with members(2) as (stores, every):
+        every[0].term.say({"do": "begun"})
+        assert all(each.hear(1) for each in every)
+        stores.clear()
+        for each in every:
+            assert "has closed its connection" in each.broken.get(timeout=WAIT_S)
+    assert [each.broken.empty() for each in every] == [True, True]
