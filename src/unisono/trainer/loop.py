@@ -340,7 +340,9 @@ class Loop:
         name = self.optimizers.name(optimizer)
         runner = self.optimizers.runners[name]
         self._saves.save_evaluated()
-        self._clock.begin(self._cursor.total_steps)
+        clock = self._clock
+        if clock.is_measuring or clock.is_due:
+            clock.begin(self._cursor.total_steps)
         self._state.begin()
         try:
             with self._carried.transaction():
@@ -359,8 +361,7 @@ class Loop:
         self._count_step(batch)
         runner.transaction.close()
         self._count_loss(batch, result)
-        self._clock.end(self._cursor.total_steps)
-        self._clock.tell()
+        clock.end(self._cursor.total_steps)
         shown = name if len(self.optimizers.runners) > 1 else None
         self._events.emit(batch, result, total_steps=self._cursor.total_steps, weight=runner.weight, optimizer=shown)
         if (message := runner.mode_warning(batch.epoch)) is not None:

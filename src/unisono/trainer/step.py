@@ -214,6 +214,7 @@ class StepRunner:
             options: How the step differs from the plain one.
             keeps_buffers: False to leave buffers as they are.
         """
+        clock = self._run.clock
         step, leaves = self.transaction, min(self._run.virtual_ranks, batch.size)
         self._fails_alike = False
         if self._run.world.group is not None:
@@ -228,7 +229,8 @@ class StepRunner:
         self._buffers.start(leaves=leaves)  # after the engine, which may move parameters
         try:
             self._shares.compute(loss_fn, batch, self._trained, restricted=self._restricted, call=call, options=options)
-            self._run.clock.end_compute()
+            if clock.is_measuring:
+                clock.end_compute()
             self._run.note("sum")
             self._engine.flush()
             self._buffers.launch()
@@ -239,8 +241,8 @@ class StepRunner:
             self._run.resizing.agree(is_wanted=totals.wants_resize)
             self._check(totals, batch)
             values = self._shares.values.means(self._run.world, "trainer.step") if totals.has_values else {}
-            if self._run.clock.is_due():
-                self._run.clock.exchange(self._run.world)
+            if clock.is_due:
+                clock.exchange(self._run.world)
             norm = self._finish_gradients(totals, batch, call, options)
             step.writing = True
             if keeps_buffers:

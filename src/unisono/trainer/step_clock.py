@@ -97,7 +97,10 @@ class StepClock:
         """Forget what has been measured: the ranks are not those from before. Every rank must call it."""
         self.is_measuring = False
         """True if the next step is measured, and the wait for its batch."""
-        self._schedule: Schedule | None = Schedule(0, 1)  # the first step tells whether there is a log
+        self.is_due = True
+        """True if ranks exchange their times in the next step: alike on ranks that are in the same step. The first one
+        tells whether there is a log."""
+        self._exchange_at = self._stride = 0
         self._exchanged_at = 0
         self._sums = self._last = _Times()
         self._done = self._calls = 0
@@ -114,7 +117,7 @@ class StepClock:
         self._data_s += seconds
 
     def begin(self, done: int) -> None:
-        """Note that a step begins, after so many steps of the run."""
+        """Note that a step begins, after so many of the run, which is measured or in which ranks exchange times."""
         self._done = done
         if self.is_measuring:
             self._begun_s = self._computed_s = time.perf_counter()
@@ -122,14 +125,14 @@ class StepClock:
             self._waited_s = self._waited_before_s = waited.seconds
 
     def end_compute(self) -> None:
-        """Note that this rank has run its forward and backward passes."""
-        if self.is_measuring:
-            self._computed_s, self._waited_s = time.perf_counter(), waited.seconds
+        """Note that this rank has run its forward and backward passes of a step that is measured."""
+        self._computed_s, self._waited_s = time.perf_counter(), waited.seconds
 
     def end(self, done: int) -> None:
         """Note that a step has ended, and choose whether to measure the next one, after so many steps of the run."""
-        schedule = self._schedule
-        if schedule is None:
+        if self._found is not None:
+            self._tell()
+        if not self._stride:
             return
         self._calls += 1
         if self.is_measuring:
@@ -145,13 +148,10 @@ class StepClock:
                 now - self._computed_s - after_s,
             )
             self._sums = self._sums.plus(self._last)
-        self.is_measuring = self._calls % schedule.stride == 0 or done + 1 == schedule.exchange_at
+        self.is_due = done >= self._exchange_at
+        self.is_measuring = self._calls % self._stride == 0 or done + 1 == self._exchange_at
         if self.is_measuring:
             self._data_s, self._ended_s = 0.0, time.perf_counter()
-
-    def is_due(self) -> bool:
-        """Return True if ranks exchange their times in the step under way: alike on ranks that are in the same step."""
-        return self._schedule is not None and self._done >= self._schedule.exchange_at
 
     def exchange(self, world: World) -> None:
         """Exchange the times of the steps before this one, and when to do so again. Every rank must call it.
@@ -165,16 +165,16 @@ class StepClock:
             if sums.steps and steps > 0:
                 schedule = Schedule.following(self._done, steps=steps, step_s=sums.seconds / sums.steps)
         found = world.gather((schedule, self._sums, self._last), "trainer.step")
-        self._schedule, self._exchanged_at = found[0][0], self._done
+        self._exchange_at, self._stride = found[0][0] or Schedule(0, 0)
+        self._exchanged_at, self.is_due = self._done, False
         if world.rank == 0 and self._sums.steps:
             self._found = self._done, self._calls, [(sums, last) for _, sums, last in found]
         self._sums = self._last = _Times()
         self._calls = 0
 
-    def tell(self) -> None:
+    def _tell(self) -> None:
         """Tell the times that have been exchanged in the last step, on rank 0, once the step has ended."""
-        if self._found is None:
-            return
+        assert self._found is not None
         (done, calls, found), self._found = self._found, None
         sums, last = [of_rank for of_rank, _ in found], [of_rank for _, of_rank in found]
         self._log.emit(

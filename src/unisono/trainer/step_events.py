@@ -48,9 +48,9 @@ class StepEvents:
             weight: The divisor of the sum of losses.
             optimizer: The name of the optimizer, if there are several.
         """
-        now = time.monotonic()
-        if not self._log.hears("step"):
-            self._step_ended_s = now
+        now, log = time.monotonic(), self._log
+        step_s, self._step_ended_s = now - self._step_ended_s, now
+        if (log.is_silent or log.is_muted) and not log.hears("step"):
             return
         others = None
         if (
@@ -61,9 +61,8 @@ class StepEvents:
             or now - self._measured_s >= _MEASURE_S
         ):
             others = self._others(batch, result, weight, optimizer, now)
-        loss, rate, step_s = float(result), result.learning_rates[0], now - self._step_ended_s
-        self._log.emit_step((time.time(), batch.epoch, batch.step, total_steps, loss, batch.size, rate, step_s, others))
-        self._step_ended_s = now
+        loss, rate = float(result), result.learning_rates[0]
+        log.emit_step((time.time(), batch.epoch, batch.step, total_steps, loss, batch.size, rate, step_s, others))
 
     def _others(
         self, batch: Batch, result: StepResult, weight: float, optimizer: str | None, now: float

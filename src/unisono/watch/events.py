@@ -98,7 +98,8 @@ class EventLog:
             except OSError:
                 self.close()
                 raise
-        self._silent = self._file is None and self._pipe is None and not self._listeners
+        self.is_silent = self._file is None and self._pipe is None and not self._listeners
+        """True without a sink, and once closed."""
         self.is_muted = False
         """True to drop events, except warnings: those of calls that other ranks have made."""
         self._recent: deque[Event | StepRecord] = deque(maxlen=MOST_MISSING)
@@ -132,7 +133,7 @@ class EventLog:
         """Return True if an event of this kind is told or kept; otherwise there is no need to make it."""
         if self.is_muted:
             return kind == "warning"
-        return not self._silent or kind == "warning" or (self._continues and kind in SHARED)
+        return not self.is_silent or kind == "warning" or (self._continues and kind in SHARED)
 
     @overload
     def emit(self, kind: Literal["run"], /, **fields: Unpack[RunFields]) -> None: ...
@@ -177,7 +178,7 @@ class EventLog:
         Raises:
             TypeError: JSON cannot represent a field, such as a tensor; nothing is written then.
         """
-        if (self._silent or self.is_muted) and not self.hears(kind):
+        if (self.is_silent or self.is_muted) and not self.hears(kind):
             return
         event = {"time": time.time(), "event": kind, **fields}
         if (kind == "step" and self._told is None) or (kind == "log" and self._held):
@@ -197,7 +198,7 @@ class EventLog:
                 told, self._told = self._told, None
                 if told is not None and content_of(event) == told:
                     return
-            if not self._silent:
+            if not self.is_silent:
                 self._tell(event)
                 if kind == "warning" and self._warned is not None:
                     self._warned(event)
@@ -236,14 +237,21 @@ class EventLog:
 
     def emit_step(self, record: StepRecord) -> None:
         """Send the event "step" to all sinks: as `emit`, but for less, in each step of a run."""
-        if self._listeners or self._told is not None or self.is_muted:
-            event = event_of(record)
-            self.emit("step", **{key: each for key, each in event.items() if key not in ("time", "event")})
+        if self._listeners or self._told is not None or self.is_muted or self.is_silent:
+            self._emit_record(record)
             return
         if self._continues:
             self._recent.append(record)
-        if not self._silent and self._held.add(record, record[0]):
+        held = self._held
+        held.events.append(record)  # as `HeldEvents.add` does, without a call
+        if not held.written_s <= record[0] < held.until_s and held.is_due(record[0]):
             self._write_held()
+
+    def _emit_record(self, record: StepRecord) -> None:
+        """Send the event "step" as others are sent, if it is told or kept."""
+        if self.hears("step"):
+            event = event_of(record)
+            self.emit("step", **{key: each for key, each in event.items() if key not in ("time", "event")})
 
     def tell_listeners(self, kind: Kind, /, **fields: Any) -> None:
         """Send an event to the listeners in this process alone, which are new, unlike the file and the pipe."""
@@ -254,7 +262,7 @@ class EventLog:
         self._write_held()
         with self._lock:
             self._held.close()
-            self._silent = True
+            self.is_silent = True
             self._listeners, self._warned = (), None
             self._drop_pipe()
             self._drop_file()
@@ -267,7 +275,7 @@ class EventLog:
 
     def __del__(self) -> None:
         # A Trainer that is garbage-collected in mid-run leaves no open file.
-        if hasattr(self, "_silent"):
+        if hasattr(self, "is_silent"):
             self.close()
 
     def _drop_pipe(self) -> None:

@@ -1,18 +1,21 @@
 """Events of fast steps, which wait for a moment to be written together.
 
 The interpreter's code and data have left the processor's caches while a step computes. So an event that is written in
-each step costs four times what it costs in a row of them: 40 µs instead of 10. Start reading at `HeldEvents.add`.
+each step costs four times what it costs in a row of them: 40 µs instead of 10. For the same reason holding one takes as
+little code as possible. Start reading at `HeldEvents.add`.
 """
 
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from unisono.watch.step_record import StepRecord
@@ -23,7 +26,6 @@ _HOLD_S = 0.05
 """How long events wait while others follow."""
 _LOOK_S = 0.2
 """How often the thread looks whether no event has followed. It ends when nothing is held."""
-_MOST = 256
 
 
 class HeldEvents:
@@ -45,32 +47,38 @@ class HeldEvents:
 
     def _begin(self) -> None:
         self._process = os.getpid()
-        self._events: deque[dict[str, Any] | StepRecord] = deque()
-        self._written_s = 0.0
-        self._is_watched = self._has_watched = False
+        self.events: deque[dict[str, Any] | StepRecord] = deque()
+        self.written_s = 0.0
+        self.until_s = -math.inf
+        """An event with a time from `written_s` on and before this waits: there is nothing to do for it."""
+        self._has_watched = False
         self._closed = threading.Event()
 
     def add(self, event: dict[str, Any] | StepRecord, time_s: float) -> bool:
         """Add an event, with its time; return True if what is held must be written now."""
-        if self._process != os.getpid():
-            self._begin()
-        self._events.append(event)
+        self.events.append(event)
+        return not self.written_s <= time_s < self.until_s and self.is_due(time_s)
+
+    def is_due(self, time_s: float) -> bool:
+        """Return True if what is held must be written now; otherwise see to it that it is written in time.
+
+        Call it after an event has been added to `events` whose time is not before `until_s`.
+        """
         # A clock that was set back must not let events wait.
-        if self._at_once or not 0 <= time_s - self._written_s < _HOLD_S or len(self._events) >= _MOST:
+        if self._at_once or not 0 <= time_s - self.written_s < _HOLD_S:
             return True
-        if not self._is_watched:
-            self._watch()
+        self._watch()
         return False
 
     def __len__(self) -> int:
-        return len(self._events)
+        return len(self.events)
 
     def take(self) -> list[dict[str, Any] | StepRecord]:
         """Return the events that are held, and hold them no longer."""
-        if self._process != os.getpid():
-            self._begin()
-        self._written_s = time.time()
-        return [self._events.popleft() for _ in range(len(self._events))]
+        self.written_s = now_s = time.time()
+        if self.until_s > 0:
+            self.until_s = now_s + _HOLD_S
+        return [self.events.popleft() for _ in range(len(self.events))]
 
     def close(self) -> None:
         """End the thread: no event follows."""
@@ -82,21 +90,28 @@ class HeldEvents:
         if not self._has_watched:
             self._has_watched = True
             atexit.register(self._write_held)
-        self._is_watched = True
+            os.register_at_fork(after_in_child=partial(_begin_anew, weakref.ref(self)))
+        self.until_s = self.written_s + _HOLD_S
         # It holds no lock and no file while it waits, so that nobody has to wait for its end.
         threading.Thread(target=self._work, name="unisono-events", daemon=True).start()
 
     def _work(self) -> None:
         while not self._closed.wait(_LOOK_S):
-            if not self._events:
-                self._is_watched = False
-                if not self._events:
+            if not self.events:
+                self.until_s = -math.inf
+                if not self.events:
                     return
-                self._is_watched = True  # one was added just before
-            elif time.time() - self._written_s >= _HOLD_S:
+                self.until_s = self.written_s + _HOLD_S  # one was added just before
+            elif time.time() - self.written_s >= _HOLD_S:
                 self._write_held()
 
     def _write_held(self) -> None:
         write = self._write()
         if write is not None and self._process == os.getpid():
             write()
+
+
+def _begin_anew(reference: weakref.ref[HeldEvents]) -> None:
+    held = reference()
+    if held is not None:
+        held._begin()
