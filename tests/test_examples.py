@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from unisono.report.source import open_run
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
@@ -60,6 +62,20 @@ def test_recipes_learn_and_have_one_digest(fork_python, fork_ranks, name):
     assert has_learned(alone[-2], pattern, bounds), alone[-2]
     assert re.fullmatch(r"weights sha256: [0-9a-f]{64}", alone[-1])
     assert fork_ranks(3, EXAMPLES / f"{name}.py", *options).lines()[-2:] == alone[-2:]
+
+
+def test_a_loop_of_ones_own_learns_and_writes_its_run_down(fork_ranks, tmp_path):
+    options = ["--epochs", 6, "--batch-size", 96]
+    results = []
+    for ranks in (1, 3):
+        folder = tmp_path / str(ranks)
+        (line,) = fork_ranks(ranks, EXAMPLES / "own_loop.py", *options, "--directory", folder).lines()
+        assert has_learned(line, r"test accuracy: ([01]\.\d+) \(\d+/360\)", (0.85, 1))
+        document = open_run(folder)
+        assert (document["state"], document["totals"]["steps_done"]) == ("finished", 6 * 15)
+        assert document["totals"]["samples"] == 6 * 1437  # each once an epoch, on any number of ranks
+        results.append(document["curves"]["loss"]["mean"][0])
+    assert results[0] == pytest.approx(results[1], rel=0.1)  # means over all ranks; Dropout draws other numbers
 
 
 PIPELINES = {
