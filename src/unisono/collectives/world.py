@@ -6,7 +6,7 @@ training goes through `engine`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import Any
@@ -119,6 +119,24 @@ class World:
             RankMismatchError: Ranks gather for different purposes.
         """
         return [value] if self.group is None else gather_values(known_group(self.group), call, value)
+
+    def gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
+        """Return equally many numbers of each rank, in rank order. Every rank must call it.
+
+        Quicker than `gather`, since it compares nothing: use it where all ranks are known to be at the same place.
+        Traffic: an all-gather of 8 bytes a number.
+
+        Args:
+            numbers: Those of this rank; whole ones must be below 2^53.
+        """
+        if self.group is None:
+            return [[*numbers]]
+        own = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        found = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(found, own, group=self.group)
+        confirm_group()
+        of_ranks: list[list[float]] = torch.stack(found).tolist()
+        return of_ranks
 
     def gather_to_main(self, value: Any, call: str) -> list[Any] | None:
         """Return one picklable value of each rank on rank 0, in rank order; None elsewhere. Every rank must call it.
