@@ -19,9 +19,9 @@ from unisono.watch import Event
 __all__ = ["FORMAT", "Document", "summarise"]
 
 Document: TypeAlias = dict[str, Any]
-"""See docs/report.md, "The data in the page"."""
+"""What `_Summary.document` returns."""
 
-FORMAT = "unisono report 1"
+FORMAT = "unisono report 2"
 _MOST_CURVES = 60
 _MOST_STARTS = 100
 _MOST_WARNINGS = 50

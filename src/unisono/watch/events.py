@@ -237,21 +237,18 @@ class EventLog:
 
     def emit_step(self, record: StepRecord) -> None:
         """Send the event "step" to all sinks: as `emit`, but for less, in each step of a run."""
-        if self._listeners or self._told is not None or self.is_muted or self.is_silent:
-            self._emit_record(record)
+        if self._listeners or self._told is not None or self.is_muted:
+            event = event_of(record)
+            self.emit("step", **{key: each for key, each in event.items() if key not in ("time", "event")})
             return
         if self._continues:
             self._recent.append(record)
+        if self.is_silent:
+            return
         held = self._held
         held.events.append(record)  # as `HeldEvents.add` does, without a call
         if not held.written_s <= record[0] < held.until_s and held.is_due(record[0]):
             self._write_held()
-
-    def _emit_record(self, record: StepRecord) -> None:
-        """Send the event "step" as others are sent, if it is told or kept."""
-        if self.hears("step"):
-            event = event_of(record)
-            self.emit("step", **{key: each for key, each in event.items() if key not in ("time", "event")})
 
     def tell_listeners(self, kind: Kind, /, **fields: Any) -> None:
         """Send an event to the listeners in this process alone, which are new, unlike the file and the pipe."""

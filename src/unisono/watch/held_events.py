@@ -50,8 +50,10 @@ class HeldEvents:
         self.events: deque[dict[str, Any] | StepRecord] = deque()
         self.written_s = 0.0
         self.until_s = -math.inf
-        """An event with a time from `written_s` on and before this waits: there is nothing to do for it."""
-        self._has_watched = False
+        """An event with a time from `written_s` on and before this waits: there is nothing to do for it. Minus infinity
+        while no thread watches."""
+        self._guard = threading.RLock()  # a signal handler may emit, too
+        self._is_watched = self._has_watched = False
         self._closed = threading.Event()
 
     def add(self, event: dict[str, Any] | StepRecord, time_s: float) -> bool:
@@ -67,7 +69,8 @@ class HeldEvents:
         # A clock that was set back must not let events wait.
         if self._at_once or not 0 <= time_s - self.written_s < _HOLD_S:
             return True
-        self._watch()
+        if not self._is_watched:
+            self._watch()
         return False
 
     def __len__(self) -> int:
@@ -75,9 +78,10 @@ class HeldEvents:
 
     def take(self) -> list[dict[str, Any] | StepRecord]:
         """Return the events that are held, and hold them no longer."""
-        self.written_s = now_s = time.time()
-        if self.until_s > 0:
-            self.until_s = now_s + _HOLD_S
+        with self._guard:
+            self.written_s = time.time()
+            if self._is_watched:
+                self.until_s = self.written_s + _HOLD_S
         return [self.events.popleft() for _ in range(len(self.events))]
 
     def close(self) -> None:
@@ -91,17 +95,22 @@ class HeldEvents:
             self._has_watched = True
             atexit.register(self._write_held)
             os.register_at_fork(after_in_child=partial(_begin_anew, weakref.ref(self)))
-        self.until_s = self.written_s + _HOLD_S
+        self._set_watched(True)
         # It holds no lock and no file while it waits, so that nobody has to wait for its end.
         threading.Thread(target=self._work, name="unisono-events", daemon=True).start()
+
+    def _set_watched(self, is_watched: bool) -> None:
+        with self._guard:
+            self._is_watched = is_watched
+            self.until_s = self.written_s + _HOLD_S if is_watched else -math.inf
 
     def _work(self) -> None:
         while not self._closed.wait(_LOOK_S):
             if not self.events:
-                self.until_s = -math.inf
+                self._set_watched(False)
                 if not self.events:
                     return
-                self.until_s = self.written_s + _HOLD_S  # one was added just before
+                self._set_watched(True)  # one was added just before
             elif time.time() - self.written_s >= _HOLD_S:
                 self._write_held()
 
