@@ -1,8 +1,8 @@
 """Recognise digits in a loop of your own, which writes its run down: with DDP, and without a Trainer.
 
-    unisono run -n 2 examples/own_loop.py --directory runs/own      # about 10 s on two cores
-    unisono top                                                     # meanwhile, in another terminal
-    unisono report runs/own                                         # a page with its curves
+    unisono run -n 2 examples/own_loop.py --directory runs/own --epochs 500     # half a minute on two cores
+    unisono top                                                                 # meanwhile, in another terminal
+    unisono report runs/own                                                     # a page with its curves
 
 Loss and accuracy are means over the samples of all ranks, so that the curves do not depend on rank 0's share. It also
 runs alone, by `python examples/own_loop.py`, and under torchrun.

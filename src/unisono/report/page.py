@@ -271,10 +271,9 @@ def _facts(document: Document) -> str:
     ]
     shown = _rows((name, value) for name, value in rows if value not in (None, ""))
     settings = _mapping(facts.get("settings"))
+    heading = "Arguments of the Trainer" if "virtual_ranks" in facts else "Settings"
     folded = (
-        f"<details><summary>Arguments of the Trainer</summary><table>{_rows(settings.items())}</table></details>"
-        if settings
-        else ""
+        f"<details><summary>{heading}</summary><table>{_rows(settings.items())}</table></details>" if settings else ""
     )
     starts = ""
     if totals["starts"] > 1:
