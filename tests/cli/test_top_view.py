@@ -73,6 +73,9 @@ def test_the_parts_of_a_step_are_shown_and_tell_the_reason():
     parts[1]["data"] = 0.1
     assert slowest(ranks).endswith("a step waits for its batch for 100 ms there, and 0.5 ms on rank 0.")
     assert measured(None) is None
+    on_gpus = measured({name: value for name, value in times.items() if name not in ("waiting", "update")})[1]
+    ranks = [rank(number, waits=0.6 - 0.6 * number, parts=on_gpus[number]) for number in (0, 1)]
+    assert slowest(ranks).endswith("it keeps 1.0 cores busy.")
 
 
 def test_no_rank_is_called_slow_without_a_difference():

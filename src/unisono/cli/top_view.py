@@ -156,9 +156,11 @@ def _reason(slow: RankView, quick: RankView, waits: str) -> str:
     if slow.delay >= _CROWDED:
         told = f"{slow.delay:.0%}".replace("%", " %")
         return f"the machine. {waits}; it is ready to run and has no core {told}."
-    if slow.parts and quick.parts:
-        own, other = slow.parts, quick.parts
-        name = max(("data", "compute"), key=lambda part: own[part] - other[part])
+    own, other = slow.parts or {}, quick.parts or {}
+    # On GPUs, what a rank waits for others is in `compute`, and tells nothing.
+    longer = {name: own[name] - other[name] for name in ("data", "compute") if "waiting" in own and "waiting" in other}
+    if longer and max(longer.values()) > 0:
+        name = max(longer, key=lambda part: longer[part])
         took = f"{format_short_time(own[name])} there, and {format_short_time(other[name])} on rank {quick.rank}"
         if name == "data":
             return f"its data. {waits}; a step waits for its batch for {took}."
