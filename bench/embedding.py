@@ -3,14 +3,15 @@
 Two ranks, 256 bags of 8 ids each on each rank, rows of 16 floats, a linear layer to 8 classes, SGD for both: the model
 of PyTorch's tutorial on parameter servers. The peer: DDP over gloo, zero_grad, forward, backward, loss.item(), step.
 Sides take turns in blocks of steps, which both ranks begin at the same time; that of the slower rank counts. The kernel
-is lookup, backward and update of one process with one thread, with `Adam` against nn.EmbeddingBag and SparseAdam. The
+is lookup, backward and update of one process with one thread, with `Adam` against nn.EmbeddingBag and SparseAdam, and
+with `RowwiseAdagrad` in a dynamic table with random ids of 64 bits, all of which have rows, against fixed rows. The
 last row is the same with SGD on a table of 50 million rows against one of 100 000: what a step costs must not depend on
 the rows that there are, except for what the caches hold.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from time import perf_counter
 
@@ -28,7 +29,7 @@ from bench.models import classify
 from bench.ranks import run_ranks
 from bench.rows import Goal, Row, summarise
 from bench.sides import check_equal
-from unisono.embedding import SGD, Adam, Table, Tables, dense_parameters
+from unisono.embedding import SGD, Adam, RowwiseAdagrad, Table, Tables, dense_parameters
 
 __all__ = ["run"]
 
@@ -44,6 +45,7 @@ def run(effort: Effort) -> Iterator[Row]:
     kernels = [(1000, 8, 64, 4)] if effort.quick else [(100_000, 16, 2048, 8), (1_000_000, 64, 4096, 10)]
     for rows, dim, bags, ids in kernels:
         yield _kernel(effort, rows, dim, bags, ids)
+        yield _dynamic(effort, rows, dim, bags, ids)
     yield _by_size(effort, 200_000 if effort.quick else 50_000_000)
 
 
@@ -159,23 +161,9 @@ def _kernel(effort: Effort, rows: int, dim: int, bags: int, width: int) -> Row:
     plain = nn.EmbeddingBag(rows, dim, mode="sum", sparse=True)
     optimizer = optim.SparseAdam(plain.parameters(), lr=_RATE)
 
-    def side(module: nn.Module, update: Callable[[], object]) -> Callable[[], float]:
-        turns = count()
-
-        def measure() -> float:
-            ids = batches[next(turns) % len(batches)]
-            start = perf_counter()
-            module(ids).backward(gradient)
-            update()
-            seconds = perf_counter() - start
-            module.zero_grad()
-            return seconds
-
-        return measure
-
-    pairs = alternate(
-        side(tables["item"], tables.step), side(plain, optimizer.step), rounds=effort.rounds(21), seed=effort.seed
-    )
+    ours = _steps(tables["item"], tables.step, batches, gradient)
+    theirs = _steps(plain, optimizer.step, batches, gradient)
+    pairs = alternate(ours, theirs, rounds=effort.rounds(21), seed=effort.seed)
     torch.set_num_threads(threads)
     ids = bags * width / 1e6
     return summarise(
@@ -187,3 +175,51 @@ def _kernel(effort: Effort, rows: int, dim: int, bags: int, width: int) -> Row:
         goal=Goal(of="ratio", bound=4.0),
         rows=rows,
     )
+
+
+def _dynamic(effort: Effort, rows: int, dim: int, bags: int, width: int) -> Row:
+    torch.manual_seed(0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    batches = [torch.randint(0, rows, (bags, width)) for _ in range(16)]
+    gradient, names = torch.randn(bags, dim), torch.randint(-(2**63), 2**63 - 1, (rows,))
+
+    def side(ids: Tensor, **size: int) -> Callable[[], float]:
+        rule = RowwiseAdagrad(lr=_RATE)
+        tables = Tables({"item": Table(dim=dim, pooling="sum", optimizer=rule, **size)})  # type: ignore[arg-type]
+        for part in torch.split(ids, 100_000):
+            tables["item"](part.view(-1, 1)).sum().backward()
+            tables.step()
+            tables.zero_grad()
+        return _steps(tables["item"], tables.step, [ids[batch] for batch in batches], gradient)
+
+    ours, theirs = side(names, capacity=2 * rows), side(torch.arange(rows), rows=rows)
+    pairs = alternate(ours, theirs, rounds=effort.rounds(21), seed=effort.seed)
+    torch.set_num_threads(threads)
+    ids = bags * width / 1e6
+    return summarise(
+        "embedding",
+        f"RowwiseAdagrad, {rows} dynamic rows x {dim}, {bags * width} ids, one core",
+        **pairs.as_rates(ours=ids, peer=ids)._asdict(),
+        peer_name="fixed rows",
+        unit="M ids/s",
+        rows=rows,
+    )
+
+
+def _steps(
+    module: nn.Module, update: Callable[[], object], batches: Sequence[Tensor], gradient: Tensor
+) -> Callable[[], float]:
+    """Return a function that makes a step with the next batch, and returns its time in seconds."""
+    turns = count()
+
+    def measure() -> float:
+        ids = batches[next(turns) % len(batches)]
+        start = perf_counter()
+        module(ids).backward(gradient)
+        update()
+        seconds = perf_counter() - start
+        module.zero_grad()
+        return seconds
+
+    return measure

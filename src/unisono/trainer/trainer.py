@@ -386,7 +386,8 @@ class Trainer(RunStatus, ShortForm, ByVirtualRank, Storage):
             RankMismatchError: On all ranks, if they differ in a hyperparameter such as the learning rate, in what is
                 frozen, in a mode, in the batch or in what they call.
             LossError: The function returned anything else, wrote to a parameter, or changed a buffer in a way that
-                virtual ranks cannot agree on; a gradient is sparse where none can be; or all weights are zero.
+                virtual ranks cannot agree on; a gradient is sparse where none can be; all weights are zero; or a
+                dynamic table has no rows for new ids (TableFullError).
             GroupError: The function called a collective.
             RuntimeError: It is called inside a loss function or an evaluated function, or torch's process group failed.
             TypeError: loss_fn, encode or on_gradients cannot be called.
