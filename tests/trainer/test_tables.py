@@ -100,6 +100,25 @@ def test_a_division_of_the_model_is_refused(parallel, named):
         train(model, optim.SGD(dense_parameters(model), lr=0.1), parallel=parallel)
 
 
+def test_a_run_that_ended_with_a_full_table_goes_on_with_one_that_grows(tmp_path):
+    def run(directory, steps, **size):
+        torch.manual_seed(0)
+        tables = Tables({"item": Table(dim=4, pooling="sum", optimizer=Adam(lr=0.1), **size)})
+        model = nn.Sequential(tables["item"], nn.Linear(4, 3))
+        optimizer = optim.SGD(dense_parameters(model), lr=0.1)
+        trainer = unisono.Trainer(model, optimizer, virtual_ranks=1, progress=False, directory=directory)
+        data = TensorDataset(torch.arange(60).view(20, 3) * 7**20, DATA.tensors[1][:20])
+        for _ in trainer.epochs(1, max_steps=steps):
+            for batch in trainer.batches(data, batch_size=5):
+                trainer.step(per_sample, batch)
+        return trainer.digest(), len(tables["item"].weight)
+
+    run(tmp_path / "a", 2, capacity=40)
+    with pytest.raises(unisono.errors.TableFullError, match=r'30 of its 40 rows are taken.* Give it when_full="grow"'):
+        run(tmp_path / "a", None, capacity=40)
+    assert run(tmp_path / "a", None, capacity=7, when_full="grow") == run(None, None, capacity=40, when_full="grow")
+
+
 def test_averages_of_a_dynamic_table_are_refused():
     tables = Tables({"item": Table(capacity=17, dim=4, pooling="sum", optimizer=SGD(lr=0.1))})
     model = nn.Sequential(tables["item"], nn.Linear(4, 3))

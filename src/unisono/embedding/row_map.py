@@ -286,10 +286,14 @@ class RowMap(nn.Module):
         return free[:count]
 
     def _refuse(self, new: Tensor) -> NoReturn:
+        remedy = (
+            'Give it when_full="grow", with which a run also goes on from its checkpoint, or "evict_oldest".'
+            if self.policy.when_full == "raise"
+            else "Give it a larger capacity, or batches with fewer different ids."
+        )
         raise TableFullError(
             f"table {self.name!r} is full: {self.count} of its {len(self.ids)} rows are taken, and this step has "
-            f"{len(new)} ids without a row, such as {int(new[0])}. No table was updated. Give it a larger capacity="
-            + (' or when_full="evict_oldest".' if self.policy.when_full == "raise" else ", or fewer different ids.")
+            f"{len(new)} ids without a row, such as {int(new[0])}. No table was updated. {remedy}"
         )
 
     def _source(self) -> tuple[Any, ...]:
