@@ -37,7 +37,8 @@ class RowTable(nn.Embedding):
         """The ids of a dynamic table; None for one with fixed rows."""
         if self.rows is None:
             self.reset_parameters()
-        self.register_load_state_dict_pre_hook(_prepare_load)  # type: ignore[no-untyped-call]
+        if table.when_full == "grow":
+            self.register_load_state_dict_pre_hook(_prepare_load)  # type: ignore[no-untyped-call]
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  torch's name
         """Return the rows of ids of any shape, [*input.shape, dim].
@@ -79,7 +80,8 @@ class BagTable(nn.EmbeddingBag):
         """The ids of a dynamic table; None for one with fixed rows."""
         if self.rows is None:
             self.reset_parameters()
-        self.register_load_state_dict_pre_hook(_prepare_load)  # type: ignore[no-untyped-call]
+        if table.when_full == "grow":
+            self.register_load_state_dict_pre_hook(_prepare_load)  # type: ignore[no-untyped-call]
 
     def forward(
         self,
