@@ -58,6 +58,7 @@ def ranks(failures) -> list[int]:
         (LATE, "RuntimeError"),
         ("[Errno 104] Connection reset by peer", "ConnectionResetError"),
         ("", "EOFError"),
+        ("rank 1 failed while this rank needed its part of the model", "unisono.errors.PeerError"),
     ],
 )
 def test_a_rank_that_only_lost_a_peer_is_a_victim_also_if_it_was_first(message, kind):
@@ -138,6 +139,7 @@ def test_a_rank_that_never_came_is_named_when_the_others_have_timed_out():
 def test_a_lost_connection_alone_is_not_a_sure_cause_while_others_run():
     assert not find_root_cause([told(0, 10, LOST)], running=[1]).sure
     assert find_root_cause([told(0, 10, LOST)]).sure
+    assert not find_root_cause([told(0, 10, "rank 1 failed", "unisono.errors.PeerError")], running=[1]).sure
     assert find_root_cause([failure(0, 10)], running=[1]).sure
 
 

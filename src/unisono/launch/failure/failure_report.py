@@ -14,7 +14,7 @@ from typing import Any
 
 from unisono.launch.failure.frames import FrameRecord, frames_in, is_own
 from unisono.launch.failure.hints import hint_for, meaning_of_signal
-from unisono.launch.failure.root_cause import RankFailure, RootCause, name_signal
+from unisono.launch.failure.root_cause import RankFailure, RootCause, has_heard, name_signal
 from unisono.launch.failure.traceback_lines import frame_lines, short_place
 from unisono.text import clip, name_ranks, without_cpp_place
 
@@ -225,6 +225,16 @@ def _error_body(account: Mapping[str, Any], folder: str, width: int, *, is_told:
         yield from frame_lines(link["frames"], folder, most=6, within=subject["frames"])
 
 
+def _victims(verdict: RootCause) -> Iterator[str]:
+    heard = {failure.rank for failure in verdict.victims if has_heard(failure)}
+    lost = {failure.rank for failure in verdict.victims} - heard
+    causes = name_ranks(verdict.ranks)
+    if lost:
+        yield f"{name_ranks(lost)} only lost " + (f"the connection to {causes}" if len(verdict.ranks) < 8 else "a peer")
+    if heard:
+        yield f"{name_ranks(heard)} only heard of " + (f"the failure of {causes}" if len(verdict.ranks) < 8 else "it")
+
+
 def _rest_of_message(account: Mapping[str, Any], width: int, *, is_told: bool) -> Iterator[tuple[str, str]]:
     """Yield the lines of a message that the headline does not show. Stacks of C++ are only in the log."""
     lines = [line for line in account["message"].splitlines() if line.strip()]
@@ -247,10 +257,8 @@ def _facts(verdict: RootCause, circumstances: Circumstances, width: int) -> Iter
         yield "hint", [hint]
     if tail := _tail(cause):
         yield "last lines", [clip(_plain(line), width) for line in tail]
-    victims = {failure.rank for failure in verdict.victims}
-    if victims and not verdict.absent:
-        lost = f"{name_ranks(victims)} only lost the connection to {name_ranks(verdict.ranks)}"
-        yield "victims", [lost if len(verdict.ranks) < 8 else f"{name_ranks(victims)} only lost a peer"]
+    if verdict.victims and not verdict.absent:
+        yield "victims", [*_victims(verdict)]
     if verdict.others:
         yield "also failed", [_other(failure) for failure in verdict.others[:3]]
     if verdict.ended:

@@ -12,7 +12,7 @@ from typing import Any
 
 from unisono.peer_loss import LOST_PEER
 
-__all__ = ["RankFailure", "RootCause", "exit_status", "find_root_cause", "first_failure", "name_signal"]
+__all__ = ["RankFailure", "RootCause", "exit_status", "find_root_cause", "first_failure", "has_heard", "name_signal"]
 
 _LEAD_NS = 50_000_000
 """How much earlier than its end was seen a rank may have failed, if it recorded no error. Its connections close before
@@ -86,7 +86,7 @@ class RootCause:
     same: tuple[RankFailure, ...] = ()
     """Ranks that failed with the same error as the cause, in the same place."""
     victims: tuple[RankFailure, ...] = ()
-    """Ranks that failed only because a peer was lost."""
+    """Ranks that failed only because of a peer: it was lost, or told them of its own failure."""
     others: tuple[RankFailure, ...] = ()
     """Ranks that failed in another way, after the cause."""
     ended: tuple[int, ...] = ()
@@ -101,7 +101,7 @@ class RootCause:
     """True if the cause itself only lost a peer: one of another host may be the cause."""
     sure: bool = True
     """False if a failure that may still arrive is likely to change the cause. Then wait a moment before ending others:
-    only a lost connection is known, and the rank that closed it has not failed yet."""
+    only a lost connection is known, or that another rank has failed, and that one's failure has not come yet."""
 
     @property
     def rank(self) -> int:
@@ -174,7 +174,7 @@ def find_root_cause(
         absent_finished=bool(absent) and bool(finished),
         absent_left=bool(absent) and bool(left) and not finished,
         lost=least >= _LOST,
-        sure=least < _LOST or not running,
+        sure=least in (_CERTAIN, _PERHAPS) or not running,
     )
 
 
@@ -197,9 +197,15 @@ def first_failure(failures: Collection[RankFailure]) -> RankFailure:
     return min(failures, key=failed_ns)
 
 
-_CERTAIN, _PERHAPS, _LOST, _LATE = range(4)
+_CERTAIN, _PERHAPS, _TOLD, _LOST, _LATE = range(5)
 """Grades of how little a failure explains: an error of the rank itself; a connection that Python code lost, to a peer
-or to anything else; a peer lost by torch; a peer waited for in vain."""
+or to anything else; the failure of a peer that unisono has told the rank; a peer lost by torch; a peer waited for in
+vain."""
+
+
+def has_heard(failure: RankFailure) -> bool:
+    """Return True if a rank failed because unisono told it that another one had failed."""
+    return _doubt(failure) == _TOLD
 
 
 def _doubt(failure: RankFailure) -> int:
@@ -223,6 +229,8 @@ def _doubt_of(error: Mapping[str, Any], failure: RankFailure) -> int:
             return _LOST
         if failure.grouped and (name == "DistNetworkError" or _holds(text, LOST_PEER)):
             return _LOST
+    if name == "PeerError" and not _raised_by_program(error):
+        return _TOLD
     return _PERHAPS if name in _CONNECTION_TYPES or name == "DistNetworkError" else _CERTAIN
 
 
