@@ -124,6 +124,7 @@ class PartLoading:
         Raises:
             CheckpointError: They are no parts, not all parts of one state, or those of another model or optimizer.
         """
+        self._replace_state()  # so that there is no memory for two of them
         for part in parts:
             self._check(part)
             for each in part["weights"]:
@@ -141,7 +142,7 @@ class PartLoading:
                 f"the state is that of {ranks} ranks, and the parts of {name_ranks(missing)} are missing: {_GIVE}"
             )
         self._check_complete()
-        self._finish()
+        self._replace_state()
         return steps
 
     def _check(self, part: Any) -> None:
@@ -235,8 +236,8 @@ class PartLoading:
                         "this rank keeps: load parts of the same model"
                     )
 
-    def _finish(self) -> None:
-        """Replace the optimizer's state."""
+    def _replace_state(self) -> None:
+        """Replace the optimizer's state by what has been loaded."""
         if self._division is not None:
             shards = self._division.shards_of(self._optimizer)
             by_piece = {(name, own.start): own.state for name, all_own in self._states.items() for own in all_own}
