@@ -47,6 +47,14 @@ def test_parts_are_loaded_by_another_number_of_ranks_with_another_division(fork_
         assert [job.lines(rank) for rank in range(others)] == [expected] * others
 
 
+@pytest.mark.parametrize(("ranks", "by"), [(2, "block"), pytest.param(3, "size", marks=pytest.mark.soak)])
+def test_sync_batch_norm_normalises_over_all_ranks(fork_ranks, fork_python, ranks, by):
+    program = PROGRAM.with_name("shard_sync_norm.py")
+    expected = fork_python(program, by)
+    job = fork_ranks(ranks, program, by)
+    assert [job.lines(rank) for rank in range(ranks)] == [expected] * ranks
+
+
 CANNOT = "cannot be divided over ranks: it is not known to treat each element of a parameter alone."
 MESSAGES = {
     "no model": "TypeError: model is a list: unisono.parallel.shard takes one torch.nn.Module, then its optimizer",

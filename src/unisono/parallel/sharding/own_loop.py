@@ -158,7 +158,7 @@ class Sharded:
         Every rank must enter it, also one that has no data: it calls nothing inside, and counts as zero in the mean.
         The step is made on all ranks or on none. If a rank leaves the block with an error, the others raise
         `PeerError`, weights and buffers are those from before it, and the loop may go on. Call no collectives of your
-        own inside: ranks may be waiting for each other's parts.
+        own inside, unless all ranks have called the same parts of the model before: another rank may wait for a part.
 
         Raises:
             LossError: On all ranks, if none called `backward`; on one, if its block's output cannot be seen.
