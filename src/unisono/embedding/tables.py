@@ -15,8 +15,9 @@ from unisono.text import a_type
 __all__ = ["Tables", "dense_parameters", "optimizer_of", "tables_in"]
 
 
-class Tables(Mapping[str, nn.Module]):
-    """Tables by name. Each is a module: put it into a model, and give the model to a Trainer or use it in a loop.
+class Tables(nn.Module, Mapping[str, nn.Module]):
+    """Tables by name. It is a module, and so is each table: put all or some of them into a model, and give the model to
+    a Trainer or use it in a loop.
 
     A Trainer updates tables in the same step as the rest of the model. In a loop of your own, call `step` and
     `zero_grad` beside those of your optimizer, which gets `dense_parameters(model)`.
@@ -37,15 +38,27 @@ class Tables(Mapping[str, nn.Module]):
         for name, table in tables.items():
             if not isinstance(table, Table):
                 raise TypeError(f"tables[{name!r}] is {a_type(table)}; give a unisono.embedding.Table")
+            if not name or "." in name:
+                raise ValueError(
+                    f"{name!r} cannot be the name of a table, since it is a part of its parameters' names: give it one "
+                    "without dots"
+                )
         check_memory(tables)
-        self._modules: dict[str, RowTable | BagTable] = {
+        super().__init__()
+        # Not by add_module, which refuses the names of this class's attributes: a table may be called "items".
+        self._modules |= {
             name: RowTable(name, table) if table.pooling is None else BagTable(name, table)
             for name, table in tables.items()
         }
 
+    # A mapping is equal to others with the same items, and cannot be hashed; a module must be itself alone.
+    __eq__, __hash__ = object.__eq__, object.__hash__
+
     def __getitem__(self, name: str) -> nn.Module:
         """Return the module of a table."""
-        return self._modules[name]
+        module = self._modules[name]
+        assert module is not None
+        return module
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the names."""
@@ -58,16 +71,11 @@ class Tables(Mapping[str, nn.Module]):
     @cached_property
     def optimizer(self) -> TableOptimizer:
         """The optimizer of all tables, for loops of your own, schedulers and checkpoints."""
-        return optimizer_of(self._modules.values())
+        return optimizer_of(tables_in([self]).values())
 
     def step(self) -> None:
         """Update the rows that have a gradient."""
         self.optimizer.step()
-
-    def zero_grad(self) -> None:
-        """Drop the gradients."""
-        for module in self._modules.values():
-            module.weight.grad = None
 
 
 def tables_in(modules: Iterable[nn.Module]) -> dict[int, RowTable | BagTable]:

@@ -129,6 +129,16 @@ def _needs_values(error: BaseException) -> EstimateError:
     )
 
 
+def _check_dense(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise EstimateError(
+                f"{name!r} of the model has sparse gradients, whose memory and time follow from the ids of a batch: "
+                "plan knows dense ones alone, so plan the model without it, with a Linear of the same width, say. "
+                "docs/embedding.md says what a table takes"
+            )
+
+
 class _Clock:
     """Tells the time that operators have taken so far: by their description, or real time."""
 
@@ -147,6 +157,7 @@ class _Clock:
 
 def _profile(subject: Subject, micro_batch: int, stages: Sequence[int], times: OperatorTimes | None) -> ModelProfile:
     model, optimizer = subject.model, subject.optimizer
+    _check_dense(model)
     batch = batch_of(subject.sample, micro_batch)
     inputs = tensors_in(batch)
 

@@ -56,3 +56,7 @@ def build_other_optimizer():
 
 
 NOT_A_FUNCTION = 3
+
+
+def build_sparse():
+    return build(nn.Sequential(nn.EmbeddingBag(100, WIDTH, sparse=True), nn.Linear(WIDTH, 10)))
