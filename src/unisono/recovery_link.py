@@ -89,6 +89,9 @@ class RecoveryLink(Protocol):
     def wanted_size(self) -> int:
         """Return the number of ranks that the launcher wants from the next step on; 0 if it wants no change."""
 
+    def asked_size(self) -> int:
+        """Return the same, once the launcher has told all ranks; 0 before."""
+
     def job_ends(self) -> bool:
         """Return True if the launcher ends all ranks, so that a signal was not meant for this one alone."""
 

@@ -101,6 +101,21 @@ def test_a_run_gets_as_many_ranks_as_it_can_have(launcher, start):
     assert "rank 3 left the run and did not end within 1 s; killed" in err
 
 
+def test_a_rank_that_comes_late_to_the_end_of_a_change_waits_for_no_further_one_there(start):
+    late = """
+    import time
+    from unisono.trainer.recoverable_run import RecoverableRun
+    def has_joined(self, *given, joined=RecoverableRun.has_joined, **options):
+        joined(self, *given, **options)
+        time.sleep(1.0 * (self.world.rank >= 2))
+    RecoverableRun.has_joined = has_joined
+    """
+    job = start(late + TRAIN, "-n", "2")
+    assert finds(lambda: ((control.ask(job.pid, {"ask": "job"}) or {}).get("step") or 0) > 2)
+    assert call(job.pid, 3).startswith(f"job {job.pid} (job0.py): 2 -> 3 ranks after step ")
+    assert call(job.pid, 2).startswith(f"job {job.pid} (job0.py): 3 -> 2 ranks after step ")
+
+
 def test_a_run_whose_ranks_need_a_gpu_each_gets_no_more_ranks_than_gpus(start):
     has_gpus = "    from unisono.trainer.recoverable_run import RecoverableRun as run; run.gpus = 2"
     job = start(has_gpus + TRAIN, "-n", "2")

@@ -84,6 +84,7 @@ class Generation:
         self.pages[rank] = RecoveryPage(page)
         self.pages[rank].share(self._secret)
         self.pages[rank].want(self._wanted)
+        self.pages[rank].ask(self._wanted)
         stdout, stderr, *events = self._relay.open(rank, attempt=self.attempt)
         self.running.add(rank)
         files = {"stdout": stdout, "stderr": stderr, "page": page, "dump": dump, "ask": ask}
@@ -109,8 +110,12 @@ class Generation:
     def want(self, size: int) -> None:
         """Tell all ranks, also those that come later, how many there are to be; 0: no change is wanted."""
         self._wanted = size
-        for page in self.pages.values():
-            page.want(size)
+        # Ranks come to the end of a step together as soon as one of them is asked, and wait there as long as its own
+        # page says that a change is wanted. So what is wanted is in all pages before, and as long as, any is asked.
+        tell = (RecoveryPage.want, RecoveryPage.ask) if size else (RecoveryPage.ask, RecoveryPage.want)
+        for each in tell:
+            for page in self.pages.values():
+                each(page, size)
 
     def resize(self, size: int) -> None:
         """Note that there is another number of ranks, whose processes have been started."""
@@ -136,6 +141,7 @@ class Generation:
         self.pages[rank].close()
         self.pages[rank] = page
         page.want(self._wanted)
+        page.ask(self._wanted)
         self._relay.adopt(rank, pipes, attempt=self.attempt)
         self.running.add(rank)
         if watched.pid:

@@ -36,10 +36,11 @@ _LONGEST_FIXED, _LONGEST_REFUSAL, _LONGEST_SAMPLES = 700, 2000, 3000
 _NUMBER = struct.Struct("=Q")
 _MEMBERS = struct.Struct("=Q")  # the number of ranks; the new ones follow as a text
 _WANTED = struct.Struct("=Q")
+_ASKED = struct.Struct("=Q")  # the same, once it is in the pages of all ranks
 _SETTLED = struct.Struct("=Q")  # the number of the latest decision that is in the pages of all ranks
 _NEW = struct.Struct("=?")
 _ENDS = struct.Struct("=??")  # whether all ranks end, and whether because one has failed
-_NUMBER_AT, _WANTED_AT, _SETTLED_AT, _ENDS_AT = 8192, 8200, 8208, 8216
+_NUMBER_AT, _WANTED_AT, _SETTLED_AT, _ENDS_AT, _ASKED_AT = 8192, 8200, 8208, 8216, 8224
 _NEW_AT, _SECRET_AT, _MEMBERS_AT = 8256, 8264, 8320
 _MEMBERS_SIZE = 3500
 _SECRET_SIZE = 32
@@ -126,6 +127,10 @@ class RankLink:
         """Return the number of ranks that the agent wants from the next step on; 0 if it wants no change."""
         return int(_WANTED.unpack_from(self._region, _WANTED_AT)[0])
 
+    def asked_size(self) -> int:
+        """Return the number of ranks that the agent wants, once it has told all ranks; 0 if it wants no change."""
+        return int(_ASKED.unpack_from(self._region, _ASKED_AT)[0])
+
     def job_ends(self) -> bool:
         """Return True if the agent ends all ranks."""
         return bool(_ENDS.unpack_from(self._region, _ENDS_AT)[0])
@@ -204,6 +209,10 @@ class RecoveryPage:
     def want(self, size: int) -> None:
         """Tell the rank the number of ranks that is wanted from the next step on; 0: no change is wanted."""
         _WANTED.pack_into(self._region, _WANTED_AT, size)
+
+    def ask(self, size: int) -> None:
+        """Tell the rank that `want` has told all ranks; 0: no change is wanted."""
+        _ASKED.pack_into(self._region, _ASKED_AT, size)
 
     def end_job(self, *, failed: bool) -> None:
         """Tell the rank that all ranks are about to be ended.

@@ -130,7 +130,7 @@ class Recovery:
         """Return True if the launcher wants another number of ranks; see `run_context.Resizing`."""
         if self._link is None or self._run is None:
             return False
-        return self.is_on and self.decisions.wants_other_size(self._run.world.size)
+        return self.is_on and self.decisions.asks_for_other_size(self._run.world.size)
 
     def agree(self, *, is_wanted: bool) -> None:
         """Note in a step what all ranks know of it together; see `run_context.Resizing`."""
@@ -160,6 +160,8 @@ class Recovery:
             DecisionError: The launcher has decided on who the ranks are.
         """
         assert self._run is not None
+        if not self._resizes:  # it has changed: a rank that comes late must not wait for the next change here, alone
+            return
         self.note("resize")
         self.decisions.wait_for_size(self._run.world.size)
 
@@ -366,7 +368,8 @@ class Recovery:
         assert run is not None
         if run.world.rank < size and run.world.rank not in ranks:
             tell_job(store)
-            tell_position(store, run.world.rank, run.position(self._log, self._name, resizes=self._resizes))
+            resizes = self._resizes and run.world.size == size
+            tell_position(store, run.world.rank, run.position(self._log, self._name, resizes=resizes))
 
     def _meet_at(self, store: RecoveryStore, started_s: float) -> LoggedCall | None:
         run, link, name = self._run, self._link, self._name
@@ -394,6 +397,8 @@ class Recovery:
             self._log = position.log
         if missed is not None or is_new:
             self._resizes = position.resizes
+        elif size != before:
+            self._resizes = False
         self.is_joined = True
         self.decisions.follow(number)
         link.joined(number)
