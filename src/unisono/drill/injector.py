@@ -154,9 +154,10 @@ class Injector:
             fault = replace(fault, rank=fault.rank % len(self._pids))
         if fault.kind == "term" and (self._last - log.latest) * self._step_s < _TERM_S:
             fault = replace(fault, rank=0)
+        times = time.time(), time.monotonic_ns()  # the launcher may notice before `inject` has returned
         if (pid := self._pids.get(fault.rank)) is not None and inject(fault.kind, pid):
             self._pid, self._known = pid, len(log.recoveries)
-            self._strike = Strike(fault, log.latest, time.time(), time.monotonic_ns())
+            self._strike = Strike(fault, log.latest, *times)
             self.done.append(self._strike)
             self._plan.pop(0)
         self._due_s = None
