@@ -90,7 +90,7 @@ class RecoveryLink(Protocol):
         """Return the number of ranks that the launcher wants from the next step on; 0 if it wants no change."""
 
     def asked_size(self) -> int:
-        """Return the same, once the launcher has told all ranks; 0 before."""
+        """Return `wanted_size`, once `wanted_size` returns it on all ranks; 0 before, and if no change is wanted."""
 
     def job_ends(self) -> bool:
         """Return True if the launcher ends all ranks, so that a signal was not meant for this one alone."""

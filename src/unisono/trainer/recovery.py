@@ -160,7 +160,7 @@ class Recovery:
             DecisionError: The launcher has decided on who the ranks are.
         """
         assert self._run is not None
-        if not self._resizes:  # it has changed: a rank that comes late must not wait for the next change here, alone
+        if not self._resizes:  # the number has changed: a late rank must not wait for the next change here, alone
             return
         self.note("resize")
         self.decisions.wait_for_size(self._run.world.size)

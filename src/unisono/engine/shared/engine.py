@@ -23,7 +23,6 @@ from unisono.engine.base import Preparation, Trained
 from unisono.engine.joint_optimizer import parts_of, trained_by
 from unisono.engine.node_sums import Gradients, drop
 from unisono.engine.norm import (
-    BLOCK,
     block_norms,
     blocks_of,
     clip_factor,
@@ -31,21 +30,19 @@ from unisono.engine.norm import (
     global_norm,
     in_memory_order,
 )
-from unisono.engine.shared.batched_rows import BatchedRows
-from unisono.engine.shared.direct_rows import DirectRows
 from unisono.engine.shared.gradient_rows import GradientRows
 from unisono.engine.shared.optimizer_state import give_memory_back
 from unisono.engine.shared.optimizer_update import OptimizerUpdate, with_hooks
-from unisono.engine.shared.paired_rows import PairedRows
 from unisono.engine.shared.parameter_arena import SharedParameters
-from unisono.engine.shared.partition import Piece, assign_whole, partition
+from unisono.engine.shared.partition import Piece
 from unisono.engine.shared.sharded_optimizer import is_elementwise
 from unisono.engine.shared.shared_all_gather_v import SharedAllGatherV
 from unisono.engine.shared.shared_consistency import SharedConsistencyCheck
 from unisono.engine.shared.shared_runtime import SharedRuntime
 from unisono.engine.shared.step_metadata import StepMetadata, note, unscale
 from unisono.engine.shared.table_division import TableDivision
-from unisono.engine.shared.update_protection import TURNS, UpdateProtection
+from unisono.engine.shared.update_protection import UpdateProtection
+from unisono.engine.shared.work_division import divide_work
 from unisono.engine.sparse_tables import TableSums, check_optimizers, maps_of, split_sparse
 from unisono.engine.step_transaction import Passed, StepTransaction
 from unisono.engine.totals import Totals
@@ -55,10 +52,6 @@ from unisono.errors import PeerError, UnisonoError
 
 __all__ = ["SharedEngine"]
 
-# If the gradients are smaller than this, they are taken at the end of backward, when they are still in the cache: a
-# hook costs 25 µs. 66 thousand parameters in 6 tensors then take 1.2 ms of CPU time per step instead of 1.35. Such
-# models have two sets of rows, so that a rank need not wait until all others have begun the step.
-_CACHE_NBYTES = 1024 * 1024
 _pre_hooks_of = attrgetter("_optimizer_step_pre_hooks")
 _post_hooks_of = attrgetter("_optimizer_step_post_hooks")
 # Columns of the runtime's words, after those of the consistency check.
@@ -105,7 +98,7 @@ class SharedEngine(GradientAccumulation):
         # `_build` sets all of these.
         self._is_whole: bool
         self._is_large: bool
-        self._both_rows: Sequence[GradientRows[Any]]
+        self._row_sets: Sequence[GradientRows[Any]]
         self._rows: GradientRows[Any]
         self._gradients: list[list[Tensor]]
         self._division: TableDivision
@@ -140,7 +133,7 @@ class SharedEngine(GradientAccumulation):
             self._protection.attempt(self._comparison.attempt)
             if self._is_large:
                 turn = self._protection.number
-        self._rows = self._both_rows[turn % len(self._both_rows)]
+        self._rows = self._row_sets[turn % len(self._row_sets)]
         self._rows.start(layout, self._comparison.attempt)
         self._begin(step, layout)
 
@@ -335,51 +328,31 @@ class SharedEngine(GradientAccumulation):
         )
         all_gather = SharedAllGatherV(runtime, word=_LENGTH)
         self._tables = TableSums(tables, rank=runtime.rank, all_gather=all_gather, divided=division.divided, maps=maps)
-        numels = [p.numel() for p in parameters]
-        self._is_whole = whole = not all(
-            is_elementwise(part) for part in parts_of(optimizer) if trained_by(part, dense).names
+        self._is_whole = not all(is_elementwise(part) for part in parts_of(optimizer) if trained_by(part, dense).names)
+        work = divide_work(
+            runtime,
+            self._weights,
+            parameters,
+            is_whole=self._is_whole,
+            keeps_gradients=self._protects and division.is_undoable,
+            widest=self._layouts.widest,
         )
-        parts = assign_whole(numels, ranks=runtime.size) if whole else partition(numels, ranks=runtime.size, unit=BLOCK)
-        pieces = parts[runtime.rank]
-        nbytes = sum(p.numel() * p.element_size() for p in parameters)
-        is_large = nbytes >= _CACHE_NBYTES
-        make: type[GradientRows[Any]] = BatchedRows
-        if is_large:
-            make = PairedRows if runtime.size > 2 else DirectRows
-        self._is_large = is_large
-        sets = 1 if is_large else 2
-        # The gradients of some steps are kept, in rows that take turns, if portions are copied in turn.
-        spare = TURNS - 1 if is_large and self._protects and not whole and division.is_undoable else 0
-        self._both_rows = [
-            make(runtime, parameters, parts, widest=self._layouts.widest, spare=spare) for _ in range(sets)
-        ]
-        self._both_rows += [self._both_rows[0].turned(number) for number in range(spare)]
-        self._rows = self._both_rows[0]
-        if is_large and not runtime.awaits_release:
+        self._is_large, self._row_sets, self._gradients = work.is_large, work.row_sets, work.gradients
+        self._rows = self._row_sets[0]
+        if work.is_large and not runtime.awaits_release:
             runtime.awaits_release = True
             runtime.release_gradients()
-        self._table = StepMetadata(runtime, self._layouts.widest, numels)
-        if whole:
-            places = [parameters[piece.parameter] for piece in pieces]
-            self._gradients = [[rows.gradients[piece.parameter] for piece in pieces] for rows in self._both_rows]
-        else:
-            # A parameter without dimensions keeps none: its state cannot be told from a number then, and need not be.
-            shapes = [() if not parameters[i].dim() else (stop - start,) for i, start, stop in pieces]
-            vectors = [self._weights.vector(parameters[i])[start:stop] for i, start, stop in pieces]
-            places = [vector.view(shape) for vector, shape in zip(vectors, shapes, strict=True)]
-            self._gradients = [
-                [total.view(shape) for total, shape in zip(rows.totals, shapes, strict=True)]
-                for rows in self._both_rows
-            ]
+        self._table = StepMetadata(runtime, self._layouts.widest, [p.numel() for p in parameters])
         every = Trained((*dense.names, *tables.names), (*parameters, *tables.parameters))
-        pieces, places = [*pieces, *division.pieces], [*places, *division.places]
+        pieces = [*work.parts[runtime.rank], *division.pieces]
+        places = [*work.places, *division.places]
         self._updates = [
             OptimizerUpdate.make(runtime, part, every, pieces, places, guests=division.guests)
             for part in parts_of(optimizer)
         ]
         if self._protects:
-            self._protection = self._make_protection(parts)
-        if self._overlap and is_large:
+            self._protection = self._make_protection(work.parts)
+        if self._overlap and work.is_large:
             self._hook()
         give_memory_back()
 
@@ -388,7 +361,7 @@ class SharedEngine(GradientAccumulation):
             self._runtime,
             parts,
             self._updates,
-            self._both_rows,
+            self._row_sets,
             parameters=self._trained.parameters,
             vectors=[self._weights.vector(p) for p in self._trained.parameters],
             tables=self._tables.tables.parameters,
@@ -456,7 +429,7 @@ class SharedEngine(GradientAccumulation):
         runtime, used = self._runtime, self._used_by_all
         if not self._prepared:
             self._rows.reduce(used, self._factor)
-        gradients: Sequence[Tensor | None] = self._gradients[self._both_rows.index(self._rows)]
+        gradients: Sequence[Tensor | None] = self._gradients[self._row_sets.index(self._rows)]
         adopted = [update.adopt() for update in self._updates]
         of_tables: Sequence[Tensor | None] = ()
         if self._tables.tables.names:
