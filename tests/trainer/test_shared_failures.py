@@ -190,9 +190,9 @@ if R == 1:
     selection.SharedRuntime = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 """
     second = """
-from unisono.engine.shared import engine
+from unisono.engine.shared import work_division
 if R == 1:
-    engine.partition = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+    work_division.partition = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
 """
     for prepare in (first, second):
         said = run_alone(
