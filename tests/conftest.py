@@ -110,7 +110,8 @@ class RankHost:
     ) -> tuple[list[int | None], int | None]:
         """Run a script on N ranks, whose output goes to files out0, err0, … in a folder.
 
-        Args: watched is whether all are ended when one fails; {rank} in the environment stands for the rank.
+        Args: watched is whether all are ended when one fails; {rank} in an argument or in the environment stands for
+            the rank.
         Returns: exit codes by rank, minus the signal for one that was killed, None for one that had to be ended; and
             the code of the one that failed first, 0 if none did.
         """

@@ -108,7 +108,7 @@ def _become(job: dict) -> None:
     sys.stdin = open(0)  # noqa: SIM115  the old one is the host's
     os.environ.update({name: value.replace("{rank}", str(rank)) for name, value in job["environment"].items()})
     os.chdir(job["cwd"])
-    sys.argv = [job["script"], *job["arguments"]]
+    sys.argv = [job["script"], *(argument.replace("{rank}", str(rank)) for argument in job["arguments"])]
     sys.path[0] = str(Path(job["script"]).parent)
     if seed := os.environ.get("SLOW_RANKS"):
         _slow_down(random.Random(f"{seed} {rank}"), str(Path(job["script"]).parent))

@@ -6,10 +6,7 @@ are one script, each line at its place in the page, so that a traceback gives th
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -37,22 +34,6 @@ def script_of(page: Path) -> str:
     return "\n".join(kept)
 
 
-def run_python(script: Path) -> list[str]:
-    """Run a script in its own folder, with warnings as errors; return what it printed."""
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(script)],
-        cwd=script.parent,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout.splitlines()
-
-
 PAGES_WITH_BLOCKS = [page for page in PAGES if script_of(page).strip()]
 
 
@@ -71,12 +52,12 @@ def test_python_blocks_run(fork_ranks, page, ranks, tmp_path, monkeypatch):
     fork_ranks(ranks, script)
 
 
-def test_the_readmes_script_is_short_and_has_one_digest_with_and_without_ranks(run_ranks, tmp_path):
+def test_the_readmes_script_is_short_and_has_one_digest_with_and_without_ranks(run_ranks, fork_python, tmp_path):
     (script,) = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
     assert len(script.splitlines()) <= README_LINES
     path = tmp_path / "digits.py"
-    path.write_text(script)
-    alone = run_python(path)
+    path.write_text("import warnings; warnings.simplefilter('error')\n" + script)
+    alone = fork_python(path)
     assert re.fullmatch("weights sha256: [0-9a-f]{64}", alone[-1])
     assert run_ranks(2, path).lines()[-1] == alone[-1]
 

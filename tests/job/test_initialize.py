@@ -45,22 +45,23 @@ def python(program: str, *arguments: str, code: int = 0, **variables: str) -> su
     return done
 
 
-def processes(n: int, program: str, *arguments: str, **variables: str) -> list[str]:
-    """Run a program in n processes that get their rank as the first argument; return what each printed."""
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-W", "error", "-c", program, str(rank), *arguments],
-            env=environ(**{name: value.format(rank=rank) for name, value in variables.items()}),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(n)
-    ]
-    results = [process.communicate(timeout=TIMEOUT_S) for process in started]
-    assert all(process.returncode == 0 for process in started), results
-    assert all(err == "" for _, err in results), results
-    return [out for out, _ in results]
+@pytest.fixture
+def processes(rank_host, tmp_path_factory):
+    """Run a program in n processes that get their rank as the first argument; return what each printed, and on stderr.
+
+    They are forked, with no variable of a launcher but those that are given.
+    """
+
+    def run(n: int, program: str, *arguments: str, code: int = 0, **variables: str) -> tuple[list[str], list[str]]:
+        folder = tmp_path_factory.mktemp("processes")
+        script = folder / "script.py"
+        script.write_text(f"import warnings; warnings.simplefilter('error')\n{program}")
+        codes, _ = rank_host.run(n, script, "{rank}", *arguments, folder=folder, environment=variables)
+        out, err = ([(folder / f"{name}{rank}").read_text() for rank in range(n)] for name in ("out", "err"))
+        assert codes == [code] * n, (codes, err)
+        return out, err
+
+    return run
 
 
 def test_three_ranks_under_unisono_run(run_ranks, tmp_path):
@@ -132,12 +133,12 @@ for how in (
 """
 
 
-def test_ranks_that_were_started_by_hand_meet_in_every_way(tmp_path):
-    outs = processes(
+def test_ranks_that_were_started_by_hand_meet_in_every_way(processes, tmp_path):
+    outs, errs = processes(
         2, MEET, free_port(), free_port(), str(tmp_path / "meet"),
         RANK="{rank}", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port(),
     )  # fmt: skip
-    assert outs == ["shm\nshm\nshm\nshm\ngloo\nshm\nshm\nshm\n"] * 2
+    assert (outs, errs) == (["shm\nshm\nshm\nshm\ngloo\nshm\nshm\nshm\n"] * 2, ["", ""])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -148,11 +149,11 @@ with unisono.init("gloo", f"tcp://localhost:{sys.argv[2]}", rank=int(sys.argv[1]
 """
 
 
-def test_processes_that_a_rank_starts_meet_at_the_address_that_they_are_given():
+def test_processes_that_a_rank_starts_meet_at_the_address_that_they_are_given(processes):
     # They inherit what the launcher said to their parent, here rank 0 of another job.
     inherited = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
     inherited |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    outs = processes(2, BY_A_RANK, free_port(), **inherited)
+    outs, _ = processes(2, BY_A_RANK, free_port(), **inherited)
     assert outs == ["(0, 0, 2, 1, 'none') (1, 1, 2, 1, 'none')\n"] * 2
 
 
@@ -220,8 +221,8 @@ with unisono.main_first():
 """
 
 
-def test_rank_0_keeps_its_store_until_the_others_have_ended():
-    assert processes(2, LATE, free_port()) == ["in 0\n", "in 1\n"]
+def test_rank_0_keeps_its_store_until_the_others_have_ended(processes):
+    assert processes(2, LATE, free_port()) == (["in 0\n", "in 1\n"], ["", ""])
 
 
 def test_a_job_that_begins_again_does_not_meet_at_the_store_that_rank_0_is_closing(fork_ranks):
@@ -246,11 +247,12 @@ def test_nothing_stays_of_jobs_groups_and_replicas_that_have_ended(fork_ranks):
     assert fork_ranks(2, PROGRAMS / "ended.py").out == "[0] ok\n[1] ok\n"
 
 
-def test_a_file_of_an_earlier_job_is_recognised(tmp_path):
-    program = "import sys, unisono; unisono.init(init_method=sys.argv[1], rank=0, world_size=2, timeout=0.2)"
+def test_a_file_of_an_earlier_job_is_recognised(processes, tmp_path):
+    program = "import sys, unisono; unisono.init(init_method=sys.argv[2], rank=0, world_size=2, timeout=0.2)"
     meet = f"file://{tmp_path / 'meet'}"
-    assert "PeerError: rank 1 did not join the 2 ranks at file:" in python(program, meet, code=1).stderr
-    err = python(program, meet, code=1).stderr
+    _, (err,) = processes(1, program, meet, code=1)
+    assert "PeerError: rank 1 did not join the 2 ranks at file:" in err
+    _, (err,) = processes(1, program, meet, code=1)
     assert "LaunchError: rank 0 of 2 has been at file:" in err
     assert "the file is left from an earlier job" in err
 

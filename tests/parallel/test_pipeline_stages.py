@@ -15,15 +15,23 @@ PROGRAM = Path(__file__).parent / "programs" / "cut_own_loop.py"
 STARTS = {"mlp": "5,9,16", "residual": "blocks.1,blocks.3,head", "language_model": "layers.1,layers.2,norm"}
 
 
-@pytest.mark.parametrize("name", STARTS)
-def test_any_number_of_ranks_has_the_bits_of_one(fork_ranks, fork_python, name):
+WAYS = [(4, "", "zero-bubble"), (2, "", "interleaved"), (2, "n2", "gpipe")]
+"""Ranks, stages ("" for those above), and a schedule."""
+
+
+@pytest.mark.parametrize(
+    ("name", "ways"),
+    [
+        ("mlp", WAYS),
+        ("residual", WAYS[:1]),
+        ("language_model", WAYS[1:2]),
+        *(pytest.param(name, WAYS, marks=pytest.mark.soak) for name in STARTS),
+    ],
+)
+def test_any_number_of_ranks_has_the_bits_of_one(fork_ranks, fork_python, name, ways):
     losses, results, sha = json.loads(fork_python(PROGRAM, name, STARTS[name], "1f1b")[-1])
-    for ranks, stages, schedule in [
-        (4, STARTS[name], "zero-bubble"),
-        (2, STARTS[name], "interleaved"),
-        (2, "n2", "gpipe"),
-    ]:
-        job = fork_ranks(ranks, PROGRAM, name, stages, schedule)
+    for ranks, stages, schedule in ways:
+        job = fork_ranks(ranks, PROGRAM, name, stages or STARTS[name], schedule)
         told = [json.loads(job.lines(rank)[-1]) for rank in range(ranks)]
         assert [each[0] for each in told] == [losses] * ranks
         assert [each[1] for each in told] == [None] * (ranks - 1) + [results]

@@ -243,14 +243,6 @@ def test_orders_are_uniform_and_independent(check):
     assert PASS < check(ours) < 1 - PASS
 
 
-FIRST_OF_KIND = {case.values[0].func: case for case in reversed(CHECKS)}.values()
-
-
-@pytest.mark.parametrize("check", FIRST_OF_KIND)
-def test_the_control_passes_each_kind_of_check(check):
-    assert PASS < check(randperm) < 1 - PASS
-
-
 @pytest.mark.soak
 @pytest.mark.parametrize("check", CHECKS)
 def test_the_control_passes_every_check(check):

@@ -15,12 +15,12 @@ def whole(fork_python):
 
 
 WAYS = [
-    (2, "gpipe", 2, "mlp residual u_net"),
-    (4, "1f1b", 4, "fp16 bf16 language_model checkpointed"),
-    (2, "auto", 4, "mlp u_net language_model"),
-    (4, "zero-bubble", 2, "fp16 residual bf16 checkpointed"),
-    (1, "1f1b", 3, "mlp fp16 residual bf16 u_net language_model checkpointed"),
-    (3, "auto", "auto3", "residual bf16 language_model"),
+    (2, "gpipe", 2, "mlp residual"),
+    (4, "1f1b", 4, "fp16 language_model checkpointed"),
+    (2, "auto", 4, "mlp u_net"),
+    (4, "zero-bubble", 2, "residual bf16"),
+    (1, "1f1b", 3, "fp16 u_net checkpointed"),
+    (3, "auto", "auto3", "bf16 language_model"),
 ]
 """Each model meets several schedules, with all of schedules, replicas and measured splits among them."""
 

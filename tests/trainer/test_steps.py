@@ -23,7 +23,14 @@ def steps_on_one_rank(fork_python) -> dict[str, str]:
     return digests(fork_python(STEPS, "auto"), least=19)
 
 
-@pytest.mark.parametrize(("n", "engine"), [(2, "collective"), (3, "shared"), (4, "collective"), (4, "shared")])
+@pytest.mark.parametrize(
+    ("n", "engine"),
+    [
+        (2, "collective"),
+        (4, "shared"),
+        *(pytest.param(*each, marks=pytest.mark.soak) for each in [(3, "shared"), (4, "collective")]),
+    ],
+)
 def test_steps_of_all_forms_have_one_digest(fork_ranks, steps_on_one_rank, n, engine):
     expected = {k: v for k, v in steps_on_one_rank.items() if engine != "shared" or k not in NOT_SHARED}
     assert digests(fork_ranks(n, STEPS, engine).lines(), least=17) == expected

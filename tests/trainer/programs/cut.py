@@ -71,12 +71,12 @@ def adam(model):
 
 
 torch.manual_seed(1)
-X = torch.randn(44, 16)
+X = torch.randn(28, 16)
 VECTORS = TensorDataset(X, X.flip(1))
-CLASSES = TensorDataset(torch.randn(44, 4, 6, 6), torch.randint(0, 3, (44,)))
-IMAGES = TensorDataset(torch.randn(44, 2, 10, 10))
-TOKENS = TensorDataset(torch.randint(0, 30, (44, 8)))
-FLAT = TensorDataset(X, torch.randint(0, 3, (44,)))
+CLASSES = TensorDataset(torch.randn(28, 4, 6, 6), torch.randint(0, 3, (28,)))
+IMAGES = TensorDataset(torch.randn(28, 2, 10, 10))
+TOKENS = TensorDataset(torch.randint(0, 30, (28, 8)))
+FLAT = TensorDataset(X, torch.randint(0, 3, (28,)))
 MLP = ["5", "9", "16"]
 CASES = {
     "mlp": (pipeline_models.mlp, vectors, VECTORS, MLP, adam, {"clip_grad_norm": 0.5, "ema_decay": 0.9}, 1),

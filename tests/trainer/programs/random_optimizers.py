@@ -136,6 +136,8 @@ def draw_optimizer(
         options["lr"] /= 100  # the loss grows, and should stay finite
     if kind == "Adadelta":
         options["lr"] = 1.0
+    if kind == "LBFGS":
+        options["max_iter"] = 4  # each is a pass over the whole batch
     return OptimizerOf(
         model=model,
         members=members,
