@@ -10,8 +10,8 @@ from typing import Any
 import click
 import pytest
 import yaml
-from kubernetes.client import models
 
+from late_imports import LateModule
 from unisono.cli.main import cli
 from unisono.errors import LaunchError
 
@@ -137,7 +137,7 @@ def check_model(value: Any, kind: str, path: str) -> None:
     elif kind in ("str", "int", "bool"):
         assert type(value).__name__ == kind, f"{path}: {value!r} is no {kind}"
     else:
-        model = getattr(models, kind)
+        model = getattr(LateModule("kubernetes.client.models"), kind)
         names = {json_name: name for name, json_name in model.attribute_map.items()}
         assert isinstance(value, dict) and value.keys() <= names.keys(), f"{path}: {value.keys() - names.keys()}"
         arguments = {}

@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-import torchmetrics
-from sklearn.metrics import precision_recall_fscore_support
 
 import unisono
+from late_imports import LateModule
 from unisono.errors import GroupError
 from unisono.metrics import Accuracy, Average, ConfusionCounts, Max, Mean, Metrics, Min, TorchMetric, Total
 
+sklearn_metrics, torchmetrics = LateModule("sklearn.metrics"), LateModule("torchmetrics")
 PROGRAM = Path(__file__).parent / "programs" / "metrics.py"
 
 
@@ -235,10 +235,10 @@ def test_precision_recall_and_f1_are_those_of_scikit_learn(seed):
         counts.update(found[part : part + 7], wanted[part : part + 7])
     table = counts.compute()
     for average in ("macro", "micro", "weighted"):
-        expected = precision_recall_fscore_support(wanted, found, average=average, zero_division=0)[:3]
+        expected = sklearn_metrics.precision_recall_fscore_support(wanted, found, average=average, zero_division=0)[:3]
         ours = [getattr(table, name)(average) for name in ("precision", "recall", "f1")]
         assert ours == pytest.approx(expected)
-    each = precision_recall_fscore_support(wanted, found, labels=range(6), zero_division=0)
+    each = sklearn_metrics.precision_recall_fscore_support(wanted, found, labels=range(6), zero_division=0)
     for name, expected in zip(("precision", "recall", "f1"), each[:3], strict=True):
         assert getattr(table, name)(None).tolist() == pytest.approx(expected)
     assert table.support.tolist() == each[3].tolist()
@@ -309,16 +309,17 @@ def test_torchmetrics_in_one_process():
 
 
 @pytest.mark.parametrize(
-    "metric",
+    "make",
     [
-        torchmetrics.MetricCollection([torchmetrics.MeanSquaredError()]),
-        torchmetrics.MinMaxMetric(torchmetrics.MeanSquaredError()),
-        torchmetrics.MeanSquaredError() + 1,
-        Mean(),
+        lambda: torchmetrics.MetricCollection([torchmetrics.MeanSquaredError()]),
+        lambda: torchmetrics.MinMaxMetric(torchmetrics.MeanSquaredError()),
+        lambda: torchmetrics.MeanSquaredError() + 1,
+        Mean,
     ],
-    ids=lambda metric: type(metric).__name__,
+    ids=["collection", "extremes", "sum", "ours"],
 )
-def test_what_is_no_single_metric_of_torchmetrics(metric):
+def test_what_is_no_single_metric_of_torchmetrics(make):
+    metric = make()
     with pytest.raises(TypeError, match=f"{type(metric).__name__} is no single metric with states of its own"):
         TorchMetric(metric)
 

@@ -10,11 +10,12 @@ from functools import partial
 
 import pytest
 import torch
-from scipy import stats
 
 import unisono.plan.permutation as permutation
+from late_imports import LateModule
 from unisono.plan import derive_key, permute
 
+stats = LateModule("scipy.stats")
 PASS = 1e-4
 """Below, or this near to 1 (too even), a check fails. Good orders had a chance of 1% to fail any of 50 checks."""
 
