@@ -13,4 +13,6 @@ class LateModule:
         self._name = name
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # pytest looks for fixtures
+            raise AttributeError(name)
         return getattr(importlib.import_module(self._name), name)
