@@ -49,20 +49,23 @@ def all_to_all_flat(group: Group, tensor: Tensor, leaving: Sequence[int], coming
     return _AllToAll.apply(group, leaving, coming, tensor)  # type: ignore[no-any-return, no-untyped-call]
 
 
-SendBack = Callable[[Sequence[Tensor]], Sequence[Tensor | None]]
+SendBack = Callable[[Sequence[Any]], Sequence[Tensor | None]]
 
 
-def attach(sources: Sequence[Tensor], received: Sequence[Tensor], send_back: SendBack) -> tuple[Tensor, ...]:
+def attach(
+    sources: Sequence[Tensor], received: Sequence[Tensor], send_back: SendBack, *, zeros: bool = True
+) -> tuple[Tensor, ...]:
     """Return the received tensors as results of this rank's own tensors, for autograd.
 
     Args:
         sources: The tensors that this rank has sent.
         received: The tensors that it has received.
         send_back: Exchanges the gradients of the received tensors between ranks, and returns those of the sources.
+        zeros: True to pass zeros for tensors without a gradient; False for None.
     """
     # A rank that has sent nothing needs a graph too, since the other ranks wait for its backward.
     anchor = torch.zeros((), requires_grad=True)
-    return _Attached.apply(send_back, list(received), anchor, *sources)  # type: ignore[no-any-return, no-untyped-call]
+    return _Attached.apply(send_back, list(received), zeros, anchor, *sources)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _DifferentiableAllReduce(Function):
@@ -156,8 +159,11 @@ class _AllToAll(Function):
 
 class _Attached(Function):
     @staticmethod
-    def forward(ctx: Any, send_back: SendBack, received: list[Tensor], anchor: Tensor, *sources: Tensor) -> Any:
-        ctx.send_back, ctx.anchored = send_back, anchor.device
+    def forward(
+        ctx: Any, send_back: SendBack, received: list[Tensor], zeros: bool, anchor: Tensor, *sources: Tensor
+    ) -> Any:
+        ctx.send_back = send_back
+        ctx.set_materialize_grads(zeros)
         results = tuple(received)
         ctx.mark_non_differentiable(*[r for r in results if not (r.is_floating_point() or r.is_complex())])
         return results
@@ -165,4 +171,4 @@ class _Attached(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return None, None, None, *ctx.send_back(gradients)
+        return None, None, None, None, *ctx.send_back(gradients)

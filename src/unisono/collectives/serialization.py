@@ -39,6 +39,8 @@ class TensorMeta(NamedTuple):
     """The type of its device; a receiver puts the tensor on its own device of that type."""
     follow: int = NOT_FOLLOWED
     """`FOLLOWED` if it requires a gradient, in grad mode; `FOLLOWABLE` if it could; otherwise `NOT_FOLLOWED`."""
+    strides: tuple[int, ...] | None = None
+    """Its strides on the receiver; None if it is contiguous there."""
 
     @property
     def nbytes(self) -> int:
@@ -92,8 +94,13 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)
 
 
-def serialize(value: Any) -> Payload:
+def serialize(value: Any, *, strides: bool = False) -> Payload:
     """Return the payload of any object.
+
+    Args:
+        value: The object.
+        strides: True if its tensors are to have the same strides on the receiver, where that is possible, and not to be
+            contiguous: sums over a tensor of other strides may round differently.
 
     Raises:
         TypeError: A part of it cannot be pickled; the message names the part.
@@ -104,7 +111,10 @@ def serialize(value: Any) -> Payload:
         pickler.dump(value)
     except Exception as error:  # pickling runs code of the user's classes
         raise TypeError(_why_not(value, error)) from error
-    metas = pickle.dumps([(m.dtype, m.shape, m.device, m.follow) for m in pickler.metas], protocol=5)
+    if strides:
+        found = zip(pickler.metas, pickler.tensors, strict=True)
+        pickler.metas = [meta._replace(strides=_strides_to_keep(tensor)) for meta, tensor in found]
+    metas = pickle.dumps([tuple(meta) if meta.strides else tuple(meta)[:-1] for meta in pickler.metas], protocol=5)
     return Payload(_LENGTH.pack(len(metas)) + metas + buffer.getvalue(), pickler.metas, pickler.tensors)
 
 
@@ -134,8 +144,10 @@ def deserialize(body: bytes, tensors: Sequence[Tensor]) -> Any:
 def copy_tensors(payload: Payload) -> list[Tensor]:
     """Copy the tensors of a payload as a receiver on another rank would get them."""
     return [
-        tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
-        for tensor in payload.tensors
+        _with_strides(
+            tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format), meta.strides
+        )
+        for tensor, meta in zip(payload.tensors, payload.metas, strict=True)
     ]
 
 
@@ -154,8 +166,37 @@ def split_tensors(data: Tensor | None, metas: Sequence[TensorMeta]) -> list[Tens
             flat = flat.to(device)
         elif flat.numel() != flat.untyped_storage().nbytes():
             flat = flat.clone()  # a view would keep all the bytes, and torch.save would write them
-        tensors.append(flat.view(each.dtype).view(each.shape))
+        tensors.append(_with_strides(flat.view(each.dtype).view(each.shape), each.strides))
     return tensors
+
+
+def _strides_to_keep(tensor: Tensor) -> tuple[int, ...] | None:
+    """Return the strides of a tensor that a copy of it can have; None if a contiguous one has them.
+
+    >>> _strides_to_keep(torch.ones(2, 3).T), _strides_to_keep(torch.ones(2, 1).expand(2, 3))
+    ((1, 3), (1, 0))
+    >>> _strides_to_keep(torch.ones(2, 3)), _strides_to_keep(torch.ones(9)[::3])
+    (None, None)
+    """
+    if tensor.is_contiguous() or not tensor.numel():
+        return None
+    dims = [(stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if stride and size > 1]
+    dense, expected = True, 1
+    for stride, size in sorted(dims):
+        dense, expected = dense and stride == expected, stride * size
+    if dense:
+        return tuple(tensor.stride())
+    kept = torch.empty_like(tensor, device="meta")
+    return None if kept.is_contiguous() else tuple(kept.stride())
+
+
+def _with_strides(tensor: Tensor, strides: tuple[int, ...] | None) -> Tensor:
+    """Return a tensor of these strides with the values of a contiguous one."""
+    if strides is None:
+        return tensor
+    once = tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in strides)]
+    made = torch.empty_strided(once.shape, strides, dtype=tensor.dtype, device=tensor.device)
+    return made.copy_(once).expand(tensor.shape)
 
 
 def local_device(kind: str) -> torch.device:

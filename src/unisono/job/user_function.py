@@ -27,8 +27,8 @@ __all__ = [
     "uncounted_collectives",
 ]
 
-_running: ContextVar[str | None] = ContextVar("running", default=None)
-"""Kind of function that runs in this thread, or None."""
+_running: ContextVar[tuple[str, str] | None] = ContextVar("running", default=None)
+"""Kind of function that runs in this thread, and what to do instead of a collective there; or None."""
 
 _calls = 0
 _uncounted = 0
@@ -40,12 +40,17 @@ _REMEDY = (
 )
 
 
-def enter(what: str) -> Token[str | None]:
-    """Begin to refuse collectives in this thread; `what` describes the function that is about to run."""
-    return _running.set(what)
+def enter(what: str, remedy: str = _REMEDY) -> Token[tuple[str, str] | None]:
+    """Begin to refuse collectives in this thread.
+
+    Args:
+        what: The function that is about to run.
+        remedy: Why it must not call collectives, and what to do instead.
+    """
+    return _running.set((what, remedy))
 
 
-def leave(token: Token[str | None]) -> None:
+def leave(token: Token[tuple[str, str] | None]) -> None:
     """Return to the state before `enter`."""
     _running.reset(token)
 
@@ -63,9 +68,10 @@ def refuse_collective() -> None:
     """
     global _calls  # noqa: PLW0603  of this process
     _calls += 1
-    what = _running.get()
-    if what is not None:
-        raise GroupError(f"{what} called a collective. {_REMEDY}")
+    running = _running.get()
+    if running is not None:
+        what, remedy = running
+        raise GroupError(f"{what} called a collective. {remedy}")
 
 
 def refuse_inside(name: str) -> None:
@@ -74,8 +80,9 @@ def refuse_inside(name: str) -> None:
     Raises:
         RuntimeError: The function of a step or an evaluation is running.
     """
-    what = _running.get()
-    if what is not None:
+    running = _running.get()
+    if running is not None:
+        what, _ = running
         raise RuntimeError(f"{what} called {name}, in the middle of a step or an evaluation: call it in your loop.")
 
 
@@ -116,6 +123,5 @@ def refuse_collectives_since(count: int) -> None:
     """
     called = count_collectives() - count
     if called > 0:
-        raise GroupError(
-            f"{_running.get()} called {called} collective{'s' * (called > 1)} of torch.distributed. {_REMEDY}"
-        )
+        what, remedy = _running.get() or ("The function", _REMEDY)
+        raise GroupError(f"{what} called {called} collective{'s' * (called > 1)} of torch.distributed. {remedy}")

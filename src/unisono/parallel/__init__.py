@@ -3,6 +3,7 @@
 from unisono.parallel.data_parallel import DataParallel
 from unisono.parallel.pipeline import Pipeline, PipelineStages, cut
 from unisono.parallel.placed import PlacedModel, place
+from unisono.parallel.remote_module import RemoteModule, remote
 from unisono.parallel.replicas import Replicas, replicate
 from unisono.parallel.scatter_gather import Whole
 from unisono.parallel.sharding import Shard, build
@@ -20,6 +21,7 @@ __all__ = [
     "Pipeline",
     "PipelineStages",
     "PlacedModel",
+    "RemoteModule",
     "Replicas",
     "Shard",
     "Sharded",
@@ -29,6 +31,7 @@ __all__ = [
     "convert_sync_batchnorm",
     "cut",
     "place",
+    "remote",
     "replicate",
     "revert_sync_batchnorm",
     "shard",

@@ -23,6 +23,7 @@ from unisono.parallel.device_copies import carry, copy_to
 from unisono.parallel.device_names import as_device
 from unisono.parallel.losses import loss_of, read_loss
 from unisono.parallel.placed.forward import refuse_placed
+from unisono.parallel.remote_module import refuse_remote
 from unisono.parallel.scatter_gather import divide, join, moved
 from unisono.parallel.sync_batch_norm import SyncBatchNorm
 from unisono.text import a_type
@@ -83,6 +84,7 @@ class DataParallel:
         self.dim = dim
         """The dimension along which inputs are divided."""
         if len(self.devices) > 1:
+            refuse_remote(module, "DataParallel", "use the module that is on this rank")
             _check_copyable(module)
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:

@@ -29,6 +29,7 @@ from unisono.parallel.gradient_bucket import Parameter, bytes_of_mb
 from unisono.parallel.gradient_transport import GradientTransport
 from unisono.parallel.model_agreement import broadcast_values, check_given, check_same_model, check_same_values
 from unisono.parallel.reducer import Reducer, ReducerSettings
+from unisono.parallel.remote_module import RemoteModule
 from unisono.parallel.replicated_models import Models, named_models, parameters_of, tensors_of_model
 from unisono.parallel.uneven_passes import follow_others, take_longest
 from unisono.state.stateful import Stateful
@@ -99,6 +100,7 @@ def replicate(
         if isinstance(models, Replicas):
             raise TypeError("models is the handle that replicate() returned: give the model itself, and once")
         named = named_models(models)
+        _check_remote(named, average=average)
         settings = ReducerSettings(
             bucket_nbytes=bytes_of_mb(bucket_mb, "bucket_mb"),
             first_nbytes=bytes_of_mb(first_bucket_mb, "first_bucket_mb"),
@@ -339,6 +341,17 @@ class Replicas:
         self._paused = paused
         for reducer in self._reducers:
             reducer.paused = paused > 0
+
+
+def _check_remote(named: Mapping[str, nn.Module], *, average: bool) -> None:
+    """Check that the gradients of remote modules are means if those of the models are, and sums otherwise."""
+    for name, model in named.items():
+        for path, part in model.named_modules(prefix=name):
+            if isinstance(part, RemoteModule) and part.average != average:
+                raise ValueError(
+                    f"{path} is a remote module with average={part.average}, and replicate() has average={average}: "
+                    "its gradients would have another scale than those of the rest. Give both the same"
+                )
 
 
 def _timeout(timeout: timedelta | float | None) -> timedelta | None:

@@ -12,6 +12,7 @@ from unisono.engine.gradient_hooks import watchers_of
 from unisono.parallel import Replicas
 from unisono.parallel.placed.forward import placed_devices
 from unisono.parallel.reducer import Reducer
+from unisono.parallel.remote_module import refuse_remote
 from unisono.parallel.wrappers import wrapper_of
 from unisono.text import a_type
 
@@ -43,6 +44,12 @@ def check_models(model: Any) -> None:
             raise TypeError(f"model has the key {key!r}; models are given by names, which are strings")
         for name, module in root.named_modules(prefix=key):
             _check_module(module, name)
+        refuse_remote(
+            root,
+            "a Trainer",
+            "give it the whole model and parallel=unisono.parallel.Pipeline(...), whose stages are each on one rank, "
+            "or train in a loop of your own (docs/remote.md)",
+        )
         placed = placed_devices(root)
         if placed is not None and len(placed) > 1:
             raise ValueError(

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from unisono.parallel.pipeline.entry import ENTRY
+from unisono.parallel.graph_entry import ENTRY
 
 __all__ = ["SplitBackward"]
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 
 from unisono.errors import PathChangedError
+from unisono.parallel.graph_entry import enter
 from unisono.parallel.pipeline.blocks import calls_seen_by, find_blocks
-from unisono.parallel.pipeline.entry import enter
 from unisono.parallel.pipeline.forward_program import Call, ObjectRef, ParameterRef, learned_from
 from unisono.parallel.pipeline.functions import GETTERS, is_transformed
 from unisono.parallel.pipeline.leaves import flatten

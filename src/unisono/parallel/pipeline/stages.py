@@ -23,6 +23,7 @@ from unisono.parallel.pipeline.leaves import flatten
 from unisono.parallel.pipeline.pipeline import Pipeline
 from unisono.parallel.pipeline.runner import LossRoot
 from unisono.parallel.placed.forward import refuse_placed
+from unisono.parallel.remote_module import refuse_remote
 from unisono.plan import derive_key
 from unisono.state.random import kept_generators, set_generators
 
@@ -50,6 +51,7 @@ def cut(model: nn.Module, pipeline: Pipeline) -> PipelineStages:
             f"{type(model).__name__} and {type(pipeline).__name__}"
         )
     refuse_placed(model, "cut() runs a model with one stage on each rank")
+    refuse_remote(model, "cut()", "give cut() the whole model, whose stages are each on one rank")
     find_blocks(model, pipeline.names or ())
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
         if tensor.device.type != "cpu":

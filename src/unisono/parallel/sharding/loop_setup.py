@@ -15,6 +15,7 @@ from unisono.engine.model_contents import parameter_names
 from unisono.engine.norm import dense_strides, in_memory_order
 from unisono.errors import RankMismatchError
 from unisono.mismatch import Document
+from unisono.parallel.remote_module import refuse_remote
 from unisono.parallel.sharding.built_parts import built_parts
 from unisono.parallel.sharding.division_checks import check_divisible, refuse_compiled
 from unisono.parallel.sharding.shard import Shard
@@ -57,6 +58,7 @@ def check_loop(model: Any, optimizer: Any, parallel: Any, *, ranks: int) -> Shar
             f"optimizer is {a_type(optimizer)}: {_CALLER} takes one torch.optim.Optimizer; give parameters that need "
             "other settings a parameter group of their own"
         )
+    refuse_remote(model, _CALLER, "divide the whole model, or replicate() the rest of it")
     for path, module in model.named_modules(prefix="model"):
         wrapper = wrapper_of(module, path)
         if wrapper is not None:

@@ -1,4 +1,4 @@
-"""Where a received value enters a stage's graph, and its gradient leaves it."""
+"""Where a received value enters the graph of a stage or of a remote module, and its gradient leaves it."""
 
 from __future__ import annotations
 
