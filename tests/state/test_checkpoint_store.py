@@ -204,7 +204,7 @@ def rewrite_manifest(info, change):
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (lambda c: c.update(format=3), "format 3, and this unisono reads 1 and 2"),
+        (lambda c: c.update(format=4), "format 4, and this unisono reads 1 to 3"),
         (lambda c: c.update(step=2), "is of step 2, but the folder is step-000000001"),
         (lambda c: c["files"][0].update(name="../model.safetensors"), r"names '\.\./model\.safetensors'"),
         (lambda c: c["files"][0].update(name="/etc/passwd"), "names '/etc/passwd'"),

@@ -146,3 +146,14 @@ def test_a_checkpoint_of_another_dim_is_refused(tmp_path):
     with pytest.raises(unisono.errors.CheckpointError, match=r"0.weight.*\[17, 4\]") as caught:
         train(other, optim.SGD(dense_parameters(other), lr=0.1), directory=tmp_path)
     assert "[17, 5]" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["fixed", pytest.param("dynamic", marks=pytest.mark.soak)])
+def test_a_killed_run_goes_on_from_the_changed_rows_of_its_tables(fork_python, fork_ranks, tmp_path, kind):
+    program = PROGRAM.with_name("incremental.py")
+    (expected,) = fork_python(program, tmp_path / f"{kind} calm")
+    killed = fork_ranks(2, program, tmp_path / kind, 5, code=None)
+    assert killed.codes == [-9, -9]
+    kept = sorted((tmp_path / kind / "checkpoints").glob("step-*"))
+    assert (kept[-1] / "model-base.safetensors").exists() and (kept[-1] / "optimizer-base.safetensors").exists()
+    assert fork_ranks(3, program, tmp_path / kind).lines() == [expected]

@@ -4,6 +4,7 @@
         manifest.json       each file's size and SHA-256; written last; has its own SHA-256
         model.safetensors   one file for each group of tensors, in the open safetensors format
         state.json          everything that is not a tensor
+        model-base.safetensors  an earlier file, if `model.safetensors` has only rows that changed: `state.increments`
     tag-before-finetuning/  the same, under a name that the user has given; never pruned
     best.json, best         which step is the best one: see `state.best`
 
@@ -23,7 +24,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,12 +43,14 @@ from unisono.state.durable_files import (
     nbytes_of,
     write_file,
 )
+from unisono.state.increments import BaseFile, Increment, base_name, find_increment, restore
 from unisono.state.manifest import GROUP, STATE, SUFFIX, manifest_of
 from unisono.state.open_checkpoint import OpenCheckpoint
 from unisono.state.part_plan import PartPlan
 from unisono.state.part_writing import FileRange, PartsError, PartWriter, await_parts
 from unisono.state.regions import FileEntry
 from unisono.state.safetensors_format import FilePart, plan_file, read_bytes, read_tensors
+from unisono.state.tensor_file import TensorFile
 
 __all__ = ["CheckpointInfo", "CheckpointStore", "Loaded"]
 
@@ -77,10 +80,18 @@ class Loaded(NamedTuple):
 
 
 class CheckpointStore:
-    """The folder of the checkpoints of one run, a `step-…` folder each; other files are left alone."""
+    """The folder of the checkpoints of one run, a `step-…` folder each; other files are left alone.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: The folder.
+        incremental: True to store only the changed rows of large tensors, where that takes less space.
+    """
+
+    def __init__(self, folder: Path, *, incremental: bool = False) -> None:
         self.folder = Path(folder)
+        self._incremental = incremental
+        self._bases: dict[str, BaseFile] = {}
+        """By group, of checkpoints that this process has written."""
         # This process has written and flushed them: `prune` need not read them to know that they are good.
         self._written: set[Path] = set()
 
@@ -108,27 +119,69 @@ class CheckpointStore:
             ValueError: The step is negative, or a group's name is invalid.
         """
         files: list[tuple[str, list[FilePart]]] = []
-        described: dict[str, Json] = {}
-        for group, tensors in groups.items():
-            if not GROUP.fullmatch(group):
-                raise ValueError(f"group name {group!r}: use letters, digits, '_' and '-': it is part of a file's name")
-            pieces, described[group] = plan_file(tensors, group)
-            files.append((group + SUFFIX, pieces))
-        files.append((STATE, [to_json(document)]))
-        work = CheckpointWork(self.folder, step, tag, needed=sum(nbytes_of(pieces) for _, pieces in files))
+        described: dict[str, dict[str, Json]] = {}
+        total = sum(nbytes_of(tensors.items()) for tensors in groups.values())
+        work = CheckpointWork(self.folder, step, tag, needed=total)
+        linked: dict[str, BaseFile] = {}
         try:
+            for group, tensors in groups.items():
+                if not GROUP.fullmatch(group):
+                    raise ValueError(
+                        f"group name {group!r}: use letters, digits, '_' and '-': it is part of a file's name"
+                    )
+                increment = self._increment(group, tensors, work) if self._incremental and tag is None else None
+                pieces, described[group] = plan_file(tensors if increment is None else increment.tensors, group)
+                if increment is not None:
+                    described[group]["base"] = increment.notes
+                    linked[group] = self._bases[group]
+                files.append((group + SUFFIX, pieces))
+            files.append((STATE, [to_json(document)]))
+            work.needed = sum(nbytes_of(pieces) for _, pieces in files)
             work.begin()
             entries: list[FileEntry] = []
             for name, pieces in files:
                 work.doing = f"writing {name}"
                 entries.append(write_file(work.path / name, pieces))
-            path, nbytes = work.commit(entries, described)
+            bases = [replace(base.entry, name=base_name(group) + SUFFIX) for group, base in linked.items()]
+            path, nbytes = work.commit([*entries, *bases], described)
         except OSError as error:
             raise work.explained(error) from error
         finally:
             work.close()
         self._written.add(path)
-        return CheckpointInfo(path=path, step=step, nbytes=nbytes)
+        if self._incremental and tag is None:
+            self._keep_bases(path, {entry.name: entry for entry in entries}, described, linked)
+        return CheckpointInfo(path=path, step=step, nbytes=nbytes - sum(base.nbytes for base in bases))
+
+    def _increment(self, group: str, tensors: Mapping[str, Tensor], work: CheckpointWork) -> Increment | None:
+        """Return what a group has changed since its base, which is then in the new folder; None to store all of it."""
+        base = self._bases.get(group)
+        increment = None if base is None else find_increment(tensors, base)
+        if base is None or increment is None:
+            return None
+        work.begin()
+        try:
+            os.link(base.path, work.path / (base_name(group) + SUFFIX))
+        except OSError:  # a file system without hard links, or the base has been deleted
+            return None
+        return increment
+
+    def _keep_bases(
+        self,
+        path: Path,
+        entries: Mapping[str, FileEntry],
+        described: Mapping[str, dict[str, Json]],
+        linked: Mapping[str, BaseFile],
+    ) -> None:
+        """Note against what the next checkpoint is compared: with the bases of this one, or its own files."""
+        for group in described:
+            entry = entries[group + SUFFIX]
+            base = linked.get(group)
+            if base is None:
+                self._bases[group] = BaseFile(path / entry.name, entry, described[group])
+            else:
+                base.path = path / (base_name(group) + SUFFIX)
+                base.spent += entry.nbytes
 
     def begin_parts(self, step: int, *, tag: str | None = None) -> CheckpointWork:
         """Begin a checkpoint that several ranks write, on rank 0. The call after it is `write_parts`.
@@ -278,6 +331,17 @@ class CheckpointStore:
             for group, described in manifest.groups.items()
             if groups is None or group in groups
         }
+        for group, stored in found.items():
+            if "base" in (described := manifest.groups[group]):
+                name = base_name(group) + SUFFIX
+                base = TensorFile(info.path / name, entry=entries[name], described=described["base"]["described"])
+                try:
+                    found[group] = restore(stored, described["base"], base)
+                except (KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
+                    raise CorruptCheckpointError(
+                        f"{info.path / name} does not hold the rows that its manifest describes: "
+                        f"{type(error).__name__}: {error}. Take an older checkpoint."
+                    ) from error
         return Loaded(info, found, document)
 
     def load_newest(
@@ -299,9 +363,10 @@ class CheckpointStore:
     def prune(self, keep: int) -> builtins.list[CheckpointInfo]:
         """Delete all but the newest `keep` checkpoints, and return the deleted ones.
 
-        The newest good one is always kept, even if `keep` newer ones are damaged; if none is good, none is deleted. The
-        best one, which `best.read_best` returns, is kept as well. A reader sees each checkpoint complete or not at all.
-        Cost: reads no checkpoint if this store wrote the newest.
+        The newest good one is always kept, even if `keep` newer ones are damaged; if none is good, none is deleted. If
+        all that are kept share a base, so is the newest one without it: the damage of one file must not be that of all.
+        The best one, which `best.read_best` returns, is kept as well. A reader sees each checkpoint complete or not at
+        all. Cost: reads no checkpoint if this store wrote the newest.
 
         Raises:
             CheckpointError: A checkpoint cannot be deleted, or the record of the best one is damaged.
@@ -317,6 +382,9 @@ class CheckpointStore:
             return []
         best = read_best(self.folder)
         doomed = [info for info in infos[keep:] if info.path != good.path and (best is None or info.step != best.step)]
+        if keep > 1:
+            spared = _with_other_bases(infos[:keep], doomed)
+            doomed = [info for info in doomed if info is not spared]
         what = f"old checkpoints in {self.folder} cannot be deleted (keep={keep}, found {len(infos)})"
         with failing_with_remedy(self.folder, what, note="The newest ones are untouched. "):
             moved = []
@@ -356,6 +424,21 @@ class CheckpointStore:
                     shutil.rmtree(path)
                     removed.append(path)
         return removed
+
+
+def _with_other_bases(kept: Sequence[CheckpointInfo], others: Sequence[CheckpointInfo]) -> CheckpointInfo | None:
+    """Return the first of others that shares no base with all kept ones; None if these do not share one."""
+    if not any(any(info.path.glob(f"*{base_name('')}{SUFFIX}")) for info in kept):
+        return None
+    shared = frozenset.intersection(*map(_files_of, kept))
+    return next((info for info in others if not shared & _files_of(info)), None) if shared else None
+
+
+def _files_of(info: CheckpointInfo) -> frozenset[int]:
+    """Return the inodes of the files of a checkpoint."""
+    with suppress(FileNotFoundError):
+        return frozenset(file.stat().st_ino for file in info.path.iterdir())
+    return frozenset()
 
 
 def _is_good(store: CheckpointStore, info: CheckpointInfo) -> bool:

@@ -43,13 +43,17 @@ class CheckpointWork:
         self.doing = "creating the folder"
         """What is being done, for messages."""
         self._lock = ExitStack()
+        self._has_begun = False
 
     def begin(self) -> None:
-        """Make the folder, and hold a lock on it.
+        """Make the folder, and hold a lock on it. A second call does nothing.
 
         Raises:
             OSError: It cannot be made.
         """
+        if self._has_begun:
+            return
+        self._has_begun = True
         make_folder(self._folder)
         self.path.mkdir()
         self._lock.enter_context(locked(self.path))

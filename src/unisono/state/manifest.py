@@ -17,6 +17,7 @@ from typing import Any
 from unisono.errors import CorruptCheckpointError
 from unisono.state.codec import Json
 from unisono.state.durable_files import read_file
+from unisono.state.increments import base_name, is_sound
 from unisono.state.regions import FileEntry, entry_of, render_entry
 from unisono.text import a_type
 
@@ -41,8 +42,9 @@ SUFFIX = ".safetensors"
 GROUP = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
 """Pattern of valid group names."""
 
-_FORMAT, _FORMAT_OF_REGIONS = 1, 2
-"""The second has hashes of regions, for files that several ranks have written, or that are larger than one region."""
+_FORMAT, _FORMAT_OF_REGIONS, _FORMAT_OF_INCREMENTS = 1, 2, 3
+"""The second has hashes of regions, for files that several ranks have written, or that are larger than one region. The
+third has groups of which changed rows are stored, beside an earlier file."""
 _LIMIT = 64 << 20
 
 
@@ -63,9 +65,12 @@ def render_manifest(step: int, entries: list[FileEntry], groups: dict[str, Json]
     except importlib.metadata.PackageNotFoundError:  # run from a source tree
         version = "unknown"
     files = [render_entry(entry) for entry in entries]
+    form = _FORMAT if all("sha256" in each for each in files) else _FORMAT_OF_REGIONS
+    if any(isinstance(group, dict) and "base" in group for group in groups.values()):
+        form = _FORMAT_OF_INCREMENTS
     return _seal(
         {
-            "format": _FORMAT if all("sha256" in each for each in files) else _FORMAT_OF_REGIONS,
+            "format": form,
             "unisono": version,
             "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "step": step,
@@ -107,9 +112,9 @@ def parse_manifest(data: bytes, where: str, folder_name: str) -> Manifest:
         raise corrupt(f"is not JSON ({len(data):,} bytes: {error}): it was cut off or changed") from error
     if not isinstance(content, dict):
         raise corrupt(f"holds {a_type(content)}, expected an object")
-    if content.get("format") not in (_FORMAT, _FORMAT_OF_REGIONS):
+    if content.get("format") not in (_FORMAT, _FORMAT_OF_REGIONS, _FORMAT_OF_INCREMENTS):
         raise corrupt(
-            f"has format {content.get('format')!r}, and this unisono reads {_FORMAT} and {_FORMAT_OF_REGIONS}: it is "
+            f"has format {content.get('format')!r}, and this unisono reads {_FORMAT} to {_FORMAT_OF_INCREMENTS}: it is "
             "damaged, or comes from a newer unisono (upgrade to read it)"
         )
     claimed = content.pop("sha256", None)
@@ -121,10 +126,12 @@ def parse_manifest(data: bytes, where: str, folder_name: str) -> Manifest:
         entries = [entry_of(entry) for entry in content["files"]]
         manifest = Manifest(step=content["step"], files=entries, groups=content["groups"])
         expected = {*(f"{group}{SUFFIX}" for group in manifest.groups), STATE}
+        expected |= {f"{base_name(group)}{SUFFIX}" for group, each in manifest.groups.items() if "base" in each}
         sound = all(
             isinstance(group["names"], list)
             and isinstance(group["aliases"], dict)
             and isinstance(group["dtypes"], dict)
+            and ("base" not in group or is_sound(group["base"]))
             for group in manifest.groups.values()
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -43,12 +43,18 @@ class OpenCheckpoint:
         """The names of the groups of tensors."""
         return [*self._manifest.groups]
 
+    @property
+    def has_increments(self) -> bool:
+        """True if changed rows are stored of a group, so that it can be read by `CheckpointStore.load` alone."""
+        return any("base" in described for described in self._manifest.groups.values())
+
     def group(self, name: str) -> TensorFile:
         """Return the file of a group.
 
         Raises:
             CorruptCheckpointError: Its header is damaged.
         """
+        assert "base" not in self._manifest.groups[name]
         file = name + SUFFIX
         return TensorFile(self.path / file, entry=self._entries[file], described=self._manifest.groups[name])
 

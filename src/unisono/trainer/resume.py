@@ -204,7 +204,7 @@ def _open_in_parts(
         if error:
             damaged.append(error)
             continue
-        if checkpoint is None or any(other != digest for _, other in everyone):
+        if checkpoint is None or checkpoint.has_increments or any(other != digest for _, other in everyone):
             return None
         document = None
         try:

@@ -138,9 +138,9 @@ def _read_checkpoint(
 def _read_groups(
     store: CheckpointStore, info: CheckpointInfo, groups: Sequence[str], *, one_by_one: bool
 ) -> dict[str, Weights]:
-    if not one_by_one:
+    checkpoint = store.open(info) if one_by_one else None
+    if checkpoint is None or checkpoint.has_increments:
         return {name: Weights(tensors) for name, tensors in store.load(info, groups=groups).groups.items()}
-    checkpoint = store.open(info)
     checkpoint.verify()
     return {name: _of_file(checkpoint.group(name), named=False) for name in groups if name in checkpoint.groups}
 

@@ -1,0 +1,188 @@
+"""Increments: of large tensors, a checkpoint stores the rows that differ from those of an earlier file, its base.
+
+An increment has the base in its own folder, as a hard link, so it is complete for itself: the space is used once, and
+stays in use until the last checkpoint with it is deleted. Rows are compared with the bytes of the base on the disk. So
+nobody has to note what was written, and whatever trains the tensors, an increment is exact. Start reading at
+`find_increment` and `restore`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from unisono.errors import CheckpointError
+from unisono.state.codec import Json
+from unisono.state.durable_files import nbytes_of
+from unisono.state.regions import FileEntry
+from unisono.state.safetensors_format import tied_names
+from unisono.state.tensor_file import TensorFile, TensorRange
+
+__all__ = ["BaseFile", "Increment", "base_name", "find_increment", "is_sound", "restore"]
+
+_LEAST_NBYTES = 1 << 20
+"""Smaller tensors are stored whole."""
+_READ_NBYTES = 8 << 20
+_SAMPLE = 64
+"""Rows that are compared first: if most of them differ, so do most of the tensor, and the rest is not read."""
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(slots=True)
+class BaseFile:
+    """A file of a group with all of its tensors, against which rows are compared."""
+
+    path: Path
+    """Where it is, in the newest checkpoint that has it."""
+    entry: FileEntry
+    described: dict[str, Json]
+    """The description of its tensors in the manifest."""
+    spent: int = 0
+    """Bytes of the increments since it was written."""
+
+
+class Increment(NamedTuple):
+    """What is stored of a group beside its base."""
+
+    tensors: dict[str, Tensor]
+    """Whole tensors and changed rows by name, and the numbers of these rows."""
+    notes: dict[str, Json]
+    """What `restore` needs, for the manifest."""
+
+
+def base_name(group: str) -> str:
+    """Return the name of a group's base, without its suffix."""
+    return f"{group}-base"
+
+
+def find_increment(tensors: Mapping[str, Tensor], base: BaseFile) -> Increment | None:
+    """Return what has changed since a base; None if the whole group is to be stored, as a new base.
+
+    That is so if the rows that have changed are half of it, if the increments since the base take more space than it,
+    or if the base cannot be read. So over time, increments at most double what a run writes for its bases. Memory: the
+    changed rows, and 8 MiB.
+
+    Args:
+        tensors: The tensors of the group by name.
+        base: Its base.
+    """
+    tied = tied_names(tensors)
+    stored: dict[str, Tensor] = {}
+    rows: dict[str, Json] = {}
+    aliases: dict[str, Json] = {}
+    nbytes = 0
+    try:
+        file = TensorFile(base.path, described=base.described)
+        for name, tensor in tensors.items():
+            if tied.get(name) in rows:
+                aliases[name] = tied[name]
+                continue
+            changed = None
+            if name not in tied and _numbers(name) not in tensors and _is_comparable(tensor, file.forms.get(name)):
+                changed = _changed_rows(file, name, tensor)
+            if changed is None:
+                stored[name] = tensor
+            else:
+                stored[name], stored[_numbers(name)] = tensor[changed], changed
+                rows[name] = len(tensor)
+                nbytes += stored[_numbers(name)].nbytes
+            nbytes += nbytes_of([(name, stored[name])]) if name not in tied else 0
+            if nbytes > base.entry.nbytes // 2 or base.spent + nbytes > base.entry.nbytes:
+                return None
+    except CheckpointError:  # it was deleted or cut off
+        return None
+    if not rows:
+        return None
+    return Increment(stored, {"described": base.described, "names": [*tensors], "rows": rows, "aliases": aliases})
+
+
+def restore(stored: Mapping[str, Tensor], notes: Mapping[str, Any], base: TensorFile) -> dict[str, Tensor]:
+    """Return the tensors of a group from its increment and its base.
+
+    Args:
+        stored: The tensors of the increment.
+        notes: Those of the manifest.
+        base: The base; what is read of it is compared with its hashes.
+
+    Raises:
+        CorruptCheckpointError: The base is damaged.
+        KeyError, TypeError, ValueError, RuntimeError or IndexError: The notes are not those of `find_increment`.
+    """
+    found: dict[str, Tensor] = {}
+    for name in notes["names"]:
+        if name in notes["aliases"]:
+            found[name] = found[notes["aliases"][name]]
+            continue
+        if name not in notes["rows"]:
+            found[name] = stored[name]
+            continue
+        values, form = stored[name], base.forms[name]
+        whole = torch.empty((notes["rows"][name], *form.shape[1:]), dtype=form.dtype)
+        base.read([TensorRange(name, 0, whole[: len(form)])])
+        whole[stored[_numbers(name)]] = values
+        found[name] = whole
+    return found
+
+
+def is_sound(notes: Any) -> bool:
+    """Return True if notes have the form that `find_increment` gives them."""
+    return (
+        isinstance(notes["names"], list)
+        and isinstance(notes["rows"], dict)
+        and isinstance(notes["aliases"], dict)
+        and all(type(length) is int and length > 0 for length in notes["rows"].values())
+        and all(isinstance(notes["described"][key], kind) for key, kind in (("names", list), ("dtypes", dict)))
+    )
+
+
+def _numbers(name: str) -> str:
+    """Return the name under which the numbers of a tensor's changed rows are stored."""
+    return f"{name}~rows"
+
+
+def _is_comparable(tensor: Tensor, form: Tensor | None) -> bool:
+    """Return True if a tensor is large, plain, and has the rows of one in a base, or more."""
+    return (
+        form is not None
+        and tensor.layout == torch.strided
+        and tensor.device.type == "cpu"
+        and tensor.nbytes >= _LEAST_NBYTES
+        and tensor.is_contiguous()
+        and not tensor.is_complex()
+        and tensor.dtype == form.dtype
+        and tensor.dim() == form.dim() > 0
+        and tensor.shape[1:] == form.shape[1:]
+        and len(tensor) >= len(form) > 0
+    )
+
+
+def _changed_rows(file: TensorFile, name: str, tensor: Tensor) -> Tensor | None:
+    """Return the numbers of the rows that differ from those of a file, ascending; None if it is most of them."""
+    count, row = len(file.forms[name]), tensor[0].numel()
+    places = range(0, count, -(-count // _SAMPLE))
+    sample = torch.empty((len(places), *tensor.shape[1:]), dtype=tensor.dtype)
+    file.read(TensorRange(name, place * row, sample[i]) for i, place in enumerate(places))
+    if 2 * len(_differing(sample, tensor[list(places)])) > len(places):
+        return None
+    together = max(1, _READ_NBYTES // (row * tensor.element_size()))
+    part = torch.empty((min(together, count), *tensor.shape[1:]), dtype=tensor.dtype)
+    found = []
+    for start in range(0, count, together):
+        before = part[: min(together, count - start)]
+        file.read([TensorRange(name, start * row, before)])
+        found.append(_differing(before, tensor[start : start + len(before)]) + start)
+    return torch.cat([*found, torch.arange(count, len(tensor))])
+
+
+def _differing(first: Tensor, second: Tensor) -> Tensor:
+    """Return the numbers of the rows whose bytes differ: a NaN is equal to itself, and -0.0 is not 0.0."""
+    rows = [each.detach().reshape(len(each), -1) for each in (first, second)]
+    nbytes = rows[0].shape[1] * first.element_size()
+    wide = nbytes % 8 == 0 and all(each.data_ptr() % 8 == 0 for each in rows)
+    ones, others = (each.view(torch.int64 if wide else _WORDS[first.element_size()]) for each in rows)
+    return (ones != others).any(1).nonzero().flatten()
