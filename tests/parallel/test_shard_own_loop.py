@@ -31,6 +31,28 @@ def test_a_loop_has_the_bits_of_one_process_that_adds_the_shares(fork_ranks, for
 
 
 @pytest.mark.parametrize(
+    ("ranks", "how"),
+    [
+        (1, "block"),
+        (2, "size"),
+        *(
+            pytest.param(ranks, how, marks=pytest.mark.soak)
+            for ranks in (2, 3, 4)
+            for how in ("block", "size", "zero1", "built", "replicas")
+            if (ranks, how) not in {(2, "size"), (3, "replicas")}
+        ),
+    ],
+)
+def test_several_optimizers_and_a_scaler_have_the_bits_of_one_process(fork_ranks, fork_python, tmp_path, ranks, how):
+    program = PROGRAM.with_name("shard_loop_optimizers.py")
+    expected = fork_python(program, f"shares={ranks}", "reference")
+    job = fork_ranks(ranks, program, f"shares={ranks}", how, tmp_path)
+    assert [job.lines(rank) for rank in range(ranks)] == [expected] * ranks
+    scales = [float(line.split()[-1]) for line in expected if line.startswith("step ")]
+    assert scales[5] < scales[4]  # all ranks skip what overflows on the last one
+
+
+@pytest.mark.parametrize(
     ("before", "after"),
     [
         ((3, "size"), [(1, "block"), (2, "block")]),
@@ -59,6 +81,25 @@ CANNOT = "cannot be divided over ranks: it is not known to treat each element of
 MESSAGES = {
     "no model": "TypeError: model is a list: unisono.parallel.shard takes one torch.nn.Module, then its optimizer",
     "no optimizer": "TypeError: optimizer is a type: unisono.parallel.shard takes one torch.optim.Optimizer",
+    "no optimizers": "ValueError: the dict of optimizers is empty: unisono.parallel.shard takes at least one",
+    "no optimizer of a name": "TypeError: optimizer 'body' is a NoneType: unisono.parallel.shard takes one torch",
+    "no name": "TypeError: an optimizer is named 0: give them names, as in {{'body': ..., 'head': ...}}",
+    "a parameter in common": "ValueError: optimizers 'body' and 'head' have a parameter of shape [2, 16] in common",
+    "unknown optimizer": "ValueError: optimizer is 'haed': sharded.step takes the name of one of 'body', 'head', or",
+    "an optimizer": "ValueError: optimizer is an SGD: sharded.step takes the name of one of 'body', 'head', or none",
+    "a name for one": "ValueError: optimizer is 'head', and unisono.parallel.shard was given one without a name: leave",
+    "a frozen optimizer": "ValueError: optimizer 'head' has no parameter that requires a gradient: there is nothing to",
+    "no scaler": 'TypeError: scaler is a float; expected torch.amp.GradScaler("cpu")',
+    "a scaler elsewhere": "ValueError: scaler is for xpu, and the model is on the CPU: make it by torch.amp.GradScaler",
+    "float16 weights": "ValueError: parameter 'layers.0.weight' has dtype float16, whose gradient GradScaler cannot",
+    "a disabled scaler": "not refused",
+    "a scaled loss": "ValueError: loss is scaled, and sharded.backward does that: give it without scaler.scale",
+    "other scale": "RankMismatchError: ranks call different things: sharded.step(scale=1024.0) on rank 0, "
+    "sharded.step(scale=2048.0) on rank 1",
+    "another scaler": "RankMismatchError: unisono.parallel.shard was given different things on different ranks: the "
+    "state of scaler is",
+    "other optimizers": "CheckpointError: the parts are of SGD 'body' with 1 parameter group and AdamW 'head' with 1 "
+    "parameter group, and the loop has AdamW with 1 parameter group: load parts of the same optimizers",
     "no settings": "TypeError: parallel is a str; expected unisono.parallel.Shard(...)",
     "unknown name": "ValueError: by= names 'layer.1', which is not a submodule of the model; did you mean 'layers.1'?",
     "LBFGS": f"ValueError: LBFGS {CANNOT}",
@@ -126,6 +167,7 @@ OF_SEVERAL_RANKS = {
     "too many replicas", "replicated", "other settings", "written", "elsewhere", "a call", "state_dict",
     "load_state_dict", "optimizer.state_dict", "a call after clipping", "of rank", "wrong here", "other state",
     "zero_", "data.fill_", "written on one rank", "other rate", "other calls", "clips alone", "fails late",
+    "other scale", "another scaler",
 }  # fmt: skip
 
 

@@ -42,6 +42,54 @@ def optimizer_of(model):
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
+def two(model=None, **options):
+    """Divide a model with two optimizers."""
+    model = Net() if model is None else model
+    optimizers = {"body": optimizer_of(model.layers), "head": torch.optim.AdamW(model.head.parameters())}
+    return model, shard(model, optimizers, **options)
+
+
+def in_step_of(optimizer):
+    def enter(model, sharded):
+        with sharded.step(optimizer):
+            pass
+
+    return enter
+
+
+def in_common():
+    model = Net()
+    shard(model, {"body": optimizer_of(model), "head": optimizer_of(model.head)})
+
+
+def frozen_head():
+    model, sharded = two()
+    model.head.requires_grad_(False)
+    with sharded.step("head"):
+        pass
+
+
+def scaler(**options):
+    return torch.amp.GradScaler("cpu", **options)
+
+
+def scaled(model, sharded):
+    sharded.backward(sharded._steps._scaler.scale(model(X).mean()))
+
+
+def other_scale():
+    model, sharded = make(scaler=(own := scaler()))
+    own.update(1024.0 * (1 + RANK))
+    step(model, sharded)
+
+
+def other_optimizers():
+    """Load the parts of a loop with two optimizers into one with one."""
+    _, sharded = two()
+    parts = unisono.comm.all_gather(sharded.state_dict())
+    make()[1].load_state_dict(parts)
+
+
 def step(model, sharded, loss=lambda model: model(X).square().mean()):
     with sharded.step():
         sharded.backward(loss(model))
@@ -246,6 +294,22 @@ def wide():
 CASES = {
     "no model": lambda: shard([Net()], None),
     "no optimizer": lambda: shard(Net(), torch.optim.AdamW),
+    "no optimizers": lambda: shard(Net(), {}),
+    "no optimizer of a name": lambda: shard(Net(), {"body": None}),
+    "no name": lambda: shard(Net(), {0: optimizer_of(Net())}),
+    "a parameter in common": in_common,
+    "unknown optimizer": lambda: in_step_of("haed")(*two()),
+    "an optimizer": lambda: in_step_of(optimizer_of(Net()))(*two()),
+    "a name for one": lambda: in_step_of("head")(*make()),
+    "a frozen optimizer": frozen_head,
+    "no scaler": lambda: make(scaler=1024.0),
+    "a scaler elsewhere": lambda: make(scaler=torch.amp.GradScaler("xpu")),
+    "float16 weights": lambda: make(Net().half(), scaler=scaler()),
+    "a disabled scaler": lambda: make(Net().half(), scaler=scaler(enabled=False)),
+    "a scaled loss": lambda: in_step(scaled, scaler=scaler()),
+    "other scale": other_scale,
+    "another scaler": lambda: make(scaler=scaler(init_scale=4.0 + RANK)),
+    "other optimizers": other_optimizers,
     "no settings": lambda: make(parallel="block"),
     "unknown name": lambda: make(parallel=Shard(by=["layer.1"])),
     "LBFGS": lambda: make(optimizer=torch.optim.LBFGS),
@@ -273,13 +337,13 @@ CASES = {
     "clip at zero": lambda: in_step(lambda model, sharded: sharded.clip_grad_norm_(0)),
     "nan": lambda: in_step(lambda model, sharded: sharded.backward(model(X).mean() * (torch.nan if IS_LAST else 1))),
     "elsewhere": lambda: in_step(lambda model, sharded: sharded.backward(model(X).mean()), Elsewhere()),
-    "optimizer.step": lambda: outside(lambda model, sharded: sharded._optimizer.step()),
+    "optimizer.step": lambda: outside(lambda model, sharded: sharded._optimizers[""].step()),
     "backward outside": lambda: outside(lambda model, sharded: sharded.backward(torch.zeros((), requires_grad=True))),
     "clip outside": lambda: outside(lambda model, sharded: sharded.clip_grad_norm_(1.0)),
     "a call": lambda: outside(lambda model, sharded: model(X)),
     "state_dict": lambda: outside(lambda model, sharded: model.state_dict()),
     "load_state_dict": lambda: outside(lambda model, sharded: model.load_state_dict(Net().state_dict())),
-    "optimizer.state_dict": lambda: outside(lambda model, sharded: sharded._optimizer.state_dict()),
+    "optimizer.state_dict": lambda: outside(lambda model, sharded: sharded._optimizers[""].state_dict()),
     "step in whole": lambda: outside(within("whole", "step")),
     "whole in step": lambda: outside(within("step", "whole")),
     "everywhere": lambda: make()[1].whole(everywhere=1).__enter__(),

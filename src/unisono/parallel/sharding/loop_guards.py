@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 from weakref import ref
 
@@ -58,23 +58,24 @@ class _ModelState:
 
 
 class LoopGuards:
-    """Watches a model and its optimizer.
+    """Watches a model and its optimizers.
 
     Args:
-        guarded: Says what the loop is doing. It stays alive as long as the optimizer.
+        guarded: Says what the loop is doing. It stays alive as long as the optimizers.
         model: The model.
-        optimizer: The optimizer.
+        optimizers: The optimizers.
     """
 
-    def __init__(self, guarded: Guarded, model: nn.Module, optimizer: Optimizer) -> None:
+    def __init__(self, guarded: Guarded, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self._guarded = guarded
         self._of_parameters: list[RemovableHandle] = []
         state = _ModelState(guarded)
         model.register_state_dict_pre_hook(state)  # type: ignore[no-untyped-call]
         model.register_load_state_dict_pre_hook(state)  # type: ignore[no-untyped-call]
-        optimizer.register_step_pre_hook(self._before_step)
-        optimizer.register_state_dict_pre_hook(self._before_state)
-        optimizer.register_load_state_dict_pre_hook(self._before_state)
+        for optimizer in optimizers:
+            optimizer.register_step_pre_hook(self._before_step)
+            optimizer.register_state_dict_pre_hook(self._before_state)
+            optimizer.register_load_state_dict_pre_hook(self._before_state)
 
     def watch(self, parameters: Iterable[Tensor]) -> None:
         """Watch the gradients of these parameters, and of no others."""

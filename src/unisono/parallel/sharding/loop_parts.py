@@ -58,13 +58,19 @@ class _StateOfPiece(NamedTuple):
 
 @torch.no_grad()
 def own_part(
-    model: nn.Module, optimizer: Optimizer, division: Division | None, *, rank: int, ranks: int, steps: int
+    model: nn.Module,
+    optimizers: Mapping[str, Optimizer],
+    division: Division | None,
+    *,
+    rank: int,
+    ranks: int,
+    steps: int,
 ) -> dict[str, Any]:
     """Return this rank's part of the state. Local. Memory: a copy of the part.
 
     Args:
         model: The model.
-        optimizer: Its optimizer.
+        optimizers: Its optimizers by name, without a parameter in common.
         division: Its parts; None with one rank, which has all of it.
         rank: This rank.
         ranks: The number of ranks.
@@ -77,10 +83,18 @@ def own_part(
     ]
     states = [
         {"name": name, "start": start, "stop": stop, "state": {key: _copied(value) for key, value in state.items()}}
-        for name, start, stop, state in _own_states(model, optimizer, division)
+        for name, start, stop, state in _own_states(model, optimizers, division)
     ]
-    groups = [
-        {key: _copied(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+    settings = [
+        {
+            "name": name,
+            "class": type(optimizer).__name__,
+            "groups": [
+                {key: _copied(value) for key, value in group.items() if key != "params"}
+                for group in optimizer.param_groups
+            ],
+        }
+        for name, optimizer in optimizers.items()
     ]
     return {
         "form": _FORM,
@@ -91,7 +105,7 @@ def own_part(
         "weights": weights,
         "optimizer": states,
         "buffers": {name: b.detach().clone() for name, b in _buffers(model).items()} if not rank else {},
-        "groups": groups if not rank else [],
+        "settings": settings if not rank else [],
     }
 
 
@@ -102,15 +116,15 @@ class PartLoading:
 
     Args:
         model: The model.
-        optimizer: Its optimizer.
+        optimizers: Its optimizers by name.
         division: Its parts, which are apart; None with one rank.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, division: Division | None) -> None:
-        self._model, self._optimizer, self._division = model, optimizer, division
+    def __init__(self, model: nn.Module, optimizers: Mapping[str, Optimizer], division: Division | None) -> None:
+        self._model, self._optimizers, self._division = model, optimizers, division
         self._forms = _forms(model, division)
         self._places = _places(model, division)
-        self._states = _state_places(model, optimizer, division)
+        self._states = _state_places(model, optimizers, division)
         self._loaded: dict[tuple[str, int], int] = {}
         """How many elements were loaded of each place, by the parameter and its first element."""
         self._head: tuple[int, int] | None = None
@@ -213,18 +227,23 @@ class PartLoading:
                     "model: load parts of the same model"
                 )
             buffer.copy_(saved)
-        groups = self._optimizer.param_groups
-        if len(groups) != len(part["groups"]):
+        found = {
+            n: (type(optimizer).__name__, len(optimizer.param_groups)) for n, optimizer in self._optimizers.items()
+        }
+        saved = {each["name"]: (each["class"], len(each["groups"])) for each in part["settings"]}
+        if found != saved:
             raise CheckpointError(
-                f"the parts have {len(part['groups'])} parameter groups, and the optimizer has {len(groups)}: load "
-                "parts of the same optimizer"
+                f"the parts are of {_tell_optimizers(saved)}, and the loop has {_tell_optimizers(found)}: load parts "
+                "of the same optimizers"
             )
-        for group, saved in zip(groups, part["groups"], strict=True):
-            for key, value in saved.items():
-                if isinstance(group.get(key), Tensor):
-                    group[key].copy_(torch.as_tensor(value))
-                else:
-                    group[key] = _copied(value)
+        for settings in part["settings"]:
+            optimizer = self._optimizers[settings["name"]]
+            for group, values in zip(optimizer.param_groups, settings["groups"], strict=True):
+                for key, value in values.items():
+                    if isinstance(group.get(key), Tensor):
+                        group[key].copy_(torch.as_tensor(value))
+                    else:
+                        group[key] = _copied(value)
 
     def _check_complete(self) -> None:
         for name, places in self._places.items():
@@ -237,17 +256,20 @@ class PartLoading:
                     )
 
     def _replace_state(self) -> None:
-        """Replace the optimizer's state by what has been loaded."""
+        """Replace the optimizers' state by what has been loaded."""
         if self._division is not None:
-            shards = self._division.shards_of(self._optimizer)
             by_piece = {(name, own.start): own.state for name, all_own in self._states.items() for own in all_own}
-            shards.load([by_piece[piece.name, piece.start] for piece in shards.pieces()])
+            for optimizer in self._optimizers.values():
+                shards = self._division.shards_of(optimizer)
+                shards.load([by_piece[piece.name, piece.start] for piece in shards.pieces()])
             return
-        self._optimizer.state.clear()
         parameters = _named(self._model)
-        for name, (own,) in self._states.items():
-            if own.state:
-                self._optimizer.state[parameters[name]] = own.state
+        for optimizer in self._optimizers.values():
+            optimizer.state.clear()
+            of_optimizer = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            for name, (own,) in self._states.items():
+                if own.state and id(parameters[name]) in of_optimizer:
+                    optimizer.state[parameters[name]] = own.state
 
 
 def _named(model: nn.Module) -> dict[str, Tensor]:
@@ -306,15 +328,15 @@ def _own_weights(model: nn.Module, division: Division | None) -> list[tuple[str,
 
 
 def _own_states(
-    model: nn.Module, optimizer: Optimizer, division: Division | None
+    model: nn.Module, optimizers: Mapping[str, Optimizer], division: Division | None
 ) -> list[tuple[str, int, int, Mapping[str, Any]]]:
-    """Return the optimizer's state of the pieces that this rank updates; what has an element of each is a vector."""
+    """Return the optimizers' state of the pieces that this rank updates; what has an element of each is a vector."""
     if division is not None:
-        pieces = division.shards_of(optimizer).pieces()
+        pieces = [piece for optimizer in optimizers.values() for piece in division.shards_of(optimizer).pieces()]
         return [(piece.name, piece.start, piece.stop, piece.state) for piece in pieces if piece.state]
     found: list[tuple[str, int, int, Mapping[str, Any]]] = []
     for name, p in _named(model).items():
-        if state := optimizer.state.get(p):
+        if state := next((optimizer.state[p] for optimizer in optimizers.values() if optimizer.state.get(p)), None):
             flat = {
                 key: in_memory_order(value, dense_strides(p))
                 if isinstance(value, Tensor) and value.dim() and value.shape == p.shape
@@ -325,11 +347,13 @@ def _own_states(
     return found
 
 
-def _state_places(model: nn.Module, optimizer: Optimizer, division: Division | None) -> dict[str, list[_StateOfPiece]]:
-    """Return where this rank will keep the optimizer's state, by parameter."""
+def _state_places(
+    model: nn.Module, optimizers: Mapping[str, Optimizer], division: Division | None
+) -> dict[str, list[_StateOfPiece]]:
+    """Return where this rank will keep the optimizers' state, by parameter."""
     places: dict[str, list[_StateOfPiece]] = {}
     if division is not None:
-        for piece in division.shards_of(optimizer).pieces():
+        for piece in (piece for optimizer in optimizers.values() for piece in division.shards_of(optimizer).pieces()):
             numel = piece.stop - piece.start
 
             def allocate(dtype: torch.dtype, numel: int = numel) -> tuple[Tensor, Tensor]:
@@ -338,9 +362,9 @@ def _state_places(model: nn.Module, optimizer: Optimizer, division: Division | N
 
             places.setdefault(piece.name, []).append(_StateOfPiece(piece.start, piece.stop, {}, allocate))
         return places
-    of_optimizer = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    trained = {id(p) for optimizer in optimizers.values() for group in optimizer.param_groups for p in group["params"]}
     for name, p in _named(model).items():
-        if id(p) in of_optimizer:
+        if id(p) in trained:
 
             def allocate_whole(dtype: torch.dtype, p: Tensor = p) -> tuple[Tensor, Tensor]:
                 whole = torch.empty_strided(p.shape, dense_strides(p), dtype=dtype)
@@ -348,6 +372,13 @@ def _state_places(model: nn.Module, optimizer: Optimizer, division: Division | N
 
             places[name] = [_StateOfPiece(0, p.numel(), {}, allocate_whole)]
     return places
+
+
+def _tell_optimizers(found: Mapping[str, tuple[str, int]]) -> str:
+    return " and ".join(
+        f"{kind} {f'{name!r} ' if name else ''}with {groups} parameter {'group' if groups == 1 else 'groups'}"
+        for name, (kind, groups) in found.items()
+    )
 
 
 def _vector(dense: Tensor) -> Tensor:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from unisono.collectives.world import World
@@ -23,7 +25,7 @@ from unisono.parallel.wrappers import wrapper_of
 from unisono.state.digest import digest
 from unisono.text import a_type
 
-__all__ = ["check_loop", "describe_loop", "equalize"]
+__all__ = ["LoopArguments", "check_loop", "describe_loop", "equalize"]
 
 _CALLER = "unisono.parallel.shard"
 
@@ -45,19 +47,71 @@ def _settings(model: Any, parallel: Any) -> Shard:
     return built.shard
 
 
-def check_loop(model: Any, optimizer: Any, parallel: Any, *, ranks: int) -> Shard:
-    """Check what a rank has given to `shard`, and return how to divide the model. Local.
+def _named(optimizer: Any) -> dict[str, Optimizer]:
+    """Return the optimizers by name, "" for a single one."""
+    if isinstance(optimizer, Mapping) and not optimizer:
+        raise ValueError(f"the dict of optimizers is empty: {_CALLER} takes at least one")
+    optimizers: dict[str, Any] = dict(optimizer) if isinstance(optimizer, Mapping) else {"": optimizer}
+    of: dict[int, str] = {}
+    for name, each in optimizers.items():
+        if not isinstance(name, str) or (not name and isinstance(optimizer, Mapping)):
+            raise TypeError(f"an optimizer is named {name!r}: give them names, as in {{'body': ..., 'head': ...}}")
+        if not isinstance(each, Optimizer):
+            what = f"optimizer {name!r}" if name else "optimizer"
+            raise TypeError(
+                f"{what} is {a_type(each)}: {_CALLER} takes one torch.optim.Optimizer, or a dict of several by name"
+            )
+        for p in (p for group in each.param_groups for p in group["params"]):
+            if id(p) in of:
+                raise ValueError(
+                    f"optimizers {of[id(p)]!r} and {name!r} have a parameter of shape {list(p.shape)} in common, and "
+                    "its state can be that of one alone: give each parameter to one optimizer"
+                )
+        of |= {id(p): name for group in each.param_groups for p in group["params"]}
+    return optimizers
+
+
+def _check_scaler(scaler: Any, model: nn.Module) -> GradScaler | None:
+    """Return a scaler if it is to be used."""
+    if scaler is None:
+        return None
+    if not isinstance(scaler, GradScaler):
+        raise TypeError(f'scaler is {a_type(scaler)}; expected torch.amp.GradScaler("cpu")')
+    if not scaler.is_enabled():
+        return None
+    if scaler._device != "cpu":
+        raise ValueError(
+            f'scaler is for {scaler._device}, and the model is on the CPU: make it by torch.amp.GradScaler("cpu")'
+        )
+    for name, p in model.named_parameters():
+        if p.dtype == torch.float16 or p.is_complex():
+            raise ValueError(
+                f"parameter {name!r} has dtype {str(p.dtype).removeprefix('torch.')}, whose gradient GradScaler cannot "
+                "unscale: keep weights in float32, which torch.autocast casts, or leave out scaler"
+            )
+    return scaler
+
+
+class LoopArguments(NamedTuple):
+    """What was given to `shard`, checked."""
+
+    parallel: Shard
+    """How to divide the model."""
+    optimizers: Mapping[str, Optimizer]
+    """The optimizers by name, "" for a single one. They have no parameter in common."""
+    scaler: GradScaler | None
+    """What scales losses; None: nothing does."""
+
+
+def check_loop(model: Any, optimizer: Any, parallel: Any, scaler: Any, *, ranks: int) -> LoopArguments:
+    """Check what a rank has given to `shard`, and return it. Local.
 
     Raises:
         TypeError: An argument has the wrong type, or another library has wrapped the model.
         ValueError: The model or the optimizer cannot be divided, or the model was built with other settings.
     """
     settings = _settings(model, parallel)
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"optimizer is {a_type(optimizer)}: {_CALLER} takes one torch.optim.Optimizer; give parameters that need "
-            "other settings a parameter group of their own"
-        )
+    optimizers = _named(optimizer)
     refuse_remote(model, _CALLER, "divide the whole model, or replicate() the rest of it")
     for path, module in model.named_modules(prefix="model"):
         wrapper = wrapper_of(module, path)
@@ -78,25 +132,26 @@ def check_loop(model: Any, optimizer: Any, parallel: Any, *, ranks: int) -> Shar
                 f"parameter {name!r} has a gradient hook of replicate(), a Trainer or another {_CALLER}, which sums "
                 "its gradients already: use one of them for a model"
             )
-    check_divisible(settings, model, [optimizer], ranks, caller=_CALLER, argument=_CALLER)
+    check_divisible(settings, model, optimizers.values(), ranks, caller=_CALLER, argument=_CALLER)
     built = built_parts(model)
     if built is not None:
         built.check_unchanged(model)
-    return settings
+    return LoopArguments(settings, optimizers, _check_scaler(scaler, model))
 
 
-def describe_loop(settings: Shard, model: nn.Module, optimizer: Optimizer) -> Document:
+def describe_loop(arguments: LoopArguments, model: nn.Module) -> Document:
     """Describe what must be equal on all ranks, but for the values of tensors."""
     modules = {"": model}
     return {
-        "parallel": repr(settings),
+        "parallel": repr(arguments.parallel),
+        "the state of scaler": None if arguments.scaler is None else plain(arguments.scaler.state_dict()),
         **describe_models(modules),
-        **describe_optimizers({"": optimizer}, parameter_names(modules)),
+        **describe_optimizers(arguments.optimizers, parameter_names(modules)),
     }
 
 
-def equalize(world: World, model: nn.Module, optimizer: Optimizer) -> None:
-    """Set weights and buffers to those of rank 0, and compare the optimizer's state. Every rank must call it.
+def equalize(world: World, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+    """Set weights and buffers to those of rank 0, and compare the state of optimizers. Every rank must call it.
 
     Traffic: a broadcast of each tensor.
 
@@ -108,6 +163,7 @@ def equalize(world: World, model: nn.Module, optimizer: Optimizer) -> None:
     names = parameter_names({"": model})
     own = {
         names.get(id(p), "a parameter of no model"): digest({"": repr(plain(state))})
+        for optimizer in optimizers
         for p, state in optimizer.state.items()
     }
     everyone = world.gather(own, f"{_CALLER} comparing optimizers")

@@ -7,17 +7,20 @@ The parts are those of a Trainer: `DividedModel` brings blocks together, the eng
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import is_
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from unisono.collectives.world import World
 from unisono.engine import BufferTransaction, ConsistencyCheck, Engine, Preparation, Totals, Trained, check_trained
 from unisono.engine.consistency import GroupConsistencyCheck, NoConsistencyCheck
+from unisono.engine.joint_optimizer import JointOptimizer, parts_of, trained_by
 from unisono.engine.local import LocalEngine
 from unisono.engine.model_contents import parameter_names
 from unisono.engine.sharded import ShardedEngineFactory
@@ -31,29 +34,70 @@ from unisono.parallel.sharding.divided_model import DividedModel
 __all__ = ["LoopSteps"]
 
 
+class _Selection:
+    """The optimizers that a step updates: all, or one of several.
+
+    Args:
+        optimizers: They, by name.
+        modules: The models by the prefix of their names.
+        engine: Makes an engine.
+    """
+
+    def __init__(
+        self,
+        optimizers: Mapping[str, Optimizer],
+        modules: Mapping[str, nn.Module],
+        engine: Callable[[Optimizer], Engine],
+    ) -> None:
+        parts = [*optimizers.values()]
+        self.optimizer = JointOptimizer(parts) if len(parts) > 1 else parts[0]
+        self.engine = engine(self.optimizer)
+        self.fingerprint = StepFingerprint(optimizers, modules, call="sharded.step")
+        self.trained = Trained((), ())
+        self.inputs: tuple[Tensor, ...] | None = None
+        """The parameters that backward passes compute gradients for; None: all."""
+        self.trainable: tuple[Tensor, ...] | None = None
+        """The trainable parameters of all optimizers when `trained` was made; None: never."""
+
+
 class LoopSteps:
-    """Takes the steps of a loop. The calls of a step are `begin`, `backward`, `close`, `sum` and `apply`, or
-    `abort`.
+    """Takes the steps of a loop. The calls of a step are `find_trained`, `begin`, `backward`, `close`, `sum` and
+    `apply`, or `abort`.
 
     Args:
         model: The model.
-        optimizer: Its optimizer.
+        optimizers: Its optimizers by name.
+        scaler: What scales losses; None: nothing does.
         divided: The model as it is divided; None with one rank.
         world: The ranks.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, divided: DividedModel | None, world: World) -> None:
-        self._model, self._optimizer, self._divided, self._world = model, optimizer, divided, world
-        self._engine: Engine
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Mapping[str, Optimizer],
+        scaler: GradScaler | None,
+        divided: DividedModel | None,
+        world: World,
+    ) -> None:
+        self._model, self._optimizers, self._scaler, self._divided, self._world = (
+            model, optimizers, scaler, divided, world,
+        )  # fmt: skip
         self.comparison: ConsistencyCheck
         """Compares what ranks are about to do."""
+        self._make_engine: Callable[[Optimizer], Engine]
         if divided is None:
-            self._engine, self.comparison = LocalEngine(optimizer, [model]), NoConsistencyCheck()
+            self.comparison = NoConsistencyCheck()
+            self._make_engine = partial(LocalEngine, modules=[model])
         else:
             self.comparison = GroupConsistencyCheck(world)
-            self._engine = ShardedEngineFactory(
+            self._make_engine = ShardedEngineFactory(
                 world, [model], divided.division, self.comparison, virtual_ranks=world.size, overlap=True
-            ).engine(optimizer)
+            ).engine
+        self._selections: dict[str | None, _Selection] = {}
+        """Those of earlier steps, by the name of an optimizer; None: all."""
+        self._now = self._select(None)
+        """That of the step under way."""
         self._buffers = BufferTransaction(
             {"": model},
             world,
@@ -61,11 +105,11 @@ class LoopSteps:
             virtual_ranks=world.size,
             parameters_move=divided is not None and not divided.division.grid.keeps_weights,
         )
-        self._fingerprint = StepFingerprint({"": optimizer}, {"": model}, call="sharded.step")
+        if scaler is not None:  # a rank without a loss scales none, but must unscale like the others
+            scaler.scale(torch.zeros(()))
         self._transaction = StepTransaction()
-        self._trained = Trained((), ())
-        self._inputs: tuple[Tensor, ...] | None = None
-        """The parameters that backward passes compute gradients for; None: all."""
+        self._trainable: tuple[Tensor, ...] = ()
+        """The parameters of all optimizers that require a gradient."""
         self._loss: Tensor | None = None
         """The sum of this rank's losses in the step; None before the first."""
         self._totals = Totals(0.0, 0.0, new_buffers=False)
@@ -79,38 +123,58 @@ class LoopSteps:
         self.mean_loss = math.nan
         """The mean over ranks of the losses of the last step."""
 
-    def find_trained(self) -> Trained | None:
+    def find_trained(self, optimizer: str | None) -> tuple[Tensor, ...] | None:
         """List the parameters to train; users may freeze and unfreeze them between steps.
 
+        Args:
+            optimizer: The name of the optimizer that the next step updates; None: all of them.
+
         Returns:
-            The parameters, if they have changed.
+            The parameters of all optimizers that require a gradient, if they have changed.
 
         Raises:
             ValueError: There are none, or one of them is no parameter of the model or cannot be trained.
         """
-        parameters = [p for group in self._optimizer.param_groups for p in group["params"] if p.requires_grad]
+        groups = [group for each in self._optimizers.values() for group in each.param_groups]
+        trainable = tuple(p for group in groups for p in group["params"] if p.requires_grad)
         self._buffers.find()
-        before = self._trained.parameters
-        if parameters and len(parameters) == len(before) and all(map(is_, parameters, before)):
-            return None
+        is_new = len(trainable) != len(self._trainable) or not all(map(is_, trainable, self._trainable))
+        if is_new:
+            for p in self._trainable:
+                p.grad = None
+            self._trainable = trainable
+        self._now = now = self._select(optimizer)
+        if now.trainable is not self._trainable:
+            self._list_trained(now, "the optimizer" if optimizer is None else f"optimizer {optimizer!r}")
+        return trainable if is_new else None
+
+    def _select(self, optimizer: str | None) -> _Selection:
+        if optimizer not in self._selections:
+            chosen = self._optimizers if optimizer is None else {optimizer: self._optimizers[optimizer]}
+            self._selections[optimizer] = _Selection(chosen, {"": self._model}, self._make_engine)
+        return self._selections[optimizer]
+
+    def _list_trained(self, selection: _Selection, what: str) -> None:
+        """List the parameters that a selection of the optimizers trains."""
         names = parameter_names({"": self._model})
+        groups = selection.optimizer.param_groups
+        parameters = tuple(p for group in groups for p in group["params"] if p.requires_grad)
         for p in parameters:
             if id(p) not in names:
                 raise ValueError(
-                    f"the optimizer has a parameter of shape {list(p.shape)} that the model does not have, so its "
+                    f"{what} has a parameter of shape {list(p.shape)} that the model does not have, so its "
                     "gradient would be that of this rank alone: make it part of the model before unisono.parallel.shard"
                 )
         if not parameters:
-            raise ValueError("the optimizer has no parameter that requires a gradient: there is nothing to train")
-        for p in before:
-            p.grad = None
-        self._trained = Trained(tuple(names[id(p)] for p in parameters), tuple(parameters))
-        is_apart = self._divided is not None and not self._divided.division.has_weights
-        check_trained(Trained((), ()) if is_apart else self._trained, self._optimizer, scaled=False)
+            raise ValueError(f"{what} has no parameter that requires a gradient: there is nothing to train")
+        selection.trained = Trained(tuple(names[id(p)] for p in parameters), parameters)
+        if self._divided is None or self._divided.division.has_weights:
+            for part in parts_of(selection.optimizer):
+                check_trained(trained_by(part, selection.trained), part, scaled=False)
         trained = {id(p) for p in parameters}
         is_part = any(p.requires_grad and id(p) not in trained for p in self._model.parameters())
-        self._inputs = self._trained.parameters if is_part else None
-        return self._trained
+        selection.inputs = parameters if is_part else None
+        selection.trainable = self._trainable
 
     def begin(self) -> None:
         """Begin a step. Every rank must call it.
@@ -118,20 +182,30 @@ class LoopSteps:
         Raises:
             RankMismatchError: On all ranks, if they are about to do different things.
         """
-        self.comparison.compare(self._fingerprint.intent(self._trained, epoch=0, step=self.count, call=0))
+        now = self._now
+        options = "" if self._scaler is None else f", scale={self._scaler.get_scale()}"
+        self.comparison.compare(now.fingerprint.intent(now.trained, epoch=0, step=self.count, call=0, options=options))
         self._loss, self.is_last, self.is_closed, self.is_summed = None, False, False, False
-        self._engine.start(self._transaction, self._trained, leaves=self._world.size)
+        now.engine.start(self._transaction, now.trained, leaves=self._world.size)
         self._buffers.start(leaves=self._world.size)  # after the engine, which may move parameters
 
     def together(self) -> AbstractContextManager[None]:
         """Bring blocks together when they are called, for the length of a `with` block."""
         return nullcontext() if self._divided is None else self._divided.computing()
 
+    def is_scaled(self, loss: Tensor) -> bool:
+        """Return True if a loss is what the scaler's `scale` has returned: a product with the scale."""
+        scale = None if self._scaler is None else self._scaler._scale
+        factors = [getattr(loss.grad_fn, name, None) for name in ("_saved_self", "_saved_other")]
+        return scale is not None and any(
+            isinstance(factor, Tensor) and factor.data_ptr() == scale.data_ptr() for factor in factors
+        )
+
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
         """Compute the gradients of a loss.
 
         Args:
-            loss: A tensor with one element.
+            loss: A tensor with one element, not scaled.
             is_last: True to send the gradients of this rank meanwhile; there can be no other backward pass then.
         """
         total = loss.detach().float().reshape(())
@@ -141,7 +215,8 @@ class LoopSteps:
         self.runs_backward = True
         try:
             with nullcontext() if self._divided is None else self._divided.backward():
-                loss.backward(inputs=self._inputs)  # type: ignore[no-untyped-call]
+                scaled = loss if self._scaler is None else self._scaler.scale(loss)
+                scaled.backward(inputs=self._now.inputs)  # type: ignore[no-untyped-call]
         except RuntimeError:
             self._buffers.check_parameters()  # autograd refuses to use those that the forward pass has written to
             raise
@@ -165,7 +240,7 @@ class LoopSteps:
         if not self.is_last:
             self._close_forward()
         self.is_closed = True
-        self._engine.close_leaf(self._world.rank)
+        self._now.engine.close_leaf(self._world.rank)
         self._buffers.close_leaf(self._world.rank)
 
     def sum(self, clip: float | None) -> float | None:
@@ -181,9 +256,9 @@ class LoopSteps:
             LossError, NonFiniteLossError, RankMismatchError: On all ranks; see `Sharded.step`.
             PeerError: Another rank has failed.
         """
-        self._engine.flush()
+        self._now.engine.flush()
         self._buffers.launch()
-        totals = self._engine.finish()
+        totals = self._now.engine.finish()
         self._buffers.receive(self._transaction)
         confirm_group()
         self.comparison.compare(
@@ -205,8 +280,8 @@ class LoopSteps:
                 f"no rank called sharded.backward in {where}, so there is nothing to update: leave out the step, on "
                 "every rank"
             )
-        norm = self._engine.prepare(Preparation(1 / self._world.size, None, clip, None))
-        if norm is not None and not math.isfinite(norm):
+        norm = self._now.engine.prepare(Preparation(1 / self._world.size, self._scaler, clip, None))
+        if norm is not None and self._scaler is None and not math.isfinite(norm):
             raise NonFiniteLossError(
                 f"the norm of the gradient of {where} is {norm}, though all losses are finite. {STEP_UNDONE} Look for "
                 "roots or logarithms of zero, or lower the learning rate."
@@ -219,7 +294,9 @@ class LoopSteps:
         self._buffers.commit(self._transaction, new_buffers=self._totals.new_buffers)
         self.updates = True
         try:
-            self._engine.update(None)
+            self._now.engine.update(self._scaler)
+            if self._scaler is not None:
+                self._scaler.update()
         finally:
             self.updates = False
         self.mean_loss = self._totals.loss / self._world.size
@@ -227,16 +304,18 @@ class LoopSteps:
 
     def abort(self) -> None:
         """Discard the step: buffers and gradients are as before it."""
-        self._engine.abort(alike=False)
+        self._now.engine.abort(alike=False)
         self._buffers.roll_back()
+        if self._scaler is not None:
+            self._scaler._per_optimizer_states.clear()  # otherwise it refuses to unscale the gradients of the next step
 
     def _close_forward(self) -> None:
         """Add this rank's loss to the totals; the next backward pass is its last."""
         has_loss = self._loss is not None
         self.is_last = True
-        self._engine.close_forward(
+        self._now.engine.close_forward(
             self._world.rank,
             self._loss if self._loss is not None else torch.zeros(()),
             float(has_loss),
-            new_buffers=self._buffers.new_buffers(sends_early=self._engine.sends_early),
+            new_buffers=self._buffers.new_buffers(sends_early=self._now.engine.sends_early),
         )

@@ -9,6 +9,7 @@ from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from unisono.arguments import flag, real
@@ -24,7 +25,7 @@ from unisono.parallel.sharding.divided_model import Caller, DividedModel
 from unisono.parallel.sharding.gathering import gather_state
 from unisono.parallel.sharding.loop_guards import LoopGuards
 from unisono.parallel.sharding.loop_parts import PartLoading, own_part
-from unisono.parallel.sharding.loop_setup import check_loop, describe_loop, equalize
+from unisono.parallel.sharding.loop_setup import LoopArguments, check_loop, describe_loop, equalize
 from unisono.parallel.sharding.loop_step import LoopSteps
 from unisono.parallel.sharding.shard import Shard
 from unisono.text import a_type
@@ -50,7 +51,13 @@ _ERRORS_OF_FILES = (TypeError, ValueError, CheckpointError, OSError, RuntimeErro
 """What reading parts may raise."""
 
 
-def shard(model: nn.Module, optimizer: Optimizer, *, parallel: Shard | None = None) -> Sharded:
+def shard(
+    model: nn.Module,
+    optimizer: Optimizer | Mapping[str, Optimizer],
+    *,
+    parallel: Shard | None = None,
+    scaler: GradScaler | None = None,
+) -> Sharded:
     """Divide a model, its gradients and its optimizer's state over all ranks, in a loop of your own.
 
     Every rank must call it, with the same model and optimizer; it begins the job, as `build` does. The weights and
@@ -62,7 +69,10 @@ def shard(model: nn.Module, optimizer: Optimizer, *, parallel: Shard | None = No
     Args:
         model: The model, on the CPU. A `Trainer` or another `shard` must not have it.
         optimizer: Its optimizer, which treats each element of a parameter alone. It may have state, equal on all ranks.
+            Several are given as a dict by name, without a parameter in common; a step updates all of them or one.
         parallel: How to divide. None: as the model was built by `build`; for another model, `Shard()`.
+        scaler: Scales losses, so that small float16 gradients do not vanish: torch.amp.GradScaler("cpu"). Its methods
+            are called where they are needed.
 
     Returns:
         The handle with which the loop trains.
@@ -76,37 +86,38 @@ def shard(model: nn.Module, optimizer: Optimizer, *, parallel: Shard | None = No
     refuse_inside("unisono.parallel.shard")
     world = World.connect(torch.device("cpu"))
 
-    def check() -> Shard:
-        return check_loop(model, optimizer, parallel, ranks=world.size)
+    def check() -> LoopArguments:
+        return check_loop(model, optimizer, parallel, scaler, ranks=world.size)
 
     if world.group is None:
-        settings = check()
+        arguments = check()
     else:
-        settings, _ = construct_on_all(known_group(world.group), "unisono.parallel.shard", check, lambda _: None)
-    check_equal_documents(world, describe_loop(settings, model, optimizer), given_to="unisono.parallel.shard")
-    equalize(world, model, optimizer)
-    return Sharded(model, optimizer, settings, world)
+        arguments, _ = construct_on_all(known_group(world.group), "unisono.parallel.shard", check, lambda _: None)
+    check_equal_documents(world, describe_loop(arguments, model), given_to="unisono.parallel.shard")
+    equalize(world, model, arguments.optimizers.values())
+    return Sharded(model, arguments, world)
 
 
 class Sharded:
     """The handle of a model that `shard` has divided.
 
-    Every rank calls `step`, `no_grad` and `whole`, in the same order. It lives as long as the optimizer.
+    Every rank calls `step`, `no_grad` and `whole`, in the same order. It lives as long as the optimizers.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, settings: Shard, world: World) -> None:
-        self._model, self._optimizer, self._world = model, optimizer, world
-        divided = DividedModel(settings, model, [optimizer], world, caller=_CALLER) if world.size > 1 else None
+    def __init__(self, model: nn.Module, arguments: LoopArguments, world: World) -> None:
+        self._model, self._optimizers, self._world = model, arguments.optimizers, world
+        optimizers = [*self._optimizers.values()]
+        divided = DividedModel(arguments.parallel, model, optimizers, world, caller=_CALLER) if world.size > 1 else None
         self._division = None if divided is None else divided.division
-        self._steps = LoopSteps(model, optimizer, divided, world)
+        self._steps = LoopSteps(model, self._optimizers, arguments.scaler, divided, world)
         self._phase: _Phase | Literal["between steps"] = "between steps"
         self._computing = ExitStack()
         """Blocks come together until it is closed."""
         self._paused = 0
         self._obstacle: str | None = None
         """Why there can be no further step."""
-        self._guards = LoopGuards(self, model, optimizer)
-        self._find_trained()
+        self._guards = LoopGuards(self, model, optimizers)
+        self._find_trained(None)
         if self._division is not None:
             self._division.divide()
 
@@ -152,7 +163,7 @@ class Sharded:
         return self._steps.updates
 
     @contextmanager
-    def step(self) -> Iterator[None]:
+    def step(self, optimizer: str | None = None) -> Iterator[None]:
         """Take a step: call the model and `backward` inside; the end of the block updates the weights.
 
         Every rank must enter it, also one that has no data: it calls nothing inside, and counts as zero in the mean.
@@ -160,7 +171,15 @@ class Sharded:
         `PeerError`, weights and buffers are those from before it, and the loop may go on. Call no collectives of your
         own inside, unless all ranks have called the same parts of the model before: another rank may wait for a part.
 
+        With a scaler, a step whose scaled gradient is not finite leaves weights and optimizers alone, on all ranks, and
+        lowers the scale.
+
+        Args:
+            optimizer: The name of the one that updates its parameters, of several; the others' get no gradient. None:
+                all of them.
+
         Raises:
+            ValueError: There is no optimizer of that name.
             LossError: On all ranks, if none called `backward`; on one, if its block's output cannot be seen.
             NonFiniteLossError: On all ranks, if a loss or the norm of the gradient is NaN or infinite.
             RankMismatchError: On all ranks, if they make different calls, train different parameters, or have
@@ -168,9 +187,17 @@ class Sharded:
             PeerError: Another rank failed in the step.
             UnisonoError: It is called within another block, or ranks no longer agree on what comes next.
         """
+        if optimizer is not None and not (isinstance(optimizer, str) and optimizer in self._optimizers):
+            told = repr(optimizer) if isinstance(optimizer, str) else a_type(optimizer)
+            known = ", ".join(map(repr, filter(None, self._optimizers)))
+            raise ValueError(
+                f"optimizer is {told}: sharded.step takes the name of one of {known}, or none for all of them"
+                if known
+                else f"optimizer is {told}, and unisono.parallel.shard was given one without a name: leave it out"
+            )
         self._enter("step")
         try:
-            self._find_trained()
+            self._find_trained(optimizer)
             self._steps.begin()
             try:
                 with self._computing:
@@ -200,7 +227,7 @@ class Sharded:
 
         Raises:
             TypeError: The loss is no tensor.
-            ValueError: It has several elements.
+            ValueError: It has several elements, or the scaler's scale already.
             UnisonoError: It is called outside of `step`, or again after the last backward of a step.
         """
         if self._phase != "step" or self._steps.is_closed:
@@ -218,6 +245,8 @@ class Sharded:
             raise TypeError(f"loss is {a_type(loss)}: give sharded.backward the tensor that the loss function returned")
         if loss.numel() != 1:
             raise ValueError(f"loss has shape {list(loss.shape)}, and must be one number: take loss.mean()")
+        if self._steps.is_scaled(loss):
+            raise ValueError("loss is scaled, and sharded.backward does that: give it without scaler.scale")
         self._steps.backward(loss, is_last=not self._paused)
 
     @contextmanager
@@ -241,7 +270,8 @@ class Sharded:
             max_norm: The bound.
 
         Returns:
-            The norm before clipping, a float64 scalar.
+            The norm before clipping, a float64 scalar. With a scaler it is that of the unscaled gradient, and is not
+            finite where the step is going to leave weights alone.
 
         Raises:
             TypeError, ValueError: max_norm is no positive number.
@@ -313,7 +343,7 @@ class Sharded:
             if self._division is None:
                 yield
                 return
-            gather_state(self._world, self._division, [self._optimizer], everywhere=everywhere)
+            gather_state(self._world, self._division, self._optimizers.values(), everywhere=everywhere)
             try:
                 yield
             finally:
@@ -334,7 +364,7 @@ class Sharded:
         self._phase = "between steps"
         return own_part(
             self._model,
-            self._optimizer,
+            self._optimizers,
             self._division,
             rank=self._world.rank,
             ranks=self._world.size,
@@ -365,7 +395,7 @@ class Sharded:
 
         def load() -> int:
             self._obstacle = _PARTLY_LOADED
-            return PartLoading(self._model, self._optimizer, self._division).load(parts)
+            return PartLoading(self._model, self._optimizers, self._division).load(parts)
 
         try:
             if self._world.group is None:
@@ -393,7 +423,7 @@ class Sharded:
             raise UnisonoError(self._obstacle)
         self._phase = phase
 
-    def _find_trained(self) -> None:
-        found = self._steps.find_trained()
+    def _find_trained(self, optimizer: str | None) -> None:
+        found = self._steps.find_trained(optimizer)
         if found is not None:
-            self._guards.watch(found.parameters)
+            self._guards.watch(found)
