@@ -47,18 +47,6 @@ def test_parts_of_ranks_change_no_bit(fork_ranks, whole, ranks, by, names):
 
 
 @pytest.fixture(scope="module")
-def long(fork_python):
-    return fork_python(PROGRAM, "whole", "long", "mlp", "language_model")
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize(("ranks", "by"), [(1, "block"), (2, "block"), (3, "block"), (4, "block"), (4, "replicas")])
-def test_twenty_steps_with_clipping_and_accumulation_have_one_digest(fork_ranks, long, ranks, by):
-    job = fork_ranks(ranks, PROGRAM, by, "long", "mlp", "language_model")
-    assert [job.lines(rank) for rank in range(ranks)] == [long] * ranks
-
-
-@pytest.fixture(scope="module")
 def undisturbed(fork_python, tmp_path_factory):
     return fork_python(RESUMABLE, tmp_path_factory.mktemp("undisturbed"), "")[-1].removeprefix("from 0 ")
 

@@ -1,6 +1,6 @@
 """Trains models that are divided over ranks; prints a digest of all results for each.
 
-Arguments: how models are divided (a key of HOW), then optionally names of cases. "long" trains for 21 steps, not 6.
+Arguments: how models are divided (a key of HOW), then optionally names of cases.
 """
 
 import contextlib
@@ -20,8 +20,6 @@ import pipeline_models
 import unisono
 
 by, *chosen = sys.argv[1:]
-EPOCHS = 7 if "long" in chosen else 2
-chosen = [name for name in chosen if name != "long"]
 
 
 class Wide(nn.Module):
@@ -174,7 +172,7 @@ def train(name):
     trainer = unisono.Trainer(model, optimizer, parallel=parallel, progress=False, seed=3, **options)
     several = isinstance(optimizer, dict)
     found = []
-    for epoch in trainer.epochs(EPOCHS):
+    for epoch in trainer.epochs(2):
         for batch in trainer.batches(data, batch_size=16, micro_batch_size=micro_batch_size):
             called = [None, "late"] if several and batch.step == 1 else ["early" if several and epoch else None]
             for each in called:
