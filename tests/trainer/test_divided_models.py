@@ -52,10 +52,20 @@ def undisturbed(fork_python, tmp_path_factory):
 
 
 def test_a_run_goes_on_with_another_division(fork_ranks, tmp_path, undisturbed):
-    for ranks, how, steps in [(4, "block", 2), (2, "1,2", 4), (1, "", 5), (3, "stages:1,3", 7)]:
+    for ranks, how, steps in [(4, "block", 2), (2, "1,2", 4), (1, "", 5), (3, "stages:1,3", 7), (4, "zero1:2", 8)]:
         fork_ranks(ranks, RESUMABLE, tmp_path, how, f"max_steps={steps}")
     job = fork_ranks(3, RESUMABLE, tmp_path, "block")
-    assert [job.lines(rank)[-1] for rank in range(3)] == [f"from 7 {undisturbed}"] * 3
+    assert [job.lines(rank)[-1] for rank in range(3)] == [f"from 8 {undisturbed}"] * 3
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("options", [[], ["best", "by_time"]])
+def test_stages_whose_replicas_divide_the_optimizer_save_and_load_in_mid_run(
+    fork_ranks, tmp_path, undisturbed, options
+):
+    """Weights are exported after step 3 and loaded after step 6."""
+    job = fork_ranks(4, RESUMABLE, tmp_path, "zero1:2", *options)
+    assert [job.lines(rank)[-1] for rank in range(4)] == [f"from 0 {undisturbed}"] * 4
 
 
 def test_rank_0_has_all_parts_when_it_saves_by_time_and_the_best(fork_ranks, fork_python, tmp_path, undisturbed):
@@ -68,6 +78,13 @@ def test_sigterm_saves_the_parts_of_all_ranks(run_ranks, fork_python, tmp_path, 
     assert not job.out
     last = fork_python(RESUMABLE, tmp_path, "")[-1]
     assert last in {f"from {step} {undisturbed}" for step in (5, 6, 7, 8)}
+
+
+@pytest.mark.soak
+def test_all_ranks_start_again_when_one_with_a_part_of_a_stage_dies(run_ranks, tmp_path, undisturbed):
+    job = run_ranks(4, RESUMABLE, tmp_path, "zero1:2", "die=5", flags=["--max-restarts", "1"])
+    assert [job.lines(rank)[-1] for rank in range(4)] == [f"from 3 {undisturbed}"] * 4
+    assert "no rank can be replaced alone: with Pipeline(zero=1), the part of the optimizer's state" in job.said
 
 
 @pytest.mark.parametrize("how", ["", pytest.param("build", marks=pytest.mark.soak)])

@@ -86,6 +86,7 @@ __all__ = ["Models", "TrainerParts", "assemble"]
 Models = nn.Module | Mapping[str, nn.Module]
 Engines = EngineFactory | StagedEngineFactory | ShardedEngineFactory
 
+_NO_OTHER_PART = "with Pipeline(zero=1), the part of the optimizer's state of a rank that dies is nowhere else"
 _NO_COPIES = (
     "a model that is cut over ranks dies with the rank that has a part of it, unless all ranks are on one host and "
     "compute on CPUs: then they keep the parts for each other in shared memory"
@@ -209,7 +210,7 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
     cut: CutModel | DividedModel | None = None
     if isinstance(settings.parallel, Pipeline):
         check_cut_optimizers(optimizers)
-        cut = cut_model(settings.parallel, modules, model, world)
+        cut = cut_model(settings.parallel, modules, model, optimizers, world)
     elif settings.parallel is not None:
         cut = divide_model(settings.parallel, modules, model, optimizers, world)
     keeper = Checkpointing(settings.directory, settings.checkpoints, world)
@@ -355,7 +356,9 @@ def assemble(  # noqa: PLR0912, PLR0915  one thing after the other
             gathering=gathering,
             commits=commits,
         )
-        if recovery.is_joined:
+        if recovery.is_joined and cut.divisions is not None:
+            recovery.refuse(_NO_OTHER_PART)
+        elif recovery.is_joined:
             commits.connect(base.runtime)
             if base.runtime is None or chosen.type != "cpu":
                 recovery.refuse(_NO_COPIES)

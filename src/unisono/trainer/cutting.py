@@ -9,14 +9,15 @@ from torch.optim import Optimizer
 
 from unisono.collectives.world import World
 from unisono.engine.model_contents import plain_name
+from unisono.engine.staged import StageDivisions
 from unisono.parallel.pipeline import Pipeline
 from unisono.parallel.pipeline.blocks import find_blocks
 from unisono.parallel.pipeline.cut_model import CutModel
 from unisono.parallel.placed.forward import refuse_placed
 from unisono.parallel.sharding import Shard
 from unisono.parallel.sharding.built_parts import built_parts
-from unisono.parallel.sharding.divided_model import DividedModel
-from unisono.parallel.sharding.division_checks import check_divisible, refuse_compiled
+from unisono.parallel.sharding.divided_model import DividedModel, check_memory
+from unisono.parallel.sharding.division_checks import check_divisible, check_optimizers, refuse_compiled
 from unisono.trainer.closure import needs_closure
 
 __all__ = ["built_tensors", "check_built", "check_cut_optimizers", "cut_model", "divide_model"]
@@ -71,18 +72,25 @@ def check_cut_optimizers(optimizers: Mapping[str, Optimizer]) -> None:
             )
 
 
-def cut_model(pipeline: Pipeline, modules: Mapping[str, nn.Module], given: object, world: World) -> CutModel | None:
+def cut_model(
+    pipeline: Pipeline,
+    modules: Mapping[str, nn.Module],
+    given: object,
+    optimizers: Mapping[str, Optimizer],
+    world: World,
+) -> CutModel | None:
     """Return the model of a run as it is cut; None with one rank, which has all of it. Every rank must call it.
 
     Args:
         pipeline: The user's settings.
         modules: The models by the prefix of their names.
         given: The model as the user has given it.
+        optimizers: The optimizers by name.
         world: All ranks.
 
     Raises:
         ValueError: There are several models, the model is placed, or compiled as a whole, the ranks cannot be divided
-            so, or a name is not that of a submodule.
+            so, a name is not that of a submodule, or the state of an optimizer cannot be divided with zero=1.
     """
     if len(modules) > 1:
         names = ", ".join(repr(name.removesuffix(".")) for name in modules)
@@ -99,7 +107,15 @@ def cut_model(pipeline: Pipeline, modules: Mapping[str, nn.Module], given: objec
         )
     refuse_placed(model, "parallel=Pipeline(...) runs a model with one stage on each rank")
     find_blocks(model, pipeline.names or ())
-    return CutModel(pipeline, model, world) if world.size > 1 else None
+    if pipeline.zero == 1:
+        check_optimizers(optimizers.values(), argument="zero=1")
+        check_memory(model, "Pipeline(zero=1)")
+    if world.size == 1:
+        return None
+    cut = CutModel(pipeline, model, world)
+    if pipeline.zero == 1 and cut.ranks.replicas > 1:
+        cut.divisions = StageDivisions(cut.ranks, cut.ownership, model, [*optimizers.values()])
+    return cut
 
 
 def divide_model(

@@ -9,6 +9,7 @@ import torch
 from unisono.engine.staged import StagedBuffers, StageMap
 from unisono.errors import UnisonoError
 from unisono.parallel.pipeline.cut_model import CutModel
+from unisono.parallel.sharding.gathering import gather_state
 from unisono.state.codec import decode, encode
 from unisono.state.tensor_groups import TensorGroups, broadcast_groups
 from unisono.trainer.restoration import put_optimizer_state
@@ -45,9 +46,9 @@ class StageGathering:
     def gather(self, *, everywhere: bool) -> None:
         """Bring the weights, buffers, averages and optimizer state of all stages to the first rank of each pipeline.
 
-        Every rank of the pipeline must call it, if `needs_others` is True. Traffic: each rank then sends its part of
+        Every rank must call it, if `needs_others` is True. Traffic: each rank then sends its part of
         the state to all others. Otherwise each rank that wants the state reads it. Memory: the state, where it is
-        wanted.
+        wanted; with zero=1, each rank has all of its stages' until the next step.
 
         Args:
             everywhere: True to bring them to all ranks.
@@ -55,6 +56,10 @@ class StageGathering:
         ownership, ranks = self._cut.ownership, self._cut.ranks
         if ownership.map is None or ownership.whole == "everywhere" or (ownership.whole == "main" and not everywhere):
             return
+        divisions = self._cut.divisions
+        if divisions is not None:
+            for stage, division in divisions.of_stage.items():
+                gather_state(ranks.columns[stage], division, divisions.optimizers, everywhere=True)
         wanted = everywhere or ranks.pipeline.rank == 0
         if wanted:
             self._cut.restore()

@@ -35,7 +35,12 @@ def make_staged_engines(
 ) -> StagedEngineFactory:
     """Return the factory of engines for the stages of this rank, which compares ranks as another factory does."""
     return StagedEngineFactory(
-        cut.ranks, list(modules.values()), cut.ownership, base.comparison, virtual_ranks=virtual_ranks
+        cut.ranks,
+        list(modules.values()),
+        cut.ownership,
+        base.comparison,
+        virtual_ranks=virtual_ranks,
+        divisions=cut.divisions,
     )
 
 

@@ -78,6 +78,12 @@ def two_models():
     unisono.Trainer(models, optimizer, virtual_ranks=8, progress=False, parallel=Pipeline(stages=two))
 
 
+def viewed():
+    model = Net()
+    model.head.weight.data = torch.zeros(2, 32)[:, ::2]
+    return model
+
+
 CASES = {
     "unknown name": lambda: step(stages=["layer.2"]),
     "container": lambda: step(stages=["layers"]),
@@ -91,6 +97,10 @@ CASES = {
     "no pipeline": lambda: make(parallel="layers.2"),
     "no schedule": lambda: Pipeline(stages=two, schedule="1b1f"),
     "replicas": lambda: make(parallel=Pipeline(stages=two, replicas=3)),
+    "zero": lambda: Pipeline(stages=two, zero=3),
+    "zero of Adafactor": lambda: make(parallel=Pipeline(stages=two, zero=1), optimizer=torch.optim.Adafactor),
+    "zero of a view": lambda: make(viewed(), parallel=Pipeline(stages=two, zero=1)),
+    "zero in a loop": lambda: unisono.parallel.cut(Net(), Pipeline(stages=two, zero=1)),
     "interleaved": lambda: make(parallel=Pipeline(stages=["layers.1", "layers.2"], schedule="interleaved")),
     "shared": lambda: make(parallel=Pipeline(stages=two), engine="shared"),
     "carried": lambda: make(parallel=Pipeline(stages=two), stateful={"h": unisono.Carried(lambda _: 0)}),

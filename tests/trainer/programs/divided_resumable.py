@@ -1,9 +1,9 @@
 """A run of a model that is divided over ranks, with a directory.
 
-Arguments: the directory; "block", the names of blocks, "stages:" and the beginnings of stages, or "" to leave the model
-whole; and options: max_steps=N ends early; term=N sends SIGTERM to the launcher at step N; die=N kills rank 1 there
-once; by_time saves by time alone; best keeps the best checkpoint. All export their weights after step 3, and load them
-after step 6.
+Arguments: the directory; "block", the names of blocks, "stages:" or, with zero=1, "zero1:" and the beginnings of
+stages, or "" to leave the model whole; and options: max_steps=N ends early; term=N sends SIGTERM to the launcher at
+step N; die=N kills rank 1 there once; by_time saves by time alone; best keeps the best checkpoint. All export their
+weights after step 3, and load them after step 6.
 """
 
 import os
@@ -23,8 +23,9 @@ options = dict(each.partition("=")[::2] for each in rest)
 
 
 def parallel():
-    if how.startswith("stages:"):
-        return unisono.parallel.Pipeline(stages=how.removeprefix("stages:").split(","))
+    if how.startswith(("stages:", "zero1:")):
+        kind, _, names = how.partition(":")
+        return unisono.parallel.Pipeline(stages=names.split(","), zero=1 if kind == "zero1" else None)
     return unisono.parallel.Shard(by=how if how == "block" else how.split(",")) if how else None
 
 

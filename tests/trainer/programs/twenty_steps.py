@@ -86,8 +86,15 @@ LAYOUTS = {
     "zero1": lambda layers: unisono.parallel.Shard(zero=1),
     "replicas": lambda layers: unisono.parallel.Shard(replicas=2),
     "stages2": lambda layers: unisono.parallel.Pipeline(stages=[f"{layers}.1"]),
+    "stages2_zero1": lambda layers: unisono.parallel.Pipeline(stages=[f"{layers}.1"], zero=1),
+    "interleaved_zero1": lambda layers: unisono.parallel.Pipeline(
+        stages=[f"{layers}.0", f"{layers}.1", f"{layers}.2"], schedule="interleaved", replicas=2, zero=1
+    ),
     "stages3": lambda layers: unisono.parallel.Pipeline(stages=[f"{layers}.1", f"{layers}.2"]),
 }
+
+DIVIDED = {"block": 1, "size": 1, "zero1": 1, "replicas": 1, "stages2_zero1": 2, "interleaved_zero1": 2}
+"""The number of ranks above which optimizers have no state of whole parameters."""
 
 
 def train(name):
@@ -111,6 +118,9 @@ def train(name):
             only = "rest" if isinstance(optimizer, dict) and batch.step == 2 else None
             result = trainer.step(loss, batch, optimizer=only)
             found.append((float(result), result.grad_norm))
+            if layout in DIVIDED and unisono.world_size() > DIVIDED[layout]:
+                several = optimizer.values() if isinstance(optimizer, dict) else [optimizer]
+                assert not any(each.state for each in several), "some rank has state that is not in parts"
     assert len(found) == STEPS
     found.append(trainer.digest())
     print(f"{name}: {hashlib.sha256(repr(found).encode()).hexdigest()}")

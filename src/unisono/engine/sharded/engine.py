@@ -10,6 +10,7 @@ as much memory, and more traffic.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +34,16 @@ from unisono.engine.totals import COUNT, Totals, as_tensor, totals_of
 from unisono.engine.tree_all_reduce import NodeLayouts, TreeAllReduce
 from unisono.errors import UnisonoError
 
-__all__ = ["ShardedEngine"]
+__all__ = ["PartOfGradient", "ShardedEngine", "prepare_parts", "update_parts"]
+
+
+class PartOfGradient(NamedTuple):
+    """What a rank has found in its part of a gradient."""
+
+    overflowed: float
+    """1 if a value was not finite when it was unscaled, otherwise 0."""
+    norms: list[float]
+    """The norms of its blocks."""
 
 
 class ShardedEngine(GradientAccumulation):
@@ -117,48 +127,15 @@ class ShardedEngine(GradientAccumulation):
 
     def prepare(self, preparation: Preparation) -> float | None:
         """Multiply, unscale and clip the sums; see `Engine`. The norm is that of all ranks' parts."""
-        factor, scaler, clip, change = preparation
-        assert change is None
-        units = self._division.units
-        gradients = [
-            gradient.view(-1)
-            for (u, k), gradient in self._gradients.items()
-            if id(units[u].parameters[units[u].pieces[k].parameter]) in self._used_by_all
-        ]
-        if factor != 1.0 and gradients:
-            torch._foreach_mul_(gradients, factor)
-        overflowed, norms = 0.0, [0.0]
-        if scaler is not None:
-            overflowed = unscale(gradients, scaler).item()
-        if clip is not None:
-            norms = block_norms([block for vector in gradients for block in blocks_of(vector)]).tolist()
-        if scaler is None and clip is None:
-            return None
-        everyone = self._world.gather((overflowed, norms), "trainer.step preparing gradients")
-        if scaler is not None:
-            self._found_inf = torch.tensor(float(max(overflowed for overflowed, _ in everyone)))
-        if clip is None:
-            return None
-        norm = global_norm([each for _, norms in everyone for each in norms])
-        scale = clip_factor(norm, clip)
-        if scale < 1.0 and gradients:
-            torch._foreach_mul_(gradients, scale)
-        return norm
+
+        def everyone(found: PartOfGradient) -> list[PartOfGradient]:
+            return self._world.gather(found, "trainer.step preparing gradients")
+
+        return prepare_parts([self], preparation, everyone)
 
     def update(self, scaler: torch.amp.GradScaler | None) -> None:
         """Update this rank's part; see `Engine`."""
-        skips = False
-        if scaler is not None:
-            assert self._found_inf is not None
-            note(scaler, self._found_inf)
-            skips = bool(self._found_inf.item()) and not self._scales_itself
-        if not skips:
-            run: Callable[[], None] = self._apply
-            for optimizer in reversed(self._optimizers):
-                optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers look for
-                if self._is_hooked(optimizer):
-                    run = with_hooks(optimizer, run)
-            run()
+        update_parts([self], scaler)
 
     def close(self) -> None:
         """Release the parameters; see `Engine`."""
@@ -171,6 +148,15 @@ class ShardedEngine(GradientAccumulation):
         take(self._given.parameters)
         self._rows = []
         return True
+
+    def _used_gradients(self) -> list[Tensor]:
+        """Return the sums of this rank's pieces that some rank has a gradient of, as vectors."""
+        units = self._division.units
+        return [
+            gradient.view(-1)
+            for (u, k), gradient in self._gradients.items()
+            if id(units[u].parameters[units[u].pieces[k].parameter]) in self._used_by_all
+        ]
 
     @property
     def _scales_itself(self) -> bool:
@@ -186,14 +172,6 @@ class ShardedEngine(GradientAccumulation):
             division.shards_of(optimizer).step(self._gradients, self._used_by_all, found_inf)
         for number in trained:
             division.exchange.spread(number)
-
-    def _is_hooked(self, optimizer: Optimizer) -> bool:
-        return bool(
-            _global_optimizer_pre_hooks
-            or _global_optimizer_post_hooks
-            or optimizer._optimizer_step_pre_hooks
-            or optimizer._optimizer_step_post_hooks
-        )
 
     def _build(self, trained: Trained) -> None:
         """Find the places of the parameters in units, and register hooks on them."""
@@ -275,3 +253,77 @@ class ShardedEngine(GradientAccumulation):
         self._rows[number] = []
         layouts = self._layouts_of[number]
         self._division.exchange.sum_rows(unit, layouts, rows, self._layout, out=self._totals_of[number])
+
+
+def prepare_parts(
+    engines: Sequence[ShardedEngine],
+    preparation: Preparation,
+    everyone: Callable[[PartOfGradient], list[PartOfGradient]],
+) -> float | None:
+    """Multiply, unscale and clip the sums of one or several engines of a rank, as one gradient; see `Engine.prepare`.
+
+    Args:
+        engines: They, of one optimizer and with parameters of their own.
+        preparation: What to do.
+        everyone: Returns what each rank with a part of the gradient has found in it. Not called without need.
+    """
+    factor, scaler, clip, change = preparation
+    assert change is None
+    gradients = [gradient for engine in engines for gradient in engine._used_gradients()]
+    if factor != 1.0 and gradients:
+        torch._foreach_mul_(gradients, factor)
+    overflowed, norms = 0.0, [0.0]
+    if scaler is not None:
+        overflowed = unscale(gradients, scaler).item()
+    if clip is not None:
+        norms = block_norms([block for vector in gradients for block in blocks_of(vector)]).tolist()
+    if scaler is None and clip is None:
+        return None
+    found = everyone(PartOfGradient(overflowed, norms))
+    if scaler is not None:
+        found_inf = torch.tensor(float(max(part.overflowed for part in found)))
+        for engine in engines:
+            engine._found_inf = found_inf
+    if clip is None:
+        return None
+    norm = global_norm([each for part in found for each in part.norms])
+    scale = clip_factor(norm, clip)
+    if scale < 1.0 and gradients:
+        torch._foreach_mul_(gradients, scale)
+    return norm
+
+
+def update_parts(engines: Sequence[ShardedEngine], scaler: torch.amp.GradScaler | None) -> None:
+    """Update the parts of one or several engines of a rank, in one call of the optimizer's hooks; see `Engine.update`.
+
+    Args:
+        engines: They, of one optimizer and with parameters of their own.
+        scaler: The scaler of a float16 step.
+    """
+    first, skips = engines[0], False
+    if scaler is not None:
+        assert first._found_inf is not None
+        note(scaler, first._found_inf)
+        skips = bool(first._found_inf.item()) and not first._scales_itself
+    if skips:
+        return
+
+    def apply() -> None:
+        for engine in engines:
+            engine._apply()
+
+    run: Callable[[], None] = apply
+    for optimizer in reversed(first._optimizers):
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers look for
+        if _is_hooked(optimizer):
+            run = with_hooks(optimizer, run)
+    run()
+
+
+def _is_hooked(optimizer: Optimizer) -> bool:
+    return bool(
+        _global_optimizer_pre_hooks
+        or _global_optimizer_post_hooks
+        or optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+    )

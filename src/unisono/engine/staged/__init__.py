@@ -4,11 +4,13 @@ from unisono.engine.staged.buffers import StagedBuffers
 from unisono.engine.staged.engine import StagedEngine
 from unisono.engine.staged.factory import StagedEngineFactory
 from unisono.engine.staged.shared_parameters import SharedParameterCopies
+from unisono.engine.staged.stage_divisions import StageDivisions
 from unisono.engine.staged.stage_map import StageMap, StageOwnership
 from unisono.engine.staged.stage_ranks import StageRanks
 
 __all__ = [
     "SharedParameterCopies",
+    "StageDivisions",
     "StageMap",
     "StageOwnership",
     "StageRanks",

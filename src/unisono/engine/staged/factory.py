@@ -12,7 +12,9 @@ from unisono.engine.base import Engine
 from unisono.engine.collective import CollectiveEngine
 from unisono.engine.consistency import ConsistencyCheck, NoConsistencyCheck
 from unisono.engine.local import LocalEngine
+from unisono.engine.staged.divided_engine import DividedStagedEngine
 from unisono.engine.staged.engine import StagedEngine
+from unisono.engine.staged.stage_divisions import StageDivisions
 from unisono.engine.staged.stage_map import StageOwnership
 from unisono.engine.staged.stage_ranks import StageRanks
 from unisono.engine.tree_all_reduce import MakeAllReduce, TreeAllReduce
@@ -30,6 +32,7 @@ class StagedEngineFactory:
         ownership: Who has which parameter.
         comparison: Compares what all ranks are about to do.
         virtual_ranks: Shares of a whole batch.
+        divisions: The optimizers' state, divided over replicas; None: each replica has all of it.
     """
 
     shares = False
@@ -42,9 +45,10 @@ class StagedEngineFactory:
         comparison: ConsistencyCheck,
         *,
         virtual_ranks: int,
+        divisions: StageDivisions | None = None,
     ) -> None:
         self._ranks, self._modules, self._ownership = ranks, modules, ownership
-        self._virtual_ranks = virtual_ranks
+        self._virtual_ranks, self._divisions = virtual_ranks, divisions
         self._made: list[Engine] = []
         self.comparison = comparison
 
@@ -55,8 +59,19 @@ class StagedEngineFactory:
 
     def engine(self, optimizer: Optimizer) -> StagedEngine:
         """Make the engine of an optimizer. Every rank must call it, in the same order."""
-        engines = {stage: self._make(optimizer, stage) for stage in self._ranks.own_stages}
-        made = StagedEngine(optimizer, self._ranks, engines, self._ownership)
+        made: StagedEngine
+        if self._divisions is not None:
+            made = DividedStagedEngine(
+                optimizer,
+                self._ranks,
+                self._divisions,
+                self._ownership,
+                modules=self._modules,
+                virtual_ranks=self._virtual_ranks,
+            )
+        else:
+            engines = {stage: self._make(optimizer, stage) for stage in self._ranks.own_stages}
+            made = StagedEngine(optimizer, self._ranks, engines, self._ownership)
         self._made.append(made)
         return made
 

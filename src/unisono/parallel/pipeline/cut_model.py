@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from unisono.collectives.world import World
 from unisono.engine.model_contents import plain_name
-from unisono.engine.staged import StageMap, StageOwnership, StageRanks
+from unisono.engine.staged import StageDivisions, StageMap, StageOwnership, StageRanks
 from unisono.errors import UnisonoError
 from unisono.parallel.pipeline.automatic import divide, measure_places
 from unisono.parallel.pipeline.foreign import ForeignParameters
@@ -56,6 +56,8 @@ class CutModel:
         """Called once on each rank with an automatic division."""
         self.before_release: Callable[[], None] | None = None
         """Called by all ranks together, before they give back memory while each has the present state of all stages."""
+        self.divisions: StageDivisions | None = None
+        """The optimizers' state of this rank, with zero=1; None: each replica has all of it."""
         self._runners: dict[int, tuple[PipelineRunner, ForeignParameters]] = {}
         self._checked: dict[int, PipelinePlan] = {}
         """Plans that agree with the map of the first step, by id."""

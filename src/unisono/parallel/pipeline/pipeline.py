@@ -27,7 +27,7 @@ class Pipeline:
     model stays whole.
 
     >>> Pipeline(stages=["layers.4", "layers.8"])
-    Pipeline(stages=('layers.4', 'layers.8'), schedule='auto', replicas=None, memory_gib=None)
+    Pipeline(stages=('layers.4', 'layers.8'), schedule='auto', replicas=None, memory_gib=None, zero=None)
 
     Args:
         stages: The names of the submodules with which the second stage and those after it begin, in the order in which
@@ -45,6 +45,8 @@ class Pipeline:
         memory_gib: The memory that the stages of a rank may take, in GiB, where the number of stages is given: for
             parameters, gradients and two averages of the optimizer, and for activations. None: 90 % of a GPU's memory,
             and any on a CPU.
+        zero: 1 divides the optimizer's state of each stage over its ranks, one of each replica; None: each replica has
+            all of it. (The number is that of Rajbhandari et al., "ZeRO", 2020.) On CPU ranks.
 
     Raises:
         TypeError: stages are neither names nor a number.
@@ -55,6 +57,7 @@ class Pipeline:
     schedule: ScheduleName = "auto"
     replicas: int | None = None
     memory_gib: float | None = None
+    zero: Literal[1] | None = None
 
     def __post_init__(self) -> None:
         """Check the arguments."""
@@ -79,6 +82,11 @@ class Pipeline:
         choice("schedule", self.schedule, ("auto", *SCHEDULES))
         if self.replicas is not None:
             whole("replicas", self.replicas, least=1)
+        if self.zero is not None and whole("zero", self.zero) != 1:
+            raise ValueError(
+                f"zero={self.zero} must be 1, which divides the optimizer's state of stages over replicas, or None: "
+                "weights and gradients of a stage are divided by more stages, or without stages by Shard()"
+            )
 
     @property
     def num_stages(self) -> int:

@@ -52,6 +52,11 @@ def cut(model: nn.Module, pipeline: Pipeline) -> PipelineStages:
         )
     refuse_placed(model, "cut() runs a model with one stage on each rank")
     refuse_remote(model, "cut()", "give cut() the whole model, whose stages are each on one rank")
+    if pipeline.zero is not None:
+        raise ValueError(
+            f"zero={pipeline.zero} divides the optimizer's state over replicas, and cut() makes one: leave it out, or "
+            "use unisono.Trainer(parallel=...)"
+        )
     find_blocks(model, pipeline.names or ())
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
         if tensor.device.type != "cpu":

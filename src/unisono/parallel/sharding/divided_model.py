@@ -291,8 +291,12 @@ class DividedModel:
         return saved.tensor
 
 
-def check_memory(model: nn.Module) -> None:
-    """Refuse parameters whose memory cannot come and go.
+def check_memory(model: nn.Module, what: str = "Shard") -> None:
+    """Refuse parameters whose memory cannot come and go, or of which ranks cannot update parts.
+
+    Args:
+        model: The model.
+        what: What divides it, for messages.
 
     Raises:
         ValueError: There is one.
@@ -300,13 +304,13 @@ def check_memory(model: nn.Module) -> None:
     named = dict(model.named_parameters())
     if any(p.device.type != "cpu" for p in named.values()):
         raise ValueError(
-            "Shard works on CPU ranks alone so far, and the model is on "
+            f"{what} works on CPU ranks alone so far, and the model is on "
             f"{next(p.device for p in named.values() if p.device.type != 'cpu')}"
         )
     obstacle = sharing_obstacle(Trained(tuple(named), tuple(named.values())), [*named.values(), *model.buffers()])
     if obstacle is not None:
         raise ValueError(
-            f"Shard gives back the memory of parameters, and {obstacle}. Give it memory of its own: "
+            f"{what} lets each rank have a part of each parameter's memory, and {obstacle}. Give it memory of its own: "
             "p.data = p.data.contiguous().clone()"
         )
 

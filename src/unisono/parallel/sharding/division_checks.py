@@ -14,7 +14,7 @@ from unisono.parallel.sharding.divided_model import check_memory
 from unisono.parallel.sharding.shard import Shard
 from unisono.parallel.sharding.units import blocks_of, check_replicas
 
-__all__ = ["check_divisible", "refuse_compiled"]
+__all__ = ["check_divisible", "check_optimizers", "refuse_compiled"]
 
 
 def refuse_compiled(caller: str) -> ValueError:
@@ -47,6 +47,19 @@ def check_divisible(
             be divided into replicas, or a name is not that of a block.
     """
     refuse_placed(model, f"{caller} divides the parameters of a model over ranks")
+    check_optimizers(optimizers, argument=argument)
+    blocks_of(shard, model)
+    if built_parts(model) is None:
+        check_memory(model)
+    check_replicas(shard, ranks)
+
+
+def check_optimizers(optimizers: Iterable[Optimizer], *, argument: str) -> None:
+    """Check that the state of optimizers can be divided over ranks.
+
+    Raises:
+        ValueError: There is one that cannot.
+    """
     for optimizer in optimizers:
         if not is_elementwise(optimizer):
             raise ValueError(
@@ -55,7 +68,3 @@ def check_divisible(
                 "Adadelta, RMSprop, Rprop and ASGD themselves, not classes made from them. Take one of these, or leave "
                 f"out {argument}"
             )
-    blocks_of(shard, model)
-    if built_parts(model) is None:
-        check_memory(model)
-    check_replicas(shard, ranks)
