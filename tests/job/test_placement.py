@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import asdict
 
 import pytest
 
+import unisono
 from ports import free_port
 from unisono.comm import detect_placement
 
@@ -81,6 +84,27 @@ for batch in trainer.batches(TensorDataset(torch.arange(36.0).view(12, 3) / 36),
     trainer.step(lambda m, b: m(b[0]).square().sum(1), batch)
 print(trainer.rank, trainer.world_size, trainer.digest())
 """
+
+
+@pytest.mark.parametrize(
+    ("environ", "reads"),
+    [({}, False), ({"RANK": "0", "WORLD_SIZE": "1"}, False), ({"PMI_RANK": "0", "PMI_SIZE": "1"}, True)],
+    ids=["alone", "torchrun", "MPICH"],
+)
+def test_a_rank_is_asked_for_without_reading_files_except_under_mpirun(monkeypatch, environ, reads):
+    for name in ("RANK", "WORLD_SIZE", "PMI_RANK", "PMI_SIZE", *MPI, *SLURM):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    unisono.is_main()  # imports what it needs
+    opened = []
+    is_on = [True]
+    sys.addaudithook(lambda event, args: opened.append(args[0]) if event == "open" and is_on[0] else None)
+    try:
+        assert unisono.is_main()
+    finally:
+        is_on[0] = False  # the hook itself cannot be removed
+    assert (f"/proc/{os.getppid()}/stat" in map(str, opened)) == reads
 
 
 @pytest.mark.parametrize("launcher", ["srun", "Open MPI", "MPICH", "torchrun's"])

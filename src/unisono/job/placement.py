@@ -17,6 +17,9 @@ from unisono.machine import kernel_text
 
 __all__ = ["Placement", "detect_placement", "own_placement"]
 
+_OF_MPI = _OF_OPEN_MPI, _OF_MPICH = "OMPI_COMM_WORLD_RANK", "PMI_RANK"
+"""The variables in which mpirun gives a process its rank."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
@@ -82,11 +85,11 @@ def detect_placement(environ: Mapping[str, str], *, parent: str) -> Placement:
         )
     if "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ:
         return _from_slurm(environ)
-    if "OMPI_COMM_WORLD_RANK" in environ:
-        return _from_mpi(environ, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+    if _OF_OPEN_MPI in environ:
+        return _from_mpi(environ, _OF_OPEN_MPI, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
                          "OMPI_COMM_WORLD_LOCAL_SIZE", parent=parent)  # fmt: skip
-    if "PMI_RANK" in environ:
-        return _from_mpi(environ, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", parent=parent)
+    if _OF_MPICH in environ:
+        return _from_mpi(environ, _OF_MPICH, "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", parent=parent)
     return Placement(launcher="none")
 
 
@@ -100,7 +103,8 @@ def own_placement() -> Placement:
     """
     if recovery_link.current is not None:
         recovery_link.current.await_rank()
-    return detect_placement(os.environ, parent=_parent_identity())
+    by_mpi = any(name in os.environ for name in _OF_MPI)
+    return detect_placement(os.environ, parent=_parent_identity() if by_mpi else "")  # it takes 0.1 ms to find out
 
 
 def _parent_identity() -> str:
