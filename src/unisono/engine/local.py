@@ -43,14 +43,16 @@ class LocalEngine:
             check_optimizers(self._optimizer, dense, tables)
             self._given, self._trained = trained, dense
             self._tables = TableSums(tables, maps=maps_of(self._optimizer, tables))
-        elif self._tables.tables.names:  # otherwise no hyperparameter can have become wrong
+        elif self._tables.exist:  # otherwise no hyperparameter can have become wrong
             check_optimizers(self._optimizer, self._trained, self._tables.tables)
-        self._step, self._leaves = step, leaves
-        if leaves > 1:
-            self._gradients = NodeSum(Node(0, leaves), add=add)
-            self._totals = NodeSum(Node(0, leaves), add=add_rows)
+        self._step = step
+        if leaves != self._leaves:
+            self._leaves = leaves
+            self._gradients, self._totals = NodeSum(Node(0, leaves), add=add), NodeSum(Node(0, leaves), add=add_rows)
+        self._gradients.stack.clear()
+        self._totals.stack.clear()
         drop(trained.parameters)
-        if self._tables.tables.names:
+        if self._tables.exist:
             self._tables.begin(NodeLayout(((Node(0, leaves),),), leaves))
 
     def close_forward(
@@ -72,10 +74,14 @@ class LocalEngine:
 
     def close_leaf(self, leaf: int) -> None:
         """Add the gradients of one leaf; see `Engine`."""
-        refuse_sparse(self._trained.names, [p.grad for p in self._trained.parameters])
         if self._leaves > 1:
-            self._gradients.push(leaf, take(self._trained.parameters))
-        self._tables.close_leaf(leaf)
+            gradients = take(self._trained.parameters)
+            refuse_sparse(self._trained.names, gradients)
+            self._gradients.push(leaf, gradients)
+        else:
+            refuse_sparse(self._trained.names, [p.grad for p in self._trained.parameters])
+        if self._tables.exist:
+            self._tables.close_leaf(leaf)
 
     def flush(self) -> None:
         """Do nothing; see `Engine`."""
@@ -83,7 +89,8 @@ class LocalEngine:
     def finish(self) -> Totals:
         """Complete the sums; see `Engine`."""
         self._step.run_deferred()
-        self._tables.collect(self._step)
+        if self._tables.exist:
+            self._tables.collect(self._step)
         if self._leaves == 1:
             assert self._only is not None
             loss, weight, *flags = self._only
@@ -94,7 +101,8 @@ class LocalEngine:
 
     def prepare(self, preparation: Preparation) -> float | None:
         """Multiply, unscale and clip p.grad; see `Engine`."""
-        self._tables.check_room()
+        if self._tables.exist:
+            self._tables.check_room()
         return prepare_whole(self._given.parameters, self._optimizer, preparation)
 
     def update(self, scaler: torch.amp.GradScaler | None) -> None:

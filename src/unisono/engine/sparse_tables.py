@@ -122,6 +122,8 @@ class TableSums:
         maps: Mapping[int, RowMap] | None = None,
     ) -> None:
         self.tables, self.divided, self._maps = tables, frozenset(divided), maps or {}
+        self.exist = bool(tables.names)
+        """False if there is no table. The calls of a step then do nothing, and may be left out."""
         self.totals: Gradients = []
         """The gradient of each table, once it is complete. It is also p.grad, and lies in this process's memory."""
         self.used: list[bool] = []

@@ -88,28 +88,24 @@ def refuse_inside(name: str) -> None:
 
 def count_collectives() -> int:
     """Count this process's calls of collectives in all its groups. Takes half a microsecond."""
-    return _count() - _uncounted
-
-
-@contextmanager
-def uncounted_collectives() -> Iterator[None]:
-    """Leave calls out of `count_collectives`: those that a model divided over ranks makes within a user's function."""
-    global _uncounted  # noqa: PLW0603  of this process
-    before = _count()
-    try:
-        yield
-    finally:
-        _uncounted += _count() - before
-
-
-def _count() -> int:
-    count = 0
+    count = -_uncounted
     for group in tuple(dist.distributed_c10d._world.pg_map):  # a copy, since a thread of `GroupWatch` calls this, too
         try:
             count += group._get_sequence_number_for_group()  # type: ignore[attr-defined]
         except RuntimeError:  # the backend does not count, such as mpi
             continue
     return count
+
+
+@contextmanager
+def uncounted_collectives() -> Iterator[None]:
+    """Leave calls out of `count_collectives`: those that a model divided over ranks makes within a user's function."""
+    global _uncounted  # noqa: PLW0603  of this process
+    before = count_collectives()
+    try:
+        yield
+    finally:
+        _uncounted += count_collectives() - before
 
 
 def refuse_collectives_since(count: int) -> None:

@@ -18,7 +18,7 @@ from unisono.trainer.assembly import TrainerParts
 from unisono.trainer.best_checkpoint import BestCheckpoint
 from unisono.trainer.carried import Carried
 from unisono.trainer.checkpointing import Place
-from unisono.trainer.hyperparameters import Hyperparameters, is_scheduler, settings_of
+from unisono.trainer.hyperparameters import Hyperparameters, SettingsReader, is_scheduler
 from unisono.trainer.snapshot import capture, facts_of
 from unisono.watch import EventLog
 
@@ -47,6 +47,7 @@ class AskedState:
     def __init__(self, parts: TrainerParts, log: EventLog) -> None:
         self._run, self._cursor, self._keeper, self._history = parts.run, parts.cursor, parts.keeper, parts.history
         self._subjects, self._runners, self._log = parts.subjects, parts.runners, log
+        self._settings = SettingsReader(parts.subjects.optimizers, parts.subjects.others)
         self._parameters = [p for module in parts.modules.values() for p in module.parameters()]
         self._gathering = parts.gathering
         self.unknown = [
@@ -64,7 +65,7 @@ class AskedState:
     def note(self) -> None:
         """Note the present state. About 5 µs, and 50 ns for each parameter."""
         if self._keeper.writes:
-            settings = settings_of(self._subjects.optimizers, self._subjects.others)
+            settings = self._settings.read()
             writes = sum(p._version for p in self._parameters)
             self._noted = _Noted(self._cursor.place, settings, writes, len(self._history))
         self.has_stepped = False  # only once the note exists: a signal may come between any two of these lines

@@ -9,7 +9,7 @@ run.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -209,12 +209,9 @@ class CarriedStates:
         for each in self._carried:
             each._end()
 
-    def transaction(self) -> AbstractContextManager[None]:
-        """Return a context that restores all values if it ends with an exception."""
-        return self._transaction() if self._carried else nullcontext()
-
     @contextmanager
-    def _transaction(self) -> Iterator[None]:
+    def transaction(self) -> Iterator[None]:
+        """Return a context that restores all values if it ends with an exception."""
         for each in self._carried:
             each._before = dict(each._entries)
         try:

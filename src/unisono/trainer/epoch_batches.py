@@ -22,10 +22,11 @@ class EpochBatches(Iterator[Batch]):
 
     def __next__(self) -> Batch:
         batch = next(self._batches, None)
-        if self._left is not None:
-            self._left = 0 if batch is None else max(0, self._left - 1)
         if batch is None:
+            self._left = self._left and 0
             raise StopIteration
+        if self._left:
+            self._left -= 1
         return batch
 
     def __len__(self) -> int:

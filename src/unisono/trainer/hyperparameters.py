@@ -6,13 +6,21 @@ They are small, and the user's code may change them at any time. Start reading a
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-__all__ = ["Hyperparameters", "given_by", "is_scheduler", "overruled", "settings_of"]
+__all__ = ["Hyperparameters", "SettingsReader", "given_by", "is_scheduler", "overruled", "settings_of"]
+
+_FIXED = frozenset({bool, int, float, str, type(None)})
+"""Types of values that cannot be written to."""
+
+
+_groups_of = attrgetter("param_groups")
 
 
 class Hyperparameters(NamedTuple):
@@ -45,6 +53,42 @@ def settings_of(optimizers: Mapping[str, Optimizer], others: Mapping[str, Any]) 
             if is_scheduler(other)
         },
     )
+
+
+class SettingsReader:
+    """Reads the settings of a run again and again, and copies them only if they may have changed.
+
+    That is recognized by the identity of the values, in 1 µs. Settings that may change while they are the same object,
+    such as a learning rate that is a tensor, are copied each time, and so are the states of schedulers.
+
+    Args:
+        optimizers: The optimizers by name.
+        others: All other objects with a state, by name.
+    """
+
+    def __init__(self, optimizers: Mapping[str, Optimizer], others: Mapping[str, Any]) -> None:
+        self._optimizers, self._others = optimizers, others
+        self._values: list[Any] = []
+        """The values of all parameter groups, including the lists of their parameters, when they were last copied."""
+        self._settings: Hyperparameters | None = None
+        """The settings since then; None if they have to be copied."""
+
+    def read(self) -> Hyperparameters:
+        """Return the current settings. Do not write to them."""
+        groups = chain.from_iterable(map(_groups_of, self._optimizers.values()))
+        values = [*chain.from_iterable(map(dict.values, groups))]
+        settings = self._settings
+        if settings is None or len(values) != len(self._values) or not all(map(is_, values, self._values)):
+            settings = settings_of(self._optimizers, self._others)
+            self._values = values
+            self._settings = settings if not settings.schedulers and _are_fixed(settings.hyperparameters) else None
+        return settings
+
+
+def _are_fixed(hyperparameters: Mapping[str, list[dict[str, Any]]]) -> bool:
+    """Return True if no hyperparameter can be written to."""
+    values = [value for groups in hyperparameters.values() for group in groups for value in group.values()]
+    return all(type(each) in _FIXED for value in values for each in (value if type(value) is tuple else (value,)))
 
 
 def given_by(settings: Hyperparameters) -> dict[str, dict[str, Any]]:

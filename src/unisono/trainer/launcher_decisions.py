@@ -82,10 +82,6 @@ class LauncherDecisions:
         if self.is_on and self._has_come():
             raise DecisionError
 
-    def asks_for_other_size(self, size: int) -> bool:
-        """Return True if the launcher has told all ranks that it wants another number of ranks than this one."""
-        return self._link is not None and self._link.asked_size() not in (0, size)
-
     def wants_other_size(self, size: int) -> bool:
         """Return True if the launcher wants another number of ranks than this one."""
         return self._link is not None and self._link.wanted_size() not in (0, size)

@@ -10,7 +10,7 @@ import inspect
 import math
 import time
 from collections.abc import Generator, Iterator, Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 
 from unisono.data.batch import Batch
 from unisono.data.joined_loader import JoinedLoader
@@ -49,9 +49,11 @@ class Loop:
 
     def __init__(self, parts: TrainerParts, log: EventLog, *, keeps: bool) -> None:
         self._recovery, self._run, self._cursor = parts.recovery, parts.run, parts.cursor
+        self._recovers = parts.recovery.is_linked
         self.history = parts.history
         self.optimizers = OptimizerSteps(parts)
         self._carried, self._log, self._state = parts.carried, log, parts.state
+        self._carries = bool(parts.carried)
         self._batch: Batch | None = None
         self._calls = 0
         self._epochs: int | None = None
@@ -67,8 +69,7 @@ class Loop:
         """The place of the run where the first processes of the job began."""
         # Also on a new rank: what the script draws before its loop is equal on all ranks.
         self._run.set_generators("loop", *self.began[:2], 0)
-        self.asked = replace(self._cursor), len(self.history)
-        """The cursor and the number of evaluations when the loop last asked for a batch or an epoch, for a recovery."""
+        self._asked = self._cursor.values(), len(self.history)
         self._started_s = time.monotonic()
         self._events = StepEvents(log, parts.run.device)
         self._clock = parts.run.clock
@@ -90,6 +91,12 @@ class Loop:
     def results(self) -> list[EpochResult]:
         """The results of the epochs that have been done by `Trainer.fit`, since the start of the run."""
         return [EpochResult.restored(state) for state in self._cursor.results]
+
+    @property
+    def asked(self) -> tuple[Cursor, int]:
+        """The cursor and the number of evaluations when the loop last asked for a batch or an epoch, for a recovery."""
+        values, evaluations = self._asked
+        return Cursor.of(values), evaluations
 
     def add_result(self, result: EpochResult) -> None:
         """Add the result of an epoch to the run's state; one that is done again replaces what there was."""
@@ -242,7 +249,6 @@ class Loop:
         try:
             if not within_epochs:
                 self._ask()
-            self._recovery.ask()
             self._note_asked()
             loader, batches = self._left(loader)
             while True:
@@ -250,9 +256,8 @@ class Loop:
                 if batch is None:
                     break
                 self._batch, self._calls = batch, 0
-                if self._recovery.is_on:
-                    self.versions = batch.versions()
-                self._recovery.note("loop")
+                if self._recovers:
+                    self._note_dealt(batch)
                 self._run.set_generators("loop", batch.epoch, batch.step, 0)
                 self._saves.is_asking = False
                 yield batch
@@ -264,7 +269,7 @@ class Loop:
                 cursor.step = batch.step + 1  # also if the loop has not used the batch
                 self._batch = None
                 self._ask()
-                if self._recovery.resizes:
+                if self._recovers and self._recovery.resizes:
                     loader, batches = self._left(loader)
             self._batch = None
             self._run.set_generators("loop", cursor.epoch, cursor.step, 0)
@@ -345,7 +350,10 @@ class Loop:
             clock.begin(self._cursor.total_steps)
         self._state.begin()
         try:
-            with self._carried.transaction():
+            if self._carries:
+                with self._carried.transaction():
+                    result = runner.run(loss_fn, batch, call=self._calls, options=options)
+            else:
                 result = runner.run(loss_fn, batch, call=self._calls, options=options)
             if not result.skipped:
                 self.optimizers.update_averages(name)
@@ -402,15 +410,22 @@ class Loop:
 
     def _ask(self, *, epoch_ended: bool = False, finishing: bool = False) -> None:
         """Note that the loop asks for its next batch or epoch, so that its state is complete; save and stop if due."""
-        self._recovery.ask()
-        self._note_asked()
+        if self._recovers:
+            self._note_asked()
         if self._recovery.is_joined:  # otherwise the state is not the run's yet
             self._digests.tell_if_due(self._cursor.total_steps)
             self._saves.ask(epoch_ended=epoch_ended, finishing=finishing)
 
     def _note_asked(self) -> None:
-        if self._recovery.is_on:  # otherwise nothing reads it, and a copy takes some microseconds
-            self.asked = replace(self._cursor), len(self.history)
+        """Note for a recovery where the loop asks for its next batch or epoch."""
+        self._recovery.ask()
+        self._asked = self._cursor.values(), len(self.history)
+
+    def _note_dealt(self, batch: Batch) -> None:
+        """Note for a recovery that the loop gets a batch."""
+        if self._recovery.is_on:
+            self.versions = batch.versions()
+        self._recovery.note("loop")
 
     def _begin_alone(self) -> None:
         """Prepare the batches of an epoch as a loop over epochs does, where there is none."""

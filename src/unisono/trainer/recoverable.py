@@ -11,12 +11,17 @@ from unisono.collectives.world import World
 from unisono.recovery_link import Membership
 from unisono.trainer.call_log import CallLog
 from unisono.trainer.rank_positions import Position
+from unisono.trainer.snapshot import Cursor
 
 __all__ = ["Account", "Recoverable"]
 
 
 class Recoverable(Protocol):
     """The run of a Trainer, as its recovery uses it; `RecoverableRun` is the one."""
+
+    @property
+    def cursor(self) -> Cursor:
+        """The progress of the run."""
 
     @property
     def world(self) -> World:
@@ -37,10 +42,6 @@ class Recoverable(Protocol):
     @property
     def fixed_size(self) -> str:
         """Why the number of ranks cannot change; "" if it can."""
-
-    @property
-    def steps_done(self) -> int:
-        """Steps since the start of the run."""
 
     def position(self, log: CallLog, name: str, *, resizes: bool) -> Position:
         """Return the place of this rank, in the call of this name."""

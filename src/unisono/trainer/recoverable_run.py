@@ -42,6 +42,8 @@ class RecoverableRun:
 
     def __init__(self, parts: TrainerParts, loop: Loop, loaders: LoaderCache, log: EventLog) -> None:
         self._parts, self._loop, self._loaders, self._log = parts, loop, loaders, log
+        self.cursor = parts.cursor
+        """The progress of the run."""
 
     @property
     def world(self) -> World:
@@ -72,11 +74,6 @@ class RecoverableRun:
     def fixed_size(self) -> str:
         """Why the number of ranks cannot change; "" if it can."""
         return "" if self._parts.settings.parallel is None else _FIXED_SIZE
-
-    @property
-    def steps_done(self) -> int:
-        """Steps since the start of the run."""
-        return self._parts.cursor.total_steps
 
     def position(self, log: CallLog, name: str, *, resizes: bool) -> Position:
         """Return the place of this rank, in the call of this name."""

@@ -14,8 +14,7 @@ import os
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
@@ -122,6 +121,11 @@ class Recovery:
         self.decisions.refuse(reason)
 
     @property
+    def is_linked(self) -> bool:
+        """True if there is a launcher that replaces ranks; otherwise nothing need be noted for it."""
+        return self._link is not None
+
+    @property
     def is_on(self) -> bool:
         """True if ranks of this run may be replaced."""
         return self.decisions.is_on
@@ -130,7 +134,7 @@ class Recovery:
         """Return True if the launcher wants another number of ranks; see `run_context.Resizing`."""
         if self._link is None or self._run is None:
             return False
-        return self.is_on and self.decisions.asks_for_other_size(self._run.world.size)
+        return self._link.asked_size() not in (0, self._run.world.size) and self.is_on
 
     def agree(self, *, is_wanted: bool) -> None:
         """Note in a step what all ranks know of it together; see `run_context.Resizing`."""
@@ -168,7 +172,7 @@ class Recovery:
     def note(self, phase: Phase, virtual_rank: int = -1, samples: Iterable[int] = ()) -> None:
         """Note what this rank does, for messages about its death; with samples only in a call that is made again."""
         if self._link is not None and self._run is not None:
-            self._link.note(phase, self._run.steps_done, virtual_rank)
+            self._link.note(phase, self._run.cursor.total_steps, virtual_rank)
             if self._is_again and (known := list(samples)):
                 self._note_samples(known)
             elif not self.is_joined:
@@ -251,8 +255,11 @@ class Recovery:
             self.refuse(BETWEEN_CALLS)
         while True:
             try:
-                with self._inside():
+                self._within = True  # calls within this one are a part of it
+                try:
                     result = body()
+                finally:
+                    self._within = False
                 break
             except DecisionError:
                 pass
@@ -276,15 +283,6 @@ class Recovery:
             self._log.add(name, None if again else result if keeps else Dropped())
         self._counted = self._uses()
         return result
-
-    @contextmanager
-    def _inside(self) -> Iterator[None]:
-        """Make calls within this one a part of it."""
-        self._within = True
-        try:
-            yield
-        finally:
-            self._within = False
 
     def _uses(self) -> tuple[int, int]:
         """Count the collectives of this process; `call` compares the number between two of its calls."""

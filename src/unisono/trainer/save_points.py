@@ -37,6 +37,7 @@ class SavePoints:
         self._parts, self._recovery, self._log = parts, parts.recovery, log
         self._keeper, self._cursor, self._history = parts.keeper, parts.cursor, parts.history
         self._carried, self._keeps = parts.carried, keeps
+        self._keeps_carried = keeps and bool(parts.carried)
         self._gathering = parts.gathering
         self.is_asking = False
         """True from when the loop asks for a batch or an epoch until it gets one."""
@@ -45,6 +46,7 @@ class SavePoints:
         position = self._recovery.position
         resumed = parts.source is not None or position is not None
         self._keeper.begin(log, self._cursor.place, self._history, resumed=resumed)
+        self._best = self._keeper.best
         self._asked = AskedState(parts, log)
         if position is None:
             self._asked.note()
@@ -85,8 +87,12 @@ class SavePoints:
 
     def ask(self, *, epoch_ended: bool = False, finishing: bool = False) -> None:
         """Note that the loop asks for its next batch or epoch, so that its state is complete; save and stop if due."""
-        self._keep_carried()
-        if not finishing:
+        if not self._keeps:
+            self.is_asking = True
+            return
+        if self._keeps_carried:
+            self._keep_carried()
+        if self._gathering is not None and not finishing:
             self._gather_if_due(epoch_ended=epoch_ended)
         self._asked.note()
         if not finishing:
@@ -100,7 +106,8 @@ class SavePoints:
 
     def save(self, tag: str | None = None) -> None:
         """Save a checkpoint now, in the background or, with a tag, until it is on disk; see `Trainer.save`."""
-        self._keep_carried()
+        if self._keeps_carried:
+            self._keep_carried()
         if self._keeps:
             if self._save_parts(tag):
                 if tag is None:
@@ -120,8 +127,8 @@ class SavePoints:
 
     def save_evaluated(self) -> None:
         """Save the state that an evaluation found to be the best one, before a step changes it."""
-        if self._keeper.best is not None and self._keeper.best.has_candidate:
-            self._asked.save_evaluated(self._keeper.best)
+        if self._best is not None and self._best.has_candidate:
+            self._asked.save_evaluated(self._best)
 
     def save_left(self) -> None:
         """Save the state from when the loop asked last, after it was left by break or an error."""
@@ -136,7 +143,8 @@ class SavePoints:
         Raises:
             CheckpointError, BaseException: See `Checkpointing.finish`.
         """
-        self._keep_carried()
+        if self._keeps_carried:
+            self._keep_carried()
         self._save_last_parts()
         if not self._stays_divided:
             self._gather(everywhere=True)
@@ -150,7 +158,7 @@ class SavePoints:
         """Stop watching for the end of the process, once everything is saved; warn if no best checkpoint was found."""
         if self._rescue is not None:
             self._rescue.release()
-        if self._keeper.best is not None and (message := self._keeper.best.told_at_end(self._history)) is not None:
+        if self._best is not None and (message := self._best.told_at_end(self._history)) is not None:
             self._warn(message)
 
     def note_evaluation(self, name: str, values: Mapping[str, float]) -> None:
@@ -205,7 +213,7 @@ class SavePoints:
     def _keep_carried(self) -> None:
         """Bring the values that virtual ranks carry to rank 0, once for each place of a run that is saved."""
         cursor = self._cursor
-        if not (self._carried and self._keeps) or cursor.place == self._kept:
+        if cursor.place == self._kept:
             return
         self._parts.compare(
             intent_of_call("trainer.batches()", epoch=cursor.epoch, step=cursor.step, total_steps=cursor.total_steps)
@@ -236,8 +244,7 @@ class SavePoints:
 
         Rank 0 may have to tell the others.
         """
-        if self._gathering is None or not self._keeps:
-            return
+        assert self._gathering is not None
         world, place = self._parts.run.world, self._cursor.place
         due = world.rank == 0 and (
             self._keeper.is_due(place, epoch_ended=epoch_ended)

@@ -177,7 +177,8 @@ class StepRunner:
         else:
             self._run.note("update")
             self._engine.update(scaler)
-            drop(self._tables)  # ranks of one host have gradients of some rows only
+            if self._tables:
+                drop(self._tables)  # ranks of one host have gradients of some rows only
         if scaler is not None:
             scale = scaler.get_scale()
             scaler.update()
@@ -237,7 +238,8 @@ class StepRunner:
             step.deferred = partial(self._run.set_generators, "loop", batch.epoch, batch.step, call + 1)
             totals = self._engine.finish()
             self._buffers.receive(step)
-            confirm_group()
+            if self._run.world.group is not None:
+                confirm_group()
             self._run.resizing.agree(is_wanted=totals.wants_resize)
             self._check(totals, batch)
             values = self._shares.values.means(self._run.world, "trainer.step") if totals.has_values else {}
@@ -341,9 +343,9 @@ class StepRunner:
         change = None
         if options.on_gradients is not None:
             change = partial(self._change_gradients, options.on_gradients, batch, call)
-        preparation = Preparation(batch.size / totals.weight, self.scaler, self._clip_grad_norm, change)
-        norm = self._engine.prepare(preparation)
-        if norm is not None and self.scaler is None and not math.isfinite(norm):
+        scaler = self._shares.scaler
+        norm = self._engine.prepare(Preparation(batch.size / totals.weight, scaler, self._clip_grad_norm, change))
+        if norm is not None and scaler is None and not math.isfinite(norm):
             raise NonFiniteLossError(
                 f"the norm of the gradient is {norm} at epoch {batch.epoch}, step {batch.step}, though the "
                 f"loss, {totals.loss / totals.weight:.6g}, is finite. {STEP_UNDONE} Look for roots or "

@@ -44,6 +44,7 @@ class VirtualRankGradients(StepGradients):
     ) -> None:
         super().__init__(run, models=models, modules=modules, autocast=autocast)
         self._carried, self._buffers = carried, buffers
+        self._carries = bool(carried)
         self.engine: Engine
         """Sums the gradients; the owner of this object sets it."""
         self._trained = Trained((), ())
@@ -65,17 +66,29 @@ class VirtualRankGradients(StepGradients):
             if options.encode is not None:
                 self._compute_globally(loss_fn, batch, call, options)
             else:
+                counted = count_collectives()  # as long as none is called, for all shares
+                wants_resize = self._run.resizing.is_wanted()
                 for share in batch.shares:
-                    self._compute(loss_fn, share, batch, call)
+                    self._compute(loss_fn, share, batch, call, counted=counted, wants_resize=wants_resize)
         finally:
             leave(inside)
 
-    def _compute(self, loss_fn: Loss, share: Share, batch: Batch, call: int) -> None:
-        """Compute the gradient of one virtual rank's share, divided by the size of the global batch."""
+    def _compute(
+        self, loss_fn: Loss, share: Share, batch: Batch, call: int, *, counted: int, wants_resize: bool
+    ) -> None:
+        """Compute the gradient of one virtual rank's share, divided by the size of the global batch.
+
+        Args:
+            loss_fn: The loss function.
+            share: The share.
+            batch: The batch.
+            call: The number of steps already taken with this batch.
+            counted: The number of collectives before.
+            wants_resize: True if this rank knows that the number of ranks is to change.
+        """
         share_loss, share_weight = None, 0.0
-        carried = self._carried if self._carried else None
+        carried = self._carried if self._carries else None
         note, values = self._run.note, self.values
-        counted = count_collectives()  # as long as none is called, for all micro-batches
         for part, micro_batch in enumerate(share.micro_batches):
             # Each from its own numbers: where a model is cut, the first stage does not wait for the draws of the last.
             self._run.set_generators(*model_stream(batch, call, share.virtual_rank, part))
@@ -108,7 +121,7 @@ class VirtualRankGradients(StepGradients):
                     share_weight,
                     new_buffers=self._buffers.new_buffers(sends_early=self.engine.sends_early),
                     has_values=not values.is_empty,
-                    wants_resize=self._run.resizing.is_wanted(),
+                    wants_resize=wants_resize,
                 )
             note("backward", share.virtual_rank)
             try:

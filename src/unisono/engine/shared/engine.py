@@ -124,7 +124,7 @@ class SharedEngine(GradientAccumulation):
             self._build(step, trained)
         else:
             self._weights.check()
-        if self._tables.tables.names:  # otherwise nothing can have become wrong since `_build`
+        if self._tables.exist:  # otherwise nothing can have become wrong since `_build`
             check_optimizers(self._optimizer, self._trained, self._tables.tables)
         layout = self._layouts.of(leaves)
         # With two sets of rows, those of the last step are not touched until all ranks have arrived at the end of this.
@@ -139,11 +139,13 @@ class SharedEngine(GradientAccumulation):
 
     def flush(self) -> None:
         """Publish this rank's gradients and totals; see `Engine`."""
-        self._wait_for_release()
+        if self._is_large:
+            self._wait_for_release()
         self._rows.flush()
         for i, used in enumerate(self._used):
             self._table.write(i, self._totals[i].total(), used)
-        self._tables.post()
+        if self._tables.exist:
+            self._tables.post()
 
     def finish(self) -> Totals:
         """Wait for the gradients of all ranks; see `Engine`."""
@@ -168,16 +170,17 @@ class SharedEngine(GradientAccumulation):
         self._steps += 1
         self._hooked = any(runtime.published(_HOOKED, passed))
         totals, self._used_by_all = self._table.total(self._layout, passed)
-        self._tables.collect(step)
+        if self._tables.exist:
+            self._tables.collect(step)
         return totals
 
     def prepare(self, preparation: Preparation) -> float | None:
         """Record the factor; sum now if clipping, a scaler or hooks need the sum; see `Engine`."""
         factor, scaler, clip, change = preparation
-        self._tables.check_room()
         self._factor, self._found_inf = factor, None
-        # Each rank has its own copy of all of these.
-        self._tables.scale(factor)
+        if self._tables.exist:
+            self._tables.check_room()
+            self._tables.scale(factor)  # each rank has its own copy of all of these
         if scaler is None and clip is None and change is None and not self._hooked:
             return None
         self._tables.complete(factor)
@@ -383,13 +386,14 @@ class SharedEngine(GradientAccumulation):
 
     def _wait_for_release(self) -> None:
         """Wait until rows may be written: before that, other ranks may still read the last step's gradient there."""
-        if not self._released and self._is_large:
+        if not self._released:
             self._runtime.wait_for_release()
             self._released = True
 
     def _store_sum(self, index: int, left: Tensor | None, gradient: Tensor | None) -> None:
         """Pass the sum of one parameter to the rows."""
-        self._wait_for_release()
+        if self._is_large:
+            self._wait_for_release()
         last = len(self._sums) - 1
         if left is not None and gradient is not None:
             self._rows.put_sum(last, index, left, gradient)
@@ -398,12 +402,14 @@ class SharedEngine(GradientAccumulation):
 
     def _store_leaf(self, gradients: Gradients) -> None:
         """Pass all gradients of the last node to the rows."""
-        self._wait_for_release()
+        if self._is_large:
+            self._wait_for_release()
         self._rows.put_all(len(self._sums) - 1, gradients)
 
     def _store_node(self, i: int) -> None:
         """Pass the sums of a node to the rows."""
-        self._wait_for_release()
+        if self._is_large:
+            self._wait_for_release()
         self._rows.put_all(i, self._sums[i].total())
 
     def _overflowed(self, scaler: torch.amp.GradScaler | None) -> bool:
@@ -432,7 +438,7 @@ class SharedEngine(GradientAccumulation):
         gradients: Sequence[Tensor | None] = self._gradients[self._row_sets.index(self._rows)]
         adopted = [update.adopt() for update in self._updates]
         of_tables: Sequence[Tensor | None] = ()
-        if self._tables.tables.names:
+        if self._tables.exist:
             of_tables = self._division.gradients(self._tables, self._updates, self._factor)
             gradients = [*gradients, *of_tables]
             used = [*used, *self._tables.used]

@@ -77,6 +77,8 @@ class SharedState:
             if place is parameters[piece.parameter]
         ]
         self._entries: list[dict[str, StateEntry]] = [{} for _ in parameters]
+        self._settled = [0] * len(sharded.pieces)
+        """The number of entries in the state of each piece that all ranks see."""
         self._published: list[dict[str, Any]] = [{} for _ in parameters]
         self._seen: list[Any] = []
         """All values in the user's optimizer when it last had no new ones, for a quick check."""
@@ -120,12 +122,8 @@ class SharedState:
         """Return True if all state that this rank has made is in memory that all ranks see."""
         if self._adopted:
             return False
-        entries = self._entries
         state = self._sharded.state
-        return all(
-            len(state[place]) == len(entries[piece.parameter]) if place in state else not entries[piece.parameter]
-            for piece, place in zip(self._sharded.pieces, self._sharded.places, strict=True)
-        )
+        return [len(state.get(place, ())) for place in self._sharded.places] == self._settled
 
     def is_shared(self, index: int) -> bool:
         """Return True if a parameter has state, and all of it is in memory that all ranks see."""
@@ -244,6 +242,7 @@ class SharedState:
             strides = dense_strides(p) if kind.what == "like" else None
             value: Any = vector.view(kind.shape) if strides is None else vector.as_strided(kind.shape, strides)
             self._entries[index][key] = StateEntry(kind, kind.constant if kind.what == "number" else value, vector)
+        self._settled = [len(self._entries[piece.parameter]) for piece in self._sharded.pieces]
 
     def _move_in(self, index: int, place: Tensor, start: int, stop: int) -> None:
         state = self._sharded.state.get(place, {})

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import count
 from typing import cast
 
@@ -162,8 +161,10 @@ class SharedRuntime:
                 prepare(segment)
             return segment
 
-        with self._explained():
+        try:
             segment, peers = self._handshake(make, look=self._look, keeps_descriptor=keeps_descriptor)
+        except DistBackendError as error:
+            raise _lost(error) from error
         peers.close()
         return segment
 
@@ -234,24 +235,28 @@ class SharedRuntime:
     def _wait(self, barrier: Barrier, what: str, step: StepTransaction | None = None, *, place: int = 2) -> None:
         """Wait until all ranks have arrived as often as this one.
 
-        Unless a first poll finds that they have, deferred work is run, and observers see the wait: the rank that
-        arrives last keeps the others waiting, and does neither.
+        Unless a first poll finds that they have, deferred work is run, and unless a second one does, observers see the
+        wait: the rank that arrives last keeps the others waiting, and does neither.
         """
         polling = self._polling
         polls = not polling.left
-        if not barrier.late():
+        is_late = barrier.late()
+        if is_late and step is not None and step.deferred is not None:
+            step.run_deferred()
+            is_late = barrier.late()
+        if not is_late:
             if not polls:
                 polling.left -= 1
             elif polling.pause:  # quicker than a call
                 polling.note(paid=True)
             return
         with self.observed(place):
-            if step is not None:
-                step.run_deferred()
             begun_s = time.monotonic()
             deadline_s = begun_s + self.timeout_s
-            with self._explained():
+            try:
                 self._peer_wait.wait(barrier.late, barrier.wait, lambda: what, deadline_s=deadline_s, polls=polls)
+            except DistBackendError as error:
+                raise _lost(error) from error
         if polls:
             polling.note(paid=time.monotonic() - begun_s <= _WORTH_POLLING_S)
         else:
@@ -274,8 +279,10 @@ class SharedRuntime:
             nonlocal taken
             taken = semaphore.wait(timeout_s)
 
-        with self._explained():
+        try:
             self._peer_wait.wait(late, sleep, lambda: what, deadline_s=time.monotonic() + self.timeout_s)
+        except DistBackendError as error:
+            raise _lost(error) from error
 
     def dead(self) -> list[int]:
         """List the other ranks whose process has ended."""
@@ -289,15 +296,6 @@ class SharedRuntime:
     def abort_reason(self) -> str | None:
         """The reason why ranks no longer agree; None while they do."""
         return self._abort_flag.reason
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        try:
-            yield
-        except DistBackendError as error:
-            raise PeerError(
-                f"{error}. The others cannot go on alone: start the job again; it resumes from the last checkpoint."
-            ) from error
 
     def _look(self) -> None:
         """Raise DistBackendError if a rank has died or given up."""
@@ -320,3 +318,10 @@ class SharedRuntime:
             look=look,
             keeps_descriptor=keeps_descriptor,
         )
+
+
+def _lost(error: DistBackendError) -> PeerError:
+    """Return the error of a rank that waits for one that is lost."""
+    return PeerError(
+        f"{error}. The others cannot go on alone: start the job again; it resumes from the last checkpoint."
+    )

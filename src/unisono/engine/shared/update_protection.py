@@ -84,6 +84,8 @@ class UpdateProtection:
         self._runtime, self._parameters, self._vectors = runtime, parameters, vectors
         self._parts, self._updates, self._rows, self._is_whole = parts, updates, rows, is_whole
         self._turns = len(rows) if len(rows) == TURNS else 1
+        self._keeps_past = self._turns > 1 or is_whole
+        """True if updates may have to be repeated, or hyperparameters to be put back."""
         self._progress = UpdateProgress(runtime, self._turns)
         self._backup = self._next_backup = self._make_backup() if keeps_copies else None
         self._tables = TableBackup(runtime, tables, first=len(parameters), updates=updates)
@@ -123,10 +125,12 @@ class UpdateProtection:
             used: For each parameter, True if it has a gradient.
             found_inf: The flag that the optimizers get; see `ShardedOptimizer.step`.
         """
+        number = self.number
         if self._backup is not None:
-            self._copy(self._backup)
-            self._note(used, found_inf, happened=True)
-        self._progress.begin(self.number)
+            self._copy(self._backup, number)
+            if self._keeps_past:
+                self._note(number, used, found_inf, happened=True)
+        self._progress.begin(number)
 
     def end(self, *, unsettled: bool) -> None:
         """Record that this rank's part is written. Call it before the barrier that ends the update.
@@ -138,10 +142,12 @@ class UpdateProtection:
 
     def leave_out(self) -> None:
         """Record, instead of `begin` and `end`, that the step changes neither weights nor state."""
+        number = self.number
         if self._backup is not None:
-            self._copy(self._backup)
-            self._note((), None, happened=False)
-        self._progress.end(self.number, unsettled=False)
+            self._copy(self._backup, number)
+            if self._keeps_past:
+                self._note(number, (), None, happened=False)
+        self._progress.end(number, unsettled=False)
 
     def settle(self) -> None:
         """Make room for copies of new state. Call it before the barrier after which all ranks see that state."""
@@ -191,8 +197,7 @@ class UpdateProtection:
     def _make_backup(self) -> Backup:
         return Backup(self._runtime, self._parts, self._vectors, self._updates, turns=self._turns)
 
-    def _copy(self, backup: Backup) -> None:
-        number = self.number
+    def _copy(self, backup: Backup, number: int) -> None:
         if self._turns > 1:
             versions = self._gradient_versions()
             self._is_stale |= versions != self._versions
@@ -202,12 +207,10 @@ class UpdateProtection:
             self._progress.copied(turn, number)
         self._is_stale = False
 
-    def _note(self, used: Sequence[bool], found_inf: Tensor | None, *, happened: bool) -> None:
-        groups: list[Groups] = []
-        if self._turns > 1 or self._is_whole:
-            groups = [_copy_of(update.optimizer.param_groups) for update in self._updates]
+    def _note(self, number: int, used: Sequence[bool], found_inf: Tensor | None, *, happened: bool) -> None:
+        groups = [_copy_of(update.optimizer.param_groups) for update in self._updates]
         flag = None if found_inf is None else found_inf.clone()
-        self._past.append(_PastUpdate(self.number, list(used), groups, flag, happened))
+        self._past.append(_PastUpdate(number, list(used), groups, flag, happened))
 
     def _gradient_versions(self) -> list[int]:
         return [gradient._version for rows in self._rows for gradient in rows.gradients]
