@@ -19,7 +19,7 @@ ROOT = Path(unisono.__file__).parent
 # From the top. The launcher and the trainer do not need each other.
 LAYERS = [
     "cli", "drill", "report", "estimate", "launch", "comm", "trainer", "parallel", "rank_zero", "metrics", "loggers",
-    "engine", "embedding", "data", "state", "collectives", "job", "shm", "plan", "watch",
+    "engine", "servers", "embedding", "data", "state", "collectives", "job", "shm", "plan", "watch",
 ]  # fmt: skip
 APART = {("launch", layer) for layer in ("comm", "trainer", "engine", "data", "state", "collectives", "job", "shm")}
 

@@ -165,6 +165,8 @@ def _row(job: dict[str, Any]) -> tuple[str, ...]:
         ranks += f" ({count} recover{'y' if count == 1 else 'ies'})"
     if spares := job.get("spares"):
         ranks += f" + {spares} spare"
+    if servers := len(job.get("servers", ())):
+        ranks += f" + {servers} server{'s' * (servers > 1)}"
     step = "-" if job["step"] is None else f"{job['step']}" + (f"/{job['steps']}" if job.get("steps") else "")
     loss = job.get("loss")
     told = f"{loss:.4g}" if isinstance(loss, float | int) else str(loss or "-")

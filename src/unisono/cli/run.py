@@ -148,6 +148,15 @@ FLAGS = (
         help="Keep N processes that have run PROGRAM up to its Trainer: one takes the place of a rank that dies.  [0]",
     ),
     Flag(
+        ["--servers"],
+        section=_ENDS,
+        torchruns=False,
+        type=Reader(reading.read_count),
+        default="0",
+        metavar="N",
+        help="Start N processes that update the rows of PROGRAM's unisono.embedding.Tables.  [0]",
+    ),
+    Flag(
         ["--hang-report"],
         section=_ENDS,
         torchruns=False,
@@ -404,6 +413,7 @@ def job_of(given: Mapping[str, Any], command: tuple[str, ...]) -> LaunchJob:
         max_restarts=given["max_restarts"],
         recover=given["recover"] == "on",
         spares=given["spares"],
+        servers=given["servers"],
         shutdown_timeout_s=given["shutdown_timeout"],
         hang_report_s=given["hang_report"] if hosts is None else 0.0,  # it would take ranks of other hosts for absent
         hang_abort_s=given["hang_abort"],

@@ -32,6 +32,9 @@ from unisono.machine import usable_cores
 __all__ = ["World", "as_bytes"]
 
 
+_TIMEOUT_S = 1800.0
+
+
 @dataclass(kw_only=True, slots=True)
 class World:
     """The ranks of a job. Without a group, every method is local."""
@@ -50,7 +53,7 @@ class World:
     """Waits for transfers."""
 
     @classmethod
-    def connect(cls, device: torch.device, *, timeout_s: float = 1800.0) -> World:
+    def connect(cls, device: torch.device, *, timeout_s: float = _TIMEOUT_S) -> World:
         """Join the ranks of this job. Every rank must call it. A rank that takes the place of one that died is alone.
 
         Uses the default process group of torch.distributed if it exists. Otherwise starts it, with nccl for a CUDA
@@ -95,13 +98,16 @@ class World:
 
     @property
     def timeout_s(self) -> float:
-        """Seconds that ranks wait for each other at most: the timeout of the process group."""
-        assert self.group is not None
+        """Seconds that ranks wait for each other at most: the timeout of the process group, if there is one."""
+        if self.group is None:
+            return _TIMEOUT_S
         timeout: timedelta = self.group._get_backend(self.device).options._timeout
         return timeout.total_seconds()
 
     def store(self, name: str) -> dist.Store:  # type: ignore[name-defined]
-        """Return the store that all ranks share, with `name` as a prefix of all keys. Local; needs a process group."""
+        """Return the store that all ranks share, with `name` as a prefix of all keys. Local; one process has one."""
+        if self.group is None:
+            return dist.HashStore()  # type: ignore[attr-defined]
         return dist.PrefixStore(name, dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
 
     def gather(self, value: Any, call: str = "gathering of a Trainer") -> list[Any]:

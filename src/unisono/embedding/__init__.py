@@ -2,6 +2,7 @@
 
 from unisono.embedding.export import export_rows
 from unisono.embedding.row_optimizers import SGD, Adagrad, Adam, RowOptimizer, RowwiseAdagrad, RowwiseAdam
+from unisono.embedding.serving import ServerCounts
 from unisono.embedding.table_optimizer import TableOptimizer
 from unisono.embedding.table_settings import Table
 from unisono.embedding.tables import Tables, dense_parameters
@@ -13,6 +14,7 @@ __all__ = [
     "RowOptimizer",
     "RowwiseAdagrad",
     "RowwiseAdam",
+    "ServerCounts",
     "Table",
     "TableOptimizer",
     "Tables",

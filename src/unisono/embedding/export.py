@@ -39,6 +39,8 @@ def export_rows(table: nn.Module, path: str | os.PathLike[str]) -> None:
     file = Path(os.fspath(path))
     if file.suffix not in _SUFFIXES:
         raise ValueError(f"path={str(path)!r} must say by its suffix what to write: {' or '.join(_SUFFIXES)}")
+    if table.serving is not None:
+        table.serving.settle()
     ids, weight = _rows_of(table)
     write_rows(file, {"ids": ids, "weight": weight})
 

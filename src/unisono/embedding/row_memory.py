@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 from torch import Tensor
 
 from unisono.embedding.huge_pages import advise_huge_pages
 
-__all__ = ["resized"]
+__all__ = ["RowStore", "resized"]
+
+_WIDEST = {4: torch.complex128, 2: torch.float64}
+"""A row is written as elements of this type, as each write of an element costs the same. By floats per element."""
 
 
 def resized(tensor: Tensor, length: int) -> Tensor:
@@ -22,3 +28,32 @@ def resized(tensor: Tensor, length: int) -> Tensor:
     new[:kept].copy_(tensor[:kept])
     new[kept:].zero_()
     return new
+
+
+class RowStore(NamedTuple):
+    """The rows of a table or of its state."""
+
+    tensor: Tensor
+    wide: torch.dtype | None
+    """The type as which rows are written; None: their own."""
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> RowStore:
+        """Return the rows of a tensor, of whatever memory it has."""
+        wide = None
+        if tensor.dim() == 2 and tensor.dtype == torch.float32 and tensor.is_contiguous():
+            wide = next(
+                (t for n, t in _WIDEST.items() if not tensor.shape[1] % n and not tensor.storage_offset() % n), None
+            )
+        return cls(tensor, wide)
+
+    def read(self, which: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """Return copies of rows, in memory of their own or in `out`."""
+        return torch.index_select(self.tensor, 0, which, out=out)
+
+    def write(self, which: Tensor, rows: Tensor) -> None:
+        """Write rows; none may be named twice."""
+        if self.wide is None:
+            self.tensor.index_copy_(0, which, rows)
+        else:
+            self.tensor.view(self.wide).index_copy_(0, which, rows.view(self.wide))

@@ -16,7 +16,20 @@ from torch import Tensor
 
 from unisono.arguments import real
 
-__all__ = ["SGD", "Adagrad", "Adam", "RowOptimizer", "RowwiseAdagrad", "RowwiseAdam", "rule_named"]
+__all__ = [
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "RowOptimizer",
+    "RowwiseAdagrad",
+    "RowwiseAdam",
+    "change_rows",
+    "rows_per_chunk",
+    "rule_named",
+]
+
+_CHUNK_NBYTES = 384 * 1024
+"""The bytes of the rows that are updated together, with their gradients and state: they should fit the L2 cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +91,28 @@ def _least(name: str) -> str:
 def rule_named(name: str) -> type[RowOptimizer]:
     """Return the rule of a parameter group."""
     return _RULES[name]
+
+
+def rows_per_chunk(rule: type[RowOptimizer], row_nbytes: int) -> int:
+    """Return how many rows of so many bytes a rule should get at a time on a CPU."""
+    return max(_CHUNK_NBYTES // (row_nbytes * (2 + len(rule.per_element))), 64)
+
+
+def change_rows(  # noqa: PLR0917  as `RowOptimizer.change`
+    rule: type[RowOptimizer],
+    rows: Tensor,
+    gradient: Tensor,
+    state: Mapping[str, Tensor],
+    group: Mapping[str, Any],
+    step: float,
+) -> None:
+    """Change rows and their state in place by a rule, after clipping and weight decay; see `RowOptimizer.change`."""
+    if group["clip_row_norm"] is not None:
+        norm = torch.linalg.vector_norm(gradient, dim=1, keepdim=True)
+        gradient = gradient * (group["clip_row_norm"] / (norm + 1e-6)).clamp_(max=1.0)
+    if group["weight_decay"] != 0:
+        gradient = gradient.add(rows, alpha=group["weight_decay"])
+    rule.change(rows, gradient, state, group, step)
 
 
 def _mean_square(gradient: Tensor) -> Tensor:

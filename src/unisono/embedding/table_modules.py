@@ -14,6 +14,7 @@ from unisono.embedding.huge_pages import advise_huge_pages
 from unisono.embedding.id_checks import check_ids, check_offsets
 from unisono.embedding.lookup import Bags, Locate, look_up, pool
 from unisono.embedding.row_map import RowMap
+from unisono.embedding.serving import Serving
 from unisono.embedding.table_settings import Table
 
 __all__ = ["BagTable", "RowTable", "match_length"]
@@ -37,6 +38,9 @@ class RowTable(nn.Embedding):
         """The ids of a dynamic table; None for one with fixed rows."""
         if self.rows is None:
             self.reset_parameters()
+        self.serving: Serving | None = None
+        """The servers that update it; None: ranks do."""
+        self.register_state_dict_pre_hook(_settle)  # type: ignore[no-untyped-call]
         if table.when_full == "grow":
             self.register_load_state_dict_pre_hook(_prepare_load)  # type: ignore[no-untyped-call]
 
@@ -80,6 +84,9 @@ class BagTable(nn.EmbeddingBag):
         """The ids of a dynamic table; None for one with fixed rows."""
         if self.rows is None:
             self.reset_parameters()
+        self.serving: Serving | None = None
+        """The servers that update it; None: ranks do."""
+        self.register_state_dict_pre_hook(_settle)  # type: ignore[no-untyped-call]
         if table.when_full == "grow":
             self.register_load_state_dict_pre_hook(_prepare_load)  # type: ignore[no-untyped-call]
 
@@ -151,6 +158,13 @@ def _prepare_load(module: nn.Module, state: Mapping[str, Any], prefix: str, *_: 
     saved = state.get(f"{prefix}weight")
     if isinstance(saved, Tensor) and saved.shape[1:] == module.weight.shape[1:]:
         match_length(module, len(saved))
+
+
+def _settle(module: nn.Module, *_: Any) -> None:
+    """Wait for the servers of a table whose state_dict is about to be read."""
+    assert isinstance(module, RowTable | BagTable)
+    if module.serving is not None:
+        module.serving.settle()
 
 
 def _new_weight(table: Table) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,16 +12,12 @@ from torch.optim import Optimizer
 from unisono.embedding.growth import resize
 from unisono.embedding.huge_pages import advise_huge_pages
 from unisono.embedding.row_map import RowMap
-from unisono.embedding.row_optimizers import RowOptimizer, rule_named
+from unisono.embedding.row_memory import RowStore
+from unisono.embedding.row_optimizers import RowOptimizer, change_rows, rows_per_chunk, rule_named
 from unisono.embedding.row_sums import rows_of
 from unisono.errors import TableFullError
 
 __all__ = ["TableOptimizer"]
-
-_CHUNK_NBYTES = 384 * 1024
-"""The bytes of the rows that are updated together, with their gradients and state: they should fit the L2 cache."""
-_WIDEST = {4: torch.complex128, 2: torch.float64}
-"""A row is written as elements of this type, as each write of an element costs the same. By floats per element."""
 
 
 class TableOptimizer(Optimizer):
@@ -95,22 +91,16 @@ class TableOptimizer(Optimizer):
             return
         if p in self.maps:
             indices, values = self._placed(p, indices, values)
-        stores = {key: _Rows.of(state[key]) for key in (*rule.per_row, *rule.per_element)}
-        weights = _Rows.of(p.detach())
+        stores = {key: RowStore.of(state[key]) for key in (*rule.per_row, *rule.per_element)}
+        weights = RowStore.of(p.detach())
         chunk = max(len(indices), 1)
         if p.device.type == "cpu":
-            row_nbytes = p.shape[1] * p.element_size() * (2 + len(rule.per_element))
-            chunk = max(_CHUNK_NBYTES // row_nbytes, 64)
+            chunk = rows_per_chunk(rule, p.shape[1] * p.element_size())
         for start in range(0, len(indices), chunk):
             which, of_rows = indices[start : start + chunk], values[start : start + chunk]
             rows = weights.read(which)
             taken = {key: store.read(which) for key, store in stores.items()}
-            if group["clip_row_norm"] is not None:
-                norm = torch.linalg.vector_norm(of_rows, dim=1, keepdim=True)
-                of_rows = of_rows * (group["clip_row_norm"] / (norm + 1e-6)).clamp_(max=1.0)
-            if group["weight_decay"] != 0:
-                of_rows = of_rows.add(rows, alpha=group["weight_decay"])
-            rule.change(rows, of_rows, taken, group, state["step"])
+            change_rows(rule, rows, of_rows, taken, group, state["step"])
             for key, store in stores.items():
                 store.write(which, taken[key])
             weights.write(which, rows)
@@ -144,31 +134,3 @@ class TableOptimizer(Optimizer):
             rows.write_first(ids[new], indices[new], p, self.state[p])
         is_admitted = indices >= 0
         return (indices, values) if bool(is_admitted.all()) else (indices[is_admitted], values[is_admitted])
-
-
-class _Rows(NamedTuple):
-    """The rows of a table or of its state."""
-
-    tensor: Tensor
-    wide: torch.dtype | None
-    """The type as which rows are written; None: their own."""
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> _Rows:
-        wide = None
-        if tensor.dim() == 2 and tensor.dtype == torch.float32 and tensor.is_contiguous():
-            wide = next(
-                (t for n, t in _WIDEST.items() if not tensor.shape[1] % n and not tensor.storage_offset() % n), None
-            )
-        return cls(tensor, wide)
-
-    def read(self, which: Tensor) -> Tensor:
-        """Return copies of rows."""
-        return self.tensor.index_select(0, which)
-
-    def write(self, which: Tensor, rows: Tensor) -> None:
-        """Write rows; none may be named twice."""
-        if self.wide is None:
-            self.tensor.index_copy_(0, which, rows)
-        else:
-            self.tensor.view(self.wide).index_copy_(0, which, rows.view(self.wide))

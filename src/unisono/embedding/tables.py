@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
+from typing import Literal
 
 from torch import nn
 
+from unisono.embedding.serving import ServerCounts, Serving, serving_for
 from unisono.embedding.table_modules import BagTable, RowTable
 from unisono.embedding.table_optimizer import TableOptimizer
 from unisono.embedding.table_settings import Table, check_memory
 from unisono.text import a_type
 
-__all__ = ["Tables", "dense_parameters", "optimizer_of", "tables_in"]
+__all__ = ["Tables", "dense_parameters", "lagging", "optimizer_of", "serving_in", "settle", "tables_in"]
 
 
 class Tables(nn.Module, Mapping[str, nn.Module]):
@@ -26,13 +29,25 @@ class Tables(nn.Module, Mapping[str, nn.Module]):
 
     Args:
         tables: The settings of each table, by name.
+        servers: The number of server processes that update the rows, as `unisono run --servers` has started; None: as
+            many as there are. Without any, ranks do.
+        consistency: With servers, how many steps old rows may be that a rank reads: "sync" is none, "bounded(4)" at
+            most 4, "async" any number.
+        placement: How rows are dealt over servers: by a "hash" of their number, by "range", or each "table" as a whole.
 
     Raises:
-        TypeError, ValueError: They are no settings, or there are none.
+        TypeError, ValueError: They are no settings, or there are none; or the servers are not those of the job.
         MemoryError: They do not fit the memory that is available. Nothing has been allocated.
     """
 
-    def __init__(self, tables: Mapping[str, Table]) -> None:
+    def __init__(
+        self,
+        tables: Mapping[str, Table],
+        *,
+        servers: int | None = None,
+        consistency: str = "sync",
+        placement: Literal["hash", "range", "table"] = "hash",
+    ) -> None:
         if not tables:
             raise ValueError("there is no table: give Tables at least one, by name")
         for name, table in tables.items():
@@ -43,6 +58,7 @@ class Tables(nn.Module, Mapping[str, nn.Module]):
                     f"{name!r} cannot be the name of a table, since it is a part of its parameters' names: give it one "
                     "without dots"
                 )
+        self._serving = serving_for(tables, servers, consistency, placement, os.environ)
         check_memory(tables)
         super().__init__()
         # Not by add_module, which refuses the names of this class's attributes: a table may be called "items".
@@ -50,6 +66,8 @@ class Tables(nn.Module, Mapping[str, nn.Module]):
             name: RowTable(name, table) if table.pooling is None else BagTable(name, table)
             for name, table in tables.items()
         }
+        for module in tables_in([self]).values():
+            module.serving = self._serving
 
     # A mapping is equal to others with the same items, and cannot be hashed; a module must be itself alone.
     __eq__, __hash__ = object.__eq__, object.__hash__
@@ -74,8 +92,31 @@ class Tables(nn.Module, Mapping[str, nn.Module]):
         return optimizer_of(tables_in([self]).values())
 
     def step(self) -> None:
-        """Update the rows that have a gradient."""
+        """Update the rows that have a gradient.
+
+        Raises:
+            ValueError: The tables are on servers, which take updates from a Trainer only.
+        """
+        if self._serving is not None:
+            raise ValueError(
+                "Tables.step updates the rows of this process, and these tables are on servers, which take updates "
+                "from a Trainer only: give the model to one, or start this program without --servers"
+            )
         self.optimizer.step()
+
+    def settle(self) -> None:
+        """Wait until servers have applied all updates that they were given. Does nothing without servers.
+
+        With consistency="sync", a Trainer's step does so. Otherwise call it before you read rows by your own code;
+        checkpoints, digests, `evaluate`, `predict`, `state_dict` and `export_rows` do.
+        """
+        if self._serving is not None:
+            self._serving.settle()
+
+    @property
+    def server_counts(self) -> ServerCounts | None:
+        """What servers were given and have done; None without servers, and before a step has given them anything."""
+        return None if self._serving is None or self._serving.counts is None else self._serving.counts()
 
 
 def tables_in(modules: Iterable[nn.Module]) -> dict[int, RowTable | BagTable]:
@@ -86,6 +127,38 @@ def tables_in(modules: Iterable[nn.Module]) -> dict[int, RowTable | BagTable]:
         for module in root.modules()
         if isinstance(module, RowTable | BagTable)
     }
+
+
+def serving_in(modules: Iterable[nn.Module]) -> Serving | None:
+    """Return the servers of the tables in modules; None if ranks update them.
+
+    Raises:
+        ValueError: Some are updated by servers in another way than others.
+    """
+    found = {id(module.serving): module.serving for module in tables_in(modules).values()}
+    servings = [serving for serving in found.values() if serving is not None]
+    kinds = {(serving.consistency.text, serving.placement) for serving in servings}
+    if len(kinds) > 1:
+        told = " and ".join(f"consistency={mode!r}, placement={placement!r}" for mode, placement in sorted(kinds))
+        raise ValueError(f"the tables of one Trainer have {told}: make them by one Tables(...), or give all the same")
+    if len(servings) > 1:
+        raise ValueError(
+            f"the tables of one Trainer on servers come from {len(servings)} objects: make them by one Tables(...)"
+        )
+    return servings[0] if servings else None
+
+
+def lagging(modules: Iterable[nn.Module]) -> set[int]:
+    """Return the `id` of each table in modules that servers may write to at any time, as no step waits for them."""
+    found = tables_in(modules).items()
+    return {key for key, m in found if m.serving is not None and m.serving.consistency.bound != 0}
+
+
+def settle(modules: Iterable[nn.Module]) -> None:
+    """Wait until servers have applied all updates of the tables in modules that they were given."""
+    for module in tables_in(modules).values():
+        if module.serving is not None:
+            module.serving.settle()
 
 
 def dense_parameters(model: nn.Module) -> list[nn.Parameter]:

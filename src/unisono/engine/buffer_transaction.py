@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from unisono.collectives.world import World
+from unisono.embedding.tables import lagging
 from unisono.engine.buffer_vector import BufferVector
 from unisono.engine.model_contents import ModelContents, member_name
 from unisono.engine.node_sums import NodeSum, add
@@ -258,7 +259,9 @@ class BufferTransaction:
             self._tracked = [tracked for tracked in self._tracked if tracked.path in self._names]
         self._know([i for i, tracked in enumerate(self._tracked) if id(tracked) in known])
         self._norm_buffers = NormBuffers(self._tracked)
-        self._parameters = WriteDetector(self.contents.parameters(), move=self._parameters_move)
+        self._parameters = WriteDetector(
+            self.contents.parameters(), move=self._parameters_move, unread=lagging(self.contents.modules().values())
+        )
         return version
 
     def _agree(self) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from unisono.collectives.world import World
+from unisono.embedding.tables import serving_in
 from unisono.engine.base import Engine, Trained
 from unisono.engine.collective import CollectiveEngine
 from unisono.engine.consistency import ConsistencyCheck, GroupConsistencyCheck, NoConsistencyCheck
@@ -110,7 +111,7 @@ class EngineFactory:
             return LocalStepsEngine(
                 self.workers, self._world, self.comparison, self.all_reduce, virtual_ranks=self._virtual_ranks
             )
-        if self._world.group is None:
+        if self._world.group is None and self._shared is None:
             return LocalEngine(optimizer, self._modules)
         virtual_ranks, overlap = self._virtual_ranks, self._overlap
         if self._shared is not None:
@@ -163,13 +164,15 @@ def select_engines(
         protect: If True, the shared-memory engine can undo an update in which a rank dies, at a small cost.
 
     Raises:
-        ValueError: On all ranks, if `kind` is "shared" and the ranks cannot share memory or the model.
+        ValueError: On all ranks, if `kind` is "shared", or the model has tables on servers, and the ranks cannot share
+            memory or the model.
     """
     modules, optimizers = list(modules), list(optimizers)
     runtime = grid = None
     may_share = kind == "shared" or (kind == "auto" and all(map(is_divisible, optimizers)))
     shares = False
-    if world.group is not None:
+    has_servers = serving_in(modules) is not None and (world.group is not None or world.size == 1)
+    if world.group is not None or has_servers:
         tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
         own = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
         named = {id(p): (name, p) for module in modules for name, p in module.named_parameters() if id(p) in own}
@@ -193,6 +196,16 @@ def select_engines(
         if kind == "shared" and not shares:
             raise ValueError(
                 f'engine="shared" cannot serve here: {obstacle}. Leave engine="auto", which then takes "collective".'
+            )
+        if has_servers and not shares:
+            why = obstacle or (
+                f'engine="{kind}" keeps the weights of each rank apart'
+                if kind == "collective"
+                else "an optimizer is not known to update parameters independently"
+            )
+            raise ValueError(
+                "the tables of the model are on servers, which share memory with all ranks, and here ranks share none: "
+                f'{why}. Leave out --servers, or give CPU ranks of one host engine="auto".'
             )
         # Ranks of one host compare what they do in shared memory even if they send their gradients.
         if shares or (len(hosts) == 1 and not any(why_not for _, why_not, *_ in everyone)):

@@ -8,7 +8,7 @@ tensor, by the address of its memory and by two of its values, since torch does 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -27,10 +27,12 @@ class WriteDetector:
     Args:
         parameters: The parameters to check, on any device; values are compared on the CPU only.
         move: True if their memory comes and goes, so that only versions can be compared.
+        unread: Those whose values are not compared, by `id`, as other processes write them at any time.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], *, move: bool = False) -> None:
+    def __init__(self, parameters: Sequence[Tensor], *, move: bool = False, unread: Collection[int] = ()) -> None:
         self._parameters, self._move = parameters, move
+        self._read_ones = [p for p in parameters if id(p) not in unread]
         self._addresses: list[int] = []
         self._versions: list[int] = []
         self._read: Callable[[], Any] = tuple
@@ -45,7 +47,7 @@ class WriteDetector:
         addresses = list(map(Tensor.data_ptr, self._parameters))
         if addresses != self._addresses:
             self._addresses = addresses
-            self._read = _reader([word for p in self._parameters for word in _words(p)])
+            self._read = _reader([word for p in self._read_ones for word in _words(p)])
         self._versions = list(map(_version_of, self._parameters))
         self._values = self._read()
 
@@ -63,7 +65,7 @@ class WriteDetector:
         for i, p in enumerate(self._parameters):
             if versions[i] != self._versions[i] or addresses[i] != self._addresses[i]:
                 return p
-        owners = [p for p in self._parameters for _ in _words(p)]
+        owners = [p for p in self._read_ones for _ in _words(p)]
         return next(p for p, now, then in zip(owners, values, self._values, strict=False) if now != then)
 
 

@@ -121,7 +121,7 @@ class _Agent:
 
     def run(self) -> int:
         """Run the job and return its exit code."""
-        check_open_files(self._job.ranks, spares=self._job.spares)
+        check_open_files(self._job.ranks, spares=self._job.spares, servers=self._job.servers)
         become_subreaper()
         with ExitStack() as stack:
             signals = stack.enter_context(signals_as_bytes(self._job.signals))
@@ -238,7 +238,8 @@ class _Agent:
             if "rank" in message and (rank := self._server.rank_of(message["rank"])) is not None:
                 message["rank"] = rank
             elif "rank" in message and self._changes is not None:
-                self._changes.spares.on_message(kind, message)
+                servers = self._changes.servers
+                (servers if servers.has(message["rank"]) else self._changes.spares).on_message(kind, message)
                 continue
             if kind == "ready":
                 self._port, self._scratch, self._server.pid = message["port"], message["scratch"], message["pid"]
@@ -299,6 +300,7 @@ class _Agent:
             selector=self._selector,
             number=0 if self._changes is None else self._changes.replacing.number,
             completed=self._on_recovered,
+            lost=self._shutdown.begin_for_loss,
             port=self._port,
             visible_gpus=self._environment.get("CUDA_VISIBLE_DEVICES"),
             hosts=hosts,
@@ -349,6 +351,9 @@ class _Agent:
         shutdown, generation = self._shutdown.state, self._now
         replacing = self._ranks.replacing
         self._ranks.spares.close()
+        if shutdown is None:
+            self._ranks.servers.conclude()
+        self._ranks.servers.close()
         if shutdown is None:
             replacing.look()
         if shutdown is None and self._hosts is not None:
@@ -446,7 +451,8 @@ class _Agent:
             generation = self._generation
             running = set() if generation is None else {generation.local_rank(rank) for rank in generation.running}
             activity = {"activity": describe_activity(generation)} if kind == "top" else {}
-            facts = {**facts, "spares": spares, **self._relay.progress, **activity}
+            servers = [] if self._changes is None else self._changes.servers.running
+            facts = {**facts, "spares": spares, "servers": servers, **self._relay.progress, **activity}
             return describe_job(job, running=running, facts=facts)
         if kind == "scale" and type(ranks := question.get("ranks")) is int:
             is_over = self._shutdown.state is not None or self._changes is None

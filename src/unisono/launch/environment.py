@@ -10,7 +10,13 @@ import signal
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from unisono.variables import EVENTS_VARIABLE, HOST_VARIABLE
+from unisono.variables import (
+    EVENTS_VARIABLE,
+    HOST_VARIABLE,
+    SERVER_PAGE_VARIABLE,
+    SERVER_VARIABLE,
+    SERVERS_VARIABLE,
+)
 
 if TYPE_CHECKING:
     from unisono.launch.hosts.settings import HostPlace
@@ -21,7 +27,9 @@ __all__ = [
     "rank_environment",
 ]
 
-_OUTER = frozenset({EVENTS_VARIABLE, HOST_VARIABLE, "TORCHELASTIC_ERROR_FILE"})
+_OUTER = frozenset({
+    EVENTS_VARIABLE, HOST_VARIABLE, SERVERS_VARIABLE, SERVER_PAGE_VARIABLE, SERVER_VARIABLE, "TORCHELASTIC_ERROR_FILE",
+})  # fmt: skip
 """Variables that belong to the rank of an outer launcher, inside which this job may run."""
 
 _LOCAL_RANK = "${local_rank}"
@@ -69,6 +77,7 @@ def rank_environment(
     virtual_local_rank: bool = False,
     visible_gpus: str | None = None,
     signals: Iterable[int] = (),
+    servers: int = 0,
     error_file: str | None = None,
     place: HostPlace | None = None,
 ) -> dict[str, str]:
@@ -82,6 +91,7 @@ def rank_environment(
         virtual_local_rank: True to show the rank one GPU only, as number 0, and to set LOCAL_RANK to 0.
         visible_gpus: CUDA_VISIBLE_DEVICES as the user set it, None if it is not set; used with `virtual_local_rank`.
         signals: The signals that are passed to ranks.
+        servers: The number of servers of embedding tables.
         error_file: The file to which elastic's `@record` writes an exception.
         place: The place of this machine among several; None if there is no other.
 
@@ -127,6 +137,8 @@ def rank_environment(
         }
     if names := ",".join(signal.Signals(signum).name for signum in signals):
         variables["TORCHELASTIC_SIGNALS_TO_HANDLE"] = names
+    if servers:
+        variables[SERVERS_VARIABLE] = str(servers)
     if error_file is not None:
         variables["TORCHELASTIC_ERROR_FILE"] = error_file
     return variables

@@ -15,7 +15,8 @@ From the agent: `start` (the program), `fork` (rank, environment; files by name)
 `clear` (end what the rank with this process group has left), `sweep` (end what all ended ranks have left) and `end`. To
 the agent: `ready` (port, scratch, pid), `started` (rank, pid), `unstarted` (rank, problem), `failing` and `exited`
 (rank, code, time_ns), `lost` (message), `store lost`. A spare process has a number in the place of a rank, which it
-keeps when it becomes one: `launch.forkserver_handle` knows which rank a number stands for. Start reading at `main`.
+keeps when it becomes one: `launch.forkserver_handle` knows which rank a number stands for. Servers of embedding tables
+have such numbers, too. Start reading at `main`.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import socket
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from typing import Any, NoReturn
@@ -41,7 +43,7 @@ from unisono.launch.rank_process import Program, RankFiles, RankProcess, execute
 from unisono.launch.reserved_files import move_out_of_the_way
 from unisono.launch.source_scan import DYNAMO, TRAINER
 from unisono.launch.store_process import Member, host_store
-from unisono.variables import EVENTS_VARIABLE
+from unisono.variables import EVENTS_VARIABLE, SERVER_PAGE_VARIABLE, SERVER_VARIABLE
 
 __all__ = ["main"]
 
@@ -240,10 +242,17 @@ class _Server:
         files = files.moved()
         if files.events is not None and files.grant is None:
             environment = {**environment, EVENTS_VARIABLE: str(files.events)}
+        if files.servers is not None:
+            environment = {**environment, SERVER_PAGE_VARIABLE: str(files.servers)}
         settle(parent=server, files=files, environment=environment)
+        program = self._program
+        if SERVER_VARIABLE in environment:
+            program = replace(
+                program, target="unisono.servers", module=True, arguments=(), recover=False, numa_binding=None
+            )
         process = RankProcess(
             rank=rank,
-            program=self._program,
+            program=program,
             report=move_out_of_the_way(self._report),
             files=files,
             scratch=self._scratch,

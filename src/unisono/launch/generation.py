@@ -22,6 +22,7 @@ from unisono.launch.hang.observer import Observer
 from unisono.launch.launch_job import LaunchJob
 from unisono.launch.output.relay import Relay
 from unisono.launch.recovery_page import RecoveryPage
+from unisono.server_page import ServerPage
 
 if TYPE_CHECKING:
     from unisono.launch.hosts.settings import HostPlace
@@ -65,6 +66,10 @@ class Generation:
         self._secret = secrets.token_bytes(32) if secret is None else secret
         self.pages: dict[int, RecoveryPage] = {}
         """By rank, what its present or last process tells about the replacement of ranks."""
+        self.servers = job.servers
+        """The number of servers of embedding tables."""
+        self.server_page = ServerPage.create() if job.servers else None
+        """By what ranks and these servers find each other; None without servers."""
         self.overdue: set[int] = set()
         """Ranks that were killed because they did not end after they had reported their failure."""
         self._pids: dict[int, int] = {}
@@ -87,7 +92,7 @@ class Generation:
         self.pages[rank].ask(self._wanted)
         stdout, stderr, *events = self._relay.open(rank, attempt=self.attempt)
         self.running.add(rank)
-        files = {"stdout": stdout, "stderr": stderr, "page": page, "dump": dump, "ask": ask}
+        files = {"stdout": stdout, "stderr": stderr, "page": page, "dump": dump, "ask": ask, **self._page_file()}
         if self._local.get(rank, rank) == self._job.stdin and (file := _own_stdin()) is not None:
             files["stdin"] = file
         return files | ({"events": events[0]} if events else {})
@@ -129,7 +134,7 @@ class Generation:
         own = RecoveryPage(page)
         own.share(self._secret)
         own.mark_new()
-        return watched, own, {"page": page, "dump": dump, "ask": ask}
+        return watched, own, {"page": page, "dump": dump, "ask": ask, **self._page_file()}
 
     def adopt(self, rank: int, watched: ObservedRank, page: RecoveryPage, pipes: Sequence[int]) -> None:
         """Let a process that was opened by `open_spare` be the process of a rank.
@@ -171,6 +176,7 @@ class Generation:
             virtual_local_rank=job.virtual_local_rank,
             visible_gpus=visible_gpus,
             signals=job.signals,
+            servers=job.servers,
             error_file=None if folder is None else str(folder / "error.json"),
         )
 
@@ -241,6 +247,9 @@ class Generation:
         for page in self.pages.values():
             page.close()
         self.pages.clear()
+        if self.server_page is not None:
+            self.server_page.close()
+            self.server_page = None
 
     def ends(self, *, failed: bool) -> None:
         """Note that the launcher begins to end the ranks: from now on they fail because of that.
@@ -309,6 +318,9 @@ class Generation:
             running=self.running - failures.keys() - finished,
             ended_ns=self._ended_ns,
         )
+
+    def _page_file(self) -> dict[str, int]:
+        return {} if self.server_page is None else {"servers": os.dup(self.server_page.fd)}
 
     def _left_before(self, rank: int, time_ns: int) -> bool:
         left_ns = self.observer.left_ns(rank)

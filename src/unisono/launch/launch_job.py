@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Literal
 
 from unisono.errors import LaunchError
 from unisono.launch.program import read_program
+from unisono.server_page import MOST_SERVERS
 
 if TYPE_CHECKING:
     from unisono.launch.hosts.settings import HostPlace, HostSettings
@@ -81,6 +82,8 @@ class LaunchJob:
     """True to replace a rank that dies while the others wait, where a Trainer allows it."""
     spares: int = 0
     """The number of processes that wait at the script's Trainer to take the place of a rank that dies."""
+    servers: int = 0
+    """The number of server processes for embedding tables."""
     shutdown_timeout_s: float = 30.0
     """Seconds between asking a rank to end and killing it: time to save, for ranks that handle the signal."""
     hang_report_s: float = 30.0
@@ -153,6 +156,13 @@ class LaunchJob:
             self._check_hosts()
         if self.spares:
             self._check_spares()
+        if not 0 <= self.servers <= MOST_SERVERS:
+            raise ValueError(f"servers={self.servers} must lie between 0 and {MOST_SERVERS}")
+        if self.servers and not self.python:
+            raise ValueError(
+                f"--servers {self.servers} and --no-python exclude each other: servers update unisono.embedding.Tables "
+                "of a Python program"
+            )
         if self.output.directory is not None and ("/" in self.run_id or self.run_id in (".", "..")):
             raise ValueError(f"run_id={self.run_id!r} cannot be the name of a log folder: leave out '/', '.' and '..'")
 
@@ -162,6 +172,7 @@ class LaunchJob:
         for name, is_given, why in (
             (f"--max-restarts {self.max_restarts}", self.max_restarts, f"ends as a whole: {again}"),
             (f"--spares {self.spares}", self.spares, f"replaces no rank: {again}"),
+            (f"--servers {self.servers}", self.servers, "shares no memory with servers of tables: leave it out"),
             ("--hang-abort", self.hang_abort_s is not None, "compares no ranks of different hosts: leave it out"),
             ("--stuck-timeout", self.stuck_timeout_s is not None, "compares no ranks of different hosts: leave it out"),
             ("--cpu-backend shm", self.cpu_backend == "shm", "shares no memory: leave it out, and hosts use gloo"),

@@ -13,18 +13,19 @@ from unisono.machine import kernel_text
 __all__ = ["check_open_files", "describe_failed_fork"]
 
 
-def check_open_files(ranks: int, *, spares: int = 0) -> None:
+def check_open_files(ranks: int, *, spares: int = 0, servers: int = 0) -> None:
     """Check that the launcher may open the files that the ranks of a job need.
 
     Args:
         ranks: The number of ranks.
         spares: The number of spare processes, which need as many each.
+        servers: The number of servers of embedding tables, which need as many each.
 
     Raises:
         LaunchError: The limit is lower.
     """
     per_rank, ours = 8, 48  # pipes, pages and log files of a rank; files of the interpreter and the agent
-    needed = per_rank * (ranks + spares) + ours
+    needed = per_rank * (ranks + spares + servers) + ours
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit != resource.RLIM_INFINITY and needed > limit:
         what, in_all = (f"{ranks} ranks and {spares} spare ones", " in all") if spares else (f"{ranks} ranks", "")

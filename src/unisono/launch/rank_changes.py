@@ -1,6 +1,6 @@
 """Who the ranks of a generation are: their first processes, those in the place of dead ones, and another number.
 
-The agent's loop calls. Three parts do the work: `Replacing`, `Spares` and `Scaling`. Start reading at
+The agent's loop calls. Four parts do the work: `Replacing`, `Spares`, `Scaling` and `Servers`. Start reading at
 `RankChanges.tick`.
 """
 
@@ -17,6 +17,7 @@ from unisono.launch.launch_job import LaunchJob
 from unisono.launch.output.relay import Relay
 from unisono.launch.replacing import Replacing
 from unisono.launch.scaling import Scaling
+from unisono.launch.servers import Servers
 from unisono.launch.spares import Spares
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class RankChanges:
     Args:
         number: The number of the last decision of earlier generations.
         completed: See `Replacing`.
+        lost: See `Servers`.
         port: The port of the job's store.
         visible_gpus: CUDA_VISIBLE_DEVICES of the launcher; None if it is not set.
         hosts: The other hosts of the job; None if there are none.
@@ -46,11 +48,15 @@ class RankChanges:
         selector: selectors.BaseSelector,
         number: int,
         completed: Callable[[dict[str, Any]], None],
+        lost: Callable[[str], None],
         port: int,
         visible_gpus: str | None,
         hosts: JobHosts | None = None,
     ) -> None:
         self._generation, self._server = generation, server
+        self.servers = Servers(
+            generation, server=server, relay=relay, environment=lambda: self._environment(None), lost=lost
+        )
         self._port, self._visible_gpus = port, visible_gpus
         self.spares = Spares(
             job.spares,
@@ -79,7 +85,8 @@ class RankChanges:
         self.scaling = Scaling(job, generation, self.replacing, server=server, relay=relay, fork=self._fork)
 
     def start(self) -> None:
-        """Start the processes of all ranks."""
+        """Start the processes of all ranks and servers."""
+        self.servers.start()
         for rank in self._generation.ranks:
             self._fork(rank, self._generation.open(rank))
 

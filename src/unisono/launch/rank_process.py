@@ -79,13 +79,16 @@ class RankFiles:
     """The launcher's standard input, for the rank that has it."""
     grant: int | None = None
     """In a spare process, the socket over which it is told its rank (`launch.spare_process`)."""
+    servers: int | None = None
+    """The memory by which ranks and servers of embedding tables find each other (`unisono.server_page`)."""
 
     def moved(self) -> RankFiles:
         """Move the files that stay open in the rank to high numbers, out of the program's way."""
         events = None if self.events is None else move_out_of_the_way(self.events)
         block, dump, ask = map(move_out_of_the_way, (self.page, self.dump, self.ask))
         grant = None if self.grant is None else move_out_of_the_way(self.grant)
-        return replace(self, page=block, dump=dump, ask=ask, events=events, grant=grant)
+        servers = None if self.servers is None else move_out_of_the_way(self.servers)
+        return replace(self, page=block, dump=dump, ask=ask, events=events, grant=grant, servers=servers)
 
     def close(self) -> None:
         """Close all of these files in this process."""
@@ -166,7 +169,7 @@ def main() -> None:
     facts = json.loads(sys.argv[1])
     files = RankFiles(**facts["files"])
     process = RankProcess(**{**facts, "program": Program(**facts["program"]), "files": files, "preloaded": Preloaded()})
-    for file in (files.page, files.dump, files.ask, files.events, files.grant, process.report):
+    for file in (files.page, files.dump, files.ask, files.events, files.grant, files.servers, process.report):
         if file is not None:
             os.set_inheritable(file, False)
     run_program(process)

@@ -14,6 +14,7 @@ from unisono import arguments
 from unisono.arguments import flag, text, whole
 from unisono.data.map_loader import MapLoader
 from unisono.data.settings import Collate
+from unisono.embedding.tables import settle
 from unisono.job.user_function import refuse_inside
 from unisono.parallel.pipeline.cut_model import CutModel
 from unisono.parallel.sharding.divided_model import DividedModel
@@ -103,6 +104,7 @@ class Inference:
         def compute() -> Any:
             self._compare(call)
             self._recovery.note("evaluation")
+            settle(self._modules.values())
             loader = self._test_loader(dataset, batch_size, micro_batch_size, workers, collate_fn)
             models = self._averaged_model() if ema else self.model
             try:
@@ -176,6 +178,7 @@ class Inference:
         def compute() -> Any:
             self._compare(call)
             self._recovery.note("evaluation")
+            settle(self._modules.values())
             keep = destination != "iterator"  # the loop may read the same dataset between two batches
             loader = self._test_loader(dataset, batch_size, micro_batch_size, workers, collate_fn, keep=keep)
             models = self._averaged_model() if ema else self.model

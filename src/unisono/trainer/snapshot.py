@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from unisono.embedding.tables import settle
 from unisono.engine import BufferTransaction
 from unisono.engine.model_contents import member_name, parameter_names, plain_name
 from unisono.engine.staged import StagedBuffers
@@ -200,6 +201,7 @@ def capture(
         CheckpointError: The state of an object holds something that cannot be written without pickle.
         ValueError: An optimizer has a parameter that belongs to no model.
     """
+    settle(subjects.modules.values())
     others = _others(subjects, settings or settings_of(subjects.optimizers, subjects.others))
     if optimizers is None:
         optimizers = {key: optimizer_state(subjects.modules, each) for key, each in subjects.optimizers.items()}

@@ -8,6 +8,7 @@ from hashlib import sha256
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from unisono.embedding.tables import settle
 from unisono.errors import CheckpointError
 from unisono.state.digest import digest, exact, memory
 from unisono.trainer.assembly import TrainerParts
@@ -23,6 +24,7 @@ averages."""
 
 def digest_of(modules: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]) -> str:
     """Return the SHA-256 of all parameters, buffers and optimizer state; see `Trainer.digest`."""
+    settle(modules.values())
     states = {name: optimizer_state(modules, optimizer) for name, optimizer in optimizers.items()}
     return digest({"model": model_tensors(modules), "optimizer": states})
 
@@ -70,6 +72,7 @@ def _digests_of_tensors(modules: Mapping[str, nn.Module]) -> dict[str, str]:
     Raises:
         CheckpointError: A tensor has no plain memory.
     """
+    settle(modules.values())
     return {name: _short(tensor, name) for name, tensor in model_tensors(modules).items()}
 
 

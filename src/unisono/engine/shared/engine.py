@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from unisono.embedding.tables import lagging, serving_in
 from unisono.engine.accumulation import GradientAccumulation
 from unisono.engine.base import Preparation, Trained
 from unisono.engine.joint_optimizer import parts_of, trained_by
@@ -41,6 +42,7 @@ from unisono.engine.shared.shared_consistency import SharedConsistencyCheck
 from unisono.engine.shared.shared_runtime import SharedRuntime
 from unisono.engine.shared.step_metadata import StepMetadata, note, unscale
 from unisono.engine.shared.table_division import TableDivision
+from unisono.engine.shared.table_servers import TableServers
 from unisono.engine.shared.update_protection import UpdateProtection
 from unisono.engine.shared.work_division import divide_work
 from unisono.engine.sparse_tables import TableSums, check_optimizers, maps_of, split_sparse
@@ -85,6 +87,8 @@ class SharedEngine(GradientAccumulation):
         self._protects = protect
         self._protection: UpdateProtection | None = None
         """None without `protect`, and before the first step."""
+        self._servers: TableServers | None = None
+        """None if ranks update all tables themselves, and before the first step."""
         self._steps = 0
         self._hooked = False
         """True if a hook of the user runs before this step's update, on any rank."""
@@ -135,6 +139,8 @@ class SharedEngine(GradientAccumulation):
                 turn = self._protection.number
         self._rows = self._row_sets[turn % len(self._row_sets)]
         self._rows.start(layout, self._comparison.attempt)
+        if self._servers is not None:
+            self._servers.begin()
         self._begin(step, layout)
 
     def flush(self) -> None:
@@ -258,6 +264,13 @@ class SharedEngine(GradientAccumulation):
             self._runtime.abort(f"rank {self._runtime.rank} failed while weights were written: {error!r}")
             raise
 
+    def close(self) -> None:
+        """Release the parameters, and the servers of tables; see `Engine`."""
+        super().close()
+        if self._servers is not None:
+            self._servers.close()
+            self._servers = None
+
     def abort(self, *, alike: bool) -> bool:
         """Discard the step; see `Engine`. It may wait at a barrier, or make the other ranks raise."""
         self._streaming = False
@@ -296,6 +309,8 @@ class SharedEngine(GradientAccumulation):
         if not self._protects:
             return False
         drop(self._given.parameters)
+        if self._servers is not None:
+            self._servers.settle()
         if self._protection is None:
             return True
         if not self._protection.repair(dead, is_hooked=self._is_hooked()):
@@ -318,11 +333,15 @@ class SharedEngine(GradientAccumulation):
     def _build(self, step: StepTransaction, trained: Trained) -> None:
         """Move the parameters to shared memory if they are not there, and divide the work. Every rank must call it."""
         self._unhook()
+        if self._servers is not None:
+            self._servers.close()
         optimizer, runtime = self._optimizer, self._runtime
         dense, tables = split_sparse(trained, self._modules)
         check_optimizers(optimizer, dense, tables)
         self._check_movable(trained)
-        self._weights.move(step, trained)
+        serving = serving_in(self._modules) if tables.names else None
+        runtime.keeps_descriptors = serving is not None
+        self._weights.move(step, trained, lagging(self._modules) if tables.names else ())
         self._given, self._addresses = trained, [p.data_ptr() for p in trained.parameters]
         self._trained, parameters = dense, dense.parameters
         maps = maps_of(optimizer, tables)
@@ -353,6 +372,11 @@ class SharedEngine(GradientAccumulation):
             OptimizerUpdate.make(runtime, part, every, pieces, places, guests=division.guests)
             for part in parts_of(optimizer)
         ]
+        self._servers = None
+        if serving is not None:
+            self._servers = TableServers(
+                runtime, serving, tables, division=division, updates=self._updates, first=len(parameters)
+            )
         if self._protects:
             self._protection = self._make_protection(work.parts)
         if self._overlap and work.is_large:
@@ -437,16 +461,16 @@ class SharedEngine(GradientAccumulation):
             self._rows.reduce(used, self._factor)
         gradients: Sequence[Tensor | None] = self._gradients[self._row_sets.index(self._rows)]
         adopted = [update.adopt() for update in self._updates]
-        of_tables: Sequence[Tensor | None] = ()
+        written: Sequence[Tensor | None] = ()
         if self._tables.exist:
-            of_tables = self._division.gradients(self._tables, self._updates, self._factor)
+            of_tables, written = self._table_gradients()
             gradients = [*gradients, *of_tables]
             used = [*used, *self._tables.used]
         found_inf = self._found_inf if getattr(self._optimizer, "_step_supports_amp_scaling", False) else None
         protection = self._protection
         if protection is not None:
-            if of_tables:
-                protection.copy_tables(of_tables, self._tables.entries, self._step)
+            if written:
+                protection.copy_tables(written, self._tables.entries, self._step)
             protection.begin(used, found_inf)
         self._division.write_new_rows(self._updates)
         unsettled = any(adopted)
@@ -457,19 +481,32 @@ class SharedEngine(GradientAccumulation):
         runtime.publish(_UNSETTLED, int(unsettled))
         passed = self._end_update("waiting for the weights")
         if passed is not None and any(runtime.published(_UNSETTLED, passed)):
-            for update in self._updates:
-                update.state.settle(update.optimizer)
-            if protection is not None:
-                protection.settle()
-            self._end_update("waiting for the optimizer's state")
-            for update in self._updates:
-                update.state.keep()
+            self._settle_state()
         if protection is not None:
             protection.commit()
         self._division.commit()
+        if self._servers is not None:
+            self._servers.release(self._step)
         for update in self._updates:
             update.state.show_numbers(update.optimizer)
         self._weights.remember()
+
+    def _table_gradients(self) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
+        """Return the gradients of the table rows that this rank updates, and of those that it writes in any way."""
+        gradients = self._division.gradients(self._tables, self._updates, self._factor)
+        if self._servers is None:
+            return gradients, gradients
+        return self._servers.stage(gradients, self._tables.used, self._tables.entries)
+
+    def _settle_state(self) -> None:
+        """Move new state of the optimizers to shared memory, on all ranks together."""
+        for update in self._updates:
+            update.state.settle(update.optimizer)
+        if self._protection is not None:
+            self._protection.settle()
+        self._end_update("waiting for the optimizer's state")
+        for update in self._updates:
+            update.state.keep()
 
     def _end_update(self, what: str) -> Passed | None:
         """Wait for all ranks at the end of an update. Return the barrier, or None if it broke after all ranks' ends."""

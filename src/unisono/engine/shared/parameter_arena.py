@@ -7,7 +7,7 @@ few of its values, since torch does not count every write. `load_state_dict` is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import itemgetter
 
@@ -80,7 +80,9 @@ class LoadStateDictHook:
 class _Arena:
     """Parameters that were moved to shared memory together."""
 
-    def __init__(self, runtime: SharedRuntime, step: StepTransaction, trained: Trained) -> None:
+    def __init__(
+        self, runtime: SharedRuntime, step: StepTransaction, trained: Trained, unwatched: Collection[int]
+    ) -> None:
         self.names, self.parameters = trained
         layout = TensorLayout(self.parameters)
         segment = runtime.segment(layout.nbytes, "weights")
@@ -96,7 +98,7 @@ class _Arena:
         places = [
             (name, offset // 4 + place)
             for name, offset, p in zip(self.names, layout.offsets, self.parameters, strict=True)
-            if p.numel()
+            if p.numel() and id(p) not in unwatched
             for length in [max(p.numel() * p.element_size() // 4, 1)]
             for place in (0, length // 2, length - 1)
         ]
@@ -132,13 +134,19 @@ class SharedParameters:
         self._arenas: list[_Arena] = []
         self._entries: dict[int, tuple[_Arena, int]] = {}
 
-    def move(self, step: StepTransaction, trained: Trained) -> None:
-        """Move parameters to shared memory that are not there yet, with rank 0's values. Every rank must call it."""
+    def move(self, step: StepTransaction, trained: Trained, unwatched: Collection[int] = ()) -> None:
+        """Move parameters to shared memory that are not there yet, with rank 0's values. Every rank must call it.
+
+        Args:
+            step: The step under way.
+            trained: The parameters.
+            unwatched: Those that other processes write between two steps, by `id`.
+        """
         new = [i for i, p in enumerate(trained.parameters) if self._address(p) != p.data_ptr()]
         if not new:
             return
         moved = Trained(*(tuple(of_all[i] for i in new) for of_all in trained))  # type: ignore[arg-type]
-        arena = _Arena(self._runtime, step, moved)
+        arena = _Arena(self._runtime, step, moved, unwatched)
         self._arenas.append(arena)
         for i, p in enumerate(arena.parameters):
             self._entries[id(p)] = arena, i

@@ -7,10 +7,11 @@ the middle of a step, the others raise within a second.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import count
 from typing import cast
 
+from torch import Tensor
 from torch.distributed import DistBackendError
 
 from unisono.activity import Observed, Wait
@@ -124,6 +125,9 @@ class SharedRuntime:
         self.loss: PeerError | None = None
         """The loss of a rank, noticed at the end of a step that is committed all the same: the next step raises it."""
         self._words = memoryview(segment.memory)[words_offset : words_offset + 8 * _WORDS * self.size].cast("q")
+        self.keeps_descriptors = False
+        """True to keep the descriptors of all segments, so that further processes can be given them."""
+        self._kept: list[Segment] = []
         self._polling = Backoff()
         self._numbers = cast(Iterator[Passed], count(1))
         self.barriers = Passed(0)
@@ -161,12 +165,27 @@ class SharedRuntime:
                 prepare(segment)
             return segment
 
+        keeps = keeps_descriptor or self.keeps_descriptors
         try:
-            segment, peers = self._handshake(make, look=self._look, keeps_descriptor=keeps_descriptor)
+            segment, peers = self._handshake(make, look=self._look, keeps_descriptor=keeps)
         except DistBackendError as error:
             raise _lost(error) from error
         peers.close()
+        if keeps and not keeps_descriptor:
+            self._kept.append(segment)
         return segment
+
+    def segment_of(self, tensor: Tensor) -> Segment:
+        """Return the segment that has a tensor, of those whose descriptors this object keeps."""
+        address = tensor.data_ptr()
+        return next(each for each in reversed(self._kept) if each.address <= address < each.address + each.nbytes)
+
+    def release_segments(self, needed: Collection[Segment]) -> None:
+        """Close the descriptors that were kept, but for those of some segments."""
+        for segment in self._kept:
+            if segment not in needed:
+                segment.close_descriptor()
+        self._kept = [segment for segment in self._kept if segment in needed]
 
     def arrive(self) -> None:
         """Signal to the other ranks that this rank is at the next barrier, and publish its earlier writes."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -113,6 +114,11 @@ class TableDivision:
             state = next((u.sharded.state[table] for u in updates if table in u.sharded.state), {})
             rows.write_first(ids, places, table.detach(), state)
         self._new = []
+
+    def new_rows(self, table: int) -> Tensor:
+        """Return the rows of a table, by number, that this rank is about to write the first values of."""
+        found = [new.places for new in self._new if new.table is self._tables[table]]
+        return found[0] if found else torch.empty(0, dtype=torch.int64)
 
     def commit(self) -> None:
         """Keep the changes of maps. Call it once all ranks have ended the update."""

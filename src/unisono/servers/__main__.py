@@ -1,0 +1,5 @@
+"""The program of a server process, which the launcher starts."""
+
+from unisono.servers.server import main
+
+main()

@@ -1,0 +1,40 @@
+"""Which server has which rows. Pure."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from unisono.embedding.initial_rows import mixed
+
+__all__ = ["owned"]
+
+
+def owned(rows: Tensor, *, server: int, servers: int, placement: str, table: int, length: int) -> Tensor | None:
+    """Return the numbers of the entries whose rows a server has, ascending; None: it has all of them.
+
+    Args:
+        rows: Ascending rows of a table.
+        server: The server.
+        servers: The number of servers.
+        placement: "hash": by a hash of the row, so that all servers have equally many of any rows. "table": each table
+            as a whole, in turn. "range": by ranges of equal length.
+        table: The number of the table.
+        length: The number of the table's rows.
+
+    >>> rows = torch.tensor([0, 3, 4, 9])
+    >>> owned(rows, server=1, servers=2, placement="range", table=0, length=10).tolist()
+    [3]
+    >>> [owned(rows, server=s, servers=2, placement="hash", table=0, length=10).tolist() for s in (0, 1)]
+    [[0, 1, 2], [3]]
+    """
+    if servers == 1:
+        return None
+    if placement == "table":
+        return None if table % servers == server else rows[:0]
+    if placement == "range":
+        bounds = torch.tensor([-(-length * n // servers) for n in (server, server + 1)])
+        start, stop = torch.searchsorted(rows, bounds).tolist()
+        return torch.arange(start, stop)
+    # The upper bits: the lower ones would deal rows in a pattern with those of an index of ids.
+    return ((mixed(rows) >> 33) % servers == server).nonzero().view(-1)

@@ -1,0 +1,223 @@
+"""A server process: it updates the rows that it has, in memory that ranks read.
+
+Exactly once: the new values of some rows, a *part*, are computed in a redo record in shared memory. A word then says
+that the part is ready, the values are copied to the table, and another word says that this is done. A process that
+takes the place of a killed one copies a part that was ready and not done once more, and goes on with the next. So a
+part that was not ready has changed nothing, and copying one twice does no harm. The record has the memory that an
+update needs anyway, which stays in the cache, so it costs two stores for each part. Parts are numbered by the step and
+by their order in it, which follows from what ranks have handed over.
+
+Start reading at `Server.run`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from typing import NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from unisono.embedding.row_memory import RowStore
+from unisono.embedding.row_optimizers import RowOptimizer, change_rows, rows_per_chunk, rule_named
+from unisono.server_page import ServerPage
+from unisono.servers.control import Control
+from unisono.servers.hand_over import TableUpdate, read_updates
+from unisono.servers.placement import owned
+from unisono.servers.record import SessionRecord, TensorRecord
+from unisono.shm.segment import Segment, aligned
+from unisono.variables import SERVER_PAGE_VARIABLE, SERVER_VARIABLE
+
+__all__ = ["Server", "main", "redo_nbytes"]
+
+_BEFORE_S, _SLEEP_S, _BESIDE_S = 0.005, 0.05, 0.002
+"""How long to wait at once: for a first session, for a step, and for a step of one of several sessions."""
+_PARTS = 1 << 24
+"""More than the parts of a step."""
+
+
+def main() -> NoReturn:
+    """Serve the ranks of this job until the launcher ends this process."""
+    torch.set_num_threads(1)
+    page = ServerPage(int(os.environ[SERVER_PAGE_VARIABLE]))
+    Server(page, int(os.environ[SERVER_VARIABLE])).run()
+
+
+class _Table(NamedTuple):
+    """A table, as this process has mapped it."""
+
+    rule: type[RowOptimizer]
+    weight: RowStore
+    state: dict[str, RowStore]
+    chunk: int
+
+    @property
+    def stores(self) -> list[RowStore]:
+        return [self.weight, *self.state.values()]
+
+
+class Server:
+    """One server.
+
+    Args:
+        page: The page of the job.
+        number: The number of this server.
+    """
+
+    def __init__(self, page: ServerPage, number: int) -> None:
+        self._page, self._number = page, number
+        self._version = 0
+        self._sessions: dict[int, _Session] = {}
+        """By inode of the control memory."""
+
+    def run(self) -> NoReturn:
+        """Apply what ranks release, for ever."""
+        with torch.inference_mode():
+            while True:
+                self.turn()
+
+    def turn(self) -> None:
+        """Look for sessions, apply all steps that have been released, and sleep if there are none."""
+        if self._page.version != self._version:
+            self._look()
+        applied = [session.advance() for session in self._sessions.values()]
+        if not any(applied):
+            latest = next(reversed(self._sessions.values()), None)
+            if latest is None:
+                time.sleep(_BEFORE_S)
+            else:
+                latest.control.sleep(self._number, _SLEEP_S if len(self._sessions) == 1 else _BESIDE_S)
+            if any(session.is_over for session in self._sessions.values()):
+                self._sessions = {key: each for key, each in self._sessions.items() if not each.is_over}
+
+    def _look(self) -> None:
+        self._version, found = self._page.sessions()
+        records = {each["segments"][each["control"]]["inode"]: each for each in found}
+        self._sessions = {key: each for key, each in self._sessions.items() if key in records}
+        for key, values in records.items():
+            if key not in self._sessions:
+                session = _Session.open(SessionRecord.of_json(values), self._number, self._page)
+                if session is not None and not session.is_over:
+                    self._sessions[key] = session
+
+
+class _Session:
+    """A session, as this process has mapped it."""
+
+    def __init__(self, record: SessionRecord, segments: list[Segment], number: int, page: ServerPage) -> None:
+        self._record, self._number, self._page = record, number, page
+        self.control = Control(
+            segments[record.control], ranks=record.ranks, servers=record.servers, redo_nbytes=record.redo_nbytes
+        )
+        slots = segments[record.slots].tensor(0, (record.ranks, record.ring, record.capacity))
+        self._slots = [[*of_rank.unbind()] for of_rank in slots.unbind()]
+        self._redo = self.control.redo(number)
+
+        def store(tensor: TensorRecord) -> RowStore:
+            dtype: torch.dtype = getattr(torch, tensor.dtype)
+            return RowStore.of(segments[tensor.segment].tensor(tensor.offset, tensor.shape, dtype))
+
+        self._tables = [
+            _Table(
+                rule_named(table.rule),
+                weight := store(table.weight),
+                {key: store(value) for key, value in table.state.items()},
+                rows_per_chunk(rule_named(table.rule), _row_nbytes(weight.tensor)),
+            )
+            for table in record.tables
+        ]
+        self._shapes = [(table.weight.tensor.shape[1], table.weight.tensor.dtype) for table in self._tables]
+        self.control.wake_ranks(number)  # the process before may have been killed before it did
+
+    @classmethod
+    def open(cls, record: SessionRecord, number: int, page: ServerPage) -> _Session | None:
+        """Map the memory of a session; None if it is gone, as a session is that is over."""
+        segments = []
+        for each in record.segments:
+            segment = each.open(record.pids)
+            if segment is None:
+                return None
+            segment.close_descriptor()
+            segments.append(segment)
+        return cls(record, segments, number, page)
+
+    @property
+    def is_over(self) -> bool:
+        """True if ranks give nothing more, and all that they gave is applied."""
+        return self.control.is_closed and self.control.applied_by(self._number) >= self.control.released
+
+    def advance(self) -> bool:
+        """Apply the steps that have been released. Return True if there were any."""
+        applied, released = self.control.applied_by(self._number), self.control.released
+        for step in range(applied + 1, released + 1):
+            self._apply(step)
+        return released > applied
+
+    def _apply(self, step: int) -> None:
+        control, number, record = self.control, self._number, self._record
+        done, ready = control.done(number), control.ready(number)
+        part, rows = step * _PARTS, 0
+        for update, entries in self._updates(step):
+            table = self._tables[update.table]
+            count = len(update.rows) if entries is None else len(entries)
+            rows += count
+            for start in range(0, count, table.chunk):
+                part += 1
+                if part <= done:
+                    continue
+                stop = min(start + table.chunk, count)
+                which = update.rows[start:stop] if entries is None else update.rows[entries[start:stop]]
+                copies = self._copies(table, len(which))
+                if part == ready:
+                    control.count_repair(number)
+                else:
+                    values = update.values[start:stop] if entries is None else update.values[entries[start:stop]]
+                    for store, copy in zip(table.stores, copies, strict=True):
+                        store.read(which, out=copy)
+                    state = dict(zip(table.state, copies[1:], strict=True))
+                    change_rows(table.rule, copies[0], values, state, update.group, update.step)
+                    control.set_ready(number, part)
+                for store, copy in zip(table.stores, copies, strict=True):
+                    store.write(which, copy)
+                control.set_done(number, part)
+        assert part < (step + 1) * _PARTS, f"{record.tables}: {part} parts"
+        control.set_applied(number, step, rows=rows)
+        self._page.count(number)
+
+    def _updates(self, step: int) -> Iterator[tuple[TableUpdate, Tensor | None]]:
+        """Yield the updates of a step that all ranks have handed over, with the entries that this server applies."""
+        record = self._record
+        for slots in self._slots:
+            for update in read_updates(slots[step % record.ring], step, self._shapes):
+                length = len(self._tables[update.table].weight.tensor)
+                entries = owned(
+                    update.rows,
+                    server=self._number,
+                    servers=record.servers,
+                    placement=record.placement,
+                    table=update.table,
+                    length=length,
+                )
+                yield update, entries
+
+    def _copies(self, table: _Table, count: int) -> list[Tensor]:
+        """Return memory in the redo record for copies of rows of a table and its state."""
+        offset, copies = 0, []
+        for store in table.stores:
+            nbytes = count * _row_nbytes(store.tensor)
+            copy = self._redo[offset : offset + nbytes].view(store.tensor.dtype).view(count, *store.tensor.shape[1:])
+            copies.append(copy)
+            offset += aligned(nbytes)
+        return copies
+
+
+def redo_nbytes(rule: type[RowOptimizer], weight: Tensor, state: list[Tensor]) -> int:
+    """Return the bytes of the redo record that parts of a table need."""
+    chunk = rows_per_chunk(rule, _row_nbytes(weight))
+    return sum(aligned(chunk * _row_nbytes(tensor)) for tensor in (weight, *state))
+
+
+def _row_nbytes(tensor: Tensor) -> int:
+    return tensor.shape[1:].numel() * tensor.element_size()

@@ -1,0 +1,179 @@
+"""A server that ends between any two of its writes: another one in its place completes each update once."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from unisono.embedding import Adam, RowwiseAdagrad
+from unisono.embedding.row_memory import RowStore
+from unisono.server_page import ServerPage
+from unisono.servers import Control, SessionRecord, TableRecord, TableUpdate, packed_nbytes, write_updates
+from unisono.servers.placement import owned
+from unisono.servers.record import SegmentRecord, TensorRecord
+from unisono.servers.server import Server, redo_nbytes
+from unisono.shm.segment import Segment
+
+RANKS, SERVERS, RING, STEPS, ROWS, DIM = 2, 2, 2, 3, 400, 3
+RULES = (RowwiseAdagrad(lr=0.1, weight_decay=0.01), Adam(lr=0.05, clip_row_norm=0.5))
+
+
+class Ended(BaseException):
+    """What a test lets a server end with: nothing of it may catch this."""
+
+
+class Tables:
+    """Two tables in shared memory, with a session of two ranks, which this process stands for."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.segments: list[Segment] = []
+        self.tensors: list[torch.Tensor] = []
+        records, redo = [], 0
+        for rule in RULES:
+            shapes = {"weight": (ROWS, DIM)} | dict.fromkeys(rule.per_row, (ROWS,))
+            shapes |= dict.fromkeys(rule.per_element, (ROWS, DIM))
+            tensors = {key: self._tensor(shape) for key, shape in shapes.items()}
+            tensors["weight"].normal_(generator=generator)
+            names = {
+                key: TensorRecord(len(self.segments) - len(shapes) + i, 0, shapes[key], "float32")
+                for i, key in enumerate(shapes)
+            }
+            weight = names.pop("weight")
+            records.append(TableRecord("item", type(rule).__name__, weight, names))
+            weight_tensor, *state = tensors.values()
+            redo = max(redo, redo_nbytes(type(rule), weight_tensor, state))
+        facts = {"ranks": RANKS, "servers": SERVERS, "redo_nbytes": redo}
+        control = Segment.create(Control.nbytes(**facts), name="control")
+        self.control = Control(control, **facts)
+        self.control.create()
+        capacity = 1 << packed_nbytes([(ROWS, DIM, torch.float32)] * 2).bit_length()
+        slots = Segment.create(capacity * RANKS * RING, name="slots")
+        self.slots = slots.tensor(0, (RANKS, RING, capacity))
+        self.segments += [control, slots]
+        session = SessionRecord(
+            pids=(os.getpid(),) * RANKS,
+            servers=SERVERS,
+            placement="hash",
+            ring=RING,
+            capacity=capacity,
+            redo_nbytes=redo,
+            control=len(self.segments) - 2,
+            slots=len(self.segments) - 1,
+            segments=tuple(SegmentRecord(os.fstat(s.fd).st_ino, (s.fd,) * RANKS) for s in self.segments),
+            tables=tuple(records),
+        )
+        self.page = ServerPage.create()
+        self.page.publish([session.as_json()])
+
+    def _tensor(self, shape: tuple[int, ...]) -> torch.Tensor:
+        segment = Segment.create(torch.Size(shape).numel() * 4, name="rows")
+        self.segments.append(segment)
+        self.tensors.append(segment.tensor(0, shape, torch.float32))
+        return self.tensors[-1]
+
+    def release(self, step: int) -> None:
+        generator = torch.Generator().manual_seed(step)
+        for rank in range(RANKS):
+            updates = []
+            for number, rule in enumerate(RULES):
+                rows = torch.arange(rank, ROWS, RANKS)[torch.rand(ROWS // RANKS, generator=generator) < 0.9]
+                values = torch.randn(len(rows), DIM, generator=generator)
+                updates.append(TableUpdate(number, rows, values, rule.group(), step))
+            write_updates(self.slots[rank, step % RING], step, updates)
+            self.control.hand_over(step, rank=rank, rows=sum(len(update.rows) for update in updates))
+        self.control.release(step, rank=1)
+
+    def close(self) -> None:
+        self.page.close()
+        for segment in self.segments:
+            segment.close_descriptor()
+
+
+def train() -> tuple[list[torch.Tensor], Control]:
+    """Apply some steps by servers of which each that ends is replaced."""
+    tables = Tables()
+    servers = [Server(tables.page, number) for number in range(SERVERS)]
+    for step in range(1, STEPS + 1):
+        tables.release(step)
+        for number in range(SERVERS):
+            while tables.control.applied_by(number) < step:
+                try:
+                    servers[number].turn()
+                except Ended:
+                    servers[number] = Server(tables.page, number)
+    tables.close()
+    return tables.tensors, tables.control
+
+
+@pytest.fixture
+def ends(monkeypatch):
+    """Let the server end at the event of a number: before a word is written, or when half of some rows are."""
+    left = {"events": -1}
+
+    def is_due() -> bool:
+        left["events"] -= 1
+        return left["events"] == -1
+
+    for name in ("set_ready", "set_done", "set_applied", "wake_ranks"):
+        original = getattr(Control, name)
+
+        def before(self, *given, original=original, **named):
+            if is_due():
+                raise Ended
+            original(self, *given, **named)
+
+        monkeypatch.setattr(Control, name, before)
+    write = RowStore.write
+
+    def half(self, which, rows):
+        if is_due():
+            write(self, which[: len(which) // 2], rows[: len(which) // 2])
+            raise Ended
+        write(self, which, rows)
+
+    monkeypatch.setattr(RowStore, "write", half)
+    return left
+
+
+def test_a_server_that_ends_at_any_moment_applies_each_update_once(ends, monkeypatch):
+    for module in ("unisono.servers.server", __name__):  # several parts for each update
+        monkeypatch.setattr(f"{module}.rows_per_chunk", lambda *_: 64, raising=False)
+    ends["events"] = 10**9
+    expected, control = train()
+    events = 10**9 - ends["events"]
+    assert control.rows_applied() == control.rows_given() and control.repaired == 0 and events > 80
+    repaired = 0
+    for event in range(events):
+        ends["events"] = event
+        tensors, control = train()
+        assert ends["events"] < 0
+        assert all(map(torch.equal, tensors, expected)), f"the end at event {event} has changed rows"
+        assert control.rows_applied() == control.rows_given()
+        repaired += control.repaired
+    assert repaired > events / 4
+
+
+@pytest.mark.parametrize("placement", ["hash", "range", "table"])
+def test_each_row_has_one_server(placement):
+    rows = torch.arange(0, 1000, 3)
+    for table in range(2):
+        parts = [owned(rows, server=s, servers=3, placement=placement, table=table, length=1000) for s in range(3)]
+        entries = torch.cat([torch.arange(len(rows)) if part is None else part for part in parts])
+        assert entries.sort().values.tolist() == [*range(len(rows))]
+        if placement != "table":
+            assert min(map(len, parts)) > len(rows) / 4
+
+
+def test_what_is_published_halfway_is_not_seen():
+    page = ServerPage.create()
+    assert page.sessions() == (0, [])
+    page.publish([{"a": 1}])
+    page.publish([{"a": 1}, {"b": "x" * 5000}])
+    assert page.sessions() == (2, [{"a": 1}, {"b": "x" * 5000}])
+    with pytest.raises(ValueError, match="room for 522240: put rows of equal length into fewer tables"):
+        page.publish([{"a": "x" * 600_000}])
+    assert page.version == 2
+    page.close()
